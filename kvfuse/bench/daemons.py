@@ -1,0 +1,120 @@
+"""Daemons that a measurement needs, started as a user would and ended with it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from kvfuse.errors import MountError
+
+START_SECONDS_MAX = 60.0
+END_SECONDS_MAX = 120.0
+
+BAREFS_PLACES = (Path(__file__).with_name("barefs.py"), Path(__file__).parents[2] / "scripts" / "barefs.py")
+"""where the reference file system, a program of its own, may stand: an installation, the source tree"""
+
+
+class Daemon(NamedTuple):
+    """A mounted file system and its process."""
+
+    mountpoint: Path
+    pid: int
+    start_seconds: float
+    """from the start of the process until the mount answered"""
+
+
+@contextlib.contextmanager
+def kvfuse_mount(volume: Path, mountpoint: Path, *words: str) -> Iterator[Daemon]:
+    """The volume in the folder ``volume`` (made if it is not there), mounted with ``-o`` ``words``."""
+    options = [part for word in words for part in ("-o", word)]
+    command = [sys.executable, "-m", "kvfuse.cli", "mount", "--foreground", str(volume), str(mountpoint), *options]
+    with _mounted(command, mountpoint) as daemon:
+        yield daemon
+
+
+@contextlib.contextmanager
+def barefs_mount(mountpoint: Path) -> Iterator[Daemon]:
+    """A bare pyfuse3 file system that keeps names in a dict and bytes in memory."""
+    program = next((place for place in BAREFS_PLACES if place.exists()), None)
+    if program is None:
+        raise MountError("the reference file system barefs.py is not part of this installation")
+    with _mounted([sys.executable, str(program), str(mountpoint)], mountpoint) as daemon:
+        yield daemon
+
+
+@contextlib.contextmanager
+def _mounted(command: Sequence[str], mountpoint: Path) -> Iterator[Daemon]:
+    """Run ``command``, which mounts ``mountpoint`` and serves it until SIGTERM. MountError where it does not."""
+    mountpoint.mkdir(parents=True, exist_ok=True)
+    start = time.perf_counter()
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        try:
+            _wait_until_mounted(process, mountpoint, log.fileno())
+            yield Daemon(mountpoint, process.pid, time.perf_counter() - start)
+        finally:
+            _end(process)
+
+
+def _wait_until_mounted(process: subprocess.Popen[bytes], mountpoint: Path, log: int) -> None:
+    deadline = time.monotonic() + START_SECONDS_MAX
+    while not os.path.ismount(mountpoint):
+        if process.poll() is not None:
+            raise MountError(f"{_text(process.args)} ended with status {process.returncode}: {_tail(log)}")
+        if time.monotonic() > deadline:
+            raise MountError(f"{_text(process.args)} mounted nothing within {START_SECONDS_MAX:.0f} s: {_tail(log)}")
+        time.sleep(0.002)
+    os.stat(mountpoint)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """SIGTERM, and SIGKILL for one that does not listen."""
+    process.terminate()
+    try:
+        process.wait(END_SECONDS_MAX)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+        raise MountError(f"{_text(process.args)} did not end within {END_SECONDS_MAX:.0f} s of SIGTERM") from None
+
+
+def _text(arguments: object) -> str:
+    return " ".join(map(str, arguments)) if isinstance(arguments, list) else str(arguments)
+
+
+def _tail(log: int) -> str:
+    size = os.fstat(log).st_size
+    return os.pread(log, 2000, max(0, size - 2000)).decode(errors="replace").strip() or "it said nothing"
+
+
+class Memory(NamedTuple):
+    """What a process has in memory, in bytes."""
+
+    resident: int
+    anonymous: int
+    file: int
+    shared: int
+    proportional: int
+    """resident, with each shared page divided by the number of its users"""
+
+
+def memory_of(pid: int) -> Memory:
+    """Read from /proc."""
+    process = Path("/proc") / str(pid)
+    status = _kilobytes(process / "status")
+    proportional = _kilobytes(process / "smaps_rollup")["Pss"]
+    fields = (status[name] for name in ("VmRSS", "RssAnon", "RssFile", "RssShmem"))
+    return Memory(*(1024 * size for size in (*fields, proportional)))
+
+
+def _kilobytes(path: Path) -> dict[str, int]:
+    """The lines "Name:   123 kB" of a file in /proc."""
+    fields = (line.split() for line in path.read_text().splitlines())
+    return {row[0].rstrip(":"): int(row[1]) for row in fields if len(row) == 3 and row[2] == "kB"}

@@ -1,0 +1,192 @@
+"""What is measured on a folder, whatever file system it is on: one function a figure, POSIX calls alone.
+
+Nothing here chooses sizes or compares; ``suite`` does.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+
+from kvfuse.bench.cache import read_whole, write_and_rename
+from kvfuse.errors import KvfuseError
+
+MIB = 1 << 20
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+_RESIDENT_SHARE_MAX = 0.01
+
+
+def _rate(count: int, function: Callable[[], None]) -> float:
+    """How often a second, where ``function`` does a thing ``count`` times."""
+    start = time.perf_counter()
+    function()
+    return count / (time.perf_counter() - start)
+
+
+def block_paths(folder: Path, count: int) -> list[str]:
+    """Names of ``count`` blocks as engines choose them: a hash's length of hexadecimal."""
+    return [f"{folder}/{index:032x}" for index in range(count)]
+
+
+def store_blocks(folder: Path, count: int, size: int) -> float:
+    """Blocks a second: a temporary name created, written whole, closed, renamed."""
+    paths, data = block_paths(folder, count), os.urandom(size)
+
+    def store() -> None:
+        for path in paths:
+            write_and_rename(path + ".part", path, data)
+
+    return _rate(count, store)
+
+
+def store_blocks_paced(folder: Path, count: int, size: int, rate: float) -> float:
+    """As ``store_blocks``, but no faster than ``rate`` blocks a second."""
+    paths, data = block_paths(folder, count), os.urandom(size)
+    start = time.perf_counter()
+
+    def store() -> None:
+        for index, path in enumerate(paths):
+            ahead = start + index / rate - time.perf_counter()
+            # short waits are not worth a sleep: the clock of sleep is coarser than a block takes
+            if ahead > 0.005:
+                time.sleep(ahead)
+            write_and_rename(path + ".part", path, data)
+
+    return _rate(count, store)
+
+
+def store_blocks_together(folder: Path, count: int, size: int, writer_count: int) -> float:
+    """As ``store_blocks``, by ``writer_count`` threads that share the blocks."""
+    paths, data = block_paths(folder, count), os.urandom(size)
+
+    def store_some(some: Sequence[str]) -> None:
+        for path in some:
+            write_and_rename(path + ".part", path, data)
+
+    def store() -> None:
+        with ThreadPoolExecutor(writer_count) as pool:
+            list(pool.map(store_some, (paths[writer::writer_count] for writer in range(writer_count))))
+
+    return _rate(count, store)
+
+
+def ask_absent_names(folder: Path, count: int) -> float:
+    """Names a second: each asked for once, none there."""
+    paths = [f"{folder}/absent-{index:032x}" for index in range(count)]
+
+    def ask() -> None:
+        for path in paths:
+            try:
+                os.stat(path)
+            except FileNotFoundError:
+                continue
+            raise KvfuseError(f"{path} is there: this folder is not the bench's own")
+
+    return _rate(count, ask)
+
+
+def read_blocks(folder: Path, count: int, size: int) -> float:
+    """Blocks a second: opened, read whole, closed. They were stored by ``store_blocks``."""
+    paths, buffer = block_paths(folder, count), memoryview(bytearray(size))
+
+    def read() -> None:
+        for path in paths:
+            found = read_whole(path, buffer)
+            if found != size:
+                raise KvfuseError(f"{path} has {found} bytes, not {size}")
+
+    return _rate(count, read)
+
+
+def make_small_files(folder: Path, count: int, size: int, progress: Callable[[int], None]) -> float:
+    """Files a second: created, written, closed; a thousand to a folder."""
+    data = os.urandom(size)
+    start = time.perf_counter()
+    for first in range(0, count, 1000):
+        shard = folder / f"{first:08d}"
+        shard.mkdir()
+        for path in block_paths(shard, min(1000, count - first)):
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+            os.write(descriptor, data)
+            os.close(descriptor)
+        progress(min(first + 1000, count))
+    return count / (time.perf_counter() - start)
+
+
+def write_stream(path: Path, size: int) -> float:
+    """GB/s of a new file written in calls of 1 MiB and closed."""
+    data = os.urandom(MIB)
+    start = time.perf_counter()
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    try:
+        for _ in range(size // MIB):
+            if os.write(descriptor, data) != MIB:
+                raise KvfuseError(f"{path} took only a part of a write")
+    finally:
+        os.close(descriptor)
+    return size / (time.perf_counter() - start) / 1e9
+
+
+def read_stream(path: Path) -> float:
+    """GB/s of a whole file read in calls of 1 MiB into one buffer."""
+    buffer = memoryview(bytearray(MIB))
+    size = 0
+    start = time.perf_counter()
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        while part := os.readv(descriptor, [buffer]):
+            size += part
+    finally:
+        os.close(descriptor)
+    return size / (time.perf_counter() - start) / 1e9
+
+
+def drop_cached(path: Path) -> None:
+    """Make the kernel forget this file's pages - of this mount alone, not those of what lies below it.
+
+    KvfuseError where it keeps them: what follows would not be a cold read.
+    """
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)  # pages not yet written stay
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(descriptor)
+    share = cached_share(path)
+    if share > _RESIDENT_SHARE_MAX:
+        raise KvfuseError(f"{share:.0%} of {path} stay in the page cache: it cannot be read cold")
+
+
+def cached_share(path: Path) -> float:
+    """How much of a file is in the page cache of its mount, 0 to 1."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapping:
+        page_count = -(-len(mapping) // _PAGE)
+        states = np.zeros(page_count, np.uint8)
+        content = np.frombuffer(mapping, np.uint8)
+        arguments = (
+            ctypes.c_void_p(content.ctypes.data),
+            ctypes.c_size_t(len(mapping)),
+            states.ctypes.data_as(ctypes.c_void_p),
+        )
+        del content  # the mapping cannot be closed while it is looked at
+        if libc.mincore(*arguments) != 0:
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number), str(path))
+        return float((states & 1).mean())
+
+
+def copy_memory(size: int) -> float:
+    """GB/s of memcpy in pieces of 1 MiB into one buffer, the least that a read must cost."""
+    source, target = np.ones(max(size, 64 * MIB), np.uint8).reshape(-1, MIB), np.empty(MIB, np.uint8)
+    start = time.perf_counter()
+    for piece in source:
+        np.copyto(target, piece)
+    return source.nbytes / (time.perf_counter() - start) / 1e9

@@ -1,0 +1,84 @@
+"""Measurements in alternating rounds, and a figure beside its reference."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+Side = Callable[[int], float]
+"""Measures once; told the round's number, 0 for the warm-up."""
+
+
+class Measured(NamedTuple):
+    """A figure of several rounds: the median counts, the rounds show how far to trust it."""
+
+    name: str
+    rounds: list[float]
+
+    @property
+    def value(self) -> float:
+        return statistics.median(self.rounds)
+
+
+class Figure(NamedTuple):
+    """One row of the result: what kvfuse reached, beside what was measured in the same rounds."""
+
+    name: str
+    unit: str
+    measured: Measured
+    reference: Measured | None
+    target: float | None = None
+    """of the value"""
+    ratio_target: float | None = None
+    """of value / reference"""
+    less_is_better: bool = False
+    note: str = ""
+    """what was warm, and what else must be known"""
+
+    @property
+    def ratio(self) -> float | None:
+        if self.reference is None or not self.reference.value:
+            return None
+        return self.measured.value / self.reference.value
+
+    @property
+    def met(self) -> bool | None:
+        """Both targets are; None where there is none."""
+        pairs = [(self.measured.value, self.target), (self.ratio, self.ratio_target)]
+        wanted = [(value, target) for value, target in pairs if value is not None and target is not None]
+        if not wanted:
+            return None
+        return all(value <= target if self.less_is_better else value >= target for value, target in wanted)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain types, computed values included."""
+        return {
+            "name": self.name,
+            "unit": self.unit,
+            "value": self.measured.value,
+            "rounds": self.measured.rounds,
+            "reference": self.reference
+            and {"name": self.reference.name, "value": self.reference.value, "rounds": self.reference.rounds},
+            "ratio": self.ratio,
+            "target": self.target,
+            "ratio_target": self.ratio_target,
+            "less_is_better": self.less_is_better,
+            "met": self.met,
+            "note": self.note,
+        }
+
+
+def alternate(sides: dict[str, Side], round_count: int) -> list[Measured]:
+    """Measure all sides in each round, in turning order, so that a noisy neighbour hits them alike.
+
+    A first round warms up (memory that the machine hands out for the first time is slow) and does not count.
+    """
+    results: dict[str, list[float]] = {name: [] for name in sides}
+    order = list(sides)
+    for number in range(round_count + 1):
+        for name in order if number % 2 else reversed(order):
+            value = sides[name](number)
+            if number > 0:
+                results[name].append(value)
+    return [Measured(name, values) for name, values in results.items()]

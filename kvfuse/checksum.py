@@ -1,0 +1,132 @@
+"""CRC32C, the checksum of format version 1: of buffers, of granules, and of concatenations.
+
+A checksum is an int, 0..2**32-1, of the usual CRC32C (Castagnoli, reflected, inverted before and after).
+The hardware library does the work; crcmod stands in where no wheel of it exists.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable
+from functools import lru_cache
+from typing import TypeAlias
+
+import crcmod.predefined
+import numpy as np
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", RuntimeWarning)  # it warns where it has no C code; crcmod is used then
+    import google_crc32c
+
+Buffer: TypeAlias = bytes | bytearray | memoryview
+
+ALGORITHM = "crc32c"
+"""The name in the superblock."""
+
+GRANULE_SIZE = 256 * 1024
+"""Bytes of an extent that share one checksum; an extent's last granule may be shorter."""
+
+CHECKSUM_SIZE = 4
+"""Bytes of one stored checksum, little endian."""
+
+_POLYNOMIAL = 0x82F63B78
+_crcmod_extend: Callable[[bytes, int], int] = crcmod.predefined.mkPredefinedCrcFun("crc-32c")
+
+
+def _extend_hardware(value: int, data: np.ndarray) -> int:
+    checksum: int = google_crc32c.extend(value, data)
+    return checksum
+
+
+def _extend_portable(value: int, data: np.ndarray) -> int:
+    return _crcmod_extend(data.tobytes(), value)
+
+
+_extend = _extend_hardware if google_crc32c.implementation == "c" else _extend_portable
+
+
+def crc32c(buffer: Buffer, value: int = 0) -> int:
+    """Checksum of ``buffer`` (C-contiguous) as the continuation of bytes whose checksum is ``value``."""
+    # The C function takes bytes and arrays but refuses bytearray and memoryview: always show it an array.
+    return _extend(value, np.frombuffer(buffer, np.uint8))
+
+
+def granule_checksums(buffer: Buffer) -> bytes:
+    """The checksums of every started granule of ``buffer``: 4 bytes each, little endian."""
+    data = np.frombuffer(buffer, np.uint8)
+    starts = range(0, len(data), GRANULE_SIZE)
+    return np.array([_extend(0, data[start : start + GRANULE_SIZE]) for start in starts], "<u4").tobytes()
+
+
+def extent_checksum(granules: bytes, length: int) -> int:
+    """The checksum of a whole extent of ``length`` bytes, from its ``granule_checksums`` alone."""
+    checksum = 0
+    rest = length
+    for granule in np.frombuffer(granules, "<u4").tolist():
+        checksum = combine(checksum, granule, min(rest, GRANULE_SIZE))
+        rest -= GRANULE_SIZE
+    return checksum
+
+
+def combine(first: int, second: int, second_length: int) -> int:
+    """The checksum of a concatenation, from its two parts' checksums and the second one's length in bytes."""
+    if second_length == GRANULE_SIZE:
+        low, middle, high, top = _GRANULE_SHIFT
+        shifted = low[first & 255] ^ middle[first >> 8 & 255] ^ high[first >> 16 & 255] ^ top[first >> 24]
+    else:
+        shifted = _multiply(_shift_by(second_length), first)
+    return shifted ^ second
+
+
+# A checksum is a polynomial over GF(2) modulo the CRC's, bit 31 the constant term. Appending n zero
+# bytes multiplies it by x**(8n); the two inversions cancel out, so concatenation is "shift, then xor".
+
+
+def _multiply(a: int, b: int) -> int:
+    """The product of two polynomials modulo the CRC's."""
+    product = 0
+    while a:
+        if a & 0x80000000:
+            product ^= b
+        a = a << 1 & 0xFFFFFFFF
+        b = b >> 1 ^ (_POLYNOMIAL if b & 1 else 0)
+    return product
+
+
+def _squares() -> list[int]:
+    """x**(2**k) for k = 0..66: enough for the length of any buffer in bits."""
+    powers = [0x40000000]
+    while len(powers) <= sys.maxsize.bit_length() + 3:
+        powers.append(_multiply(powers[-1], powers[-1]))
+    return powers
+
+
+_SQUARES = _squares()
+
+
+@lru_cache(maxsize=4096)
+def _shift_by(length: int) -> int:
+    """x**(8 * length)."""
+    factor = 0x80000000
+    for bit in range(length.bit_length()):
+        if length >> bit & 1:
+            factor = _multiply(_SQUARES[bit + 3], factor)
+    return factor
+
+
+def _shift_table(length: int, byte: int) -> list[int]:
+    """What each value of one byte (0: the lowest) of a checksum becomes when ``length`` zero bytes follow."""
+    table = [0] * 256
+    for value in range(1, 256):
+        lowest = value & -value
+        # The shift is linear: all but single bits come from two smaller values.
+        table[value] = (
+            _multiply(_shift_by(length), value << 8 * byte)
+            if value == lowest
+            else table[lowest] ^ table[value ^ lowest]
+        )
+    return table
+
+
+_GRANULE_SHIFT = tuple(_shift_table(GRANULE_SIZE, byte) for byte in range(4))

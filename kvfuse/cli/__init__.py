@@ -1,0 +1,130 @@
+"""The command line: ``kvfuse COMMAND``. One file a command, imported only when it is used.
+
+Every failure is one line on stderr and an exit status of ``EXIT_STATUS``; KVFUSE_DEBUG=1 shows the traceback instead.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from typing import IO, Any
+
+import click
+
+from kvfuse.errors import ConfigError, KvfuseError, MountError, VolumeBusy, VolumeError
+
+
+class MountBusy(MountError):
+    """Files below the mount point are still open."""
+
+
+EXIT_STATUS: tuple[tuple[type[KvfuseError], int], ...] = (
+    (ConfigError, 2),
+    (VolumeBusy, 4),
+    (MountBusy, 4),
+    (VolumeError, 3),
+    (MountError, 5),
+    (KvfuseError, 1),
+)
+"""The first row that fits an error tells the exit status; 2 is also a wrong command line."""
+
+COMMANDS: dict[str, tuple[str, str]] = {
+    "mount": ("kvfuse.cli.mount:mount", "Mount a volume; make it first if it is not there."),
+    "umount": ("kvfuse.cli.umount:umount", "Unmount, and wait until everything is written."),
+    "status": ("kvfuse.cli.status:status", "What is mounted here, and is it well?"),
+    "stats": ("kvfuse.cli.stats:stats", "Counters of a mount, once or live."),
+    "info": ("kvfuse.cli.info:info", "Where the bytes of a file lie."),
+    "format": ("kvfuse.cli.format:format_command", "Make a volume."),
+    "fsck": ("kvfuse.cli.fsck:fsck", "Check a volume; repair or rebuild it."),
+    "config": ("kvfuse.cli.config:config_command", "Effective options, and where each came from."),
+    "doctor": ("kvfuse.cli.doctor:doctor", "What is missing on this machine, and what mends it."),
+    "bench": ("kvfuse.cli.bench:bench", "Measure this machine, with a reference beside every figure."),
+    "replay": ("kvfuse.cli.replay:replay", "Send KV-cache traffic through a mount and verify every byte."),
+    "version": ("kvfuse.cli.version:version", "The version of kvfuse and of what it stands on."),
+}
+"""command -> (module:function, summary). The summaries stand here so that --help imports nothing."""
+
+
+class Failure(click.ClickException):
+    """One line on stderr, and an exit status."""
+
+    def __init__(self, message: str, exit_status: int = 1) -> None:
+        super().__init__(message)
+        self.exit_code = exit_status  # type: ignore[misc]  # click calls it a class variable
+
+    def show(self, file: IO[Any] | None = None) -> None:
+        click.echo(f"kvfuse: {self.message}", file=file, err=file is None)
+
+
+def exit_status(error: KvfuseError) -> int:
+    return next(status for kind, status in EXIT_STATUS if isinstance(error, kind))
+
+
+def describe(error: Exception) -> tuple[str, int]:
+    """The line and the exit status that any failure of a command ends in."""
+    if isinstance(error, KvfuseError):
+        return str(error), exit_status(error)
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror, 1
+    return f"internal error: {type(error).__name__}: {error} (KVFUSE_DEBUG=1 shows where)", 1
+
+
+class Commands(click.Group):
+    """A group that knows its commands by name and imports the one that is asked for."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        module_name, _, attribute = COMMANDS[cmd_name][0].partition(":")
+        try:
+            command = getattr(importlib.import_module(module_name), attribute)
+        except ModuleNotFoundError as error:
+            if error.name == module_name:
+                raise Failure(f"'{cmd_name}' is not part of this installation") from error
+            raise Failure(f"'{cmd_name}' needs the Python package '{error.name}'; type: kvfuse doctor") from error
+        if not isinstance(command, click.Command):
+            raise TypeError(f"{module_name}:{attribute} is no command")
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, summary) for name, (_, summary) in COMMANDS.items()])
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except (click.ClickException, click.exceptions.Exit, click.Abort, BrokenPipeError):
+            raise
+        except Exception as error:
+            if os.environ.get("KVFUSE_DEBUG"):
+                raise
+            raise Failure(*describe(error)) from error
+
+
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+def cli() -> None:
+    """A file system for KV caches: many blocks in a few large preallocated segments.
+
+    \b
+    A first mount, 8 GiB in a folder of this disk:
+      kvfuse mount /var/tmp/kv-volume /mnt/kv -o capacity=8GiB
+      kvfuse status
+      kvfuse umount /mnt/kv
+
+    \b
+    Exit status:
+      0  done
+      1  failed
+      2  wrong command line, mount.conf or option
+      3  the volume cannot be opened: damaged, of a newer format, or no volume
+      4  busy: another daemon holds the volume, or files below the mount point are open
+      5  the mount point or the machine does not allow the mount
+    """
+
+
+def main() -> None:
+    """Entry point of the ``kvfuse`` script."""
+    cli(prog_name="kvfuse")

@@ -1,0 +1,5 @@
+"""``python -m kvfuse.cli`` is ``kvfuse``."""
+
+from kvfuse.cli import main
+
+main()

@@ -1,0 +1,74 @@
+"""What must be true before a mount changes anything: the mount point, /dev/fuse, the right to use them."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from pathlib import Path
+
+import click
+
+from kvfuse.cli.mounts import FILE_SYSTEM, detach, is_dead, top_mount
+from kvfuse.config import MountOptions
+from kvfuse.errors import MountError
+
+FUSE_DEVICE = Path("/dev/fuse")
+FUSE_CONF = Path("/etc/fuse.conf")
+
+
+def check_mountpoint(point: Path) -> Path:
+    """The absolute mount point: a directory, empty, with no kvfuse mount on it. MountError otherwise.
+
+    What a daemon that died has left mounted there is detached first, with a notice.
+    """
+    mounted = top_mount(point)
+    if mounted and mounted.file_system == FILE_SYSTEM:
+        if not is_dead(mounted.point):
+            raise MountError(f"{point} is mounted already, from {mounted.source}")
+        detach(mounted.point, lazy=True)
+        click.echo(f"kvfuse: detached what a daemon that died had left mounted on {point}", err=True)
+        mounted = top_mount(point)
+    if not point.exists():
+        raise MountError(f"the mount point {point} does not exist; type: mkdir -p {point}")
+    if not point.is_dir():
+        raise MountError(f"the mount point {point} is not a directory")
+    # Opening an automount point would wait for the very mount that is being made.
+    if not (mounted and mounted.file_system == "autofs") and any(os.scandir(point)):
+        raise MountError(f"the mount point {point} is not empty: its files would be hidden")
+    return point.resolve()
+
+
+def fuse_device_problem(device: Path = FUSE_DEVICE) -> tuple[str, str] | None:
+    """(what is wrong with /dev/fuse, what mends it), or None."""
+    try:
+        os.close(os.open(device, os.O_RDWR | os.O_CLOEXEC))
+    except FileNotFoundError:
+        remedy = "modprobe fuse; in a container: --device /dev/fuse --cap-add SYS_ADMIN"
+        return f"{device} is missing", remedy
+    except OSError as error:
+        if error.errno in (errno.ENODEV, errno.ENXIO):
+            return f"{device} has no driver", "modprobe fuse"
+        remedy = "chmod 666 /dev/fuse; in a container: --device /dev/fuse --cap-add SYS_ADMIN"
+        return f"{device} cannot be opened: {error.strerror}", remedy
+    return None
+
+
+def users_may_allow_other(conf: Path = FUSE_CONF) -> bool:
+    """/etc/fuse.conf lets users other than root mount with allow_other."""
+    try:
+        return "user_allow_other" in (line.strip() for line in conf.read_text().splitlines())
+    except OSError:
+        return False
+
+
+def check_machine(options: MountOptions) -> None:
+    """MountError where this machine, or this user, cannot mount with these options; it names the remedy."""
+    if problem := fuse_device_problem():
+        raise MountError(f"{problem[0]}; as root: {problem[1]}")
+    if os.geteuid() == 0:
+        return
+    if shutil.which("fusermount3") is None:
+        raise MountError("a mount without being root needs fusermount3; as root: apt-get install fuse3")
+    if options.allow_other and not users_may_allow_other():
+        raise MountError(f"allow_other is for root only; as root: echo user_allow_other >> {FUSE_CONF}")

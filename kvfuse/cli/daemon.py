@@ -1,0 +1,174 @@
+"""The daemon's process: in the foreground, or behind a parent that waits until it is ready.
+
+The child reports once, through a pipe, as one line of JSON: ``{}`` when mounted, or a message and an exit status.
+End of file without a report means that it died.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import logging.handlers
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+import click
+
+from kvfuse.cli import Failure, describe
+from kvfuse.cli.mounts import ANSWER_SECONDS, ask_health
+from kvfuse.cli.volumes import ensure_volume
+from kvfuse.config import Effective, LogOptions
+from kvfuse.errors import EngineTimeout, KvfuseError
+
+log = logging.getLogger(__name__)
+
+SWITCH_SECONDS = 0.001
+"""The event loop waits at most so long for a thread that computes: Python's 5 ms would be seen in every request."""
+
+
+def run(effective: Effective, point: Path, announce: Callable[[], None], log_file: Path | None = None) -> None:
+    """Serve in this process until unmounted, or told to stop by SIGTERM, SIGINT or SIGHUP. Makes the volume if absent.
+
+    ``announce`` is called once it is mounted. Everything is flushed and unmounted on return. It logs to ``log_file``,
+    or to stderr, unless mount.conf says where.
+    """
+    import trio
+
+    os.umask(0o077)  # the volume's files are the daemon's alone; what users see has its own modes
+    sys.setswitchinterval(SWITCH_SECONDS)
+    if made := ensure_volume(effective.options):
+        click.echo(made, err=True)
+    start_logging(effective.options.log, log_file)
+    trio.run(_serve, effective, point, announce)
+
+
+async def _serve(effective: Effective, point: Path, announce: Callable[[], None]) -> None:
+    import trio
+
+    from kvfuse.fs.mount import serve
+
+    failure: KvfuseError | None = None
+    async with trio.open_nursery() as nursery:
+        await nursery.start(_cancel_on_signal, nursery.cancel_scope)
+        try:
+            await serve(effective.options, point, on_ready=announce, source=effective.source)
+        except KvfuseError as error:  # carried past the nursery, which would wrap it in a group
+            failure = error
+        nursery.cancel_scope.cancel()
+    if failure:
+        raise failure
+
+
+async def _cancel_on_signal(scope: Any, task_status: Any) -> None:
+    """Cancel ``scope`` at the first signal; further ones do not interrupt the flush that follows."""
+    import trio
+
+    with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT, signal.SIGHUP) as signals:
+        task_status.started()
+        async for number in signals:
+            log.info("%s: flushing and unmounting", signal.Signals(number).name)
+            scope.cancel()
+            break
+
+
+def start_logging(options: LogOptions, default_file: Path | None) -> None:
+    """Log to ``options.file``, else to ``default_file``, else to stderr."""
+    file = options.file or default_file
+    # A watched file is opened anew after logrotate moved it.
+    handler = logging.handlers.WatchedFileHandler(file) if file else logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s"))
+    logging.basicConfig(level=options.level.upper(), handlers=[handler], force=True)
+
+
+# -- in the background ------------------------------------------------------------------------------
+
+
+def start(effective: Effective, point: Path) -> None:
+    """Start a daemon and return once its mount answers. Its failure is raised here, with its exit status."""
+    reader, writer = os.pipe()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pid = os.fork()
+    if pid == 0:
+        os.close(reader)
+        _child(effective, point, writer)
+    os.close(writer)
+    try:
+        with os.fdopen(reader) as pipe:
+            report = pipe.readline()
+    except KeyboardInterrupt:
+        os.kill(pid, signal.SIGTERM)
+        os.waitpid(pid, 0)
+        raise
+    if not report:
+        _, wait_status = os.waitpid(pid, 0)
+        raise Failure(f"the daemon died before it was mounted ({_how(wait_status)}); its log: {_log_file(effective)}")
+    content = json.loads(report)
+    if content:
+        os.waitpid(pid, 0)
+        raise Failure(content["message"], content["exit_status"])
+    _check_answers(point)
+
+
+def _check_answers(point: Path) -> None:
+    try:
+        ask_health(point, 2 * ANSWER_SECONDS)
+    except (OSError, EngineTimeout) as error:
+        raise Failure(f"{point} is mounted but does not answer: {error}") from error
+
+
+def _how(wait_status: int) -> str:
+    code = os.waitstatus_to_exitcode(wait_status)
+    return f"exit status {code}" if code >= 0 else signal.Signals(-code).name
+
+
+def _log_file(effective: Effective) -> Path:
+    return effective.options.log.file or effective.options.volume_path / "log"
+
+
+def _child(effective: Effective, point: Path, writer: int) -> NoReturn:
+    """The daemon, in a session of its own. It never returns to the parent's code."""
+    exit_status = 1
+    try:
+        os.setsid()
+        os.chdir("/")
+        _redirect(Path(os.devnull), os.O_RDONLY, 0)
+        run(effective, point, lambda: _report_ready(effective, writer), _log_file(effective))
+        exit_status = 0
+    except BaseException as error:
+        exit_status = _report_failure(error, writer)
+    finally:
+        os._exit(exit_status)
+
+
+def _redirect(path: Path, flags: int, *descriptors: int) -> None:
+    opened = os.open(path, flags, 0o600)
+    for descriptor in descriptors:
+        os.dup2(opened, descriptor)
+    os.close(opened)
+
+
+def _report_ready(effective: Effective, writer: int) -> None:
+    """From here on the daemon speaks to its log: whoever waits for the end of the parent's output gets it."""
+    _redirect(_log_file(effective), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 1, 2)
+    os.write(writer, b"{}\n")
+    os.close(writer)
+
+
+def _report_failure(error: BaseException, writer: int) -> int:
+    """The exit status of ``error``, told to the parent if it still waits, and to the log."""
+    message, exit_status = describe(error) if isinstance(error, Exception) else (repr(error), 1)
+    if os.environ.get("KVFUSE_DEBUG"):
+        traceback.print_exception(error)
+    if log.hasHandlers():  # before there is a log, the parent alone says it
+        log.error("%s", message, exc_info=not isinstance(error, KvfuseError))
+    try:
+        os.write(writer, json.dumps({"message": message, "exit_status": exit_status}).encode() + b"\n")
+    except OSError:  # closed: it was ready before it failed
+        pass
+    return exit_status

@@ -1,0 +1,185 @@
+"""kvfuse doctor"""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import NamedTuple
+
+import click
+
+from kvfuse.cli import checks
+from kvfuse.cli.console import print_json, print_table
+from kvfuse.cli.version import installed_version
+from kvfuse.sizes import GIB, format_size
+
+OK, WARN, MISSING = "ok", "warn", "missing"
+
+KERNEL_MIN = (5, 4)
+"""what pyfuse3 and preadv2 need"""
+OPEN_FILES_MIN = 4096
+SHARED_MEMORY_MIN = GIB
+HELPERS = ("mount.kvfuse", "mount.fuse.kvfuse", "umount.kvfuse", "umount.fuse.kvfuse")
+HELPER_FOLDERS = ("/sbin", "/usr/sbin")
+
+
+class Finding(NamedTuple):
+    """One line of the doctor's table."""
+
+    name: str
+    state: str
+    detail: str
+    remedy: str = ""
+
+
+def check_python() -> Iterator[Finding]:
+    """The interpreter and the packages that kvfuse declares."""
+    yield Finding("python", OK, platform.python_version() + f", {sys.executable}")
+    for requirement in _requirements():
+        name = requirement.split(">=")[0]
+        found = installed_version(name)
+        remedy = "" if found else f"{sys.executable} -m pip install '{requirement}'"
+        yield Finding(name, OK if found else MISSING, found or "not installed", remedy)
+
+
+def _requirements() -> list[str]:
+    """What the installed package needs at run time, as "name>=version"."""
+    try:
+        declared = metadata.requires("kvfuse") or []
+    except metadata.PackageNotFoundError:  # run from a source tree
+        declared = [
+            "pyfuse3",
+            "trio",
+            "numpy",
+            "sortedcontainers",
+            "google-crc32c",
+            "crcmod",
+            "lmdb",
+            "msgspec",
+            "rich",
+        ]
+    return [requirement for requirement in declared if "extra ==" not in requirement]
+
+
+def check_kernel() -> Iterator[Finding]:
+    """Linux, and FUSE in it."""
+    release = platform.release()
+    numbers = tuple(int(part) for part in release.split("-")[0].split(".")[:2] if part.isdigit())
+    state, remedy = (OK, "") if numbers >= KERNEL_MIN else (WARN, "a newer kernel")
+    yield Finding("kernel", state, release, remedy)
+    if problem := checks.fuse_device_problem():
+        yield Finding("/dev/fuse", MISSING, *problem)
+    else:
+        yield Finding("/dev/fuse", OK, "can be opened")
+
+
+def check_fusermount() -> Iterator[Finding]:
+    """What a mount by someone other than root needs."""
+    program = shutil.which("fusermount3")
+    root = os.geteuid() == 0
+    if program:
+        yield Finding("fusermount3", OK, program)
+    else:
+        state = WARN if root else MISSING
+        yield Finding("fusermount3", state, "not found: only root can mount", "apt-get install fuse3")
+    if root or checks.users_may_allow_other():
+        yield Finding("allow_other", OK, "may be used")
+    else:
+        yield Finding("allow_other", WARN, "for root only", f"echo user_allow_other | sudo tee -a {checks.FUSE_CONF}")
+
+
+def check_checksums() -> Iterator[Finding]:
+    """CRC32C by the processor; in plain Python every byte would cost 60 times as much."""
+    try:
+        import google_crc32c
+
+        implementation = google_crc32c.implementation
+    except ImportError:
+        return  # among the missing packages already
+    if implementation == "c":
+        yield Finding("CRC32C", OK, "by the processor")
+    else:
+        remedy = f"{sys.executable} -m pip install --force-reinstall google-crc32c"
+        yield Finding("CRC32C", WARN, f"in software ({implementation}): reads and writes will be slow", remedy)
+
+
+def check_read_ahead() -> Iterator[Finding]:
+    """The daemon raises its mount's readahead through /sys: 10 times the speed of cold reads."""
+    if os.access("/sys/class/bdi", os.W_OK) and not os.statvfs("/sys").f_flag & os.ST_RDONLY:
+        yield Finding("readahead", OK, "can be raised")
+        return
+    remedy = "mount as root, outside a container or with a writable /sys"
+    yield Finding("readahead", WARN, "stays at the kernel's 128KiB: cold reads are slower", remedy)
+
+
+def check_limits() -> Iterator[Finding]:
+    """Open files, locked memory, shared memory."""
+    _, files_max = resource.getrlimit(resource.RLIMIT_NOFILE)
+    enough = files_max == resource.RLIM_INFINITY or files_max >= OPEN_FILES_MIN
+    remedy = "" if enough else f"ulimit -Hn {OPEN_FILES_MIN} (as root, or in /etc/security/limits.conf)"
+    yield Finding("open files", OK if enough else WARN, _limit(files_max), remedy)
+
+    _, locked_max = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    unlimited = locked_max == resource.RLIM_INFINITY or os.geteuid() == 0
+    remedy = "" if unlimited else "ulimit -l unlimited (in /etc/security/limits.conf: memlock)"
+    detail = "unlimited" if unlimited else format_size(locked_max)
+    yield Finding("locked memory", OK if unlimited else WARN, detail, remedy)
+
+    yield _shared_memory(Path("/dev/shm"))
+
+
+def _limit(value: int) -> str:
+    return "unlimited" if value == resource.RLIM_INFINITY else f"{value:,}"
+
+
+def _shared_memory(folder: Path) -> Finding:
+    try:
+        figures = os.statvfs(folder)
+    except OSError as error:
+        return Finding(str(folder), WARN, error.strerror or "absent", f"mount -t tmpfs tmpfs {folder}")
+    free = figures.f_bavail * figures.f_frsize
+    remedy = "" if free >= SHARED_MEMORY_MIN else f"mount -o remount,size=50% {folder}; in a container: --shm-size"
+    return Finding(str(folder), OK if free >= SHARED_MEMORY_MIN else WARN, f"{format_size(free)} free", remedy)
+
+
+def check_helpers() -> Iterator[Finding]:
+    """What mount(8), fstab and systemd call."""
+    absent = [name for name in HELPERS if not any((Path(folder) / name).exists() for folder in HELPER_FOLDERS)]
+    if absent:
+        detail = f"'mount -t kvfuse' does not work: no {', '.join(absent)}"
+        yield Finding("mount helpers", WARN, detail, "scripts/install, in the source of kvfuse")
+    else:
+        yield Finding("mount helpers", OK, "mount -t kvfuse works")
+
+
+CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
+    check_kernel,
+    check_fusermount,
+    check_python,
+    check_checksums,
+    check_read_ahead,
+    check_limits,
+    check_helpers,
+)
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="For programs: a list of objects.")
+def doctor(as_json: bool) -> None:
+    """What is missing on this machine, and the command that mends it. Changes nothing.
+
+    "missing" is needed for a mount (exit status 1); "warn" costs speed or comfort.
+    """
+    findings = [finding for check in CHECKS for finding in check()]
+    if as_json:
+        print_json([finding._asdict() for finding in findings])
+    else:
+        print_table(["", "state", "found", "to mend it"], findings)
+    if any(finding.state == MISSING for finding in findings):
+        raise click.exceptions.Exit(1)

@@ -1,0 +1,52 @@
+"""kvfuse format"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from kvfuse import config
+from kvfuse.cli.volumes import make_volume
+
+
+@click.command("format")
+@click.argument("source", type=click.Path(path_type=Path))
+@click.option(
+    "-c", "--config", "file", type=click.Path(path_type=Path), help="Take the volume's options from this mount.conf."
+)
+@click.option("--capacity", metavar="SIZE", help="Bytes to promise [the smaller of 64GiB and half of the free disk].")
+@click.option("--slab-size", metavar="SIZE", help="Bytes of a slab [chosen from the capacity].")
+@click.option("--segment-size", metavar="SIZE", help="Bytes of a segment [1GiB].")
+@click.option(
+    "--exact-size",
+    "exact_sizes",
+    metavar="SIZE",
+    multiple=True,
+    help="A block size that must fit without waste; may be repeated.",
+)
+@click.option("--force", is_flag=True, help="Replace the volume that is there. Everything in it is lost.")
+def format_command(
+    source: Path,
+    file: Path | None,
+    capacity: str | None,
+    slab_size: str | None,
+    segment_size: str | None,
+    exact_sizes: tuple[str, ...],
+    force: bool,
+) -> None:
+    """Make a volume in the folder SOURCE (or as the mount.conf SOURCE says).
+
+    The folder may be absent or empty. 'kvfuse mount' makes a volume too where there is none; this command is for
+    choosing its shape beforehand.
+
+    \b
+    Examples:
+      kvfuse format /srv/kv --capacity 200GiB
+      kvfuse format /srv/kv --capacity 200GiB --exact-size 2MiB    # Llama-3-8B, 16 tokens a block
+    """
+    words = [f"{name}={value}" for name, value in (("capacity", capacity), ("slab_size", slab_size)) if value]
+    words += [f"segment_size={segment_size}"] if segment_size else []
+    words += [f"exact_sizes={':'.join(exact_sizes)}"] if exact_sizes else []
+    options = config.load(source, file=file, words=words).options
+    click.echo(make_volume(options, replace=force))

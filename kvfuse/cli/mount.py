@@ -1,0 +1,49 @@
+"""kvfuse mount"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from kvfuse import config
+from kvfuse.cli import daemon
+from kvfuse.cli.checks import check_machine, check_mountpoint
+
+
+@click.command()
+@click.argument("source", type=click.Path(path_type=Path))
+@click.argument("mountpoint", type=click.Path(path_type=Path))
+@click.option("-c", "--config", "file", type=click.Path(path_type=Path), help="A mount.conf, beside the volume SOURCE.")
+@click.option("-o", "words", multiple=True, metavar="WORD[,WORD...]", help="Mount options; they win over mount.conf.")
+@click.option("--foreground", is_flag=True, help="Stay, and log to stderr; SIGTERM or Ctrl-C flushes and unmounts.")
+def mount(source: Path, mountpoint: Path, file: Path | None, words: tuple[str, ...], foreground: bool) -> None:
+    """Mount the volume SOURCE at MOUNTPOINT. Returns once it is mounted; a daemon serves it from then on.
+
+    SOURCE is a volume's folder, or a mount.conf that names it. An absent or empty folder becomes a volume first, with
+    the smaller of 64GiB and half of the free disk as its capacity. MOUNTPOINT is an empty directory.
+
+    -o takes words of mount(8) (ro, noatime, nodev, _netdev, nofail, x-systemd.automount, ...) and every key of
+    mount.conf; 'kvfuse config' lists those. The most used:
+
+    \b
+      allow_other       users other than who mounts may use it
+      publish=strict    names are committed before a call returns [relaxed]
+      entry_timeout=5   seconds the kernel trusts a name [60]
+      capacity=200GiB   of a volume that is made now
+      exact_sizes=2MiB  block sizes that fit without waste, of a volume made now
+
+    \b
+    Examples:
+      kvfuse mount /srv/kv /mnt/kv
+      kvfuse mount /srv/kv /mnt/kv -o allow_other,capacity=200GiB
+      kvfuse mount /etc/kvfuse/mount.conf /mnt/kv --foreground
+    """
+    effective = config.load(source, file=file, words=words)
+    assert effective.options.volume_path.is_absolute()
+    check_machine(effective.options.mount)
+    point = check_mountpoint(mountpoint)
+    if foreground:
+        daemon.run(effective, point, announce=lambda: click.echo(f"mounted on {point}", err=True))
+    else:
+        daemon.start(effective, point)

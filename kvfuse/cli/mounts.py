@@ -1,0 +1,212 @@
+"""What the kernel says of kvfuse mounts, and questions to them that never hang."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import json
+import os
+import re
+import shutil
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from kvfuse.cli import MountBusy
+from kvfuse.errors import EngineTimeout, MountError
+
+FILE_SYSTEM = "fuse.kvfuse"
+ANSWER_SECONDS = 5.0
+"""after which a daemon that does not answer is said to hang"""
+
+_MNT_DETACH = 2
+_UMOUNT_NOFOLLOW = 8
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Mounted:
+    """One row of /proc/self/mountinfo."""
+
+    point: Path
+    file_system: str
+    source: str
+    device: str
+    """MAJOR:MINOR"""
+    read_only: bool
+
+
+def _unescape(field: str) -> str:
+    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), field)
+
+
+def parse_mountinfo(text: str) -> list[Mounted]:
+    """Rows in the order of mounting: where several share a point, the last is on top."""
+    rows = []
+    for line in text.splitlines():
+        before, _, after = line.partition(" - ")
+        device, _root, point, options = before.split(" ")[2:6]
+        file_system, source, *_ = after.split(" ")
+        point, source = (
+            _unescape(field).encode("latin-1").decode("utf-8", "surrogateescape") for field in (point, source)
+        )
+        rows.append(Mounted(Path(point), file_system, source, device, "ro" in options.split(",")))
+    return rows
+
+
+def all_mounts() -> list[Mounted]:
+    return parse_mountinfo(Path("/proc/self/mountinfo").read_bytes().decode("latin-1"))
+
+
+def kvfuse_mounts() -> list[Mounted]:
+    return [row for row in all_mounts() if row.file_system == FILE_SYSTEM]
+
+
+def top_mount(point: Path) -> Mounted | None:
+    """What is mounted at exactly this path, without touching it (its daemon may hang)."""
+    rows = all_mounts()
+    plain = Path(os.path.abspath(point))
+    for candidate in (plain, Path(os.path.realpath(plain.parent)) / plain.name):
+        at_point = [row for row in rows if row.point == candidate]
+        if at_point:
+            return at_point[-1]
+    return None
+
+
+def kvfuse_mount_at(point: Path) -> Mounted:
+    """The kvfuse mount at ``point``. MountError otherwise."""
+    row = top_mount(point)
+    if row is None or row.file_system != FILE_SYSTEM:
+        what = f"a mount of {row.file_system}, not of kvfuse" if row else "not a mount point"
+        raise MountError(f"{point} is {what}; 'kvfuse status' lists the kvfuse mounts")
+    return row
+
+
+def within(seconds: float, function: Callable[..., T], *arguments: Any) -> T:
+    """The result of ``function``, or EngineTimeout when it takes longer.
+
+    It runs in a thread that is left behind then: a wait for a FUSE daemon cannot be cancelled, only killed.
+    """
+    answers: list[T] = []
+    errors: list[BaseException] = []
+
+    def answer() -> None:
+        try:
+            answers.append(function(*arguments))
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=answer, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if thread.is_alive():
+        raise EngineTimeout(f"no answer within {seconds:g} s")
+    if errors:
+        raise errors[0]
+    return answers[0]
+
+
+def ask_health(point: Path, seconds: float = ANSWER_SECONDS) -> float:
+    """Seconds that the daemon took to answer a stat of its root. EngineTimeout, or OSError (ENOTCONN: it is gone)."""
+    begin = time.monotonic()
+    within(seconds, os.statvfs, point)
+    return time.monotonic() - begin
+
+
+def read_virtual(point: Path, name: str, seconds: float = ANSWER_SECONDS) -> dict[str, Any]:
+    """The JSON of ``MNT/.kvfuse/NAME``. MountError where the daemon does not answer with that."""
+    path = point / ".kvfuse" / name
+    try:
+        content = json.loads(within(seconds, path.read_bytes))
+    except EngineTimeout as error:
+        raise MountError(f"the daemon of {point} does not answer: {error}") from error
+    except OSError as error:
+        raise MountError(f"the daemon of {point} does not answer: {error.strerror}") from error
+    except ValueError as error:
+        raise MountError(f"{path} holds no JSON") from error
+    if not isinstance(content, dict):
+        raise MountError(f"{path} holds no JSON object")
+    return content
+
+
+def is_dead(point: Path) -> bool:
+    """The daemon of the mount at ``point`` is gone, the mount is not."""
+    try:
+        ask_health(point)
+    except EngineTimeout:
+        return False
+    except OSError as error:
+        return error.errno in (errno.ENOTCONN, errno.ECONNABORTED)
+    return False
+
+
+def detach(point: Path, *, lazy: bool = False) -> None:
+    """Unmount. MountBusy while files below are open (not with ``lazy``), MountError otherwise."""
+    if os.geteuid() != 0:
+        _fusermount(point, lazy=lazy)
+        return
+    libc = ctypes.CDLL(None, use_errno=True)
+    flags = _UMOUNT_NOFOLLOW | (_MNT_DETACH if lazy else 0)
+    if libc.umount2(os.fsencode(point), flags) != 0:
+        number = ctypes.get_errno()
+        if number == errno.EBUSY:
+            raise MountBusy(_busy_message(point))
+        raise MountError(f"{point} cannot be unmounted: {os.strerror(number)}")
+
+
+def _fusermount(point: Path, *, lazy: bool) -> None:
+    program = shutil.which("fusermount3")
+    if program is None:
+        raise MountError(f"unmounting {point} needs fusermount3 (package fuse3), or root")
+    command = [program, "-u", *(["-z"] if lazy else []), "--", str(point)]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    if done.returncode == 0:
+        return
+    message = done.stderr.strip().removeprefix("fusermount3: ")
+    if "busy" in message.lower():
+        raise MountBusy(_busy_message(point))
+    raise MountError(f"{point} cannot be unmounted: {message}")
+
+
+def _busy_message(point: Path) -> str:
+    users = users_of(point)
+    who = f" by {', '.join(users)}" if users else ""
+    return f"{point} is busy: files or folders below it are in use{who}; --lazy detaches it all the same"
+
+
+def users_of(point: Path, count_max: int = 5) -> list[str]:
+    """Up to ``count_max`` processes, as "name (pid)", with an open file or working directory below ``point``."""
+    users = []
+    for process in Path("/proc").iterdir():
+        if process.name.isdigit() and _uses(process, point):
+            users.append(f"{_process_name(process)} ({process.name})")
+            if len(users) == count_max:
+                break
+    return users
+
+
+def _uses(process: Path, point: Path) -> bool:
+    """Links in /proc are read, never followed: nothing here asks the daemon."""
+    try:
+        links = [process / "cwd", process / "root", *(process / "fd").iterdir()]
+    except OSError:  # it ended, or is not ours to look at
+        return False
+    for link in links:
+        try:
+            if link.readlink().is_relative_to(point):
+                return True
+        except OSError:
+            continue
+    return False
+
+
+def _process_name(process: Path) -> str:
+    try:
+        return (process / "comm").read_text().strip()
+    except OSError:
+        return "?"

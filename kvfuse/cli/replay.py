@@ -1,0 +1,160 @@
+"""``kvfuse replay``: KV-cache traffic on a folder, every byte verified."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+from kvfuse.bench.models import MODELS
+from kvfuse.bench.replay import ReplayPlan, ReplayResult, quantiles_ms, run
+from kvfuse.bench.traffic import DEFAULT_SEED, Generator, read_trace, share_of
+from kvfuse.cli import Failure
+from kvfuse.cli.console import print_table
+from kvfuse.sizes import format_size
+
+DURATION_DEFAULT = 60.0
+
+
+@click.command()
+@click.argument("target", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.option(
+    "--trace",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Replay this trace (JSON lines: timestamp, input_length, hash_ids of 512-token blocks) instead of generated"
+    " traffic.",
+)
+@click.option("--seed", default=DEFAULT_SEED, show_default=True, help="Of the generated traffic.")
+@click.option(
+    "--share",
+    type=click.FloatRange(0, 1, min_open=True),
+    default=1.0,
+    show_default=True,
+    help="Only this share of the conversations, whole: what one node of many sees.",
+)
+@click.option("--requests", "request_max", type=click.IntRange(1), help="Stop after so many requests.")
+@click.option("--blocks", "block_max", type=click.IntRange(1), help="Stop after so many blocks.")
+@click.option(
+    "--duration",
+    type=click.FloatRange(0, min_open=True),
+    help=f"Stop after so many seconds; {DURATION_DEFAULT:.0f} where no other limit is given.",
+)
+@click.option("--model", type=click.Choice(sorted(MODELS)), default="llama-3-8b", show_default=True)
+@click.option(
+    "--tokens-per-block",
+    "block_tokens",
+    type=click.Choice([8, 16, 32, 64, 128, 256, 512]),
+    default=16,
+    show_default=True,
+    help="Tokens of one block of the engine.",
+)
+@click.option("--block-size", type=click.IntRange(32), help="Bytes of a block, instead of the model's.")
+@click.option("--workers", "worker_count", type=click.IntRange(1, 256), default=2, show_default=True)
+@click.option(
+    "--capacity-blocks",
+    type=click.IntRange(1),
+    help="Blocks that the cache may keep; 90 % of the free space where it is not given.",
+)
+def replay(
+    target: Path,
+    trace: Path | None,
+    seed: int,
+    share: float,
+    request_max: int | None,
+    block_max: int | None,
+    duration: float | None,
+    model: str,
+    block_tokens: int,
+    block_size: int | None,
+    worker_count: int,
+    capacity_blocks: int | None,
+) -> None:
+    """Replay KV-cache traffic on the folder TARGET, as an engine that keeps one file a block.
+
+    Each block of each prompt is looked up; a hit is read whole and verified, a miss is written under a temporary
+    name and renamed. The least recently used blocks make room. Exit status 1 if any block was wrong.
+    """
+    if request_max is block_max is duration is None:
+        duration = DURATION_DEFAULT
+    size = block_size or MODELS[model].block_size(block_tokens)
+    if size % 8:
+        raise click.BadParameter("a multiple of 8 bytes is needed", param_hint="--block-size")
+    plan = ReplayPlan(model, block_tokens, size, worker_count, request_max, block_max, duration)
+    capacity = None if capacity_blocks is None else capacity_blocks * size
+    requests = share_of(read_trace(trace) if trace else Generator(seed), share)
+    console = Console(stderr=True)
+    with _progress(console, plan) as bar:
+        result = run(requests, target, plan, capacity, bar)
+    title = f"{result.requests:,} requests as blocks of {format_size(size)}"
+    print_table(("what", "figure"), _rows(result, plan), title)
+    for detail in result.wrong_details:
+        console.print(f"[red]wrong block:[/] {detail}", highlight=False, soft_wrap=True)
+    if result.wrong:
+        raise Failure(f"{result.wrong} of {result.blocks} blocks were wrong")
+
+
+class _Bar:
+    """Advances by whichever limit is nearest."""
+
+    def __init__(self, progress: Progress, plan: ReplayPlan) -> None:
+        self._progress = progress
+        self._plan = plan
+        self._task = progress.add_task("replay", total=1.0, text="")
+
+    def __call__(self, result: ReplayResult) -> None:
+        done = max(
+            result.requests / (self._plan.request_max or float("inf")),
+            result.blocks / (self._plan.block_max or float("inf")),
+            result.seconds / (self._plan.duration or float("inf")),
+        )
+        wrong = f", [red]{result.wrong} wrong[/]" if result.wrong else ""
+        text = f"{result.blocks:,} blocks, {result.hit_ratio:.0%} hits{wrong}"
+        self._progress.update(self._task, completed=min(done, 1.0), text=text)
+
+
+@contextlib.contextmanager
+def _progress(console: Console, plan: ReplayPlan) -> Iterator[_Bar]:
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TextColumn("{task.fields[text]}"),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=console) as progress:
+        yield _Bar(progress, plan)
+
+
+def _rows(result: ReplayResult, plan: ReplayPlan) -> Iterator[tuple[str, str]]:
+    hits, stores = len(result.hit_seconds), len(result.store_seconds)
+    moved = (hits + stores) * result.block_size
+    yield "model, tokens a block, workers", f"{plan.model}, {plan.block_tokens}, {plan.worker_count}"
+    yield "blocks asked for", f"{result.blocks:,}"
+    yield "  read and verified", f"{hits:,}"
+    yield "  written", f"{stores:,}"
+    yield "  not stored, no room", f"{result.no_room:,}"
+    yield "  wrong", f"{result.wrong:,}"
+    yield "removed to make room", f"{result.removed:,}"
+    yield "hit ratio", f"{result.hit_ratio:.1%}"
+    yield "  of a cache that starts empty and never forgets", f"{result.ideal_hit_ratio:.1%}"
+    yield "read, one worker", _unit(result.stream_rate(result.hit_seconds), "GB/s")
+    yield "written, one worker", _unit(result.stream_rate(result.store_seconds), "GB/s")
+    yield "both, all workers, verifying included", _unit(moved / result.seconds / 1e9 if moved else None, "GB/s")
+    yield "a hit takes (50, 90, 99 %)", _milliseconds(result.hit_seconds)
+    yield "a store takes (50, 90, 99 %)", _milliseconds(result.store_seconds)
+    yield "record round trips per 1,000 blocks", _unit(result.round_trips_per_1000, "")
+    overhead = result.space_overhead
+    yield "space beyond the blocks' own bytes", "n/a" if overhead is None else f"{overhead:.2%}"
+
+
+def _unit(value: float | None, unit: str) -> str:
+    return "n/a" if value is None else f"{value:.2f} {unit}".rstrip()
+
+
+def _milliseconds(seconds: list[float]) -> str:
+    quantiles = quantiles_ms(seconds)
+    return "n/a" if quantiles is None else " / ".join(f"{value:.2f}" for value in quantiles) + " ms"

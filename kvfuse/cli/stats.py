@@ -1,0 +1,81 @@
+"""kvfuse stats"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+
+from kvfuse.cli.console import make_table, print_json, print_table
+from kvfuse.cli.mounts import kvfuse_mount_at, read_virtual
+
+
+def flatten(content: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Nested objects as dotted names, in their order."""
+    for name, value in content.items():
+        if isinstance(value, dict):
+            yield from flatten(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
+
+
+def rate_rows(before: dict[str, Any], now: dict[str, Any], seconds: float) -> list[tuple[str, Any, float | None]]:
+    """(name, value, change per second), for numbers that moved."""
+    rows: list[tuple[str, Any, float | None]] = []
+    for name, value in now.items():
+        old = before.get(name)
+        numbers = type(value) in (int, float) and type(old) in (int, float)
+        moved = numbers and value != old and seconds > 0
+        rows.append((name, value, round((value - old) / seconds, 1) if moved else None))
+    return rows
+
+
+@click.command()
+@click.argument("mountpoint", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="For programs: one object.")
+@click.option("--watch", is_flag=True, help="Show it live, with changes per second, until Ctrl-C.")
+@click.option(
+    "--interval",
+    type=click.FloatRange(0.1, 3600),
+    default=1.0,
+    show_default=True,
+    help="Seconds between two looks of --watch.",
+)
+def stats(mountpoint: Path, as_json: bool, watch: bool, interval: float) -> None:
+    """Counters and gauges of the mount at MOUNTPOINT, as in MOUNTPOINT/.kvfuse/stats.
+
+    \b
+    Examples:
+      kvfuse stats /mnt/kv --watch
+      kvfuse stats /mnt/kv --json | jq .space
+    """
+    point = kvfuse_mount_at(mountpoint).point
+    if watch:
+        _watch(point, interval)
+        return
+    content = read_virtual(point, "stats")
+    if as_json:
+        print_json(content)
+    else:
+        print_table(["name", "value"], flatten(content), str(point))
+
+
+def _watch(point: Path, interval: float) -> None:
+    from rich.live import Live
+
+    before: dict[str, Any] = {}
+    looked_at = time.monotonic()
+    with Live(auto_refresh=False) as live:
+        while True:
+            content = dict(flatten(read_virtual(point, "stats")))
+            now = time.monotonic()
+            table = make_table(["name", "value", "per second"], rate_rows(before, content, now - looked_at), str(point))
+            live.update(table, refresh=True)
+            before, looked_at = content, now
+            try:
+                time.sleep(interval)
+            except KeyboardInterrupt:
+                return

@@ -1,0 +1,91 @@
+"""kvfuse status"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import click
+
+from kvfuse.cli import Failure
+from kvfuse.cli.console import print_json, print_table
+from kvfuse.cli.mounts import Mounted, ask_health, kvfuse_mounts, read_virtual
+from kvfuse.errors import EngineTimeout, MountError
+from kvfuse.sizes import format_size
+
+
+def look_at(row: Mounted) -> dict[str, Any]:
+    """What is known of one mount; "problem" is None when its daemon answers."""
+    facts: dict[str, Any] = {
+        "mountpoint": str(row.point),
+        "source": row.source,
+        "read_only": row.read_only,
+        "pid": None,
+        "space": None,
+        "answer_ms": None,
+        "problem": None,
+    }
+    try:
+        facts["answer_ms"] = round(ask_health(row.point) * 1000, 2)
+        content = read_virtual(row.point, "stats")
+        facts |= {"pid": content.get("pid"), "space": content.get("space")}
+    except EngineTimeout as error:
+        facts["problem"] = f"hangs: {error}"
+    except PermissionError:
+        facts["problem"] = "another user's, and mounted without allow_other"
+    except OSError as error:
+        facts["problem"] = f"dead: {error.strerror}; type: kvfuse umount {row.point}"
+    except MountError as error:
+        facts["problem"] = str(error)
+    return facts
+
+
+def _row(facts: dict[str, Any]) -> list[Any]:
+    space = facts["space"] or {}
+    used = space["size"] - space["free"] if space else None
+    share = f" ({used / space['size']:.0%})" if used is not None and space["size"] else ""
+    return [
+        facts["mountpoint"],
+        facts["source"],
+        "ro" if facts["read_only"] else "rw",
+        format_size(space["size"]) if space else None,
+        f"{format_size(used)}{share}" if used is not None else None,
+        space["files"] - space["files_free"] if space else None,
+        str(facts["pid"] or "-"),
+        facts["problem"] or f"ok, answers in {facts['answer_ms']} ms",
+    ]
+
+
+def _matches(row: Mounted, target: Path) -> bool:
+    absolute = os.path.abspath(target)
+    return str(row.point) == absolute or row.source == absolute
+
+
+@click.command()
+@click.argument("target", required=False, type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="For programs: a list of objects, sizes in bytes.")
+def status(target: Path | None, as_json: bool) -> None:
+    """The kvfuse mounts of this machine: capacity, use, daemon, health. Never hangs, whatever a daemon does.
+
+    TARGET, a mount point or a volume, narrows it to one. Exit status 1 when a mount is not well, or TARGET is not
+    mounted.
+
+    \b
+    Examples:
+      kvfuse status
+      kvfuse status /mnt/kv --json
+    """
+    rows = [row for row in kvfuse_mounts() if target is None or _matches(row, target)]
+    found = [look_at(row) for row in rows]
+    if as_json:
+        print_json(found)
+    elif found:
+        columns = ["mount point", "source", "", "capacity", "used", "files", "pid", "health"]
+        print_table(columns, map(_row, found))
+    if target is not None and not found:
+        raise Failure(f"{target} is not mounted by kvfuse")
+    if not found and not as_json:
+        click.echo("No kvfuse mount here. To make one: kvfuse mount FOLDER MOUNTPOINT")
+    if any(facts["problem"] for facts in found):
+        raise click.exceptions.Exit(1)

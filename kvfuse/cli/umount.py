@@ -1,0 +1,66 @@
+"""kvfuse umount"""
+
+from __future__ import annotations
+
+import os
+import select
+from pathlib import Path
+from typing import Any
+
+import click
+
+from kvfuse.cli import Failure
+from kvfuse.cli.mounts import detach, kvfuse_mount_at, read_virtual
+from kvfuse.errors import MountError
+
+
+def _follow(pid: Any) -> int | None:
+    """A descriptor that becomes readable when the daemon ends; None: it cannot be seen from here."""
+    try:
+        return os.pidfd_open(pid)
+    except (ProcessLookupError, TypeError):  # ended already, or of another process namespace
+        return None
+
+
+def _wait_until_gone(daemon: int, seconds: float) -> bool:
+    poll = select.poll()
+    poll.register(daemon, select.POLLIN)
+    return bool(poll.poll(seconds * 1000))
+
+
+@click.command()
+@click.argument("mountpoint", type=click.Path(path_type=Path))
+@click.option(
+    "-l", "--lazy", is_flag=True, help="Detach now, though files are open; the daemon ends with the last of them."
+)
+@click.option(
+    "--timeout",
+    type=click.FloatRange(0, 86400),
+    default=300.0,
+    show_default=True,
+    help="Seconds to wait for the daemon's last writes.",
+)
+def umount(mountpoint: Path, lazy: bool, timeout: float) -> None:
+    """Unmount, and wait until the daemon has written everything and is gone.
+
+    A mount whose daemon has died ("Transport endpoint is not connected") is removed too.
+
+    \b
+    Example:
+      kvfuse umount /mnt/kv
+    """
+    point = kvfuse_mount_at(mountpoint).point
+    try:
+        pid = read_virtual(point, "stats").get("pid")
+    except MountError as error:
+        detach(point, lazy=True)
+        click.echo(f"kvfuse: {error}; detached", err=True)
+        return
+    daemon = _follow(pid)
+    try:
+        detach(point, lazy=lazy)
+        if daemon is not None and not lazy and not _wait_until_gone(daemon, timeout):
+            raise Failure(f"{point} is unmounted, but its daemon (pid {pid}) still writes after {timeout:g} s")
+    finally:
+        if daemon is not None:
+            os.close(daemon)

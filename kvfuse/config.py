@@ -1,0 +1,445 @@
+"""Options of a mount: mount.conf (TOML) and ``-o`` words become frozen structs.
+
+Order of precedence, lowest first: built-in default, mount.conf, ``-o``, the command line's SOURCE. Every effective
+value knows where it came from (``Effective.origins``). What is wrong is a ``ConfigError`` that names the key, the line
+and what was expected; nothing is ever ignored in silence, except words of fstab that concern mount(8) alone.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import os
+import re
+import tomllib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+import msgspec
+from msgspec import Meta
+
+from kvfuse.errors import ConfigError
+from kvfuse.sizes import GIB, KIB, MIB, format_size, parse_size
+
+CAPACITY_DEFAULT_MAX = 64 * GIB
+SLOT_SIZE_MAX = 64 * MIB
+
+Bytes = Annotated[int, Meta(ge=1, le=1 << 62, description='a size such as "64GiB", or a number of bytes')]
+BlockBytes = Annotated[int, Meta(ge=1, le=SLOT_SIZE_MAX, description='sizes such as "2MiB", of up to 64MiB')]
+ChunkBytes = Annotated[
+    int,
+    Meta(ge=4 * KIB, le=SLOT_SIZE_MAX, multiple_of=4 * KIB, description="a size from 4KiB to 64MiB, in steps of 4KiB"),
+]
+SegmentBytes = Annotated[
+    int, Meta(ge=MIB, le=1 << 40, multiple_of=MIB, description="a size from 1MiB to 1TiB, in steps of 1MiB")
+]
+ReadAheadBytes = Annotated[int, Meta(ge=0, le=GIB, description='a size such as "1MiB"; 0 leaves the kernel\'s own')]
+Seconds = Annotated[float, Meta(ge=0, le=1e9, description="a number of seconds, 0 or more")]
+Count = Annotated[int, Meta(ge=1, le=1 << 40, description="a whole number, 1 or more")]
+KernelFlag = Literal["dev", "nodev", "suid", "nosuid", "exec", "noexec", "sync", "dirsync"]
+
+_SIZES = (Bytes, BlockBytes, ChunkBytes, SegmentBytes, ReadAheadBytes)
+
+
+class _Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Base of the tables of mount.conf."""
+
+
+class VolumeOptions(_Section, frozen=True):
+    """What a volume is. All but ``path`` matter when it is formatted and are then kept in its superblock."""
+
+    path: Path | None = None
+    """the volume's folder; None: SOURCE"""
+    capacity: Bytes | None = None
+    """bytes promised to users; None: the smaller of 64 GiB and half of the free disk"""
+    slab_size: Bytes | None = None
+    """bytes of a slab; None: chosen from the capacity"""
+    segment_size: SegmentBytes = GIB
+    chunk_size: ChunkBytes = 4 * MIB
+    """bytes of a large file that one chunk covers"""
+    exact_sizes: tuple[BlockBytes, ...] = ()
+    """block sizes that get a size class of their own"""
+
+
+class RecordOptions(_Section, frozen=True):
+    """Where names and inodes live."""
+
+    engine: Literal["lmdb"] = "lmdb"
+    path: Path | None = None
+    """None: ``records`` in the volume's folder"""
+
+
+class SegmentOptions(_Section, frozen=True):
+    """Where the bytes live."""
+
+    engine: Literal["file"] = "file"
+    path: Path | None = None
+    """None: ``segments`` in the volume's folder"""
+    direct: bool = False
+    """O_DIRECT instead of the page cache"""
+
+
+class PublishOptions(_Section, frozen=True):
+    """When names and content reach the record store."""
+
+    mode: Literal["relaxed", "strict"] = "relaxed"
+    window: Seconds = 0.05
+    """seconds that a relaxed change may wait"""
+
+
+class CacheOptions(_Section, frozen=True):
+    """What the daemon may keep in memory."""
+
+    staging_size: Bytes = 256 * MIB
+    """bytes of files being written that wait for their size class"""
+    nodes: Count = 20_000
+    """inodes kept decoded"""
+
+
+class MountOptions(_Section, frozen=True):
+    """How the kernel sees the mount. Timeouts in seconds."""
+
+    entry_timeout: Seconds = 60.0
+    attr_timeout: Seconds = 60.0
+    negative_timeout: Seconds = 1.0
+    read_ahead: ReadAheadBytes = MIB
+    allow_other: bool = False
+    read_only: bool = False
+    atime: bool = True
+    default_permissions: bool = True
+    flags: tuple[KernelFlag, ...] = ()
+    """further flags for the kernel, as in mount(8)"""
+
+
+class LogOptions(_Section, frozen=True):
+    """What the daemon says, and where."""
+
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    file: Path | None = None
+    """None: ``log`` in the volume's folder for a background daemon, stderr in the foreground"""
+
+
+class Options(_Section, frozen=True):
+    """Everything one mount needs to know."""
+
+    volume: VolumeOptions = msgspec.field(default_factory=VolumeOptions)
+    records: RecordOptions = msgspec.field(default_factory=RecordOptions)
+    segments: SegmentOptions = msgspec.field(default_factory=SegmentOptions)
+    publish: PublishOptions = msgspec.field(default_factory=PublishOptions)
+    cache: CacheOptions = msgspec.field(default_factory=CacheOptions)
+    mount: MountOptions = msgspec.field(default_factory=MountOptions)
+    log: LogOptions = msgspec.field(default_factory=LogOptions)
+
+    @property
+    def volume_path(self) -> Path:
+        """The volume's folder. ConfigError where neither mount.conf nor the command line names one."""
+        if self.volume.path is None:
+            raise ConfigError("volume.path is not set: name the volume's folder in mount.conf or as SOURCE")
+        return self.volume.path
+
+    @property
+    def records_path(self) -> Path:
+        return self.records.path or self.volume_path / "records"
+
+    @property
+    def segments_path(self) -> Path:
+        return self.segments.path or self.volume_path / "segments"
+
+
+@dataclass(frozen=True)
+class Effective:
+    """Options, and for every key ("publish.mode") where its value came from."""
+
+    options: Options
+    origins: dict[str, str]
+    source: Path | None = None
+    """what the user named: the volume's folder or the mount.conf"""
+
+    def rows(self) -> Iterator[tuple[str, Any, str]]:
+        """(key, value, origin) in the order of mount.conf."""
+        for key, origin in self.origins.items():
+            section, name = key.split(".")
+            yield key, getattr(getattr(self.options, section), name), origin
+
+
+# -- what may be written ----------------------------------------------------------------------------
+
+KEYS: dict[str, Any] = {
+    f"{section.name}.{field.name}": field.type
+    for section in msgspec.structs.fields(Options)
+    for field in msgspec.structs.fields(section.type)
+}
+"""every key of mount.conf -> the type of its value"""
+
+UNSET: dict[str, str] = {
+    "volume.path": "SOURCE",
+    "volume.capacity": "the smaller of 64GiB and half of the free disk",
+    "volume.slab_size": "chosen from the capacity",
+    "records.path": "records, in the volume's folder",
+    "segments.path": "segments, in the volume's folder",
+    "log.file": "log, in the volume's folder; in the foreground stderr",
+}
+"""what None stands for, for people"""
+
+_FLAG_WORDS: dict[str, tuple[str, bool]] = {
+    "ro": ("mount.read_only", True),
+    "rw": ("mount.read_only", False),
+    "atime": ("mount.atime", True),
+    "noatime": ("mount.atime", False),
+}
+_SHORT_WORDS = {"publish": "publish.mode"}
+# fmt: off
+_IGNORED_WORDS = frozenset((
+    "defaults", "_netdev", "nofail", "auto", "noauto", "comment", "user", "nouser", "users", "owner", "noowner",
+    "group", "nogroup", "async", "relatime", "norelatime", "strictatime", "nostrictatime", "diratime", "nodiratime",
+    "lazytime", "nolazytime", "silent", "loud", "mand", "nomand", "iversion", "noiversion",
+))
+# fmt: on
+"""words of fstab that are for mount(8), systemd or other file systems"""
+
+
+def _names_of_keys() -> dict[str, str]:
+    """``-o`` name -> key: every whole key, and its last part where no other key ends so."""
+    lasts = [key.split(".")[1] for key in KEYS]
+    short = {last: key for key, last in zip(KEYS, lasts, strict=True) if lasts.count(last) == 1}
+    return {**short, **{key: key for key in KEYS}, **_SHORT_WORDS}
+
+
+_NAMES = _names_of_keys()
+
+
+# -- one value --------------------------------------------------------------------------------------
+
+
+def _holds_sizes(annotation: Any) -> bool:
+    return annotation in _SIZES or any(_holds_sizes(part) for part in get_args(annotation))
+
+
+def is_size(key: str) -> bool:
+    """The value of ``key`` is a number of bytes, or a list of them."""
+    return _holds_sizes(KEYS[key])
+
+
+def _expectation(annotation: Any) -> str:
+    """What a value of this type looks like, in words."""
+    if annotation is bool:
+        return "true or false"
+    if annotation is Path:
+        return "a path"
+    if get_origin(annotation) is Literal:
+        return "one of " + ", ".join(repr(choice) for choice in get_args(annotation))
+    if get_origin(annotation) is tuple:
+        return "a list of " + _expectation(get_args(annotation)[0])
+    for part in get_args(annotation):
+        if isinstance(part, Meta) and part.description:
+            return part.description
+    return _expectation(get_args(annotation)[0])
+
+
+def _found(value: Any) -> str:
+    text = {True: "true", False: "false"}[value] if isinstance(value, bool) else repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _to_bytes(value: Any) -> Any:
+    """Sizes written as text become numbers, also inside a list."""
+    if isinstance(value, list):
+        return [_to_bytes(part) for part in value]
+    return parse_size(value) if isinstance(value, str) else value
+
+
+def _hook(wanted: type, value: Any) -> Any:
+    """msgspec asks here about the one type it does not know."""
+    if wanted is Path and isinstance(value, str) and value and "\0" not in value:
+        return Path(value).expanduser()
+    raise ValueError("not a path")
+
+
+def _convert(key: str, value: Any, base: Path, where: str, *, from_text: bool = False) -> Any:
+    """``value`` as the type of ``key``; relative paths are below ``base``.
+
+    ``from_text``: the value is text of an ``-o`` word, so that "5" may be a number.
+    """
+    annotation = KEYS[key]
+    try:
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError("not finite")
+        plain = _to_bytes(value) if is_size(key) else value
+        result = msgspec.convert(plain, annotation, strict=not from_text, dec_hook=_hook)
+    except (ValueError, RuntimeError):  # RuntimeError: expanduser found no home
+        expected = _expectation(annotation)
+        raise ConfigError(f"{where}: {key} is wrong - expected {expected}; found {_found(value)}") from None
+    return base / result if isinstance(result, Path) else result
+
+
+def _nearest(word: str, known: Iterable[str], otherwise: str) -> str:
+    """ " - did you mean ...?", or " - " and ``otherwise`` where no known word is like it."""
+    names = list(known)
+    same_last = [name for name in names if name.split(".")[-1] == word.split(".")[-1]]
+    near = difflib.get_close_matches(word, same_last, 1, 0.0) or difflib.get_close_matches(word, names, 1, 0.6)
+    return f" - did you mean '{near[0]}'?" if near else f" - {otherwise}"
+
+
+# -- mount.conf -------------------------------------------------------------------------------------
+
+_TABLE_LINE = re.compile(r"\s*\[\s*([^\[\]]+?)\s*\]\s*(#.*)?$")
+_KEY_LINE = re.compile(r"""\s*((?:[\w-]+|"[^"]*"|'[^']*')(?:\s*\.\s*(?:[\w-]+|"[^"]*"|'[^']*'))*)\s*=""")
+
+
+def _key_lines(text: str) -> dict[str, int]:
+    """Line on which each table and key of a TOML text stands (tomllib does not tell)."""
+    lines: dict[str, int] = {}
+    table = ""
+    for number, line in enumerate(text.splitlines(), 1):
+        if match := _TABLE_LINE.match(line):
+            table = re.sub(r"""\s|["']""", "", match[1])
+            lines.setdefault(table, number)
+        elif match := _KEY_LINE.match(line):
+            key = re.sub(r"""\s|["']""", "", match[1])
+            lines.setdefault(f"{table}.{key}" if table else key, number)
+    return lines
+
+
+def _read_file(file: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(key -> value, key -> "FILE:line") of a mount.conf."""
+    try:
+        text = file.read_text("utf-8")
+        tree = tomllib.loads(text)
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read: {error.strerror}") from error
+    except tomllib.TOMLDecodeError as error:
+        message, _, place = str(error).partition(" (at ")
+        line = re.match(r"line (\d+)", place)
+        where = f"{file.name} line {line[1]}" if line else file.name
+        raise ConfigError(f"{where}: not TOML: {message}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{file} is not a text file: a mount.conf is TOML in UTF-8") from None
+    lines = _key_lines(text)
+    values: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    for key, value in _flatten(tree):
+        line_number = lines.get(key) or lines.get(key.split(".")[0])
+        where = f"{file.name} line {line_number}" if line_number else file.name
+        if key not in KEYS:
+            tables = f"the tables are {', '.join(Options.__struct_fields__)}"
+            raise ConfigError(f"{where}: unknown key '{key}'{_nearest(key, KEYS, tables)}")
+        values[key] = _convert(key, value, file.parent.absolute(), where)
+        origins[key] = f"{file}:{line_number}" if line_number else str(file)
+    return values, origins
+
+
+def _flatten(tree: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Dotted key and value of everything one table deep. A table's name alone is a key too, if it is no table."""
+    for section, content in tree.items():
+        if isinstance(content, dict) and content:
+            for name, value in content.items():
+                yield f"{section}.{name}", value
+        elif not isinstance(content, dict) or section not in Options.__struct_fields__:
+            yield section, content
+
+
+# -- -o words ---------------------------------------------------------------------------------------
+
+
+def _read_words(texts: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
+    """(key -> value, key -> "-o word") of mount options; a later word wins."""
+    values: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    for word in (word.strip() for text in texts for word in text.split(",")):
+        if not word or _is_ignored(word):
+            continue
+        key, value = _read_word(word)
+        if key == "mount.flags":
+            value = (*values.get(key, ()), *value)
+        values[key] = value
+        origins[key] = f"{origins[key]},{word}" if key == "mount.flags" and key in origins else f"-o {word}"
+    return values, origins
+
+
+def _is_ignored(word: str) -> bool:
+    name = word.split("=", 1)[0]
+    return name in _IGNORED_WORDS or name.lower().startswith("x-")
+
+
+def _read_word(word: str) -> tuple[str, Any]:
+    """Key and value of one ``-o`` word that is not ignored."""
+    name, equals, text = word.partition("=")
+    if name == "remount":
+        raise ConfigError("-o remount is not offered: unmount and mount again")
+    if not equals and name in _FLAG_WORDS:
+        return _FLAG_WORDS[name]
+    if not equals and name in get_args(KernelFlag):
+        return "mount.flags", (name,)
+    key = _NAMES.get(name)
+    if key is None:
+        known = [*_NAMES, *_FLAG_WORDS, *get_args(KernelFlag), *_IGNORED_WORDS]
+        help_there = "'kvfuse config' lists the keys"
+        raise ConfigError(f"-o {word}: unknown option '{name}'{_nearest(name, known, help_there)}")
+    if not equals and KEYS[key] is bool:
+        return key, True
+    value: Any = text.split(":") if get_origin(KEYS[key]) is tuple else text
+    return key, _convert(key, value, Path.cwd(), f"-o {word}", from_text=True)
+
+
+# -- the whole --------------------------------------------------------------------------------------
+
+
+def load(source: Path | None = None, *, file: Path | None = None, words: Sequence[str] = ()) -> Effective:
+    """The effective options of ``kvfuse mount [-c file] source ... [-o words]``.
+
+    ``source`` is a volume's folder (absent or not), or a mount.conf. ConfigError where something is wrong.
+    """
+    source = source.absolute() if source else None
+    if source and source.is_file():
+        if file is not None:
+            raise ConfigError(f"{source} is a file and -c gives {file}: only one of them can be the mount.conf")
+        file = source
+    elif source and not source.exists() and source.suffix in (".conf", ".toml"):
+        raise ConfigError(f"{source} does not exist")
+    values: dict[str, Any] = {}
+    origins = dict.fromkeys(KEYS, "default")
+    for more_values, more_origins in (_read_file(file) if file else ({}, {}), _read_words(words)):
+        values |= more_values
+        origins |= more_origins
+    if source and source != file:
+        values["volume.path"], origins["volume.path"] = source, "command line"
+    return Effective(_build(values), origins, source or file)
+
+
+def _build(values: dict[str, Any]) -> Options:
+    tables: dict[str, dict[str, Any]] = {}
+    for key, value in values.items():
+        section, name = key.split(".")
+        tables.setdefault(section, {})[name] = value
+    return Options(
+        **{field.name: field.type(**tables.get(field.name, {})) for field in msgspec.structs.fields(Options)}
+    )
+
+
+# -- the disk below ---------------------------------------------------------------------------------
+
+
+def disk_free(path: Path) -> int:
+    """Bytes that this user may still write where ``path`` is, or will be."""
+    existing = next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists())
+    figures = os.statvfs(existing)
+    return figures.f_bavail * figures.f_frsize
+
+
+def default_capacity(path: Path, reclaimed: int = 0) -> int:
+    """The smaller of 64 GiB and half of the free disk below ``path``, in whole MiB.
+
+    ``reclaimed``: bytes that will be free besides, because the volume that holds them is replaced.
+    """
+    return min(CAPACITY_DEFAULT_MAX, (disk_free(path) + reclaimed) // 2) // MIB * MIB
+
+
+def check_capacity(capacity: int, path: Path, reclaimed: int = 0) -> None:
+    """ConfigError where the disk below ``path`` could not keep the promise of ``capacity`` bytes."""
+    free = disk_free(path) + reclaimed
+    if capacity > free:
+        raise ConfigError(
+            f"a capacity of {format_size(capacity)} is more than the {format_size(free)} that are free below {path}"
+        )

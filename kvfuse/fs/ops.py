@@ -1,0 +1,425 @@
+"""The FUSE requests, translated to calls of a volume. No state but the open handles, no decisions.
+
+pyfuse3 calls one coroutine a request. It must raise nothing but FUSEError: anything else ends the main loop
+and with it the mount. So every handler is wrapped by ``answered``, which turns the project's errors into
+errno values by the one table, and what nobody expected into EIO, a traceback in the log and a count.
+
+Reply objects (``_entry``, ``_absent``, ``_file_info``) exist once and are refilled: pyfuse3 copies them into
+the reply as soon as the handler returns, before any other task can run.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import json
+import logging
+import os
+import stat
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
+
+import pyfuse3
+from pyfuse3 import EntryAttributes, FileInfo, FUSEError, ReaddirToken, RequestContext, SetattrFields, StatvfsData
+
+from kvfuse import errors
+from kvfuse.fs.virtual import FOLDER_INODE, FOLDER_NAME, VirtualFolder, is_virtual
+from kvfuse.volume.api import NAME_MAX, ROOT_INODE, Attributes, Caller, Changes, Handle, VolumeApi
+
+log = logging.getLogger(__name__)
+
+BLOCK_SIZE = 4096
+"""bytes; of statfs and of st_blksize"""
+LISTING_BATCH = 128
+"""entries asked of the volume at once: about what fits the 32 KiB buffer of a getdents call"""
+INFO_XATTR = b"kvfuse.info"
+"""reading it of any inode gives ``volume.info`` as JSON; it is not listed"""
+
+ERRNO: dict[type[Exception], int] = {
+    errors.NotFound: errno.ENOENT,
+    errors.Exists: errno.EEXIST,
+    errors.NotADirectory: errno.ENOTDIR,
+    errors.IsADirectory: errno.EISDIR,
+    errors.NotEmpty: errno.ENOTEMPTY,
+    errors.InvalidArgument: errno.EINVAL,
+    errors.PermissionDenied: errno.EACCES,
+    errors.NotPermitted: errno.EPERM,
+    errors.NameTooLong: errno.ENAMETOOLONG,
+    errors.TooManyLinks: errno.EMLINK,
+    errors.NoAttribute: errno.ENODATA,
+    errors.AttributeTooLarge: errno.E2BIG,
+    errors.Unsupported: errno.EOPNOTSUPP,
+    errors.Stale: errno.ESTALE,
+    errors.BadHandle: errno.EBADF,
+    errors.FileTooLarge: errno.EFBIG,
+    errors.ReadOnly: errno.EROFS,
+    errors.NoSpace: errno.ENOSPC,
+    errors.QuotaExceeded: errno.EDQUOT,
+    errors.EngineFull: errno.ENOSPC,
+    errors.EngineTimeout: errno.ETIMEDOUT,
+    errors.KvfuseError: errno.EIO,
+}
+"""The one table: an error is answered by its own row, or by that of its nearest base class."""
+
+
+def errno_of(error: Exception) -> int | None:
+    """The errno that answers ``error``; None for one that is not the project's own."""
+    for kind in type(error).__mro__:
+        if kind in ERRNO:
+            return ERRNO[kind]
+    return None
+
+
+def _guard(ino: int) -> None:
+    """NotPermitted for changing a virtual inode."""
+    if is_virtual(ino):
+        raise errors.NotPermitted(f"inode {ino} is a virtual file")
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+Handler = Callable[Concatenate["KvfuseOperations", P], Coroutine[Any, Any, R]]
+
+
+def answered(handler: Handler[P, R]) -> Handler[P, R]:
+    """Wrap a handler so that nothing but FUSEError (and a cancellation) leaves it."""
+
+    @functools.wraps(handler)
+    async def answer(self: KvfuseOperations, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return await handler(self, *args, **kwargs)
+        except Exception as error:
+            number = errno_of(error)
+            if number is None:
+                self.unexpected_error_count += 1
+                log.exception("%s%r failed", handler.__name__, args)
+                number = errno.EIO
+            raise FUSEError(number) from None
+
+    return answer
+
+
+class KvfuseOperations(pyfuse3.Operations):
+    """Answers the kernel's requests from ``volume``, and those for MNT/.kvfuse from ``virtual``. Timeouts in seconds.
+
+    A file's handle is the volume's; a directory's is its inode number, so open directories hold nothing.
+    """
+
+    def __init__(
+        self,
+        volume: VolumeApi,
+        virtual: VirtualFolder,
+        *,
+        entry_timeout: float,
+        attr_timeout: float,
+        negative_timeout: float,
+    ) -> None:
+        super().__init__()
+        self._volume = volume
+        self._virtual = virtual
+        self._handles: dict[int, Handle] = {}
+        self._entry = EntryAttributes()
+        self._entry.entry_timeout = entry_timeout
+        self._entry.attr_timeout = attr_timeout
+        self._entry.st_blksize = BLOCK_SIZE
+        self._absent = EntryAttributes()  # inode 0: the kernel remembers that the name does not exist
+        self._absent.entry_timeout = negative_timeout
+        self._file_info = FileInfo()
+        self.unexpected_error_count = 0
+
+    def stats(self) -> dict[str, int]:
+        """The door's own counters and gauges."""
+        return {"open_handle_count": len(self._handles), "unexpected_error_count": self.unexpected_error_count}
+
+    def _reply(self, attributes: Attributes) -> EntryAttributes:
+        entry = self._entry
+        entry.st_ino = attributes.ino
+        entry.st_mode = attributes.mode
+        entry.st_nlink = attributes.nlink
+        entry.st_uid = attributes.uid
+        entry.st_gid = attributes.gid
+        entry.st_rdev = attributes.rdev
+        entry.st_size = attributes.size
+        entry.st_blocks = attributes.blocks
+        entry.st_atime_ns = attributes.atime
+        entry.st_mtime_ns = attributes.mtime
+        entry.st_ctime_ns = attributes.ctime
+        return entry
+
+    def _reply_open(self, handle: Handle) -> FileInfo:
+        """O_DIRECT needs no ``direct_io``: the kernel bypasses its cache for that descriptor alone, keeps it coherent
+        with the others, and still lets the file be mapped."""
+        self._handles[handle.id] = handle
+        info = self._file_info
+        info.fh = handle.id
+        info.keep_cache = handle.cache_valid
+        info.direct_io = False
+        return info
+
+    # -- names ---------------------------------------------------------------------------------------
+
+    @answered
+    async def lookup(self, parent_inode: int, name: bytes, ctx: RequestContext) -> EntryAttributes:
+        try:
+            if is_virtual(parent_inode):
+                return self._reply(await self._lookup_virtual(parent_inode, name))
+            if parent_inode == ROOT_INODE and name == FOLDER_NAME:
+                return self._reply(self._virtual.attributes(FOLDER_INODE))
+            return self._reply(await self._volume.lookup(parent_inode, name))
+        except errors.NotFound:
+            return self._absent
+
+    async def _lookup_virtual(self, ino: int, name: bytes) -> Attributes:
+        if name == b"..":
+            return await self._volume.lookup(ROOT_INODE, b".")
+        if ino != FOLDER_INODE:
+            raise errors.NotADirectory(f"inode {ino} is a virtual file")
+        return self._virtual.lookup(name)
+
+    @answered
+    async def forget(self, inode_list: Sequence[tuple[int, int]]) -> None:
+        for ino, count in inode_list:
+            if not is_virtual(ino):
+                self._volume.forget(ino, count)
+
+    @answered
+    async def create(
+        self, parent_inode: int, name: bytes, mode: int, flags: int, ctx: RequestContext
+    ) -> tuple[FileInfo, EntryAttributes]:
+        self._virtual.guard_name(parent_inode, name)
+        caller = Caller(ctx.uid, ctx.gid, ctx.pid)
+        try:
+            handle, attributes = await self._volume.create(parent_inode, name, mode, caller, flags)
+        except errors.Exists:
+            if flags & os.O_EXCL:
+                raise
+            # Another door made the name after the kernel saw that it was absent. Stale lets the kernel look
+            # the name up again and open what is there, permissions checked.
+            raise errors.Stale(f"{os.fsdecode(name)} was created meanwhile") from None
+        return self._reply_open(handle), self._reply(attributes)
+
+    @answered
+    async def mknod(self, parent_inode: int, name: bytes, mode: int, rdev: int, ctx: RequestContext) -> EntryAttributes:
+        self._virtual.guard_name(parent_inode, name)
+        caller = Caller(ctx.uid, ctx.gid, ctx.pid)
+        return self._reply(await self._volume.make_node(parent_inode, name, mode, rdev, caller))
+
+    @answered
+    async def mkdir(self, parent_inode: int, name: bytes, mode: int, ctx: RequestContext) -> EntryAttributes:
+        self._virtual.guard_name(parent_inode, name)
+        caller = Caller(ctx.uid, ctx.gid, ctx.pid)
+        return self._reply(await self._volume.make_directory(parent_inode, name, mode, caller))
+
+    @answered
+    async def symlink(self, parent_inode: int, name: bytes, target: bytes, ctx: RequestContext) -> EntryAttributes:
+        self._virtual.guard_name(parent_inode, name)
+        caller = Caller(ctx.uid, ctx.gid, ctx.pid)
+        return self._reply(await self._volume.make_symlink(parent_inode, name, target, caller))
+
+    @answered
+    async def readlink(self, inode: int, ctx: RequestContext) -> bytes:
+        return await self._volume.read_symlink(inode)
+
+    @answered
+    async def link(self, inode: int, new_parent_inode: int, new_name: bytes, ctx: RequestContext) -> EntryAttributes:
+        self._virtual.guard_name(new_parent_inode, new_name)
+        _guard(inode)
+        return self._reply(await self._volume.link(inode, new_parent_inode, new_name))
+
+    @answered
+    async def unlink(self, parent_inode: int, name: bytes, ctx: RequestContext) -> None:
+        self._virtual.guard_name(parent_inode, name)
+        await self._volume.unlink(parent_inode, name)
+
+    @answered
+    async def rmdir(self, parent_inode: int, name: bytes, ctx: RequestContext) -> None:
+        self._virtual.guard_name(parent_inode, name)
+        await self._volume.remove_directory(parent_inode, name)
+
+    @answered
+    async def rename(
+        self,
+        parent_inode_old: int,
+        name_old: bytes,
+        parent_inode_new: int,
+        name_new: bytes,
+        flags: int,
+        ctx: RequestContext,
+    ) -> None:
+        self._virtual.guard_name(parent_inode_old, name_old)
+        self._virtual.guard_name(parent_inode_new, name_new)
+        await self._volume.rename(parent_inode_old, name_old, parent_inode_new, name_new, flags)
+
+    # -- attributes ----------------------------------------------------------------------------------
+
+    @answered
+    async def getattr(self, inode: int, ctx: RequestContext) -> EntryAttributes:
+        return self._reply(await self._attributes(inode))
+
+    async def _attributes(self, ino: int) -> Attributes:
+        return self._virtual.attributes(ino) if is_virtual(ino) else await self._volume.attributes(ino)
+
+    @answered
+    async def setattr(
+        self, inode: int, attr: EntryAttributes, fields: SetattrFields, fh: int | None, ctx: RequestContext
+    ) -> EntryAttributes:
+        _guard(inode)
+        changes = Changes(
+            mode=stat.S_IMODE(attr.st_mode) if fields.update_mode else None,
+            uid=attr.st_uid if fields.update_uid else None,
+            gid=attr.st_gid if fields.update_gid else None,
+            size=attr.st_size if fields.update_size else None,
+            atime=attr.st_atime_ns if fields.update_atime else None,
+            mtime=attr.st_mtime_ns if fields.update_mtime else None,
+            ctime=attr.st_ctime_ns if fields.update_ctime else None,
+        )
+        caller = Caller(ctx.uid, ctx.gid, ctx.pid)
+        return self._reply(await self._volume.set_attributes(inode, changes, caller))
+
+    @answered
+    async def access(self, inode: int, mode: int, ctx: RequestContext) -> bool:
+        """Asked only of a mount without ``default_permissions``; else the kernel answers by itself."""
+        attributes = await self._attributes(inode)
+        if ctx.uid == 0:
+            return not mode & os.X_OK or stat.S_ISDIR(attributes.mode) or bool(attributes.mode & 0o111)
+        if ctx.uid == attributes.uid:
+            granted = attributes.mode >> 6
+        elif attributes.gid == ctx.gid or attributes.gid in pyfuse3.get_sup_groups(ctx.pid):
+            granted = attributes.mode >> 3
+        else:
+            granted = attributes.mode
+        return mode & 0o7 & ~granted == 0
+
+    # -- files ---------------------------------------------------------------------------------------
+
+    @answered
+    async def open(self, inode: int, flags: int, ctx: RequestContext) -> FileInfo:
+        if is_virtual(inode):
+            return FileInfo(fh=self._virtual.open(inode, flags), direct_io=True, keep_cache=False)
+        return self._reply_open(await self._volume.open(inode, flags, Caller(ctx.uid, ctx.gid, ctx.pid)))
+
+    @answered
+    async def read(self, fh: int, off: int, size: int) -> bytes:
+        handle = self._handles.get(fh)
+        if handle is None:
+            return self._virtual.read(fh, off, size)
+        return cast(bytes, await self._volume.read(handle, off, size))  # pyfuse3 takes any buffer
+
+    @answered
+    async def write(self, fh: int, off: int, buf: bytes) -> int:
+        return await self._volume.write(self._handles[fh], off, buf)
+
+    @answered
+    async def flush(self, fh: int) -> None:
+        handle = self._handles.get(fh)
+        if handle is not None:
+            await self._volume.flush(handle)
+
+    @answered
+    async def fsync(self, fh: int, datasync: bool) -> None:
+        handle = self._handles.get(fh)
+        if handle is not None:
+            await self._volume.fsync(handle)
+
+    @answered
+    async def release(self, fh: int) -> None:
+        handle = self._handles.pop(fh, None)
+        if handle is None:
+            self._virtual.release(fh)
+        else:
+            await self._volume.release(handle)
+
+    # -- directories ---------------------------------------------------------------------------------
+
+    @answered
+    async def opendir(self, inode: int, ctx: RequestContext) -> int:
+        return inode
+
+    @answered
+    async def readdir(self, fh: int, start_id: int, token: ReaddirToken) -> None:
+        """Cookies 1 and 2 are "." and "..", which count as no lookup; the others are the volume's."""
+        if start_id < 2 and not await self._reply_dots(fh, start_id, token):
+            return
+        cookie = start_id if start_id > 2 else 0
+        while True:
+            rows = (
+                self._virtual.rows(cookie)
+                if is_virtual(fh)
+                else await self._volume.list_directory(fh, cookie, LISTING_BATCH)
+            )
+            for name, cookie, attributes in rows:
+                if not pyfuse3.readdir_reply(token, name, self._reply(attributes), cookie):
+                    return
+                if not is_virtual(attributes.ino):
+                    self._volume.remember(attributes)
+            if len(rows) < LISTING_BATCH:
+                return
+
+    async def _reply_dots(self, ino: int, start_id: int, token: ReaddirToken) -> bool:
+        """Report "." and ".." after ``start_id``; False when the buffer is full."""
+        if start_id < 1 and not pyfuse3.readdir_reply(token, b".", self._reply(await self._attributes(ino)), 1):
+            return False
+        if is_virtual(ino):
+            parent = await self._volume.attributes(ROOT_INODE)
+        else:
+            parent = await self._volume.lookup(ino, b"..")
+            self._volume.forget(parent.ino, 1)
+        return pyfuse3.readdir_reply(token, b"..", self._reply(parent), 2)
+
+    @answered
+    async def releasedir(self, fh: int) -> None:
+        pass
+
+    @answered
+    async def fsyncdir(self, fh: int, datasync: bool) -> None:
+        if not is_virtual(fh):
+            await self._volume.fsync_directory(fh)
+
+    # -- extended attributes -------------------------------------------------------------------------
+
+    @answered
+    async def getxattr(self, inode: int, name: bytes, ctx: RequestContext) -> bytes:
+        if is_virtual(inode):
+            raise errors.NoAttribute(os.fsdecode(name))
+        if name == INFO_XATTR:
+            return json.dumps(await self._volume.info(inode)).encode()
+        _refuse_system_xattr(name)
+        return await self._volume.get_xattr(inode, name)
+
+    @answered
+    async def setxattr(self, inode: int, name: bytes, value: bytes, ctx: RequestContext) -> None:
+        _guard(inode)
+        if name == INFO_XATTR:
+            raise errors.NotPermitted(f"{os.fsdecode(name)} is the daemon's own")
+        _refuse_system_xattr(name)
+        await self._volume.set_xattr(inode, name, value)
+
+    @answered
+    async def listxattr(self, inode: int, ctx: RequestContext) -> Sequence[bytes]:
+        return [] if is_virtual(inode) else await self._volume.list_xattrs(inode)
+
+    @answered
+    async def removexattr(self, inode: int, name: bytes, ctx: RequestContext) -> None:
+        _guard(inode)
+        _refuse_system_xattr(name)
+        await self._volume.remove_xattr(inode, name)
+
+    # -- the whole -----------------------------------------------------------------------------------
+
+    @answered
+    async def statfs(self, ctx: RequestContext) -> StatvfsData:
+        space = self._volume.space()
+        figures = StatvfsData()
+        figures.f_bsize = figures.f_frsize = BLOCK_SIZE
+        figures.f_blocks = space.size // BLOCK_SIZE
+        figures.f_bfree = figures.f_bavail = space.free // BLOCK_SIZE
+        figures.f_files = space.files
+        figures.f_ffree = figures.f_favail = space.files_free
+        figures.f_namemax = NAME_MAX
+        return figures
+
+
+def _refuse_system_xattr(name: bytes) -> None:
+    """Access control lists are not offered: stored but not enforced, they would promise what nobody keeps."""
+    if name.startswith(b"system."):
+        raise errors.Unsupported(os.fsdecode(name))

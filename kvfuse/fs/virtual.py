@@ -1,0 +1,108 @@
+"""MNT/.kvfuse: read-only files that the daemon makes up. No FUSE in here, and no volume: names and texts.
+
+They use the inode numbers that ``volume.api`` reserves. The folder is found by name but not listed in the
+root, so that ``rm -rf MNT/*``, backups and listings leave it alone. A file's content is taken when it is
+opened; what a stat shows has size 0, as in /proc, because no size would still be true at the read.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import stat
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from kvfuse.errors import BadHandle, NotADirectory, NotFound, NotPermitted, PermissionDenied
+from kvfuse.volume.api import FIRST_INODE, ROOT_INODE, DirEntry
+
+FOLDER_NAME = b".kvfuse"
+FOLDER_INODE = ROOT_INODE + 1
+FIRST_FILE_INODE = FOLDER_INODE + 1
+FIRST_HANDLE = 1 << 62
+"""Handles of virtual files count up from here: a volume's handles never get that far."""
+
+
+@dataclass(slots=True)
+class VirtualAttributes:
+    """``Attributes`` of the folder or of a file in it: root's, readable by all."""
+
+    ino: int
+    mode: int
+    nlink: int
+    atime: int
+    mtime: int
+    ctime: int
+    uid: int = 0
+    gid: int = 0
+    rdev: int = 0
+    size: int = 0
+    blocks: int = 0
+
+
+def is_virtual(ino: int) -> bool:
+    """Whether ``ino`` is the folder's or a virtual file's; everything else is the volume's."""
+    return ROOT_INODE < ino < FIRST_INODE
+
+
+class VirtualFolder:
+    """The folder and its files. ``texts``: name -> function that makes the content, called at each open."""
+
+    def __init__(self, texts: Mapping[bytes, Callable[[], bytes]]) -> None:
+        self._inodes = {name: ino for ino, name in enumerate(texts, FIRST_FILE_INODE)}
+        self._texts = {self._inodes[name]: text for name, text in texts.items()}
+        self._contents: dict[int, bytes] = {}
+        self._next_handle = itertools.count(FIRST_HANDLE)
+        now = time.time_ns()
+        folder = VirtualAttributes(FOLDER_INODE, stat.S_IFDIR | 0o555, 2, now, now, now)
+        self._attributes = {FOLDER_INODE: folder}
+        for ino in self._texts:
+            self._attributes[ino] = VirtualAttributes(ino, stat.S_IFREG | 0o444, 1, now, now, now)
+
+    def attributes(self, ino: int) -> VirtualAttributes:
+        """Attributes of the folder or a file. NotFound for a reserved number that is not used."""
+        try:
+            return self._attributes[ino]
+        except KeyError:
+            raise NotFound(f"inode {ino} is reserved") from None
+
+    def lookup(self, name: bytes) -> VirtualAttributes:
+        """The file called ``name`` in the folder; "." is the folder itself. NotFound."""
+        if name == b".":
+            return self._attributes[FOLDER_INODE]
+        try:
+            return self._attributes[self._inodes[name]]
+        except KeyError:
+            raise NotFound(os.fsdecode(name)) from None
+
+    def rows(self, after: int) -> list[DirEntry]:
+        """The files after the cookie ``after``; an inode number, always above 2, serves as the cookie."""
+        return [DirEntry(name, ino, self._attributes[ino]) for name, ino in self._inodes.items() if ino > after]
+
+    def guard_name(self, parent: int, name: bytes) -> None:
+        """NotPermitted for making, removing or replacing a virtual name."""
+        if is_virtual(parent) or (parent == ROOT_INODE and name == FOLDER_NAME):
+            raise NotPermitted(f"{os.fsdecode(FOLDER_NAME)} is the daemon's own")
+
+    def open(self, ino: int, flags: int) -> int:
+        """Take the content now and give a handle for it. PermissionDenied for writing."""
+        if flags & os.O_ACCMODE != os.O_RDONLY:
+            raise PermissionDenied("virtual files are read-only")
+        text = self._texts.get(ino)
+        if text is None:
+            raise NotADirectory(f"inode {ino} is not a virtual file")
+        handle = next(self._next_handle)
+        self._contents[handle] = text()
+        return handle
+
+    def read(self, handle: int, offset: int, size: int) -> bytes:
+        """Part of the content as it was at the open. BadHandle."""
+        try:
+            return self._contents[handle][offset : offset + size]
+        except KeyError:
+            raise BadHandle(f"handle {handle} is not open") from None
+
+    def release(self, handle: int) -> None:
+        """Forget the content. Unknown handles have none."""
+        self._contents.pop(handle, None)

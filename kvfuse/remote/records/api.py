@@ -1,0 +1,147 @@
+"""The record store: an ordered map of bytes with multi-key optimistic commit.
+
+This file is the whole contract; every engine passes the one conformance suite in
+``tests/test_records_conformance.py``.
+
+* Keys are 1..``limits.key_size_max`` bytes, ordered as bytes. Values are 0..``limits.value_size_max``.
+* Every present key has a *version*: a positive integer that grows with each put of that key.
+  ``ABSENT`` (0) is the version of a key that is not there, and may be expected like any other.
+* ``get`` and ``scan`` see the last finished commit and nothing of an unfinished one. One ``get`` is one
+  round trip whatever the number of keys; it is a consistent snapshot of them.
+* ``commit`` is all or nothing. False means that an expected version had moved and nothing was done.
+  An ``EngineError`` means *unknown*, unless it is ``EngineFull`` or raised for bad arguments
+  (``ValueError``): then nothing was done.
+* Durability is the caller's choice. A *durable* commit, and every commit before it, survives the loss
+  of power once the call returned. An ordered one survives the death of this process, and after a loss
+  of power either it is there with all commits before it, or it and all after it are not: never a hole.
+* A cancelled ``commit`` is *unknown* like a timed-out one; a cancelled read has no effect.
+* Calls may run concurrently. Commits are applied in the order in which they were called.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+ABSENT = 0
+"""The version of a key that does not exist."""
+
+
+class Versioned(NamedTuple):
+    """A present key's value and version."""
+
+    value: bytes
+    version: int
+
+
+class Record(NamedTuple):
+    """One row of a scan."""
+
+    key: bytes
+    value: bytes
+    version: int
+
+
+class Change(NamedTuple):
+    """One row of a watch; ``value`` is None for a delete."""
+
+    key: bytes
+    value: bytes | None
+    version: int
+
+
+@dataclass(frozen=True)
+class RecordLimits:
+    """What one call may carry. The volume sizes its batches to these."""
+
+    key_size_max: int
+    value_size_max: int
+    commit_operations_max: int
+    """expects + puts + deletes of one commit"""
+    commit_bytes_max: int
+    """keys and values of one commit"""
+    shared: bool
+    """other hosts may change records: the volume then publishes strictly by default"""
+
+
+@dataclass
+class RecordCounters:
+    """What an engine was asked, for the metric "record round trips per 1,000 blocks"."""
+
+    gets: int = 0
+    scans: int = 0
+    commits: int = 0
+    commit_operations: int = 0
+    conflicts: int = 0
+
+    @property
+    def round_trips(self) -> int:
+        return self.gets + self.scans + self.commits
+
+
+class Lease(ABC):
+    """A client's timed right. Liveness of this client as others see it."""
+
+    ttl: float
+    """seconds"""
+
+    @abstractmethod
+    async def keepalive(self) -> bool:
+        """Renew; False when the lease is gone and everything held under it must be given up."""
+
+    @abstractmethod
+    async def revoke(self) -> None:
+        """Give the lease back. Idempotent."""
+
+
+@dataclass
+class RecordStore(ABC):
+    """Interface of all record engines and their decorators."""
+
+    limits: RecordLimits
+    counters: RecordCounters = field(default_factory=RecordCounters, init=False)
+
+    @abstractmethod
+    async def get(self, keys: Sequence[bytes]) -> list[Versioned | None]:
+        """Values and versions in the order of ``keys``; None where a key is absent. One round trip."""
+
+    @abstractmethod
+    async def scan(self, prefix: bytes, after: bytes = b"", limit: int = 1000) -> list[Record]:
+        """Up to ``limit`` records whose key starts with ``prefix`` and is greater than ``after``, in order.
+
+        Fewer than ``limit`` rows mean that there are no more. ``after`` is a whole key (it need not
+        exist) or empty.
+        """
+
+    @abstractmethod
+    async def commit(
+        self,
+        puts: Mapping[bytes, bytes],
+        deletes: Collection[bytes] = (),
+        expect: Mapping[bytes, int] | None = None,
+        *,
+        durable: bool = False,
+    ) -> bool:
+        """Apply all puts and deletes if every key of ``expect`` has the expected version.
+
+        Deleting an absent key is no error. A key may not be both put and deleted (ValueError). An
+        empty commit with ``durable=True`` makes all earlier commits durable.
+        """
+
+    @abstractmethod
+    def watch(self, prefix: bytes) -> AsyncIterator[Change]:
+        """Changes under ``prefix`` committed after the call, in commit order, by whichever client.
+
+        Ends when the store is closed. A reader that falls too far behind gets ``EngineError`` and must
+        read the state anew.
+        """
+
+    @abstractmethod
+    async def lease(self, ttl: float) -> Lease:
+        """A new lease of ``ttl`` seconds."""
+
+    @abstractmethod
+    async def aclose(self) -> None:
+        """Finish what is in flight and let go of everything. Idempotent."""

@@ -1,0 +1,128 @@
+"""The segment store: a few large preallocated files of bytes, read and written in batches.
+
+This file is the whole contract; every engine and decorator passes the one conformance suite in
+``tests/test_segments_conformance.py``.
+
+* A segment is named by a number and has a fixed size, given when it is created. Its whole size is
+  reserved then: a later write inside it never fails for lack of space where the engine can promise that.
+* A fresh segment, and a zeroed range, reads as zeros.
+* Buffers are passed in, never returned. A read fills the buffer wholly or raises; a write takes the whole
+  buffer or raises. Buffers are C-contiguous and stay the caller's: the engine touches them only until
+  the call returns - also when it was cancelled (a call waits for what cannot be cancelled).
+* Transfers of one batch are independent: no order among them, and after an ``EngineError`` each of a write
+  batch may have happened or not.
+* A write that returned is seen by every later read through the same store, and survives the death of this
+  process. It survives the loss of power after a later ``sync`` returned.
+* Errors: ``EngineFull`` (the medium has no space), ``EngineTimeout``, else ``EngineError``; a range outside
+  the segment or an unknown segment is ``ValueError`` - the volume's own mistake, nothing was touched.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeAlias
+
+Buffer: TypeAlias = bytes | bytearray | memoryview
+"""C-contiguous bytes; numpy arrays are passed as ``memoryview(array)``."""
+
+
+class Transfer(NamedTuple):
+    """One range of a batch: ``len(buffer)`` bytes at ``offset`` of ``segment``."""
+
+    segment: int
+    offset: int
+    buffer: Buffer
+
+
+class SegmentInfo(NamedTuple):
+    """One row of ``list``."""
+
+    segment: int
+    size: int
+
+
+@dataclass(frozen=True)
+class SegmentLimits:
+    """What the engine asks and offers."""
+
+    alignment: int
+    """best alignment of offset, length and buffer (1: none; others are served, more slowly)"""
+    overwrite: bool
+    """written bytes may be written again in place"""
+    preallocates: bool
+    """``create`` reserves the whole size on the medium"""
+    mappable: bool
+    """``view`` may answer"""
+    registers: bool
+    """``register`` does something (RDMA memory regions, pinned memory)"""
+
+
+@dataclass
+class SegmentCounters:
+    """What an engine was asked."""
+
+    reads: int = 0
+    read_bytes: int = 0
+    writes: int = 0
+    written_bytes: int = 0
+    views: int = 0
+    view_bytes: int = 0
+    syncs: int = 0
+    thread_reads: int = 0
+    """transfers that were not resident and went to a thread"""
+
+
+@dataclass
+class SegmentStore(ABC):
+    """Interface of all segment engines and their decorators."""
+
+    limits: SegmentLimits
+    counters: SegmentCounters = field(default_factory=SegmentCounters, init=False)
+
+    @abstractmethod
+    async def create(self, segment: int, size: int) -> None:
+        """Make a segment of ``size`` bytes, reading as zeros. One that exists with that size is left alone.
+
+        After a failure, or a cancellation, the segment is either wholly there or not listed.
+        """
+
+    @abstractmethod
+    async def remove(self, segment: int) -> None:
+        """Drop a segment and its bytes. Idempotent."""
+
+    @abstractmethod
+    async def list(self) -> list[SegmentInfo]:
+        """All segments, ordered by number."""
+
+    @abstractmethod
+    async def read(self, batch: Sequence[Transfer]) -> None:
+        """Fill every transfer's (writable) buffer."""
+
+    @abstractmethod
+    async def write(self, batch: Sequence[Transfer]) -> None:
+        """Store every transfer's buffer."""
+
+    @abstractmethod
+    async def zero(self, segment: int, offset: int, length: int) -> None:
+        """Make a range read as zeros without giving up its reservation."""
+
+    @abstractmethod
+    async def sync(self) -> None:
+        """Make every write and zero that returned before this call durable."""
+
+    def view(self, segment: int, offset: int, length: int) -> memoryview | None:
+        """A read-only view of resident bytes, or None where they are not resident or not mappable.
+
+        Never waits. The view shows later writes to the same range; the caller drops it before it awaits.
+        """
+        return None
+
+    def register(self, buffer: Buffer) -> object:
+        """Prepare ``buffer`` for this engine's fastest path; keep the result as long as it is used."""
+        return None
+
+    @abstractmethod
+    async def aclose(self) -> None:
+        """Finish what is in flight and let go of everything. Idempotent."""

@@ -1,0 +1,271 @@
+"""What the file engine does in its threads: system calls on segment files. Nothing here waits for trio."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import mmap
+import os
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Self
+
+import trio
+
+from kvfuse.errors import EngineError, EngineFull
+from kvfuse.remote import libc
+from kvfuse.remote.segments import direct
+
+IOV_MAX = os.sysconf("SC_IOV_MAX")
+ZEROS = memoryview(bytes(1 << 20))
+
+
+class SegmentFile:
+    """An open segment file, closed once it is retired and no call uses it: never under a thread's hands.
+
+    Uses are counted on the event loop's thread only (``with file:``).
+    """
+
+    def __init__(self, path: Path, segment: int, fd: int, *, is_direct: bool) -> None:
+        self.path = path
+        self.segment = segment
+        self.fd = fd
+        self.size = os.fstat(fd).st_size
+        self.is_direct = is_direct
+        self.block_lock = threading.Lock()
+        """held while a part of a block is changed (direct)"""
+        self.sync_failed = False
+        self.retired = False
+        self.closed = trio.Event()
+        self._use_count = 0
+        self._mapping: mmap.mmap | None = None
+        self._mapping_address = 0
+
+    @classmethod
+    def open(cls, path: Path, segment: int, *, is_direct: bool, read_only: bool) -> Self:
+        flags = (os.O_RDONLY if read_only else os.O_RDWR) | os.O_CLOEXEC | (os.O_DIRECT if is_direct else 0)
+        return cls(path, segment, os.open(path, flags), is_direct=is_direct)
+
+    def __enter__(self) -> Self:
+        self._use_count += 1
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._use_count -= 1
+        self._close_if_unused()
+
+    def retire(self) -> None:
+        """Close now, or when the last call that uses the file has ended."""
+        self.retired = True
+        self._close_if_unused()
+
+    def _close_if_unused(self) -> None:
+        if self.retired and not self._use_count and not self.closed.is_set():
+            self._mapping = None  # unmapped with the last view of it
+            os.close(self.fd)
+            self.closed.set()
+
+    def mapped(self) -> mmap.mmap:
+        """The whole file, read-only."""
+        if self._mapping is None:
+            self._mapping = mmap.mmap(self.fd, self.size, prot=mmap.PROT_READ)
+            self._mapping_address = direct.address_of(self._mapping)
+        return self._mapping
+
+    def is_resident(self, offset: int, length: int) -> bool:
+        """All pages of the range are in the page cache."""
+        self.mapped()
+        head = offset % mmap.PAGESIZE
+        return libc.is_resident(self._mapping_address + offset - head, head + length)
+
+    def drop_mapped_pages(self) -> None:
+        """The mapped pages stop counting as this process's memory; views that are still held fault them in."""
+        if self._mapping is not None:
+            self._mapping.madvise(mmap.MADV_DONTNEED)
+
+
+class Run:
+    """Neighbouring transfers of one file, done by one system call. ``advance`` leaves the rest."""
+
+    def __init__(self, file: SegmentFile, offset: int, view: memoryview) -> None:
+        self.file = file
+        self.offset = offset
+        self.views = [view]
+        self.length = view.nbytes
+        self.transfer_count = 1
+        self.bounces = file.is_direct and not direct.is_aligned(offset, view)
+
+    def takes(self, other: Run) -> bool:
+        """Whether ``other`` continues this run."""
+        return (
+            other.file is self.file
+            and other.offset == self.offset + self.length
+            and len(self.views) < IOV_MAX
+            and not self.bounces
+            and not other.bounces
+        )
+
+    def append(self, other: Run) -> None:
+        self.views += other.views
+        self.length += other.length
+        self.transfer_count += other.transfer_count
+
+    def advance(self, byte_count: int) -> None:
+        self.offset += byte_count
+        self.length -= byte_count
+        done = 0
+        while done < len(self.views) and byte_count >= self.views[done].nbytes:
+            byte_count -= self.views[done].nbytes
+            done += 1
+        del self.views[:done]
+        if byte_count:
+            self.views[0] = self.views[0][byte_count:]
+
+
+def merged(runs: Iterable[Run]) -> list[Run]:
+    """Ordered by place, neighbours joined."""
+    result: list[Run] = []
+    for run in sorted(runs, key=lambda run: (run.file.segment, run.offset)):
+        if result and result[-1].takes(run):
+            result[-1].append(run)
+        else:
+            result.append(run)
+    return result
+
+
+def read_resident(run: Run) -> bool:
+    """Read as much as needs no waiting. False where this file system never answers without waiting."""
+    with translated(run.file.path, run.offset):
+        try:
+            run.advance(os.preadv(run.file.fd, run.views, run.offset, os.RWF_NOWAIT))
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            if error.errno != errno.EOPNOTSUPP:
+                raise
+            return False
+    return True
+
+
+def read_runs(runs: Sequence[Run]) -> None:
+    for run in runs:
+        with translated(run.file.path, run.offset):
+            if run.bounces:
+                direct.read(run.file.fd, run.views[0], run.offset)
+                continue
+            while run.length:
+                byte_count = os.preadv(run.file.fd, run.views, run.offset)
+                if byte_count == 0:
+                    raise EOFError
+                run.advance(byte_count)
+
+
+def write_runs(runs: Sequence[Run]) -> None:
+    for run in runs:
+        with translated(run.file.path, run.offset):
+            if run.bounces:
+                direct.write(run.file.fd, run.views[0], run.offset, run.file.block_lock)
+                continue
+            while run.length:
+                run.advance(os.pwritev(run.file.fd, run.views, run.offset))
+
+
+def zero(file: SegmentFile, offset: int, length: int) -> None:
+    with translated(file.path, offset):
+        if not file.is_direct:
+            _zero_range(file.fd, offset, length)
+            return
+        # Parts of blocks are changed under the same lock as other writers'; whole blocks by the file system.
+        end = offset + length
+        first = min(-(-offset // direct.BLOCK_SIZE) * direct.BLOCK_SIZE, end)
+        last = max(end - end % direct.BLOCK_SIZE, first)
+        if offset < first:
+            direct.write(file.fd, ZEROS[: first - offset], offset, file.block_lock)
+        if first < last:
+            _zero_range(file.fd, first, last - first)
+        if last < end:
+            direct.write(file.fd, ZEROS[: end - last], last, file.block_lock)
+
+
+def create(path: Path, segment: int, size: int, *, is_direct: bool) -> SegmentFile:
+    """Make a preallocated file appear at ``path``, whole and durable, or not at all."""
+    temporary = path.with_suffix(".new")
+    with translated(path):
+        temporary.unlink(missing_ok=True)
+        try:
+            fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o640)
+            try:
+                _preallocate(fd, size)
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+            file = SegmentFile.open(temporary, segment, is_direct=is_direct, read_only=False)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+        file.path = temporary.rename(path)
+        sync_directory(path.parent)
+        return file
+
+
+def remove(path: Path) -> None:
+    with translated(path):
+        path.unlink(missing_ok=True)
+        sync_directory(path.parent)
+
+
+def sync(files: Sequence[SegmentFile]) -> None:
+    for file in files:
+        if file.sync_failed:
+            raise EngineError(f"{file.path}: an earlier sync failed, written data may be lost: check the disk")
+        with translated(file.path):
+            file.sync_failed = True  # until it is known to have succeeded
+            os.fdatasync(file.fd)
+            file.sync_failed = False
+
+
+def sync_directory(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+@contextlib.contextmanager
+def translated(path: Path, offset: int = 0) -> Iterator[None]:
+    """Errors of the operating system as the project's."""
+    try:
+        yield
+    except EOFError:
+        raise EngineError(f"{path} at {offset}: the file is shorter than its segment") from None
+    except OSError as error:
+        kind = EngineFull if error.errno in (errno.ENOSPC, errno.EDQUOT) else EngineError
+        raise kind(f"{path} at {offset}: {os.strerror(error.errno or 0)}") from error
+
+
+def _preallocate(fd: int, size: int) -> None:
+    try:
+        libc.fallocate(fd, 0, 0, size)
+    except OSError as error:
+        if error.errno != errno.EOPNOTSUPP:
+            raise
+        _write_zeros(fd, 0, size)
+
+
+def _zero_range(fd: int, offset: int, length: int) -> None:
+    """Where the file system cannot zero a range, write zeros: punching a hole would give the space away."""
+    try:
+        libc.fallocate(fd, libc.FALLOC_FL_ZERO_RANGE | libc.FALLOC_FL_KEEP_SIZE, offset, length)
+    except OSError as error:
+        if error.errno != errno.EOPNOTSUPP:
+            raise
+        _write_zeros(fd, offset, length)
+
+
+def _write_zeros(fd: int, offset: int, length: int) -> None:
+    while length:
+        byte_count = os.pwrite(fd, ZEROS[:length], offset)
+        offset += byte_count
+        length -= byte_count

@@ -1,0 +1,401 @@
+"""Which slots of which slabs are free, taken, durable or waiting: decides where bytes go, does no I/O.
+
+The life of a slot, each arrow one call::
+
+    free --allocate--> allocated --commit--> durable --release--> pending --reclaim--> free
+                           '------cancel-----> free
+
+The *durable image* of a slab - its slot size and a bit for each durable slot - is what a restart needs; it
+is recorded in the same transaction as the names that use the slots. A slot that left the image stays
+pending, so that nobody writes over bytes that somebody may still read, until the caller says that its
+release is recorded and the last reader is gone.
+
+A call that names a slot in a state from which it cannot go that way is the caller's mistake: ValueError,
+with the slots before it in that call already moved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from heapq import heappop, heappush
+from typing import NamedTuple
+
+import numpy as np
+
+from kvfuse.errors import NoSpace, VolumeError
+from kvfuse.slab.classes import LEARNED_MAX, SizeClasses
+from kvfuse.slab.layout import PAGE_SIZE, Geometry
+from kvfuse.slab.pool import ALLOCATED, DURABLE, PENDING, STATE_NAMES, Pool, Slab
+
+PIECES_MAX = 16
+"""Pieces an extent is put into at most, where the planned ones are not to be had."""
+FIT_RATIO = 8
+"""Such a piece wastes up to 1/8 of itself before more, smaller pieces are better."""
+LEARNED_SLABS_MIN = 16
+"""Slabs a volume has for each class it may learn: many classes would leave a small one in half-empty slabs."""
+
+
+class Slot(NamedTuple):
+    """A place for a piece of an extent."""
+
+    addr: int
+    """volume address, bytes"""
+    size: int
+    """of the slot, bytes"""
+
+
+class SlabState(NamedTuple):
+    """The durable image of one slab. ``slot_size`` 0: free, or nothing in it is durable."""
+
+    slab: int
+    slot_size: int
+    bitmap: bytes
+    """slot i is durable: bit i % 8 of byte i // 8"""
+
+
+class ClassStatistics(NamedTuple):
+    """One slot size. Slots that are not free are used."""
+
+    slot_size: int
+    slabs: int
+    slots_used: int
+    slots_free: int
+    slots_pending: int
+    internal_bytes: int
+    """slot bytes beyond what was asked for, of slots allocated since the start"""
+    external_bytes: int
+    """free slots in slabs that are not wholly free"""
+    tail_bytes: int
+    """what is left over at the ends of the slabs"""
+
+
+class Statistics(NamedTuple):
+    """Where all data bytes are: used + free + tail is the size of all slabs."""
+
+    used_bytes: int
+    free_bytes: int
+    tail_bytes: int
+    pending_bytes: int
+    """part of the used ones: they come back"""
+    slabs_free: int
+    slabs_partial: int
+    slabs_full: int
+    classes: list[ClassStatistics]
+
+
+class Allocator:
+    """The slots of one volume. Every method is immediate; lengths, sizes and addresses in bytes."""
+
+    def __init__(self, geometry: Geometry, exact_sizes: Iterable[int] = ()) -> None:
+        """All slabs free. ``exact_sizes``: slot sizes besides the geometric ones (ValueError if not legal)."""
+        self.geometry = geometry
+        learned_max = min(LEARNED_MAX, geometry.slab_count // LEARNED_SLABS_MIN)
+        self.classes = SizeClasses(geometry.slab_size, exact_sizes, learned_max)
+        self._slab_shift = geometry.slab_size.bit_length() - 1
+        self._offset_mask = geometry.slab_size - 1
+        self._slabs: dict[int, Slab] = {}
+        """slabs that have a slot size; all others are free"""
+        self._pools: dict[int, Pool] = {}
+        self._returned: list[int] = []
+        """heap of free slabs below ``_unused_start``"""
+        self._unused_start = 0
+        """this slab and all after it are free: never used, or not since the start"""
+        self._used_bytes = 0
+        self._tail_bytes = 0
+        self._dirty: set[int] = set()
+
+    # -- taking and giving back --------------------------------------------------------------------
+
+    def allocate(self, length: int) -> list[Slot]:
+        """Slots for an extent of ``length`` bytes (1..slab_size), in order, all but the last to be filled wholly.
+
+        NoSpace, with nothing changed, where not even ``PIECES_MAX`` pieces of other sizes hold it.
+        """
+        self.classes.learn(length)
+        slots: list[Slot] = []
+        rest = length
+        for slot_size in self.classes.plan(length):
+            pool = self._pools.get(slot_size)
+            if (pool is None or not pool.free_count) and (pool := self._open_slab(slot_size)) is None:
+                self.cancel(slots)
+                return self._allocate_anywhere(length)
+            slots.append(Slot(pool.take(min(rest, slot_size)), slot_size))
+            self._used_bytes += slot_size
+            rest -= slot_size
+        return slots
+
+    def allocate_many(self, length: int, count: int) -> list[list[Slot]]:
+        """``count`` times ``allocate(length)``, all or nothing."""
+        self.classes.learn(length, count)
+        columns: list[list[Slot]] = []
+        rest = length
+        for slot_size in self.classes.plan(length):
+            if not self._open_slabs(slot_size, count):
+                self.cancel(slot for column in columns for slot in column)
+                return self._allocate_each(length, count)
+            addrs = self._pools[slot_size].take_many(min(rest, slot_size), count)
+            self._used_bytes += slot_size * count
+            columns.append([Slot(addr, slot_size) for addr in addrs])
+            rest -= slot_size
+        return [list(slots) for slots in zip(*columns, strict=True)]
+
+    def cancel(self, slots: Iterable[Slot]) -> None:
+        """Allocated slots that will not be used are free at once."""
+        for addr, _ in slots:
+            slab, index = self._checked(addr, ALLOCATED)
+            self._free(slab, index)
+
+    def commit(self, slots: Iterable[Slot]) -> None:
+        """Allocated slots enter the durable image."""
+        for addr, _ in slots:
+            slab, index = self._checked(addr, ALLOCATED)
+            slab.states[index] = DURABLE
+            self._dirty.add(slab.index)
+
+    def release(self, slots: Iterable[Slot]) -> None:
+        """Durable slots leave the durable image; they are pending."""
+        for addr, _ in slots:
+            slab, index = self._checked(addr, DURABLE)
+            slab.states[index] = PENDING
+            slab.pool.pending_count += 1
+            self._dirty.add(slab.index)
+
+    def reclaim(self, slots: Iterable[Slot]) -> None:
+        """Pending slots are free; a slab without other slots may then be given to any size."""
+        for addr, _ in slots:
+            slab, index = self._checked(addr, PENDING)
+            slab.pool.pending_count -= 1
+            self._free(slab, index)
+
+    # -- the durable image -------------------------------------------------------------------------
+
+    def take_dirty(self) -> list[SlabState]:
+        """The images of all slabs whose durable slots changed since the last call, ordered by slab."""
+        states = [self._image(slab) for slab in sorted(self._dirty)]
+        self._dirty.clear()
+        return states
+
+    def mark_dirty(self, slabs: Iterable[int]) -> None:
+        """What ``take_dirty`` gave of these slabs was not recorded: give it again."""
+        self._dirty.update(slabs)
+
+    def durable_images(self) -> Iterator[SlabState]:
+        """The images of all slabs with durable slots, ordered by slab."""
+        return (state for state in map(self._image, sorted(self._slabs)) if state.slot_size)
+
+    def restore(self, states: Iterable[SlabState]) -> None:
+        """Begin, on an allocator nobody used yet, with the recorded images. VolumeError naming a slab that is wrong."""
+        if self._unused_start:
+            raise ValueError("restore is for a fresh allocator")
+        for state in states:
+            if state.slot_size:
+                self._restore_slab(state)
+        if self._slabs:
+            self._unused_start = max(self._slabs) + 1
+            self._returned = [slab for slab in range(self._unused_start) if slab not in self._slabs]  # a heap: sorted
+
+    # -- questions ---------------------------------------------------------------------------------
+
+    def slot_size(self, addr: int) -> int:
+        """Of the slab that holds ``addr``; 0 if that is free."""
+        slab = self._slabs.get(addr >> self._slab_shift)
+        return slab.slot_size if slab else 0
+
+    def is_durable(self, addr: int) -> bool:
+        """A durable slot begins at ``addr``."""
+        slab = self._slabs.get(addr >> self._slab_shift)
+        if slab is None:
+            return False
+        index, rest = divmod(addr & self._offset_mask, slab.slot_size)
+        return not rest and index < len(slab.states) and slab.states[index] == DURABLE
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of slots that are not free; pending ones among them."""
+        return self._used_bytes
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes of free slabs and free slots."""
+        return self.geometry.data_size - self._used_bytes - self._tail_bytes
+
+    @property
+    def pending_bytes(self) -> int:
+        """Bytes of pending slots."""
+        return sum(pool.pending_count * pool.slot_size for pool in self._pools.values())
+
+    def statistics(self) -> Statistics:
+        """The whole account; looks at every slab in use."""
+        pools = [pool for _, pool in sorted(self._pools.items()) if pool.slabs]
+        slabs_full = sum(not slab.free_count for slab in self._slabs.values())
+        return Statistics(
+            used_bytes=self.used_bytes,
+            free_bytes=self.free_bytes,
+            tail_bytes=self._tail_bytes,
+            pending_bytes=self.pending_bytes,
+            slabs_free=self.geometry.slab_count - len(self._slabs),
+            slabs_partial=len(self._slabs) - slabs_full,
+            slabs_full=slabs_full,
+            classes=[self._class_statistics(pool) for pool in pools],
+        )
+
+    def _class_statistics(self, pool: Pool) -> ClassStatistics:
+        return ClassStatistics(
+            slot_size=pool.slot_size,
+            slabs=len(pool.slabs),
+            slots_used=len(pool.slabs) * pool.slots_per_slab - pool.free_count,
+            slots_free=pool.free_count,
+            slots_pending=pool.pending_count,
+            internal_bytes=pool.slack_bytes,
+            external_bytes=pool.free_count * pool.slot_size,
+            tail_bytes=len(pool.slabs) * self._slab_tail(pool),
+        )
+
+    # -- inside ------------------------------------------------------------------------------------
+
+    def _checked(self, addr: int, state: int) -> tuple[Slab, int]:
+        """The slab and index of the slot at ``addr``, which must be in ``state``."""
+        slab = self._slabs.get(addr >> self._slab_shift)
+        if slab is None:
+            raise ValueError(f"slot {addr} is not {STATE_NAMES[state]}: its slab is free")
+        index, rest = divmod(addr & self._offset_mask, slab.slot_size)
+        if rest or index >= len(slab.states):
+            raise ValueError(f"no slot begins at {addr}: its slab has slots of {slab.slot_size} bytes")
+        if slab.states[index] != state:
+            raise ValueError(f"slot {addr} is {STATE_NAMES[slab.states[index]]}, not {STATE_NAMES[state]}")
+        return slab, index
+
+    def _free(self, slab: Slab, index: int) -> None:
+        """Free a slot, and with the last one its slab."""
+        pool = slab.pool
+        pool.put_back(slab, index)
+        self._used_bytes -= pool.slot_size
+        if slab.free_count == pool.slots_per_slab:
+            pool.remove(slab)
+            del self._slabs[slab.index]
+            self._tail_bytes -= self._slab_tail(pool)
+            heappush(self._returned, slab.index)
+
+    def _open_slab(self, slot_size: int) -> Pool | None:
+        """Give the lowest free slab to ``slot_size``: the size's pool, or None where no slab is free."""
+        if not self._has_free_slab():
+            return None
+        if self._returned:
+            index = heappop(self._returned)
+        else:
+            index = self._unused_start
+            self._unused_start += 1
+        slab = self._new_slab(index, slot_size)
+        slab.pool.add(slab)
+        return slab.pool
+
+    def _open_slabs(self, slot_size: int, slot_count: int) -> bool:
+        """Open as many slabs as make ``slot_count`` slots free; none if there are too few."""
+        pool = self._pool(slot_size)
+        slab_count = -(-max(slot_count - pool.free_count, 0) // pool.slots_per_slab)
+        if slab_count > self.geometry.slab_count - len(self._slabs):
+            return False
+        for _ in range(slab_count):
+            self._open_slab(slot_size)
+        return True
+
+    def _has_free_slab(self) -> bool:
+        return len(self._slabs) < self.geometry.slab_count
+
+    def _new_slab(self, index: int, slot_size: int) -> Slab:
+        pool = self._pool(slot_size)
+        slab = self._slabs[index] = Slab(index, index << self._slab_shift, pool)
+        self._tail_bytes += self._slab_tail(pool)
+        return slab
+
+    def _pool(self, slot_size: int) -> Pool:
+        pool = self._pools.get(slot_size)
+        if pool is None:
+            pool = self._pools[slot_size] = Pool(slot_size, self.geometry.slab_size)
+        return pool
+
+    def _slab_tail(self, pool: Pool) -> int:
+        return self.geometry.slab_size - pool.slots_per_slab * pool.slot_size
+
+    def _allocate_each(self, length: int, count: int) -> list[list[Slot]]:
+        extents: list[list[Slot]] = []
+        try:
+            for _ in range(count):
+                extents.append(self.allocate(length))
+        except NoSpace:
+            self.cancel(slot for slots in extents for slot in slots)
+            raise
+        return extents
+
+    def _allocate_anywhere(self, length: int) -> list[Slot]:
+        """Slots for ``length`` bytes where the planned sizes are not to be had. NoSpace, with nothing changed."""
+        if not self._fits_anywhere(length):
+            raise NoSpace(f"no room for {length} bytes in {PIECES_MAX} slots: {self.free_bytes} bytes are free")
+        slots: list[Slot] = []
+        rest = length
+        while rest > 0:
+            slot_size = self._best_available(rest, last=len(slots) == PIECES_MAX - 1)
+            pool = self._pool(slot_size)
+            if not pool.free_count:
+                self._open_slab(slot_size)
+            slots.append(Slot(pool.take(min(rest, slot_size)), slot_size))
+            self._used_bytes += slot_size
+            rest -= slot_size
+        return slots
+
+    def _fits_anywhere(self, length: int) -> bool:
+        """The largest free slots, as many as there may be pieces, hold ``length`` bytes."""
+        if self._has_free_slab():
+            return True
+        if length > self.free_bytes:
+            return False
+        pieces_left = PIECES_MAX
+        for slot_size, pool in sorted(self._pools.items(), reverse=True):
+            taken = min(pool.free_count, pieces_left)
+            length -= taken * slot_size
+            pieces_left -= taken
+        return length <= 0
+
+    def _best_available(self, rest: int, last: bool) -> int:
+        """The slot size to put the next piece of ``rest`` bytes in; ``last``: it must hold all of them.
+
+        A slot not much larger than the rest, else the largest that is filled wholly, else any that is larger.
+        There is one if all of it ``_fits_anywhere``: until a slot holds the rest, the largest one is chosen.
+        """
+        sizes = [slot_size for slot_size, pool in self._pools.items() if pool.free_count]
+        if self._has_free_slab():
+            sizes.append(self.classes.class_for(rest))
+        holding = min((size for size in sizes if size >= rest), default=None)
+        filled = max((size for size in sizes if size < rest), default=None)
+        if holding is None or (filled is not None and not last and (holding - rest) * FIT_RATIO > holding):
+            assert filled is not None
+            assert not last
+            return filled
+        return holding
+
+    def _image(self, index: int) -> SlabState:
+        slab = self._slabs.get(index)
+        bitmap = slab.image() if slab else b""
+        return SlabState(index, slab.slot_size if slab and bitmap else 0, bitmap)
+
+    def _restore_slab(self, state: SlabState) -> None:
+        index, slot_size, bitmap = state
+        if not 0 <= index < self.geometry.slab_count:
+            raise VolumeError(f"slab {index} is recorded, but the volume has {self.geometry.slab_count}")
+        if index in self._slabs:
+            raise VolumeError(f"slab {index} is recorded twice")
+        if slot_size % PAGE_SIZE or not 0 < slot_size <= self.geometry.slab_size:
+            raise VolumeError(f"slab {index} is recorded with slots of {slot_size} bytes")
+        slot_count = self.geometry.slots_per_slab(slot_size)
+        durable = np.unpackbits(np.frombuffer(bitmap, np.uint8), bitorder="little")
+        if len(bitmap) != -(-slot_count // 8) or durable[slot_count:].any():
+            raise VolumeError(f"slab {index} is recorded with a bitmap that does not fit {slot_count} slots")
+        used_count = int(np.count_nonzero(durable))
+        if not used_count:
+            return
+        self.classes.adopt(slot_size)
+        slab = self._new_slab(index, slot_size)
+        slab.states[:] = (durable[:slot_count] * DURABLE).tobytes()
+        slab.free_count -= used_count
+        slab.pool.add(slab)
+        self._used_bytes += used_count * slot_size

@@ -1,0 +1,379 @@
+"""Where everything is in a volume's segment files, and what format version 1 looks like in bytes.
+
+A volume's data is a row of equal *slabs*, numbered from 0 and spread over *segments*, one file each. A
+*volume address* is ``slab * slab_size + offset in the slab``: it counts data bytes only. One segment::
+
+    4 KiB header     a copy of the superblock, with the segment's number
+    head tables      one for each slab: slab_size // 64 bytes, a header for each slot and room behind it
+    padding          up to ``data_alignment``
+    slabs            data only, so that slots stay aligned
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from kvfuse.checksum import ALGORITHM, GRANULE_SIZE, Buffer, crc32c
+from kvfuse.errors import VolumeError
+
+FORMAT_VERSION = 1
+PAGE_SIZE = 4096
+"""The smallest slot; slot sizes and everything in a segment file are multiples of it."""
+SLAB_SIZE_MIN = 1 << 20
+SLAB_SIZE_MAX = 64 << 20
+SLAB_COUNT_MIN = 7
+SEGMENT_SIZE = 1 << 30
+
+HEADER_SIZE = 64
+HEADER_STRIDE_MAX = 1024
+HEAD_RATIO = 64
+"""Bytes of slab data for one byte of its head table: 64 bytes for each slot of 4 KiB."""
+
+
+# -- geometry ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Sizes (bytes) and counts of a volume, fixed when it is formatted. ValueError where they do not fit together."""
+
+    capacity: int
+    """what all segment files together never exceed"""
+    slab_size: int
+    """a power of two"""
+    segment_slabs: int
+    """slabs of every segment but the last, which has the rest"""
+    slab_count: int
+    segment_count: int = field(init=False, repr=False, compare=False)
+    head_size: int = field(init=False, repr=False, compare=False)
+    """bytes of one slab's head table"""
+    data_alignment: int = field(init=False, repr=False, compare=False)
+    """of the first slab in its segment file, a power of two"""
+    _data_starts: tuple[int, int] = field(init=False, repr=False, compare=False)
+    """file offset of the first slab: of every segment but the last, and of the last"""
+
+    def __post_init__(self) -> None:
+        _check_slab_size(self.slab_size)
+        if self.segment_slabs < 1 or self.slab_count < SLAB_COUNT_MIN:
+            raise ValueError(f"{self.slab_count} slabs, {self.segment_slabs} in a segment: too few")
+        segment_count = -(-self.slab_count // self.segment_slabs)
+        last_slabs = self.slab_count - (segment_count - 1) * self.segment_slabs
+        alignment = _data_alignment(self.segment_slabs, self.slab_size)
+        starts = tuple(_data_start(count, self.slab_size, alignment) for count in (self.segment_slabs, last_slabs))
+        for name, value in (
+            ("segment_count", segment_count),
+            ("head_size", self.slab_size // HEAD_RATIO),
+            ("data_alignment", alignment),
+            ("_data_starts", starts),
+        ):
+            object.__setattr__(self, name, value)  # frozen for everyone but its own constructor
+        if self.size > self.capacity:
+            raise ValueError(f"{self.slab_count} slabs take {self.size} bytes, more than the capacity {self.capacity}")
+
+    @classmethod
+    def choose(cls, capacity: int, slab_size: int | None = None, segment_size: int = SEGMENT_SIZE) -> Geometry:
+        """The geometry that gets the most slabs into ``capacity`` bytes. ValueError, with the minimum, if too few."""
+        if slab_size is None:
+            slab_size = 1 << max(capacity // 1024, 1).bit_length() - 1
+            slab_size = min(max(slab_size, SLAB_SIZE_MIN), SLAB_SIZE_MAX)
+        _check_slab_size(slab_size)
+        capacity_min = (SLAB_COUNT_MIN + 1) * slab_size
+        if capacity < capacity_min:
+            raise ValueError(f"a capacity of {capacity} bytes is too small: the minimum is {capacity_min} bytes")
+        if segment_size < 2 * slab_size:
+            raise ValueError(f"a segment of {segment_size} bytes is too small: the minimum is {2 * slab_size} bytes")
+        segment_slabs = _slabs_within(min(segment_size, capacity), slab_size)
+        alignment = _data_alignment(segment_slabs, slab_size)
+        whole, rest = divmod(capacity, _data_start(segment_slabs, slab_size, alignment) + segment_slabs * slab_size)
+        slab_count = whole * segment_slabs + _slabs_within(rest, slab_size, alignment)
+        return cls(capacity, slab_size, segment_slabs, slab_count)
+
+    @property
+    def data_size(self) -> int:
+        """Bytes of all slabs: addresses are below it."""
+        return self.slab_count * self.slab_size
+
+    @property
+    def size(self) -> int:
+        """Bytes of all segment files."""
+        return (self.segment_count - 1) * self._data_starts[0] + self._data_starts[1] + self.data_size
+
+    def slabs_of(self, segment: int) -> range:
+        """The slabs in a segment. ValueError if the volume has no such segment."""
+        if not 0 <= segment < self.segment_count:
+            raise ValueError(f"no segment {segment}: the volume has {self.segment_count}")
+        start = segment * self.segment_slabs
+        return range(start, min(start + self.segment_slabs, self.slab_count))
+
+    def segment_size(self, segment: int) -> int:
+        """Bytes of a segment file."""
+        return self.data_start(segment) + len(self.slabs_of(segment)) * self.slab_size
+
+    def data_start(self, segment: int) -> int:
+        """File offset of a segment's first slab."""
+        return self._data_starts[segment == self.segment_count - 1]
+
+    def slab_of(self, addr: int) -> int:
+        return addr // self.slab_size
+
+    def slots_per_slab(self, slot_size: int) -> int:
+        return self.slab_size // slot_size
+
+    def locate(self, addr: int) -> tuple[int, int]:
+        """(segment, file offset) of a data byte."""
+        segment, data_offset = divmod(addr, self.segment_slabs * self.slab_size)
+        return segment, self._data_starts[segment == self.segment_count - 1] + data_offset
+
+    def locate_head(self, slab: int) -> tuple[int, int]:
+        """(segment, file offset) of a slab's head table, ``head_size`` bytes long."""
+        segment, index = divmod(slab, self.segment_slabs)
+        return segment, PAGE_SIZE + index * self.head_size
+
+    def locate_header(self, addr: int, slot_size: int) -> tuple[int, int]:
+        """(segment, file offset) of the header of the slot at ``addr``; ``header_stride`` bytes are its own."""
+        slab, slot_offset = divmod(addr, self.slab_size)
+        segment, head_offset = self.locate_head(slab)
+        return segment, head_offset + slot_offset // slot_size * self.header_stride(slot_size)
+
+    def header_stride(self, slot_size: int) -> int:
+        """Bytes from one slot's header to the next: a multiple of 64, more than 64 for slots above 4 KiB."""
+        share = self.head_size // (self.slab_size // slot_size)
+        return min(share // HEADER_SIZE * HEADER_SIZE, HEADER_STRIDE_MAX)
+
+
+def _check_slab_size(slab_size: int) -> None:
+    if not SLAB_SIZE_MIN <= slab_size <= SLAB_SIZE_MAX or slab_size & (slab_size - 1):
+        raise ValueError(f"slab size {slab_size}: it must be a power of two, {SLAB_SIZE_MIN} to {SLAB_SIZE_MAX}")
+
+
+def _data_alignment(segment_slabs: int, slab_size: int) -> int:
+    """As much as 1/256 of a full segment for padding allows, but no more than a slab: more is of no use."""
+    affordable = 1 << (segment_slabs * slab_size // 256).bit_length() - 1 if segment_slabs else PAGE_SIZE
+    return max(PAGE_SIZE, min(affordable, slab_size))
+
+
+def _data_start(slab_count: int, slab_size: int, alignment: int) -> int:
+    unaligned = PAGE_SIZE + slab_count * (slab_size // HEAD_RATIO)
+    return -(-unaligned // alignment) * alignment
+
+
+def _slabs_within(size: int, slab_size: int, alignment: int | None = None) -> int:
+    """The most slabs a segment file of ``size`` bytes has room for; ``alignment``: where it is not theirs to choose."""
+    slab_count = size // (slab_size + slab_size // HEAD_RATIO)
+    while slab_count:
+        start = _data_start(slab_count, slab_size, alignment or _data_alignment(slab_count, slab_size))
+        if start + slab_count * slab_size <= size:
+            break
+        slab_count -= 1
+    return slab_count
+
+
+# -- superblock --------------------------------------------------------------------------------------
+
+SUPERBLOCK_SIZE = PAGE_SIZE
+SUPERBLOCK_MAGIC = b"\x89KVFUSE\n"
+NO_SEGMENT = 0xFFFFFFFF
+"""The segment number in the volume's own superblock file."""
+
+# Magic, version, flags and the checksum at the end stay where they are in every version to come.
+_SUPERBLOCK = struct.Struct("<8s I I 16s Q Q Q I I I I I 16s")
+_CHECKSUM = struct.Struct("<I")
+_SUPERBLOCK_PADDING = SUPERBLOCK_SIZE - _SUPERBLOCK.size - _CHECKSUM.size
+assert _SUPERBLOCK.size == 92
+assert _SUPERBLOCK.size + _SUPERBLOCK_PADDING + _CHECKSUM.size == SUPERBLOCK_SIZE
+
+KNOWN_FLAGS = 0
+"""Incompatible features this program knows, one bit each: version 1 has none."""
+
+
+class _SuperblockFields(NamedTuple):
+    """The fields of ``_SUPERBLOCK``, in their order."""
+
+    magic: bytes
+    version: int
+    flags: int
+    volume_id: bytes
+    capacity: int
+    slab_count: int
+    created_ns: int
+    slab_size: int
+    segment_slabs: int
+    segment: int
+    slot_size_min: int
+    granule_size: int
+    checksum_algorithm: bytes
+
+
+@dataclass(frozen=True)
+class Superblock:
+    """What a volume is: the content of its superblock file and, with a number, of every segment's header."""
+
+    volume_id: bytes
+    """16 random bytes"""
+    geometry: Geometry
+    created_ns: int
+    """nanoseconds since the epoch"""
+    segment: int = NO_SEGMENT
+
+
+def pack_superblock(superblock: Superblock) -> bytes:
+    """The 4096 bytes of a superblock of this program's format version."""
+    geometry = superblock.geometry
+    fields = _SuperblockFields(
+        magic=SUPERBLOCK_MAGIC,
+        version=FORMAT_VERSION,
+        flags=KNOWN_FLAGS,
+        volume_id=superblock.volume_id,
+        capacity=geometry.capacity,
+        slab_count=geometry.slab_count,
+        created_ns=superblock.created_ns,
+        slab_size=geometry.slab_size,
+        segment_slabs=geometry.segment_slabs,
+        segment=superblock.segment,
+        slot_size_min=PAGE_SIZE,
+        granule_size=GRANULE_SIZE,
+        checksum_algorithm=ALGORITHM.encode(),
+    )
+    body = _SUPERBLOCK.pack(*fields)
+    body += bytes(_SUPERBLOCK_PADDING)
+    return body + _CHECKSUM.pack(crc32c(body))
+
+
+def parse_superblock(image: Buffer) -> Superblock:
+    """The superblock in 4096 bytes. VolumeError, saying which, if it is none, damaged, or of a newer format."""
+    if len(image) != SUPERBLOCK_SIZE:
+        raise VolumeError(f"the superblock is damaged: {len(image)} bytes instead of {SUPERBLOCK_SIZE}")
+    fields = _SuperblockFields._make(_SUPERBLOCK.unpack_from(image))
+    if fields.magic != SUPERBLOCK_MAGIC:
+        raise VolumeError("this is no kvfuse volume: its superblock does not begin with the magic number")
+    (checksum,) = _CHECKSUM.unpack_from(image, SUPERBLOCK_SIZE - _CHECKSUM.size)
+    if checksum != crc32c(memoryview(image)[: -_CHECKSUM.size]):
+        raise VolumeError("the superblock is damaged: its checksum does not match")
+    if fields.version != FORMAT_VERSION or fields.flags & ~KNOWN_FLAGS:
+        raise VolumeError(
+            f"the volume has format version {fields.version} with features {fields.flags:#x}, but this program"
+            f" knows version {FORMAT_VERSION} with features {KNOWN_FLAGS:#x}: use a newer kvfuse"
+        )
+    algorithm = fields.checksum_algorithm.rstrip(b"\0").decode("ascii", "replace")
+    if (fields.slot_size_min, fields.granule_size, algorithm) != (PAGE_SIZE, GRANULE_SIZE, ALGORITHM):
+        raise VolumeError(f"the superblock is damaged: slots of {fields.slot_size_min}, {algorithm!r} checksums")
+    try:
+        geometry = Geometry(fields.capacity, fields.slab_size, fields.segment_slabs, fields.slab_count)
+    except ValueError as error:
+        raise VolumeError(f"the superblock is damaged: {error}") from error
+    return Superblock(fields.volume_id, geometry, fields.created_ns, fields.segment)
+
+
+# -- slot headers ------------------------------------------------------------------------------------
+
+HEADER_MAGIC = 0xA5
+
+STATE_FREE = 0
+STATE_SEALED = 1
+STATE_UNSEALED = 2
+
+DESCRIPTOR_NONE = 0
+DESCRIPTOR_BEHIND_HEADER = 1
+"""The descriptor stands in the head table, in the room up to the next header."""
+DESCRIPTOR_AT_SLOT_END = 2
+
+SLOT_HEADER = np.dtype(
+    [
+        ("magic", "u1"),
+        ("version", "u1"),
+        ("state", "u1"),
+        ("descriptor_place", "u1"),
+        ("length", "<u4"),  # bytes of the extent
+        ("generation", "<u8"),
+        ("fingerprint", "u1", (16,)),
+        ("inode", "<u8"),
+        ("chunk", "<u4"),
+        ("piece_offset", "<u4"),  # of the extent in its chunk, bytes
+        ("checksum", "<u4"),  # CRC32C of the extent's bytes
+        ("time", "<u4"),  # seconds since the epoch
+        ("descriptor_length", "<u2"),
+        ("slot_pages", "<u2"),  # slot size in pages of 4 KiB: a header alone says where its data is
+        ("header_checksum", "<u4"),  # CRC32C of the 60 bytes before it
+    ]
+)
+_CHECKED_SIZE = HEADER_SIZE - _CHECKSUM.size
+assert SLOT_HEADER.itemsize == HEADER_SIZE
+assert SLOT_HEADER.fields is not None
+assert SLOT_HEADER.fields["header_checksum"][1] == _CHECKED_SIZE
+
+Column: TypeAlias = int | Sequence[int] | npt.NDArray[np.integer]
+"""One value for each row, or one for all of them."""
+
+
+def pack_headers(
+    count: int,
+    *,
+    state: Column,
+    slot_size: Column,
+    length: Column,
+    generation: Column,
+    inode: Column,
+    chunk: Column,
+    piece_offset: Column,
+    checksum: Column,
+    time: Column,
+    fingerprints: bytes = bytes(16),
+    descriptor_place: Column = DESCRIPTOR_NONE,
+    descriptor_length: Column = 0,
+) -> npt.NDArray[np.void]:
+    """``count`` headers (dtype SLOT_HEADER). ``fingerprints``: 16 bytes for each row, or 16 for all of them."""
+    rows = np.empty(count, SLOT_HEADER)
+    rows["magic"] = HEADER_MAGIC
+    rows["version"] = FORMAT_VERSION
+    rows["state"] = state
+    rows["descriptor_place"] = descriptor_place
+    rows["length"] = length
+    rows["generation"] = generation
+    rows["fingerprint"] = np.frombuffer(fingerprints, np.uint8).reshape(-1, 16)
+    rows["inode"] = inode
+    rows["chunk"] = chunk
+    rows["piece_offset"] = piece_offset
+    rows["checksum"] = checksum
+    rows["time"] = time
+    rows["descriptor_length"] = descriptor_length
+    rows["slot_pages"] = np.floor_divide(slot_size, PAGE_SIZE)
+    rows["header_checksum"] = _header_checksums(rows)
+    return rows
+
+
+def parse_headers(table: Buffer, stride: int, count: int) -> tuple[npt.NDArray[np.void], npt.NDArray[np.bool_]]:
+    """(rows, valid) of ``count`` headers, ``stride`` bytes apart: what is no intact header is not valid."""
+    spaced = np.ndarray((count,), SLOT_HEADER, buffer=table, strides=(stride,))
+    rows = np.ascontiguousarray(spaced)
+    valid = (rows["magic"] == HEADER_MAGIC) & (rows["version"] == FORMAT_VERSION)
+    candidates = np.flatnonzero(valid)  # most of a young table is zeros: only these are worth a checksum
+    valid[candidates] = rows["header_checksum"][candidates] == _header_checksums(rows[candidates])
+    return rows, valid
+
+
+def _header_checksums(rows: npt.NDArray[np.void]) -> list[int]:
+    raw = rows.tobytes()
+    return [crc32c(raw[start : start + _CHECKED_SIZE]) for start in range(0, len(raw), HEADER_SIZE)]
+
+
+def find_headers(table: Buffer, geometry: Geometry) -> tuple[npt.NDArray[np.void], npt.NDArray[np.int64]]:
+    """(rows, offsets of their slots in the slab) of a head table whose slot size is not known.
+
+    A header names its slot size, so it can be only in certain places. A slab that changed its class may
+    show headers of both: their data may overlap, and the higher generation is the later.
+    """
+    rows, valid = parse_headers(table, HEADER_SIZE, geometry.head_size // HEADER_SIZE)
+    positions = np.flatnonzero(valid)
+    slot_sizes = rows["slot_pages"][positions].astype(np.int64) * PAGE_SIZE
+    fits = (slot_sizes > 0) & (slot_sizes <= geometry.slab_size)
+    positions, slot_sizes = positions[fits], slot_sizes[fits]
+    strides = np.array([geometry.header_stride(size) for size in slot_sizes.tolist()], np.int64)
+    indices, rests = np.divmod(positions * HEADER_SIZE, strides)
+    placed = (rests == 0) & (indices < geometry.slab_size // slot_sizes)
+    return rows[positions[placed]], (indices * slot_sizes)[placed]

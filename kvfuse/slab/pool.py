@@ -1,0 +1,158 @@
+"""The slabs of one slot size: which slot is taken next. Used by the allocator alone.
+
+The state of a slot is a byte of its slab's map, not bits: the first free slot is then found by one search
+in C, a transition is one item of a bytearray, and numpy works on whole maps wherever many slots are meant.
+"""
+
+from __future__ import annotations
+
+from array import array
+
+import numpy as np
+import numpy.typing as npt
+from sortedcontainers import SortedList
+
+FREE, ALLOCATED, DURABLE, PENDING = range(4)
+STATE_NAMES = ("free", "allocated", "durable", "pending")
+
+
+class Slab:
+    """A slab that was given to a slot size."""
+
+    __slots__ = ("addr", "free_count", "hint", "index", "pool", "rank", "slack", "slot_size", "states")
+
+    def __init__(self, index: int, addr: int, pool: Pool) -> None:
+        self.index = index
+        self.addr = addr
+        self.pool = pool
+        self.slot_size = pool.slot_size
+        self.states = bytearray(pool.slots_per_slab)
+        # Two bytes are enough for small slots, and those are the ones that are many.
+        self.slack = array("H" if pool.slot_size <= 1 << 16 else "I", [0]) * pool.slots_per_slab
+        """bytes of each slot beyond what was asked for"""
+        self.free_count = pool.slots_per_slab
+        self.hint = 0
+        """no slot before it is free"""
+        self.rank: int | None = None
+        """the free_count under which it stands in its pool's order, None: it stands not there"""
+
+    def state_view(self) -> npt.NDArray[np.uint8]:
+        """The states as an array over the same memory."""
+        return np.frombuffer(self.states, np.uint8)
+
+    def image(self) -> bytes:
+        """The bitmap of the durable slots, lowest bit first; empty if there is none."""
+        if DURABLE not in self.states:
+            return b""
+        return np.packbits(self.state_view() == DURABLE, bitorder="little").tobytes()
+
+
+class Pool:
+    """All slabs of one slot size, fullest first."""
+
+    __slots__ = (
+        "_changed",
+        "_current",
+        "_partial",
+        "free_count",
+        "pending_count",
+        "slab_count",
+        "slabs",
+        "slack_bytes",
+        "slot_size",
+        "slots_per_slab",
+    )
+
+    def __init__(self, slot_size: int, slab_size: int) -> None:
+        self.slot_size = slot_size
+        self.slots_per_slab = slab_size // slot_size
+        self.slabs: dict[int, Slab] = {}
+        self.free_count = 0
+        """free slots of all slabs"""
+        self.pending_count = 0
+        self.slack_bytes = 0
+        self._current: Slab | None = None
+        """the slab being filled: it stays until it is full, so that filling it sorts nothing"""
+        self._partial: SortedList = SortedList()
+        """(free_count, slab) of other slabs with free slots"""
+        self._changed: dict[int, Slab] = {}
+        """slabs whose place in ``_partial`` is to be found anew before the next choice"""
+
+    def add(self, slab: Slab) -> None:
+        """Take over a slab, with the states it has."""
+        self.slabs[slab.index] = slab
+        self.free_count += slab.free_count
+        if slab.free_count:
+            self._changed[slab.index] = slab
+
+    def remove(self, slab: Slab) -> None:
+        """Give up a wholly free slab."""
+        del self.slabs[slab.index]
+        self.free_count -= slab.free_count
+        if slab.rank is not None:
+            self._partial.remove((slab.rank, slab.index))
+        self._changed.pop(slab.index, None)
+        if self._current is slab:
+            self._current = None
+
+    def take(self, length: int) -> int:
+        """The address of a free slot, allocated for ``length`` bytes. There must be one: see ``free_count``."""
+        slab = self._current or self._choose()
+        index = slab.states.find(FREE, slab.hint)
+        slab.states[index] = ALLOCATED
+        slab.hint = index + 1
+        slab.free_count -= 1
+        self.free_count -= 1
+        if not slab.free_count:
+            self._current = None
+        slack = self.slot_size - length
+        if slack:
+            slab.slack[index] = slack
+            self.slack_bytes += slack
+        return slab.addr + index * self.slot_size
+
+    def take_many(self, length: int, count: int) -> list[int]:
+        """The addresses of ``count`` slots, as ``take`` gives them. There must be as many."""
+        slack = self.slot_size - length
+        addrs: list[int] = []
+        while len(addrs) < count:
+            slab = self._current or self._choose()
+            view = slab.state_view()
+            free = np.flatnonzero(view[slab.hint :] == FREE)[: count - len(addrs)] + slab.hint
+            view[free] = ALLOCATED
+            np.frombuffer(slab.slack, slab.slack.typecode)[free] = slack
+            slab.hint = int(free[-1]) + 1
+            slab.free_count -= len(free)
+            if not slab.free_count:
+                self._current = None
+            addrs += (slab.addr + free * self.slot_size).tolist()
+        self.free_count -= count
+        self.slack_bytes += slack * count
+        return addrs
+
+    def put_back(self, slab: Slab, index: int) -> None:
+        """Make a slot free."""
+        slab.states[index] = FREE
+        slack = slab.slack[index]
+        if slack:
+            slab.slack[index] = 0
+            self.slack_bytes -= slack
+        if index < slab.hint:
+            slab.hint = index
+        slab.free_count += 1
+        self.free_count += 1
+        if slab is not self._current:
+            self._changed[slab.index] = slab
+
+    def _choose(self) -> Slab:
+        """Make the fullest slab with a free slot the current one."""
+        for slab in self._changed.values():
+            if slab.rank is not None:
+                self._partial.remove((slab.rank, slab.index))
+            slab.rank = slab.free_count
+            self._partial.add((slab.rank, slab.index))
+        self._changed.clear()
+        _, index = self._partial.pop(0)
+        self._current = slab = self.slabs[index]
+        slab.rank = None
+        return slab

@@ -1,0 +1,173 @@
+"""What the doors (fs/, usrbio/) and the command line see of a volume.
+
+The contract of the core room in one file: plain types, and ``VolumeApi``, which ``volume.Volume``
+implements. Inodes are numbers, names are bytes, times are nanoseconds since the epoch, errors are
+``kvfuse.errors``. No operation waits longer than its engines' deadlines.
+
+Coherence inside one host: every change is visible to every later call, through whichever door, when
+the call that made it returned. *Publishing* (strict or relaxed) only says when other hosts, and a
+restart, see it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+ROOT_INODE = 1
+FIRST_INODE = 1024
+"""Inodes below are reserved: 1 is the root, the others are the doors' virtual files."""
+
+NAME_MAX = 255
+SYMLINK_MAX = 4095
+FILE_SIZE_MAX = (1 << 63) - 1 - (1 << 32)
+LINK_MAX = 65000
+
+RENAME_NOREPLACE = 1
+RENAME_EXCHANGE = 2
+
+
+class Caller(NamedTuple):
+    """Who asks. Permission bits are checked by the kernel (``default_permissions``); this is for ownership."""
+
+    uid: int
+    gid: int
+    pid: int = 0
+
+
+class Attributes(Protocol):
+    """What a stat shows. The objects are live and owned by the volume: read, do not keep across an await."""
+
+    ino: int
+    mode: int
+    nlink: int
+    uid: int
+    gid: int
+    rdev: int
+    size: int
+    atime: int
+    mtime: int
+    ctime: int
+
+    @property
+    def blocks(self) -> int:
+        """Allocated 512-byte units."""
+
+
+@dataclass(slots=True)
+class Changes:
+    """Attributes to set; None leaves one alone. Times in nanoseconds."""
+
+    mode: int | None = None
+    uid: int | None = None
+    gid: int | None = None
+    size: int | None = None
+    atime: int | None = None
+    mtime: int | None = None
+    ctime: int | None = None
+
+
+class DirEntry(NamedTuple):
+    """One row of a directory listing."""
+
+    name: bytes
+    cookie: int
+    """resume after this entry; stable for the entry's life whatever else changes; above 2, below 2**63"""
+    attributes: Attributes
+
+
+class Space(NamedTuple):
+    """statfs in bytes and counts, of what was promised, not of the disk below."""
+
+    size: int
+    free: int
+    files: int
+    files_free: int
+
+
+class Handle(Protocol):
+    """An open file. Made by ``open`` or ``create``, ended by ``release``."""
+
+    id: int
+    """never 0, unique in this process"""
+    cache_valid: bool
+    """what the kernel cached of the content at an earlier open is still true"""
+
+
+class VolumeApi(Protocol):
+    """The operations of a mounted volume. ``async`` ones may wait; each says what for in its room."""
+
+    read_only: bool
+
+    # names
+    async def lookup(self, parent: int, name: bytes) -> Attributes:
+        """The inode called ``name`` ("." and ".." too), counted once more as known to the kernel. NotFound."""
+
+    def forget(self, ino: int, count: int) -> None:
+        """The kernel dropped ``count`` of its references."""
+
+    def remember(self, attributes: Attributes) -> None:
+        """Count an inode, shown by ``list_directory``, once more as known to the kernel (readdirplus)."""
+
+    async def attributes(self, ino: int) -> Attributes: ...
+    async def set_attributes(self, ino: int, changes: Changes, caller: Caller) -> Attributes:
+        """Also clears setuid and setgid where POSIX asks for it; ``size`` truncates or extends."""
+
+    async def create(
+        self, parent: int, name: bytes, mode: int, caller: Caller, flags: int
+    ) -> tuple[Handle, Attributes]:
+        """Create a regular file and open it with ``flags`` (O_*). Exists, if it does. Counted as looked up."""
+
+    async def make_node(self, parent: int, name: bytes, mode: int, rdev: int, caller: Caller) -> Attributes:
+        """mknod: a regular file, fifo, socket or device. Counted as looked up, as in the next three."""
+
+    async def make_directory(self, parent: int, name: bytes, mode: int, caller: Caller) -> Attributes: ...
+    async def make_symlink(self, parent: int, name: bytes, target: bytes, caller: Caller) -> Attributes: ...
+    async def link(self, ino: int, parent: int, name: bytes) -> Attributes: ...
+    async def read_symlink(self, ino: int) -> bytes: ...
+    async def unlink(self, parent: int, name: bytes) -> None: ...
+    async def remove_directory(self, parent: int, name: bytes) -> None: ...
+    async def rename(self, parent: int, name: bytes, new_parent: int, new_name: bytes, flags: int) -> None:
+        """``flags``: 0, RENAME_NOREPLACE or RENAME_EXCHANGE; anything else InvalidArgument."""
+
+    async def list_directory(self, ino: int, after: int, limit: int) -> list[DirEntry]:
+        """Up to ``limit`` entries after the cookie ``after`` (0: from the start), without "." and "..".
+
+        Fewer mean the end. An entry that exists during a whole listing is shown exactly once.
+        """
+
+    # files
+    async def open(self, ino: int, flags: int, caller: Caller) -> Handle:
+        """O_TRUNC in ``flags`` truncates. IsADirectory for a directory."""
+
+    async def read(self, handle: Handle, offset: int, size: int) -> bytes | bytearray | memoryview:
+        """Bytes at ``offset``, short at the end of the file. A memoryview is to be consumed before any await."""
+
+    async def write(self, handle: Handle, offset: int, data: bytes) -> int:
+        """Takes all of ``data`` (kept, not copied, where possible: it must be immutable). NoSpace, FileTooLarge."""
+
+    async def flush(self, handle: Handle) -> None:
+        """A descriptor was closed: with strict publishing, returns after the commit."""
+
+    async def fsync(self, handle: Handle) -> None:
+        """Bytes, attributes and names of the file survive the loss of power once this returned."""
+
+    async def fsync_directory(self, ino: int) -> None: ...
+    async def release(self, handle: Handle) -> None: ...
+
+    # extended attributes
+    async def get_xattr(self, ino: int, name: bytes) -> bytes: ...
+    async def set_xattr(self, ino: int, name: bytes, value: bytes) -> None: ...
+    async def list_xattrs(self, ino: int) -> list[bytes]: ...
+    async def remove_xattr(self, ino: int, name: bytes) -> None: ...
+
+    # the whole
+    def space(self) -> Space: ...
+    async def sync(self) -> None:
+        """Everything that returned before is durable."""
+
+    def stats(self) -> dict[str, Any]:
+        """Counters and gauges, JSON-able: the content of MNT/.kvfuse/stats."""
+
+    async def info(self, ino: int) -> dict[str, Any]:
+        """Extents, size classes, slabs, sealed granules of one file, JSON-able."""

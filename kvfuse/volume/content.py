@@ -1,0 +1,558 @@
+"""Bytes of files: reads, writes, truncation, over extents in slots and staged chunks.
+
+A write into new space is *staged* and reaches a slot when its file is closed, its chunk is full, or
+someone asks for durability. A write into a small chunk that has slots is staged too (the chunk is
+copied and written anew); into a large one it goes in place, after the extents were *unsealed*: the
+records say so before the first byte changes, so a torn write is never taken for what was committed.
+
+Locking: what cannot be done between two awaits (loading a chunk, unsealing, truncating) runs under the
+node's lock; a write that only stages needs no lock but waits while somebody holds it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import trio
+
+from kvfuse.checksum import CHECKSUM_SIZE, GRANULE_SIZE, crc32c, granule_checksums
+from kvfuse.errors import Corrupt, FileTooLarge, NoSpace
+from kvfuse.remote.segments.api import Transfer
+from kvfuse.volume import schema
+from kvfuse.volume.api import FILE_SIZE_MAX
+from kvfuse.volume.core import Core
+from kvfuse.volume.flush import Flusher
+from kvfuse.volume.journal import Journal
+from kvfuse.volume.node import COMMITTED, DISCARDED, FRESH, Chunk, Extent, Node, Staged
+
+log = logging.getLogger(__name__)
+
+REWRITE_SIZE_MAX = GRANULE_SIZE
+"""Chunks up to this size are written anew when they change; larger ones change in place."""
+
+
+@asynccontextmanager
+async def locked(node: Node) -> AsyncIterator[None]:
+    """The node's lock, for what must not interleave with other changes of its content."""
+    if node.lock is None:
+        node.lock = trio.Lock()
+    lock = node.lock
+    async with lock:
+        yield
+    if not lock.locked():
+        node.lock = None
+
+
+@dataclass
+class Content:
+    """See the module."""
+
+    core: Core
+    journal: Journal
+    flusher: Flusher
+
+    # -- chunks --------------------------------------------------------------------------------------
+
+    def restore_chunks(self, node: Node, record: schema.InodeRecord) -> Node:
+        """Give a node decoded from ``record`` its inline chunks."""
+        for index, extents in enumerate(record.chunks):
+            if extents:
+                node.chunks[index] = Chunk([self._extent(extent) for extent in extents])
+        if record.chunks and record.chunks[0]:
+            node.described = (-1, b"", 0, 0, 0, 0)
+        return node
+
+    def _extent(self, record: schema.ExtentRecord) -> Extent:
+        slabs = self.core.slabs
+        state = COMMITTED
+        if not slabs.is_durable(record.addr):
+            log.error("slot %d belongs to a file but is free: 'kvfuse fsck' tells more", record.addr)
+            state = DISCARDED  # it is not ours to free
+        slot_size = slabs.slot_size(record.addr)
+        return Extent(record.addr, slot_size, record.length, record.generation, record.checksums, state)
+
+    async def chunk(self, node: Node, index: int) -> Chunk | None:
+        """The chunk, from its record where it has one of its own; None for a hole."""
+        chunk = node.chunks.get(index)
+        if chunk is None and index >= schema.INLINE_CHUNKS and node.flags & schema.FLAG_CHUNK_RECORDS:
+            found = (await self.core.records.get([schema.chunk_key(node.ino, index)]))[0]
+            chunk = node.chunks.get(index)
+            if chunk is None and found is not None and index not in node.dirty_chunks:
+                extents = [self._extent(extent) for extent in schema.decode_chunk(found.value)]
+                chunk = node.chunks[index] = Chunk(extents)
+        return chunk
+
+    async def load_all(self, node: Node, first: int = 0) -> None:
+        """Have every chunk from ``first`` on in memory."""
+        if not node.flags & schema.FLAG_CHUNK_RECORDS:
+            return
+        prefix = schema.chunk_prefix(node.ino)
+        after = schema.chunk_key(node.ino, first - 1) if first > 0 else b""
+        while True:
+            rows = await self.core.records.scan(prefix, after)
+            for row in rows:
+                index = schema.chunk_index(row.key)
+                if index not in node.chunks and index not in node.dirty_chunks:
+                    extents = [self._extent(extent) for extent in schema.decode_chunk(row.value)]
+                    node.chunks[index] = Chunk(extents)
+            if not rows:
+                return
+            after = rows[-1].key
+
+    # -- reading -------------------------------------------------------------------------------------
+
+    async def read(self, node: Node, offset: int, size: int) -> bytes | bytearray | memoryview:
+        """Bytes at ``offset``, short at the end of the file; a view of the segment where that is possible."""
+        end = min(offset + size, node.size)
+        if offset >= end:
+            return b""
+        index, start = divmod(offset, node.chunk_size)
+        length = end - offset
+        if start + length <= node.chunk_size:
+            chunk = node.chunks.get(index) or await self.chunk(node, index)
+            if chunk is None:
+                return bytes(length)
+            if chunk.staged is not None:
+                return chunk.staged.read(start, start + length)
+            if len(chunk.extents) == 1 and start + length <= chunk.extents[0].length:
+                return await self._read_extent(node, index, chunk.extents[0], start, length)
+        result = bytearray(length)
+        await self._read_parts(node, offset, memoryview(result))
+        return result
+
+    async def _read_parts(self, node: Node, offset: int, target: memoryview) -> None:
+        """Fill ``target`` (zeros) from all the chunks and extents that it covers."""
+        end = offset + len(target)
+        position = offset
+        while position < end:
+            index, start = divmod(position, node.chunk_size)
+            length = min(end - position, node.chunk_size - start)
+            part = target[position - offset : position - offset + length]
+            chunk = await self.chunk(node, index)
+            if chunk is not None and chunk.staged is not None:
+                part[:] = chunk.staged.read(start, start + length)
+            elif chunk is not None:
+                await self._read_chunk(node, index, chunk, start, part)
+            position += length
+
+    async def _read_chunk(self, node: Node, index: int, chunk: Chunk, start: int, target: memoryview) -> None:
+        piece_start = 0
+        for extent in list(chunk.extents):
+            low = max(start, piece_start)
+            high = min(start + len(target), piece_start + extent.length)
+            if low < high:
+                data = await self._read_extent(node, index, extent, low - piece_start, high - low)
+                target[low - start : high - start] = data
+            piece_start += extent.length
+
+    async def _read_extent(
+        self, node: Node, index: int, extent: Extent, start: int, length: int
+    ) -> bytes | bytearray | memoryview:
+        """Bytes of one extent, verified granule by granule the first time they are touched."""
+        core = self.core
+        segment, file_offset = core.locate(extent.addr)
+        low, high, needed = start, start + length, 0
+        if extent.checksums:
+            first, last = start // GRANULE_SIZE, (start + length - 1) // GRANULE_SIZE
+            needed = ((2 << (last - first)) - 1) << first & ~extent.verified
+            if needed:
+                low, high = first * GRANULE_SIZE, min((last + 1) * GRANULE_SIZE, extent.length)
+        view = core.segments.view(segment, file_offset + low, high - low)
+        if view is None:
+            return await self._read_engine(node, index, extent, start, length, (low, high))
+        if needed:
+            self._verify(node, extent, view, low)
+        return view[start - low : start - low + length]
+
+    async def _read_engine(
+        self, node: Node, index: int, extent: Extent, start: int, length: int, span: tuple[int, int]
+    ) -> memoryview | bytes:
+        """As above, where the bytes are not resident. Meanwhile the extent may be unsealed, replaced or shortened."""
+        low, high = span
+        checksums = extent.checksums
+        segment, file_offset = self.core.locate(extent.addr)
+        buffer = memoryview(bytearray(high - low))
+        with self.core.reads.reading():
+            await self.core.segments.read([Transfer(segment, file_offset + low, buffer)])
+            chunk = node.chunks.get(index)
+            current = chunk is not None and chunk.staged is None and extent in chunk.extents
+            if not current or extent.checksums is not checksums:
+                offset = index * node.chunk_size + start
+                if chunk is not None:
+                    for other in chunk.extents:
+                        if other is extent:
+                            break
+                        offset += other.length
+                again = await self.read(node, offset, length)
+                return bytes(again).ljust(length, b"\0")
+        if checksums:
+            self._verify(node, extent, buffer, low)
+        return buffer[start - low : start - low + length]
+
+    def _verify(self, node: Node, extent: Extent, view: memoryview, low: int) -> None:
+        """Check the granules in ``view``, which begins with the one at ``low``; Corrupt names the first bad one."""
+        for position in range(0, len(view), GRANULE_SIZE):
+            number = (low + position) // GRANULE_SIZE
+            expected = int.from_bytes(extent.checksums[4 * number : 4 * number + 4], "little")
+            if not extent.verified >> number & 1:
+                found = crc32c(view[position : position + GRANULE_SIZE])
+                if found != expected:
+                    self.core.counters.checksum_failures += 1
+                    segment, file_offset = self.core.locate(extent.addr)
+                    message = (
+                        f"inode {node.ino}: checksum mismatch in segment {segment} at offset "
+                        f"{file_offset + low + position}: expected {expected:#010x}, found {found:#010x}"
+                    )
+                    log.error(message)
+                    raise Corrupt(message)
+                extent.verified |= 1 << number
+
+    # -- writing -------------------------------------------------------------------------------------
+
+    async def write(self, node: Node, offset: int, data: bytes) -> int:
+        """Take all of ``data`` (kept where possible). Waits only for room in the staging memory, or in place."""
+        end = offset + len(data)
+        if end > min(FILE_SIZE_MAX, node.chunk_size << 32):
+            raise FileTooLarge(f"inode {node.ino}: offset {end} is beyond what a file may have")
+        if self.flusher.staged_bytes > self.flusher.staging_size:
+            await self.flusher.wait_for_room()
+        index, start = divmod(offset, node.chunk_size)
+        written = len(data)
+        try:
+            staged = (
+                start + written <= node.chunk_size and node.lock is None and self._stage_new(node, index, start, data)
+            )
+        except NoSpace:
+            staged = False  # the way below makes room
+        if not staged:
+            async with locked(node):
+                written = await self._write_parts(node, offset, data)
+        if offset + written > node.size:
+            node.size = offset + written
+        self._changed(node)
+        return written
+
+    async def _write_parts(self, node: Node, offset: int, data: bytes) -> int:
+        """Under the lock: write chunk by chunk; how many bytes had room. NoSpace when not even the first had."""
+        view = memoryview(data)
+        position = 0
+        while position < len(data):
+            index, start = divmod(offset + position, node.chunk_size)
+            length = min(len(data) - position, node.chunk_size - start)
+            part = data if length == len(data) else bytes(view[position : position + length])
+            try:
+                await self._write_part(node, index, start, part)
+            except NoSpace:
+                if position:
+                    return position
+                raise
+            position += length
+            node.size = max(node.size, offset + position)
+        return position
+
+    async def _write_part(self, node: Node, index: int, start: int, data: bytes) -> None:
+        for attempt in range(2):
+            if await self.chunk(node, index) is None:
+                node.chunks[index] = Chunk()
+            try:
+                if not self._stage_new(node, index, start, data):
+                    await self._write_existing(node, index, start, data)
+            except NoSpace:
+                # What was removed a moment ago is free only after the commit that says so.
+                if attempt or not self.journal.frees_pending:
+                    raise
+                await self.journal.commit()
+            else:
+                return
+
+    def _stage_new(self, node: Node, index: int, start: int, data: bytes) -> bool:
+        """Stage a write where no byte has to be read for it; False where one has."""
+        chunk = node.chunks.get(index)
+        if chunk is None:
+            if index >= schema.INLINE_CHUNKS and node.flags & schema.FLAG_CHUNK_RECORDS:
+                return False  # perhaps it has a record
+            chunk = Chunk()
+        if chunk.staged is None and chunk.extents and (start or len(data) < chunk.length):
+            return False
+        self._stage(node, index, chunk, start, data)
+        return True
+
+    def _stage(self, node: Node, index: int, chunk: Chunk, start: int, data: bytes) -> None:
+        """Put ``data`` into the chunk's staged bytes. NoSpace leaves everything as it was."""
+        staged = chunk.staged
+        if staged is None or staged.writing:
+            twin = Staged() if staged is None else staged.copy()
+            self._reserve(twin, max(twin.length, start + len(data)))
+            self.flusher.stage(node, chunk, twin)
+            staged = twin
+        else:
+            self._reserve(staged, max(staged.length, start + len(data)))
+        node.chunks[index] = chunk
+        before = staged.length
+        if start == before:
+            staged.append(data)
+        else:
+            staged.overwrite(start, data)
+        self.flusher.grew(staged.length - before)
+        if staged.length == node.chunk_size:
+            self.flusher.chunk_is_full(node, index)
+
+    def _reserve(self, staged: Staged, length: int) -> None:
+        """Have slots for ``length`` bytes; NoSpace leaves the slots there were."""
+        if length <= staged.capacity and staged.slots:
+            return
+        slabs = self.core.slabs
+        try:
+            slots = slabs.allocate(length)
+        except NoSpace:
+            if not staged.slots:
+                raise
+            # Its own slots may be what is missing.
+            before = staged.capacity
+            slabs.cancel(staged.slots)
+            try:
+                staged.slots = slabs.allocate(length)
+            except NoSpace:
+                staged.slots = slabs.allocate(before)
+                raise
+            return
+        if staged.slots:
+            slabs.cancel(staged.slots)
+        staged.slots = slots
+
+    async def _write_existing(self, node: Node, index: int, start: int, data: bytes) -> None:
+        """Under the lock: change a chunk whose bytes are in slots, and only partly replaced."""
+        while True:
+            chunk = node.chunks[index]
+            if chunk.staged is not None:  # it was being written when we looked
+                self._stage(node, index, chunk, start, data)
+                return
+            capacity = sum(extent.slot_size for extent in chunk.extents)
+            if max(chunk.length, start + len(data)) > REWRITE_SIZE_MAX and start + len(data) <= capacity:
+                if await self._write_in_place(node, index, chunk, start, data):
+                    return
+            else:
+                try:
+                    await self._stage_existing(node, index, chunk)
+                except NoSpace:
+                    if start + len(data) > capacity:
+                        raise
+                    if await self._write_in_place(node, index, chunk, start, data):
+                        return
+
+    async def _stage_existing(self, node: Node, index: int, chunk: Chunk) -> None:
+        """Stage a copy of the chunk's bytes; the slots they are in are given up when the copy has its own."""
+        extents = chunk.extents
+        buffer = bytearray(chunk.length)
+        await self._read_chunk(node, index, chunk, 0, memoryview(buffer))
+        if chunk.staged is not None or chunk.extents is not extents:
+            return
+        staged = Staged()
+        self._reserve(staged, len(buffer))
+        staged.pieces = [buffer]
+        staged.length = len(buffer)
+        self.flusher.stage(node, chunk, staged)
+
+    async def _write_in_place(self, node: Node, index: int, chunk: Chunk, start: int, data: bytes) -> bool:
+        """Write into the chunk's own slots; False when they were replaced meanwhile."""
+        extents = chunk.extents
+        await self._unseal(node, index, chunk, start, start + len(data))
+        if chunk.staged is not None or chunk.extents is not extents:
+            return False
+        transfers, grown = [], []
+        extent_start = 0
+        gap = bytes(max(0, start - chunk.length))
+        low, payload = start - len(gap), gap + data if gap else data
+        view = memoryview(payload)
+        for number, extent in enumerate(extents):
+            last = number == len(extents) - 1
+            room_end = extent_start + (extent.slot_size if last else extent.length)
+            part_low, part_high = max(low, extent_start), min(low + len(payload), room_end)
+            if part_low < part_high:
+                segment, offset = self.core.locate(extent.addr + part_low - extent_start)
+                transfers.append(Transfer(segment, offset, view[part_low - low : part_high - low]))
+                if part_high - extent_start > extent.length:
+                    grown.append((extent, part_high - extent_start))
+            extent_start += extent.length
+        with self.core.reads.reading():
+            await self.core.segments.write(transfers)
+        for extent, length in grown:
+            extent.length = length
+        if index >= schema.INLINE_CHUNKS:
+            node.dirty_chunks.add(index)
+        return True
+
+    async def _unseal(self, node: Node, index: int, chunk: Chunk, start: int, end: int) -> None:
+        """Have it in the records that the chunk's extents are no longer what their checksums say."""
+        sealed = [extent for extent in chunk.extents if extent.checksums]
+        if not sealed:
+            return
+        for extent in sealed:
+            extent.checksums = b""
+            extent.verified = 0
+        if index >= schema.INLINE_CHUNKS:
+            node.dirty_chunks.add(index)
+        if any(extent.state != FRESH for extent in sealed):
+            self.journal.touch(node, forced=True)
+            await self.journal.commit(node, durable=True)
+
+    async def seal(self, node: Node) -> None:
+        """Checksum what was changed in place, when nobody writes any more."""
+        for index, chunk in list(node.chunks.items()):
+            for extent in chunk.extents:
+                if extent.checksums or chunk.staged is not None:
+                    continue
+                async with locked(node):
+                    segment, offset = self.core.locate(extent.addr)
+                    buffer = bytearray(extent.length)
+                    with self.core.reads.reading():
+                        await self.core.segments.read([Transfer(segment, offset, buffer)])
+                    if node.writers or extent not in chunk.extents or extent.length != len(buffer):
+                        return
+                    extent.checksums = granule_checksums(buffer)
+                    extent.verified = 0
+                    if index >= schema.INLINE_CHUNKS:
+                        node.dirty_chunks.add(index)
+                    self.journal.touch(node)
+                    await self.flusher.write_header(node, index, extent)
+
+    def has_unsealed(self, node: Node) -> bool:
+        return any(not extent.checksums for chunk in node.chunks.values() for extent in chunk.extents)
+
+    # -- size ----------------------------------------------------------------------------------------
+
+    async def truncate(self, node: Node, size: int) -> None:
+        """Shorten or extend; what is cut off is gone for good, what is added reads as zeros."""
+        if size > min(FILE_SIZE_MAX, node.chunk_size << 32):
+            raise FileTooLarge(f"inode {node.ino}: size {size} is beyond what a file may have")
+        if size < node.size:
+            async with locked(node):
+                await self._cut(node, size)
+        node.size = size
+        self._changed(node)
+
+    async def _cut(self, node: Node, size: int) -> None:
+        keep, tail = divmod(size, node.chunk_size)
+        await self.load_all(node, keep)
+        if tail:
+            await self._cut_chunk(node, keep, tail)
+            keep += 1
+        for index in [index for index in node.chunks if index >= keep]:
+            self.drop_chunk(node, index)
+        node.size = size
+
+    def drop_chunk(self, node: Node, index: int) -> None:
+        """Give up a chunk: the inode's next record frees its slots."""
+        chunk = node.chunks[index]
+        self._unstage(node, chunk)
+        for extent in chunk.extents:
+            self.core.discard(node, extent)
+        node.set_extents(index, [])
+        if index < schema.INLINE_CHUNKS:
+            del node.chunks[index]  # of the others the empty chunk stays, until the store knows that it is gone
+
+    def _unstage(self, node: Node, chunk: Chunk) -> None:
+        staged = chunk.staged
+        if staged is not None:
+            self.flusher.unstage(node, chunk)
+            if staged.writing:
+                staged.dropped = True
+            elif staged.slots:
+                self.core.slabs.cancel(staged.slots)
+
+    async def _cut_chunk(self, node: Node, index: int, length: int) -> None:
+        """Shorten one chunk to ``length`` > 0 bytes, in its slots."""
+        while (chunk := node.chunks.get(index)) is not None:
+            staged = chunk.staged
+            if staged is not None and staged.writing:
+                await self.flusher.settled()
+                continue
+            if staged is not None and staged.length > length:
+                self.flusher.grew(length - staged.length)
+                staged.truncate(length)
+            if chunk.length <= length:
+                return
+            start = 0
+            kept = []
+            for extent in chunk.extents:
+                if start < length:
+                    kept.append(extent)
+                start += extent.length
+            last = kept[-1]
+            last_length = length - (start_of(kept))
+            checksums, extents = last.checksums, chunk.extents
+            if checksums and last_length < last.length:
+                whole = last_length // GRANULE_SIZE * GRANULE_SIZE
+                tail = (
+                    await self._read_extent(node, index, last, whole, last_length - whole)
+                    if last_length > whole
+                    else b""
+                )
+                if chunk.extents is not extents or last.checksums is not checksums:
+                    continue
+                last.checksums = checksums[: whole // GRANULE_SIZE * 4] + granule_checksums(tail)
+                last.verified &= (1 << whole // GRANULE_SIZE) - 1
+            last.length = last_length
+            for extent in extents[len(kept) :]:
+                self.core.discard(node, extent)
+            node.set_extents(index, kept)
+            return
+
+    # -- removal -------------------------------------------------------------------------------------
+
+    def drop_all(self, node: Node) -> dict[bytes, bytes | None]:
+        """The inode is no more: its extents are dead, its staged bytes gone. Every chunk must be loaded (`load_all`).
+
+        Returns the records that go with them.
+        """
+        records: dict[bytes, bytes | None] = {}
+        for index in list(node.chunks):
+            self.drop_chunk(node, index)
+            if index >= schema.INLINE_CHUNKS:
+                records[schema.chunk_key(node.ino, index)] = None
+        node.born = []
+        node.dirty_chunks.clear()
+        return records
+
+    def forget_lost(self, node: Node) -> None:
+        """Of an inode found after a crash: leave out extents that never were in a commit."""
+        for chunk in node.chunks.values():
+            chunk.extents = [extent for extent in chunk.extents if extent.state == COMMITTED]
+
+    def describe_chunk(self, node: Node, index: int) -> list[dict[str, object]]:
+        """Rows about a chunk's extents, and what is staged over them, for people."""
+        chunk = node.chunks[index]
+        if chunk.staged is not None:
+            return [{"chunk": index, "piece": 0, "staged": True, "length": chunk.staged.length}]
+        rows: list[dict[str, object]] = []
+        for piece, extent in enumerate(chunk.extents):
+            segment, offset = self.core.locate(extent.addr)
+            rows.append(
+                {
+                    "chunk": index,
+                    "piece": piece,
+                    "staged": False,
+                    "segment": segment,
+                    "offset": offset,
+                    "slab": self.core.geometry.slab_of(extent.addr),
+                    "slot_size": extent.slot_size,
+                    "length": extent.length,
+                    "sealed": bool(extent.checksums),
+                    "granules": len(extent.checksums) // CHECKSUM_SIZE,
+                    "generation": extent.generation,
+                }
+            )
+        return rows
+
+    def _changed(self, node: Node) -> None:
+        node.mtime = node.ctime = time.time_ns()
+        self.journal.touch(node)
+
+
+def start_of(kept: list[Extent]) -> int:
+    """Offset in the chunk at which the last of these extents begins."""
+    return sum(extent.length for extent in kept[:-1])

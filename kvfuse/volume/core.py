@@ -1,0 +1,178 @@
+"""What the parts of a mounted volume share: engines, the slab map, inodes in memory, counters."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from hashlib import blake2b
+
+from kvfuse.remote.records.api import RecordStore
+from kvfuse.remote.segments.api import SegmentStore, Transfer
+from kvfuse.slab import layout
+from kvfuse.slab.allocator import Allocator, Slot
+from kvfuse.slab.layout import Geometry, Superblock
+from kvfuse.volume import schema
+from kvfuse.volume.api import ROOT_INODE
+from kvfuse.volume.node import COMMITTED, DISCARDED, FRESH, Extent, Node, Nodes, Places
+
+PATH_DEPTH_MAX = 256
+
+
+class NumberRange:
+    """Numbers that are never given twice: taken from the record store in ranges.
+
+    A range is announced (`take`) in the same commit as - or an earlier one than - the first record that
+    uses one of its numbers.
+    """
+
+    def __init__(self, key: bytes, start: int) -> None:
+        self.key = key
+        self._next = start
+        self._end = start
+
+    def next(self) -> int:
+        value = self._next
+        self._next += 1
+        return value
+
+    def take(self) -> dict[bytes, bytes | None]:
+        """The record that announces a new range, when numbers beyond the announced ones were given."""
+        if self._next <= self._end:
+            return {}
+        self._end = self._next + schema.COUNTER_RANGE
+        return {self.key: schema.encode_u64(self._end)}
+
+
+class ReadEpochs:
+    """Which reads are under way, so that a freed slot is reused only when none of them can see it.
+
+    Reads that wait are counted under the epoch in which they began; what is retired waits until all
+    reads of its own and earlier epochs ended. Reads that answer without an await need no counting.
+    """
+
+    def __init__(self) -> None:
+        self._epochs: deque[list[int]] = deque([[0]])
+        self._retired: deque[list[tuple[Callable[[list[Slot]], object], list[Slot]]]] = deque([[]])
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        epoch = self._epochs[-1]
+        epoch[0] += 1
+        try:
+            yield
+        finally:
+            epoch[0] -= 1
+            self._advance()
+
+    def retire(self, give: Callable[[list[Slot]], object], slots: list[Slot]) -> None:
+        """Call ``give(slots)`` when no read that is under way now remains."""
+        self._retired[-1].append((give, slots))
+        if self._epochs[-1][0]:
+            self._epochs.append([0])
+            self._retired.append([])
+        self._advance()
+
+    def _advance(self) -> None:
+        while self._epochs[0][0] == 0:
+            for give, slots in self._retired[0]:
+                give(slots)
+            self._retired[0] = []
+            if len(self._epochs) == 1:
+                return
+            self._epochs.popleft()
+            self._retired.popleft()
+
+
+@dataclass
+class CoreCounters:
+    reads: int = 0
+    read_bytes: int = 0
+    writes: int = 0
+    written_bytes: int = 0
+    lookups: int = 0
+    absent_lookups: int = 0
+    creates: int = 0
+    renames: int = 0
+    removes: int = 0
+    checksum_failures: int = 0
+
+
+@dataclass
+class Core:
+    """The state of one mounted volume. Everything here is used from the event loop's thread alone."""
+
+    superblock: Superblock
+    geometry: Geometry
+    records: RecordStore
+    segments: SegmentStore
+    slabs: Allocator
+    nodes: Nodes
+    chunk_size: int
+    strict: bool
+    read_only: bool
+    inodes: NumberRange
+    generations: NumberRange
+    file_count: int
+    places: Places = field(default_factory=Places)
+    reads: ReadEpochs = field(default_factory=ReadEpochs)
+    counters: CoreCounters = field(default_factory=CoreCounters)
+
+    def __post_init__(self) -> None:
+        self._file_count_stored = self.file_count
+        self._segment_data_size = self.geometry.segment_slabs * self.geometry.slab_size
+        self._data_starts = [self.geometry.data_start(segment) for segment in range(self.geometry.segment_count)]
+        self._made: set[int] = set()
+        self.dead: list[Extent] = []
+        """extents of inodes that are no more; the next commit frees their slots"""
+
+    def take_counters(self) -> dict[bytes, bytes | None]:
+        """Counter records that changed since the last call."""
+        changed = {**self.inodes.take(), **self.generations.take()}
+        if self.file_count != self._file_count_stored:
+            self._file_count_stored = self.file_count
+            changed[schema.COUNTER_FILES] = schema.encode_u64(self.file_count)
+        return changed
+
+    # -- places in the segments ----------------------------------------------------------------------
+
+    def locate(self, addr: int) -> tuple[int, int]:
+        """(segment, file offset) of a volume address; `Geometry.locate` from a table, as reads need it often."""
+        segment, offset = divmod(addr, self._segment_data_size)
+        return segment, self._data_starts[segment] + offset
+
+    async def make_segments(self, segments: set[int]) -> None:
+        """Have these segments, each preallocated whole when it is first needed."""
+        for segment in sorted(segments - self._made):
+            await self.segments.create(segment, self.geometry.segment_size(segment))
+            header = layout.pack_superblock(dataclasses.replace(self.superblock, segment=segment))
+            await self.segments.write([Transfer(segment, 0, header)])
+            self._made.add(segment)
+
+    def fingerprint(self, ino: int, index: int) -> bytes:
+        """128 bits that name a file's chunk in this volume."""
+        return blake2b(schema.chunk_key(ino, index), digest_size=16, key=self.superblock.volume_id).digest()
+
+    def discard(self, node: Node, extent: Extent) -> None:
+        """An extent is no longer part of ``node``: its slot is free when nothing in the records names it."""
+        if extent.state == FRESH:
+            self.reads.retire(self.slabs.cancel, [extent.slot])
+        elif extent.state == COMMITTED:
+            node.dead.append(extent)
+        extent.state = DISCARDED
+
+    # -- inodes --------------------------------------------------------------------------------------
+
+    def path_of(self, node: Node) -> bytes:
+        """The path from the root, as far as the directories above are in memory; for people and for rebuilds."""
+        parts: list[bytes] = []
+        here: Node | None = node
+        while here is not None and here.ino != ROOT_INODE and len(parts) < PATH_DEPTH_MAX:
+            if not here.name:
+                parts.append(b"#%d" % here.ino)
+                break
+            parts.append(here.name)
+            here = self.nodes.get(here.parent)
+        return b"/".join(reversed(parts))

@@ -1,0 +1,404 @@
+"""Group commit: what changed in memory, and how it reaches the record store.
+
+Every operation changes memory at once - nodes, and the *overlay* of names over the record store - and
+marks what it changed here. One task commits: while one commit is in flight, everything that arrives
+joins the next. A waiter (strict publishing, fsync) makes the next commit start at once; without one it
+starts when the window since the first change has passed, or when the batch is full.
+
+A batch is built in one go from memory, between two awaits: it is a consistent state. Before, the
+staged bytes of its nodes are written to their slots, so no record ever names bytes that are not there.
+A node that is open for writing and was never stored stays out until it is closed: a name that nobody
+published never touches the store, so create, close and rename that meet in one batch become one put.
+What a failed commit carried stays changed and is put again: with one writer a repeated put is harmless,
+so an unknown outcome is resolved by repeating it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+import trio
+
+from kvfuse.errors import EngineError, KvfuseError
+from kvfuse.volume import schema
+from kvfuse.volume.node import COMMITTED, FRESH, Extent, Node
+
+if TYPE_CHECKING:
+    from kvfuse.slab.allocator import Slot
+    from kvfuse.volume.core import Core
+    from kvfuse.volume.flush import Flusher
+
+log = logging.getLogger(__name__)
+
+BATCH_CHANGES = 1000
+"""Changed nodes and names that start a commit before the window has passed."""
+CROWD_CHANGES = 10_000
+"""Changed nodes and names at which an operation waits for a commit before it adds more."""
+RETRY_DELAYS = (0.05, 0.1, 0.2, 0.5, 1.0)
+"""Seconds between attempts after failed commits; the last goes on."""
+
+
+class NameChange:
+    """What a name is here, while the record store does not know it yet."""
+
+    __slots__ = ("moved", "node", "stored")
+
+    def __init__(self, node: Node | None, stored: bool, moved: Node | None) -> None:
+        self.node = node
+        """what the name means; None: it does not exist"""
+        self.stored = stored
+        """the record store has a record of this name"""
+        self.moved = moved
+        """the inode that went to another name: this one may only go when the other comes"""
+
+
+class _Waiter:
+    __slots__ = ("done", "durable", "error", "nodes")
+
+    def __init__(self, nodes: tuple[Node, ...], durable: bool) -> None:
+        self.nodes = nodes
+        self.durable = durable
+        self.done = trio.Event()
+        self.error: KvfuseError | None = None
+
+
+class _Batch(NamedTuple):
+    """One commit, and what to settle in memory after it."""
+
+    puts: dict[bytes, bytes]
+    deletes: set[bytes]
+    nodes: list[Node]
+    times: list[Node]
+    names: list[tuple[int, bytes, NameChange]]
+    extra: dict[bytes, bytes | None]
+    slabs: list[int]
+    freed: list[Extent]
+
+
+@dataclass
+class JournalCounters:
+    commits: int = 0
+    commit_failures: int = 0
+    operations: int = 0
+    blocks: int = 0
+    """files whose bytes were committed"""
+
+
+@dataclass
+class Journal:
+    """See the module. ``window`` in seconds."""
+
+    core: Core
+    flusher: Flusher
+    window: float
+    counters: JournalCounters = field(default_factory=JournalCounters)
+
+    def __post_init__(self) -> None:
+        self.overlay: dict[int, dict[bytes, NameChange]] = {}
+        """directory -> name -> change"""
+        self._dirty: dict[Node, None] = {}
+        self._times: dict[Node, None] = {}
+        self._extra: dict[bytes, bytes | None] = {}
+        self._sent_extra: dict[bytes, bytes | None] = {}
+        self.epoch = 0
+        """counts settled commits: what was read from the store in an earlier epoch may be old"""
+        self._unfreed: list[Extent] = []
+        self._name_count = 0
+        self._waiters: list[_Waiter] = []
+        self._work = trio.Event()
+        self._urgent = trio.Event()
+        self._idle = trio.Event()
+        self._failures = 0
+
+    # -- marking changes; nothing here waits ---------------------------------------------------------
+
+    def touch(self, node: Node, *, forced: bool = False) -> None:
+        """``node`` changed; ``forced``: it belongs into the next commit even while it is being written."""
+        if forced:
+            node.forced = True
+        if not node.changed and node.nlink:
+            node.changed = True
+            self._dirty[node] = None
+        self._wake()
+
+    def touch_times(self, directory: Node) -> None:
+        """Only the times of a directory changed: a put that expects nothing and conflicts with nobody's."""
+        directory.times_changed = True
+        self._times[directory] = None
+        self._wake()
+
+    def find(self, parent: int, name: bytes) -> NameChange | None:
+        names = self.overlay.get(parent)
+        return names.get(name) if names else None
+
+    def set_name(self, parent: int, name: bytes, node: Node | None, stored: bool, moved: Node | None = None) -> None:
+        """Let ``name`` mean ``node``, or nothing. ``stored``: the store has a record of the name now."""
+        names = self.overlay.setdefault(parent, {})
+        previous = names.get(name)
+        if previous is None:
+            self._name_count += 1
+        else:
+            stored = previous.stored
+        names[name] = NameChange(node, stored, moved)
+        self._wake()
+
+    def put(self, key: bytes, value: bytes | None) -> None:
+        """Any other record; None deletes it."""
+        self._extra[key] = value
+        self._wake()
+
+    def pending_puts(self, prefix: bytes) -> dict[bytes, bytes | None]:
+        """What `put` was told of keys that begin with ``prefix`` and the store does not know yet."""
+        return {key: value for key, value in {**self._sent_extra, **self._extra}.items() if key.startswith(prefix)}
+
+    @property
+    def crowded(self) -> bool:
+        return len(self._dirty) + self._name_count > CROWD_CHANGES
+
+    @property
+    def frees_pending(self) -> bool:
+        """A commit would free slots."""
+        return bool(self.core.dead or self._unfreed or any(node.dead for node in self._dirty))
+
+    def _wake(self) -> None:
+        if not self._work.is_set():
+            self._work.set()
+        if len(self._dirty) >= BATCH_CHANGES or self._name_count >= BATCH_CHANGES:
+            self._urgent.set()
+
+    # -- waiting -------------------------------------------------------------------------------------
+
+    async def commit(self, *nodes: Node, durable: bool = False) -> None:
+        """Return when all that changed before the call is in the store, with the bytes of ``nodes``.
+
+        A cancelled caller leaves the commit to happen. Raises what the engines raise; the changes then stay
+        visible here and are tried again.
+        """
+        for node in nodes:
+            if node.changed:
+                node.forced = True
+        waiter = _Waiter(nodes, durable)
+        self._waiters.append(waiter)
+        self._work.set()
+        self._urgent.set()
+        await waiter.done.wait()
+        if waiter.error is not None:
+            raise waiter.error
+
+    async def sync(self) -> None:
+        """All that changed before the call is durable, open files included."""
+        await self.commit(*self._dirty, durable=True)
+
+    # -- the committing task -------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Commit whenever there is something to commit, for ever."""
+        while True:
+            await self._work.wait()
+            if not self._waiters and not self._urgent.is_set():
+                with trio.move_on_after(self.window):
+                    await self._urgent.wait()
+            self._work, self._urgent = trio.Event(), trio.Event()
+            try:
+                await self._commit_batch()
+                self._failures = 0
+            except EngineError as error:
+                log.warning("a commit failed and will be repeated: %s", error)
+                delay = RETRY_DELAYS[min(self._failures, len(RETRY_DELAYS) - 1)]
+                self._failures += 1
+                with trio.move_on_after(delay):
+                    await self._urgent.wait()
+                self._work.set()
+
+    async def _commit_batch(self) -> None:
+        """Write bytes, build, commit, settle. Operations go on at each await; only `_build` sees one state."""
+        waiters = list(self._waiters)
+        try:
+            flushed = [node for node in self._dirty if node.forced or not node.writers]
+            await self.flusher.flush(flushed)
+            waiters = self._take_waiters(waiters)
+            batch = self._build(set(flushed))
+            durable = any(waiter.durable for waiter in waiters)
+            if durable:
+                await self.core.segments.sync()
+            if batch.puts or batch.deletes or durable:
+                await self._send(batch, durable)
+            await self._settle(batch)
+        except EngineError as error:
+            self.counters.commit_failures += 1
+            for waiter in waiters:
+                waiter.error = error
+            raise
+        finally:
+            self._waiters = [waiter for waiter in self._waiters if waiter not in waiters]
+            for waiter in waiters:
+                waiter.done.set()
+
+    def _take_waiters(self, early: list[_Waiter]) -> list[_Waiter]:
+        """Who is served by this commit: those who came before the flush, and later ones with no bytes to be written."""
+        taken = [
+            waiter
+            for waiter in self._waiters
+            if waiter in early or not any(node.staged_count and node.nlink for node in waiter.nodes)
+        ]
+        if len(taken) < len(self._waiters):
+            self._work.set()
+            self._urgent.set()
+        return taken
+
+    async def _send(self, batch: _Batch, durable: bool) -> None:
+        self.counters.commits += 1
+        self.counters.operations += len(batch.puts) + len(batch.deletes)
+        try:
+            done = await self.core.records.commit(batch.puts, batch.deletes, durable=durable)
+            if not done:
+                raise EngineError("the record store refused a commit that expected nothing")
+        except BaseException:
+            self._give_back(batch)
+            raise
+
+    # -- one batch: these three see and change memory without waiting --------------------------------
+
+    def _build(self, flushed: set[Node]) -> _Batch:
+        """A commit of everything that changed, but for nodes with bytes that no slot has: they come next time.
+
+        What was flushed and staged anew during the flush goes in as it was flushed, and stays changed.
+        """
+        puts: dict[bytes, bytes] = {}
+        deletes: set[bytes] = set()
+        nodes: list[Node] = []
+        freed, self._unfreed = self._unfreed, []
+        late: dict[Node, None] = {}
+        extra, self._extra = self._extra, {}
+        for node in self._dirty:
+            if (node.staged_count and node not in flushed) or (node.writers and not node.forced):
+                late[node] = None
+                continue
+            nodes.append(node)
+            node.forced = False
+            node.committing = True
+            if node.nlink:
+                self._build_node(node, puts, deletes, freed)
+            if node.extra:
+                extra.update(node.extra)
+                node.extra = {}
+        names = self._build_names(late, puts, deletes)
+        for node in nodes:
+            node.changed = bool(node.staged_count and node.nlink)
+        self._dirty = {**late, **{node: None for node in nodes if node.changed}}
+        for directory in self._times:
+            if directory.nlink:
+                puts[schema.times_key(directory.ino)] = schema.encode_times(
+                    directory.atime, directory.mtime, directory.ctime
+                )
+        times, self._times = list(self._times), {}
+        dead, self.core.dead = self.core.dead, []
+        self._free_slots(dead, freed)
+        self._sent_extra = extra
+        extra.update(self.core.take_counters())
+        for key, value in extra.items():
+            if value is None:
+                deletes.add(key)
+            else:
+                puts[key] = value
+        states = self.core.slabs.take_dirty()
+        for state in states:
+            if state.slot_size:
+                puts[schema.slab_key(state.slab)] = schema.encode_slab(state.slot_size, state.bitmap)
+            else:
+                deletes.add(schema.slab_key(state.slab))
+        deletes.difference_update(puts)
+        return _Batch(puts, deletes, nodes, times, names, extra, [state.slab for state in states], freed)
+
+    def _build_node(self, node: Node, puts: dict[bytes, bytes], deletes: set[bytes], freed: list[Extent]) -> None:
+        record = node.record()
+        if node.own_record:
+            puts[schema.inode_key(node.ino)] = schema.encode_inode(record)
+        else:
+            puts[schema.entry_key(node.parent, node.name)] = schema.encode_entry_inline(record)
+        for index in node.dirty_chunks:
+            chunk = node.chunks.get(index)
+            key = schema.chunk_key(node.ino, index)
+            if chunk is not None and chunk.extents:
+                puts[key] = schema.encode_chunk(tuple([extent.record() for extent in chunk.extents]))
+            else:
+                deletes.add(key)
+        node.dirty_chunks.clear()
+        if node.born:
+            fresh: list[Slot] = []
+            for extent in node.born:
+                if extent.state == FRESH:
+                    extent.state = COMMITTED
+                    fresh.append(extent.slot)
+            node.born.clear()
+            self.core.slabs.commit(fresh)
+            self.counters.blocks += 1
+        if node.dead:
+            self._free_slots(node.dead, freed)
+            node.dead.clear()
+
+    def _build_names(
+        self, late: dict[Node, None], puts: dict[bytes, bytes], deletes: set[bytes]
+    ) -> list[tuple[int, bytes, NameChange]]:
+        names = []
+        for parent, changes in self.overlay.items():
+            for name, change in changes.items():
+                node = change.node
+                if (node if node is not None else change.moved) in late:
+                    continue
+                names.append((parent, name, change))
+                if node is None:
+                    if change.stored:
+                        deletes.add(schema.entry_key(parent, name))
+                elif node.own_record:
+                    puts[schema.entry_key(parent, name)] = schema.encode_entry_reference(node.ino)
+        return names
+
+    def _free_slots(self, extents: Iterable[Extent], freed: list[Extent]) -> None:
+        dead = list(extents)
+        self.core.slabs.release([extent.slot for extent in dead])
+        freed.extend(dead)
+
+    def _give_back(self, batch: _Batch) -> None:
+        """The commit failed, or its outcome is unknown: everything it carried is to be put again."""
+        for node in batch.nodes:
+            node.committing = False
+            if node.nlink:
+                node.changed = node.forced = True
+                self._dirty[node] = None
+                node.dirty_chunks.update(index for index in node.chunks if index >= schema.INLINE_CHUNKS)
+        for _, _, change in batch.names:
+            change.stored = True
+        for directory in batch.times:
+            self._times[directory] = None
+        self._extra = {**batch.extra, **self._extra}
+        self._sent_extra = {}
+        self.core.slabs.mark_dirty(batch.slabs)
+        self._unfreed = batch.freed + self._unfreed
+
+    async def _settle(self, batch: _Batch) -> None:
+        """The commit is in the store: forget the overlay it carried, let freed slots be used again."""
+        self.epoch += 1
+        self._sent_extra = {}
+        for directory in batch.times:
+            directory.times_changed = directory in self._times
+        for node in batch.nodes:
+            node.committing = False
+            node.stored = True
+        for parent, name, change in batch.names:
+            names = self.overlay[parent]
+            current = names[name]
+            if current is change:
+                del names[name]
+                self._name_count -= 1
+                if not names:
+                    del self.overlay[parent]
+            else:
+                current.stored = change.node is not None
+        if batch.freed:
+            slots = [extent.slot for extent in batch.freed]
+            await self.flusher.mark_free(slots)
+            self.core.reads.retire(self.core.slabs.reclaim, slots)

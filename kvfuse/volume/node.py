@@ -1,0 +1,452 @@
+"""Inodes in memory, and what the kernel holds of them.
+
+A `Node` is a decoded inode with its file's chunks. Nodes are kept while they are changed, open or
+unlinked, else up to a bound; of every other inode the kernel knows only its place is kept (`Places`),
+a few dozen bytes each, so that a million known files fit.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+from stat import S_IFDIR, S_IFMT, S_IFREG
+
+import trio
+
+from kvfuse.slab.allocator import Slot
+from kvfuse.volume import schema
+
+FRESH = 0
+"""The extent's slot is in no commit: giving it up is nobody's business."""
+COMMITTED = 1
+"""The extent's slot is in a commit that was sent: giving it up takes another commit."""
+DISCARDED = 2
+"""The extent is given up."""
+
+
+class Extent:
+    """A run of a file's bytes in one slot."""
+
+    __slots__ = ("addr", "checksums", "generation", "length", "slot_size", "state", "verified")
+
+    def __init__(self, addr: int, slot_size: int, length: int, generation: int, checksums: bytes, state: int) -> None:
+        self.addr = addr
+        self.slot_size = slot_size
+        self.length = length
+        self.generation = generation
+        self.checksums = checksums
+        """CRC32C of each started granule; empty: unsealed"""
+        self.state = state
+        self.verified = 0
+        """bit n: granule n was verified since it came from the engine"""
+
+    @property
+    def slot(self) -> Slot:
+        return Slot(self.addr, self.slot_size)
+
+    def record(self) -> schema.ExtentRecord:
+        return schema.ExtentRecord(self.addr, self.length, self.generation, self.checksums)
+
+
+class Staged:
+    """Bytes of one chunk on their way to slots, from the chunk's start on.
+
+    The bytes are a list of pieces as they were written, so a sequential writer's buffers are kept and
+    not copied. Slots are allocated as the bytes come, so a full volume is known at the write.
+    """
+
+    __slots__ = ("dropped", "length", "pieces", "slots", "writing")
+
+    def __init__(self) -> None:
+        self.pieces: list[bytes | bytearray] = []
+        self.length = 0
+        self.slots: list[Slot] = []
+        self.writing = False
+        """being written to slots: the bytes may not change, a writer takes a copy"""
+        self.dropped = False
+        """truncated away or unlinked while it was being written"""
+
+    @property
+    def capacity(self) -> int:
+        return sum(slot.size for slot in self.slots)
+
+    def flat(self) -> bytearray:
+        """The bytes in one buffer that may be changed."""
+        piece = self.pieces[0] if len(self.pieces) == 1 else None
+        if not isinstance(piece, bytearray):
+            piece = bytearray().join(self.pieces)
+            self.pieces = [piece]
+        return piece
+
+    def append(self, data: bytes) -> None:
+        last = self.pieces[-1] if self.pieces else None
+        if len(data) < PIECE_SIZE_MIN and last is not None:
+            if not isinstance(last, bytearray):
+                last = self.pieces[-1] = bytearray(last)
+            last += data
+        else:
+            self.pieces.append(data)
+        self.length += len(data)
+
+    def overwrite(self, offset: int, data: bytes | memoryview) -> None:
+        """Put ``data`` at ``offset``, which may lie behind the end (zeros between)."""
+        buffer = self.flat()
+        if offset > len(buffer):
+            buffer.extend(bytes(offset - len(buffer)))
+        buffer[offset : offset + len(data)] = data
+        self.length = len(buffer)
+
+    def truncate(self, length: int) -> None:
+        if length < self.length:
+            del self.flat()[length:]
+            self.length = length
+
+    def copy(self) -> Staged:
+        twin = Staged()
+        twin.pieces = [bytearray().join(self.pieces)] if self.pieces else []
+        twin.length = self.length
+        return twin
+
+    def read(self, start: int, end: int) -> bytes | bytearray | memoryview:
+        """Bytes ``start``..``end`` (both within the chunk), zeros behind the staged length."""
+        if not self.pieces:
+            return bytes(end - start)
+        piece = self.pieces[0] if len(self.pieces) == 1 else self.flat_copy()
+        if end <= self.length:
+            # A view of a bytearray would forbid its growth while the reply is on its way.
+            return memoryview(piece)[start:end] if isinstance(piece, bytes) else piece[start:end]
+        return bytes(piece[start:end]).ljust(end - start, b"\0")
+
+    def flat_copy(self) -> bytes | bytearray:
+        """The bytes in one buffer; kept so when they may still change, so that it is done once."""
+        if self.writing:
+            return b"".join(self.pieces)
+        return self.flat()
+
+
+PIECE_SIZE_MIN = 64 << 10
+"""Smaller appends are gathered in one buffer instead of being kept as pieces."""
+
+
+class Chunk:
+    """One chunk of a file: what is in slots, and what is staged over it."""
+
+    __slots__ = ("extents", "staged")
+
+    def __init__(self, extents: list[Extent] | None = None) -> None:
+        self.extents = extents or []
+        self.staged: Staged | None = None
+
+    @property
+    def length(self) -> int:
+        """Bytes in slots; the rest of the chunk reads as zeros."""
+        return sum([extent.length for extent in self.extents])
+
+    @property
+    def blocks(self) -> int:
+        if self.staged is not None:
+            return -(-self.staged.length // 4096) * 8
+        return _blocks(self.extents)
+
+
+def _blocks(extents: list[Extent]) -> int:
+    return sum([-(-extent.length // 4096) * 8 for extent in extents])
+
+
+class Node:
+    """One inode in memory. Everything but ``chunks`` mirrors its record; see `schema.InodeRecord`."""
+
+    __slots__ = (
+        "atime",
+        "born",
+        "changed",
+        "chunk_size",
+        "chunks",
+        "committing",
+        "complete",
+        "ctime",
+        "dead",
+        "described",
+        "dirty_chunks",
+        "extra",
+        "far_blocks",
+        "flags",
+        "forced",
+        "gid",
+        "handles",
+        "ino",
+        "lock",
+        "mode",
+        "mtime",
+        "name",
+        "nlink",
+        "own_record",
+        "parent",
+        "rdev",
+        "recent",
+        "size",
+        "staged_count",
+        "stored",
+        "target",
+        "times_changed",
+        "uid",
+        "writers",
+        "xattr_names",
+    )
+
+    def __init__(self, ino: int, mode: int, uid: int, gid: int, chunk_size: int) -> None:
+        self.ino = ino
+        self.mode = mode
+        self.uid = uid
+        self.gid = gid
+        self.nlink = 1
+        self.rdev = 0
+        self.size = 0
+        self.atime = self.mtime = self.ctime = 0
+        self.flags = 0
+        self.target = b""
+        self.parent = 0
+        """directory the (only) name is in"""
+        self.name = b""
+        """the only name of an inode whose record is inline"""
+        self.chunk_size = chunk_size
+        self.chunks: dict[int, Chunk] = {}
+        self.own_record = False
+        """the inode has a record of its own: directories, and files that ever had two names"""
+        self.stored = False
+        """the record store knows the inode"""
+        self.changed = False
+        """its record is to be put; in the journal's care"""
+        self.committing = False
+        """its record is on its way to the store: what the store answers may be old"""
+        self.forced = False
+        """to be in the next commit even if it is open for writing"""
+        self.handles = 0
+        self.writers = 0
+        """handles open for writing"""
+        self.staged_count = 0
+        self.far_blocks = 0
+        """512-byte units of the chunks that have records of their own, loaded or not"""
+        self.dirty_chunks: set[int] = set()
+        """chunks with records of their own that changed"""
+        self.born: list[Extent] = []
+        """extents that the next record of this inode names for the first time"""
+        self.dead: list[Extent] = []
+        """extents that the next record of this inode no longer names, or that a file had whose name it took"""
+        self.extra: dict[bytes, bytes | None] = {}
+        """records that change together with this one's"""
+        self.described: tuple[int, bytes, int, int, int, int] | None = None
+        """what the slot headers say of this file, see flush.description"""
+        self.complete = False
+        """everything that goes with the inode is in memory: it may be removed"""
+        self.xattr_names: set[bytes] = set()
+        """names of attributes seen; all of them when ``complete``"""
+        self.times_changed = False
+        """a directory's times are not in the store yet"""
+        self.lock: trio.Lock | None = None
+        self.recent = True
+
+    @property
+    def is_directory(self) -> bool:
+        return S_IFMT(self.mode) == S_IFDIR
+
+    @property
+    def is_file(self) -> bool:
+        return S_IFMT(self.mode) == S_IFREG
+
+    @property
+    def blocks(self) -> int:
+        """512-byte units in slots; what is still staged counts by its length."""
+        count = self.far_blocks
+        for index, chunk in self.chunks.items():
+            if index < schema.INLINE_CHUNKS:
+                count += chunk.blocks
+            elif chunk.staged is not None and not chunk.extents:
+                count += -(-chunk.staged.length // 4096) * 8
+        return count
+
+    def set_extents(self, index: int, extents: list[Extent]) -> None:
+        """Let a chunk consist of other extents; giving up the old ones' slots is the caller's."""
+        chunk = self.chunks[index]
+        if index >= schema.INLINE_CHUNKS:
+            self.flags |= schema.FLAG_CHUNK_RECORDS
+            self.dirty_chunks.add(index)
+            self.far_blocks += _blocks(extents) - _blocks(chunk.extents)
+        chunk.extents = extents
+
+    @property
+    def busy(self) -> bool:
+        """May not be dropped from memory."""
+        return bool(
+            self.changed
+            or self.committing
+            or self.times_changed
+            or self.handles
+            or self.staged_count
+            or self.nlink == 0
+            or self.born
+            or self.dead
+            or self.lock
+        )
+
+    def record(self) -> schema.InodeRecord:
+        """The inode as the record store shall know it: without bytes that are not yet in slots."""
+        inline = []
+        for index in range(min(schema.INLINE_CHUNKS, -(-self.size // self.chunk_size)) if self.chunks else 0):
+            chunk = self.chunks.get(index)
+            inline.append(tuple([extent.record() for extent in chunk.extents]) if chunk else ())
+        while inline and not inline[-1]:
+            inline.pop()
+        return schema.InodeRecord(
+            self.ino,
+            self.mode,
+            self.uid,
+            self.gid,
+            self.nlink,
+            self.recorded_size() if self.staged_count else self.size,
+            self.atime,
+            self.mtime,
+            self.ctime,
+            self.chunk_size,
+            tuple(inline),
+            self.parent if self.is_directory else 0,
+            self.rdev,
+            self.target,
+            self.flags,
+            self.far_blocks,
+        )
+
+    def recorded_size(self) -> int:
+        """The size up to the first staged bytes that no slot has."""
+        size = self.size
+        for index, chunk in self.chunks.items():
+            if chunk.staged is not None:
+                size = min(size, index * self.chunk_size + chunk.length)
+        return size
+
+    @classmethod
+    def from_record(cls, record: schema.InodeRecord) -> Node:
+        """Without extents: the caller adds chunks, see `content.load_chunks`."""
+        node = cls(record.ino, record.mode, record.uid, record.gid, record.chunk_size)
+        node.nlink = record.nlink
+        node.rdev = record.rdev
+        node.size = record.size
+        node.atime, node.mtime, node.ctime = record.atime, record.mtime, record.ctime
+        node.flags = record.flags
+        node.target = record.target
+        node.parent = record.parent
+        node.far_blocks = record.far_blocks
+        node.stored = True
+        return node
+
+
+_PAGE_BITS = 10
+_PAGE_SIZE = 1 << _PAGE_BITS
+
+
+class _Page:
+    __slots__ = ("counts", "known", "names", "parents")
+
+    def __init__(self) -> None:
+        self.parents = array("Q", bytes(8 * _PAGE_SIZE))
+        self.counts = array("I", bytes(4 * _PAGE_SIZE))
+        self.names: list[bytes | None] = [None] * _PAGE_SIZE
+        self.known = 0
+
+
+class Places:
+    """Where each inode that the kernel knows has its record, and how often the kernel counts it.
+
+    Inode numbers are taken in sequence, so pages of arrays indexed by number are dense: about 80 bytes
+    an inode with its name.
+    """
+
+    def __init__(self) -> None:
+        self._pages: dict[int, _Page] = {}
+
+    def set(self, ino: int, parent: int, name: bytes) -> None:
+        """The name of an inline inode; ``b""`` for one with its own record."""
+        page = self._pages.get(ino >> _PAGE_BITS)
+        if page is not None and page.counts[ino & (_PAGE_SIZE - 1)]:
+            page.parents[ino & (_PAGE_SIZE - 1)] = parent
+            page.names[ino & (_PAGE_SIZE - 1)] = name
+
+    def get(self, ino: int) -> tuple[int, bytes] | None:
+        """(parent, name), or None where the kernel does not know the inode."""
+        page = self._pages.get(ino >> _PAGE_BITS)
+        if page is None:
+            return None
+        name = page.names[ino & (_PAGE_SIZE - 1)]
+        return None if name is None else (page.parents[ino & (_PAGE_SIZE - 1)], name)
+
+    def add(self, ino: int, parent: int, name: bytes) -> None:
+        """The kernel counts the inode once more."""
+        page = self._pages.get(ino >> _PAGE_BITS)
+        if page is None:
+            page = self._pages[ino >> _PAGE_BITS] = _Page()
+        slot = ino & (_PAGE_SIZE - 1)
+        if page.names[slot] is None:
+            page.known += 1
+        page.parents[slot] = parent
+        page.names[slot] = name
+        page.counts[slot] += 1
+
+    def forget(self, ino: int, count: int) -> bool:
+        """The kernel dropped ``count`` of its references; True when none is left."""
+        page = self._pages.get(ino >> _PAGE_BITS)
+        slot = ino & (_PAGE_SIZE - 1)
+        if page is None or page.names[slot] is None:
+            return True
+        left = max(0, page.counts[slot] - count)
+        page.counts[slot] = left
+        if left:
+            return False
+        page.names[slot] = None
+        page.known -= 1
+        if not page.known:
+            del self._pages[ino >> _PAGE_BITS]
+        return True
+
+    def known(self, ino: int) -> bool:
+        return self.get(ino) is not None
+
+    def __len__(self) -> int:
+        return sum(page.known for page in self._pages.values())
+
+
+class Nodes:
+    """Decoded inodes by number, bounded: what is neither busy nor recently used goes first."""
+
+    def __init__(self, count_max: int) -> None:
+        self.count_max = count_max
+        self._nodes: dict[int, Node] = {}
+
+    def get(self, ino: int) -> Node | None:
+        node = self._nodes.get(ino)
+        if node is not None:
+            node.recent = True
+        return node
+
+    def add(self, node: Node) -> Node:
+        self._nodes[node.ino] = node
+        if len(self._nodes) > self.count_max:
+            self._evict(64)
+        return node
+
+    def drop(self, ino: int) -> None:
+        self._nodes.pop(ino, None)
+
+    def _evict(self, steps: int) -> None:
+        """Look at a few of the oldest: drop what may go, give the others another round."""
+        oldest = [ino for ino, _ in zip(self._nodes, range(steps), strict=False)]
+        for ino in oldest:
+            node = self._nodes.pop(ino)
+            if node.recent or node.busy:
+                node.recent = False
+                self._nodes[ino] = node
+
+    def __iter__(self) -> Iterator[Node]:
+        return iter(self._nodes.values())
+
+    def __len__(self) -> int:
+        return len(self._nodes)

@@ -1,0 +1,230 @@
+"""What the volume keeps in the record store: keys, values and their encoding (format version 1).
+
+====  =======================================  =====================================================
+key   rest of the key (big endian)             value
+====  =======================================  =====================================================
+d     parent u64, hash u64, name               b"I" + inode (inline), or b"R" + inode number u64
+i     inode u64                                inode: directories, files with several names
+t     directory u64                            times of a directory: atime, mtime, ctime
+c     inode u64, chunk index u64               extents of a chunk that has no room in the inode
+x     inode u64, attribute name                value of an extended attribute
+s     slab u32                                 slot size u32, bitmap: the slab's allocation state
+o     inode u64                                inode of an unlinked file that is still open
+n     name of a counter                        u64
+====  =======================================  =====================================================
+
+Entries of a directory are ordered by a hash of their name, which is also the readdir cookie: a listing
+can go on from any entry, whatever was created or removed since, without state.
+"""
+
+from __future__ import annotations
+
+import struct
+from hashlib import blake2b
+
+import msgspec
+
+INLINE_CHUNKS = 8
+"""Chunks whose extents stand in the inode record itself: one record for a file up to 8 chunks (32 MiB)."""
+
+COOKIE_MIN = 16
+"""Cookies below are for "." and ".."."""
+
+_U64 = struct.Struct(">Q")
+_NAME_HEAD = struct.Struct(">cQ")
+_ENTRY_HEAD = struct.Struct(">cQQ")
+_TIMES = struct.Struct(">QQQ")
+_SLAB_KEY = struct.Struct(">cI")
+_SLAB_HEAD = struct.Struct(">I")
+
+COUNTER_INODE = b"ninode"
+"""First inode number of the range that nobody took yet."""
+COUNTER_GENERATION = b"ngeneration"
+"""First slot generation of the range that nobody took yet."""
+COUNTER_FILES = b"nfiles"
+"""Inodes in the volume."""
+
+COUNTER_RANGE = 1 << 16
+"""Numbers taken from a counter at once; what is left of a range at a restart is never used."""
+
+
+class ExtentRecord(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """A run of bytes in one slot."""
+
+    addr: int
+    """volume address of the slot, in bytes"""
+    length: int
+    generation: int
+    checksums: bytes
+    """CRC32C of each started granule, 4 bytes little endian each; empty: unsealed"""
+
+
+class InodeRecord(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """One inode. Times in nanoseconds; of directories they stand in a record of their own."""
+
+    ino: int
+    mode: int
+    uid: int
+    gid: int
+    nlink: int
+    size: int
+    atime: int
+    mtime: int
+    ctime: int
+    chunk_size: int
+    chunks: tuple[tuple[ExtentRecord, ...], ...]
+    """extents of the first chunks, each chunk's in order"""
+    parent: int
+    """of a directory: the directory it is in; else 0"""
+    rdev: int
+    target: bytes
+    """of a symbolic link"""
+    flags: int
+    far_blocks: int
+    """512-byte units of the chunks that have records of their own"""
+
+
+FLAG_XATTRS = 1
+"""The inode has (or had) extended attributes: without it nobody looks for them."""
+FLAG_CHUNK_RECORDS = 2
+"""Chunks beyond the inline ones may have records."""
+FLAG_STRICT = 4
+"""A directory that publishes strictly."""
+FLAG_RELAXED = 8
+"""A directory that publishes relaxed. Neither flag: as the mount's options say."""
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode_inode = msgspec.msgpack.Decoder(InodeRecord).decode
+_decode_chunk = msgspec.msgpack.Decoder(tuple[ExtentRecord, ...]).decode
+
+
+def name_hash(name: bytes) -> int:
+    """The cookie of a name: COOKIE_MIN .. 2**63 - 1, spread evenly."""
+    value = int.from_bytes(blake2b(name, digest_size=8).digest(), "big") >> 1
+    return value if value >= COOKIE_MIN else value + COOKIE_MIN
+
+
+def entry_key(parent: int, name: bytes) -> bytes:
+    """Key of the entry ``name`` in directory ``parent``."""
+    return _ENTRY_HEAD.pack(b"d", parent, name_hash(name)) + name
+
+
+def entry_prefix(parent: int) -> bytes:
+    return _NAME_HEAD.pack(b"d", parent)
+
+
+def entry_after(parent: int, cookie: int) -> bytes:
+    """A key behind every entry whose cookie is ``cookie`` or less, before all others."""
+    return _ENTRY_HEAD.pack(b"d", parent, cookie) + b"\xff" * 256
+
+
+def split_entry_key(key: bytes) -> tuple[int, int, bytes]:
+    """(parent, cookie, name) of an entry's key."""
+    _, parent, cookie = _ENTRY_HEAD.unpack_from(key)
+    return parent, cookie, key[_ENTRY_HEAD.size :]
+
+
+def inode_key(ino: int) -> bytes:
+    return b"i" + _U64.pack(ino)
+
+
+def times_key(ino: int) -> bytes:
+    return b"t" + _U64.pack(ino)
+
+
+def orphan_key(ino: int) -> bytes:
+    return b"o" + _U64.pack(ino)
+
+
+def chunk_key(ino: int, index: int) -> bytes:
+    return b"c" + _U64.pack(ino) + _U64.pack(index)
+
+
+def chunk_prefix(ino: int) -> bytes:
+    return b"c" + _U64.pack(ino)
+
+
+def chunk_index(key: bytes) -> int:
+    return int(_U64.unpack_from(key, 9)[0])
+
+
+def key_inode(key: bytes) -> int:
+    """The inode number in an i, t, o, c or x key."""
+    return int(_U64.unpack_from(key, 1)[0])
+
+
+def xattr_key(ino: int, name: bytes) -> bytes:
+    return b"x" + _U64.pack(ino) + name
+
+
+def xattr_prefix(ino: int) -> bytes:
+    return b"x" + _U64.pack(ino)
+
+
+def xattr_name(key: bytes) -> bytes:
+    return key[9:]
+
+
+def slab_key(slab: int) -> bytes:
+    return _SLAB_KEY.pack(b"s", slab)
+
+
+def key_slab(key: bytes) -> int:
+    return int(_SLAB_KEY.unpack(key)[1])
+
+
+def encode_u64(value: int) -> bytes:
+    return _U64.pack(value)
+
+
+def decode_u64(value: bytes) -> int:
+    return int(_U64.unpack(value)[0])
+
+
+def encode_times(atime: int, mtime: int, ctime: int) -> bytes:
+    return _TIMES.pack(atime, mtime, ctime)
+
+
+def decode_times(value: bytes) -> tuple[int, int, int]:
+    atime, mtime, ctime = _TIMES.unpack(value)
+    return atime, mtime, ctime
+
+
+def encode_slab(slot_size: int, bitmap: bytes) -> bytes:
+    return _SLAB_HEAD.pack(slot_size) + bitmap
+
+
+def decode_slab(value: bytes) -> tuple[int, bytes]:
+    """(slot size, bitmap)"""
+    return _SLAB_HEAD.unpack_from(value)[0], value[_SLAB_HEAD.size :]
+
+
+def encode_inode(record: InodeRecord) -> bytes:
+    return _encode(record)
+
+
+def decode_inode(value: bytes | memoryview) -> InodeRecord:
+    return _decode_inode(value)
+
+
+def encode_entry_inline(record: InodeRecord) -> bytes:
+    return b"I" + _encode(record)
+
+
+def encode_entry_reference(ino: int) -> bytes:
+    return b"R" + _U64.pack(ino)
+
+
+def decode_entry(value: bytes) -> InodeRecord | int:
+    """An inline inode, or the number of an inode with a record of its own."""
+    if value[:1] == b"I":
+        return _decode_inode(memoryview(value)[1:])
+    return int(_U64.unpack_from(value, 1)[0])
+
+
+def encode_chunk(extents: tuple[ExtentRecord, ...]) -> bytes:
+    return _encode(extents)
+
+
+def decode_chunk(value: bytes) -> tuple[ExtentRecord, ...]:
+    return _decode_chunk(value)

@@ -1,0 +1,469 @@
+"""A mounted volume: puts the parts of this room together behind `api.VolumeApi`."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import logging
+import os
+import stat
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import trio
+
+from kvfuse import errors
+from kvfuse.config import Options
+from kvfuse.remote.records.api import RecordStore
+from kvfuse.remote.segments.api import SegmentStore
+from kvfuse.slab.allocator import Allocator, SlabState
+from kvfuse.volume import format, schema
+from kvfuse.volume.api import Caller, Changes, DirEntry, Handle, Space
+from kvfuse.volume.content import Content
+from kvfuse.volume.core import Core, NumberRange
+from kvfuse.volume.flush import Flusher
+from kvfuse.volume.journal import Journal
+from kvfuse.volume.names import Names
+from kvfuse.volume.node import Node, Nodes
+from kvfuse.volume.xattrs import Xattrs
+
+LOCK_WAIT = 30.0
+"""Seconds to wait for a daemon that flushes after its mount was taken away."""
+ATIME_AGE = 86_400 * 10**9
+"""Nanoseconds after which a read renews a time of access that is later than the last change."""
+
+FINISH_ATTEMPTS = 3
+
+log = logging.getLogger(__name__)
+
+_handle_ids = itertools.count(1)
+
+
+class FileHandle:
+    """An open file; see `api.Handle`."""
+
+    __slots__ = ("cache_valid", "id", "node", "privileged", "readable", "writable")
+
+    def __init__(self, node: Node, flags: int, caller: Caller) -> None:
+        self.id = next(_handle_ids)
+        self.node = node
+        mode = flags & os.O_ACCMODE
+        self.readable = mode != os.O_WRONLY
+        self.writable = mode != os.O_RDONLY
+        self.privileged = caller.uid == 0
+        self.cache_valid = True
+        """Every change comes through the kernel that caches: there is no other door yet, and no other host."""
+
+
+@asynccontextmanager
+async def open_volume(options: Options, mountpoint: str = "") -> AsyncIterator[Volume]:
+    """The volume in folder ``options.volume_path``, held alone; flushed and closed at the end.
+
+    VolumeError, VolumeBusy where it cannot be opened. ``mountpoint``: for others to know who holds it.
+    """
+    path = options.volume_path
+    read_only = options.mount.read_only
+    superblock = format.read_superblock(path)
+    async with AsyncExitStack() as stack:
+        stack.enter_context(format.locked(path, mountpoint, LOCK_WAIT if _is_closing(path) else 0.0))
+        records = format.open_records(options, read_only=read_only)
+        stack.push_async_callback(_shielded, records.aclose)
+        segments = format.open_segments(options, read_only=read_only)
+        stack.push_async_callback(_shielded, segments.aclose)
+        core = await _load(options, superblock, records, segments)
+        async with trio.open_nursery() as nursery:
+            volume = Volume(core, options, nursery)
+            await volume.start()
+            try:
+                yield volume
+            finally:
+                await _shielded(volume.finish)
+                nursery.cancel_scope.cancel()
+
+
+async def _shielded(close: Callable[[], Awaitable[None]]) -> None:
+    with trio.CancelScope(shield=True):
+        await close()
+
+
+class Volume:
+    """The operations of `api.VolumeApi` on one set of engines. Opened by `open_volume`."""
+
+    def __init__(self, core: Core, options: Options, nursery: trio.Nursery) -> None:
+        self.core = core
+        self.read_only = core.read_only
+        self.atime = options.mount.atime
+        self.flusher = Flusher(core, options.cache.staging_size)
+        self.journal = Journal(core, self.flusher, options.publish.window)
+        self.content = Content(core, self.journal, self.flusher)
+        self.names = Names(core, self.journal, self.content)
+        self.xattrs = Xattrs(core, self.journal, self.names)
+        self._nursery = nursery
+        self._background_count = 0
+        self._background_done = trio.Event()
+        self._opened = time.time()
+
+    # -- names ---------------------------------------------------------------------------------------
+
+    async def lookup(self, parent: int, name: bytes) -> Node:
+        return self.names.count_lookup(await self.names.lookup(parent, name))
+
+    def forget(self, ino: int, count: int) -> None:
+        self.names.forget(ino, count)
+
+    def remember(self, attributes: Node) -> None:
+        self.names.count_lookup(attributes)
+
+    async def attributes(self, ino: int) -> Node:
+        return await self.names.node(ino)
+
+    async def set_attributes(self, ino: int, changes: Changes, caller: Caller) -> Node:
+        self._check_writable()
+        node = await self.names.node(ino)
+        if changes.size is not None:
+            if not node.is_file:
+                raise errors.InvalidArgument(f"inode {ino} is no file: it has no size to set")
+            await self.content.truncate(node, changes.size)
+            if caller.uid != 0:
+                _drop_privileges(node)
+        if changes.uid is not None or changes.gid is not None:
+            node.uid = node.uid if changes.uid is None else changes.uid
+            node.gid = node.gid if changes.gid is None else changes.gid
+            if not node.is_directory:
+                _drop_privileges(node)
+        if changes.mode is not None:
+            node.mode = stat.S_IFMT(node.mode) | changes.mode
+        node.atime = node.atime if changes.atime is None else changes.atime
+        node.mtime = node.mtime if changes.mtime is None else changes.mtime
+        node.ctime = time.time_ns()
+        only_size = dataclasses.replace(changes, size=None, mtime=None, ctime=None) == Changes()
+        self.journal.touch(node, forced=not only_size)
+        if node.is_directory:
+            self.journal.touch_times(node)
+        return node
+
+    async def create(self, parent: int, name: bytes, mode: int, caller: Caller, flags: int) -> tuple[Handle, Node]:
+        self._check_writable()
+        directory, node = await self.names.create(parent, name, stat.S_IFREG | stat.S_IMODE(mode), caller)
+        handle = self._open(node, flags, caller)
+        await self.names.publish(directory, node)
+        return handle, node
+
+    async def make_node(self, parent: int, name: bytes, mode: int, rdev: int, caller: Caller) -> Node:
+        return await self._make(parent, name, mode, caller, rdev=rdev)
+
+    async def make_directory(self, parent: int, name: bytes, mode: int, caller: Caller) -> Node:
+        return await self._make(parent, name, stat.S_IFDIR | stat.S_IMODE(mode), caller)
+
+    async def make_symlink(self, parent: int, name: bytes, target: bytes, caller: Caller) -> Node:
+        return await self._make(parent, name, stat.S_IFLNK | 0o777, caller, target=target)
+
+    async def _make(
+        self, parent: int, name: bytes, mode: int, caller: Caller, *, rdev: int = 0, target: bytes = b""
+    ) -> Node:
+        self._check_writable()
+        directory, node = await self.names.create(parent, name, mode, caller, rdev=rdev, target=target)
+        await self.names.publish(directory, node)
+        return node
+
+    async def link(self, ino: int, parent: int, name: bytes) -> Node:
+        self._check_writable()
+        directory, node = await self.names.link(ino, parent, name)
+        await self.names.publish(directory, node)
+        return node
+
+    async def read_symlink(self, ino: int) -> bytes:
+        node = await self.names.node(ino)
+        if not stat.S_ISLNK(node.mode):
+            raise errors.InvalidArgument(f"inode {ino} is no symbolic link")
+        return node.target
+
+    async def unlink(self, parent: int, name: bytes) -> None:
+        self._check_writable()
+        directory, node = await self.names.unlink(parent, name)
+        await self.names.publish(directory, node)
+
+    async def remove_directory(self, parent: int, name: bytes) -> None:
+        self._check_writable()
+        directory, node = await self.names.remove_directory(parent, name)
+        await self.names.publish(directory, node)
+
+    async def rename(self, parent: int, name: bytes, new_parent: int, new_name: bytes, flags: int) -> None:
+        self._check_writable()
+        source, target, node = await self.names.rename(parent, name, new_parent, new_name, flags)
+        await self.names.publish(source if self.names.is_strict(source) else target, node)
+
+    async def list_directory(self, ino: int, after: int, limit: int) -> list[DirEntry]:
+        return await self.names.list_directory(ino, after, limit)
+
+    # -- files ---------------------------------------------------------------------------------------
+
+    async def open(self, ino: int, flags: int, caller: Caller) -> Handle:
+        node = await self.names.node(ino)
+        if node.is_directory:
+            raise errors.IsADirectory(f"inode {ino} is a directory")
+        writes = flags & os.O_ACCMODE != os.O_RDONLY or flags & os.O_TRUNC
+        if writes:
+            self._check_writable()
+        handle = self._open(node, flags, caller)
+        if flags & os.O_TRUNC:
+            try:
+                await self.content.truncate(node, 0)
+            except BaseException:
+                with trio.CancelScope(shield=True):
+                    await self.release(handle)
+                raise
+        return handle
+
+    def _open(self, node: Node, flags: int, caller: Caller) -> FileHandle:
+        handle = FileHandle(node, flags, caller)
+        node.handles += 1
+        node.writers += handle.writable
+        return handle
+
+    async def read(self, handle: FileHandle, offset: int, size: int) -> bytes | bytearray | memoryview:
+        node = handle.node
+        data = await self.content.read(node, offset, size)
+        counters = self.core.counters
+        counters.reads += 1
+        counters.read_bytes += len(data)
+        if self.atime and node.atime <= node.mtime:
+            node.atime = time.time_ns()  # kept in memory until something else is stored, as with lazytime
+        return data
+
+    async def write(self, handle: FileHandle, offset: int, data: bytes) -> int:
+        node = handle.node
+        written = await self.content.write(node, offset, data) if data else 0
+        if node.mode & (stat.S_ISUID | stat.S_ISGID) and not handle.privileged:
+            _drop_privileges(node)
+        counters = self.core.counters
+        counters.writes += 1
+        counters.written_bytes += written
+        return written
+
+    async def flush(self, handle: FileHandle) -> None:
+        node = handle.node
+        if handle.writable and node.changed and node.nlink and self.names.is_strict(await self._folder(node)):
+            await self.journal.commit(node)
+
+    async def _folder(self, node: Node) -> Node:
+        """The directory whose settings hold for a file."""
+        try:
+            return await self.names.directory(node.parent)
+        except (errors.Stale, errors.NotADirectory):
+            return await self.names.node(1)
+
+    async def fsync(self, handle: FileHandle) -> None:
+        if self.read_only:
+            return
+        if handle.node.nlink:
+            await self.journal.commit(handle.node, durable=True)
+
+    async def fsync_directory(self, ino: int) -> None:
+        if not self.read_only:
+            await self.journal.commit(await self.names.node(ino), durable=True)
+
+    async def release(self, handle: FileHandle) -> None:
+        node = handle.node
+        node.handles -= 1
+        node.writers -= handle.writable
+        if node.nlink == 0 and node.handles == 0:
+            node.handles += 1  # it stays in memory until it is reaped
+            self._background(self._reap(node))
+        elif handle.writable and node.writers == 0:
+            if node.changed:
+                self.journal.touch(node)
+            if self.content.has_unsealed(node):
+                node.handles += 1
+                self._background(self._seal(node))
+
+    # -- extended attributes -------------------------------------------------------------------------
+
+    async def get_xattr(self, ino: int, name: bytes) -> bytes:
+        return await self.xattrs.get(ino, name)
+
+    async def set_xattr(self, ino: int, name: bytes, value: bytes) -> None:
+        self._check_writable()
+        await self._publish_attributes(await self.xattrs.set(ino, name, value))
+
+    async def list_xattrs(self, ino: int) -> list[bytes]:
+        return await self.xattrs.list(ino)
+
+    async def remove_xattr(self, ino: int, name: bytes) -> None:
+        self._check_writable()
+        await self._publish_attributes(await self.xattrs.remove(ino, name))
+
+    async def _publish_attributes(self, node: Node) -> None:
+        await self.names.publish(node if node.is_directory else await self._folder(node), node)
+
+    # -- the whole -----------------------------------------------------------------------------------
+
+    def space(self) -> Space:
+        slabs, core = self.core.slabs, self.core
+        free = slabs.free_bytes + slabs.pending_bytes
+        return Space(core.geometry.data_size, free, core.file_count + free // 4096, free // 4096)
+
+    async def sync(self) -> None:
+        if not self.read_only:
+            await self.journal.sync()
+
+    def stats(self) -> dict[str, Any]:
+        core = self.core
+        slabs = core.slabs.statistics()
+        return {
+            "volume": core.superblock.volume_id.hex(),
+            "uptime": round(time.time() - self._opened, 3),
+            "counters": dataclasses.asdict(core.counters),
+            "records": {**dataclasses.asdict(core.records.counters), "round_trips": core.records.counters.round_trips},
+            "segments": dataclasses.asdict(core.segments.counters),
+            "journal": dataclasses.asdict(self.journal.counters),
+            "memory": {
+                "nodes": len(core.nodes),
+                "known_inodes": len(core.places),
+                "staged_bytes": self.flusher.staged_bytes,
+            },
+            "slabs": {**slabs._asdict(), "classes": [row._asdict() for row in slabs.classes]},
+            "capacity": core.geometry.capacity,
+            "slab_size": core.geometry.slab_size,
+        }
+
+    async def info(self, ino: int) -> dict[str, Any]:
+        node = await self.names.node(ino)
+        await self.content.load_all(node)
+        return {
+            "ino": node.ino,
+            "size": node.size,
+            "blocks": node.blocks,
+            "chunk_size": node.chunk_size,
+            "nlink": node.nlink,
+            "stored": node.stored and not node.changed,
+            "publish": "strict" if self.names.is_strict(await self._folder(node)) else "relaxed",
+            "extents": [row for index in sorted(node.chunks) for row in self.content.describe_chunk(node, index)],
+        }
+
+    # -- background ----------------------------------------------------------------------------------
+
+    def _check_writable(self) -> None:
+        if self.read_only:
+            raise errors.ReadOnly("the volume is mounted read-only")
+
+    def _background(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run ``work`` beside the operations; `finish` waits for it."""
+
+        async def run() -> None:
+            try:
+                await work
+            finally:
+                self._background_count -= 1
+                self._background_done.set()
+                self._background_done = trio.Event()
+
+        self._background_count += 1
+        self._nursery.start_soon(run)
+
+    async def _reap(self, node: Node) -> None:
+        """The last handle of an unlinked file was closed."""
+        try:
+            await self.names.load_for_removal(node)
+            self.names.reap(node)
+        finally:
+            node.handles -= 1
+            if not self.core.places.known(node.ino) and node.handles == 0:
+                self.core.nodes.drop(node.ino)
+
+    async def _seal(self, node: Node) -> None:
+        """The last writer of a file that was changed in place closed it."""
+        try:
+            await self.content.seal(node)
+        except errors.EngineError:
+            pass  # it stays unsealed: read without verification, as its record says
+        finally:
+            node.handles -= 1
+
+    async def _reap_orphans(self) -> None:
+        """Free what files had that were unlinked, but open, when the last daemon ended."""
+        while rows := await self.core.records.scan(b"o", b"", 100):
+            for row in rows:
+                record = schema.decode_inode(row.value)
+                node = self.content.restore_chunks(Node.from_record(record), record)
+                node.nlink = 0
+                await self.names.load_for_removal(node)
+                self.content.forget_lost(node)
+                self.names.reap(node)
+            await self.journal.commit()
+
+    async def start(self) -> None:
+        """Begin to commit and to write back, and free what the last daemon could not."""
+        self._nursery.start_soon(self.flusher.run)
+        self._nursery.start_soon(self.journal.run)
+        if not self.read_only:
+            await self._reap_orphans()
+
+    async def finish(self) -> None:
+        """Everything that was changed reaches the engines, also when some of it fails at first."""
+        if self.read_only:
+            return
+        while self._background_count:
+            await self._background_done.wait()
+        for _ in range(FINISH_ATTEMPTS - 1):
+            try:
+                await self.journal.sync()
+            except errors.EngineError as error:
+                log.warning("closing: %s; trying again", error)
+            else:
+                return
+        await self.journal.sync()
+
+
+def _drop_privileges(node: Node) -> None:
+    """Writing to a program, or giving it away, takes its setuid and setgid bits."""
+    mode = node.mode & ~stat.S_ISUID
+    if mode & stat.S_IXGRP:
+        mode &= ~stat.S_ISGID
+    node.mode = mode
+
+
+def _is_closing(path: Path) -> bool:
+    """Somebody holds the volume whose mount is gone: a daemon that still flushes. No mount is touched, it may hang."""
+    mountpoint = str(format.holder(path).get("mountpoint", ""))
+    if not mountpoint:
+        return False
+    escaped = mountpoint.replace("\\", "\\134").replace(" ", "\\040").replace("\t", "\\011").replace("\n", "\\012")
+    lines = Path("/proc/self/mountinfo").read_text(errors="surrogateescape").splitlines()
+    return not any(line.split(" ")[4] == escaped for line in lines)
+
+
+async def _load(options: Options, superblock: Any, records: RecordStore, segments: SegmentStore) -> Core:
+    """The state of a volume from its records."""
+    geometry = superblock.geometry
+    slabs = Allocator(geometry, options.volume.exact_sizes)
+    states: list[SlabState] = []
+    after = b""
+    while rows := await records.scan(b"s", after, 1000):
+        states += [SlabState(schema.key_slab(row.key), *schema.decode_slab(row.value)) for row in rows]
+        after = rows[-1].key
+    slabs.restore(states)
+    keys = [schema.COUNTER_INODE, schema.COUNTER_GENERATION, schema.COUNTER_FILES]
+    counters = await records.get(keys)
+    if any(counter is None for counter in counters):
+        raise errors.VolumeError(
+            f"{options.volume_path}: the record store is damaged (no counters): 'kvfuse fsck --rebuild' recovers blocks"
+        )
+    inode, generation, files = [schema.decode_u64(counter.value) for counter in counters if counter is not None]
+    return Core(
+        superblock=superblock,
+        geometry=geometry,
+        records=records,
+        segments=segments,
+        slabs=slabs,
+        nodes=Nodes(options.cache.nodes),
+        chunk_size=min(options.volume.chunk_size, geometry.slab_size),
+        strict=options.publish.mode == "strict",
+        read_only=options.mount.read_only,
+        inodes=NumberRange(schema.COUNTER_INODE, inode),
+        generations=NumberRange(schema.COUNTER_GENERATION, generation),
+        file_count=files,
+    )

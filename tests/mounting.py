@@ -1,0 +1,121 @@
+"""A real daemon over a temporary volume, as tests use it: mount, unmount, kill, check."""
+
+from __future__ import annotations
+
+import os
+import select
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+KVFUSE = [sys.executable, "-m", "kvfuse.cli"]
+PATIENCE_S = 30.0
+"""how long an outside process may take for anything"""
+
+
+def wait_until(condition: Callable[[], bool], what: str) -> None:
+    """Poll until ``condition`` holds; fail, naming ``what``, when that takes too long."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        if time.monotonic() > deadline:
+            raise AssertionError(f"{what}: still not after {PATIENCE_S:g} s")
+        select.select([], [], [], 0.01)
+
+
+class KvfuseMount:
+    """One volume and its mount point. ``words`` are -o options."""
+
+    def __init__(self, base: Path, words: Sequence[str] = ()) -> None:
+        self.volume = base / "volume"
+        self.point = base / "mnt"
+        self.log = base / "daemon.log"
+        self.point.mkdir()
+        self._words = words
+        self._daemon: subprocess.Popen[bytes] | None = None
+
+    @property
+    def pid(self) -> int:
+        assert self._daemon is not None, "not mounted"
+        return self._daemon.pid
+
+    @property
+    def is_mounted(self) -> bool:
+        """Asks the kernel's table, not the daemon, which may hang."""
+        rows = Path("/proc/self/mountinfo").read_text().splitlines()
+        return any(row.split(" ")[4] == str(self.point) for row in rows)
+
+    def mount(self) -> None:
+        """Start a daemon in the foreground of a process of its own, and wait until the mount answers."""
+        words = [argument for word in self._words for argument in ("-o", word)]
+        command = [*KVFUSE, "mount", str(self.volume), str(self.point), "--foreground", *words]
+        with self.log.open("ab") as log:
+            self._daemon = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        wait_until(lambda: self.is_mounted or self._daemon_ended(), "the mount")
+        if self._daemon_ended():
+            raise AssertionError(f"the daemon ended:\n{self.log.read_text()}")
+        os.stat(self.point)
+
+    def _daemon_ended(self) -> bool:
+        return self._daemon is None or self._daemon.poll() is not None
+
+    def unmount(self) -> None:
+        """As a user does. The daemon must end by itself, with status 0."""
+        subprocess.run(["umount", str(self.point)], check=True, timeout=PATIENCE_S)
+        self._wait(0)
+
+    def terminate(self) -> None:
+        """SIGTERM; the daemon must flush, unmount and end with status 0."""
+        assert self._daemon is not None, "not mounted"
+        self._daemon.terminate()
+        self._wait(0)
+        assert not self.is_mounted, "the daemon left its mount behind"
+
+    def kill(self) -> None:
+        """SIGKILL, and take the dead mount away."""
+        assert self._daemon is not None, "not mounted"
+        self._daemon.kill()
+        self._wait(-9)
+        subprocess.run(["umount", "-l", str(self.point)], check=True, timeout=PATIENCE_S)
+
+    def _wait(self, status: int) -> None:
+        assert self._daemon is not None, "not mounted"
+        ended = self._daemon.wait(PATIENCE_S)
+        self._daemon = None
+        assert ended == status, f"the daemon ended with {ended}, not {status}:\n{self.log.read_text()}"
+
+    def fsck(self) -> None:
+        """Fail unless the unmounted volume is clean."""
+        command = [*KVFUSE, "fsck", str(self.volume)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=10 * PATIENCE_S)
+        assert done.returncode == 0, f"fsck says {done.returncode}:\n{done.stdout}{done.stderr}"
+
+    def remove(self) -> None:
+        """End whatever still runs, without judging it: for the end of a test that failed already."""
+        if self._daemon is not None:
+            self._daemon.kill()
+            self._daemon.wait()
+            self._daemon = None
+        if self.is_mounted:
+            subprocess.run(["umount", "-l", str(self.point)], check=False)
+
+
+@contextmanager
+def temporary_mount(words: Sequence[str] = ()) -> Iterator[KvfuseMount]:
+    """A mounted, empty volume. At the end it is unmounted and must be clean."""
+    base = Path(tempfile.mkdtemp(prefix="kvfuse-test-"))
+    base.chmod(0o755)  # other users' tests go through it
+    mount = KvfuseMount(base, words)
+    try:
+        mount.mount()
+        yield mount
+        if mount.is_mounted:
+            mount.unmount()
+        mount.fsck()
+    finally:
+        mount.remove()
+        shutil.rmtree(base)

@@ -1,0 +1,138 @@
+"""Imports point one way: cli -> (fs | usrbio | target) -> volume -> (slab | remote). DESIGN's table, enforced."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import kvfuse
+
+PACKAGE = Path(kvfuse.__file__).parent
+
+BASE = {"errors", "checksum", "sizes"}
+DOOR = BASE | {"config", "volume"}
+
+ROOMS: dict[str, set[str]] = {
+    "errors": set(),
+    "sizes": set(),
+    "checksum": {"errors"},
+    "config": {"errors", "sizes"},
+    "slab": BASE,
+    "remote": BASE,
+    "volume": BASE | {"config", "slab", "remote"},
+    "fs": DOOR,
+    "usrbio": DOOR,
+    "target": DOOR | {"remote"},
+    "connectors": BASE | {"usrbio.client"},
+    "bench": BASE | {"config", "volume", "slab", "remote"},
+    "cli": DOOR | {"fs", "usrbio", "target", "bench", "slab", "remote"},
+}
+"""room -> what it may import of this package, beside itself and the version in kvfuse/__init__.py"""
+
+OUTSIDE: dict[str, set[str]] = {
+    "pyfuse3": {"fs", "cli.mount"},
+    "lmdb": {"remote.records"},
+    "pyverbs": {"remote.segments", "target"},
+    "rados": {"remote.segments"},
+    "click": {"cli"},
+    "rich": {"cli"},
+}
+"""package of others -> the only places that may import it"""
+
+PURE = {"trio", "os", "time", "datetime", "threading", "asyncio", "socket", "random", "pathlib"}
+"""what slab, which is synchronous and has no I/O and no clock, does without"""
+
+
+def imported_names(source: str, module: str) -> Iterator[str]:
+    """Every module a source may import, wherever in it: "a.b" for `import a.b`, "a.b.c" for `from a.b import c`."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parents = module.split(".")[: -node.level]
+                base = ".".join([*parents, base] if base else parents)
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+
+
+def is_within(name: str, places: set[str]) -> bool:
+    return any(name == place or name.startswith(place + ".") for place in places)
+
+
+def violations(source: str, module: str) -> list[str]:
+    """What ``module`` ("kvfuse.fs.ops") imports against the table."""
+    place = module.removeprefix("kvfuse.")
+    room = place.split(".")[0]
+    found = []
+    for name in imported_names(source, module):
+        inner = name.removeprefix("kvfuse.")
+        top = name.split(".")[0]
+        if name.startswith("kvfuse.") and inner != "__version__" and not is_within(inner, ROOMS[room] | {room}):
+            found.append(f"{module} imports {name}")
+        if top in OUTSIDE and not is_within(place, OUTSIDE[top]):
+            found.append(f"{module} imports {name}")
+        if room == "slab" and top in PURE:
+            found.append(f"{module} imports {name}, but slab is pure")
+    return found
+
+
+def modules() -> Iterator[tuple[str, Path]]:
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = ["kvfuse", *path.relative_to(PACKAGE).with_suffix("").parts]
+        yield ".".join(parts), path
+
+
+def test_imports_point_one_way() -> None:
+    found = [
+        line for name, path in modules() if name != "kvfuse.__init__" for line in violations(path.read_text(), name)
+    ]
+    assert found == []
+
+
+def test_every_room_is_in_the_table() -> None:
+    rooms = {name.split(".")[1] for name, _ in modules()} - {"__init__"}
+    assert rooms <= ROOMS.keys()
+
+
+def test_the_package_itself_imports_nothing_of_its_rooms() -> None:
+    assert list(imported_names((PACKAGE / "__init__.py").read_text(), "kvfuse.__init__")) == []
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("kvfuse.slab.pool", "from kvfuse.remote import libc"),
+        ("kvfuse.remote.records.lmdb", "import kvfuse.slab.layout"),
+        ("kvfuse.volume.core", "from kvfuse.fs import ops"),
+        ("kvfuse.volume.core", "from kvfuse.cli import main"),
+        ("kvfuse.fs.ops", "from kvfuse.slab import layout"),
+        ("kvfuse.fs.ops", "from ..slab import layout"),
+        ("kvfuse.fs.ops", "def f():\n    from kvfuse.usrbio import ring"),
+        ("kvfuse.connectors.vllm", "from kvfuse.usrbio import service"),
+        ("kvfuse.volume.core", "import pyfuse3"),
+        ("kvfuse.volume.core", "from lmdb import Environment"),
+        ("kvfuse.cli.umount", "import pyfuse3.asyncio"),
+        ("kvfuse.slab.pool", "import trio"),
+        ("kvfuse.slab.pool", "from time import monotonic"),
+        ("kvfuse.errors", "from kvfuse.config import load"),
+    ],
+)
+def test_a_wrong_import_is_found(module: str, source: str) -> None:
+    assert violations(source, module)
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("kvfuse.connectors.vllm", "from kvfuse.usrbio.client import Client"),
+        ("kvfuse.fs.ops", "import pyfuse3\nfrom . import virtual\nfrom ..volume.api import VolumeApi"),
+        ("kvfuse.cli.version", "from kvfuse import __version__\nimport kvfuse"),
+        ("kvfuse.slab.pool", "import numpy\nfrom kvfuse.errors import NoSpace"),
+    ],
+)
+def test_a_right_import_is_not(module: str, source: str) -> None:
+    assert violations(source, module) == []
