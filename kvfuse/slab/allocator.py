@@ -29,8 +29,6 @@ from kvfuse.slab.pool import ALLOCATED, DURABLE, PENDING, STATE_NAMES, Pool, Sla
 
 PIECES_MAX = 16
 """Pieces an extent is put into at most, where the planned ones are not to be had."""
-FIT_RATIO = 8
-"""Such a piece wastes up to 1/8 of itself before more, smaller pieces are better."""
 LEARNED_SLABS_MIN = 16
 """Slabs a volume has for each class it may learn: many classes would leave a small one in half-empty slabs."""
 
@@ -334,7 +332,7 @@ class Allocator:
         slots: list[Slot] = []
         rest = length
         while rest > 0:
-            slot_size = self._best_available(rest, last=len(slots) == PIECES_MAX - 1)
+            slot_size = self._best_available(rest)
             pool = self._pool(slot_size)
             if not pool.free_count:
                 self._open_slab(slot_size)
@@ -356,22 +354,16 @@ class Allocator:
             pieces_left -= taken
         return length <= 0
 
-    def _best_available(self, rest: int, last: bool) -> int:
-        """The slot size to put the next piece of ``rest`` bytes in; ``last``: it must hold all of them.
+    def _best_available(self, rest: int) -> int:
+        """The slot size to put the next piece of ``rest`` bytes in.
 
-        A slot not much larger than the rest, else the largest that is filled wholly, else any that is larger.
-        There is one if all of it ``_fits_anywhere``: until a slot holds the rest, the largest one is chosen.
+        The smallest slot that holds the rest, else the largest there is: the small ones are left to small extents,
+        which would otherwise waste large ones. There is always one, if all of it ``_fits_anywhere``.
         """
         sizes = [slot_size for slot_size, pool in self._pools.items() if pool.free_count]
         if self._has_free_slab():
             sizes.append(self.classes.class_for(rest))
-        holding = min((size for size in sizes if size >= rest), default=None)
-        filled = max((size for size in sizes if size < rest), default=None)
-        if holding is None or (filled is not None and not last and (holding - rest) * FIT_RATIO > holding):
-            assert filled is not None
-            assert not last
-            return filled
-        return holding
+        return min((size for size in sizes if size >= rest), default=max(sizes))
 
     def _image(self, index: int) -> SlabState:
         slab = self._slabs.get(index)

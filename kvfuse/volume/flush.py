@@ -41,6 +41,9 @@ class Description(msgspec.Struct, array_like=True, frozen=True):
     gid: int
     size: int
     mtime: int
+    chunk_size: int
+    stored: int
+    """bytes in slots, if they were known: a file of which fewer are found is not whole"""
 
 
 class _Item(NamedTuple):
@@ -278,7 +281,16 @@ class Flusher:
             return b"", layout.DESCRIPTOR_NONE
         node = row.node
         text = msgspec.msgpack.encode(
-            Description(self.core.path_of(node), node.mode, node.uid, node.gid, node.size, node.mtime)
+            Description(
+                self.core.path_of(node),
+                node.mode,
+                node.uid,
+                node.gid,
+                node.size,
+                node.mtime,
+                node.chunk_size,
+                node.stored_length(),
+            )
         )
         text += crc32c(text).to_bytes(4, "little")
         extent = row.extent

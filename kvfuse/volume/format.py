@@ -134,9 +134,13 @@ async def format_volume(options: Options, *, replace: bool = False) -> Superbloc
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
         superblock = Superblock(uuid4().bytes, geometry, time.time_ns())
-        await _write_first_records(options)
-        _write_durably(path / SUPERBLOCK_FILE, layout.pack_superblock(superblock))
+        await write_first_records(options)
+        write_superblock(path, superblock)
     return superblock
+
+
+def write_superblock(path: Path, superblock: Superblock) -> None:
+    _write_durably(path / SUPERBLOCK_FILE, layout.pack_superblock(superblock))
 
 
 def _check_folder(path: Path, replace: bool) -> None:
@@ -152,10 +156,12 @@ def _check_folder(path: Path, replace: bool) -> None:
         raise VolumeError(f"{path} is a kvfuse volume already; 'kvfuse format --force' would drop all that is in it")
 
 
-async def _write_first_records(options: Options) -> None:
+async def write_first_records(options: Options) -> None:
+    """The records of an empty volume, in an empty record store."""
     root = Node(ROOT_INODE, stat.S_IFDIR | 0o755, os.geteuid(), os.getegid(), options.volume.chunk_size)
     root.nlink = 2
     now = time.time_ns()
+    options.records_path.mkdir(parents=True, exist_ok=True)
     records = open_records(options)
     try:
         await records.commit(

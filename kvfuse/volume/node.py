@@ -316,6 +316,12 @@ class Node:
             self.far_blocks,
         )
 
+    def stored_length(self) -> int:
+        """Bytes in slots, or on their way there; 0 where not all chunks are in memory."""
+        if self.flags & schema.FLAG_CHUNK_RECORDS and not self.complete:
+            return 0
+        return sum([chunk.staged.length if chunk.staged else chunk.length for chunk in self.chunks.values()])
+
     def recorded_size(self) -> int:
         """The size up to the first staged bytes that no slot has."""
         size = self.size

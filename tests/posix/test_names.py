@@ -96,5 +96,6 @@ def test_statfs_counts_what_is_used_and_freed(folder: Path) -> None:
 
 @pytest.mark.kvfuse_only
 def test_statfs_shows_the_promised_capacity(folder: Path) -> None:
+    """Less what the volume needs for its own tables."""
     figures = os.statvfs(folder)
-    assert figures.f_blocks * figures.f_frsize == 2 << 30
+    assert 0.95 * (2 << 30) < figures.f_blocks * figures.f_frsize <= 2 << 30

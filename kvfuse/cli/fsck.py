@@ -1,0 +1,115 @@
+"""kvfuse fsck"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+import trio
+
+from kvfuse import config
+from kvfuse.cli.console import print_json
+from kvfuse.config import Options
+from kvfuse.sizes import format_size
+
+if TYPE_CHECKING:
+    from kvfuse.volume.fsck import Progress
+
+SHOWN_PROBLEMS = 100
+
+
+@click.command("fsck")
+@click.argument("source", type=click.Path(path_type=Path))
+@click.option("--verify", is_flag=True, help="Read every sealed byte and compare it with its checksum.")
+@click.option("--repair", is_flag=True, help="Mend what is wrong. What cannot be trusted is removed.")
+@click.option("--rebuild", is_flag=True, help="Make the records anew from the segments' slot headers alone.")
+@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
+@click.pass_context
+def fsck(ctx: click.Context, source: Path, verify: bool, repair: bool, rebuild: bool, as_json: bool) -> None:
+    """Check the volume in the folder SOURCE (or of the mount.conf SOURCE) while it is not mounted.
+
+    \b
+    Exit status: 0 clean (or everything was mended), 1 problems are left, others as for every command.
+
+    \b
+    Examples:
+      kvfuse fsck /srv/kv                 # records against slabs: seconds for a million files
+      kvfuse fsck /srv/kv --verify        # and every byte
+      kvfuse fsck /srv/kv --rebuild       # the record store is lost or damaged
+    """
+    if rebuild and repair:
+        raise click.UsageError("--rebuild makes everything anew: it does not go with --repair")
+    options = config.load(source).options
+    ctx.exit(_rebuild(options, as_json) if rebuild else _check(options, verify, repair, as_json))
+
+
+def _check(options: Options, verify: bool, repair: bool, as_json: bool) -> int:
+    from kvfuse.volume.fsck import fsck as check
+
+    with _progress() as progress:
+        report = trio.run(functools.partial(check, options, repair=repair, verify=verify, progress=progress))
+    if as_json:
+        problems = [problem.text for problem in report.problems]
+        print_json({**vars(report), "problems": problems, "clean": report.clean})
+        return 0 if report.clean else 1
+    for problem in report.problems[:SHOWN_PROBLEMS]:
+        click.echo(problem.text)
+    if len(report.problems) > SHOWN_PROBLEMS:
+        click.echo(f"... and {len(report.problems) - SHOWN_PROBLEMS:,} more")
+    for note in report.notes:
+        click.echo(f"note: {note}")
+    verified = f", {format_size(report.verified_bytes)} verified" if verify else ""
+    click.echo(
+        f"{report.files:,} files, {report.directories:,} directories, {report.extents:,} extents,"
+        f" {format_size(report.used_bytes)} stored{verified}"
+    )
+    if report.repaired:
+        click.echo(f"{report.repaired:,} problems were mended")
+    if report.problems:
+        remedy = "not all could be mended" if repair else "'--repair' mends what can be mended"
+        click.echo(f"{len(report.problems):,} problems: {remedy}")
+    else:
+        click.echo("the volume is clean")
+    return 0 if report.clean else 1
+
+
+def _rebuild(options: Options, as_json: bool) -> int:
+    from kvfuse.volume.rebuild import rebuild
+
+    with _progress() as progress:
+        report = trio.run(functools.partial(rebuild, options, progress=progress))
+    if as_json:
+        print_json(vars(report))
+    else:
+        for line in report.dropped[:SHOWN_PROBLEMS]:
+            click.echo(f"not recovered: {line}")
+        if report.records_kept:
+            click.echo(f"the old records are kept in {report.records_kept}")
+        click.echo(
+            f"{report.files:,} files recovered with {format_size(report.bytes)},"
+            f" {report.nameless:,} of them in lost+found; {len(report.dropped):,} were not whole"
+        )
+    return 0
+
+
+@contextmanager
+def _progress() -> Iterator[Progress]:
+    """A progress bar on stderr, where that is a terminal."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
+        tasks: dict[str, Any] = {}
+
+        def show(what: str, done: int, total: int) -> None:
+            if what not in tasks:
+                tasks[what] = bars.add_task(what)
+            bars.update(tasks[what], completed=done, total=total or None)
+
+        yield show

@@ -1,0 +1,405 @@
+"""Check a volume that nobody has mounted: records against each other and against the slabs.
+
+The check reads every record once and keeps a few numbers per inode and slot. Each problem carries the
+records that would mend it; ``repair`` commits them. What cannot be trusted is removed rather than
+guessed: a missing file is a miss, a wrong one is wrong output.
+"""
+
+from __future__ import annotations
+
+import stat
+import struct
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+
+from kvfuse.checksum import CHECKSUM_SIZE, GRANULE_SIZE, granule_checksums
+from kvfuse.config import Options
+from kvfuse.errors import EngineError, VolumeError
+from kvfuse.remote.records.api import Record, RecordStore
+from kvfuse.remote.segments.api import SegmentStore, Transfer
+from kvfuse.slab import layout
+from kvfuse.slab.allocator import Allocator, SlabState
+from kvfuse.slab.layout import Geometry
+from kvfuse.volume import format, schema
+from kvfuse.volume.api import ROOT_INODE
+
+SCAN_ROWS = 2000
+REPAIR_ROUNDS = 5
+
+Progress = Callable[[str, int, int], None]
+"""(what is done, how far, of how many; 0: not known)"""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Something that should not be. ``puts`` and ``deletes`` mend it."""
+
+    text: str
+    puts: dict[bytes, bytes] = field(default_factory=dict)
+    deletes: tuple[bytes, ...] = ()
+
+
+@dataclass
+class Report:
+    """What a check found."""
+
+    problems: list[Problem] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    """nothing wrong, but worth a line"""
+    files: int = 0
+    directories: int = 0
+    extents: int = 0
+    used_bytes: int = 0
+    verified_bytes: int = 0
+    repaired: int = 0
+
+    @property
+    def clean(self) -> bool:
+        return not self.problems
+
+
+@dataclass
+class _Inode:
+    """What the records say of an inode with a record of its own, and what was seen."""
+
+    record: schema.InodeRecord
+    names: int = 0
+    subdirectories: int = 0
+    parent: int = 0
+    has_times: bool = False
+
+
+async def fsck(
+    options: Options,
+    *,
+    repair: bool = False,
+    verify: bool = False,
+    progress: Progress = lambda what, done, total: None,
+) -> Report:
+    """Check the volume in ``options.volume_path``. VolumeBusy while it is mounted, VolumeError where it is none.
+
+    ``verify``: read every sealed byte too. ``repair``: mend what was found and check again, until nothing is
+    left to mend; the report is then of the last check, with the number of repairs.
+    """
+    path = options.volume_path
+    superblock = format.read_superblock(path)
+    with format.locked(path):
+        records = format.open_records(options, read_only=not repair)
+        segments = format.open_segments(options, read_only=True)
+        try:
+            check = _Check(superblock.geometry, records, segments, progress)
+            report = await check.run(verify)
+            repaired = 0
+            for _ in range(REPAIR_ROUNDS if repair else 0):
+                if report.clean:
+                    break
+                # What goes takes others with it: names of an inode, slots of a file.
+                repaired += len(report.problems)
+                await check.repair()
+                check = _Check(superblock.geometry, records, segments, progress)
+                report = await check.run(verify)
+            report.repaired = repaired
+            return report
+        finally:
+            await segments.aclose()
+            await records.aclose()
+
+
+class _Check:
+    """One pass over everything."""
+
+    def __init__(self, geometry: Geometry, records: RecordStore, segments: SegmentStore, progress: Progress) -> None:
+        self.geometry = geometry
+        self.records = records
+        self.segments = segments
+        self.progress = progress
+        self.report = Report()
+        self.slabs = Allocator(geometry)
+        self.inodes: dict[int, _Inode] = {}
+        self.inline: set[int] = set()
+        self.owners: dict[int, int] = {}
+        """slot address -> inode"""
+        self.sealed: list[tuple[int, schema.ExtentRecord, bytes]] = []
+        """what `verify` reads: (inode, extent, key of its file's entry or inode)"""
+        self.wants_verify = False
+        self.generation_max = 0
+
+    def problem(self, text: str, puts: dict[bytes, bytes] | None = None, deletes: Sequence[bytes] = ()) -> None:
+        self.report.problems.append(Problem(text, puts or {}, tuple(deletes)))
+
+    async def run(self, verify: bool) -> Report:
+        self.wants_verify = verify
+        await self._read_slabs()
+        await self._read_inodes()
+        await self._read_entries()
+        await self._read_chunks()
+        await self._read_rest()
+        self._compare_inodes()
+        await self._compare_slabs()
+        await self._check_counters()
+        await self._check_segments()
+        if verify:
+            await self._verify_data()
+        return self.report
+
+    async def repair(self) -> None:
+        """Commit what mends the problems, in the order in which they were found."""
+        for problem in self.report.problems:
+            deletes = [key for key in problem.deletes if key not in problem.puts]
+            if problem.puts or deletes:
+                await self.records.commit(problem.puts, deletes)
+        await self.records.commit({}, durable=True)
+
+    async def _rows(self, prefix: bytes, what: str) -> AsyncIterator[Record]:
+        after, done = b"", 0
+        while rows := await self.records.scan(prefix, after, SCAN_ROWS):
+            for row in rows:
+                yield row
+            done += len(rows)
+            self.progress(what, done, 0)
+            after = rows[-1].key
+
+    # -- reading -------------------------------------------------------------------------------------
+
+    async def _read_slabs(self) -> None:
+        states = []
+        async for row in self._rows(b"s", "slabs"):
+            try:
+                state = SlabState(schema.key_slab(row.key), *schema.decode_slab(row.value))
+                Allocator(self.geometry).restore([state])
+                states.append(state)
+            except (VolumeError, ValueError, struct.error) as error:
+                self.problem(f"slab record {row.key.hex()}: {error}", deletes=[row.key])
+        self.slabs.restore(states)
+
+    async def _read_inodes(self) -> None:
+        async for row in self._rows(b"i", "inodes"):
+            ino = schema.key_inode(row.key)
+            record = self._decode(row)
+            if record is None:
+                continue
+            if record.ino != ino:
+                self.problem(f"inode record {ino} holds inode {record.ino}", deletes=[row.key])
+                continue
+            self.inodes[ino] = _Inode(record)
+            self._claim(record, row.key, row.key)
+
+    def _decode(self, row: Record) -> schema.InodeRecord | None:
+        try:
+            return schema.decode_inode(row.value)
+        except ValueError as error:
+            self.problem(f"record {row.key!r} cannot be read: {error}", deletes=[row.key])
+            return None
+
+    async def _read_entries(self) -> None:
+        async for row in self._rows(b"d", "names"):
+            parent, cookie, name = schema.split_entry_key(row.key)
+            try:
+                entry = schema.decode_entry(row.value)
+            except ValueError as error:
+                self.problem(f"name {name!r} in directory {parent} cannot be read: {error}", deletes=[row.key])
+                continue
+            if cookie != schema.name_hash(name):
+                self.problem(f"name {name!r} in directory {parent} stands in the wrong place", deletes=[row.key])
+            elif parent not in self.inodes or not stat.S_ISDIR(self.inodes[parent].record.mode):
+                self._lost(row, name, parent)
+            elif isinstance(entry, int):
+                self._read_reference(row, parent, name, entry)
+            elif entry.ino in self.inodes or entry.ino in self.inline:
+                self.problem(f"{name!r} in directory {parent}: inode {entry.ino} exists twice", deletes=[row.key])
+            else:
+                self.inline.add(entry.ino)
+                self.report.files += 1
+                if entry.nlink != 1:
+                    mended = schema.encode_entry_inline(_replace(entry, nlink=1))
+                    self.problem(f"{name!r} in directory {parent}: {entry.nlink} links instead of 1", {row.key: mended})
+                self._claim(entry, row.key, name)
+
+    def _read_reference(self, row: Record, parent: int, name: bytes, ino: int) -> None:
+        inode = self.inodes.get(ino)
+        if inode is None:
+            self.problem(f"{name!r} in directory {parent} names inode {ino}, which does not exist", deletes=[row.key])
+            return
+        inode.names += 1
+        inode.parent = parent
+        if stat.S_ISDIR(inode.record.mode):
+            self.inodes[parent].subdirectories += 1
+            if inode.names > 1:
+                self.problem(f"directory {ino} has a second name, {name!r} in {parent}", deletes=[row.key])
+
+    def _lost(self, row: Record, name: bytes, parent: int) -> None:
+        """An entry of a directory that does not exist: the file goes to the root."""
+        entry = schema.decode_entry(row.value)
+        ino = entry if isinstance(entry, int) else entry.ino
+        key = schema.entry_key(ROOT_INODE, b"lost+found.%d" % ino)
+        self.problem(f"{name!r} is in directory {parent}, which does not exist", {key: row.value}, [row.key])
+
+    async def _read_chunks(self) -> None:
+        async for row in self._rows(b"c", "chunks"):
+            ino = schema.key_inode(row.key)
+            if ino not in self.inodes and ino not in self.inline:
+                self.problem(f"chunk record of inode {ino}, which does not exist", deletes=[row.key])
+                continue
+            try:
+                extents = schema.decode_chunk(row.value)
+            except ValueError as error:
+                self.problem(f"chunk {schema.chunk_index(row.key)} of inode {ino}: {error}", deletes=[row.key])
+                continue
+            for extent in extents:
+                self._claim_extent(ino, extent, row.key, f"chunk {schema.chunk_index(row.key)} of inode {ino}")
+
+    async def _read_rest(self) -> None:
+        async for row in self._rows(b"o", "orphans"):
+            record = self._decode(row)
+            if record is not None:
+                self.report.notes.append(f"inode {record.ino} was unlinked while open: the next mount frees it")
+                self.inline.add(record.ino)
+                self._claim(record, row.key, b"")
+        async for row in self._rows(b"t", "times"):
+            ino = schema.key_inode(row.key)
+            if ino in self.inodes:
+                self.inodes[ino].has_times = True
+            else:
+                self.problem(f"times of directory {ino}, which does not exist", deletes=[row.key])
+        async for row in self._rows(b"x", "attributes"):
+            ino = schema.key_inode(row.key)
+            if ino not in self.inodes and ino not in self.inline:
+                self.problem(f"an attribute of inode {ino}, which does not exist", deletes=[row.key])
+
+    # -- extents -------------------------------------------------------------------------------------
+
+    def _claim(self, record: schema.InodeRecord, key: bytes, name: bytes) -> None:
+        for index, chunk in enumerate(record.chunks):
+            for extent in chunk:
+                self._claim_extent(record.ino, extent, key, f"{name!r} (inode {record.ino}), chunk {index}")
+
+    def _claim_extent(self, ino: int, extent: schema.ExtentRecord, key: bytes, what: str) -> None:
+        """``key``: the record that names the extent; it goes when the extent cannot be right."""
+        self.report.extents += 1
+        self.generation_max = max(self.generation_max, extent.generation)
+        slot_size = self.slabs.slot_size(extent.addr) if 0 <= extent.addr < self.geometry.data_size else 0
+        granules = -(-extent.length // GRANULE_SIZE)
+        if not self.slabs.is_durable(extent.addr) if slot_size else True:
+            self.problem(f"{what}: its slot {extent.addr} is not allocated", deletes=[key])
+        elif extent.addr in self.owners:
+            owner = self.owners[extent.addr]
+            self.problem(f"{what}: its slot {extent.addr} belongs to inode {owner} too", deletes=[key])
+        elif not 0 < extent.length <= slot_size or len(extent.checksums) not in (0, granules * CHECKSUM_SIZE):
+            self.problem(f"{what}: {extent.length} bytes in a slot of {slot_size}", deletes=[key])
+        else:
+            self.owners[extent.addr] = ino
+            self.report.used_bytes += extent.length
+            if self.wants_verify and extent.checksums:
+                self.sealed.append((ino, extent, key))
+
+    # -- comparing -----------------------------------------------------------------------------------
+
+    def _compare_inodes(self) -> None:
+        for ino, inode in self.inodes.items():
+            record = inode.record
+            key = schema.inode_key(ino)
+            if stat.S_ISDIR(record.mode):
+                self.report.directories += 1
+                links = 2 + inode.subdirectories
+                if not inode.has_times:
+                    now = time.time_ns()
+                    self.problem(
+                        f"directory {ino} has no times", {schema.times_key(ino): schema.encode_times(now, now, now)}
+                    )
+                if ino != ROOT_INODE and inode.names and record.parent != inode.parent:
+                    mended = {key: schema.encode_inode(_replace(record, parent=inode.parent, nlink=links))}
+                    self.problem(f"directory {ino} is in {inode.parent}, not in {record.parent}", mended)
+                    continue
+            else:
+                self.report.files += 1
+                links = inode.names
+            if not inode.names and ino != ROOT_INODE:
+                lost = schema.entry_key(ROOT_INODE, b"lost+found.%d" % ino)
+                self.problem(f"inode {ino} has no name", {lost: schema.encode_entry_reference(ino)})
+            elif record.nlink != links:
+                mended = {key: schema.encode_inode(_replace(record, nlink=links))}
+                self.problem(f"inode {ino} has {record.nlink} links recorded, but {links}", mended)
+        if ROOT_INODE not in self.inodes:
+            self.problem("the root directory does not exist: 'kvfuse fsck --rebuild' recovers the blocks")
+
+    async def _compare_slabs(self) -> None:
+        """Durable slots that no file has are leaked."""
+        for state in self.slabs.durable_images():
+            count = self.geometry.slots_per_slab(state.slot_size)
+            bitmap = bytearray(state.bitmap)
+            leaked = 0
+            for index in range(count):
+                addr = state.slab * self.geometry.slab_size + index * state.slot_size
+                if bitmap[index >> 3] >> (index & 7) & 1 and addr not in self.owners:
+                    bitmap[index >> 3] &= ~(1 << (index & 7))
+                    leaked += 1
+            if leaked:
+                key = schema.slab_key(state.slab)
+                text = f"slab {state.slab}: {leaked} slots of {state.slot_size} bytes are allocated, but to no file"
+                if any(bitmap):
+                    self.problem(text, {key: schema.encode_slab(state.slot_size, bytes(bitmap))})
+                else:
+                    self.problem(text, deletes=[key])
+
+    async def _check_counters(self) -> None:
+        keys = [schema.COUNTER_INODE, schema.COUNTER_GENERATION, schema.COUNTER_FILES]
+        found = [schema.decode_u64(row.value) if row is not None else 0 for row in await self.records.get(keys)]
+        inode_max = max([*self.inodes, *self.inline], default=0)
+        if found[0] <= inode_max:
+            mended = {keys[0]: schema.encode_u64(inode_max + schema.COUNTER_RANGE)}
+            self.problem(f"the next inode would be {found[0]}, but {inode_max} exists", mended)
+        if found[1] <= self.generation_max:
+            mended = {keys[1]: schema.encode_u64(self.generation_max + schema.COUNTER_RANGE)}
+            self.problem(f"the next generation would be {found[1]}, but {self.generation_max} exists", mended)
+        files = self.report.files + self.report.directories
+        if found[2] != files and self.report.clean:
+            self.report.notes.append(f"{found[2]} inodes are counted, {files} exist")
+
+    async def _check_segments(self) -> None:
+        """Every slab that is used lies in a segment that exists, with its size."""
+        used = Counter(self.geometry.locate(addr)[0] for addr in self.owners)
+        present = {info.segment: info.size for info in await self.segments.list()}
+        for segment, extents in sorted(used.items()):
+            size = self.geometry.segment_size(segment)
+            if present.get(segment) != size:
+                found = f"has {present[segment]} bytes" if segment in present else "does not exist"
+                self.problem(f"segment {segment} {found} instead of {size}: {extents} extents are lost")
+                continue
+            image = bytearray(layout.SUPERBLOCK_SIZE)
+            await self.segments.read([Transfer(segment, 0, image)])
+            try:
+                if layout.parse_superblock(image).segment != segment:
+                    self.problem(f"segment {segment} holds the header of another segment")
+            except VolumeError as error:
+                self.problem(f"segment {segment}: {error}")
+
+    # -- data ----------------------------------------------------------------------------------------
+
+    async def _verify_data(self) -> None:
+        """Read what is sealed, and compare; a file with a wrong byte is to be removed."""
+        total = sum(extent.length for _, extent, _ in self.sealed)
+        self.sealed.sort(key=lambda row: row[1].addr)
+        bad: set[bytes] = set()
+        for ino, extent, key in self.sealed:
+            segment, offset = self.geometry.locate(extent.addr)
+            buffer = bytearray(extent.length)
+            try:
+                await self.segments.read([Transfer(segment, offset, buffer)])
+                right = granule_checksums(buffer) == extent.checksums
+            except (EngineError, ValueError):
+                right = False
+            if not right and key not in bad:
+                bad.add(key)
+                self.problem(f"inode {ino}: its bytes in segment {segment} at {offset} are wrong", deletes=[key])
+            self.report.verified_bytes += extent.length
+            self.progress("bytes", self.report.verified_bytes, total)
+
+
+def _replace(record: schema.InodeRecord, *, nlink: int, parent: int | None = None) -> schema.InodeRecord:
+    values = {name: getattr(record, name) for name in record.__struct_fields__}
+    values["nlink"] = nlink
+    if parent is not None:
+        values["parent"] = parent
+    return schema.InodeRecord(**values)
