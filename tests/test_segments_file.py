@@ -93,7 +93,8 @@ def segment_path(store: FileSegments, segment: int = 1) -> Path:
 
 
 def evict(store: FileSegments, offset: int, length: int) -> None:
-    """Drop clean pages from the page cache."""
+    """Drop clean pages from the page cache; those that are mapped would stay."""
+    store._files[1].drop_mapped_pages()
     os.posix_fadvise(store._files[1].fd, offset, length, os.POSIX_FADV_DONTNEED)
 
 

@@ -174,6 +174,25 @@ def test_a_header_where_its_slot_size_cannot_be_is_not_found() -> None:
     assert len(offsets) == 4
 
 
+def test_a_descriptor_that_looks_like_a_header_is_not_found() -> None:
+    columns = dict.fromkeys(("inode", "chunk", "piece_offset", "checksum", "time"), 1)
+    forged = layout.pack_headers(1, state=1, slot_size=4096, length=4096, generation=1 << 60, **columns).tobytes()
+    holder = layout.pack_headers(
+        1,
+        state=layout.STATE_SEALED,
+        slot_size=64 * KIB,
+        length=1,
+        generation=1,
+        descriptor_place=layout.DESCRIPTOR_BEHIND_HEADER,
+        descriptor_length=len(forged),
+        **columns,
+    ).tobytes()
+    table = (holder + forged + forged).ljust(GEOMETRY.head_size, b"\0")
+    rows, offsets = layout.find_headers(table, GEOMETRY)
+    assert rows["generation"].tolist() == [1, 1 << 60]  # the second copy is outside the descriptor: a slot of its own
+    assert offsets.tolist() == [0, 2 * 4096]
+
+
 # -- geometry ----------------------------------------------------------------------------------------
 
 capacities = st.integers(8 * MIB, 1 << 50) | st.integers(8 * MIB, 4 * GIB)

@@ -24,8 +24,8 @@ def _shown(key: str, value: Any) -> str:
 
 
 @click.command("config")
-@click.argument("source", required=False, type=click.Path(path_type=Path))
-@click.option("-c", "--config", "file", type=click.Path(path_type=Path), help="The mount.conf.")
+@click.argument("source", required=False, type=Path)
+@click.option("-c", "--config", "file", type=Path, help="The mount.conf.")
 @click.option("-o", "words", multiple=True, metavar="WORD[,WORD...]", help="Options as of 'kvfuse mount -o'.")
 @click.option("--json", "as_json", is_flag=True, help="For programs: sizes in bytes, times in seconds.")
 @click.option("--template", is_flag=True, help="Print a commented mount.conf to start from.")

@@ -33,7 +33,7 @@ def read_info(path: Path) -> dict[str, Any]:
 
 
 @click.command()
-@click.argument("path", type=click.Path(path_type=Path))
+@click.argument("path", type=Path)
 @click.option("--json", "as_json", is_flag=True, help="For programs.")
 def info(path: Path, as_json: bool) -> None:
     """Where the bytes of PATH lie: segment, slab and slot of every extent, its size class, and whether it is sealed.

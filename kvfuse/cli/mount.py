@@ -12,9 +12,9 @@ from kvfuse.cli.checks import check_machine, check_mountpoint
 
 
 @click.command()
-@click.argument("source", type=click.Path(path_type=Path))
-@click.argument("mountpoint", type=click.Path(path_type=Path))
-@click.option("-c", "--config", "file", type=click.Path(path_type=Path), help="A mount.conf, beside the volume SOURCE.")
+@click.argument("source", type=Path)
+@click.argument("mountpoint", type=Path)
+@click.option("-c", "--config", "file", type=Path, help="A mount.conf, beside the volume SOURCE.")
 @click.option("-o", "words", multiple=True, metavar="WORD[,WORD...]", help="Mount options; they win over mount.conf.")
 @click.option("--foreground", is_flag=True, help="Stay, and log to stderr; SIGTERM or Ctrl-C flushes and unmounts.")
 def mount(source: Path, mountpoint: Path, file: Path | None, words: tuple[str, ...], foreground: bool) -> None:

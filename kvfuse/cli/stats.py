@@ -34,7 +34,7 @@ def rate_rows(before: dict[str, Any], now: dict[str, Any], seconds: float) -> li
 
 
 @click.command()
-@click.argument("mountpoint", type=click.Path(path_type=Path))
+@click.argument("mountpoint", type=Path)
 @click.option("--json", "as_json", is_flag=True, help="For programs: one object.")
 @click.option("--watch", is_flag=True, help="Show it live, with changes per second, until Ctrl-C.")
 @click.option(

@@ -63,7 +63,7 @@ def _matches(row: Mounted, target: Path) -> bool:
 
 
 @click.command()
-@click.argument("target", required=False, type=click.Path(path_type=Path))
+@click.argument("target", required=False, type=Path)
 @click.option("--json", "as_json", is_flag=True, help="For programs: a list of objects, sizes in bytes.")
 def status(target: Path | None, as_json: bool) -> None:
     """The kvfuse mounts of this machine: capacity, use, daemon, health. Never hangs, whatever a daemon does.

@@ -29,7 +29,7 @@ def _wait_until_gone(daemon: int, seconds: float) -> bool:
 
 
 @click.command()
-@click.argument("mountpoint", type=click.Path(path_type=Path))
+@click.argument("mountpoint", type=Path)
 @click.option(
     "-l", "--lazy", is_flag=True, help="Detach now, though files are open; the daemon ends with the last of them."
 )

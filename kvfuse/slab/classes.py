@@ -17,9 +17,9 @@ WASTE_ACCEPTED = 0.03
 """A plan that wastes no more than this part of its length needs no more pieces."""
 
 LEARN_AFTER = 64
-"""Requests of one size after which an exact class for it is considered: one that saves pieces, or"""
+"""Requests of one size after which an exact class for it is considered."""
 LEARN_GAIN_MIN = 0.01
-"""this part of its length."""
+"""Part of its length that such a class must save, unless it saves pieces."""
 LEARNED_MAX = 64
 
 _STEPS = (4, 5, 6, 7)

@@ -376,4 +376,23 @@ def find_headers(table: Buffer, geometry: Geometry) -> tuple[npt.NDArray[np.void
     strides = np.array([geometry.header_stride(size) for size in slot_sizes.tolist()], np.int64)
     indices, rests = np.divmod(positions * HEADER_SIZE, strides)
     placed = (rests == 0) & (indices < geometry.slab_size // slot_sizes)
-    return rows[positions[placed]], (indices * slot_sizes)[placed]
+    rows, offsets = rows[positions[placed]], (indices * slot_sizes)[placed]
+    genuine = _outside_descriptors(rows, positions[placed])
+    return rows[genuine], offsets[genuine]
+
+
+def _outside_descriptors(rows: npt.NDArray[np.void], positions: npt.NDArray[np.int64]) -> list[int]:
+    """The rows (at ascending ``positions``) that do not stand in another's descriptor.
+
+    A descriptor is a name somebody chose, and may be made to look like a header.
+    """
+    behind = rows["descriptor_place"] == DESCRIPTOR_BEHIND_HEADER
+    starts = positions * HEADER_SIZE
+    ends = starts + HEADER_SIZE + np.where(behind, rows["descriptor_length"], 0)
+    genuine: list[int] = []
+    covered_end = 0
+    for index, (start, end) in enumerate(zip(starts.tolist(), ends.tolist(), strict=True)):
+        if start >= covered_end:
+            genuine.append(index)
+            covered_end = end
+    return genuine

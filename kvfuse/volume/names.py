@@ -324,6 +324,7 @@ class Names:
             records[schema.times_key(node.ino)] = None
         if node.handles and (node.stored or node.committing):
             records[schema.orphan_key(node.ino)] = schema.encode_inode(node.record())
+        node.heir = heir
         self._pass_on(node, records, heir)
         node.extra = {}
         if not node.handles:
@@ -342,6 +343,11 @@ class Names:
 
     def reap(self, node: Node, heir: Node | None = None) -> None:
         """Free what an inode without names and handles has. Everything must be loaded."""
+        later = node.heir
+        while later is not None:
+            if schema.orphan_key(node.ino) in later.extra:
+                heir = later  # the store still has the name: the slots may not be freed before that changes
+            later = later.heir
         records = self.content.drop_all(node)
         for name in node.xattr_names:
             records[schema.xattr_key(node.ino, name)] = None

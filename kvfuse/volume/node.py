@@ -174,6 +174,7 @@ class Node:
         "forced",
         "gid",
         "handles",
+        "heir",
         "ino",
         "lock",
         "mode",
@@ -235,6 +236,8 @@ class Node:
         """extents that the next record of this inode no longer names, or that a file had whose name it took"""
         self.extra: dict[bytes, bytes | None] = {}
         """records that change together with this one's"""
+        self.heir: Node | None = None
+        """of an unlinked inode: the one that took its name, and settles what is left in its own commit"""
         self.described: tuple[int, bytes, int, int, int, int] | None = None
         """what the slot headers say of this file, see flush.description"""
         self.complete = False
