@@ -35,7 +35,7 @@ class KvfuseMount:
         self.point = base / "mnt"
         self.log = base / "daemon.log"
         self.point.mkdir()
-        self._words = words
+        self.words = tuple(words)
         self._daemon: subprocess.Popen[bytes] | None = None
 
     @property
@@ -51,7 +51,7 @@ class KvfuseMount:
 
     def mount(self) -> None:
         """Start a daemon in the foreground of a process of its own, and wait until the mount answers."""
-        words = [argument for word in self._words for argument in ("-o", word)]
+        words = [argument for word in self.words for argument in ("-o", word)]
         command = [*KVFUSE, "mount", str(self.volume), str(self.point), "--foreground", *words]
         with self.log.open("ab") as log:
             self._daemon = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
@@ -66,25 +66,29 @@ class KvfuseMount:
     def unmount(self) -> None:
         """As a user does. The daemon must end by itself, with status 0."""
         subprocess.run(["umount", str(self.point)], check=True, timeout=PATIENCE_S)
-        self._wait(0)
+        self.wait(0)
 
     def terminate(self) -> None:
         """SIGTERM; the daemon must flush, unmount and end with status 0."""
         assert self._daemon is not None, "not mounted"
         self._daemon.terminate()
-        self._wait(0)
+        self.wait(0)
         assert not self.is_mounted, "the daemon left its mount behind"
 
     def kill(self) -> None:
         """SIGKILL, and take the dead mount away."""
         assert self._daemon is not None, "not mounted"
         self._daemon.kill()
-        self._wait(-9)
+        self.wait(-9)
         subprocess.run(["umount", "-l", str(self.point)], check=True, timeout=PATIENCE_S)
 
-    def _wait(self, status: int) -> None:
+    def wait(self, status: int = 0) -> None:
+        """For the daemon to end, with this status."""
         assert self._daemon is not None, "not mounted"
-        ended = self._daemon.wait(PATIENCE_S)
+        try:
+            ended = self._daemon.wait(PATIENCE_S)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"the daemon does not end:\n{self.log.read_text()}") from None
         self._daemon = None
         assert ended == status, f"the daemon ended with {ended}, not {status}:\n{self.log.read_text()}"
 

@@ -62,7 +62,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     point.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", point], check=True)
     yield point
-    subprocess.run(["umount", point], check=True)
+    subprocess.run(["umount", "--lazy", point], check=True)  # a failed test may hold it
 
 
 def python(code: str, path: Path) -> subprocess.Popen[str]:

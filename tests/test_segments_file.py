@@ -72,7 +72,7 @@ def mount(tmp_path: Path) -> Iterator[Callable[[str, str], Path]]:
 
     yield mount
     for point in points:
-        subprocess.run(["umount", point], check=True)
+        subprocess.run(["umount", "--lazy", point], check=True)  # a failed test may hold it
 
 
 class Calls:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,3 +54,33 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], title: st
     if not console.is_terminal:
         console = Console(highlight=False, width=1000)
     console.print(make_table(columns, rows, title), soft_wrap=False)
+
+
+IDENTIFIERS = frozenset({"pid", "ino"})
+"""numbers that are names: no thousands separators"""
+
+
+def print_object(content: Mapping[str, Any], title: str) -> None:
+    """An object as a table of its plain values, and a table for every list of objects in it."""
+    flat = dict(flatten(content))
+    plain = (
+        (name, str(value) if name in IDENTIFIERS else value) for name, value in flat.items() if not _is_table(value)
+    )
+    print_table(["", ""], plain, title)
+    for name, value in flat.items():
+        if _is_table(value):
+            columns = list(value[0])
+            print_table(columns, [[row.get(column) for column in columns] for row in value], name)
+
+
+def flatten(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Nested objects as dotted names, in their order."""
+    for name, value in content.items():
+        if isinstance(value, Mapping):
+            yield from flatten(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
+
+
+def _is_table(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(row, dict) for row in value)

@@ -52,16 +52,21 @@ async def _serve(effective: Effective, point: Path, announce: Callable[[], None]
 
     from kvfuse.fs.mount import serve
 
+    def ready() -> None:
+        log.info("%s is mounted on %s", effective.options.volume_path, point)
+        announce()
+
     failure: KvfuseError | None = None
     async with trio.open_nursery() as nursery:
         await nursery.start(_cancel_on_signal, nursery.cancel_scope)
         try:
-            await serve(effective.options, point, on_ready=announce, source=effective.source)
+            await serve(effective.options, point, on_ready=ready, source=effective.source)
         except KvfuseError as error:  # carried past the nursery, which would wrap it in a group
             failure = error
         nursery.cancel_scope.cancel()
     if failure:
         raise failure
+    log.info("%s is unmounted, everything is written", point)
 
 
 async def _cancel_on_signal(scope: Any, task_status: Any) -> None:

@@ -12,9 +12,7 @@ from kvfuse.cli.volumes import make_volume
 
 @click.command("format")
 @click.argument("source", type=Path)
-@click.option(
-    "-c", "--config", "file", type=Path, help="Take the volume's options from this mount.conf."
-)
+@click.option("-c", "--config", "file", type=Path, help="Take the volume's options from this mount.conf.")
 @click.option("--capacity", metavar="SIZE", help="Bytes to promise [the smaller of 64GiB and half of the free disk].")
 @click.option("--slab-size", metavar="SIZE", help="Bytes of a slab [chosen from the capacity].")
 @click.option("--segment-size", metavar="SIZE", help="Bytes of a segment [1GiB].")

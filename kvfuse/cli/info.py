@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from kvfuse.cli.console import print_json, print_table
+from kvfuse.cli.console import print_json, print_object
 from kvfuse.cli.mounts import ANSWER_SECONDS, within
 from kvfuse.errors import EngineTimeout, MountError
 
@@ -47,14 +47,5 @@ def info(path: Path, as_json: bool) -> None:
     information = read_info(path)
     if as_json:
         print_json(information)
-        return
-    plain = {name: value for name, value in information.items() if not _is_table(value)}
-    print_table(["", ""], plain.items(), str(path))
-    for name, value in information.items():
-        if _is_table(value):
-            columns = list(value[0])
-            print_table(columns, [[row.get(column) for column in columns] for row in value], name)
-
-
-def _is_table(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(row, dict) for row in value)
+    else:
+        print_object(information, str(path))

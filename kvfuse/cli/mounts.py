@@ -23,6 +23,9 @@ FILE_SYSTEM = "fuse.kvfuse"
 ANSWER_SECONDS = 5.0
 """after which a daemon that does not answer is said to hang"""
 
+DEAD = frozenset({errno.ENOTCONN, errno.ECONNABORTED})
+"""what the kernel answers for a mount whose daemon is gone, the second for the first moments"""
+
 _MNT_DETACH = 2
 _UMOUNT_NOFOLLOW = 8
 
@@ -141,7 +144,7 @@ def is_dead(point: Path) -> bool:
     except EngineTimeout:
         return False
     except OSError as error:
-        return error.errno in (errno.ENOTCONN, errno.ECONNABORTED)
+        return error.errno in DEAD
     return False
 
 

@@ -3,23 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import click
 
-from kvfuse.cli.console import make_table, print_json, print_table
+from kvfuse.cli.console import flatten, make_table, print_json, print_object
 from kvfuse.cli.mounts import kvfuse_mount_at, read_virtual
-
-
-def flatten(content: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Nested objects as dotted names, in their order."""
-    for name, value in content.items():
-        if isinstance(value, dict):
-            yield from flatten(value, f"{prefix}{name}.")
-        else:
-            yield prefix + name, value
 
 
 def rate_rows(before: dict[str, Any], now: dict[str, Any], seconds: float) -> list[tuple[str, Any, float | None]]:
@@ -60,7 +50,7 @@ def stats(mountpoint: Path, as_json: bool, watch: bool, interval: float) -> None
     if as_json:
         print_json(content)
     else:
-        print_table(["name", "value"], flatten(content), str(point))
+        print_object(content, str(point))
 
 
 def _watch(point: Path, interval: float) -> None:
@@ -70,7 +60,9 @@ def _watch(point: Path, interval: float) -> None:
     looked_at = time.monotonic()
     with Live(auto_refresh=False) as live:
         while True:
-            content = dict(flatten(read_virtual(point, "stats")))
+            content = {
+                name: value for name, value in flatten(read_virtual(point, "stats")) if not isinstance(value, list)
+            }
             now = time.monotonic()
             table = make_table(["name", "value", "per second"], rate_rows(before, content, now - looked_at), str(point))
             live.update(table, refresh=True)

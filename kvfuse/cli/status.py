@@ -10,7 +10,7 @@ import click
 
 from kvfuse.cli import Failure
 from kvfuse.cli.console import print_json, print_table
-from kvfuse.cli.mounts import Mounted, ask_health, kvfuse_mounts, read_virtual
+from kvfuse.cli.mounts import DEAD, Mounted, ask_health, kvfuse_mounts, read_virtual
 from kvfuse.errors import EngineTimeout, MountError
 from kvfuse.sizes import format_size
 
@@ -35,7 +35,8 @@ def look_at(row: Mounted) -> dict[str, Any]:
     except PermissionError:
         facts["problem"] = "another user's, and mounted without allow_other"
     except OSError as error:
-        facts["problem"] = f"dead: {error.strerror}; type: kvfuse umount {row.point}"
+        what = "its daemon is gone" if error.errno in DEAD else error.strerror
+        facts["problem"] = f"dead: {what}; type: kvfuse umount {row.point}"
     except MountError as error:
         facts["problem"] = str(error)
     return facts

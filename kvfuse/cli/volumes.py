@@ -25,8 +25,15 @@ def is_vacant(folder: Path) -> bool:
 
 
 def ensure_volume(options: Options) -> str | None:
-    """Make the volume if its folder is vacant, and return the line that says so; None where something is there."""
+    """Make the volume if its folder is vacant, and return the line that says so; None where there is one.
+
+    VolumeError where there is something else, or a volume that cannot be used: before anything, even a log, is
+    written there.
+    """
+    from kvfuse.volume.format import read_superblock
+
     if not is_vacant(options.volume_path):
+        read_superblock(options.volume_path)
         return None
     if options.mount.read_only:
         raise VolumeError(f"{options.volume_path} holds no volume, and a read-only mount makes none")

@@ -158,24 +158,26 @@ def _check_folder(path: Path, replace: bool) -> None:
 
 async def write_first_records(options: Options) -> None:
     """The records of an empty volume, in an empty record store."""
-    root = Node(ROOT_INODE, stat.S_IFDIR | 0o755, os.geteuid(), os.getegid(), options.volume.chunk_size)
-    root.nlink = 2
-    now = time.time_ns()
     options.records_path.mkdir(parents=True, exist_ok=True)
     records = open_records(options)
     try:
-        await records.commit(
-            {
-                schema.inode_key(ROOT_INODE): schema.encode_inode(root.record()),
-                schema.times_key(ROOT_INODE): schema.encode_times(now, now, now),
-                schema.COUNTER_INODE: schema.encode_u64(FIRST_INODE),
-                schema.COUNTER_GENERATION: schema.encode_u64(1),
-                schema.COUNTER_FILES: schema.encode_u64(1),
-            },
-            durable=True,
-        )
+        await records.commit(first_records(options), durable=True)
     finally:
         await records.aclose()
+
+
+def first_records(options: Options) -> dict[bytes, bytes]:
+    """An empty root directory, and where the counters begin."""
+    root = Node(ROOT_INODE, stat.S_IFDIR | 0o755, os.geteuid(), os.getegid(), options.volume.chunk_size)
+    root.nlink = 2
+    now = time.time_ns()
+    return {
+        schema.inode_key(ROOT_INODE): schema.encode_inode(root.record()),
+        schema.times_key(ROOT_INODE): schema.encode_times(now, now, now),
+        schema.COUNTER_INODE: schema.encode_u64(FIRST_INODE),
+        schema.COUNTER_GENERATION: schema.encode_u64(1),
+        schema.COUNTER_FILES: schema.encode_u64(1),
+    }
 
 
 def _write_durably(path: Path, content: bytes) -> None:

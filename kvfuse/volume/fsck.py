@@ -89,7 +89,7 @@ async def fsck(
         records = format.open_records(options, read_only=not repair)
         segments = format.open_segments(options, read_only=True)
         try:
-            check = _Check(superblock.geometry, records, segments, progress)
+            check = Check(superblock.geometry, records, segments, progress)
             report = await check.run(verify)
             repaired = 0
             for _ in range(REPAIR_ROUNDS if repair else 0):
@@ -98,7 +98,7 @@ async def fsck(
                 # What goes takes others with it: names of an inode, slots of a file.
                 repaired += len(report.problems)
                 await check.repair()
-                check = _Check(superblock.geometry, records, segments, progress)
+                check = Check(superblock.geometry, records, segments, progress)
                 report = await check.run(verify)
             report.repaired = repaired
             return report
@@ -107,10 +107,16 @@ async def fsck(
             await records.aclose()
 
 
-class _Check:
+class Check:
     """One pass over everything."""
 
-    def __init__(self, geometry: Geometry, records: RecordStore, segments: SegmentStore, progress: Progress) -> None:
+    def __init__(
+        self,
+        geometry: Geometry,
+        records: RecordStore,
+        segments: SegmentStore,
+        progress: Progress = lambda what, done, total: None,
+    ) -> None:
         self.geometry = geometry
         self.records = records
         self.segments = segments

@@ -20,6 +20,7 @@ from kvfuse.config import Options
 from kvfuse.remote.records.api import RecordStore
 from kvfuse.remote.segments.api import SegmentStore
 from kvfuse.slab.allocator import Allocator, SlabState
+from kvfuse.slab.layout import Superblock
 from kvfuse.volume import format, schema
 from kvfuse.volume.api import Caller, Changes, DirEntry, Handle, Space
 from kvfuse.volume.content import Content
@@ -73,15 +74,23 @@ async def open_volume(options: Options, mountpoint: str = "") -> AsyncIterator[V
         stack.push_async_callback(_shielded, records.aclose)
         segments = format.open_segments(options, read_only=read_only)
         stack.push_async_callback(_shielded, segments.aclose)
-        core = await _load(options, superblock, records, segments)
-        async with trio.open_nursery() as nursery:
-            volume = Volume(core, options, nursery)
-            await volume.start()
-            try:
-                yield volume
-            finally:
-                await _shielded(volume.finish)
-                nursery.cancel_scope.cancel()
+        yield await stack.enter_async_context(run_volume(options, superblock, records, segments))
+
+
+@asynccontextmanager
+async def run_volume(
+    options: Options, superblock: Superblock, records: RecordStore, segments: SegmentStore
+) -> AsyncIterator[Volume]:
+    """A volume over engines that are open and stay the caller's; flushed at the end."""
+    core = await _load(options, superblock, records, segments)
+    async with trio.open_nursery() as nursery:
+        volume = Volume(core, options, nursery)
+        await volume.start()
+        try:
+            yield volume
+        finally:
+            await _shielded(volume.finish)
+            nursery.cancel_scope.cancel()
 
 
 async def _shielded(close: Callable[[], Awaitable[None]]) -> None:
@@ -436,7 +445,7 @@ def _is_closing(path: Path) -> bool:
     return not any(line.split(" ")[4] == escaped for line in lines)
 
 
-async def _load(options: Options, superblock: Any, records: RecordStore, segments: SegmentStore) -> Core:
+async def _load(options: Options, superblock: Superblock, records: RecordStore, segments: SegmentStore) -> Core:
     """The state of a volume from its records."""
     geometry = superblock.geometry
     slabs = Allocator(geometry, options.volume.exact_sizes)

@@ -178,7 +178,7 @@ class LmdbRecords(RecordStore):
         except lmdb.Error as error:
             raise self._commit_error(transaction, error) from error
         finally:
-            if False:
+            if transaction.is_open:
                 self._writer.run_parked(transaction.abort)
             if transaction.committed:
                 for watch in list(self._watches):

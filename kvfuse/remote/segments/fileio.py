@@ -88,6 +88,8 @@ class SegmentFile:
 class Run:
     """Neighbouring transfers of one file, done by one system call. ``advance`` leaves the rest."""
 
+    __slots__ = ("bounces", "file", "length", "offset", "transfer_count", "views")
+
     def __init__(self, file: SegmentFile, offset: int, view: memoryview) -> None:
         self.file = file
         self.offset = offset
@@ -107,11 +109,13 @@ class Run:
         )
 
     def append(self, other: Run) -> None:
+        """Go on with ``other``, which this run takes."""
         self.views += other.views
         self.length += other.length
         self.transfer_count += other.transfer_count
 
     def advance(self, byte_count: int) -> None:
+        """The first ``byte_count`` bytes are done."""
         self.offset += byte_count
         self.length -= byte_count
         done = 0
@@ -136,15 +140,14 @@ def merged(runs: Iterable[Run]) -> list[Run]:
 
 def read_resident(run: Run) -> bool:
     """Read as much as needs no waiting. False where this file system never answers without waiting."""
-    with translated(run.file.path, run.offset):
-        try:
-            run.advance(os.preadv(run.file.fd, run.views, run.offset, os.RWF_NOWAIT))
-        except BlockingIOError:
-            pass
-        except OSError as error:
-            if error.errno != errno.EOPNOTSUPP:
-                raise
-            return False
+    try:
+        run.advance(os.preadv(run.file.fd, run.views, run.offset, os.RWF_NOWAIT))
+    except BlockingIOError:
+        pass
+    except OSError as error:
+        if error.errno != errno.EOPNOTSUPP:
+            raise engine_error(error, run.file.path, run.offset) from error
+        return False
     return True
 
 
@@ -241,8 +244,12 @@ def translated(path: Path, offset: int = 0) -> Iterator[None]:
     except EOFError:
         raise EngineError(f"{path} at {offset}: the file is shorter than its segment") from None
     except OSError as error:
-        kind = EngineFull if error.errno in (errno.ENOSPC, errno.EDQUOT) else EngineError
-        raise kind(f"{path} at {offset}: {os.strerror(error.errno or 0)}") from error
+        raise engine_error(error, path, offset) from error
+
+
+def engine_error(error: OSError, path: Path, offset: int) -> EngineError:
+    kind = EngineFull if error.errno in (errno.ENOSPC, errno.EDQUOT) else EngineError
+    return kind(f"{path} at {offset}: {os.strerror(error.errno or 0)}")
 
 
 def _preallocate(fd: int, size: int) -> None:
