@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import select
 import shutil
@@ -98,6 +99,12 @@ class KvfuseMount:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=10 * PATIENCE_S)
         assert done.returncode == 0, f"fsck says {done.returncode}:\n{done.stdout}{done.stderr}"
 
+    def check_unexpected_errors(self) -> None:
+        """Fail if the daemon met an error that nobody foresaw."""
+        stats = json.loads((self.point / ".kvfuse" / "stats").read_text())
+        count = stats["fs"]["unexpected_error_count"]
+        assert count == 0, f"{count} unexpected errors:\n{self.log.read_text()}"
+
     def remove(self) -> None:
         """End whatever still runs, without judging it: for the end of a test that failed already."""
         if self._daemon is not None:
@@ -118,6 +125,7 @@ def temporary_mount(words: Sequence[str] = ()) -> Iterator[KvfuseMount]:
         mount.mount()
         yield mount
         if mount.is_mounted:
+            mount.check_unexpected_errors()
             mount.unmount()
         mount.fsck()
     finally:

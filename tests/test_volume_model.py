@@ -56,6 +56,13 @@ class Actor:
         self.rng = rng
         self.number = number
         self.serial = 0
+        self.known: list[int] = []
+        """inodes looked up, as a kernel that remembers them: until the end of the step"""
+
+    def forget(self) -> None:
+        for ino in self.known:
+            self.volume.forget(ino, 1)
+        self.known.clear()
 
     async def tolerant(self, work: Awaitable[object]) -> bool:
         """False when an engine failed: what was asked is visible all the same, but perhaps not stored."""
@@ -70,7 +77,7 @@ class Actor:
             node = await self.volume.lookup(parent, name)
         except NotFound:
             return None
-        self.volume.forget(node.ino, 1)
+        self.known.append(node.ino)
         return node.ino
 
     async def create(self, parent: int, name: bytes) -> tuple[Handle, int]:
@@ -113,6 +120,7 @@ class Publisher(Actor):
             )[0]
             await action(place)
             await self.compare(place)
+            self.forget()
 
     def history(self, place: tuple[int, bytes]) -> list[bytes | None]:
         return self.expected.blocks[b"%d/%s" % place]
@@ -230,6 +238,7 @@ class Editor(Actor):
         for _ in range(steps):
             await self.rng.choices(actions, [6, 4, 2, 2, 2, 1])[0]()
             await self.compare()
+            self.forget()
         await self.close(self.handle, self.ino)
 
     def becomes(self, data: bytes) -> None:
@@ -318,6 +327,7 @@ class Gardener(Actor):
             await self.tolerant(volume.remove_directory(ROOT_INODE, name))
             assert await self.find(ROOT_INODE, name) is None
             await self.close(handle, ino)
+            self.forget()
 
 
 def made_of(data: bytes, states: list[bytes]) -> bool:

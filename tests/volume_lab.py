@@ -159,9 +159,7 @@ class MemorySegments(SegmentStore):
     """The contract of ``segments/api.py`` over ``Disk.segments``."""
 
     def __init__(self, disk: Disk, chaos: Chaos) -> None:
-        super().__init__(
-            SegmentLimits(alignment=1, overwrite=True, preallocates=True, mappable=True, registers=False)
-        )
+        super().__init__(SegmentLimits(alignment=1, overwrite=True, preallocates=True, mappable=True, registers=False))
         self.disk = disk
         self.chaos = chaos
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import os
@@ -29,8 +30,8 @@ IDLE_TASKS = 16
 """tasks that wait for requests; below that pyfuse3 starts one for nearly every request"""
 TASKS_MAX = 256
 """requests that may wait inside the volume at once, such as closes that share one strict commit"""
-UNMOUNT_SECONDS = 20.0
-"""for a clean unmount; then the mount is cut off, and what the kernel had not written yet is lost"""
+END_SECONDS = 20.0
+"""for each step of the way out, so that a daemon that is told to end does"""
 
 
 async def serve(
@@ -42,16 +43,35 @@ async def serve(
     folder. A cancellation unmounts: cleanly if nobody uses the mount, else lazily after a sync. MountError where
     the machine does not allow the mount, VolumeError and ConfigError where the volume cannot be opened.
     """
-    failure: MountError | None = None
-    async with open_volume(options, os.path.abspath(mountpoint)) as volume:
-        words = kernel_options(options.mount, source or options.volume_path)
-        try:
-            with _mounted(make_operations(volume, options), mountpoint, words) as session:
-                await _answer(session, options.mount.read_ahead, on_ready)
-        except MountError as error:  # carried past the volume's nursery, which would wrap it in a group
-            failure = error
-    if failure:
-        raise failure
+    try:
+        async with trio.open_nursery() as nursery:
+            stop = trio.Event()
+            nursery.start_soon(_set_when_cancelled, stop)
+            with trio.CancelScope() as scope:
+                async with open_volume(options, os.path.abspath(mountpoint)) as volume:
+                    # From here on a cancellation only sets ``stop``: the volume's own tasks must go on until
+                    # the kernel has written everything back, or they could not flush it.
+                    scope.shield = True
+                    words = kernel_options(options.mount, source or options.volume_path)
+                    with _mounted(make_operations(volume, options), mountpoint, words) as session:
+                        await _answer(session, stop, options.mount.read_ahead, on_ready)
+            nursery.cancel_scope.cancel()
+    except BaseExceptionGroup as group:
+        raise _alone(group) from None
+
+
+async def _set_when_cancelled(stop: trio.Event) -> None:
+    try:
+        await trio.sleep_forever()
+    finally:
+        stop.set()
+
+
+def _alone(error: BaseException) -> BaseException:
+    """A failure that nurseries wrapped in groups, as itself if it is the only one."""
+    while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
+        error = error.exceptions[0]
+    return error
 
 
 def kernel_options(options: MountOptions, source: Path) -> set[str]:
@@ -112,8 +132,6 @@ class _Session:
     """One mount, from pyfuse3.init to pyfuse3.close."""
 
     mountpoint: Path
-    ended: trio.Event
-    """the main loop returned"""
     detached: bool = False
     """this process took the mount out of the mount table"""
 
@@ -125,21 +143,19 @@ def _mounted(operations: KvfuseOperations, mountpoint: Path, words: set[str]) ->
         pyfuse3.init(operations, os.fspath(mountpoint), words)
     except RuntimeError as error:
         raise MountError(f"{mountpoint} cannot be mounted ({error}); 'kvfuse doctor' tells what is missing") from error
-    session = _Session(mountpoint, trio.Event())
+    session = _Session(mountpoint)
     try:
         yield session
     finally:
         pyfuse3.close(unmount=not session.detached)
 
 
-async def _answer(session: _Session, read_ahead_size: int, on_ready: Callable[[], None]) -> None:
-    """Answer the kernel until the mount is gone. A cancellation brings that about."""
+async def _answer(session: _Session, stop: trio.Event, read_ahead_size: int, on_ready: Callable[[], None]) -> None:
+    """Answer the kernel until the mount is gone, which ``stop`` brings about."""
     async with trio.open_nursery() as nursery:
         nursery.start_soon(_announce, session.mountpoint, read_ahead_size, on_ready)
-        nursery.start_soon(_unmount_when_cancelled, session)
-        with trio.CancelScope(shield=True):  # requests under way are answered, whoever cancels
-            await pyfuse3.main(min_tasks=IDLE_TASKS, max_tasks=TASKS_MAX)
-        session.ended.set()
+        nursery.start_soon(_end_when_told, stop, session, nursery.cancel_scope)
+        await pyfuse3.main(min_tasks=IDLE_TASKS, max_tasks=TASKS_MAX)
         nursery.cancel_scope.cancel()
 
 
@@ -160,16 +176,16 @@ def _set_read_ahead(device: int, size: int) -> None:
         log.info("read-ahead stays as it is: %s", error)
 
 
-async def _unmount_when_cancelled(session: _Session) -> None:
-    """Wait for the end of the main loop; on a cancellation before that, bring it about."""
-    try:
-        await session.ended.wait()
-    except trio.Cancelled:
-        with trio.move_on_after(UNMOUNT_SECONDS, shield=True):
-            if await _detach(session):
-                await session.ended.wait()
-        pyfuse3.terminate()
-        raise
+async def _end_when_told(stop: trio.Event, session: _Session, scope: trio.CancelScope) -> None:
+    """Wait for ``stop``, then see to it that the main loop ends: each step is for what the one before left."""
+    await stop.wait()
+    with trio.move_on_after(END_SECONDS):
+        if await _detach(session):
+            await trio.sleep_forever()  # the loop ends by itself, unless another mount namespace has the mount too
+    pyfuse3.terminate()
+    await trio.sleep(END_SECONDS)  # for requests under way
+    log.error("%s: requests are still not answered after %g s: they are given up", session.mountpoint, END_SECONDS)
+    scope.cancel()
 
 
 async def _detach(session: _Session) -> bool:
@@ -181,8 +197,8 @@ async def _detach(session: _Session) -> bool:
     command = ["umount", "-i"] if os.geteuid() == 0 else ["fusermount3", "-u"]
     lazily = "-l" if os.geteuid() == 0 else "-z"
     path = os.fspath(session.mountpoint)
-    if await _succeeds([*command, path]):
-        session.detached = True
+    session.detached = await _succeeds([*command, path])
+    if session.detached:
         return True
     log.warning("%s is in use and is cut off from its users", path)
     await _succeeds(["sync", "-f", path])
@@ -191,9 +207,10 @@ async def _detach(session: _Session) -> bool:
 
 
 async def _succeeds(command: list[str]) -> bool:
-    """Run a command; its complaints go to the log."""
+    """Run a command; its complaints go to the log. A cancellation leaves it behind: it may wait for the kernel."""
+    run = functools.partial(subprocess.run, command, stdin=subprocess.DEVNULL, capture_output=True, check=False)
     try:
-        done = await trio.run_process(command, capture_stdout=True, capture_stderr=True, check=False)
+        done = await trio.to_thread.run_sync(run, abandon_on_cancel=True)
     except OSError as error:
         log.warning("%s: %s", command[0], error)
         return False

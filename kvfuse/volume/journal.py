@@ -370,8 +370,8 @@ class Journal:
                 node.changed = node.forced = True
                 self._dirty[node] = None
                 node.dirty_chunks.update(index for index in node.chunks if index >= schema.INLINE_CHUNKS)
-        for _, _, change in batch.names:
-            change.stored = True
+        for parent, name, _ in batch.names:
+            self.overlay[parent][name].stored = True
         for directory in batch.times:
             self._times[directory] = None
         self._extra = {**batch.extra, **self._extra}

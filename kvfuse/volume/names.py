@@ -271,7 +271,10 @@ class Names:
         """No entry in the overlay, none in the store that the overlay does not take away."""
         after = b""
         while True:
+            epoch = self.journal.epoch
             rows = await self.core.records.scan(schema.entry_prefix(ino), after, 64)
+            if epoch != self.journal.epoch:
+                continue
             changes = self.journal.overlay.get(ino, {})
             if any(change.node is not None for change in changes.values()):
                 return False
@@ -458,7 +461,10 @@ class Names:
         await self.directory(ino)
         entries: list[DirEntry] = []
         while len(entries) < limit:
+            epoch = self.journal.epoch
             rows = await self.core.records.scan(schema.entry_prefix(ino), schema.entry_after(ino, after), limit)
+            if epoch != self.journal.epoch:
+                continue
             more = len(rows) == limit
             last = schema.split_entry_key(rows[-1].key)[1] if more else (1 << 63) - 1
             page: dict[bytes, Node | schema.InodeRecord | int] = {}

@@ -10,6 +10,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator
 from stat import S_IFDIR, S_IFMT, S_IFREG
+from weakref import WeakValueDictionary
 
 import trio
 
@@ -157,6 +158,7 @@ class Node:
     """One inode in memory. Everything but ``chunks`` mirrors its record; see `schema.InodeRecord`."""
 
     __slots__ = (
+        "__weakref__",
         "atime",
         "born",
         "changed",
@@ -424,16 +426,24 @@ class Places:
 
 
 class Nodes:
-    """Decoded inodes by number, bounded: what is neither busy nor recently used goes first."""
+    """Decoded inodes by number, bounded: what is neither busy nor recently used goes first.
+
+    There is never a second node of an inode: one that had to go while an operation still holds it is found again.
+    """
 
     def __init__(self, count_max: int) -> None:
         self.count_max = count_max
         self._nodes: dict[int, Node] = {}
+        self._evicted: WeakValueDictionary[int, Node] = WeakValueDictionary()
 
     def get(self, ino: int) -> Node | None:
         node = self._nodes.get(ino)
         if node is not None:
             node.recent = True
+        elif self._evicted:
+            node = self._evicted.pop(ino, None)
+            if node is not None:
+                self.add(node)
         return node
 
     def add(self, node: Node) -> Node:
@@ -444,6 +454,7 @@ class Nodes:
 
     def drop(self, ino: int) -> None:
         self._nodes.pop(ino, None)
+        self._evicted.pop(ino, None)
 
     def _evict(self, steps: int) -> None:
         """Look at a few of the oldest: drop what may go, give the others another round."""
@@ -453,6 +464,8 @@ class Nodes:
             if node.recent or node.busy:
                 node.recent = False
                 self._nodes[ino] = node
+            else:
+                self._evicted[ino] = node
 
     def __iter__(self) -> Iterator[Node]:
         return iter(self._nodes.values())

@@ -90,7 +90,6 @@ async def run_volume(
             yield volume
         finally:
             await _shielded(volume.finish)
-            nursery.cancel_scope.cancel()
 
 
 async def _shielded(close: Callable[[], Awaitable[None]]) -> None:
@@ -111,6 +110,7 @@ class Volume:
         self.names = Names(core, self.journal, self.content)
         self.xattrs = Xattrs(core, self.journal, self.names)
         self._nursery = nursery
+        self._scopes: list[trio.CancelScope] = []
         self._background_count = 0
         self._background_done = trio.Event()
         self._opened = time.time()
@@ -364,7 +364,8 @@ class Volume:
 
         async def run() -> None:
             try:
-                await work
+                with trio.CancelScope(shield=True):
+                    await work
             finally:
                 self._background_count -= 1
                 self._background_done.set()
@@ -406,15 +407,27 @@ class Volume:
 
     async def start(self) -> None:
         """Begin to commit and to write back, and free what the last daemon could not."""
-        self._nursery.start_soon(self.flusher.run)
-        self._nursery.start_soon(self.journal.run)
+        self._nursery.start_soon(self._run_until_finished, self.flusher.run)
+        self._nursery.start_soon(self._run_until_finished, self.journal.run)
         if not self.read_only:
             await self._reap_orphans()
 
+    async def _run_until_finished(self, run: Callable[[], Awaitable[None]]) -> None:
+        """Run a task that outlives a cancellation of the volume's user: `finish` needs it, and ends it."""
+        with trio.CancelScope(shield=True) as scope:
+            self._scopes.append(scope)
+            await run()
+
     async def finish(self) -> None:
-        """Everything that was changed reaches the engines, also when some of it fails at first."""
-        if self.read_only:
-            return
+        """Everything that was changed reaches the engines, also when some of it fails at first; then nothing runs."""
+        try:
+            if not self.read_only:
+                await self._store_all()
+        finally:
+            for scope in self._scopes:
+                scope.cancel()
+
+    async def _store_all(self) -> None:
         while self._background_count:
             await self._background_done.wait()
         for _ in range(FINISH_ATTEMPTS - 1):

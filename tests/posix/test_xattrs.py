@@ -133,4 +133,6 @@ def test_attributes_stay_through_rename_and_link(folder: Path, path: Path) -> No
 @pytest.mark.kvfuse_only
 def test_access_control_lists_are_not_offered(path: Path) -> None:
     with fails(errno.EOPNOTSUPP):
-        os.setxattr(path, "system.posix_acl_access", bytes.fromhex("0200000001000600ffffffff04000400ffffffff20000400ffffffff"))
+        os.setxattr(
+            path, "system.posix_acl_access", bytes.fromhex("0200000001000600ffffffff04000400ffffffff20000400ffffffff")
+        )
