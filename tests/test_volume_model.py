@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import os
 import random
+import stat
 from collections.abc import Awaitable, Iterator
 from dataclasses import dataclass, field
 
@@ -374,10 +375,12 @@ async def find_path(reader: Actor, path: bytes) -> bytes | None:
 
 async def read_everything(reader: Actor, folder: int) -> None:
     for entry in await reader.volume.list_directory(folder, 0, 10_000):
-        if entry.attributes.mode & 0o170000 == 0o040000:
-            await read_everything(reader, entry.attributes.ino)
+        ino = entry.attributes.ino
+        reader.volume.remember(entry.attributes)
+        if stat.S_ISDIR(entry.attributes.mode):
+            await read_everything(reader, ino)
         else:
-            await reader.read_all(entry.attributes.ino)
+            await reader.read_all(ino)
 
 
 async def play(rng: random.Random, options: Options, chaos: Chaos, *, steps: int, crashes: int) -> None:

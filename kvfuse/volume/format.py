@@ -177,6 +177,7 @@ def first_records(options: Options) -> dict[bytes, bytes]:
         schema.COUNTER_INODE: schema.encode_u64(FIRST_INODE),
         schema.COUNTER_GENERATION: schema.encode_u64(1),
         schema.COUNTER_FILES: schema.encode_u64(1),
+        schema.EXACT_SIZES: schema.encode_u64s(options.volume.exact_sizes),
     }
 
 

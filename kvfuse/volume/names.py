@@ -38,6 +38,8 @@ class Found(NamedTuple):
     """the record store has a record of the name"""
     change: NameChange | None
     """the entry of the overlay that said so; None: the store did"""
+    epoch: int
+    """of the journal, when it was seen"""
 
 
 @dataclass
@@ -89,24 +91,29 @@ class Names:
         while True:
             change = self.journal.find(parent, name)
             if change is not None:
-                return Found(change.node, change.stored, change)
+                return Found(change.node, change.stored, change, self.journal.epoch)
             epoch = self.journal.epoch
             record = (await self.core.records.get([schema.entry_key(parent, name)]))[0]
             if self.journal.find(parent, name) is not None or epoch != self.journal.epoch:
                 continue
             if record is None:
-                return Found(None, False, None)
+                return Found(None, False, None, epoch)
             entry = schema.decode_entry(record.value)
             if isinstance(entry, schema.InodeRecord):
-                return Found(self._materialise(entry, parent, name, own=False), True, None)
+                return Found(self._materialise(entry, parent, name, own=False), True, None, epoch)
             node = self.core.nodes.get(entry)
             if node is None:
                 self.core.places.set(entry, parent, name)
                 node = await self.node(entry)
-                if self.journal.find(parent, name) is not None:
+                if self.journal.find(parent, name) is not None or epoch != self.journal.epoch:
                     continue
             node.parent, node.name = parent, name
-            return Found(node, True, None)
+            return Found(node, True, None, epoch)
+
+    def _holds(self, parent: int, name: bytes, found: Found) -> bool:
+        """What `find` said is still so, although the caller has waited since."""
+        change = self.journal.find(parent, name)
+        return change is found.change and (change is not None or found.epoch == self.journal.epoch)
 
     async def find_existing(self, parent: int, name: bytes) -> tuple[Node, bool]:
         """(node, stored) of a name that exists. NotFound."""
@@ -183,7 +190,7 @@ class Names:
         directory, stored = await self._free_name(parent, name)
         core = self.core
         gid = directory.gid if directory.mode & stat.S_ISGID else caller.gid
-        node = Node(core.inodes.next(), mode, caller.uid, gid, core.chunk_size)
+        node = Node(core.inodes.next(), mode, caller.uid, gid, directory.chunk_size or core.chunk_size)
         node.rdev, node.target = rdev, target
         node.size = len(target)
         node.parent, node.name = parent, name
@@ -251,21 +258,36 @@ class Names:
     async def remove_directory(self, parent: int, name: bytes) -> tuple[Node, Node]:
         directory = await self.directory(parent)
         while True:
-            node, stored = await self.find_existing(parent, name)
+            found = await self.find(parent, name)
+            node = found.node
+            if node is None:
+                raise errors.NotFound(f"{name!r} does not exist in directory {parent}")
             if not node.is_directory:
                 raise errors.NotADirectory(f"{name!r} is no directory")
             if self._needs_loading(node):
                 await self.load_for_removal(node)
                 continue
-            if not await self._is_empty(node.ino):
-                raise errors.NotEmpty(f"directory {name!r} is not empty")
-            if (await self.find(parent, name)).node is node:
+            await self._check_empty(node, name)
+            if self._holds(parent, name, found):
                 break
         self.core.counters.removes += 1
-        self.journal.set_name(parent, name, None, stored)
+        self.journal.set_name(parent, name, None, found.stored)
         self._drop_directory(directory, node)
         self._changed(directory)
         return directory, node
+
+    async def _check_empty(self, directory: Node, name: bytes) -> None:
+        """NotEmpty, unless the directory may be removed. What was moved out of it is gone from the store then."""
+        if leaving := self._leaving(directory):
+            await self.journal.commit(*leaving)
+        if not await self._is_empty(directory.ino):
+            raise errors.NotEmpty(f"directory {name!r} is not empty")
+
+    def _leaving(self, directory: Node) -> list[Node]:
+        """Inodes moved out of the directory whose commit may yet have to wait for bytes."""
+        changes = self.journal.overlay.get(directory.ino, {}).values()
+        moved = [change.moved for change in changes if change.moved is not None]
+        return [node for node in moved if node.writers or node.staged_count]
 
     async def _is_empty(self, ino: int) -> bool:
         """No entry in the overlay, none in the store that the overlay does not take away."""
@@ -389,9 +411,7 @@ class Names:
                 # Two records that stay must change in one commit: none may have to wait for bytes.
                 await self.content.flusher.flush([node, other])
                 continue
-            if self.journal.find(parent, name) is source.change and (
-                self.journal.find(new_parent, new_name) is target.change
-            ):
+            if self._holds(parent, name, source) and self._holds(new_parent, new_name, target):
                 break
         if target_directory.nlink == 0:
             raise errors.NotFound(f"directory {new_parent} was removed")
@@ -425,8 +445,7 @@ class Names:
         if other.is_directory:
             if not node.is_directory:
                 raise errors.IsADirectory(f"{new_name!r} is a directory")
-            if not await self._is_empty(other.ino):
-                raise errors.NotEmpty(f"directory {new_name!r} is not empty")
+            await self._check_empty(other, new_name)
         elif node.is_directory:
             raise errors.NotADirectory(f"{new_name!r} is no directory")
 

@@ -10,7 +10,7 @@ c     inode u64, chunk index u64               extents of a chunk that has no ro
 x     inode u64, attribute name                value of an extended attribute
 s     slab u32                                 slot size u32, bitmap: the slab's allocation state
 o     inode u64                                inode of an unlinked file that is still open
-n     name of a counter                        u64
+n     name of a counter or list                u64, or several
 ====  =======================================  =====================================================
 
 Entries of a directory are ordered by a hash of their name, which is also the readdir cookie: a listing
@@ -20,6 +20,7 @@ can go on from any entry, whatever was created or removed since, without state.
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterable
 from hashlib import blake2b
 
 import msgspec
@@ -43,6 +44,9 @@ COUNTER_GENERATION = b"ngeneration"
 """First slot generation of the range that nobody took yet."""
 COUNTER_FILES = b"nfiles"
 """Inodes in the volume."""
+
+EXACT_SIZES = b"nexact"
+"""The slot sizes that the volume was formatted with, besides the geometric ones: a u64 each."""
 
 COUNTER_RANGE = 1 << 16
 """Numbers taken from a counter at once; what is left of a range at a restart is never used."""
@@ -179,6 +183,14 @@ def encode_u64(value: int) -> bytes:
 
 def decode_u64(value: bytes) -> int:
     return int(_U64.unpack(value)[0])
+
+
+def encode_u64s(values: Iterable[int]) -> bytes:
+    return b"".join([_U64.pack(value) for value in values])
+
+
+def decode_u64s(value: bytes) -> list[int]:
+    return [number for (number,) in _U64.iter_unpack(value)]
 
 
 def encode_times(atime: int, mtime: int, ctime: int) -> bytes:

@@ -20,9 +20,9 @@ from kvfuse.config import Options
 from kvfuse.remote.records.api import RecordStore
 from kvfuse.remote.segments.api import SegmentStore
 from kvfuse.slab.allocator import Allocator, SlabState
-from kvfuse.slab.layout import Superblock
+from kvfuse.slab.layout import PAGE_SIZE, Superblock
 from kvfuse.volume import format, schema
-from kvfuse.volume.api import Caller, Changes, DirEntry, Handle, Space
+from kvfuse.volume.api import ROOT_INODE, Caller, Changes, DirEntry, Handle, Space
 from kvfuse.volume.content import Content
 from kvfuse.volume.core import Core, NumberRange
 from kvfuse.volume.flush import Flusher
@@ -461,20 +461,22 @@ def _is_closing(path: Path) -> bool:
 async def _load(options: Options, superblock: Superblock, records: RecordStore, segments: SegmentStore) -> Core:
     """The state of a volume from its records."""
     geometry = superblock.geometry
-    slabs = Allocator(geometry, options.volume.exact_sizes)
+    keys = [schema.COUNTER_INODE, schema.COUNTER_GENERATION, schema.COUNTER_FILES, schema.inode_key(ROOT_INODE)]
+    found = await records.get([*keys, schema.EXACT_SIZES])
+    values = [record.value for record in found if record is not None]
+    if len(values) < len(found):
+        raise errors.VolumeError(
+            f"{options.volume_path}: the record store is damaged (no counters): 'kvfuse fsck --rebuild' recovers blocks"
+        )
+    inode, generation, files = [schema.decode_u64(value) for value in values[:3]]
+    sizes = {*schema.decode_u64s(values[4]), *options.volume.exact_sizes}
+    slabs = Allocator(geometry, {-(-size // PAGE_SIZE) * PAGE_SIZE for size in sizes if size <= geometry.slab_size})
     states: list[SlabState] = []
     after = b""
     while rows := await records.scan(b"s", after, 1000):
         states += [SlabState(schema.key_slab(row.key), *schema.decode_slab(row.value)) for row in rows]
         after = rows[-1].key
     slabs.restore(states)
-    keys = [schema.COUNTER_INODE, schema.COUNTER_GENERATION, schema.COUNTER_FILES]
-    counters = await records.get(keys)
-    if any(counter is None for counter in counters):
-        raise errors.VolumeError(
-            f"{options.volume_path}: the record store is damaged (no counters): 'kvfuse fsck --rebuild' recovers blocks"
-        )
-    inode, generation, files = [schema.decode_u64(counter.value) for counter in counters if counter is not None]
     return Core(
         superblock=superblock,
         geometry=geometry,
@@ -482,7 +484,7 @@ async def _load(options: Options, superblock: Superblock, records: RecordStore, 
         segments=segments,
         slabs=slabs,
         nodes=Nodes(options.cache.nodes),
-        chunk_size=min(options.volume.chunk_size, geometry.slab_size),
+        chunk_size=min(schema.decode_inode(values[3]).chunk_size or options.volume.chunk_size, geometry.slab_size),
         strict=options.publish.mode == "strict",
         read_only=options.mount.read_only,
         inodes=NumberRange(schema.COUNTER_INODE, inode),

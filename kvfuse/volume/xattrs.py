@@ -1,11 +1,14 @@
-"""Extended attributes: one record each, and one that is a setting of a folder."""
+"""Extended attributes: one record each, and two that are settings of a folder."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvfuse import errors
+from kvfuse.slab.layout import PAGE_SIZE
 from kvfuse.volume import schema
 from kvfuse.volume.core import Core
 from kvfuse.volume.journal import Journal
@@ -15,11 +18,58 @@ from kvfuse.volume.node import Node
 XATTR_NAME_MAX = 255
 XATTR_VALUE_MAX = 64 << 10
 
-PUBLISH = b"user.kvfuse.publish"
-"""Of a directory: "strict" or "relaxed"; new directories in it inherit the setting."""
-
 _PUBLISH_FLAGS = {b"strict": schema.FLAG_STRICT, b"relaxed": schema.FLAG_RELAXED}
 _PUBLISH_MASK = schema.FLAG_STRICT | schema.FLAG_RELAXED
+
+
+class Setting(NamedTuple):
+    """An attribute that is a setting of a directory; new directories in it inherit it."""
+
+    get: Callable[[Core, Node], bytes | None]
+    """None: the directory has no setting of its own"""
+    set: Callable[[Core, Node, bytes], None]
+    """InvalidArgument for a value that makes no sense"""
+    clear: Callable[[Core, Node], None]
+
+
+def _get_publish(core: Core, node: Node) -> bytes | None:
+    return next((value for value, flag in _PUBLISH_FLAGS.items() if node.flags & flag), None)
+
+
+def _set_publish(core: Core, node: Node, value: bytes) -> None:
+    flag = _PUBLISH_FLAGS.get(value)
+    if flag is None:
+        raise errors.InvalidArgument(f"publishing is 'strict' or 'relaxed', not {value!r}")
+    node.flags = node.flags & ~_PUBLISH_MASK | flag
+
+
+def _clear_publish(core: Core, node: Node) -> None:
+    node.flags &= ~_PUBLISH_MASK
+
+
+def _get_chunk_size(core: Core, node: Node) -> bytes | None:
+    return b"%d" % node.chunk_size if node.chunk_size != core.chunk_size else None
+
+
+def _set_chunk_size(core: Core, node: Node, value: bytes) -> None:
+    size_max = core.geometry.slab_size
+    size = int(value) if value.isdigit() else 0
+    if not PAGE_SIZE <= size <= size_max or size % PAGE_SIZE:
+        raise errors.InvalidArgument(
+            f"a chunk has {PAGE_SIZE} to {size_max} bytes in steps of {PAGE_SIZE}, not {value!r}"
+        )
+    node.chunk_size = size
+
+
+def _clear_chunk_size(core: Core, node: Node) -> None:
+    node.chunk_size = core.chunk_size
+
+
+SETTINGS = {
+    b"user.kvfuse.publish": Setting(_get_publish, _set_publish, _clear_publish),
+    b"user.kvfuse.chunk_size": Setting(_get_chunk_size, _set_chunk_size, _clear_chunk_size),
+}
+"""``publish``: "strict" or "relaxed". ``chunk_size``: bytes that one chunk covers, of files made later."""
 
 
 @dataclass
@@ -32,10 +82,10 @@ class Xattrs:
 
     async def get(self, ino: int, name: bytes) -> bytes:
         node = await self.names.node(ino)
-        if name == PUBLISH and node.is_directory:
-            for value, flag in _PUBLISH_FLAGS.items():
-                if node.flags & flag:
-                    return value
+        setting = SETTINGS.get(name)
+        found: bytes | None = None
+        if setting is not None:
+            found = setting.get(self.core, node) if node.is_directory else None
         elif node.flags & schema.FLAG_XATTRS:
             key = schema.xattr_key(ino, name)
             pending = self.journal.pending_puts(key)
@@ -44,9 +94,9 @@ class Xattrs:
             else:
                 record = (await self.core.records.get([key]))[0]
                 found = record.value if record is not None else None
-            if found is not None:
-                return found
-        raise errors.NoAttribute(f"inode {ino} has no attribute {name!r}")
+        if found is None:
+            raise errors.NoAttribute(f"inode {ino} has no attribute {name!r}")
+        return found
 
     async def set(self, ino: int, name: bytes, value: bytes) -> Node:
         node = await self.names.node(ino)
@@ -55,8 +105,11 @@ class Xattrs:
                 f"attribute {name!r} of {len(value)} bytes:"
                 f" at most {XATTR_NAME_MAX} bytes of name, {XATTR_VALUE_MAX} of value"
             )
-        if name == PUBLISH:
-            self._set_publish(node, value)
+        setting = SETTINGS.get(name)
+        if setting is not None:
+            if not node.is_directory:
+                raise errors.NotPermitted(f"inode {ino}: {name!r} is a setting of directories")
+            setting.set(self.core, node, value)
         else:
             if node.nlink == 0:
                 raise errors.Stale(f"inode {ino} was removed")
@@ -65,19 +118,11 @@ class Xattrs:
             self.journal.put(schema.xattr_key(ino, name), value)
         return self._changed(node)
 
-    def _set_publish(self, node: Node, value: bytes) -> None:
-        if not node.is_directory:
-            raise errors.NotPermitted(f"inode {node.ino}: publishing is a setting of directories")
-        flag = _PUBLISH_FLAGS.get(value)
-        if flag is None:
-            raise errors.InvalidArgument(f"{PUBLISH!r} is 'strict' or 'relaxed', not {value!r}")
-        node.flags = node.flags & ~_PUBLISH_MASK | flag
-
     async def list(self, ino: int) -> list[bytes]:
         node = await self.names.node(ino)
-        names = set()
-        if node.flags & _PUBLISH_MASK and node.is_directory:
-            names.add(PUBLISH)
+        names: set[bytes] = set()
+        if node.is_directory:
+            names.update(name for name, setting in SETTINGS.items() if setting.get(self.core, node) is not None)
         if node.flags & schema.FLAG_XATTRS:
             prefix = schema.xattr_prefix(ino)
             after = b""
@@ -94,8 +139,8 @@ class Xattrs:
     async def remove(self, ino: int, name: bytes) -> Node:
         await self.get(ino, name)
         node = await self.names.node(ino)
-        if name == PUBLISH and node.is_directory:
-            node.flags &= ~_PUBLISH_MASK
+        if name in SETTINGS:
+            SETTINGS[name].clear(self.core, node)
         else:
             self.journal.put(schema.xattr_key(ino, name), None)
         return self._changed(node)

@@ -59,8 +59,8 @@ LIMITS = RecordLimits(
     key_size_max=511,
     value_size_max=4 << 20,
     # Dirty pages stay in memory until the commit, and LMDB keeps them for the next: at most a page an operation.
-    commit_operations_max=16384,
-    commit_bytes_max=16 << 20,
+    commit_operations_max=1 << 19,
+    commit_bytes_max=256 << 20,
     shared=False,
 )
 
