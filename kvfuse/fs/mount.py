@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pyfuse3
@@ -94,7 +95,7 @@ def kernel_options(options: MountOptions, source: Path) -> set[str]:
     return words
 
 
-def make_operations(volume: VolumeApi, options: Options) -> KvfuseOperations:
+def make_operations(volume: VolumeApi[Any], options: Options) -> KvfuseOperations:
     """The door to ``volume``, with the virtual files that tell about this daemon."""
 
     def stats() -> bytes:

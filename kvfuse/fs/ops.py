@@ -107,7 +107,7 @@ class KvfuseOperations(pyfuse3.Operations):
 
     def __init__(
         self,
-        volume: VolumeApi,
+        volume: VolumeApi[Any],
         virtual: VirtualFolder,
         *,
         entry_timeout: float,
@@ -347,11 +347,12 @@ class KvfuseOperations(pyfuse3.Operations):
                 if is_virtual(fh)
                 else await self._volume.list_directory(fh, cookie, LISTING_BATCH)
             )
-            for name, cookie, attributes in rows:
+            for entry in rows:
+                name, cookie, attributes = entry
                 if not pyfuse3.readdir_reply(token, name, self._reply(attributes), cookie):
                     return
                 if not is_virtual(attributes.ino):
-                    self._volume.remember(attributes)
+                    self._volume.remember(fh, entry)
             if len(rows) < LISTING_BATCH:
                 return
 

@@ -12,7 +12,7 @@ restart, see it.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 ROOT_INODE = 1
 FIRST_INODE = 1024
@@ -94,7 +94,10 @@ class Handle(Protocol):
     """what the kernel cached of the content at an earlier open is still true"""
 
 
-class VolumeApi(Protocol):
+H = TypeVar("H", bound=Handle)
+
+
+class VolumeApi(Protocol[H]):
     """The operations of a mounted volume. ``async`` ones may wait; each says what for in its room."""
 
     read_only: bool
@@ -106,16 +109,14 @@ class VolumeApi(Protocol):
     def forget(self, ino: int, count: int) -> None:
         """The kernel dropped ``count`` of its references."""
 
-    def remember(self, attributes: Attributes) -> None:
-        """Count an inode, shown by ``list_directory``, once more as known to the kernel (readdirplus)."""
+    def remember(self, parent: int, entry: DirEntry) -> None:
+        """Count the inode of an entry of directory ``parent`` once more as known to the kernel (readdirplus)."""
 
     async def attributes(self, ino: int) -> Attributes: ...
     async def set_attributes(self, ino: int, changes: Changes, caller: Caller) -> Attributes:
         """Also clears setuid and setgid where POSIX asks for it; ``size`` truncates or extends."""
 
-    async def create(
-        self, parent: int, name: bytes, mode: int, caller: Caller, flags: int
-    ) -> tuple[Handle, Attributes]:
+    async def create(self, parent: int, name: bytes, mode: int, caller: Caller, flags: int) -> tuple[H, Attributes]:
         """Create a regular file and open it with ``flags`` (O_*). Exists, if it does. Counted as looked up."""
 
     async def make_node(self, parent: int, name: bytes, mode: int, rdev: int, caller: Caller) -> Attributes:
@@ -137,23 +138,23 @@ class VolumeApi(Protocol):
         """
 
     # files
-    async def open(self, ino: int, flags: int, caller: Caller) -> Handle:
+    async def open(self, ino: int, flags: int, caller: Caller) -> H:
         """O_TRUNC in ``flags`` truncates. IsADirectory for a directory."""
 
-    async def read(self, handle: Handle, offset: int, size: int) -> bytes | bytearray | memoryview:
+    async def read(self, handle: H, offset: int, size: int) -> bytes | bytearray | memoryview:
         """Bytes at ``offset``, short at the end of the file. A memoryview is to be consumed before any await."""
 
-    async def write(self, handle: Handle, offset: int, data: bytes) -> int:
+    async def write(self, handle: H, offset: int, data: bytes) -> int:
         """Takes all of ``data`` (kept, not copied, where possible: it must be immutable). NoSpace, FileTooLarge."""
 
-    async def flush(self, handle: Handle) -> None:
+    async def flush(self, handle: H) -> None:
         """A descriptor was closed: with strict publishing, returns after the commit."""
 
-    async def fsync(self, handle: Handle) -> None:
+    async def fsync(self, handle: H) -> None:
         """Bytes, attributes and names of the file survive the loss of power once this returned."""
 
     async def fsync_directory(self, ino: int) -> None: ...
-    async def release(self, handle: Handle) -> None: ...
+    async def release(self, handle: H) -> None: ...
 
     # extended attributes
     async def get_xattr(self, ino: int, name: bytes) -> bytes: ...

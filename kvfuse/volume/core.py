@@ -163,6 +163,10 @@ class Core:
             node.dead.append(extent)
         extent.state = DISCARDED
 
+    def chunk_size_in(self, directory: Node) -> int:
+        """Bytes of a chunk of files that are made in ``directory``."""
+        return min(directory.chunk_size or self.chunk_size, self.geometry.slab_size)
+
     # -- inodes --------------------------------------------------------------------------------------
 
     def path_of(self, node: Node) -> bytes:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import shutil
 import socket
 import stat
@@ -126,12 +127,15 @@ async def format_volume(options: Options, *, replace: bool = False) -> Superbloc
     except ValueError as error:
         raise VolumeError(f"{path} cannot be formatted: {error}") from None
     _check_folder(path, replace)
+    for folder, ours in _engine_folders(options):
+        _check_engine_folder(folder, ours)
     path.mkdir(parents=True, exist_ok=True)
     with locked(path):
         if replace:
             (path / SUPERBLOCK_FILE).unlink(missing_ok=True)
-        for folder in (options.records_path, options.segments_path):
-            shutil.rmtree(folder, ignore_errors=True)
+        for folder, _ in _engine_folders(options):
+            if folder.exists():
+                shutil.rmtree(folder)
             folder.mkdir(parents=True)
         superblock = Superblock(uuid4().bytes, geometry, time.time_ns())
         await write_first_records(options)
@@ -154,6 +158,18 @@ def _check_folder(path: Path, replace: bool) -> None:
         raise VolumeError(f"{path} is not empty ({strangers[0]!r} is in it): choose an empty folder for a volume")
     if is_volume(path) and not replace:
         raise VolumeError(f"{path} is a kvfuse volume already; 'kvfuse format --force' would drop all that is in it")
+
+
+def _engine_folders(options: Options) -> list[tuple[Path, str]]:
+    """The engines' folders, and what files of theirs are called."""
+    return [(options.records_path, r"(data|lock)\.mdb"), (options.segments_path, r"[0-9a-f]{8}\.seg.*")]
+
+
+def _check_engine_folder(folder: Path, ours: str) -> None:
+    """VolumeError where formatting would remove a file that is not a volume's."""
+    for name in sorted(os.listdir(folder)) if folder.is_dir() else []:
+        if not re.fullmatch(ours, name):
+            raise VolumeError(f"{folder} holds {name!r}, which is no part of a volume: choose an empty folder")
 
 
 async def write_first_records(options: Options) -> None:

@@ -9,8 +9,8 @@ A batch is built in one go from memory, between two awaits: it is a consistent s
 staged bytes of its nodes are written to their slots, so no record ever names bytes that are not there.
 A node that is open for writing and was never stored stays out until it is closed: a name that nobody
 published never touches the store, so create, close and rename that meet in one batch become one put.
-What a failed commit carried stays changed and is put again: with one writer a repeated put is harmless,
-so an unknown outcome is resolved by repeating it.
+A commit that failed may have happened. The same batch is sent again, before anything newer, until the
+store takes it: with one writer a repeated put is harmless, and what belongs together stays together.
 """
 
 from __future__ import annotations
@@ -73,9 +73,9 @@ class _Batch(NamedTuple):
     nodes: list[Node]
     times: list[Node]
     names: list[tuple[int, bytes, NameChange]]
-    extra: dict[bytes, bytes | None]
-    slabs: list[int]
     freed: list[Extent]
+    late: set[Node]
+    """changed, but not in it: their bytes come first"""
 
 
 @dataclass
@@ -105,7 +105,9 @@ class Journal:
         self._sent_extra: dict[bytes, bytes | None] = {}
         self.epoch = 0
         """counts settled commits: what was read from the store in an earlier epoch may be old"""
-        self._unfreed: list[Extent] = []
+        self._sent: _Batch | None = None
+        """the commit that is under way, or failed and will be repeated"""
+        self._ties: list[tuple[Node, Node]] = []
         self._name_count = 0
         self._waiters: list[_Waiter] = []
         self._work = trio.Event()
@@ -138,12 +140,25 @@ class Journal:
         """Let ``name`` mean ``node``, or nothing. ``stored``: the store has a record of the name now."""
         names = self.overlay.setdefault(parent, {})
         previous = names.get(name)
+        if node is not None:
+            node.named = True
         if previous is None:
             self._name_count += 1
         else:
             stored = previous.stored
         names[name] = NameChange(node, stored, moved)
         self._wake()
+
+    def tie(self, first: Node, second: Node) -> None:
+        """One took the other's name, and both stay: neither may be committed without the other."""
+        self._ties.append((first, second))
+
+    async def untie(self, *nodes: Node) -> bool:
+        """Have what is tied committed, before one of the two is renamed or removed; False when nothing was."""
+        tied = [node for node in nodes if any(node in tie for tie in self._ties)]
+        if tied:
+            await self.commit(*tied)
+        return bool(tied)
 
     def put(self, key: bytes, value: bytes | None) -> None:
         """Any other record; None deletes it."""
@@ -161,7 +176,7 @@ class Journal:
     @property
     def frees_pending(self) -> bool:
         """A commit would free slots."""
-        return bool(self.core.dead or self._unfreed or any(node.dead for node in self._dirty))
+        return bool(self.core.dead or self.core.slabs.pending_bytes or any(node.dead for node in self._dirty))
 
     def _wake(self) -> None:
         if not self._work.is_set():
@@ -217,16 +232,19 @@ class Journal:
         """Write bytes, build, commit, settle. Operations go on at each await; only `_build` sees one state."""
         waiters = list(self._waiters)
         try:
+            if self._sent is not None:
+                await self._send(self._sent, durable=False)
             flushed = [node for node in self._dirty if node.forced or not node.writers]
+            for node in flushed:
+                node.named = False
             await self.flusher.flush(flushed)
             waiters = self._take_waiters(waiters)
-            batch = self._build(set(flushed))
+            self._sent = batch = self._build(set(flushed))
+            waiters = self._leave_late(waiters, batch)
             durable = any(waiter.durable for waiter in waiters)
             if durable:
                 await self.core.segments.sync()
-            if batch.puts or batch.deletes or durable:
-                await self._send(batch, durable)
-            await self._settle(batch)
+            await self._send(batch, durable)
         except EngineError as error:
             self.counters.commit_failures += 1
             for waiter in waiters:
@@ -239,26 +257,29 @@ class Journal:
 
     def _take_waiters(self, early: list[_Waiter]) -> list[_Waiter]:
         """Who is served by this commit: those who came before the flush, and later ones with no bytes to be written."""
-        taken = [
+        return [
             waiter
             for waiter in self._waiters
             if waiter in early or not any(node.staged_count and node.nlink for node in waiter.nodes)
         ]
-        if len(taken) < len(self._waiters):
+
+    def _leave_late(self, waiters: list[_Waiter], batch: _Batch) -> list[_Waiter]:
+        """Without those whose files did not come into the batch; they and all other waiters get the next one at once."""
+        served = [waiter for waiter in waiters if batch.late.isdisjoint(waiter.nodes)]
+        if len(served) < len(self._waiters):
             self._work.set()
             self._urgent.set()
-        return taken
+        return served
 
     async def _send(self, batch: _Batch, durable: bool) -> None:
-        self.counters.commits += 1
-        self.counters.operations += len(batch.puts) + len(batch.deletes)
-        try:
-            done = await self.core.records.commit(batch.puts, batch.deletes, durable=durable)
-            if not done:
+        """Commit and settle ``_sent``. When that fails it stays to be sent again."""
+        if batch.puts or batch.deletes or durable:
+            self.counters.commits += 1
+            self.counters.operations += len(batch.puts) + len(batch.deletes)
+            if not await self.core.records.commit(batch.puts, batch.deletes, durable=durable):
                 raise EngineError("the record store refused a commit that expected nothing")
-        except BaseException:
-            self._give_back(batch)
-            raise
+        self._sent = None
+        await self._settle(batch)
 
     # -- one batch: these three see and change memory without waiting --------------------------------
 
@@ -270,12 +291,11 @@ class Journal:
         puts: dict[bytes, bytes] = {}
         deletes: set[bytes] = set()
         nodes: list[Node] = []
-        freed, self._unfreed = self._unfreed, []
-        late: dict[Node, None] = {}
-        extra, self._extra = self._extra, {}
+        freed: list[Extent] = []
+        late = self._late(flushed)
+        extra, self._extra = self._take_extra(late)
         for node in self._dirty:
-            if (node.staged_count and node not in flushed) or (node.writers and not node.forced):
-                late[node] = None
+            if node in late:
                 continue
             nodes.append(node)
             node.forced = False
@@ -288,7 +308,7 @@ class Journal:
         names = self._build_names(late, puts, deletes)
         for node in nodes:
             node.changed = bool(node.staged_count and node.nlink)
-        self._dirty = {**late, **{node: None for node in nodes if node.changed}}
+        self._dirty = {node: None for node in self._dirty if node.changed}
         for directory in self._times:
             if directory.nlink:
                 puts[schema.times_key(directory.ino)] = schema.encode_times(
@@ -298,20 +318,45 @@ class Journal:
         dead, self.core.dead = self.core.dead, []
         self._free_slots(dead, freed)
         self._sent_extra = extra
-        extra.update(self.core.take_counters())
-        for key, value in extra.items():
+        for key, value in {**extra, **self.core.take_counters()}.items():
             if value is None:
                 deletes.add(key)
             else:
                 puts[key] = value
-        states = self.core.slabs.take_dirty()
-        for state in states:
+        for state in self.core.slabs.take_dirty():
             if state.slot_size:
                 puts[schema.slab_key(state.slab)] = schema.encode_slab(state.slot_size, state.bitmap)
             else:
                 deletes.add(schema.slab_key(state.slab))
         deletes.difference_update(puts)
-        return _Batch(puts, deletes, nodes, times, names, extra, [state.slab for state in states], freed)
+        return _Batch(puts, deletes, nodes, times, names, freed, late)
+
+    def _late(self, flushed: set[Node]) -> set[Node]:
+        """Changed nodes that this commit leaves out: they are being written, or have bytes that no slot has.
+
+        One that was flushed, and staged more meanwhile, goes in as it was flushed - unless it got a name
+        meanwhile, which may say that it is whole.
+        """
+        late = {
+            node
+            for node in self._dirty
+            if node.nlink
+            and ((node.staged_count and (node not in flushed or node.named)) or (node.writers and not node.forced))
+        }
+        if not late:
+            self._ties.clear()
+        while grown := {node for tie in self._ties if not late.isdisjoint(tie) for node in tie} - late:
+            late |= grown
+        self._ties = [tie for tie in self._ties if not late.isdisjoint(tie)]
+        return late
+
+    def _take_extra(self, late: set[Node]) -> tuple[dict[bytes, bytes | None], dict[bytes, bytes | None]]:
+        """(records for this commit, records for later): an attribute does not come before its inode."""
+        if not late or not self._extra:
+            return self._extra, {}
+        held = {schema.xattr_prefix(node.ino) for node in late}
+        later = {key: value for key, value in self._extra.items() if key[:9] in held}
+        return {key: value for key, value in self._extra.items() if key not in later}, later
 
     def _build_node(self, node: Node, puts: dict[bytes, bytes], deletes: set[bytes], freed: list[Extent]) -> None:
         record = node.record()
@@ -341,7 +386,7 @@ class Journal:
             node.dead.clear()
 
     def _build_names(
-        self, late: dict[Node, None], puts: dict[bytes, bytes], deletes: set[bytes]
+        self, late: set[Node], puts: dict[bytes, bytes], deletes: set[bytes]
     ) -> list[tuple[int, bytes, NameChange]]:
         names = []
         for parent, changes in self.overlay.items():
@@ -361,23 +406,6 @@ class Journal:
         dead = list(extents)
         self.core.slabs.release([extent.slot for extent in dead])
         freed.extend(dead)
-
-    def _give_back(self, batch: _Batch) -> None:
-        """The commit failed, or its outcome is unknown: everything it carried is to be put again."""
-        for node in batch.nodes:
-            node.committing = False
-            if node.nlink:
-                node.changed = node.forced = True
-                self._dirty[node] = None
-                node.dirty_chunks.update(index for index in node.chunks if index >= schema.INLINE_CHUNKS)
-        for parent, name, _ in batch.names:
-            self.overlay[parent][name].stored = True
-        for directory in batch.times:
-            self._times[directory] = None
-        self._extra = {**batch.extra, **self._extra}
-        self._sent_extra = {}
-        self.core.slabs.mark_dirty(batch.slabs)
-        self._unfreed = batch.freed + self._unfreed
 
     async def _settle(self, batch: _Batch) -> None:
         """The commit is in the store: forget the overlay it carried, let freed slots be used again."""

@@ -190,7 +190,7 @@ class Names:
         directory, stored = await self._free_name(parent, name)
         core = self.core
         gid = directory.gid if directory.mode & stat.S_ISGID else caller.gid
-        node = Node(core.inodes.next(), mode, caller.uid, gid, directory.chunk_size or core.chunk_size)
+        node = Node(core.inodes.next(), mode, caller.uid, gid, core.chunk_size_in(directory))
         node.rdev, node.target = rdev, target
         node.size = len(target)
         node.parent, node.name = parent, name
@@ -246,9 +246,10 @@ class Names:
             node, stored = await self.find_existing(parent, name)
             if node.is_directory:
                 raise errors.IsADirectory(f"{name!r} is a directory")
-            if not self._needs_loading(node):
+            if self._needs_loading(node):
+                await self.load_for_removal(node)
+            elif not await self.journal.untie(node):
                 break
-            await self.load_for_removal(node)
         self.core.counters.removes += 1
         self.journal.set_name(parent, name, None, stored, moved=node if node.nlink > 1 else None)
         self._drop_link(node)
@@ -407,9 +408,7 @@ class Names:
                 flags == RENAME_EXCHANGE and other is not None and await self._is_inside(source_directory, other)
             ):
                 raise errors.InvalidArgument(f"directory {name!r} cannot go into itself")
-            if other is not None and (node.staged_count or other.staged_count) and self._both_stay(other, flags):
-                # Two records that stay must change in one commit: none may have to wait for bytes.
-                await self.content.flusher.flush([node, other])
+            if await self.journal.untie(node, *([other] if other is not None else [])):
                 continue
             if self._holds(parent, name, source) and self._holds(new_parent, new_name, target):
                 break
@@ -429,15 +428,13 @@ class Names:
                 self._drop_directory(target_directory, other)
             elif other is not None:
                 self._drop_link(other, heir=node)
+        if other is not None and other.nlink:
+            self.journal.tie(node, other)
         self._move(node, source_directory, target_directory, new_name)
         self.journal.set_name(new_parent, new_name, node, target.stored)
         self._changed(source_directory)
         self._changed(target_directory)
         return source_directory, target_directory, node
-
-    @staticmethod
-    def _both_stay(other: Node, flags: int) -> bool:
-        return flags == RENAME_EXCHANGE or (other.nlink > 1 and not other.is_directory)
 
     async def _check_replace(self, node: Node, other: Node, new_name: bytes, flags: int) -> None:
         if flags == RENAME_NOREPLACE:

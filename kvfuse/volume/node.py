@@ -182,6 +182,7 @@ class Node:
         "mode",
         "mtime",
         "name",
+        "named",
         "nlink",
         "own_record",
         "parent",
@@ -222,6 +223,8 @@ class Node:
         """its record is to be put; in the journal's care"""
         self.committing = False
         """its record is on its way to the store: what the store answers may be old"""
+        self.named = False
+        """got a name since the last flush of its staged bytes began"""
         self.forced = False
         """to be in the next commit even if it is open for writing"""
         self.handles = 0

@@ -22,7 +22,7 @@ from kvfuse.remote.segments.api import SegmentStore
 from kvfuse.slab.allocator import Allocator, SlabState
 from kvfuse.slab.layout import PAGE_SIZE, Superblock
 from kvfuse.volume import format, schema
-from kvfuse.volume.api import ROOT_INODE, Caller, Changes, DirEntry, Handle, Space
+from kvfuse.volume.api import ROOT_INODE, Caller, Changes, DirEntry, Space
 from kvfuse.volume.content import Content
 from kvfuse.volume.core import Core, NumberRange
 from kvfuse.volume.flush import Flusher
@@ -123,8 +123,8 @@ class Volume:
     def forget(self, ino: int, count: int) -> None:
         self.names.forget(ino, count)
 
-    def remember(self, attributes: Node) -> None:
-        self.names.count_lookup(attributes)
+    def remember(self, parent: int, entry: DirEntry) -> None:
+        self.core.places.add(entry.attributes.ino, parent, entry.name)
 
     async def attributes(self, ino: int) -> Node:
         return await self.names.node(ino)
@@ -154,7 +154,7 @@ class Volume:
             self.journal.touch_times(node)
         return node
 
-    async def create(self, parent: int, name: bytes, mode: int, caller: Caller, flags: int) -> tuple[Handle, Node]:
+    async def create(self, parent: int, name: bytes, mode: int, caller: Caller, flags: int) -> tuple[FileHandle, Node]:
         self._check_writable()
         directory, node = await self.names.create(parent, name, stat.S_IFREG | stat.S_IMODE(mode), caller)
         handle = self._open(node, flags, caller)
@@ -210,7 +210,7 @@ class Volume:
 
     # -- files ---------------------------------------------------------------------------------------
 
-    async def open(self, ino: int, flags: int, caller: Caller) -> Handle:
+    async def open(self, ino: int, flags: int, caller: Caller) -> FileHandle:
         node = await self.names.node(ino)
         if node.is_directory:
             raise errors.IsADirectory(f"inode {ino} is a directory")

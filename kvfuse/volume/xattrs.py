@@ -48,7 +48,8 @@ def _clear_publish(core: Core, node: Node) -> None:
 
 
 def _get_chunk_size(core: Core, node: Node) -> bytes | None:
-    return b"%d" % node.chunk_size if node.chunk_size != core.chunk_size else None
+    size = core.chunk_size_in(node)
+    return b"%d" % size if size != core.chunk_size else None
 
 
 def _set_chunk_size(core: Core, node: Node, value: bytes) -> None:
