@@ -376,7 +376,7 @@ async def find_path(reader: Actor, path: bytes) -> bytes | None:
 async def read_everything(reader: Actor, folder: int) -> None:
     for entry in await reader.volume.list_directory(folder, 0, 10_000):
         ino = entry.attributes.ino
-        reader.volume.remember(entry.attributes)
+        reader.volume.remember(folder, entry)
         if stat.S_ISDIR(entry.attributes.mode):
             await read_everything(reader, ino)
         else:
