@@ -69,6 +69,8 @@ class RecordOptions(_Section, frozen=True):
     engine: Literal["lmdb"] = "lmdb"
     path: Path | None = None
     """None: ``records`` in the volume's folder"""
+    commit_delay: Seconds = 0.0
+    """seconds that every commit takes longer: to try how a workload bears a store that is far away"""
 
 
 class SegmentOptions(_Section, frozen=True):

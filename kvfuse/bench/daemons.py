@@ -17,8 +17,8 @@ from kvfuse.errors import MountError
 START_SECONDS_MAX = 60.0
 END_SECONDS_MAX = 120.0
 
-BAREFS_PLACES = (Path(__file__).with_name("barefs.py"), Path(__file__).parents[2] / "scripts" / "barefs.py")
-"""where the reference file system, a program of its own, may stand: an installation, the source tree"""
+BAREFS = Path(__file__).with_name("barefs.py")
+"""the reference file system, a program of its own"""
 
 
 class Daemon(NamedTuple):
@@ -42,10 +42,7 @@ def kvfuse_mount(volume: Path, mountpoint: Path, *words: str) -> Iterator[Daemon
 @contextlib.contextmanager
 def barefs_mount(mountpoint: Path) -> Iterator[Daemon]:
     """A bare pyfuse3 file system that keeps names in a dict and bytes in memory."""
-    program = next((place for place in BAREFS_PLACES if place.exists()), None)
-    if program is None:
-        raise MountError("the reference file system barefs.py is not part of this installation")
-    with _mounted([sys.executable, str(program), str(mountpoint)], mountpoint) as daemon:
+    with _mounted([sys.executable, str(BAREFS), str(mountpoint)], mountpoint) as daemon:
         yield daemon
 
 

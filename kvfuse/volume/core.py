@@ -16,6 +16,7 @@ from kvfuse.slab.allocator import Allocator, Slot
 from kvfuse.slab.layout import Geometry, Superblock
 from kvfuse.volume import schema
 from kvfuse.volume.api import ROOT_INODE
+from kvfuse.volume.known import KnownNames
 from kvfuse.volume.node import COMMITTED, DISCARDED, FRESH, Extent, Node, Nodes, Places
 
 PATH_DEPTH_MAX = 256
@@ -117,6 +118,7 @@ class Core:
     generations: NumberRange
     file_count: int
     places: Places = field(default_factory=Places)
+    known: KnownNames = field(default_factory=KnownNames)
     reads: ReadEpochs = field(default_factory=ReadEpochs)
     counters: CoreCounters = field(default_factory=CoreCounters)
 

@@ -192,12 +192,17 @@ class Flusher:
             await self.core.segments.write([*transfers, *self._header_transfers(rows)])
         except BaseException:
             for item in items:
-                item.staged.writing = False
-                if item.staged.dropped:
-                    self.core.slabs.cancel(item.staged.slots)
+                self._keep_staged(item.staged)
             raise
         for item in items:
             self._install(item)
+
+    def _keep_staged(self, staged: Staged) -> None:
+        """It could not be written: it stays staged, in memory that the failed write has no views of."""
+        staged.writing = False
+        staged.pieces = [b"".join(staged.pieces)]
+        if staged.dropped:
+            self.core.slabs.cancel(staged.slots)
 
     def _plan_extents(self, staged: Staged, transfers: list[Transfer]) -> list[Extent]:
         """The extents that will hold the staged bytes; adds what is to be written to ``transfers``."""

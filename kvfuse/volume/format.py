@@ -26,6 +26,7 @@ from uuid import uuid4
 from kvfuse.config import Options
 from kvfuse.errors import VolumeBusy, VolumeError
 from kvfuse.remote.records.api import RecordStore
+from kvfuse.remote.records.decorators import Delayed
 from kvfuse.remote.records.lmdb import LmdbRecords
 from kvfuse.remote.segments.api import SegmentStore
 from kvfuse.remote.segments.file import FileSegments
@@ -63,7 +64,10 @@ def read_superblock(path: Path) -> Superblock:
 
 
 def open_records(options: Options, *, read_only: bool = False) -> RecordStore:
-    return LmdbRecords.open(options.records_path, read_only=read_only)
+    records: RecordStore = LmdbRecords.open(options.records_path, read_only=read_only)
+    if options.records.commit_delay:
+        records = Delayed(records, commit_seconds=options.records.commit_delay)
+    return records
 
 
 def open_segments(options: Options, *, read_only: bool = False) -> SegmentStore:

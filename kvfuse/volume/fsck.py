@@ -125,6 +125,7 @@ class Check:
         self.slabs = Allocator(geometry)
         self.inodes: dict[int, _Inode] = {}
         self.inline: set[int] = set()
+        self.orphans: set[int] = set()
         self.owners: dict[int, int] = {}
         """slot address -> inode"""
         self.sealed: list[tuple[int, schema.ExtentRecord, bytes]] = []
@@ -140,6 +141,7 @@ class Check:
         await self._read_slabs()
         await self._read_inodes()
         await self._read_entries()
+        await self._read_orphans()
         await self._read_chunks()
         await self._read_rest()
         self._compare_inodes()
@@ -242,10 +244,19 @@ class Check:
         key = schema.entry_key(ROOT_INODE, b"lost+found.%d" % ino)
         self.problem(f"{name!r} is in directory {parent}, which does not exist", {key: row.value}, [row.key])
 
+    async def _read_orphans(self) -> None:
+        """Before the chunks. Nobody reads their bytes again: those are not verified."""
+        async for row in self._rows(b"o", "orphans"):
+            record = self._decode(row)
+            if record is not None:
+                self.report.notes.append(f"inode {record.ino} was unlinked while open: the next mount frees it")
+                self.orphans.add(record.ino)
+                self._claim(record, row.key, b"")
+
     async def _read_chunks(self) -> None:
         async for row in self._rows(b"c", "chunks"):
             ino = schema.key_inode(row.key)
-            if ino not in self.inodes and ino not in self.inline:
+            if not self._exists(ino):
                 self.problem(f"chunk record of inode {ino}, which does not exist", deletes=[row.key])
                 continue
             try:
@@ -257,12 +268,6 @@ class Check:
                 self._claim_extent(ino, extent, row.key, f"chunk {schema.chunk_index(row.key)} of inode {ino}")
 
     async def _read_rest(self) -> None:
-        async for row in self._rows(b"o", "orphans"):
-            record = self._decode(row)
-            if record is not None:
-                self.report.notes.append(f"inode {record.ino} was unlinked while open: the next mount frees it")
-                self.inline.add(record.ino)
-                self._claim(record, row.key, b"")
         async for row in self._rows(b"t", "times"):
             ino = schema.key_inode(row.key)
             if ino in self.inodes:
@@ -271,8 +276,11 @@ class Check:
                 self.problem(f"times of directory {ino}, which does not exist", deletes=[row.key])
         async for row in self._rows(b"x", "attributes"):
             ino = schema.key_inode(row.key)
-            if ino not in self.inodes and ino not in self.inline:
+            if not self._exists(ino):
                 self.problem(f"an attribute of inode {ino}, which does not exist", deletes=[row.key])
+
+    def _exists(self, ino: int) -> bool:
+        return ino in self.inodes or ino in self.inline or ino in self.orphans
 
     # -- extents -------------------------------------------------------------------------------------
 
@@ -297,7 +305,7 @@ class Check:
         else:
             self.owners[extent.addr] = ino
             self.report.used_bytes += extent.length
-            if self.wants_verify and extent.checksums:
+            if self.wants_verify and extent.checksums and ino not in self.orphans:
                 self.sealed.append((ino, extent, key))
 
     # -- comparing -----------------------------------------------------------------------------------
@@ -352,7 +360,7 @@ class Check:
     async def _check_counters(self) -> None:
         keys = [schema.COUNTER_INODE, schema.COUNTER_GENERATION, schema.COUNTER_FILES]
         found = [schema.decode_u64(row.value) if row is not None else 0 for row in await self.records.get(keys)]
-        inode_max = max([*self.inodes, *self.inline], default=0)
+        inode_max = max([*self.inodes, *self.inline, *self.orphans], default=0)
         if found[0] <= inode_max:
             mended = {keys[0]: schema.encode_u64(inode_max + schema.COUNTER_RANGE)}
             self.problem(f"the next inode would be {found[0]}, but {inode_max} exists", mended)

@@ -114,6 +114,7 @@ class Journal:
         self._urgent = trio.Event()
         self._idle = trio.Event()
         self._failures = 0
+        self._stopped = False
 
     # -- marking changes; nothing here waits ---------------------------------------------------------
 
@@ -142,6 +143,9 @@ class Journal:
         previous = names.get(name)
         if node is not None:
             node.named = True
+            self.core.known.note(parent, name, node.ino)
+        else:
+            self.core.known.drop(parent, name)
         if previous is None:
             self._name_count += 1
         else:
@@ -195,6 +199,8 @@ class Journal:
         for node in nodes:
             if node.changed:
                 node.forced = True
+        if self._stopped:
+            raise EngineError("nothing is committed any more")
         waiter = _Waiter(nodes, durable)
         self._waiters.append(waiter)
         self._work.set()
@@ -210,7 +216,16 @@ class Journal:
     # -- the committing task -------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Commit whenever there is something to commit, for ever."""
+        """Commit whenever there is something to commit, for ever. When it ends, so does every wait for a commit."""
+        try:
+            await self._run()
+        finally:
+            self._stopped = True
+            for waiter in self._waiters:
+                waiter.error = EngineError("nothing is committed any more")
+                waiter.done.set()
+
+    async def _run(self) -> None:
         while True:
             await self._work.wait()
             if not self._waiters and not self._urgent.is_set():
@@ -264,7 +279,7 @@ class Journal:
         ]
 
     def _leave_late(self, waiters: list[_Waiter], batch: _Batch) -> list[_Waiter]:
-        """Without those whose files did not come into the batch; they and all other waiters get the next one at once."""
+        """Without those whose files are not in the batch; they and all other waiters get the next one at once."""
         served = [waiter for waiter in waiters if batch.late.isdisjoint(waiter.nodes)]
         if len(served) < len(self._waiters):
             self._work.set()
@@ -417,6 +432,7 @@ class Journal:
             node.committing = False
             node.stored = True
         for parent, name, change in batch.names:
+            self.core.known.settle(parent, name, change.node is not None)
             names = self.overlay[parent]
             current = names[name]
             if current is change:

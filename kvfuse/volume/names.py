@@ -29,6 +29,9 @@ from kvfuse.volume.core import Core
 from kvfuse.volume.journal import Journal, NameChange
 from kvfuse.volume.node import Node
 
+LEARN_ROWS = 256
+"""Entries read from a directory each time that a name is missed in it, until all are known."""
+
 
 class Found(NamedTuple):
     """What a name means, and where that was seen."""
@@ -88,27 +91,50 @@ class Names:
         """What ``name`` in ``parent`` means now: true until the caller's next await."""
         if len(name) > NAME_MAX:
             raise errors.NameTooLong(f"a name of {len(name)} bytes: at most {NAME_MAX} are allowed")
+        core = self.core
         while True:
             change = self.journal.find(parent, name)
             if change is not None:
                 return Found(change.node, change.stored, change, self.journal.epoch)
             epoch = self.journal.epoch
-            record = (await self.core.records.get([schema.entry_key(parent, name)]))[0]
+            ino = core.known.inode(parent, name)
+            node = core.nodes.get(ino) if ino is not None else None
+            if node is not None:
+                return Found(node, True, None, epoch)
+            cookie = schema.name_hash(name)
+            if core.known.is_absent(parent, cookie):
+                return Found(None, False, None, epoch)
+            record = (await core.records.get([schema.entry_key(parent, name, cookie)]))[0]
+            if record is None:
+                await self._learn(parent)
             if self.journal.find(parent, name) is not None or epoch != self.journal.epoch:
                 continue
             if record is None:
                 return Found(None, False, None, epoch)
             entry = schema.decode_entry(record.value)
             if isinstance(entry, schema.InodeRecord):
-                return Found(self._materialise(entry, parent, name, own=False), True, None, epoch)
-            node = self.core.nodes.get(entry)
+                node = self._materialise(entry, parent, name, own=False)
+            else:
+                node = core.nodes.get(entry)
             if node is None:
-                self.core.places.set(entry, parent, name)
+                assert isinstance(entry, int)
+                core.places.set(entry, parent, name)
                 node = await self.node(entry)
                 if self.journal.find(parent, name) is not None or epoch != self.journal.epoch:
                     continue
             node.parent, node.name = parent, name
+            core.known.note(parent, name, node.ino)
             return Found(node, True, None, epoch)
+
+    async def _learn(self, parent: int) -> None:
+        """Read a page of a directory in which a name was missed, so that later ones need not be asked for."""
+        after = self.core.known.next_page(parent)
+        if after is None:
+            return
+        epoch = self.journal.epoch
+        rows = await self.core.records.scan(schema.entry_prefix(parent), after, LEARN_ROWS)
+        if epoch == self.journal.epoch and self.core.known.next_page(parent) == after:
+            self.core.known.learn(parent, [row.key for row in rows], last=len(rows) < LEARN_ROWS)
 
     def _holds(self, parent: int, name: bytes, found: Found) -> bool:
         """What `find` said is still so, although the caller has waited since."""
@@ -203,6 +229,7 @@ class Names:
             directory.nlink += 1
             self.journal.touch(directory)
             self.journal.touch_times(node)
+            core.known.made(node.ino)
         core.nodes.add(node)
         core.file_count += 1
         core.counters.creates += 1
@@ -348,8 +375,12 @@ class Names:
             records[schema.inode_key(node.ino)] = None
         if node.is_directory:
             records[schema.times_key(node.ino)] = None
+            self.core.known.removed(node.ino)
         if node.handles and (node.stored or node.committing):
-            records[schema.orphan_key(node.ino)] = schema.encode_inode(node.record())
+            records[schema.orphan_key(node.ino)] = schema.encode_inode(node.orphan_record())
+        elif not (node.stored or node.committing):
+            for name in node.xattr_names:  # their puts may be under way, and nothing else tells of the inode
+                self.journal.put(schema.xattr_key(node.ino, name), None)
         node.heir = heir
         self._pass_on(node, records, heir)
         node.extra = {}

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from stat import S_IFDIR, S_IFMT, S_IFREG
 from weakref import WeakValueDictionary
 
+import msgspec
 import trio
 
 from kvfuse.slab.allocator import Slot
@@ -323,6 +324,15 @@ class Node:
             self.flags,
             self.far_blocks,
         )
+
+    def orphan_record(self) -> schema.InodeRecord:
+        """What is to be freed when this inode, unlinked but open, is gone: slots that are in a commit, no others."""
+        record = self.record()
+        committed = {
+            extent.addr for chunk in self.chunks.values() for extent in chunk.extents if extent.state == COMMITTED
+        }
+        chunks = tuple([tuple([extent for extent in chunk if extent.addr in committed]) for chunk in record.chunks])
+        return msgspec.structs.replace(record, chunks=chunks)
 
     def stored_length(self) -> int:
         """Bytes in slots, or on their way there; 0 where not all chunks are in memory."""

@@ -108,9 +108,9 @@ def name_hash(name: bytes) -> int:
     return value if value >= COOKIE_MIN else value + COOKIE_MIN
 
 
-def entry_key(parent: int, name: bytes) -> bytes:
-    """Key of the entry ``name`` in directory ``parent``."""
-    return _ENTRY_HEAD.pack(b"d", parent, name_hash(name)) + name
+def entry_key(parent: int, name: bytes, cookie: int = 0) -> bytes:
+    """Key of the entry ``name`` in directory ``parent``; ``cookie``: its ``name_hash``, where that is at hand."""
+    return _ENTRY_HEAD.pack(b"d", parent, cookie or name_hash(name)) + name
 
 
 def entry_prefix(parent: int) -> bytes:

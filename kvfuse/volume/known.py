@@ -1,0 +1,145 @@
+"""What is known of names without asking the record store.
+
+Two facts are kept. For names used lately: which inode they mean. For directories that were made here, or read to
+the end: the hashes of all their stored names, so that an absent name costs no round trip - an engine asks
+for many blocks that nobody has. Both hold because nobody else writes this store; what is not committed yet
+is the journal's overlay, which is asked first.
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_left
+
+import numpy as np
+
+from kvfuse.volume import schema
+
+INODES_MAX = 50_000
+"""Names whose inode is kept."""
+DIRECTORIES_MAX = 20_000
+"""Directories whose names are kept."""
+RECENT_MAX = 4096
+"""Changes of a `HashSet` that are kept apart before they are merged."""
+
+
+class HashSet:
+    """A set of 63-bit numbers in 8 bytes each: a sorted array, and the changes since it was merged last."""
+
+    def __init__(self) -> None:
+        self._sorted = array("Q")
+        self._added: set[int] = set()
+        self._removed: set[int] = set()
+
+    def add(self, value: int) -> None:
+        self._removed.discard(value)
+        if not self._in_sorted(value):
+            self._added.add(value)
+            self._merge_if_many()
+
+    def discard(self, value: int) -> None:
+        self._added.discard(value)
+        if self._in_sorted(value):
+            self._removed.add(value)
+            self._merge_if_many()
+
+    def __contains__(self, value: int) -> bool:
+        return value in self._added or (value not in self._removed and self._in_sorted(value))
+
+    def __len__(self) -> int:
+        return len(self._sorted) + len(self._added) - len(self._removed)
+
+    def _in_sorted(self, value: int) -> bool:
+        index = bisect_left(self._sorted, value)
+        return index < len(self._sorted) and self._sorted[index] == value
+
+    def _merge_if_many(self) -> None:
+        if len(self._added) + len(self._removed) <= RECENT_MAX:
+            return
+        merged = np.frombuffer(self._sorted, np.uint64) if self._sorted else np.empty(0, np.uint64)
+        if self._removed:
+            merged = np.setdiff1d(merged, np.array(list(self._removed), np.uint64), assume_unique=True)
+        merged = np.union1d(merged, np.array(list(self._added), np.uint64))
+        self._sorted = array("Q", merged.tobytes())
+        self._added.clear()
+        self._removed.clear()
+
+
+class _Directory:
+    """The stored names of one directory, as far as they were read."""
+
+    __slots__ = ("after", "complete", "hashes")
+
+    def __init__(self, *, complete: bool) -> None:
+        self.hashes = HashSet()
+        self.complete = complete
+        self.after = b""
+        """key up to which the directory was read"""
+
+
+class KnownNames:
+    """See the module. Nothing here waits: the caller reads pages and shows them (`learn`)."""
+
+    def __init__(self) -> None:
+        self._inodes: dict[tuple[int, bytes], int] = {}
+        self._directories: dict[int, _Directory] = {}
+
+    def inode(self, parent: int, name: bytes) -> int | None:
+        """The inode that the stored name means; None: not known."""
+        return self._inodes.get((parent, name))
+
+    def is_absent(self, parent: int, cookie: int) -> bool:
+        """No stored name of the directory has this hash."""
+        directory = self._directories.get(parent)
+        return directory is not None and directory.complete and cookie not in directory.hashes
+
+    def note(self, parent: int, name: bytes, ino: int) -> None:
+        """The name means this inode."""
+        if len(self._inodes) >= INODES_MAX:
+            self._inodes.clear()
+        self._inodes[parent, name] = ino
+
+    def drop(self, parent: int, name: bytes) -> None:
+        """The name means nothing, or another inode."""
+        self._inodes.pop((parent, name), None)
+
+    def made(self, ino: int) -> None:
+        """A directory was made: it is empty, and all that comes will be seen."""
+        self._add(ino, _Directory(complete=True))
+
+    def removed(self, ino: int) -> None:
+        self._directories.pop(ino, None)
+
+    def settle(self, parent: int, name: bytes, present: bool) -> None:
+        """A commit put or deleted the name's record."""
+        directory = self._directories.get(parent)
+        if directory is not None:
+            if present:
+                directory.hashes.add(schema.name_hash(name))
+            else:
+                directory.hashes.discard(schema.name_hash(name))
+
+    # -- learning a directory that was there before --------------------------------------------------
+
+    def next_page(self, parent: int) -> bytes | None:
+        """Key after which the directory is to be read on; None when it is known to the end."""
+        directory = self._directories.get(parent)
+        if directory is None:
+            directory = self._add(parent, _Directory(complete=False))
+        return None if directory.complete else directory.after
+
+    def learn(self, parent: int, keys: list[bytes], *, last: bool) -> None:
+        """The keys of the next page of a directory, as they are in the store now; ``last``: there are no more."""
+        directory = self._directories.get(parent)
+        if directory is None or directory.complete:
+            return
+        for key in keys:
+            directory.hashes.add(schema.split_entry_key(key)[1])
+        directory.after = keys[-1] if keys else directory.after
+        directory.complete = last
+
+    def _add(self, ino: int, directory: _Directory) -> _Directory:
+        if len(self._directories) >= DIRECTORIES_MAX:
+            self._directories.pop(next(iter(self._directories)))
+        self._directories[ino] = directory
+        return directory
