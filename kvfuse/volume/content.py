@@ -388,17 +388,25 @@ class Content:
 
     async def _unseal(self, node: Node, index: int, chunk: Chunk, start: int, end: int) -> None:
         """Have it in the records that the chunk's extents are no longer what their checksums say."""
-        sealed = [extent for extent in chunk.extents if extent.checksums]
+        sealed = [(extent, extent.checksums) for extent in chunk.extents if extent.checksums]
         if not sealed:
             return
-        for extent in sealed:
+        for extent, _ in sealed:
             extent.checksums = b""
             extent.verified = 0
         if index >= schema.INLINE_CHUNKS:
             node.dirty_chunks.add(index)
-        if any(extent.state != FRESH for extent in sealed):
+        if any(extent.state != FRESH for extent, _ in sealed):
             self.journal.touch(node, forced=True)
-            await self.journal.commit(node, durable=True)
+            try:
+                await self.journal.commit(node, durable=True)
+            except BaseException:
+                for extent, checksums in sealed:  # no byte was changed: the next write has to ask again
+                    extent.checksums = checksums
+                if index >= schema.INLINE_CHUNKS:
+                    node.dirty_chunks.add(index)
+                self.journal.touch(node)
+                raise
 
     async def seal(self, node: Node) -> None:
         """Checksum what was changed in place, when nobody writes any more."""

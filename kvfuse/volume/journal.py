@@ -110,6 +110,11 @@ class Journal:
         self._ties: list[tuple[Node, Node]] = []
         self._name_count = 0
         self._waiters: list[_Waiter] = []
+        self._peers = 0
+        """callers that commit again and again at the same time, by the waiters of the last commits"""
+        self._commit_seconds = 0.0
+        """that it took"""
+        self._gathered = trio.Event()
         self._work = trio.Event()
         self._urgent = trio.Event()
         self._idle = trio.Event()
@@ -185,8 +190,12 @@ class Journal:
     def _wake(self) -> None:
         if not self._work.is_set():
             self._work.set()
-        if len(self._dirty) >= BATCH_CHANGES or self._name_count >= BATCH_CHANGES:
+        if self._is_full:
             self._urgent.set()
+
+    @property
+    def _is_full(self) -> bool:
+        return len(self._dirty) >= BATCH_CHANGES or self._name_count >= BATCH_CHANGES
 
     # -- waiting -------------------------------------------------------------------------------------
 
@@ -205,6 +214,8 @@ class Journal:
         self._waiters.append(waiter)
         self._work.set()
         self._urgent.set()
+        if len(self._waiters) >= self._peers:
+            self._gathered.set()
         await waiter.done.wait()
         if waiter.error is not None:
             raise waiter.error
@@ -228,9 +239,11 @@ class Journal:
     async def _run(self) -> None:
         while True:
             await self._work.wait()
-            if not self._waiters and not self._urgent.is_set():
+            if not self._waiters and not self._is_full:
+                self._urgent = trio.Event()  # who set it was served by the last commit
                 with trio.move_on_after(self.window):
                     await self._urgent.wait()
+            await self._gather()
             self._work, self._urgent = trio.Event(), trio.Event()
             try:
                 await self._commit_batch()
@@ -243,9 +256,20 @@ class Journal:
                     await self._urgent.wait()
                 self._work.set()
 
+    async def _gather(self) -> None:
+        """Let those come back who were served together last time, for as long as a commit takes at most.
+
+        Without this they fall into two groups that take turns: the first to return leaves alone, all others wait.
+        """
+        if 0 < len(self._waiters) < self._peers:
+            self._gathered = trio.Event()
+            with trio.move_on_after(self._commit_seconds):
+                await self._gathered.wait()
+
     async def _commit_batch(self) -> None:
         """Write bytes, build, commit, settle. Operations go on at each await; only `_build` sees one state."""
         waiters = list(self._waiters)
+        started = trio.current_time()
         try:
             if self._sent is not None:
                 await self._send(self._sent, durable=False)
@@ -266,6 +290,8 @@ class Journal:
                 waiter.error = error
             raise
         finally:
+            self._peers = max(len(waiters), self._peers - 1)
+            self._commit_seconds = trio.current_time() - started
             self._waiters = [waiter for waiter in self._waiters if waiter not in waiters]
             for waiter in waiters:
                 waiter.done.set()
