@@ -22,7 +22,13 @@ ensure_system_packages() {
         dpkg-query -W -f '${db:Status-Status}' "$package" 2>/dev/null | grep -qx installed || missing+=("$package")
     done
     [ ${#missing[@]} -eq 0 ] && return 0
-    [ "$(id -u)" -eq 0 ] || die "system packages are missing; type: sudo apt-get install ${missing[*]}"
+    if [ "$(id -u)" -eq 0 ]; then
+        AS_ROOT=()
+    elif sudo -n true 2>/dev/null; then
+        AS_ROOT=(sudo -n)
+    else
+        die "system packages are missing; type: sudo apt-get install ${missing[*]}"
+    fi
     say "Installing system packages: ${missing[*]}"
     _apt_get update
     _apt_get install --no-install-recommends "${missing[@]}"
@@ -31,7 +37,7 @@ ensure_system_packages() {
 # Quiet unless it fails; never asks.
 _apt_get() {
     local output
-    if ! output=$(DEBIAN_FRONTEND=noninteractive apt-get -y -q -o DPkg::Lock::Timeout=120 "$@" 2>&1 </dev/null); then
+    if ! output=$("${AS_ROOT[@]}" env DEBIAN_FRONTEND=noninteractive apt-get -y -q -o DPkg::Lock::Timeout=120 "$@" 2>&1 </dev/null); then
         say "$output"
         die "apt-get $1 failed"
     fi

@@ -189,7 +189,8 @@ class Publisher(Actor):
             if handle is not None:  # the open file lives on, and may be written
                 assert bytes(await self.volume.read(handle, 0, FILE_MAX)) == data
                 extra = pattern(self.rng, log_size(self.rng, CHUNK))
-                if await self.try_write(handle, len(data), extra) == len(extra):
+                has_no_name = (await self.volume.attributes(keep)).nlink == 0
+                if has_no_name and await self.try_write(handle, len(data), extra) == len(extra):
                     assert bytes(await self.volume.read(handle, 0, FILE_MAX)) == data + extra
                 await self.volume.release(handle)
 

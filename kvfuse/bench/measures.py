@@ -63,8 +63,14 @@ def store_blocks_paced(folder: Path, count: int, size: int, rate: float) -> floa
 
 
 def store_blocks_together(folder: Path, count: int, size: int, writer_count: int) -> float:
-    """As ``store_blocks``, by ``writer_count`` threads that share the blocks."""
-    paths, data = block_paths(folder, count), os.urandom(size)
+    """As ``store_blocks``, by ``writer_count`` threads that share the blocks, each in a folder of its own.
+
+    In one folder the kernel lets one thread at a time create or rename.
+    """
+    data = os.urandom(size)
+    folders = [folder / f"{writer:02x}" for writer in range(writer_count)]
+    for writer_folder in folders:
+        writer_folder.mkdir()
 
     def store_some(some: Sequence[str]) -> None:
         for path in some:
@@ -72,7 +78,7 @@ def store_blocks_together(folder: Path, count: int, size: int, writer_count: int
 
     def store() -> None:
         with ThreadPoolExecutor(writer_count) as pool:
-            list(pool.map(store_some, (paths[writer::writer_count] for writer in range(writer_count))))
+            list(pool.map(store_some, [block_paths(part, count // writer_count) for part in folders]))
 
     return _rate(count, store)
 

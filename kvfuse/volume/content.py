@@ -452,6 +452,7 @@ class Content:
         for index in [index for index in node.chunks if index >= keep]:
             self.drop_chunk(node, index)
         node.size = size
+        node.flushed_size = min(node.flushed_size, size)
 
     def drop_chunk(self, node: Node, index: int) -> None:
         """Give up a chunk: the inode's next record frees its slots."""

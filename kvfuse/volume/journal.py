@@ -44,15 +44,19 @@ RETRY_DELAYS = (0.05, 0.1, 0.2, 0.5, 1.0)
 class NameChange:
     """What a name is here, while the record store does not know it yet."""
 
-    __slots__ = ("moved", "node", "stored")
+    __slots__ = ("moved", "node", "sent", "stored", "vacated")
 
-    def __init__(self, node: Node | None, stored: bool, moved: Node | None) -> None:
+    def __init__(self, node: Node | None, stored: bool, moved: Node | None, vacated: bool) -> None:
         self.node = node
         """what the name means; None: it does not exist"""
         self.stored = stored
         """the record store has a record of this name"""
         self.moved = moved
         """the inode that went to another name: this one may only go when the other comes"""
+        self.vacated = vacated
+        """it did not exist for a while: the stored record may go although ``node`` is not ready to come"""
+        self.sent = False
+        """in a commit that is under way"""
 
 
 class _Waiter:
@@ -73,6 +77,8 @@ class _Batch(NamedTuple):
     nodes: list[Node]
     times: list[Node]
     names: list[tuple[int, bytes, NameChange]]
+    vacated: list[tuple[int, bytes]]
+    """(directory, name): the stored record went, the new one comes later"""
     freed: list[Extent]
     late: set[Node]
     """changed, but not in it: their bytes come first"""
@@ -146,16 +152,21 @@ class Journal:
         """Let ``name`` mean ``node``, or nothing. ``stored``: the store has a record of the name now."""
         names = self.overlay.setdefault(parent, {})
         previous = names.get(name)
-        if node is not None:
-            node.named = True
-            self.core.known.note(parent, name, node.ino)
-        else:
-            self.core.known.drop(parent, name)
+        vacated = node is None
         if previous is None:
             self._name_count += 1
         else:
             stored = previous.stored
-        names[name] = NameChange(node, stored, moved)
+            if previous.vacated and not previous.sent:
+                moved, vacated = previous.moved, True  # nothing of what came since is in the store
+        if node is not None:
+            node.named = True
+            self.core.known.note(parent, name, node.ino)
+            if moved is not None and moved is not node:
+                self.tie(node, moved)
+        else:
+            self.core.known.drop(parent, name)
+        names[name] = NameChange(node, stored, moved, vacated)
         self._wake()
 
     def tie(self, first: Node, second: Node) -> None:
@@ -164,10 +175,17 @@ class Journal:
 
     async def untie(self, *nodes: Node) -> bool:
         """Have what is tied committed, before one of the two is renamed or removed; False when nothing was."""
-        tied = [node for node in nodes if any(node in tie for tie in self._ties)]
+        tied = any(node in tie for tie in self._ties for node in nodes)
         if tied:
-            await self.commit(*tied)
-        return bool(tied)
+            await self.commit(*nodes)
+        return tied
+
+    def _with_tied(self, nodes: Iterable[Node]) -> set[Node]:
+        """These, and all that may not be committed without them."""
+        whole = set(nodes)
+        while grown := {node for tie in self._ties if not whole.isdisjoint(tie) for node in tie} - whole:
+            whole |= grown
+        return whole
 
     def put(self, key: bytes, value: bytes | None) -> None:
         """Any other record; None deletes it."""
@@ -205,7 +223,7 @@ class Journal:
         A cancelled caller leaves the commit to happen. Raises what the engines raise; the changes then stay
         visible here and are tried again.
         """
-        for node in nodes:
+        for node in self._with_tied(nodes):
             if node.changed:
                 node.forced = True
         if self._stopped:
@@ -276,6 +294,7 @@ class Journal:
             flushed = [node for node in self._dirty if node.forced or not node.writers]
             for node in flushed:
                 node.named = False
+                node.flushed_size = node.size
             await self.flusher.flush(flushed)
             waiters = self._take_waiters(waiters)
             self._sent = batch = self._build(set(flushed))
@@ -346,7 +365,8 @@ class Journal:
             if node.extra:
                 extra.update(node.extra)
                 node.extra = {}
-        names = self._build_names(late, puts, deletes)
+        vacated: list[tuple[int, bytes]] = []
+        names = self._build_names(late, puts, deletes, vacated)
         for node in nodes:
             node.changed = bool(node.staged_count and node.nlink)
         self._dirty = {node: None for node in self._dirty if node.changed}
@@ -370,7 +390,7 @@ class Journal:
             else:
                 deletes.add(schema.slab_key(state.slab))
         deletes.difference_update(puts)
-        return _Batch(puts, deletes, nodes, times, names, freed, late)
+        return _Batch(puts, deletes, nodes, times, names, vacated, freed, late)
 
     def _late(self, flushed: set[Node]) -> set[Node]:
         """Changed nodes that this commit leaves out: they are being written, or have bytes that no slot has.
@@ -386,8 +406,7 @@ class Journal:
         }
         if not late:
             self._ties.clear()
-        while grown := {node for tie in self._ties if not late.isdisjoint(tie) for node in tie} - late:
-            late |= grown
+        late = self._with_tied(late)
         self._ties = [tie for tie in self._ties if not late.isdisjoint(tie)]
         return late
 
@@ -427,14 +446,21 @@ class Journal:
             node.dead.clear()
 
     def _build_names(
-        self, late: set[Node], puts: dict[bytes, bytes], deletes: set[bytes]
+        self, late: set[Node], puts: dict[bytes, bytes], deletes: set[bytes], vacated: list[tuple[int, bytes]]
     ) -> list[tuple[int, bytes, NameChange]]:
+        """The name changes that go with this commit; ``vacated`` gets the names that only go away in it."""
         names = []
         for parent, changes in self.overlay.items():
             for name, change in changes.items():
                 node = change.node
-                if (node if node is not None else change.moved) in late:
+                if change.moved in late:
                     continue
+                if node in late:
+                    if change.vacated and change.stored:
+                        deletes.add(schema.entry_key(parent, name))
+                        vacated.append((parent, name))
+                    continue
+                change.sent = True
                 names.append((parent, name, change))
                 if node is None:
                     if change.stored:
@@ -468,6 +494,8 @@ class Journal:
                     del self.overlay[parent]
             else:
                 current.stored = change.node is not None
+        for parent, name in batch.vacated:
+            self.overlay[parent][name].stored = False
         if batch.freed:
             slots = [extent.slot for extent in batch.freed]
             await self.flusher.mark_free(slots)

@@ -174,6 +174,7 @@ class Node:
         "extra",
         "far_blocks",
         "flags",
+        "flushed_size",
         "forced",
         "gid",
         "handles",
@@ -207,6 +208,8 @@ class Node:
         self.nlink = 1
         self.rdev = 0
         self.size = 0
+        self.flushed_size = 0
+        """the size when the last flush for a commit began, or what was cut since: up to here all bytes are in slots"""
         self.atime = self.mtime = self.ctime = 0
         self.flags = 0
         self.target = b""
@@ -312,7 +315,7 @@ class Node:
             self.uid,
             self.gid,
             self.nlink,
-            self.recorded_size() if self.staged_count else self.size,
+            self.flushed_size if self.staged_count else self.size,
             self.atime,
             self.mtime,
             self.ctime,
@@ -339,14 +342,6 @@ class Node:
         if self.flags & schema.FLAG_CHUNK_RECORDS and not self.complete:
             return 0
         return sum([chunk.staged.length if chunk.staged else chunk.length for chunk in self.chunks.values()])
-
-    def recorded_size(self) -> int:
-        """The size up to the first staged bytes that no slot has."""
-        size = self.size
-        for index, chunk in self.chunks.items():
-            if chunk.staged is not None:
-                size = min(size, index * self.chunk_size + chunk.length)
-        return size
 
     @classmethod
     def from_record(cls, record: schema.InodeRecord) -> Node:
