@@ -383,7 +383,7 @@ class Content:
         for extent, length in grown:
             extent.length = length
         if index >= schema.INLINE_CHUNKS:
-            node.dirty_chunks.add(index)
+            node.chunk_changed(index)
         return True
 
     async def _unseal(self, node: Node, index: int, chunk: Chunk, start: int, end: int) -> None:
@@ -395,7 +395,7 @@ class Content:
             extent.checksums = b""
             extent.verified = 0
         if index >= schema.INLINE_CHUNKS:
-            node.dirty_chunks.add(index)
+            node.chunk_changed(index)
         if any(extent.state != FRESH for extent, _ in sealed):
             self.journal.touch(node, forced=True)
             try:
@@ -404,7 +404,7 @@ class Content:
                 for extent, checksums in sealed:  # no byte was changed: the next write has to ask again
                     extent.checksums = checksums
                 if index >= schema.INLINE_CHUNKS:
-                    node.dirty_chunks.add(index)
+                    node.chunk_changed(index)
                 self.journal.touch(node)
                 raise
 
@@ -424,7 +424,7 @@ class Content:
                     extent.checksums = granule_checksums(buffer)
                     extent.verified = 0
                     if index >= schema.INLINE_CHUNKS:
-                        node.dirty_chunks.add(index)
+                        node.chunk_changed(index)
                     self.journal.touch(node)
                     await self.flusher.write_header(node, index, extent)
 
@@ -524,7 +524,7 @@ class Content:
             if index >= schema.INLINE_CHUNKS:
                 records[schema.chunk_key(node.ino, index)] = None
         node.born = []
-        node.dirty_chunks.clear()
+        node.dirty_chunks = frozenset()
         return records
 
     def forget_lost(self, node: Node) -> None:

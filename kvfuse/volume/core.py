@@ -17,7 +17,8 @@ from kvfuse.slab.layout import Geometry, Superblock
 from kvfuse.volume import schema
 from kvfuse.volume.api import ROOT_INODE
 from kvfuse.volume.known import KnownNames
-from kvfuse.volume.node import COMMITTED, DISCARDED, FRESH, Extent, Node, Nodes, Places
+from kvfuse.volume.node import COMMITTED, DISCARDED, FRESH, Extent, Node, Nodes
+from kvfuse.volume.places import Places
 
 PATH_DEPTH_MAX = 256
 

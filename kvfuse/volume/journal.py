@@ -431,7 +431,7 @@ class Journal:
                 puts[key] = schema.encode_chunk(tuple([extent.record() for extent in chunk.extents]))
             else:
                 deletes.add(key)
-        node.dirty_chunks.clear()
+        node.dirty_chunks = frozenset()
         if node.born:
             fresh: list[Slot] = []
             for extent in node.born:

@@ -346,7 +346,7 @@ class Names:
         if node.flags & schema.FLAG_XATTRS:
             after = b""
             while rows := await self.core.records.scan(schema.xattr_prefix(node.ino), after):
-                node.xattr_names.update(schema.xattr_name(row.key) for row in rows)
+                node.xattr_names |= {schema.xattr_name(row.key) for row in rows}
                 after = rows[-1].key
         node.complete = True
 

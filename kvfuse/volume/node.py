@@ -7,8 +7,8 @@ a few dozen bytes each, so that a million known files fit.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterator
+from collections.abc import Set as AbstractSet
 from stat import S_IFDIR, S_IFMT, S_IFREG
 from weakref import WeakValueDictionary
 
@@ -237,7 +237,7 @@ class Node:
         self.staged_count = 0
         self.far_blocks = 0
         """512-byte units of the chunks that have records of their own, loaded or not"""
-        self.dirty_chunks: set[int] = set()
+        self.dirty_chunks: AbstractSet[int] = frozenset()
         """chunks with records of their own that changed"""
         self.born: list[Extent] = []
         """extents that the next record of this inode names for the first time"""
@@ -251,7 +251,7 @@ class Node:
         """what the slot headers say of this file, see flush.description"""
         self.complete = False
         """everything that goes with the inode is in memory: it may be removed"""
-        self.xattr_names: set[bytes] = set()
+        self.xattr_names: frozenset[bytes] = frozenset()
         """names of attributes seen; all of them when ``complete``"""
         self.times_changed = False
         """a directory's times are not in the store yet"""
@@ -277,12 +277,19 @@ class Node:
                 count += -(-chunk.staged.length // 4096) * 8
         return count
 
+    def chunk_changed(self, index: int) -> None:
+        """A chunk's own record is to be put, or deleted, with the inode's."""
+        if isinstance(self.dirty_chunks, set):
+            self.dirty_chunks.add(index)
+        else:
+            self.dirty_chunks = {index}
+
     def set_extents(self, index: int, extents: list[Extent]) -> None:
         """Let a chunk consist of other extents; giving up the old ones' slots is the caller's."""
         chunk = self.chunks[index]
         if index >= schema.INLINE_CHUNKS:
             self.flags |= schema.FLAG_CHUNK_RECORDS
-            self.dirty_chunks.add(index)
+            self.chunk_changed(index)
             self.far_blocks += _blocks(extents) - _blocks(chunk.extents)
         chunk.extents = extents
 
@@ -357,80 +364,6 @@ class Node:
         node.far_blocks = record.far_blocks
         node.stored = True
         return node
-
-
-_PAGE_BITS = 10
-_PAGE_SIZE = 1 << _PAGE_BITS
-
-
-class _Page:
-    __slots__ = ("counts", "known", "names", "parents")
-
-    def __init__(self) -> None:
-        self.parents = array("Q", bytes(8 * _PAGE_SIZE))
-        self.counts = array("I", bytes(4 * _PAGE_SIZE))
-        self.names: list[bytes | None] = [None] * _PAGE_SIZE
-        self.known = 0
-
-
-class Places:
-    """Where each inode that the kernel knows has its record, and how often the kernel counts it.
-
-    Inode numbers are taken in sequence, so pages of arrays indexed by number are dense: about 80 bytes
-    an inode with its name.
-    """
-
-    def __init__(self) -> None:
-        self._pages: dict[int, _Page] = {}
-
-    def set(self, ino: int, parent: int, name: bytes) -> None:
-        """The name of an inline inode; ``b""`` for one with its own record."""
-        page = self._pages.get(ino >> _PAGE_BITS)
-        if page is not None and page.counts[ino & (_PAGE_SIZE - 1)]:
-            page.parents[ino & (_PAGE_SIZE - 1)] = parent
-            page.names[ino & (_PAGE_SIZE - 1)] = name
-
-    def get(self, ino: int) -> tuple[int, bytes] | None:
-        """(parent, name), or None where the kernel does not know the inode."""
-        page = self._pages.get(ino >> _PAGE_BITS)
-        if page is None:
-            return None
-        name = page.names[ino & (_PAGE_SIZE - 1)]
-        return None if name is None else (page.parents[ino & (_PAGE_SIZE - 1)], name)
-
-    def add(self, ino: int, parent: int, name: bytes) -> None:
-        """The kernel counts the inode once more."""
-        page = self._pages.get(ino >> _PAGE_BITS)
-        if page is None:
-            page = self._pages[ino >> _PAGE_BITS] = _Page()
-        slot = ino & (_PAGE_SIZE - 1)
-        if page.names[slot] is None:
-            page.known += 1
-        page.parents[slot] = parent
-        page.names[slot] = name
-        page.counts[slot] += 1
-
-    def forget(self, ino: int, count: int) -> bool:
-        """The kernel dropped ``count`` of its references; True when none is left."""
-        page = self._pages.get(ino >> _PAGE_BITS)
-        slot = ino & (_PAGE_SIZE - 1)
-        if page is None or page.names[slot] is None:
-            return True
-        left = max(0, page.counts[slot] - count)
-        page.counts[slot] = left
-        if left:
-            return False
-        page.names[slot] = None
-        page.known -= 1
-        if not page.known:
-            del self._pages[ino >> _PAGE_BITS]
-        return True
-
-    def known(self, ino: int) -> bool:
-        return self.get(ino) is not None
-
-    def __len__(self) -> int:
-        return sum(page.known for page in self._pages.values())
 
 
 class Nodes:

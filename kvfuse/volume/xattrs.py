@@ -115,7 +115,7 @@ class Xattrs:
             if node.nlink == 0:
                 raise errors.Stale(f"inode {ino} was removed")
             node.flags |= schema.FLAG_XATTRS
-            node.xattr_names.add(name)
+            node.xattr_names |= {name}
             self.journal.put(schema.xattr_key(ino, name), value)
         return self._changed(node)
 

@@ -1,0 +1,107 @@
+"""Where each inode that the kernel knows has its record, and how often the kernel counts it.
+
+The kernel may know a million inodes and forget none of them for hours. Inode numbers are taken in sequence,
+so what is kept of each stands in arrays indexed by number, a page for 1,024 of them: 17 bytes and the name.
+"""
+
+from __future__ import annotations
+
+from array import array
+
+_PAGE_BITS = 10
+_PAGE_SIZE = 1 << _PAGE_BITS
+_SLOT_MASK = _PAGE_SIZE - 1
+_WASTE_MAX = 16 << 10
+"""Bytes of names that are no longer used, before a page's names are put together anew."""
+
+
+class _Page:
+    """Inodes with the same high bits of their number. An inode with count 0 is not known."""
+
+    __slots__ = ("counts", "known", "lengths", "names", "offsets", "parents", "wasted")
+
+    def __init__(self) -> None:
+        self.parents = array("Q", bytes(8 * _PAGE_SIZE))
+        self.counts = array("I", bytes(4 * _PAGE_SIZE))
+        self.offsets = array("I", bytes(4 * _PAGE_SIZE))
+        self.lengths = bytearray(_PAGE_SIZE)
+        self.names = bytearray()
+        self.wasted = 0
+        self.known = 0
+
+    def name(self, slot: int) -> bytes:
+        offset = self.offsets[slot]
+        return bytes(self.names[offset : offset + self.lengths[slot]])
+
+    def set(self, slot: int, parent: int, name: bytes) -> None:
+        self.parents[slot] = parent
+        if self.name(slot) != name:
+            self.wasted += self.lengths[slot]
+            self.offsets[slot] = len(self.names)
+            self.lengths[slot] = len(name)
+            self.names += name
+            if self.wasted > _WASTE_MAX:
+                self._compact()
+
+    def _compact(self) -> None:
+        names = bytearray()
+        for slot in range(_PAGE_SIZE):
+            if self.lengths[slot]:
+                name = self.name(slot)
+                self.offsets[slot] = len(names)
+                names += name
+        self.names = names
+        self.wasted = 0
+
+
+class Places:
+    """See the module."""
+
+    def __init__(self) -> None:
+        self._pages: dict[int, _Page] = {}
+
+    def get(self, ino: int) -> tuple[int, bytes] | None:
+        """(parent, a name of the inode), or None where the kernel does not know it."""
+        page = self._pages.get(ino >> _PAGE_BITS)
+        slot = ino & _SLOT_MASK
+        if page is None or not page.counts[slot]:
+            return None
+        return page.parents[slot], page.name(slot)
+
+    def set(self, ino: int, parent: int, name: bytes) -> None:
+        """The inode has another name, if the kernel knows it."""
+        page = self._pages.get(ino >> _PAGE_BITS)
+        if page is not None and page.counts[ino & _SLOT_MASK]:
+            page.set(ino & _SLOT_MASK, parent, name)
+
+    def add(self, ino: int, parent: int, name: bytes) -> None:
+        """The kernel counts the inode once more."""
+        page = self._pages.get(ino >> _PAGE_BITS)
+        if page is None:
+            page = self._pages[ino >> _PAGE_BITS] = _Page()
+        slot = ino & _SLOT_MASK
+        if not page.counts[slot]:
+            page.known += 1
+        page.counts[slot] += 1
+        page.set(slot, parent, name)
+
+    def forget(self, ino: int, count: int) -> bool:
+        """The kernel dropped ``count`` of its references; True when none is left."""
+        page = self._pages.get(ino >> _PAGE_BITS)
+        slot = ino & _SLOT_MASK
+        if page is None or not page.counts[slot]:
+            return True
+        page.counts[slot] -= min(count, page.counts[slot])
+        if page.counts[slot]:
+            return False
+        page.set(slot, 0, b"")
+        page.known -= 1
+        if not page.known:
+            del self._pages[ino >> _PAGE_BITS]
+        return True
+
+    def known(self, ino: int) -> bool:
+        return self.get(ino) is not None
+
+    def __len__(self) -> int:
+        return sum(page.known for page in self._pages.values())
