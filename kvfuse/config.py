@@ -96,7 +96,7 @@ class CacheOptions(_Section, frozen=True):
 
     staging_size: Bytes = 256 * MIB
     """bytes of files being written that wait for their size class"""
-    nodes: Count = 20_000
+    nodes: Count = 10_000
     """inodes kept decoded"""
 
 

@@ -466,11 +466,11 @@ class Content:
 
     def _unstage(self, node: Node, chunk: Chunk) -> None:
         staged = chunk.staged
+        if chunk.writing is not None:
+            chunk.writing.dropped = True
         if staged is not None:
             self.flusher.unstage(node, chunk)
-            if staged.writing:
-                staged.dropped = True
-            elif staged.slots:
+            if not staged.writing:
                 self.core.slabs.cancel(staged.slots)
 
     async def _cut_chunk(self, node: Node, index: int, length: int) -> None:

@@ -179,6 +179,7 @@ class Flusher:
                 continue
             staged = chunk.staged
             staged.writing = True
+            chunk.writing = staged
             extents = self._plan_extents(staged, transfers)
             items.append(_Item(node, index, chunk, staged, extents))
             offset = 0
@@ -192,16 +193,18 @@ class Flusher:
             await self.core.segments.write([*transfers, *self._header_transfers(rows)])
         except BaseException:
             for item in items:
-                self._keep_staged(item.staged)
+                self._keep_staged(item)
             raise
         for item in items:
             self._install(item)
 
-    def _keep_staged(self, staged: Staged) -> None:
+    def _keep_staged(self, item: _Item) -> None:
         """It could not be written: it stays staged, in memory that the failed write has no views of."""
+        staged = item.staged
         staged.writing = False
+        item.chunk.writing = None
         staged.pieces = [b"".join(staged.pieces)]
-        if staged.dropped:
+        if item.chunk.staged is not staged:
             self.core.slabs.cancel(staged.slots)
 
     def _plan_extents(self, staged: Staged, transfers: list[Transfer]) -> list[Extent]:
@@ -234,6 +237,7 @@ class Flusher:
         """The bytes are in their slots: they replace the chunk's extents - unless the chunk is gone."""
         node, chunk, staged = item.node, item.chunk, item.staged
         staged.writing = False
+        chunk.writing = None
         if staged.dropped:
             for extent in item.extents:
                 self.core.discard(node, extent)
@@ -322,7 +326,8 @@ class Flusher:
                     HeaderRow(extent, node, 0, 0, layout.STATE_SEALED if extent.checksums else layout.STATE_UNSEALED)
                 )
         if rows:
-            await self.core.segments.write(self._header_transfers(rows))
+            with self.core.reads.reading():  # a slot that is given up meanwhile is nobody else's yet
+                await self.core.segments.write(self._header_transfers(rows))
 
     async def write_header(self, node: Node, index: int, extent: Extent) -> None:
         """The state or length of an extent changed in place."""
@@ -331,7 +336,9 @@ class Flusher:
             if other is extent:
                 break
             offset += other.length
-        await self.core.segments.write(self._header_transfers([HeaderRow(extent, node, index, offset, _state(extent))]))
+        row = HeaderRow(extent, node, index, offset, _state(extent))
+        with self.core.reads.reading():
+            await self.core.segments.write(self._header_transfers([row]))
 
     async def mark_free(self, slots: Sequence[Slot]) -> None:
         """Say in the headers that slots are free, before anyone may use them again.

@@ -453,7 +453,7 @@ class Journal:
         for parent, changes in self.overlay.items():
             for name, change in changes.items():
                 node = change.node
-                if change.moved in late:
+                if _is_held(change.moved, late):
                     continue
                 if node in late:
                     if change.vacated and change.stored:
@@ -500,3 +500,10 @@ class Journal:
             slots = [extent.slot for extent in batch.freed]
             await self.flusher.mark_free(slots)
             self.core.reads.retire(self.core.slabs.reclaim, slots)
+
+
+def _is_held(moved: Node | None, late: set[Node]) -> bool:
+    """An inode that left its name is not yet in the store elsewhere; or what it had is freed by a later heir."""
+    while moved is not None and moved not in late:
+        moved = moved.heir if moved.nlink == 0 else None
+    return moved is not None

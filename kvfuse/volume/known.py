@@ -15,7 +15,7 @@ import numpy as np
 
 from kvfuse.volume import schema
 
-INODES_MAX = 50_000
+INODES_MAX = 20_000
 """Names whose inode is kept."""
 DIRECTORIES_MAX = 20_000
 """Directories whose names are kept."""

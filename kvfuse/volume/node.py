@@ -133,11 +133,13 @@ PIECE_SIZE_MIN = 64 << 10
 class Chunk:
     """One chunk of a file: what is in slots, and what is staged over it."""
 
-    __slots__ = ("extents", "staged")
+    __slots__ = ("extents", "staged", "writing")
 
     def __init__(self, extents: list[Extent] | None = None) -> None:
         self.extents = extents or []
         self.staged: Staged | None = None
+        self.writing: Staged | None = None
+        """on its way to slots; ``staged`` itself, or what it is a changed copy of"""
 
     @property
     def length(self) -> int:
