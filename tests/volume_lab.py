@@ -72,7 +72,10 @@ class Chaos:
     random: random.Random
     delay: float = 0.0
     commit_error: float = 0.0
+    """half of it before the commit, half after"""
+    commit_error_after: float = 0.0
     write_error: float = 0.0
+    sync_error: float = 0.0
     commits: int = 0
     durable_commits: int = 0
     events: list[str] = field(default_factory=list)
@@ -133,7 +136,7 @@ class MemoryRecords(RecordStore):
             self.chaos.durable_commits += durable
             self.chaos.events.append("durable commit" if durable else "commit")
             await self.chaos.hold_up()
-            if self.chaos.fails(self.chaos.commit_error / 2):
+            if self.chaos.fails(self.chaos.commit_error / 2 + self.chaos.commit_error_after):
                 raise EngineError("injected after the commit")
         return True
 
@@ -214,7 +217,7 @@ class MemorySegments(SegmentStore):
     async def sync(self) -> None:
         await self.chaos.hold_up()
         self.chaos.events.append("sync")
-        if self.chaos.fails(self.chaos.write_error):
+        if self.chaos.fails(self.chaos.write_error + self.chaos.sync_error):
             raise EngineError("injected: sync")
 
     def view(self, segment: int, offset: int, length: int) -> memoryview | None:

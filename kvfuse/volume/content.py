@@ -33,6 +33,8 @@ log = logging.getLogger(__name__)
 
 REWRITE_SIZE_MAX = GRANULE_SIZE
 """Chunks up to this size are written anew when they change; larger ones change in place."""
+STAGED_CHUNKS_MAX = 1000
+"""Staged chunks of one file at which it is committed although it is open: a commit may not grow with a file."""
 
 
 @asynccontextmanager
@@ -262,12 +264,24 @@ class Content:
                 if not self._stage_new(node, index, start, data):
                     await self._write_existing(node, index, start, data)
             except NoSpace:
-                # What was removed a moment ago is free only after the commit that says so.
-                if attempt or not self.journal.frees_pending:
+                if attempt == 0 and await self.journal.free():
+                    await self.core.reads.passed()
+                elif await self._write_within(node, index, start, data):
+                    return
+                else:
                     raise
-                await self.journal.commit()
             else:
                 return
+
+    async def _write_within(self, node: Node, index: int, start: int, data: bytes) -> bool:
+        """Under the lock, without space for new slots: write into those that the chunk has. False if they are too small."""
+        chunk = node.chunks[index]
+        if chunk.writing is not None:
+            await self.flusher.settled()
+        capacity = sum(extent.slot_size for extent in chunk.extents)
+        if chunk.staged is not None or start + len(data) > capacity:
+            return False
+        return await self._write_in_place(node, index, chunk, start, data)
 
     def _stage_new(self, node: Node, index: int, start: int, data: bytes) -> bool:
         """Stage a write where no byte has to be read for it; False where one has."""
@@ -559,7 +573,7 @@ class Content:
 
     def _changed(self, node: Node) -> None:
         node.mtime = node.ctime = time.time_ns()
-        self.journal.touch(node)
+        self.journal.touch(node, forced=node.staged_count > STAGED_CHUNKS_MAX)
 
 
 def start_of(kept: list[Extent]) -> int:

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
+import trio
+
 from kvfuse.remote.records.api import RecordStore
 from kvfuse.remote.segments.api import SegmentStore, Transfer
 from kvfuse.slab import layout
@@ -76,6 +78,12 @@ class ReadEpochs:
             self._epochs.append([0])
             self._retired.append([])
         self._advance()
+
+    async def passed(self) -> None:
+        """Return when every read that is under way now has ended, and what waited for them was given back."""
+        ended = trio.Event()
+        self.retire(lambda _: ended.set(), [])
+        await ended.wait()
 
     def _advance(self) -> None:
         while self._epochs[0][0] == 0:

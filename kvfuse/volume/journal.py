@@ -15,6 +15,7 @@ store takes it: with one writer a repeated put is harmless, and what belongs tog
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -33,8 +34,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-BATCH_CHANGES = 1000
-"""Changed nodes and names that start a commit before the window has passed."""
+BATCH_CHANGES = 2000
+"""New changes of nodes and names that start a commit before the window has passed."""
 CROWD_CHANGES = 10_000
 """Changed nodes and names at which an operation waits for a commit before it adds more."""
 RETRY_DELAYS = (0.05, 0.1, 0.2, 0.5, 1.0)
@@ -115,6 +116,8 @@ class Journal:
         """the commit that is under way, or failed and will be repeated"""
         self._ties: list[tuple[Node, Node]] = []
         self._name_count = 0
+        self._new_count = 0
+        """changes since the last commit was built"""
         self._waiters: list[_Waiter] = []
         self._peers = 0
         """callers that commit again and again at the same time, by the waiters of the last commits"""
@@ -123,7 +126,6 @@ class Journal:
         self._gathered = trio.Event()
         self._work = trio.Event()
         self._urgent = trio.Event()
-        self._idle = trio.Event()
         self._failures = 0
         self._stopped = False
 
@@ -136,6 +138,7 @@ class Journal:
         if not node.changed and node.nlink:
             node.changed = True
             self._dirty[node] = None
+            self._new_count += 1
         self._wake()
 
     def touch_times(self, directory: Node) -> None:
@@ -153,6 +156,7 @@ class Journal:
         names = self.overlay.setdefault(parent, {})
         previous = names.get(name)
         vacated = node is None
+        self._new_count += 1
         if previous is None:
             self._name_count += 1
         else:
@@ -200,11 +204,6 @@ class Journal:
     def crowded(self) -> bool:
         return len(self._dirty) + self._name_count > CROWD_CHANGES
 
-    @property
-    def frees_pending(self) -> bool:
-        """A commit would free slots."""
-        return bool(self.core.dead or self.core.slabs.pending_bytes or any(node.dead for node in self._dirty))
-
     def _wake(self) -> None:
         if not self._work.is_set():
             self._work.set()
@@ -213,7 +212,7 @@ class Journal:
 
     @property
     def _is_full(self) -> bool:
-        return len(self._dirty) >= BATCH_CHANGES or self._name_count >= BATCH_CHANGES
+        return self._new_count >= BATCH_CHANGES
 
     # -- waiting -------------------------------------------------------------------------------------
 
@@ -237,6 +236,14 @@ class Journal:
         await waiter.done.wait()
         if waiter.error is not None:
             raise waiter.error
+
+    async def free(self) -> bool:
+        """Commit what frees slots: what was given up a moment ago may be used only then. False if there is nothing."""
+        nodes = [node for node in self._dirty if node.dead]
+        if not (nodes or self.core.dead or self.core.slabs.pending_bytes):
+            return False
+        await self.commit(*nodes)
+        return True
 
     async def sync(self) -> None:
         """All that changed before the call is durable, open files included."""
@@ -352,6 +359,7 @@ class Journal:
         deletes: set[bytes] = set()
         nodes: list[Node] = []
         freed: list[Extent] = []
+        self._new_count = 0
         late = self._late(flushed)
         extra, self._extra = self._take_extra(late)
         for node in self._dirty:

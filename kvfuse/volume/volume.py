@@ -312,7 +312,7 @@ class Volume:
 
     def space(self) -> Space:
         slabs, core = self.core.slabs, self.core
-        free = slabs.free_bytes + slabs.pending_bytes
+        free = slabs.free_bytes + slabs.pending_bytes + self.journal.freeing_bytes
         return Space(core.geometry.data_size, free, core.file_count + free // 4096, free // 4096)
 
     async def sync(self) -> None:

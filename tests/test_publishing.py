@@ -1,0 +1,424 @@
+"""Group commit: how many commits what costs, in which order bytes and records become durable, what failures do."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+import trio
+import trio.testing
+from volume_lab import CALLER, MIB, Chaos, Disk, MemoryRecords, MemorySegments, check, lab_options, opened
+
+from kvfuse.config import Options, VolumeOptions
+from kvfuse.errors import EngineError, NotFound
+from kvfuse.remote.records.decorators import Delayed
+from kvfuse.volume import format
+from kvfuse.volume.api import ROOT_INODE, Changes
+from kvfuse.volume.content import STAGED_CHUNKS_MAX
+from kvfuse.volume.volume import Volume, run_volume
+
+COMMIT_SECONDS = 0.001
+
+
+async def publish(volume: Volume, name: bytes, data: bytes) -> None:
+    """A block as engines write it: temporary name, write, close, rename."""
+    temporary = b"tmp." + name
+    handle, node = await volume.create(ROOT_INODE, temporary, 0o644, CALLER, os.O_WRONLY)
+    await volume.write(handle, 0, data)
+    await volume.flush(handle)
+    await volume.release(handle)
+    await volume.rename(ROOT_INODE, temporary, ROOT_INODE, name, 0)
+    volume.forget(node.ino, 1)
+
+
+async def content(volume: Volume, name: bytes) -> bytes:
+    node = await volume.lookup(ROOT_INODE, name)
+    handle = await volume.open(node.ino, os.O_RDONLY, CALLER)
+    data = bytes(await volume.read(handle, 0, 64 * MIB))
+    await volume.release(handle)
+    volume.forget(node.ino, 1)
+    return data
+
+
+async def names(disk: Disk, options: Options) -> set[bytes]:
+    """What a crash now would show in the root directory."""
+    async with opened(disk.copy(), options) as volume:
+        return {entry.name for entry in await volume.list_directory(ROOT_INODE, 0, 10_000)}
+
+
+@pytest.fixture
+def chaos(seed: int) -> Chaos:
+    return Chaos(random.Random(seed))
+
+
+# -- the real record store, a millisecond further away ------------------------------------------------
+
+
+@asynccontextmanager
+async def delayed_volume(folder: Path, mode: str) -> AsyncIterator[Volume]:
+    options = Options(volume=VolumeOptions(path=folder, capacity=512 * MIB))
+    await format.format_volume(options)
+    options = lab_options(strict=mode == "strict")
+    options = Options(volume=VolumeOptions(path=folder), publish=options.publish)
+    records = Delayed(format.open_records(options), commit_seconds=COMMIT_SECONDS)
+    segments = format.open_segments(options)
+    try:
+        async with run_volume(options, format.read_superblock(folder), records, segments) as volume:
+            yield volume
+    finally:
+        await segments.aclose()
+        await records.aclose()
+
+
+async def test_relaxed_blocks_cost_a_fraction_of_a_commit(tmp_path: Path) -> None:
+    """2,000 blocks a second for a second: fewer than 20 record commits for 1,000 of them."""
+    blocks, rate = 2000, 2000
+    async with delayed_volume(tmp_path / "volume", "relaxed") as volume:
+        trips = volume.core.records.counters.round_trips
+        start = time.perf_counter()
+        for number in range(blocks):
+            await publish(volume, b"%d" % number, b"x" * 65536)
+            await trio.sleep(max(0.0, start + number / rate - time.perf_counter()))
+        elapsed = time.perf_counter() - start
+        await volume.sync()
+        trips = volume.core.records.counters.round_trips - trips
+    # On a machine that does not reach the rate the window closes more often for as many blocks.
+    allowed = 20 * max(1.0, elapsed * rate / blocks)
+    print(f"{trips * 1000 / blocks:.1f} round trips for 1,000 blocks at {blocks / elapsed:.0f} blocks/s")
+    assert trips * 1000 / blocks < allowed
+
+
+async def test_strict_writers_share_commits(tmp_path: Path) -> None:
+    """Create, close and rename wait for their commits; what eight writers bring at once is one commit."""
+    writers, blocks = 8, 400
+    async with delayed_volume(tmp_path / "volume", "strict") as volume:
+        commits = volume.core.records.counters.commits
+
+        async def write(writer: int) -> None:
+            for number in range(writer, blocks, writers):
+                await publish(volume, b"%d" % number, b"x" * 65536)
+
+        async with trio.open_nursery() as nursery:
+            for writer in range(writers):
+                nursery.start_soon(write, writer)
+        commits = volume.core.records.counters.commits - commits
+    print(f"{commits * 1000 / blocks:.0f} commits for 1,000 blocks of {writers} writers")
+    assert commits <= 3 * blocks / writers * 1.1 + 5
+
+
+# -- order ------------------------------------------------------------------------------------------
+
+
+async def test_fsync_syncs_bytes_before_the_durable_commit(chaos: Chaos) -> None:
+    options = lab_options()
+    disk = Disk.format(options)
+    async with opened(disk, options, chaos) as volume:
+        handle, _ = await volume.create(ROOT_INODE, b"f", 0o644, CALLER, os.O_WRONLY)
+        await volume.write(handle, 0, b"x" * 10_000)
+        chaos.events.clear()
+        await volume.fsync(handle)
+        events = list(chaos.events)
+        await volume.release(handle)
+    assert events[-1] == "durable commit"
+    assert events.index("written") < events.index("sync") < events.index("durable commit")
+
+
+async def test_records_never_name_bytes_that_are_not_written(chaos: Chaos) -> None:
+    """Before each commit every segment write has returned."""
+    options = lab_options()
+    disk = Disk.format(options)
+    chaos.delay = 0.3
+    async with opened(disk, options, chaos) as volume:
+        for number in range(20):
+            await publish(volume, b"%d" % number, b"x" * 5000)
+            await trio.sleep(0.01)
+            assert (await check(disk.copy())).clean
+
+
+async def test_an_in_place_change_is_unsealed_first(chaos: Chaos) -> None:
+    """No byte of a sealed extent changes before the records say that it is not sealed any more."""
+    options = lab_options()
+    disk = Disk.format(options)
+    async with opened(disk, options, chaos) as volume:
+        await publish(volume, b"f", b"x" * 700_000)
+        await volume.sync()
+        node = await volume.lookup(ROOT_INODE, b"f")
+        handle = await volume.open(node.ino, os.O_RDWR, CALLER)
+        chaos.events.clear()
+        await volume.write(handle, 300_000, b"y" * 100)
+        assert chaos.events.index("durable commit") < chaos.events.index("write")
+        assert (await check(disk.copy())).clean
+        await volume.release(handle)
+    assert (await check(disk)).clean
+
+
+async def test_an_unsealing_that_failed_is_asked_for_again(chaos: Chaos) -> None:
+    options = lab_options()
+    disk = Disk.format(options)
+    async with opened(disk, options, chaos) as volume:
+        await publish(volume, b"f", b"x" * 700_000)
+        await volume.sync()
+        node = await volume.lookup(ROOT_INODE, b"f")
+        handle = await volume.open(node.ino, os.O_RDWR, CALLER)
+        chaos.commit_error = 1.0
+        for _ in range(2):
+            with pytest.raises(EngineError):
+                await volume.write(handle, 300_000, b"y" * 100)
+        report = await check(disk.copy())
+        assert report.clean, report.problems
+        chaos.commit_error = 0.0
+        await volume.write(handle, 300_000, b"y" * 100)
+        assert (await check(disk.copy())).clean
+        await volume.release(handle)
+        assert await content(volume, b"f") == b"x" * 300_000 + b"y" * 100 + b"x" * 399_900
+
+
+async def test_one_write_and_rename_in_one_window_is_one_put(chaos: Chaos) -> None:
+    """The temporary name never touches the store."""
+    options = lab_options()
+    disk = Disk.format(options)
+    async with opened(disk, options, chaos) as volume:
+        await publish(volume, b"f", b"x" * 5000)
+        await volume.sync()
+    keys = [key for key in disk.records if key[:1] == b"d"]
+    assert len(keys) == 1
+    assert chaos.commits <= 3  # the ranges of numbers, the block, the end
+
+
+# -- failures ---------------------------------------------------------------------------------------
+
+
+async def test_a_failed_commit_is_an_error_for_who_waits_and_is_repeated(
+    chaos: Chaos, autojump_clock: trio.testing.MockClock
+) -> None:
+    options = lab_options(strict=True)
+    disk = Disk.format(options)
+    async with opened(disk, options, chaos) as volume:
+        chaos.commit_error = 2.0  # before the commit, always
+        with pytest.raises(EngineError):
+            await volume.make_directory(ROOT_INODE, b"d", 0o755, CALLER)
+        assert (await volume.lookup(ROOT_INODE, b"d")).nlink == 2, "visible here all the same"
+        assert await names(disk, options) == set()
+        chaos.commit_error = 0.0
+        await trio.sleep(5)
+        assert await names(disk, options) == {b"d"}
+    assert (await check(disk)).clean
+
+
+async def test_a_failed_sync_of_segments_loses_no_change(chaos: Chaos, autojump_clock: trio.testing.MockClock) -> None:
+    options = lab_options()
+    disk = Disk.format(options)
+    async with opened(disk, options, chaos) as volume:
+        handle, _ = await volume.create(ROOT_INODE, b"f", 0o644, CALLER, os.O_WRONLY)
+        await volume.write(handle, 0, b"x" * 10_000)
+        chaos.sync_error = 1.0
+        with pytest.raises(EngineError):
+            await volume.fsync(handle)
+        chaos.sync_error = 0.0
+        await volume.fsync(handle)
+        assert await names(disk, options) == {b"f"}
+        await volume.release(handle)
+    assert (await check(disk)).clean
+
+
+async def test_failed_segment_writes_keep_the_bytes(chaos: Chaos, autojump_clock: trio.testing.MockClock) -> None:
+    options = lab_options()
+    disk = Disk.format(options)
+    async with opened(disk, options, chaos) as volume:
+        chaos.write_error = 1.0
+        handle, _ = await volume.create(ROOT_INODE, b"f", 0o644, CALLER, os.O_WRONLY)
+        await volume.write(handle, 0, b"x" * 10_000)
+        with pytest.raises(EngineError):
+            await volume.fsync(handle)
+        await volume.write(handle, 10_000, b"y" * 10)  # it may grow on
+        assert await content(volume, b"f") == b"x" * 10_000 + b"y" * 10
+        assert b"f" not in await names(disk, options)
+        chaos.write_error = 0.0
+        await volume.fsync(handle)
+        await volume.release(handle)
+    async with opened(disk, options) as volume:
+        assert await content(volume, b"f") == b"x" * 10_000 + b"y" * 10
+    assert (await check(disk)).clean
+
+
+async def test_slots_of_a_write_that_failed_and_was_overtaken_come_back(
+    chaos: Chaos, autojump_clock: trio.testing.MockClock
+) -> None:
+    """The chunk was changed while it was being written, then the write failed."""
+    options = lab_options()
+    disk = Disk.format(options)
+    async with opened(disk, options, chaos) as volume:
+        free = volume.space().free
+        handle, node = await volume.create(ROOT_INODE, b"f", 0o644, CALLER, os.O_RDWR)
+        await volume.write(handle, 0, b"x" * 10_000)
+        chaos.write_error, chaos.delay = 1.0, 1.0
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(fails, volume.fsync, handle)
+            await trio.sleep(0.004)
+            await volume.write(handle, 5, b"y" * 10_000)
+        chaos.write_error, chaos.delay = 0.0, 0.0
+        await volume.release(handle)
+        await volume.unlink(ROOT_INODE, b"f")
+        volume.forget(node.ino, 1)
+        await volume.sync()
+        assert volume.space().free == free
+
+
+async def fails(call: object, *arguments: object) -> None:
+    with pytest.raises(EngineError):
+        await call(*arguments)  # type: ignore[operator]
+
+
+async def test_truncation_while_a_chunk_is_written_and_was_changed(
+    chaos: Chaos, autojump_clock: trio.testing.MockClock
+) -> None:
+    """What was on its way to slots when the file was cut to nothing does not come back."""
+    options = lab_options()
+    disk = Disk.format(options)
+    chaos.delay = 1.0
+    for wait in range(1, 15):
+        async with opened(disk, options, chaos) as volume:
+            handle, node = await volume.create(ROOT_INODE, b"f%d" % wait, 0o644, CALLER, os.O_RDWR)
+            await volume.write(handle, 0, b"x" * 10_000)
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(volume.fsync, handle)
+                await trio.sleep(wait * 0.001)
+                await volume.write(handle, 5, b"y" * 10)
+                await volume.set_attributes(node.ino, Changes(size=0), CALLER)
+                await volume.write(handle, 0, b"z")
+            await volume.fsync(handle)
+            assert bytes(await volume.read(handle, 0, 100)) == b"z"
+            await volume.release(handle)
+    report = await check(disk)
+    assert report.clean, report.problems
+
+
+async def test_a_name_removed_while_its_commit_is_unknown_stays_removed(
+    chaos: Chaos, autojump_clock: trio.testing.MockClock
+) -> None:
+    """The commit of a name happened but its answer was lost; the name is removed before the commit is repeated."""
+    options = lab_options()
+    disk = Disk.format(options)
+    async with opened(disk, options, chaos) as volume:
+        chaos.commit_error_after = 1.0
+        await publish(volume, b"f", b"x" * 100)
+        await trio.sleep(0.2)
+        assert await names(disk, options) == {b"f"}
+        await volume.unlink(ROOT_INODE, b"f")
+        chaos.commit_error_after = 0.0
+        await trio.sleep(5)
+        with pytest.raises(NotFound):
+            await volume.lookup(ROOT_INODE, b"f")
+        assert await names(disk, options) == set()
+    report = await check(disk)
+    assert report.clean, report.problems
+
+
+async def test_a_name_removed_and_made_again_before_a_commit(chaos: Chaos) -> None:
+    """The new file is still being written when the old one's slots are freed: the old name may not stay."""
+    options = lab_options()
+    disk = Disk.format(options)
+    async with opened(disk, options, chaos) as volume:
+        await publish(volume, b"f", b"x" * 100)
+        await volume.sync()
+        await volume.unlink(ROOT_INODE, b"f")
+        handle, _ = await volume.create(ROOT_INODE, b"f", 0o644, CALLER, os.O_WRONLY)
+        await volume.write(handle, 0, b"y" * 100)
+        await volume.journal.commit()
+        assert await names(disk, options) == set()
+        report = await check(disk.copy())
+        assert report.clean, report.problems
+        await volume.fsync(handle)
+        assert await names(disk, options) == {b"f"}
+        await volume.release(handle)
+
+
+async def test_a_block_is_published_whole_though_its_temporary_name_was_known(
+    chaos: Chaos, autojump_clock: trio.testing.MockClock
+) -> None:
+    """mkstemp, close, open again, write, rename, while another file's bytes are on their way to slots."""
+    options = lab_options()
+    disk = Disk.format(options)
+    async with opened(disk, options, chaos) as volume:
+        await publish(volume, b"other", b"o" * 500_000)
+        handle, node = await volume.create(ROOT_INODE, b"tmp", 0o644, CALLER, os.O_RDWR)
+        await volume.release(handle)
+        chaos.delay = 1.0
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(volume.journal.commit)
+            await trio.sleep(0.001)
+            handle = await volume.open(node.ino, os.O_WRONLY, CALLER)
+            await volume.write(handle, 0, b"x" * 10_000)
+            await volume.release(handle)
+            await volume.rename(ROOT_INODE, b"tmp", ROOT_INODE, b"f", 0)
+        chaos.delay = 0.0
+        async with opened(disk.copy(), options) as crashed:
+            if b"f" in await names(disk, options):
+                assert await content(crashed, b"f") == b"x" * 10_000
+    assert (await check(disk)).clean
+
+
+async def test_a_dead_journal_is_an_error_not_a_wait(chaos: Chaos) -> None:
+    """When the committing task died of what nobody foresaw, nothing waits for it for ever, the end neither."""
+    options = lab_options()
+    disk = Disk.format(options)
+    with pytest.RaisesGroup(ValueError, EngineError, flatten_subgroups=True) if hasattr(pytest, "RaisesGroup") else (
+        pytest.raises(BaseExceptionGroup)
+    ):
+        async with opened(disk, options, chaos) as volume:
+            volume.core.slabs.take_dirty = broken  # type: ignore[method-assign]
+            with trio.fail_after(5):
+                await volume.make_directory(ROOT_INODE, b"d", 0o755, CALLER)
+                await volume.sync()
+
+
+def broken() -> list[object]:
+    raise ValueError("not foreseen")
+
+
+# -- large changes -----------------------------------------------------------------------------------
+
+
+async def test_a_file_of_many_chunks_is_committed_and_removed(
+    chaos: Chaos, autojump_clock: trio.testing.MockClock
+) -> None:
+    """Sparse writes into ever new chunks are committed as they come: no commit, and no memory, grows with the file."""
+    options = lab_options(chunk=4096, capacity=100 * MIB)
+    disk = Disk.format(options)
+    records = MemoryRecords(disk, chaos)
+    count = 3 * STAGED_CHUNKS_MAX
+    async with run_volume(options, disk.superblock, records, MemorySegments(disk, chaos)) as volume:
+        free = volume.space().free
+        handle, node = await volume.create(ROOT_INODE, b"f", 0o644, CALLER, os.O_RDWR)
+        for number in range(count):
+            await volume.write(handle, number * 4096, b"%d" % number)
+            if number % 100 == 0:
+                await trio.sleep(0.01)
+        assert volume.core.nodes.get(node.ino).staged_count < 2 * STAGED_CHUNKS_MAX
+        await volume.fsync(handle)
+        assert (await check(disk.copy())).clean
+        assert bytes(await volume.read(handle, 4096 * (count - 1), 10)) == b"%d" % (count - 1)
+        await volume.release(handle)
+        await volume.unlink(ROOT_INODE, b"f")
+        volume.forget(node.ino, 1)
+        await volume.sync()
+        assert volume.space().free == free
+    assert (await check(disk)).clean
+
+
+async def test_large_attributes_are_committed(chaos: Chaos) -> None:
+    """More bytes of attributes than one commit may carry."""
+    options = lab_options()
+    disk = Disk.format(options)
+    async with opened(disk, options, chaos) as volume:
+        folder = await volume.make_directory(ROOT_INODE, b"d", 0o755, CALLER)
+        for number in range(300):
+            await volume.set_xattr(folder.ino, b"user.%d" % number, b"v" * 65536)
+        await volume.sync()
+        assert await volume.get_xattr(folder.ino, b"user.299") == b"v" * 65536
+    assert (await check(disk)).clean
