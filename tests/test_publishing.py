@@ -367,8 +367,10 @@ async def test_a_dead_journal_is_an_error_not_a_wait(chaos: Chaos) -> None:
     """When the committing task died of what nobody foresaw, nothing waits for it for ever, the end neither."""
     options = lab_options()
     disk = Disk.format(options)
-    with pytest.RaisesGroup(ValueError, EngineError, flatten_subgroups=True) if hasattr(pytest, "RaisesGroup") else (
-        pytest.raises(BaseExceptionGroup)
+    with (
+        pytest.RaisesGroup(ValueError, EngineError, flatten_subgroups=True)
+        if hasattr(pytest, "RaisesGroup")
+        else (pytest.raises(BaseExceptionGroup))
     ):
         async with opened(disk, options, chaos) as volume:
             volume.core.slabs.take_dirty = broken  # type: ignore[method-assign]
@@ -422,3 +424,21 @@ async def test_large_attributes_are_committed(chaos: Chaos) -> None:
         await volume.sync()
         assert await volume.get_xattr(folder.ino, b"user.299") == b"v" * 65536
     assert (await check(disk)).clean
+
+
+async def test_fsync_of_a_file_written_while_its_bytes_are_flushed() -> None:
+    """Its earlier bytes go with the commit that is under way; the later ones need another, although it is open."""
+    options = lab_options()
+    slow = Chaos(random.Random(0), delay=1.0)
+    async with opened(Disk.format(options), options, slow) as volume:
+        handle, node = await volume.create(ROOT_INODE, b"name", 0o644, CALLER, os.O_RDWR)
+        await volume.write(handle, 0, b"first")
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(volume.fsync, handle)
+            while b"write" not in b"".join(e.encode() for e in slow.events):
+                await trio.sleep(0.001)
+            await volume.write(handle, 5, b"second")
+            with trio.fail_after(5):
+                await volume.fsync(handle)
+        assert node.size == 11
+        await volume.release(handle)

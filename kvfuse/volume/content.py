@@ -274,7 +274,7 @@ class Content:
                 return
 
     async def _write_within(self, node: Node, index: int, start: int, data: bytes) -> bool:
-        """Under the lock, without space for new slots: write into those that the chunk has. False if they are too small."""
+        """Under the lock, without space for new slots: write into those the chunk has. False if they are too small."""
         chunk = node.chunks[index]
         if chunk.writing is not None:
             await self.flusher.settled()
@@ -395,9 +395,7 @@ class Content:
         with self.core.reads.reading():
             await self.core.segments.write(transfers)
         for extent, length in grown:
-            extent.length = length
-        if index >= schema.INLINE_CHUNKS:
-            node.chunk_changed(index)
+            node.resize(index, extent, length)
         return True
 
     async def _unseal(self, node: Node, index: int, chunk: Chunk, start: int, end: int) -> None:
@@ -481,7 +479,7 @@ class Content:
     def _unstage(self, node: Node, chunk: Chunk) -> None:
         staged = chunk.staged
         if chunk.writing is not None:
-            chunk.writing.dropped = True
+            self.flusher.drop(chunk.writing)
         if staged is not None:
             self.flusher.unstage(node, chunk)
             if not staged.writing:
@@ -519,7 +517,7 @@ class Content:
                     continue
                 last.checksums = checksums[: whole // GRANULE_SIZE * 4] + granule_checksums(tail)
                 last.verified &= (1 << whole // GRANULE_SIZE) - 1
-            last.length = last_length
+            node.resize(index, last, last_length)
             for extent in extents[len(kept) :]:
                 self.core.discard(node, extent)
             node.set_extents(index, kept)

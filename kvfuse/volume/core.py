@@ -28,8 +28,8 @@ PATH_DEPTH_MAX = 256
 class NumberRange:
     """Numbers that are never given twice: taken from the record store in ranges.
 
-    A range is announced (`take`) in the same commit as - or an earlier one than - the first record that
-    uses one of its numbers.
+    A range is announced (`take`) by commits that are half a range ahead of what was given: a number that a slot
+    header shows was announced before, so none is given again after a crash.
     """
 
     def __init__(self, key: bytes, start: int) -> None:
@@ -43,8 +43,8 @@ class NumberRange:
         return value
 
     def take(self) -> dict[bytes, bytes | None]:
-        """The record that announces a new range, when numbers beyond the announced ones were given."""
-        if self._next <= self._end:
+        """The record that announces a new range, when half of the announced numbers were given."""
+        if self._next + schema.COUNTER_RANGE // 2 <= self._end:
             return {}
         self._end = self._next + schema.COUNTER_RANGE
         return {self.key: schema.encode_u64(self._end)}
@@ -138,6 +138,8 @@ class Core:
         self._made: set[int] = set()
         self.dead: list[Extent] = []
         """extents of inodes that are no more; the next commit frees their slots"""
+        self.unborn: list[Extent] = []
+        """extents that were given up before any commit; their slots are free when their headers say so"""
 
     def take_counters(self) -> dict[bytes, bytes | None]:
         """Counter records that changed since the last call."""
@@ -167,9 +169,9 @@ class Core:
         return blake2b(schema.chunk_key(ino, index), digest_size=16, key=self.superblock.volume_id).digest()
 
     def discard(self, node: Node, extent: Extent) -> None:
-        """An extent is no longer part of ``node``: its slot is free when nothing in the records names it."""
+        """An extent is no longer part of ``node``: its slot is free when neither a record nor a header names it."""
         if extent.state == FRESH:
-            self.reads.retire(self.slabs.cancel, [extent.slot])
+            self.unborn.append(extent)
         elif extent.state == COMMITTED:
             node.dead.append(extent)
         extent.state = DISCARDED

@@ -73,6 +73,8 @@ class Flusher:
     core: Core
     staging_size: int
     staged_bytes: int = 0
+    dropped_size: int = 0
+    """bytes of slots that are being written in vain"""
     _full: dict[tuple[int, int], tuple[Node, int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -99,6 +101,12 @@ class Flusher:
             chunk.staged = None
             self._room.set()
             self._room = trio.Event()
+
+    def drop(self, staged: Staged) -> None:
+        """What is being written is no longer wanted: its slots come back when it was."""
+        if not staged.dropped:
+            staged.dropped = True
+            self.dropped_size += staged.capacity
 
     def grew(self, byte_count: int) -> None:
         """Staged bytes grew (or shrank) in place."""
@@ -204,6 +212,8 @@ class Flusher:
         staged.writing = False
         item.chunk.writing = None
         staged.pieces = [b"".join(staged.pieces)]
+        if staged.dropped:
+            self.dropped_size -= staged.capacity
         if item.chunk.staged is not staged:
             self.core.slabs.cancel(staged.slots)
 
@@ -239,6 +249,7 @@ class Flusher:
         staged.writing = False
         chunk.writing = None
         if staged.dropped:
+            self.dropped_size -= staged.capacity
             for extent in item.extents:
                 self.core.discard(node, extent)
             return

@@ -23,10 +23,16 @@ from kvfuse.slab import layout
 from kvfuse.slab.allocator import Allocator, SlabState
 from kvfuse.slab.layout import Geometry
 from kvfuse.volume import format, schema
-from kvfuse.volume.api import ROOT_INODE
+from kvfuse.volume.api import FILE_SIZE_MAX, ROOT_INODE
 
 SCAN_ROWS = 2000
-REPAIR_ROUNDS = 5
+REPAIR_ROUNDS = 8
+MALFORMED = (ValueError, struct.error)
+"""What decoding a damaged record raises."""
+
+FILE_KINDS = frozenset(
+    {stat.S_IFREG, stat.S_IFDIR, stat.S_IFLNK, stat.S_IFIFO, stat.S_IFSOCK, stat.S_IFCHR, stat.S_IFBLK}
+)
 
 Progress = Callable[[str, int, int], None]
 """(what is done, how far, of how many; 0: not known)"""
@@ -69,6 +75,8 @@ class _Inode:
     subdirectories: int = 0
     parent: int = 0
     has_times: bool = False
+    entry: Record | None = None
+    """one that names it"""
 
 
 async def fsck(
@@ -131,8 +139,14 @@ class Check:
         self.orphans: set[int] = set()
         self.owners: dict[int, int] = {}
         """slot address -> inode"""
-        self.sealed: list[tuple[int, schema.ExtentRecord, bytes]] = []
-        """what `verify` reads: (inode, extent, key of its file's entry or inode)"""
+        self.contested: set[int] = set()
+        """slots that several files claim"""
+        self.far_files: dict[int, list[bytes]] = {}
+        """inode with chunk records -> key of its own record"""
+        self.far_blocks: Counter[int] = Counter()
+        """inode -> units in its chunk records, less those that its own record counts"""
+        self.sealed: list[tuple[int, schema.ExtentRecord, list[bytes]]] = []
+        """what `verify` reads: (inode, extent, keys of the records that go when it is wrong)"""
         self.wants_verify = False
         self.generation_max = 0
         self.recount: dict[bytes, bytes] = {}
@@ -149,8 +163,10 @@ class Check:
         await self._read_orphans()
         await self._read_chunks()
         await self._read_rest()
+        await self._settle_contested()
         self._compare_inodes()
-        await self._compare_slabs()
+        self._check_reachable()
+        self._compare_slabs()
         await self._check_counters()
         await self._check_segments()
         if verify:
@@ -169,7 +185,10 @@ class Check:
         after, done = b"", 0
         while rows := await self.records.scan(prefix, after, SCAN_ROWS):
             for row in rows:
-                yield row
+                if schema.is_key(row.key):
+                    yield row
+                else:
+                    self.problem(f"record {row.key!r} is of no kind", deletes=[row.key])
             done += len(rows)
             self.progress(what, done, 0)
             after = rows[-1].key
@@ -183,7 +202,7 @@ class Check:
                 state = SlabState(schema.key_slab(row.key), *schema.decode_slab(row.value))
                 Allocator(self.geometry).restore([state])
                 states.append(state)
-            except (VolumeError, ValueError, struct.error) as error:
+            except (VolumeError, *MALFORMED) as error:
                 self.problem(f"slab record {row.key.hex()}: {error}", deletes=[row.key])
         self.slabs.restore(states)
 
@@ -201,23 +220,27 @@ class Check:
 
     def _decode(self, row: Record) -> schema.InodeRecord | None:
         try:
-            return schema.decode_inode(row.value)
-        except ValueError as error:
+            record = schema.decode_inode(row.value)
+            _check_fields(record)
+        except MALFORMED as error:
             self.problem(f"record {row.key!r} cannot be read: {error}", deletes=[row.key])
             return None
+        return record
 
     async def _read_entries(self) -> None:
         async for row in self._rows(b"d", "names"):
             parent, cookie, name = schema.split_entry_key(row.key)
             try:
                 entry = schema.decode_entry(row.value)
-            except ValueError as error:
+                if isinstance(entry, schema.InodeRecord):
+                    _check_fields(entry, inline=True)
+            except MALFORMED as error:
                 self.problem(f"name {name!r} in directory {parent} cannot be read: {error}", deletes=[row.key])
                 continue
             if cookie != schema.name_hash(name):
                 self.problem(f"name {name!r} in directory {parent} stands in the wrong place", deletes=[row.key])
             elif parent not in self.inodes or not stat.S_ISDIR(self.inodes[parent].record.mode):
-                self._lost(row, name, parent)
+                self._lost(row, name, parent, entry)
             elif isinstance(entry, int):
                 self._read_reference(row, parent, name, entry)
             elif entry.ino in self.inodes or entry.ino in self.inline:
@@ -237,17 +260,20 @@ class Check:
             return
         inode.names += 1
         inode.parent = parent
+        inode.entry = row
         if stat.S_ISDIR(inode.record.mode):
             self.inodes[parent].subdirectories += 1
             if inode.names > 1:
                 self.problem(f"directory {ino} has a second name, {name!r} in {parent}", deletes=[row.key])
 
-    def _lost(self, row: Record, name: bytes, parent: int) -> None:
+    def _lost(self, row: Record, name: bytes, parent: int, entry: schema.InodeRecord | int) -> None:
         """An entry of a directory that does not exist: the file goes to the root."""
-        entry = schema.decode_entry(row.value)
         ino = entry if isinstance(entry, int) else entry.ino
         key = schema.entry_key(ROOT_INODE, b"lost+found.%d" % ino)
         self.problem(f"{name!r} is in directory {parent}, which does not exist", {key: row.value}, [row.key])
+        if not isinstance(entry, int) and not self._exists(ino):
+            self.inline.add(ino)
+            self._claim(entry, row.key, name)
 
     async def _read_orphans(self) -> None:
         """Before the chunks. Nobody reads their bytes again: those are not verified."""
@@ -264,19 +290,22 @@ class Check:
             if not self._exists(ino):
                 self.problem(f"chunk record of inode {ino}, which does not exist", deletes=[row.key])
                 continue
+            what = f"chunk {schema.chunk_index(row.key)} of inode {ino}"
+            keys = [row.key, *self.far_files.get(ino, [])]  # without its chunk the file would show zeros
             try:
                 extents = schema.decode_chunk(row.value)
-            except ValueError as error:
-                self.problem(f"chunk {schema.chunk_index(row.key)} of inode {ino}: {error}", deletes=[row.key])
+            except MALFORMED as error:
+                self.problem(f"{what}: {error}", deletes=keys)
                 continue
+            self.far_blocks[ino] += sum(-(-extent.length // 4096) * 8 for extent in extents)
             for extent in extents:
-                self._claim_extent(ino, extent, row.key, f"chunk {schema.chunk_index(row.key)} of inode {ino}")
+                self._claim_extent(ino, extent, keys, what)
 
     async def _read_rest(self) -> None:
         async for row in self._rows(b"t", "times"):
             ino = schema.key_inode(row.key)
             if ino in self.inodes:
-                self.inodes[ino].has_times = True
+                self.inodes[ino].has_times = len(row.value) == schema.TIMES_SIZE
             else:
                 self.problem(f"times of directory {ino}, which does not exist", deletes=[row.key])
         async for row in self._rows(b"x", "attributes"):
@@ -290,28 +319,53 @@ class Check:
     # -- extents -------------------------------------------------------------------------------------
 
     def _claim(self, record: schema.InodeRecord, key: bytes, name: bytes) -> None:
+        if record.flags & schema.FLAG_CHUNK_RECORDS and key[:1] != b"o":
+            self.far_files[record.ino] = [key]
+            self.far_blocks[record.ino] -= record.far_blocks
         for index, chunk in enumerate(record.chunks):
             for extent in chunk:
-                self._claim_extent(record.ino, extent, key, f"{name!r} (inode {record.ino}), chunk {index}")
+                self._claim_extent(record.ino, extent, [key], f"{name!r} (inode {record.ino}), chunk {index}")
 
-    def _claim_extent(self, ino: int, extent: schema.ExtentRecord, key: bytes, what: str) -> None:
-        """``key``: the record that names the extent; it goes when the extent cannot be right."""
+    def _claim_extent(self, ino: int, extent: schema.ExtentRecord, keys: list[bytes], what: str) -> None:
+        """``keys``: the record that names the extent, and that of its file; they go when the extent cannot be right."""
         self.report.extents += 1
-        self.generation_max = max(self.generation_max, extent.generation)
         slot_size = self.slabs.slot_size(extent.addr) if 0 <= extent.addr < self.geometry.data_size else 0
         granules = -(-extent.length // GRANULE_SIZE)
         if not self.slabs.is_durable(extent.addr) if slot_size else True:
-            self.problem(f"{what}: its slot {extent.addr} is not allocated", deletes=[key])
+            self.problem(f"{what}: its slot {extent.addr} is not allocated", deletes=keys)
         elif extent.addr in self.owners:
-            owner = self.owners[extent.addr]
-            self.problem(f"{what}: its slot {extent.addr} belongs to inode {owner} too", deletes=[key])
+            self.contested.add(extent.addr)
         elif not 0 < extent.length <= slot_size or len(extent.checksums) not in (0, granules * CHECKSUM_SIZE):
-            self.problem(f"{what}: {extent.length} bytes in a slot of {slot_size}", deletes=[key])
+            self.problem(f"{what}: {extent.length} bytes in a slot of {slot_size}", deletes=keys)
         else:
             self.owners[extent.addr] = ino
+            self.generation_max = max(self.generation_max, extent.generation)
             self.report.used_bytes += extent.length
             if self.wants_verify and extent.checksums and ino not in self.orphans:
-                self.sealed.append((ino, extent, key))
+                self.sealed.append((ino, extent, keys))
+
+    async def _settle_contested(self) -> None:
+        """Slots that several files claim: the header says whose they are, every other file goes."""
+        if not self.contested:
+            return
+        owners = {addr: await self._header_owner(addr) for addr in self.contested}
+        for prefix in (b"i", b"d", b"c"):
+            async for row in self._rows(prefix, "contested slots"):
+                for ino, extent in _claims(row):
+                    if extent.addr in owners and owners[extent.addr] != (ino, extent.generation):
+                        keys = [row.key, *self.far_files.get(ino, [])]
+                        self.problem(f"inode {ino}: its slot {extent.addr} is another file's too", deletes=keys)
+
+    async def _header_owner(self, addr: int) -> tuple[int, int] | None:
+        """(inode, generation) in the header of a slot; None where it cannot be read."""
+        table = bytearray(layout.HEADER_SIZE)
+        place = self.geometry.locate_header(addr, self.slabs.slot_size(addr))
+        try:
+            await self.segments.read([Transfer(*place, table)])
+        except (EngineError, ValueError):
+            return None
+        rows, valid = layout.parse_headers(table, layout.HEADER_SIZE, 1)
+        return (int(rows[0]["inode"]), int(rows[0]["generation"])) if valid[0] else None
 
     # -- comparing -----------------------------------------------------------------------------------
 
@@ -340,11 +394,30 @@ class Check:
             elif record.nlink != links:
                 mended = {key: schema.encode_inode(_replace(record, nlink=links))}
                 self.problem(f"inode {ino} has {record.nlink} links recorded, but {links}", mended)
+        for ino, difference in self.far_blocks.items():
+            if difference and ino in self.far_files:
+                text = f"inode {ino}: its chunk records hold {difference:+} units of 512 bytes"
+                self.problem(text, deletes=self.far_files[ino])
         if ROOT_INODE not in self.inodes:
             self.problem("the root directory does not exist: 'kvfuse fsck --rebuild' recovers the blocks")
 
-    async def _compare_slabs(self) -> None:
-        """Durable slots that no file has are leaked."""
+    def _check_reachable(self) -> None:
+        """Every directory is below the root: one that is below itself goes to the root."""
+        reachable = {ROOT_INODE}
+        for ino, inode in self.inodes.items():
+            path: list[int] = []
+            while ino not in reachable and ino in self.inodes and ino not in path and inode.entry is not None:
+                path.append(ino)
+                ino = inode.parent
+                inode = self.inodes.get(ino, inode)
+            if ino in path and (entry := self.inodes[ino].entry) is not None:
+                lost = schema.entry_key(ROOT_INODE, b"lost+found.%d" % ino)
+                self.problem(f"directory {ino} is below itself", {lost: entry.value}, [entry.key])
+            reachable.update(path)
+
+    def _compare_slabs(self) -> None:
+        """Durable slots that no file has are leaked. They are freed when nothing else is left to be mended."""
+        is_last = self.report.clean
         for state in self.slabs.durable_images():
             count = self.geometry.slots_per_slab(state.slot_size)
             bitmap = bytearray(state.bitmap)
@@ -357,21 +430,27 @@ class Check:
             if leaked:
                 key = schema.slab_key(state.slab)
                 text = f"slab {state.slab}: {leaked} slots of {state.slot_size} bytes are allocated, but to no file"
-                if any(bitmap):
+                if not is_last:
+                    self.problem(text)
+                elif any(bitmap):
                     self.problem(text, {key: schema.encode_slab(state.slot_size, bytes(bitmap))})
                 else:
                     self.problem(text, deletes=[key])
 
     async def _check_counters(self) -> None:
         keys = [schema.COUNTER_INODE, schema.COUNTER_GENERATION, schema.COUNTER_FILES]
-        found = [schema.decode_u64(row.value) if row is not None else 0 for row in await self.records.get(keys)]
+        *rows, exact = await self.records.get([*keys, schema.EXACT_SIZES])
+        found = [schema.decode_u64(row.value) if row is not None and len(row.value) == 8 else 0 for row in rows]
         inode_max = max([*self.inodes, *self.inline, *self.orphans], default=0)
+        generation_max = min(self.generation_max, 1 << 62)  # a damaged record may say anything
         if found[0] <= inode_max:
             mended = {keys[0]: schema.encode_u64(inode_max + schema.COUNTER_RANGE)}
             self.problem(f"the next inode would be {found[0]}, but {inode_max} exists", mended)
-        if found[1] <= self.generation_max:
-            mended = {keys[1]: schema.encode_u64(self.generation_max + schema.COUNTER_RANGE)}
-            self.problem(f"the next generation would be {found[1]}, but {self.generation_max} exists", mended)
+        if found[1] <= generation_max:
+            mended = {keys[1]: schema.encode_u64(generation_max + schema.COUNTER_RANGE)}
+            self.problem(f"the next generation would be {found[1]}, but {generation_max} exists", mended)
+        if exact is None or len(exact.value) % 8:
+            self.problem("the volume's exact slot sizes are not recorded", {schema.EXACT_SIZES: schema.encode_u64s(())})
         files = self.report.files + self.report.directories
         if found[2] != files:
             # A crash leaves it so. It is a figure for statfs, which nothing depends on.
@@ -403,7 +482,7 @@ class Check:
         total = sum(extent.length for _, extent, _ in self.sealed)
         self.sealed.sort(key=lambda row: row[1].addr)
         bad: set[bytes] = set()
-        for ino, extent, key in self.sealed:
+        for ino, extent, keys in self.sealed:
             segment, offset = self.geometry.locate(extent.addr)
             buffer = bytearray(extent.length)
             try:
@@ -411,9 +490,9 @@ class Check:
                 right = granule_checksums(buffer) == extent.checksums
             except (EngineError, ValueError):
                 right = False
-            if not right and key not in bad:
-                bad.add(key)
-                self.problem(f"inode {ino}: its bytes in segment {segment} at {offset} are wrong", deletes=[key])
+            if not right and keys[-1] not in bad:
+                bad.add(keys[-1])
+                self.problem(f"inode {ino}: its bytes in segment {segment} at {offset} are wrong", deletes=keys)
             self.report.verified_bytes += extent.length
             self.progress("bytes", self.report.verified_bytes, total)
 
@@ -424,3 +503,25 @@ def _replace(record: schema.InodeRecord, *, nlink: int, parent: int | None = Non
     if parent is not None:
         values["parent"] = parent
     return schema.InodeRecord(**values)
+
+
+def _check_fields(record: schema.InodeRecord, *, inline: bool = False) -> None:
+    """ValueError, where a file system could not work with the inode."""
+    kind = stat.S_IFMT(record.mode)
+    if kind not in FILE_KINDS or (inline and kind == stat.S_IFDIR):
+        raise ValueError(f"inode {record.ino} has mode {record.mode:#o}")
+    if not 0 < record.ino < 1 << 63 or not 0 <= record.size <= FILE_SIZE_MAX:
+        raise ValueError(f"inode {record.ino} has {record.size} bytes")
+    if kind == stat.S_IFREG and (record.chunk_size <= 0 or record.chunk_size % layout.PAGE_SIZE):
+        raise ValueError(f"inode {record.ino} has chunks of {record.chunk_size} bytes")
+
+
+def _claims(row: Record) -> list[tuple[int, schema.ExtentRecord]]:
+    """(inode, extent) of what a record names; nothing where it cannot be read."""
+    try:
+        if row.key[:1] == b"c":
+            return [(schema.key_inode(row.key), extent) for extent in schema.decode_chunk(row.value)]
+        record = schema.decode_entry(row.value) if row.key[:1] == b"d" else schema.decode_inode(row.value)
+    except MALFORMED:
+        return []
+    return [] if isinstance(record, int) else [(record.ino, extent) for chunk in record.chunks for extent in chunk]

@@ -15,7 +15,6 @@ store takes it: with one writer a repeated put is harmless, and what belongs tog
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -81,6 +80,7 @@ class _Batch(NamedTuple):
     vacated: list[tuple[int, bytes]]
     """(directory, name): the stored record went, the new one comes later"""
     freed: list[Extent]
+    unborn: list[Extent]
     late: set[Node]
     """changed, but not in it: their bytes come first"""
 
@@ -114,6 +114,8 @@ class Journal:
         """counts settled commits: what was read from the store in an earlier epoch may be old"""
         self._sent: _Batch | None = None
         """the commit that is under way, or failed and will be repeated"""
+        self._settling: _Batch | None = None
+        """the same, until the slots that it frees are free"""
         self._ties: list[tuple[Node, Node]] = []
         self._name_count = 0
         self._new_count = 0
@@ -204,6 +206,14 @@ class Journal:
     def crowded(self) -> bool:
         return len(self._dirty) + self._name_count > CROWD_CHANGES
 
+    @property
+    def freeing_bytes(self) -> int:
+        """Bytes of slots that were given up and become free by a commit to come."""
+        given_up = [self.core.dead, self.core.unborn, *[node.dead for node in self._dirty if node.dead]]
+        if self._settling is not None:
+            given_up.append(self._settling.unborn)
+        return sum([extent.slot_size for extents in given_up for extent in extents]) + self.flusher.dropped_size
+
     def _wake(self) -> None:
         if not self._work.is_set():
             self._work.set()
@@ -222,9 +232,7 @@ class Journal:
         A cancelled caller leaves the commit to happen. Raises what the engines raise; the changes then stay
         visible here and are tried again.
         """
-        for node in self._with_tied(nodes):
-            if node.changed:
-                node.forced = True
+        self._force(nodes)
         if self._stopped:
             raise EngineError("nothing is committed any more")
         waiter = _Waiter(nodes, durable)
@@ -237,10 +245,16 @@ class Journal:
         if waiter.error is not None:
             raise waiter.error
 
+    def _force(self, nodes: Iterable[Node]) -> None:
+        """Have these, and what is tied to them, in the next commit even while they are being written."""
+        for node in self._with_tied(nodes):
+            if node.changed:
+                node.forced = True
+
     async def free(self) -> bool:
         """Commit what frees slots: what was given up a moment ago may be used only then. False if there is nothing."""
         nodes = [node for node in self._dirty if node.dead]
-        if not (nodes or self.core.dead or self.core.slabs.pending_bytes):
+        if not (nodes or self.core.dead or self.core.unborn or self.core.slabs.pending_bytes):
             return False
         await self.commit(*nodes)
         return True
@@ -304,7 +318,7 @@ class Journal:
                 node.flushed_size = node.size
             await self.flusher.flush(flushed)
             waiters = self._take_waiters(waiters)
-            self._sent = batch = self._build(set(flushed))
+            self._sent = self._settling = batch = self._build(set(flushed))
             waiters = self._leave_late(waiters, batch)
             durable = any(waiter.durable for waiter in waiters)
             if durable:
@@ -331,9 +345,15 @@ class Journal:
         ]
 
     def _leave_late(self, waiters: list[_Waiter], batch: _Batch) -> list[_Waiter]:
-        """Without those whose files are not in the batch; they and all other waiters get the next one at once."""
+        """Without those whose files are not in the batch; they and all other waiters get the next one at once.
+
+        Their files may be in the batch as they were before, or tied to others since: they are forced anew.
+        """
         served = [waiter for waiter in waiters if batch.late.isdisjoint(waiter.nodes)]
         if len(served) < len(self._waiters):
+            for waiter in self._waiters:
+                if waiter not in served:
+                    self._force(waiter.nodes)
             self._work.set()
             self._urgent.set()
         return served
@@ -347,6 +367,7 @@ class Journal:
                 raise EngineError("the record store refused a commit that expected nothing")
         self._sent = None
         await self._settle(batch)
+        self._settling = None
 
     # -- one batch: these three see and change memory without waiting --------------------------------
 
@@ -385,6 +406,7 @@ class Journal:
                 )
         times, self._times = list(self._times), {}
         dead, self.core.dead = self.core.dead, []
+        unborn, self.core.unborn = self.core.unborn, []
         self._free_slots(dead, freed)
         self._sent_extra = extra
         for key, value in {**extra, **self.core.take_counters()}.items():
@@ -398,7 +420,7 @@ class Journal:
             else:
                 deletes.add(schema.slab_key(state.slab))
         deletes.difference_update(puts)
-        return _Batch(puts, deletes, nodes, times, names, vacated, freed, late)
+        return _Batch(puts, deletes, nodes, times, names, vacated, freed, unborn, late)
 
     def _late(self, flushed: set[Node]) -> set[Node]:
         """Changed nodes that this commit leaves out: they are being written, or have bytes that no slot has.
@@ -504,10 +526,12 @@ class Journal:
                 current.stored = change.node is not None
         for parent, name in batch.vacated:
             self.overlay[parent][name].stored = False
-        if batch.freed:
-            slots = [extent.slot for extent in batch.freed]
-            await self.flusher.mark_free(slots)
-            self.core.reads.retire(self.core.slabs.reclaim, slots)
+        freed = [extent.slot for extent in batch.freed]
+        unborn = [extent.slot for extent in batch.unborn]
+        if freed or unborn:
+            await self.flusher.mark_free([*freed, *unborn])
+            self.core.reads.retire(self.core.slabs.reclaim, freed)
+            self.core.reads.retire(self.core.slabs.cancel, unborn)
 
 
 def _is_held(moved: Node | None, late: set[Node]) -> bool:

@@ -295,6 +295,13 @@ class Node:
             self.far_blocks += _blocks(extents) - _blocks(chunk.extents)
         chunk.extents = extents
 
+    def resize(self, index: int, extent: Extent, length: int) -> None:
+        """An extent of a chunk grew or was shortened, in its slot."""
+        if index >= schema.INLINE_CHUNKS:
+            self.chunk_changed(index)
+            self.far_blocks += (-(-length // 4096) - -(-extent.length // 4096)) * 8
+        extent.length = length
+
     @property
     def busy(self) -> bool:
         """May not be dropped from memory."""

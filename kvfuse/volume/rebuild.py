@@ -113,7 +113,7 @@ async def _find_superblock(path: Path, segments: SegmentStore) -> Superblock:
 def _move_aside(folder: Path) -> str:
     if not folder.exists():
         return ""
-    kept = folder.with_name(f"{folder.name}.before-{time.strftime('%Y%m%d-%H%M%S')}")
+    kept = folder.with_name(f"{folder.name}.before-{time.strftime('%Y%m%d-%H%M%S')}-{time.time_ns() % 10**9:09}")
     folder.rename(kept)
     return str(kept)
 

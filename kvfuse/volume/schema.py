@@ -25,6 +25,8 @@ from hashlib import blake2b
 
 import msgspec
 
+from kvfuse.volume.api import NAME_MAX
+
 INLINE_CHUNKS = 8
 """Chunks whose extents stand in the inode record itself: one record for a file up to 8 chunks (32 MiB)."""
 
@@ -37,6 +39,8 @@ _ENTRY_HEAD = struct.Struct(">cQQ")
 _TIMES = struct.Struct(">QQQ")
 _SLAB_KEY = struct.Struct(">cI")
 _SLAB_HEAD = struct.Struct(">I")
+
+TIMES_SIZE = _TIMES.size
 
 COUNTER_INODE = b"ninode"
 """First inode number of the range that nobody took yet."""
@@ -167,6 +171,17 @@ def xattr_prefix(ino: int) -> bytes:
 
 def xattr_name(key: bytes) -> bytes:
     return key[9:]
+
+
+_KEY_SIZES = {b"d": (18, 17 + NAME_MAX), b"i": (9, 9), b"t": (9, 9), b"o": (9, 9), b"c": (17, 17), b"s": (5, 5)}
+_KEY_SIZES[b"x"] = (10, 9 + NAME_MAX)
+"""prefix -> (least, most) bytes of a key"""
+
+
+def is_key(key: bytes) -> bool:
+    """A key of one of the kinds above, as far as its form tells."""
+    least, most = _KEY_SIZES.get(key[:1], (1, 511))
+    return least <= len(key) <= most
 
 
 def slab_key(slab: int) -> bytes:

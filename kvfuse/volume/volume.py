@@ -410,6 +410,7 @@ class Volume:
         self._nursery.start_soon(self._run_until_finished, self.flusher.run)
         self._nursery.start_soon(self._run_until_finished, self.journal.run)
         if not self.read_only:
+            await self.journal.commit()  # numbers are announced before the first is given
             await self._reap_orphans()
 
     async def _run_until_finished(self, run: Callable[[], Awaitable[None]]) -> None:
