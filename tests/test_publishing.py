@@ -253,13 +253,15 @@ async def test_slots_of_a_write_that_failed_and_was_overtaken_come_back(
     options = lab_options()
     disk = Disk.format(options)
     async with opened(disk, options, chaos) as volume:
+        await publish(volume, b"other", b"o" * 100)
+        await volume.sync()
         free = volume.space().free
         handle, node = await volume.create(ROOT_INODE, b"f", 0o644, CALLER, os.O_RDWR)
         await volume.write(handle, 0, b"x" * 10_000)
-        chaos.write_error, chaos.delay = 1.0, 1.0
+        chaos.write_error, chaos.delay, chaos.first_write = 1.0, 1.0, trio.Event()
         async with trio.open_nursery() as nursery:
             nursery.start_soon(fails, volume.fsync, handle)
-            await trio.sleep(0.004)
+            await chaos.first_write.wait()
             await volume.write(handle, 5, b"y" * 10_000)
         chaos.write_error, chaos.delay = 0.0, 0.0
         await volume.release(handle)
@@ -290,9 +292,12 @@ async def test_truncation_while_a_chunk_is_written_and_was_changed(
                 await trio.sleep(wait * 0.001)
                 await volume.write(handle, 5, b"y" * 10)
                 await volume.set_attributes(node.ino, Changes(size=0), CALLER)
-                await volume.write(handle, 0, b"z")
+                data = b"z" * (wait % 3)
+                await volume.write(handle, 0, data)
             await volume.fsync(handle)
-            assert bytes(await volume.read(handle, 0, 100)) == b"z"
+            assert bytes(await volume.read(handle, 0, 100)) == data
+            await volume.set_attributes(node.ino, Changes(size=100), CALLER)
+            assert bytes(await volume.read(handle, 0, 100)) == data.ljust(100, b"\0")
             await volume.release(handle)
     report = await check(disk)
     assert report.clean, report.problems
@@ -435,8 +440,7 @@ async def test_fsync_of_a_file_written_while_its_bytes_are_flushed() -> None:
         await volume.write(handle, 0, b"first")
         async with trio.open_nursery() as nursery:
             nursery.start_soon(volume.fsync, handle)
-            while b"write" not in b"".join(e.encode() for e in slow.events):
-                await trio.sleep(0.001)
+            await slow.first_write.wait()
             await volume.write(handle, 5, b"second")
             with trio.fail_after(5):
                 await volume.fsync(handle)

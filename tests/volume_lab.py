@@ -80,6 +80,8 @@ class Chaos:
     durable_commits: int = 0
     events: list[str] = field(default_factory=list)
     """what the engines were asked that matters for durability, in order"""
+    first_write: trio.Event = field(default_factory=trio.Event)
+    """a segment write began"""
 
     async def hold_up(self) -> None:
         if self.random.random() < self.delay:
@@ -197,6 +199,7 @@ class MemorySegments(SegmentStore):
     async def write(self, batch: Sequence[Transfer]) -> None:
         self.counters.writes += len(batch)
         self.chaos.events.append("write")
+        self.chaos.first_write.set()
         fails = self.chaos.fails(self.chaos.write_error)
         order = self.chaos.random.sample(batch, len(batch))
         for segment, offset, buffer in order:

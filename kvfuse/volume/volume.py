@@ -7,6 +7,7 @@ import itertools
 import logging
 import os
 import stat
+import struct
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -18,9 +19,9 @@ import trio
 from kvfuse import errors
 from kvfuse.config import Options
 from kvfuse.remote.records.api import RecordStore
-from kvfuse.remote.segments.api import SegmentStore
+from kvfuse.remote.segments.api import SegmentStore, Transfer
 from kvfuse.slab.allocator import Allocator, SlabState
-from kvfuse.slab.layout import PAGE_SIZE, Superblock
+from kvfuse.slab.layout import PAGE_SIZE, SUPERBLOCK_SIZE, Superblock, parse_superblock
 from kvfuse.volume import format, schema
 from kvfuse.volume.api import ROOT_INODE, Caller, Changes, DirEntry, Space
 from kvfuse.volume.content import Content
@@ -70,11 +71,22 @@ async def open_volume(options: Options, mountpoint: str = "") -> AsyncIterator[V
     superblock = format.read_superblock(path)
     async with AsyncExitStack() as stack:
         stack.enter_context(format.locked(path, mountpoint, LOCK_WAIT if _is_closing(path) else 0.0))
-        records = format.open_records(options, read_only=read_only)
+        records = _open_records(options)
         stack.push_async_callback(_shielded, records.aclose)
         segments = format.open_segments(options, read_only=read_only)
         stack.push_async_callback(_shielded, segments.aclose)
         yield await stack.enter_async_context(run_volume(options, superblock, records, segments))
+
+
+def _open_records(options: Options) -> RecordStore:
+    """VolumeError, with nothing made, where the store is lost."""
+    path = options.records_path
+    if not path.is_dir() or not any(path.iterdir()):
+        raise errors.VolumeError(f"{path} is empty, the records are lost: 'kvfuse fsck --rebuild' recovers blocks")
+    try:
+        return format.open_records(options, read_only=options.mount.read_only)
+    except errors.EngineError as error:
+        raise errors.VolumeError(f"{error}: 'kvfuse fsck --rebuild' recovers blocks") from error
 
 
 @asynccontextmanager
@@ -461,7 +473,6 @@ def _is_closing(path: Path) -> bool:
 
 async def _load(options: Options, superblock: Superblock, records: RecordStore, segments: SegmentStore) -> Core:
     """The state of a volume from its records."""
-    geometry = superblock.geometry
     keys = [schema.COUNTER_INODE, schema.COUNTER_GENERATION, schema.COUNTER_FILES, schema.inode_key(ROOT_INODE)]
     found = await records.get([*keys, schema.EXACT_SIZES])
     values = [record.value for record in found if record is not None]
@@ -469,6 +480,19 @@ async def _load(options: Options, superblock: Superblock, records: RecordStore, 
         raise errors.VolumeError(
             f"{options.volume_path}: the record store is damaged (no counters): 'kvfuse fsck --rebuild' recovers blocks"
         )
+    try:
+        return await _load_values(options, superblock, records, segments, values)
+    except (ValueError, struct.error) as error:
+        raise errors.VolumeError(
+            f"{options.volume_path}: the record store is damaged ({error}): 'kvfuse fsck --repair' mends what can be"
+        ) from error
+
+
+async def _load_values(
+    options: Options, superblock: Superblock, records: RecordStore, segments: SegmentStore, values: list[bytes]
+) -> Core:
+    """``values``: of the counters, the root directory and the exact sizes."""
+    geometry = superblock.geometry
     inode, generation, files = [schema.decode_u64(value) for value in values[:3]]
     sizes = {*schema.decode_u64s(values[4]), *options.volume.exact_sizes}
     slabs = Allocator(geometry, {-(-size // PAGE_SIZE) * PAGE_SIZE for size in sizes if size <= geometry.slab_size})
@@ -478,6 +502,8 @@ async def _load(options: Options, superblock: Superblock, records: RecordStore, 
         states += [SlabState(schema.key_slab(row.key), *schema.decode_slab(row.value)) for row in rows]
         after = rows[-1].key
     slabs.restore(states)
+    used = {geometry.locate_head(state.slab)[0] for state in states}
+    await _check_segments(options.volume_path, superblock, segments, used)
     return Core(
         superblock=superblock,
         geometry=geometry,
@@ -492,3 +518,22 @@ async def _load(options: Options, superblock: Superblock, records: RecordStore, 
         generations=NumberRange(schema.COUNTER_GENERATION, generation),
         file_count=files,
     )
+
+
+async def _check_segments(path: Path, superblock: Superblock, segments: SegmentStore, used: set[int]) -> None:
+    """VolumeError unless every segment that holds bytes is there, whole, and this volume's."""
+    remedy = "'kvfuse fsck --verify' tells which files are lost"
+    sizes = {info.segment: info.size for info in await segments.list()}
+    for segment in sorted(used):
+        size = superblock.geometry.segment_size(segment)
+        if sizes.get(segment) != size:
+            found = f"has {sizes[segment]} bytes instead of {size}" if segment in sizes else "is missing"
+            raise errors.VolumeError(f"{path}: segment {segment} {found}: {remedy}")
+        image = bytearray(SUPERBLOCK_SIZE)
+        await segments.read([Transfer(segment, 0, image)])
+        try:
+            header = parse_superblock(image)
+        except errors.VolumeError as error:
+            raise errors.VolumeError(f"{path}: segment {segment}: {error}: {remedy}") from None
+        if (header.volume_id, header.segment) != (superblock.volume_id, segment):
+            raise errors.VolumeError(f"{path}: the file of segment {segment} is another segment's: {remedy}")
