@@ -251,8 +251,11 @@ def test_blocks_are_stored_and_read(tmp_path: Path) -> None:
 
 
 def test_writers_together_store_every_block(tmp_path: Path) -> None:
-    assert measures.store_blocks_together(tmp_path, 50, 4096, 8) > 0
-    assert sorted(map(str, tmp_path.iterdir())) == measures.block_paths(tmp_path, 50)
+    assert measures.store_blocks_together(tmp_path, 48, 4096, 8) > 0
+    folders = sorted(tmp_path.iterdir())
+    assert len(folders) == 8
+    for folder in folders:
+        assert sorted(map(str, folder.iterdir())) == measures.block_paths(folder, 6)
 
 
 def test_paced_blocks_are_no_faster(tmp_path: Path) -> None:

@@ -212,7 +212,7 @@ def test_config_shows_values_and_origins(tmp_path: Path) -> None:
     shown = json.loads(done.stdout)
     assert shown["volume.capacity"] == {"value": 2 << 30, "origin": f"{conf}:3"}
     assert shown["publish.mode"] == {"value": "strict", "origin": "-o publish=strict"}
-    assert shown["cache.nodes"] == {"value": 20000, "origin": "default"}
+    assert shown["cache.nodes"] == {"value": 10000, "origin": "default"}
     table = kvfuse("config", conf).stdout
     assert re.search(rf"volume.path +{tmp_path}/v +{conf}:2", table)
     assert re.search(r"segments.direct +false +default", table)

@@ -15,7 +15,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -62,10 +62,10 @@ class Client:
 class Lab:
     """One volume, mounted again and again."""
 
-    def __init__(self, base: Path, rng: random.Random) -> None:
+    def __init__(self, base: Path, rng: random.Random, words: Sequence[str]) -> None:
         self.base = base
         self.rng = rng
-        self.mount = KvfuseMount(base, WORDS)
+        self.mount = KvfuseMount(base, (*WORDS, *words))
         self.round = 0
         self.clients: list[Client] = []
         self.mount.mount()
@@ -94,14 +94,14 @@ class Lab:
         report = trio.run(functools.partial(fsck, options, verify=True))
         assert report.clean, [problem.text for problem in report.problems][:10]
 
-    def remount(self, *, everything: bool) -> None:
+    def remount(self, everything: Collection[str] = ()) -> None:
         """Mount what a crash left, compare, and remove it all: then no slot may be missing.
 
-        ``everything``: all that returned must be there, not only what was fsynced.
+        ``everything``: of these kinds of clients all that returned must be there, not only what was fsynced.
         """
         self.mount.mount()
         for client in self.clients:
-            CHECKS[client.kind](client.folder, client.events(), everything)
+            CHECKS[client.kind](client.folder, client.events(), client.kind in everything)
             shutil.rmtree(client.folder)
         wait_until(lambda: self.free_bytes() == self.free, "the space of removed files")
 
@@ -113,9 +113,9 @@ def lab(rng: random.Random) -> Iterator[Lab]:
 
 
 @contextmanager
-def temporary_lab(rng: random.Random) -> Iterator[Lab]:
+def temporary_lab(rng: random.Random, *words: str) -> Iterator[Lab]:
     base = Path(tempfile.mkdtemp(prefix="kvfuse-crash-"))
-    lab = Lab(base, rng)
+    lab = Lab(base, rng, words)
     try:
         yield lab
         if lab.mount.is_mounted:
@@ -251,7 +251,7 @@ def test_killed_under_load(lab: Lab) -> None:
         lab.mount.kill()
         lab.end_clients()
         lab.check()
-        lab.remount(everything=False)
+        lab.remount()
         if number % 10 == 9:
             lab.mount.unmount()
             lab.check()
@@ -268,7 +268,7 @@ def test_killed_while_it_unmounts(lab: Lab) -> None:
         lab.mount.remove()
         unmounting.wait(PATIENCE_S)
         lab.check()
-        lab.remount(everything=False)
+        lab.remount()
 
 
 @pytest.mark.timeout(300)
@@ -279,4 +279,16 @@ def test_terminated_under_load(lab: Lab) -> None:
         lab.mount.terminate()
         lab.end_clients()
         lab.check()
-        lab.remount(everything=True)
+        lab.remount(everything=KINDS)
+
+
+@pytest.mark.timeout(300)
+def test_killed_while_it_publishes_strictly(rng: random.Random) -> None:
+    """A rename or an unlink that returned is in the store, without any fsync."""
+    with temporary_lab(rng, "publish.mode=strict") as lab:
+        for _ in range(8):
+            lab.start_clients()
+            lab.mount.kill()
+            lab.end_clients()
+            lab.check()
+            lab.remount(everything=("publish",))

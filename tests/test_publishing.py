@@ -165,7 +165,7 @@ async def test_an_unsealing_that_failed_is_asked_for_again(chaos: Chaos) -> None
         await volume.sync()
         node = await volume.lookup(ROOT_INODE, b"f")
         handle = await volume.open(node.ino, os.O_RDWR, CALLER)
-        chaos.commit_error = 1.0
+        chaos.commit_error = 2.0  # before every commit
         for _ in range(2):
             with pytest.raises(EngineError):
                 await volume.write(handle, 300_000, b"y" * 100)

@@ -72,7 +72,7 @@ class Chaos:
     random: random.Random
     delay: float = 0.0
     commit_error: float = 0.0
-    """half of it before the commit, half after"""
+    """half of it before the commit, half after; 2: every commit fails"""
     commit_error_after: float = 0.0
     write_error: float = 0.0
     sync_error: float = 0.0

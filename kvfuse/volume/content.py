@@ -12,7 +12,6 @@ node's lock; a write that only stages needs no lock but waits while somebody hol
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ import trio
 from kvfuse.checksum import CHECKSUM_SIZE, GRANULE_SIZE, crc32c, granule_checksums
 from kvfuse.errors import Corrupt, FileTooLarge, NoSpace
 from kvfuse.remote.segments.api import Transfer
-from kvfuse.volume import schema
+from kvfuse.volume import clock, schema
 from kvfuse.volume.api import FILE_SIZE_MAX
 from kvfuse.volume.core import Core
 from kvfuse.volume.flush import Flusher
@@ -570,7 +569,7 @@ class Content:
         return rows
 
     def _changed(self, node: Node) -> None:
-        node.mtime = node.ctime = time.time_ns()
+        node.mtime = node.ctime = clock.now()
         self.journal.touch(node, forced=node.staged_count > STAGED_CHUNKS_MAX)
 
 

@@ -202,6 +202,11 @@ class Journal:
         """What `put` was told of keys that begin with ``prefix`` and the store does not know yet."""
         return {key: value for key, value in {**self._sent_extra, **self._extra}.items() if key.startswith(prefix)}
 
+    def changed_in(self, directory: int) -> set[Node]:
+        """Inodes that came to a name in the directory, or left one, and are not in the store so."""
+        changes = self.overlay.get(directory, {}).values()
+        return {node for change in changes for node in (change.node, change.moved) if node is not None}
+
     @property
     def crowded(self) -> bool:
         return len(self._dirty) + self._name_count > CROWD_CHANGES

@@ -8,12 +8,11 @@ for the commit; relaxed ones return.
 from __future__ import annotations
 
 import stat
-import time
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvfuse import errors
-from kvfuse.volume import schema
+from kvfuse.volume import clock, schema
 from kvfuse.volume.api import (
     LINK_MAX,
     NAME_MAX,
@@ -220,7 +219,7 @@ class Names:
         node.rdev, node.target = rdev, target
         node.size = len(target)
         node.parent, node.name = parent, name
-        node.atime = node.mtime = node.ctime = time.time_ns()
+        node.atime = node.mtime = node.ctime = clock.now()
         if node.is_directory:
             node.own_record = True
             node.nlink = 2
@@ -253,7 +252,7 @@ class Names:
             node.own_record = True
             self.journal.set_name(node.parent, node.name, node, node.stored or node.committing)
         node.nlink += 1
-        node.ctime = time.time_ns()
+        node.ctime = clock.now()
         self.journal.set_name(parent, name, node, stored)
         self.journal.touch(node, forced=True)
         self._changed(directory)
@@ -261,7 +260,7 @@ class Names:
 
     def _changed(self, directory: Node) -> None:
         """Entries of the directory changed."""
-        directory.mtime = directory.ctime = time.time_ns()
+        directory.mtime = directory.ctime = clock.now()
         self.journal.touch_times(directory)
 
     # -- removing ------------------------------------------------------------------------------------
@@ -352,7 +351,7 @@ class Names:
 
     def _drop_link(self, node: Node, heir: Node | None = None) -> None:
         node.nlink -= 1
-        node.ctime = time.time_ns()
+        node.ctime = clock.now()
         if node.nlink:
             self.journal.touch(node, forced=True)
         else:
@@ -495,7 +494,7 @@ class Names:
             self.journal.touch(old)
             self.journal.touch(new)
         node.parent, node.name = new.ino, name
-        node.ctime = time.time_ns()
+        node.ctime = clock.now()
         self.core.places.set(node.ino, new.ino, name)
         self.journal.touch(node, forced=True)
         if node.is_directory:

@@ -22,7 +22,7 @@ from kvfuse.remote.records.api import RecordStore
 from kvfuse.remote.segments.api import SegmentStore, Transfer
 from kvfuse.slab.allocator import Allocator, SlabState
 from kvfuse.slab.layout import PAGE_SIZE, SUPERBLOCK_SIZE, Superblock, parse_superblock
-from kvfuse.volume import format, schema
+from kvfuse.volume import clock, format, schema
 from kvfuse.volume.api import ROOT_INODE, Caller, Changes, DirEntry, Space
 from kvfuse.volume.content import Content
 from kvfuse.volume.core import Core, NumberRange
@@ -159,7 +159,7 @@ class Volume:
             node.mode = stat.S_IFMT(node.mode) | changes.mode
         node.atime = node.atime if changes.atime is None else changes.atime
         node.mtime = node.mtime if changes.mtime is None else changes.mtime
-        node.ctime = time.time_ns()
+        node.ctime = clock.now()
         only_size = dataclasses.replace(changes, size=None, mtime=None, ctime=None) == Changes()
         self.journal.touch(node, forced=not only_size)
         if node.is_directory:
@@ -252,7 +252,7 @@ class Volume:
         counters.reads += 1
         counters.read_bytes += len(data)
         if self.atime and node.atime <= node.mtime:
-            node.atime = time.time_ns()  # kept in memory until something else is stored, as with lazytime
+            node.atime = clock.now()  # kept in memory until something else is stored, as with lazytime
         return data
 
     async def write(self, handle: FileHandle, offset: int, data: bytes) -> int:
@@ -285,7 +285,8 @@ class Volume:
 
     async def fsync_directory(self, ino: int) -> None:
         if not self.read_only:
-            await self.journal.commit(await self.names.node(ino), durable=True)
+            directory = await self.names.node(ino)
+            await self.journal.commit(directory, *self.journal.changed_in(ino), durable=True)
 
     async def release(self, handle: FileHandle) -> None:
         node = handle.node

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvfuse import errors
 from kvfuse.slab.layout import PAGE_SIZE
-from kvfuse.volume import schema
+from kvfuse.volume import clock, schema
 from kvfuse.volume.core import Core
 from kvfuse.volume.journal import Journal
 from kvfuse.volume.names import Names
@@ -147,7 +146,7 @@ class Xattrs:
         return self._changed(node)
 
     def _changed(self, node: Node) -> Node:
-        node.ctime = time.time_ns()
+        node.ctime = clock.now()
         self.journal.touch(node, forced=True)
         if node.is_directory:
             self.journal.touch_times(node)

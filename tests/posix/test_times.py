@@ -163,3 +163,16 @@ def test_reading_moves_neither_mtime_nor_ctime(folder: Path) -> None:
     before = times(path)
     path.read_bytes()
     assert times(path) == before
+
+
+def test_a_touched_file_does_not_become_older(folder: Path) -> None:
+    """A touch stamps by the kernel's clock, so everything else has to as well."""
+    for number in range(50):
+        path = folder / f"file{number}"
+        path.write_bytes(b"content")
+        written = times(path)
+        os.utime(path)
+        touched = times(path)
+        assert touched >= written
+        os.setxattr(path, "user.name", b"value")
+        assert times(path)[1] >= touched[1]
