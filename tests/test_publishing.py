@@ -17,7 +17,7 @@ from volume_lab import CALLER, MIB, Chaos, Disk, MemoryRecords, MemorySegments, 
 from kvfuse.config import Options, VolumeOptions
 from kvfuse.errors import EngineError, NotFound
 from kvfuse.remote.records.decorators import Delayed
-from kvfuse.volume import format
+from kvfuse.volume import format, schema
 from kvfuse.volume.api import ROOT_INODE, Changes
 from kvfuse.volume.content import STAGED_CHUNKS_MAX
 from kvfuse.volume.volume import Volume, run_volume
@@ -446,3 +446,16 @@ async def test_fsync_of_a_file_written_while_its_bytes_are_flushed() -> None:
                 await volume.fsync(handle)
         assert node.size == 11
         await volume.release(handle)
+
+
+async def test_fsync_of_a_folder_brings_what_was_renamed_while_others_were_flushed() -> None:
+    """The commit that is under way cannot have the new file: fsync has to wait for the next."""
+    options = lab_options()
+    disk = Disk.format(options)
+    slow = Chaos(random.Random(0), delay=1.0)
+    async with opened(disk, options, slow) as volume:
+        await publish(volume, b"first", b"x" * 5000)
+        await slow.first_write.wait()
+        await publish(volume, b"second", b"y" * 5000)
+        await volume.fsync_directory(ROOT_INODE)
+        assert schema.entry_key(ROOT_INODE, b"second") in disk.records
