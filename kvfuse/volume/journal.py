@@ -37,6 +37,8 @@ BATCH_CHANGES = 2000
 """New changes of nodes and names that start a commit before the window has passed."""
 CROWD_CHANGES = 10_000
 """Changed nodes and names at which an operation waits for a commit before it adds more."""
+CROWD_SIZE = 16 << 20
+"""Bytes of other records at which it does."""
 RETRY_DELAYS = (0.05, 0.1, 0.2, 0.5, 1.0)
 """Seconds between attempts after failed commits; the last goes on."""
 
@@ -120,6 +122,8 @@ class Journal:
         self._name_count = 0
         self._new_count = 0
         """changes since the last commit was built"""
+        self._extra_size = 0
+        """bytes of attributes and the like, since then"""
         self._waiters: list[_Waiter] = []
         self._peers = 0
         """callers that commit again and again at the same time, by the waiters of the last commits"""
@@ -196,6 +200,7 @@ class Journal:
     def put(self, key: bytes, value: bytes | None) -> None:
         """Any other record; None deletes it."""
         self._extra[key] = value
+        self._extra_size += len(value or b"")
         self._wake()
 
     def pending_puts(self, prefix: bytes) -> dict[bytes, bytes | None]:
@@ -209,7 +214,7 @@ class Journal:
 
     @property
     def crowded(self) -> bool:
-        return len(self._dirty) + self._name_count > CROWD_CHANGES
+        return len(self._dirty) + self._name_count > CROWD_CHANGES or self._extra_size > CROWD_SIZE
 
     @property
     def freeing_bytes(self) -> int:
@@ -385,7 +390,7 @@ class Journal:
         deletes: set[bytes] = set()
         nodes: list[Node] = []
         freed: list[Extent] = []
-        self._new_count = 0
+        self._new_count = self._extra_size = 0
         late = self._late(flushed)
         extra, self._extra = self._take_extra(late)
         for node in self._dirty:
