@@ -28,6 +28,7 @@ from kvfuse.volume.content import Content
 from kvfuse.volume.core import Core, NumberRange
 from kvfuse.volume.flush import Flusher
 from kvfuse.volume.journal import Journal
+from kvfuse.volume.lookup import Lookup
 from kvfuse.volume.names import Names
 from kvfuse.volume.node import Node, Nodes
 from kvfuse.volume.xattrs import Xattrs
@@ -119,8 +120,9 @@ class Volume:
         self.flusher = Flusher(core, options.cache.staging_size)
         self.journal = Journal(core, self.flusher, options.publish.window)
         self.content = Content(core, self.journal, self.flusher)
-        self.names = Names(core, self.journal, self.content)
-        self.xattrs = Xattrs(core, self.journal, self.names)
+        self.lookups = Lookup(core, self.journal, self.content)
+        self.names = Names(core, self.journal, self.content, self.lookups)
+        self.xattrs = Xattrs(core, self.journal, self.lookups)
         self._nursery = nursery
         self._scopes: list[trio.CancelScope] = []
         self._background_count = 0
@@ -130,20 +132,20 @@ class Volume:
     # -- names ---------------------------------------------------------------------------------------
 
     async def lookup(self, parent: int, name: bytes) -> Node:
-        return self.names.count_lookup(await self.names.lookup(parent, name))
+        return self.lookups.count_lookup(await self.lookups.by_name(parent, name))
 
     def forget(self, ino: int, count: int) -> None:
-        self.names.forget(ino, count)
+        self.lookups.forget(ino, count)
 
     def remember(self, parent: int, entry: DirEntry) -> None:
         self.core.places.add(entry.attributes.ino, parent, entry.name)
 
     async def attributes(self, ino: int) -> Node:
-        return await self.names.node(ino)
+        return await self.lookups.node(ino)
 
     async def set_attributes(self, ino: int, changes: Changes, caller: Caller) -> Node:
         self._check_writable()
-        node = await self.names.node(ino)
+        node = await self.lookups.node(ino)
         if changes.size is not None:
             if not node.is_file:
                 raise errors.InvalidArgument(f"inode {ino} is no file: it has no size to set")
@@ -197,7 +199,7 @@ class Volume:
         return node
 
     async def read_symlink(self, ino: int) -> bytes:
-        node = await self.names.node(ino)
+        node = await self.lookups.node(ino)
         if not stat.S_ISLNK(node.mode):
             raise errors.InvalidArgument(f"inode {ino} is no symbolic link")
         return node.target
@@ -218,12 +220,12 @@ class Volume:
         await self.names.publish(source if self.names.is_strict(source) else target, node)
 
     async def list_directory(self, ino: int, after: int, limit: int) -> list[DirEntry]:
-        return await self.names.list_directory(ino, after, limit)
+        return await self.lookups.list_directory(ino, after, limit)
 
     # -- files ---------------------------------------------------------------------------------------
 
     async def open(self, ino: int, flags: int, caller: Caller) -> FileHandle:
-        node = await self.names.node(ino)
+        node = await self.lookups.node(ino)
         if node.is_directory:
             raise errors.IsADirectory(f"inode {ino} is a directory")
         writes = flags & os.O_ACCMODE != os.O_RDONLY or flags & os.O_TRUNC
@@ -273,9 +275,9 @@ class Volume:
     async def _folder(self, node: Node) -> Node:
         """The directory whose settings hold for a file."""
         try:
-            return await self.names.directory(node.parent)
+            return await self.lookups.directory(node.parent)
         except (errors.Stale, errors.NotADirectory):
-            return await self.names.node(1)
+            return await self.lookups.node(1)
 
     async def fsync(self, handle: FileHandle) -> None:
         if self.read_only:
@@ -285,7 +287,7 @@ class Volume:
 
     async def fsync_directory(self, ino: int) -> None:
         if not self.read_only:
-            directory = await self.names.node(ino)
+            directory = await self.lookups.node(ino)
             await self.journal.commit(directory, *self.journal.changed_in(ino), durable=True)
 
     async def release(self, handle: FileHandle) -> None:
@@ -353,7 +355,7 @@ class Volume:
         }
 
     async def info(self, ino: int) -> dict[str, Any]:
-        node = await self.names.node(ino)
+        node = await self.lookups.node(ino)
         await self.content.load_all(node)
         return {
             "ino": node.ino,

@@ -11,7 +11,7 @@ from kvfuse.slab.layout import PAGE_SIZE
 from kvfuse.volume import clock, schema
 from kvfuse.volume.core import Core
 from kvfuse.volume.journal import Journal
-from kvfuse.volume.names import Names
+from kvfuse.volume.lookup import Lookup
 from kvfuse.volume.node import Node
 
 XATTR_NAME_MAX = 255
@@ -78,10 +78,10 @@ class Xattrs:
 
     core: Core
     journal: Journal
-    names: Names
+    lookups: Lookup
 
     async def get(self, ino: int, name: bytes) -> bytes:
-        node = await self.names.node(ino)
+        node = await self.lookups.node(ino)
         setting = SETTINGS.get(name)
         found: bytes | None = None
         if setting is not None:
@@ -99,7 +99,7 @@ class Xattrs:
         return found
 
     async def set(self, ino: int, name: bytes, value: bytes) -> Node:
-        node = await self.names.node(ino)
+        node = await self.lookups.node(ino)
         if not name or len(name) > XATTR_NAME_MAX or len(value) > XATTR_VALUE_MAX:
             raise errors.AttributeTooLarge(
                 f"attribute {name!r} of {len(value)} bytes:"
@@ -119,7 +119,7 @@ class Xattrs:
         return self._changed(node)
 
     async def list(self, ino: int) -> list[bytes]:
-        node = await self.names.node(ino)
+        node = await self.lookups.node(ino)
         names: set[bytes] = set()
         if node.is_directory:
             names.update(name for name, setting in SETTINGS.items() if setting.get(self.core, node) is not None)
@@ -138,7 +138,7 @@ class Xattrs:
 
     async def remove(self, ino: int, name: bytes) -> Node:
         await self.get(ino, name)
-        node = await self.names.node(ino)
+        node = await self.lookups.node(ino)
         if name in SETTINGS:
             SETTINGS[name].clear(self.core, node)
         else:

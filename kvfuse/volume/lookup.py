@@ -1,0 +1,240 @@
+"""From names to inodes, without changing any: lookup, what the kernel knows, listings.
+
+A name is looked for in the journal's overlay, then among what is known (`known`), then in the record store. A
+read of the store may wait; what it says is used only if no commit was settled meanwhile (`Journal.epoch`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from kvfuse import errors
+from kvfuse.volume import schema
+from kvfuse.volume.api import NAME_MAX, ROOT_INODE, DirEntry
+from kvfuse.volume.content import Content
+from kvfuse.volume.core import Core
+from kvfuse.volume.journal import Journal, NameChange
+from kvfuse.volume.node import Node
+
+LEARN_ROWS = 256
+"""Entries read from a directory each time that a name is missed in it, until all are known."""
+
+
+class Found(NamedTuple):
+    """What a name means, and where that was seen."""
+
+    node: Node | None
+    stored: bool
+    """the record store has a record of the name"""
+    change: NameChange | None
+    """the entry of the overlay that said so; None: the store did"""
+    epoch: int
+    """of the journal, when it was seen"""
+
+
+@dataclass
+class Lookup:
+    """See the module."""
+
+    core: Core
+    journal: Journal
+    content: Content
+
+    # -- finding -------------------------------------------------------------------------------------
+
+    async def node(self, ino: int) -> Node:
+        """The inode in memory. Stale, when it is gone."""
+        node = self.core.nodes.get(ino)
+        while node is None:
+            epoch = self.journal.epoch
+            place = self.core.places.get(ino)
+            keys = [schema.inode_key(ino), schema.times_key(ino)]
+            if place is not None and place[1]:
+                keys.append(schema.entry_key(*place))
+            own, times, *entry = await self.core.records.get(keys)
+            node = self.core.nodes.get(ino)
+            if node is not None or epoch != self.journal.epoch:
+                continue
+            parent, name = place or (0, b"")
+            if own is not None:
+                node = self._materialise(schema.decode_inode(own.value), parent, name, own=True)
+                if times is not None:
+                    node.atime, node.mtime, node.ctime = schema.decode_times(times.value)
+            elif entry and entry[0] is not None:
+                record = schema.decode_entry(entry[0].value)
+                if isinstance(record, schema.InodeRecord) and record.ino == ino:
+                    node = self._materialise(record, parent, name, own=False)
+            if node is None:
+                raise errors.Stale(f"inode {ino} is gone")
+        return node
+
+    async def directory(self, ino: int) -> Node:
+        node = await self.node(ino)
+        if not node.is_directory:
+            raise errors.NotADirectory(f"inode {ino} is no directory")
+        return node
+
+    async def find(self, parent: int, name: bytes) -> Found:
+        """What ``name`` in ``parent`` means now: true until the caller's next await."""
+        if len(name) > NAME_MAX:
+            raise errors.NameTooLong(f"a name of {len(name)} bytes: at most {NAME_MAX} are allowed")
+        core = self.core
+        while True:
+            change = self.journal.find(parent, name)
+            if change is not None:
+                return Found(change.node, change.stored, change, self.journal.epoch)
+            epoch = self.journal.epoch
+            ino = core.known.inode(parent, name)
+            node = core.nodes.get(ino) if ino is not None else None
+            if node is not None:
+                return Found(node, True, None, epoch)
+            cookie = schema.name_hash(name)
+            if core.known.is_absent(parent, cookie):
+                return Found(None, False, None, epoch)
+            record = (await core.records.get([schema.entry_key(parent, name, cookie)]))[0]
+            if record is None:
+                await self._learn(parent)
+            if self.journal.find(parent, name) is not None or epoch != self.journal.epoch:
+                continue
+            if record is None:
+                return Found(None, False, None, epoch)
+            entry = schema.decode_entry(record.value)
+            if isinstance(entry, schema.InodeRecord):
+                node = self._materialise(entry, parent, name, own=False)
+            else:
+                node = core.nodes.get(entry)
+            if node is None:
+                assert isinstance(entry, int)
+                core.places.set(entry, parent, name)
+                node = await self.node(entry)
+                if self.journal.find(parent, name) is not None or epoch != self.journal.epoch:
+                    continue
+            node.parent, node.name = parent, name
+            core.known.note(parent, name, node.ino)
+            return Found(node, True, None, epoch)
+
+    async def _learn(self, parent: int) -> None:
+        """Read a page of a directory in which a name was missed, so that later ones need not be asked for."""
+        after = self.core.known.next_page(parent)
+        if after is None:
+            return
+        epoch = self.journal.epoch
+        rows = await self.core.records.scan(schema.entry_prefix(parent), after, LEARN_ROWS)
+        if epoch == self.journal.epoch and self.core.known.next_page(parent) == after:
+            self.core.known.learn(parent, [row.key for row in rows], last=len(rows) < LEARN_ROWS)
+
+    def holds(self, parent: int, name: bytes, found: Found) -> bool:
+        """What `find` said is still so, although the caller has waited since."""
+        change = self.journal.find(parent, name)
+        return change is found.change and (change is not None or found.epoch == self.journal.epoch)
+
+    async def find_existing(self, parent: int, name: bytes) -> tuple[Node, bool]:
+        """(node, stored) of a name that exists. NotFound."""
+        found = await self.find(parent, name)
+        if found.node is None:
+            raise errors.NotFound(f"{name!r} does not exist in directory {parent}")
+        return found.node, found.stored
+
+    def _materialise(self, record: schema.InodeRecord, parent: int, name: bytes, *, own: bool) -> Node:
+        """The node of a record; the one in memory, if it is there already (it is newer)."""
+        node = self.core.nodes.get(record.ino)
+        if node is None:
+            node = self.core.nodes.add(self.content.restore_chunks(Node.from_record(record), record))
+            node.own_record = own
+            if name:
+                node.parent, node.name = parent, name
+        return node
+
+    async def by_name(self, parent: int, name: bytes) -> Node:
+        self.core.counters.lookups += 1
+        if name == b".":
+            return await self.directory(parent)
+        if name == b"..":
+            return await self.node((await self.directory(parent)).parent or ROOT_INODE)
+        found = await self.find(parent, name)
+        if found.node is None:
+            self.core.counters.absent_lookups += 1
+            raise errors.NotFound(name)
+        return found.node
+
+    def count_lookup(self, node: Node) -> Node:
+        """The kernel gets to know the inode, or counts it once more."""
+        self.core.places.add(node.ino, node.parent, node.name)
+        return node
+
+    def forget(self, ino: int, count: int) -> None:
+        if self.core.places.forget(ino, count):
+            node = self.core.nodes.get(ino)
+            if node is not None and node.nlink == 0 and not node.handles:
+                self.core.nodes.drop(ino)
+
+    # -- listing -------------------------------------------------------------------------------------
+
+    async def list_directory(self, ino: int, after: int, limit: int) -> list[DirEntry]:
+        """Entries behind the cookie ``after``, in the order of their cookies; see `VolumeApi`."""
+        await self.directory(ino)
+        entries: list[DirEntry] = []
+        while len(entries) < limit:
+            epoch = self.journal.epoch
+            rows = await self.core.records.scan(schema.entry_prefix(ino), schema.entry_after(ino, after), limit)
+            if epoch != self.journal.epoch:
+                continue
+            more = len(rows) == limit
+            last = schema.split_entry_key(rows[-1].key)[1] if more else (1 << 63) - 1
+            page: dict[bytes, Node | schema.InodeRecord | int] = {}
+            for row in rows:
+                page[schema.split_entry_key(row.key)[2]] = schema.decode_entry(row.value)
+            for name, change in self.journal.overlay.get(ino, {}).items():
+                if after < schema.name_hash(name) <= last:
+                    if change.node is None:
+                        page.pop(name, None)
+                    else:
+                        page[name] = change.node
+            entries += await self._entries(ino, page)
+            if not more:
+                break
+            after = last
+        return entries
+
+    async def _entries(self, ino: int, page: dict[bytes, Node | schema.InodeRecord | int]) -> list[DirEntry]:
+        entries = []
+        for cookie, name in sorted([(schema.name_hash(name), name) for name in page]):
+            entry = page[name]
+            if isinstance(entry, int):
+                try:
+                    node = await self.node(entry)
+                except errors.Stale:
+                    continue  # removed while we were looking
+                node.parent, node.name = ino, name
+            elif isinstance(entry, Node):
+                node = entry
+            else:
+                node = self.core.nodes.get(entry.ino) or self._shown(entry, ino, name)
+            if node.nlink:
+                entries.append(DirEntry(name, cookie, node))
+        return entries
+
+    def _shown(self, record: schema.InodeRecord, parent: int, name: bytes) -> Node:
+        """A node for a listing; it is kept only when the kernel takes it (`count_lookup`)."""
+        node = self.content.restore_chunks(Node.from_record(record), record)
+        node.parent, node.name = parent, name
+        return node
+
+    async def is_empty(self, ino: int) -> bool:
+        """No entry in the overlay, none in the store that the overlay does not take away."""
+        after = b""
+        while True:
+            epoch = self.journal.epoch
+            rows = await self.core.records.scan(schema.entry_prefix(ino), after, 64)
+            if epoch != self.journal.epoch:
+                continue
+            changes = self.journal.overlay.get(ino, {})
+            if any(change.node is not None for change in changes.values()):
+                return False
+            for row in rows:
+                if schema.split_entry_key(row.key)[2] not in changes:
+                    return False
+            if len(rows) < 64:
+                return True
+            after = rows[-1].key
