@@ -15,7 +15,7 @@ import trio.testing
 from volume_lab import CALLER, MIB, Chaos, Disk, MemoryRecords, MemorySegments, check, lab_options, opened
 
 from kvfuse.config import Options, VolumeOptions
-from kvfuse.errors import EngineError, NotFound
+from kvfuse.errors import EngineError, NotFound, Stale
 from kvfuse.remote.records.decorators import Delayed
 from kvfuse.volume import format, schema
 from kvfuse.volume.api import ROOT_INODE, Changes
@@ -459,3 +459,22 @@ async def test_fsync_of_a_folder_brings_what_was_renamed_while_others_were_flush
         await publish(volume, b"second", b"y" * 5000)
         await volume.fsync_directory(ROOT_INODE)
         assert schema.entry_key(ROOT_INODE, b"second") in disk.records
+
+
+async def test_a_file_that_lost_its_name_between_lookup_and_open(chaos: Chaos) -> None:
+    """It is still there for who looked it up; when its bytes had to make room it is stale, and never zeros."""
+    options = lab_options()
+    async with opened(Disk.format(options), options, chaos) as volume:
+        await publish(volume, b"f", b"x" * 5000)
+        node = await volume.lookup(ROOT_INODE, b"f")
+        await publish(volume, b"f", b"y" * 5000)
+        handle = await volume.open(node.ino, os.O_RDONLY, CALLER)
+        assert bytes(await volume.read(handle, 0, 5000)) == b"x" * 5000
+        await volume.release(handle)
+        await volume.sync()
+        assert await volume.journal.free(), "space is needed"
+        with pytest.raises(Stale):
+            await volume.open(node.ino, os.O_RDONLY, CALLER)
+        with pytest.raises(Stale):
+            await volume.set_attributes(node.ino, Changes(size=10), CALLER)
+        assert (await volume.attributes(node.ino)).nlink == 0, "a stat still answers"

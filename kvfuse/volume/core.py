@@ -136,6 +136,8 @@ class Core:
         self._segment_data_size = self.geometry.segment_slabs * self.geometry.slab_size
         self._data_starts = [self.geometry.data_start(segment) for segment in range(self.geometry.segment_count)]
         self._made: set[int] = set()
+        self.unnamed: dict[int, Node] = {}
+        """files without names that nobody has open, but the kernel may: it may be about to open one it looked up"""
         self.dead: list[Extent] = []
         """extents of inodes that are no more; the next commit frees their slots"""
         self.unborn: list[Extent] = []

@@ -16,7 +16,7 @@ store takes it: with one writer a repeated put is harmless, and what belongs tog
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -104,6 +104,8 @@ class Journal:
     flusher: Flusher
     window: float
     counters: JournalCounters = field(default_factory=JournalCounters)
+    make_room: Callable[[], None] = lambda: None
+    """gives up what is only kept in case that somebody asks"""
 
     def __post_init__(self) -> None:
         self.overlay: dict[int, dict[bytes, NameChange]] = {}
@@ -220,9 +222,18 @@ class Journal:
     def freeing_bytes(self) -> int:
         """Bytes of slots that were given up and become free by a commit to come."""
         given_up = [self.core.dead, self.core.unborn, *[node.dead for node in self._dirty if node.dead]]
+        staged_size = 0
+        for node in self.core.unnamed.values():
+            for chunk in node.chunks.values():
+                given_up.append(chunk.extents)
+                staged_size += chunk.staged.capacity if chunk.staged is not None else 0
         if self._settling is not None:
             given_up.append(self._settling.unborn)
-        return sum([extent.slot_size for extents in given_up for extent in extents]) + self.flusher.dropped_size
+        return (
+            sum([extent.slot_size for extents in given_up for extent in extents])
+            + self.flusher.dropped_size
+            + staged_size
+        )
 
     def _wake(self) -> None:
         if not self._work.is_set():
@@ -263,6 +274,7 @@ class Journal:
 
     async def free(self) -> bool:
         """Commit what frees slots: what was given up a moment ago may be used only then. False if there is nothing."""
+        self.make_room()
         nodes = [node for node in self._dirty if node.dead]
         if not (nodes or self.core.dead or self.core.unborn or self.core.slabs.pending_bytes):
             return False

@@ -163,11 +163,13 @@ class Lookup:
         self.core.places.add(node.ino, node.parent, node.name)
         return node
 
-    def forget(self, ino: int, count: int) -> None:
+    def forget(self, ino: int, count: int) -> Node | None:
+        """The kernel dropped ``count`` references; the inode, if it has to go now: it has no name and is not open."""
         if self.core.places.forget(ino, count):
             node = self.core.nodes.get(ino)
             if node is not None and node.nlink == 0 and not node.handles:
-                self.core.nodes.drop(ino)
+                return node
+        return None
 
     # -- listing -------------------------------------------------------------------------------------
 

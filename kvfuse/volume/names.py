@@ -213,7 +213,8 @@ class Names:
         if node.is_directory:
             records[schema.times_key(node.ino)] = None
             self.core.known.removed(node.ino)
-        if node.handles and (node.stored or node.committing):
+        kept = node.is_file and (node.handles or self.core.places.known(node.ino))
+        if kept and (node.stored or node.committing):
             records[schema.orphan_key(node.ino)] = schema.encode_inode(node.orphan_record())
         elif not (node.stored or node.committing):
             for name in node.xattr_names:  # their puts may be under way, and nothing else tells of the inode
@@ -221,8 +222,10 @@ class Names:
         node.heir = heir
         self._pass_on(node, records, heir)
         node.extra = {}
-        if not node.handles:
+        if not kept:
             self.reap(node, heir)
+        elif not node.handles:
+            self.core.unnamed[node.ino] = node
 
     def _pass_on(self, node: Node, records: dict[bytes, bytes | None], heir: Node | None) -> None:
         """What an inode leaves behind when it goes: slots and records, to its heir or to the next commit."""
@@ -235,8 +238,15 @@ class Names:
                 self.journal.put(key, value)
         node.dead = []
 
+    def reap_unnamed(self) -> None:
+        """Free what files have that only the kernel knows: space is needed, or nobody can ask for them any more."""
+        while self.core.unnamed:
+            self.reap(self.core.unnamed.popitem()[1])
+
     def reap(self, node: Node, heir: Node | None = None) -> None:
         """Free what an inode without names and handles has. Everything must be loaded."""
+        self.core.unnamed.pop(node.ino, None)
+        node.reaped = True
         later = node.heir
         while later is not None:
             if schema.orphan_key(node.ino) in later.extra:

@@ -191,6 +191,7 @@ class Node:
         "own_record",
         "parent",
         "rdev",
+        "reaped",
         "recent",
         "size",
         "staged_count",
@@ -251,6 +252,8 @@ class Node:
         """of an unlinked inode: the one that took its name, and settles what is left in its own commit"""
         self.described: tuple[int, bytes, int, int, int, int] | None = None
         """what the slot headers say of this file, see flush.description"""
+        self.reaped = False
+        """without names, and its bytes are gone"""
         self.complete = False
         """everything that goes with the inode is in memory: it may be removed"""
         self.xattr_names: frozenset[bytes] = frozenset()

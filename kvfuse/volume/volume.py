@@ -122,6 +122,7 @@ class Volume:
         self.content = Content(core, self.journal, self.flusher)
         self.lookups = Lookup(core, self.journal, self.content)
         self.names = Names(core, self.journal, self.content, self.lookups)
+        self.journal.make_room = self.names.reap_unnamed
         self.xattrs = Xattrs(core, self.journal, self.lookups)
         self._nursery = nursery
         self._scopes: list[trio.CancelScope] = []
@@ -135,7 +136,11 @@ class Volume:
         return self.lookups.count_lookup(await self.lookups.by_name(parent, name))
 
     def forget(self, ino: int, count: int) -> None:
-        self.lookups.forget(ino, count)
+        node = self.lookups.forget(ino, count)
+        if node is not None:
+            if not node.reaped:
+                self.names.reap(node)
+            self.core.nodes.drop(ino)
 
     def remember(self, parent: int, entry: DirEntry) -> None:
         self.core.places.add(entry.attributes.ino, parent, entry.name)
@@ -149,6 +154,7 @@ class Volume:
         if changes.size is not None:
             if not node.is_file:
                 raise errors.InvalidArgument(f"inode {ino} is no file: it has no size to set")
+            _check_content(node)
             await self.content.truncate(node, changes.size)
             if caller.uid != 0:
                 _drop_privileges(node)
@@ -228,6 +234,7 @@ class Volume:
         node = await self.lookups.node(ino)
         if node.is_directory:
             raise errors.IsADirectory(f"inode {ino} is a directory")
+        _check_content(node)
         writes = flags & os.O_ACCMODE != os.O_RDONLY or flags & os.O_TRUNC
         if writes:
             self._check_writable()
@@ -244,6 +251,7 @@ class Volume:
     def _open(self, node: Node, flags: int, caller: Caller) -> FileHandle:
         handle = FileHandle(node, flags, caller)
         node.handles += 1
+        self.core.unnamed.pop(node.ino, None)
         node.writers += handle.writable
         return handle
 
@@ -390,13 +398,15 @@ class Volume:
         self._nursery.start_soon(run)
 
     async def _reap(self, node: Node) -> None:
-        """The last handle of an unlinked file was closed."""
+        """The last handle of an unlinked file was closed. Its bytes go when the kernel forgets it, too."""
         try:
             await self.names.load_for_removal(node)
-            self.names.reap(node)
         finally:
             node.handles -= 1
-            if not self.core.places.known(node.ino) and node.handles == 0:
+        if node.handles == 0:
+            self.core.unnamed[node.ino] = node
+            if not self.core.places.known(node.ino):
+                self.names.reap(node)
                 self.core.nodes.drop(node.ino)
 
     async def _seal(self, node: Node) -> None:
@@ -446,6 +456,7 @@ class Volume:
     async def _store_all(self) -> None:
         while self._background_count:
             await self._background_done.wait()
+        self.names.reap_unnamed()
         for _ in range(FINISH_ATTEMPTS - 1):
             try:
                 await self.journal.sync()
@@ -454,6 +465,15 @@ class Volume:
             else:
                 return
         await self.journal.sync()
+
+
+def _check_content(node: Node) -> None:
+    """Stale for a file without names whose bytes had to make room although the kernel knew it.
+
+    The kernel then looks the name up again, and finds who took it.
+    """
+    if node.reaped:
+        raise errors.Stale(f"inode {node.ino} was removed")
 
 
 def _drop_privileges(node: Node) -> None:
