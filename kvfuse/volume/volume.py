@@ -300,17 +300,21 @@ class Volume:
 
     async def release(self, handle: FileHandle) -> None:
         node = handle.node
-        node.handles -= 1
         node.writers -= handle.writable
-        if node.nlink == 0 and node.handles == 0:
-            node.handles += 1  # it stays in memory until it is reaped
-            self._background(self._reap(node))
-        elif handle.writable and node.writers == 0:
+        if node.nlink and handle.writable and node.writers == 0:
             if node.changed:
                 self.journal.touch(node)
             if self.content.has_unsealed(node):
                 node.handles += 1
                 self._background(self._seal(node))
+        self._let_go(node)
+
+    def _let_go(self, node: Node) -> None:
+        """Nobody uses this handle any more; the last one of an unlinked file takes the file along."""
+        node.handles -= 1
+        if node.nlink == 0 and node.handles == 0:
+            node.handles += 1  # it stays in memory until it is reaped
+            self._background(self._reap(node))
 
     # -- extended attributes -------------------------------------------------------------------------
 
@@ -416,7 +420,7 @@ class Volume:
         except errors.EngineError:
             pass  # it stays unsealed: read without verification, as its record says
         finally:
-            node.handles -= 1
+            self._let_go(node)
 
     async def _reap_orphans(self) -> None:
         """Free what files had that were unlinked, but open, when the last daemon ended."""

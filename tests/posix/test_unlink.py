@@ -4,6 +4,10 @@ import errno
 import os
 from pathlib import Path
 
+import pytest
+from mounting import KvfuseMount, wait_until
+import pytest
+from mounting import KvfuseMount, wait_until
 from posix_calls import fails, opened
 
 
@@ -100,3 +104,18 @@ def test_a_file_replaced_by_a_directory_and_back(folder: Path) -> None:
         (folder / "name").mkdir()
         assert (folder / "name").is_dir()
         os.rmdir(folder / "name")
+
+
+@pytest.mark.kvfuse_only
+def test_a_file_changed_in_place_and_removed_at_once_gives_its_space_back(shared_mount: KvfuseMount) -> None:
+    """A journal as databases write it: synced, its head overwritten, closed, removed while it is being sealed."""
+    path = shared_mount.point / "journal"
+    free = os.statvfs(shared_mount.point).f_bfree
+    for _ in range(20):
+        with opened(path, os.O_RDWR | os.O_CREAT) as fd:
+            os.pwrite(fd, bytes(300_000), 0)
+            os.fdatasync(fd)
+            os.pwrite(fd, b"head", 0)
+            os.fdatasync(fd)
+        path.unlink()
+    wait_until(lambda: os.statvfs(shared_mount.point).f_bfree >= free, "the space of removed files")
