@@ -6,8 +6,6 @@ from pathlib import Path
 
 import pytest
 from mounting import KvfuseMount, wait_until
-import pytest
-from mounting import KvfuseMount, wait_until
 from posix_calls import fails, opened
 
 
