@@ -275,10 +275,11 @@ class Journal:
     async def free(self) -> bool:
         """Commit what frees slots: what was given up a moment ago may be used only then. False if there is nothing."""
         self.make_room()
-        nodes = [node for node in self._dirty if node.dead]
-        if not (nodes or self.core.dead or self.core.unborn or self.core.slabs.pending_bytes):
+        if not (self.freeing_bytes or self.core.slabs.pending_bytes):
             return False
-        await self.commit(*nodes)
+        if self.flusher.dropped_size:
+            await self.flusher.settled()  # slots that are being written in vain are given up only then
+        await self.commit(*[node for node in self._dirty if node.dead])
         return True
 
     async def sync(self) -> None:

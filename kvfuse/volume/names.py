@@ -173,9 +173,12 @@ class Names:
         return [node for node in moved if node.writers or node.staged_count]
 
     def _needs_loading(self, node: Node) -> bool:
-        """Records that go with the inode are not known yet."""
-        flags = schema.FLAG_CHUNK_RECORDS | schema.FLAG_XATTRS
-        return bool(node.flags & flags) and node.nlink == (2 if node.is_directory else 1) and not node.complete
+        """The last name is to go, and records that go with the inode are not known yet."""
+        return node.nlink == (2 if node.is_directory else 1) and not self.knows_all(node)
+
+    def knows_all(self, node: Node) -> bool:
+        """Every record that goes with the inode is in memory."""
+        return node.complete or not node.flags & (schema.FLAG_CHUNK_RECORDS | schema.FLAG_XATTRS)
 
     async def load_for_removal(self, node: Node) -> None:
         """Have in memory all that has to be removed with the inode."""

@@ -312,9 +312,13 @@ class Volume:
     def _let_go(self, node: Node) -> None:
         """Nobody uses this handle any more; the last one of an unlinked file takes the file along."""
         node.handles -= 1
-        if node.nlink == 0 and node.handles == 0:
+        if node.nlink or node.handles:
+            return
+        if self.names.knows_all(node):
+            self._reap(node)
+        else:
             node.handles += 1  # it stays in memory until it is reaped
-            self._background(self._reap(node))
+            self._background(self._load_and_reap(node))
 
     # -- extended attributes -------------------------------------------------------------------------
 
@@ -401,17 +405,20 @@ class Volume:
         self._background_count += 1
         self._nursery.start_soon(run)
 
-    async def _reap(self, node: Node) -> None:
+    def _reap(self, node: Node) -> None:
         """The last handle of an unlinked file was closed. Its bytes go when the kernel forgets it, too."""
+        self.core.unnamed[node.ino] = node
+        if not self.core.places.known(node.ino):
+            self.names.reap(node)
+            self.core.nodes.drop(node.ino)
+
+    async def _load_and_reap(self, node: Node) -> None:
         try:
             await self.names.load_for_removal(node)
         finally:
             node.handles -= 1
         if node.handles == 0:
-            self.core.unnamed[node.ino] = node
-            if not self.core.places.known(node.ino):
-                self.names.reap(node)
-                self.core.nodes.drop(node.ino)
+            self._reap(node)
 
     async def _seal(self, node: Node) -> None:
         """The last writer of a file that was changed in place closed it."""
