@@ -35,12 +35,13 @@ ChunkBytes = Annotated[
 SegmentBytes = Annotated[
     int, Meta(ge=MIB, le=1 << 40, multiple_of=MIB, description="a size from 1MiB to 1TiB, in steps of 1MiB")
 ]
+TierBytes = Annotated[int, Meta(ge=0, le=1 << 62, description='a size such as "1GiB"; 0: none')]
 ReadAheadBytes = Annotated[int, Meta(ge=0, le=GIB, description='a size such as "1MiB"; 0 leaves the kernel\'s own')]
 Seconds = Annotated[float, Meta(ge=0, le=1e9, description="a number of seconds, 0 or more")]
 Count = Annotated[int, Meta(ge=1, le=1 << 40, description="a whole number, 1 or more")]
 KernelFlag = Literal["dev", "nodev", "suid", "nosuid", "exec", "noexec", "sync", "dirsync"]
 
-_SIZES = (Bytes, BlockBytes, ChunkBytes, SegmentBytes, ReadAheadBytes)
+_SIZES = (Bytes, BlockBytes, ChunkBytes, SegmentBytes, TierBytes, ReadAheadBytes)
 
 
 class _Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -98,6 +99,8 @@ class CacheOptions(_Section, frozen=True):
     """bytes of files being written that wait for their size class"""
     nodes: Count = 10_000
     """inodes kept decoded"""
+    tier_size: TierBytes = GIB
+    """bytes of shared memory for blocks that clients may map; 0: none"""
 
 
 class MountOptions(_Section, frozen=True):
@@ -113,6 +116,13 @@ class MountOptions(_Section, frozen=True):
     default_permissions: bool = True
     flags: tuple[KernelFlag, ...] = ()
     """further flags for the kernel, as in mount(8)"""
+
+
+class UsrbioOptions(_Section, frozen=True):
+    """Rings: shared memory between an engine's process and the daemon."""
+
+    enabled: bool = True
+    """clients may connect to ``.kvfuse/control.sock`` in the mount"""
 
 
 class LogOptions(_Section, frozen=True):
@@ -132,6 +142,7 @@ class Options(_Section, frozen=True):
     publish: PublishOptions = msgspec.field(default_factory=PublishOptions)
     cache: CacheOptions = msgspec.field(default_factory=CacheOptions)
     mount: MountOptions = msgspec.field(default_factory=MountOptions)
+    usrbio: UsrbioOptions = msgspec.field(default_factory=UsrbioOptions)
     log: LogOptions = msgspec.field(default_factory=LogOptions)
 
     @property

@@ -5,6 +5,8 @@ them into errno values, the command line prints their message. A message says wh
 which object, and - where there is a remedy - what to do.
 """
 
+from errno import EPIPE
+
 
 class KvfuseError(Exception):
     """Base of every error this project raises on purpose."""
@@ -129,3 +131,12 @@ class EngineTimeout(EngineError):
 
 class Corrupt(EngineError):
     """Bytes do not match their checksum; the message names the segment and the offset."""
+
+
+# -- the rings' client -------------------------------------------------------------------------------
+
+
+class Disconnected(KvfuseError):
+    """The daemon behind a ring is gone, or does not keep to the protocol. `Client.reconnect` once it is back."""
+
+    errno = EPIPE

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import hypothesis
 import pytest
+from fsck_tree import Tree
 from mounting import KvfuseMount, temporary_mount
 
 SEED = int(os.environ.get("KVFUSE_TEST_SEED") or random.SystemRandom().randrange(1 << 32))
@@ -62,6 +63,14 @@ def seed(request: pytest.FixtureRequest) -> int:
 @pytest.fixture
 def rng(seed: int) -> random.Random:
     return random.Random(seed)
+
+
+@pytest.fixture
+async def tree(tmp_path: Path, rng: random.Random) -> Tree:
+    """An unmounted volume on disk with files of many shapes."""
+    tree = Tree(tmp_path, rng)
+    await tree.make()
+    return tree
 
 
 @pytest.fixture(scope="session", params=ENGINES)

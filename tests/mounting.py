@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 KVFUSE = [sys.executable, "-m", "kvfuse.cli"]
+FOREGROUND = (*KVFUSE, "mount", "--foreground")
 PATIENCE_S = 30.0
 """how long an outside process may take for anything"""
 
@@ -29,14 +30,15 @@ def wait_until(condition: Callable[[], bool], what: str) -> None:
 
 
 class KvfuseMount:
-    """One volume and its mount point. ``words`` are -o options."""
+    """One volume and its mount point. ``words`` are -o options, ``command`` starts a daemon in the foreground."""
 
-    def __init__(self, base: Path, words: Sequence[str] = ()) -> None:
+    def __init__(self, base: Path, words: Sequence[str] = (), command: Sequence[str] = FOREGROUND) -> None:
         self.volume = base / "volume"
         self.point = base / "mnt"
         self.log = base / "daemon.log"
         self.point.mkdir()
         self.words = tuple(words)
+        self.command = tuple(command)
         self._daemon: subprocess.Popen[bytes] | None = None
 
     @property
@@ -53,13 +55,18 @@ class KvfuseMount:
     def mount(self) -> None:
         """Start a daemon in the foreground of a process of its own, and wait until the mount answers."""
         words = [argument for word in self.words for argument in ("-o", word)]
-        command = [*KVFUSE, "mount", str(self.volume), str(self.point), "--foreground", *words]
+        command = [*self.command, str(self.volume), str(self.point), *words]
+        announced = self._announcements()
         with self.log.open("ab") as log:
             self._daemon = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
-        wait_until(lambda: self.is_mounted or self._daemon_ended(), "the mount")
+        wait_until(lambda: self._announcements() > announced or self._daemon_ended(), "the mount")
         if self._daemon_ended():
             raise AssertionError(f"the daemon ended:\n{self.log.read_text()}")
         os.stat(self.point)
+
+    def _announcements(self) -> int:
+        """How often a daemon said that it is ready: the mount answers, and takes connections."""
+        return self.log.read_bytes().count(b"mounted on " + os.fsencode(self.point)) if self.log.exists() else 0
 
     def _daemon_ended(self) -> bool:
         return self._daemon is None or self._daemon.poll() is not None
@@ -116,11 +123,11 @@ class KvfuseMount:
 
 
 @contextmanager
-def temporary_mount(words: Sequence[str] = ()) -> Iterator[KvfuseMount]:
+def temporary_mount(words: Sequence[str] = (), command: Sequence[str] = FOREGROUND) -> Iterator[KvfuseMount]:
     """A mounted, empty volume. At the end it is unmounted and must be clean."""
     base = Path(tempfile.mkdtemp(prefix="kvfuse-test-"))
     base.chmod(0o755)  # other users' tests go through it
-    mount = KvfuseMount(base, words)
+    mount = KvfuseMount(base, words, command)
     try:
         mount.mount()
         yield mount

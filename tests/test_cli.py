@@ -89,6 +89,10 @@ def is_running(pid: int) -> bool:
         return False
 
 
+def wait_for_end(pid: int) -> None:
+    wait_until(lambda: not is_running(pid), "the daemon's end")
+
+
 def daemons_of(volume: Path) -> list[int]:
     """Processes that have a file below the volume's folder open."""
     return [int(match) for user in mounts.users_of(volume) for match in re.findall(r"\((\d+)\)$", user)]
@@ -101,7 +105,7 @@ def place() -> Iterator[Place]:
         yield place
         for pid in daemons_of(place.volume):
             os.kill(pid, signal.SIGKILL)
-            wait_until(lambda pid=pid: not is_running(pid), "the end of the daemon")  # type: ignore[misc]
+            wait_for_end(pid)
         while place.is_mounted:
             mounts.detach(place.point, lazy=True)
 
@@ -455,7 +459,7 @@ def test_a_busy_mount(place: Place) -> None:
         assert kvfuse("umount", place.point, "--lazy").returncode == 0
         assert not place.is_mounted
         file.write(b"written after it was detached")
-    wait_until(lambda: not is_running(pid), "the daemon's end")
+    wait_for_end(pid)
     place.mount()
     assert (place.point / "open").read_bytes() == b"written after it was detached"
 
@@ -463,7 +467,7 @@ def test_a_busy_mount(place: Place) -> None:
 def test_a_daemon_that_died(place: Place) -> None:
     pid = place.mount()
     os.kill(pid, signal.SIGKILL)
-    wait_until(lambda: not is_running(pid), "the daemon's end")
+    wait_for_end(pid)
     done = kvfuse("status", place.point)
     assert done.returncode == 1
     assert f"dead: its daemon is gone; type: kvfuse umount {place.point}" in done.stdout
@@ -473,7 +477,7 @@ def test_a_daemon_that_died(place: Place) -> None:
     assert done.stderr == f"kvfuse: detached what a daemon that died had left mounted on {place.point}\n"
     pid = place.pid
     os.kill(pid, signal.SIGKILL)
-    wait_until(lambda: not is_running(pid), "the daemon's end")
+    wait_for_end(pid)
     assert kvfuse("umount", place.point).returncode == 0
     assert not place.is_mounted
 
@@ -490,7 +494,7 @@ def test_a_daemon_that_hangs_hangs_nobody_else(place: Place) -> None:
         assert "does not answer" in done.stderr
     finally:
         os.kill(pid, signal.SIGCONT)
-    wait_until(lambda: not is_running(pid), "the daemon's end")
+    wait_for_end(pid)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])

@@ -33,7 +33,7 @@ def test_the_mount_table_names_the_volume(mount: KvfuseMount) -> None:
     assert source == str(mount.volume)
     assert "rw" in options.split(",")
     knob = Path(f"/sys/class/bdi/{device}/read_ahead_kb")
-    assert int(knob.read_text()) == 1024 if may_write(knob) else 128
+    assert int(knob.read_text()) == (1024 if may_write(knob) else 128)
 
 
 def may_write(path: Path) -> bool:

@@ -11,7 +11,8 @@ import pyfuse3
 import pytest
 
 from kvfuse import errors
-from kvfuse.fs.ops import ERRNO, KvfuseOperations, errno_of
+from kvfuse.errnos import ERRNO, errno_of
+from kvfuse.fs.ops import KvfuseOperations
 from kvfuse.fs.virtual import VirtualFolder
 
 PYFUSE3_ANSWERS = {"poll"}

@@ -7,13 +7,13 @@ import math
 import os
 import random
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from filling import MIB, anonymous_bytes, check_blocks, fill, free_bytes, total_bytes, write_block
 from mounting import KvfuseMount, temporary_mount
 
-MIB = 1 << 20
 CAPACITY = 128 * MIB
 CYCLES = 50
 
@@ -24,59 +24,12 @@ def small() -> Iterator[KvfuseMount]:
         yield mount
 
 
-def promised(mount: KvfuseMount) -> int:
-    figures = os.statvfs(mount.point)
-    return figures.f_blocks * figures.f_frsize
-
-
-def free(mount: KvfuseMount) -> int:
-    figures = os.statvfs(mount.point)
-    return figures.f_bfree * figures.f_frsize
-
-
-def content(number: int, size: int) -> bytes:
-    return random.Random(number).randbytes(min(size, 4096)) * (size // 4096 + 1)
-
-
-def write_file(path: Path, data: bytes) -> bool:
-    """Write all of it; False, with the file gone again, when there is no room."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT)
-    try:
-        view = memoryview(data)
-        while view:
-            view = view[os.write(descriptor, view[:MIB]) :]
-    except OSError as error:
-        if error.errno != errno.ENOSPC:
-            raise
-        path.unlink()
-        return False
-    finally:
-        os.close(descriptor)
-    return True
-
-
-def fill(folder: Path, sizes: Callable[[int], int]) -> dict[Path, int]:
-    """Files of these sizes until there is no room: path -> size."""
-    files: dict[Path, int] = {}
-    while True:
-        size = sizes(len(files))
-        path = folder / f"block-{len(files)}"
-        if not write_file(path, content(len(files), size)[:size]):
-            return files
-        files[path] = size
-
-
-def check_contents(files: dict[Path, int]) -> None:
-    for number, (path, size) in enumerate(files.items()):
-        assert path.read_bytes() == content(number, size)[:size], path
-
-
 @pytest.mark.parametrize("size", [64 << 10, 300 << 10, 700 << 10, MIB, MIB + 28, 2 * MIB, 5 * MIB + 12345])
 def test_one_block_size_uses_nearly_all(small: KvfuseMount, size: int) -> None:
-    files = fill(small.point, lambda number: size)
+    files = fill(small.point, lambda: size)
     # The last file that did not fit may have been nearly as large as a block.
-    assert sum(files.values()) + size > 0.95 * promised(small)
-    check_contents(files)
+    assert sum(files.values()) + size > 0.95 * total_bytes(small)
+    check_blocks(files)
     disk = sum(path.stat().st_blocks * 512 for path in (small.volume / "segments").glob("*.seg"))
     assert disk <= CAPACITY + 64 * 1024, "the disk's own map of a file's blocks is all that may come on top"
     assert sum(path.stat().st_size for path in (small.volume / "segments").glob("*.seg")) <= CAPACITY
@@ -84,40 +37,34 @@ def test_one_block_size_uses_nearly_all(small: KvfuseMount, size: int) -> None:
 
 @pytest.mark.parametrize("size_max", [256 << 10, MIB, 4 * MIB])
 def test_a_wide_mix_uses_most(small: KvfuseMount, rng: random.Random, size_max: int) -> None:
-    files = fill(small.point, lambda number: int(math.exp(rng.uniform(math.log(4096), math.log(size_max)))))
-    assert sum(files.values()) + size_max > 0.85 * promised(small)
-    check_contents(files)
+    files = fill(small.point, lambda: int(math.exp(rng.uniform(math.log(4096), math.log(size_max)))))
+    assert sum(files.values()) + size_max > 0.85 * total_bytes(small)
+    check_blocks(files)
 
 
 def test_space_comes_back_at_once(small: KvfuseMount) -> None:
-    files = fill(small.point, lambda number: MIB)
+    files = fill(small.point, lambda: MIB)
     for path in files:
         path.unlink()
-    assert free(small) == promised(small)
-    assert len(fill(small.point, lambda number: MIB)) == len(files), "what was just removed has room for as much"
+    assert free_bytes(small) == total_bytes(small)
+    assert len(fill(small.point, lambda: MIB)) == len(files), "what was just removed has room for as much"
 
 
 def test_filling_and_emptying_leaks_nothing(small: KvfuseMount) -> None:
-    count = len(fill(small.point, lambda number: MIB))
+    count = len(fill(small.point, lambda: MIB))
     resident = 0
     for cycle in range(CYCLES):
         for path in small.point.iterdir():
             path.unlink()
-        assert free(small) == promised(small)
-        assert len(fill(small.point, lambda number: MIB)) == count
+        assert free_bytes(small) == total_bytes(small)
+        assert len(fill(small.point, lambda: MIB)) == count
         if cycle == CYCLES // 5:
-            resident = memory(small)
-    assert memory(small) < 1.2 * resident + 16 * MIB
-
-
-def memory(mount: KvfuseMount) -> int:
-    """Bytes of the daemon's own memory."""
-    status = Path(f"/proc/{mount.pid}/status").read_text()
-    return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("RssAnon"))
+            resident = anonymous_bytes(small)
+    assert anonymous_bytes(small) < 1.2 * resident + 16 * MIB
 
 
 def test_a_write_that_partly_fits_is_short(small: KvfuseMount) -> None:
-    fill(small.point, lambda number: MIB)
+    fill(small.point, lambda: MIB)
     (small.point / "block-0").unlink()
     descriptor = os.open(small.point / "large", os.O_WRONLY | os.O_CREAT)
     try:
@@ -132,10 +79,10 @@ def test_a_write_that_partly_fits_is_short(small: KvfuseMount) -> None:
 
 
 def test_what_needs_no_room_works_on_a_full_volume(small: KvfuseMount) -> None:
-    files = fill(small.point, lambda number: MIB)
+    files = fill(small.point, lambda: MIB)
     victim = next(iter(files))
     (small.point / "rest").mkdir()
-    fill(small.point / "rest", lambda number: 4096)
+    fill(small.point / "rest", lambda: 4096)
     with victim.open("r+b") as file:
         file.seek(500_000)
         file.write(b"changed in place")
@@ -151,16 +98,16 @@ def test_what_needs_no_room_works_on_a_full_volume(small: KvfuseMount) -> None:
 
 
 def test_a_full_volume_survives_a_restart(small: KvfuseMount) -> None:
-    files = fill(small.point, lambda number: 300 << 10)
+    files = fill(small.point, lambda: 300 << 10)
     small.unmount()
     small.fsck()
     small.mount()
-    check_contents(files)
-    assert not write_file(small.point / "more", bytes(300 << 10))
+    check_blocks(files)
+    assert not write_block(small.point / "more", bytes(300 << 10))
 
 
 @pytest.mark.root
-def test_a_disk_that_is_smaller_than_promised(tmp_path: Path) -> None:
+def test_a_disk_that_is_smaller_than_promised(tmp_path: Path, rng: random.Random) -> None:
     """The disk lost room after the volume was made: writes fail, and nothing that is there does."""
     disk = tmp_path / "disk"
     disk.mkdir()
@@ -172,7 +119,7 @@ def test_a_disk_that_is_smaller_than_promised(tmp_path: Path) -> None:
         mount.mount()
         try:
             (disk / "other").write_bytes(bytes(100 * MIB))
-            data = content(1, 3 * MIB)[: 3 * MIB]
+            data = rng.randbytes(3 * MIB)
             paths = [mount.point / f"block-{number}" for number in range(20)]
             failed = 0
             for path in paths:

@@ -2,39 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import io
 import os
 import random
-import tempfile
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from shutil import rmtree
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
 
 import pytest
-from mounting import KvfuseMount, wait_until
+from filling import KIB, MIB, anonymous_bytes, block_bytes, check_blocks, fill, free_bytes, total_bytes, write_block
+from mounting import KvfuseMount, temporary_mount, wait_until
 
-KIB = 1 << 10
-MIB = 1 << 20
 CAPACITY = 128 * MIB
 
 
-@contextlib.contextmanager
-def small_mount(capacity: int = CAPACITY, *words: str, base: Path | None = None) -> Iterator[KvfuseMount]:
-    """A mounted volume of ``capacity`` bytes; it must be clean at the end."""
-    base = Path(tempfile.mkdtemp(prefix="kvfuse-full-", dir=base))
-    mount = KvfuseMount(base, (f"volume.capacity={capacity}", "volume.segment_size=32MiB", *words))
-    try:
-        mount.mount()
-        yield mount
-        if mount.is_mounted:
-            mount.check_unexpected_errors()
-            mount.unmount()
-        mount.fsck()
-    finally:
-        mount.remove()
-        rmtree(base)
+def small_mount(capacity: int = CAPACITY) -> AbstractContextManager[KvfuseMount]:
+    return temporary_mount([f"volume.capacity={capacity}", "volume.segment_size=32MiB"])
 
 
 @pytest.fixture
@@ -43,66 +25,15 @@ def pool() -> Iterator[KvfuseMount]:
         yield mount
 
 
-def free_bytes(mount: KvfuseMount) -> int:
-    status = os.statvfs(mount.point)
-    return status.f_bavail * status.f_frsize
-
-
-def total_bytes(mount: KvfuseMount) -> int:
-    status = os.statvfs(mount.point)
-    return status.f_blocks * status.f_frsize
-
-
-def write_block(path: Path, data: bytes) -> bool:
-    """The whole block under its name, or nothing and False."""
-    descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY)
-    try:
-        view = memoryview(data)
-        while view:
-            view = view[os.write(descriptor, view) :]
-    except OSError as error:
-        if error.errno != errno.ENOSPC:
-            raise
-        path.unlink()
-        return False
-    finally:
-        os.close(descriptor)
-    return True
-
-
-def fill(folder: Path, next_size: Callable[[], int], *, give_up: int = 1) -> tuple[dict[Path, int], int]:
-    """(blocks, bytes) until ``give_up`` writes in a row found no space. A block's bytes follow from its name."""
-    blocks: dict[Path, int] = {}
-    refused = 0
-    while refused < give_up:
-        path = folder / str(len(blocks))
-        size = next_size()
-        if write_block(path, block_bytes(path, size)):
-            blocks[path] = size
-            refused = 0
-        else:
-            refused += 1
-    return blocks, sum(blocks.values())
-
-
-def block_bytes(path: Path, size: int) -> bytes:
-    return (random.Random(path.name).randbytes(997) * (size // 997 + 1))[:size]
-
-
-def check_blocks(blocks: dict[Path, int]) -> None:
-    for path, size in blocks.items():
-        assert path.read_bytes() == block_bytes(path, size), path
-
-
 # -- capacity ---------------------------------------------------------------------------------------
 
 
 def test_statfs_counts_down_to_what_is_left(pool: KvfuseMount) -> None:
     promised = free_bytes(pool)
-    blocks, used = fill(pool.point, lambda: MIB)
+    blocks = fill(pool.point, lambda: MIB)
     left = free_bytes(pool)
     assert left < MIB
-    assert promised - left >= used
+    assert promised - left >= sum(blocks.values())
     for path in blocks:
         path.unlink()
     wait_until(lambda: free_bytes(pool) == promised, "all space")
@@ -113,7 +44,7 @@ def test_statfs_counts_down_to_what_is_left(pool: KvfuseMount) -> None:
 
 def test_removed_space_is_there_for_the_next_write(pool: KvfuseMount, rng: random.Random) -> None:
     """No ENOSPC between an unlink and the commit that makes its slots free."""
-    blocks, _ = fill(pool.point, lambda: 300 * KIB)
+    blocks = fill(pool.point, lambda: 300 * KIB)
     paths = list(blocks)
     for number in range(300):
         rng.shuffle(paths)
@@ -126,7 +57,7 @@ def test_removed_space_is_there_for_the_next_write(pool: KvfuseMount, rng: rando
 
 def test_overwritten_names_give_their_space_back(pool: KvfuseMount) -> None:
     """Temporary name, write, rename over an old block: there is always room for one more."""
-    blocks, _ = fill(pool.point, lambda: MIB)
+    blocks = fill(pool.point, lambda: MIB)
     paths = list(blocks)
     paths.pop().unlink()
     for number in range(100):
@@ -146,31 +77,24 @@ def test_cycles_of_changing_sizes_leak_nothing(rng: random.Random) -> None:
         for cycle in range(25):
             folder.mkdir()
             size = rng.choice([64 * KIB, 300 * KIB, MIB, MIB + 28])
-            blocks, used = fill(folder, lambda size=size: size)
+            blocks = fill(folder, lambda size=size: size)
+            used = sum(blocks.values())
             assert used >= 0.9 * promised, f"cycle {cycle} of {size}: {used / promised:.1%}"
             for path in blocks:
                 path.unlink()
             folder.rmdir()
             wait_until(lambda: free_bytes(pool) == promised, f"all space after cycle {cycle}")
-            sizes.append(resident_bytes(pool.pid))
+            sizes.append(anonymous_bytes(pool))
         growth = max(sizes[20:]) - max(sizes[5:15])
         print(f"resident: {[size // MIB for size in sizes[::7]]} MiB")
         assert growth < 16 * MIB
-
-
-def resident_bytes(pid: int) -> int:
-    """Anonymous memory: mapped segments come and go with the page cache."""
-    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-        if line.startswith("RssAnon:"):
-            return int(line.split()[1]) * KIB
-    raise AssertionError("no RssAnon")
 
 
 # -- a full volume still works ----------------------------------------------------------------------
 
 
 def test_overwriting_needs_no_space(pool: KvfuseMount, rng: random.Random) -> None:
-    blocks, _ = fill(pool.point, lambda: MIB)
+    blocks = fill(pool.point, lambda: MIB)
     fill_small(pool)
     path = rng.choice(list(blocks))
     data = bytearray(block_bytes(path, MIB))
@@ -205,7 +129,7 @@ def test_small_files_are_overwritten_on_a_full_volume(pool: KvfuseMount) -> None
 
 
 def test_truncation_and_names_work_on_a_full_volume(pool: KvfuseMount) -> None:
-    blocks, _ = fill(pool.point, lambda: MIB)
+    blocks = fill(pool.point, lambda: MIB)
     fill_small(pool)
     first, second, *_ = blocks
     os.truncate(first, 100_000)
@@ -223,7 +147,7 @@ def test_truncation_and_names_work_on_a_full_volume(pool: KvfuseMount) -> None:
 
 def test_open_with_truncation_makes_room_for_what_follows(pool: KvfuseMount) -> None:
     """``open("wb")`` of an old block on a full volume, and the same number of bytes again."""
-    blocks, _ = fill(pool.point, lambda: MIB)
+    blocks = fill(pool.point, lambda: MIB)
     fill_small(pool)
     for path in list(blocks)[:20]:
         path.write_bytes(bytes(MIB))

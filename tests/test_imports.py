@@ -13,10 +13,11 @@ import kvfuse
 PACKAGE = Path(kvfuse.__file__).parent
 
 BASE = {"errors", "checksum", "sizes"}
-DOOR = BASE | {"config", "volume"}
+DOOR = BASE | {"config", "errnos", "volume"}
 
 ROOMS: dict[str, set[str]] = {
     "errors": set(),
+    "errnos": {"errors"},
     "sizes": set(),
     "checksum": {"errors"},
     "config": {"errors", "sizes"},
@@ -27,7 +28,7 @@ ROOMS: dict[str, set[str]] = {
     "usrbio": DOOR,
     "target": DOOR | {"remote"},
     "connectors": BASE | {"usrbio.client"},
-    "bench": {"errors"},
+    "bench": {"errors", "sizes", "usrbio.client"},
     "cli": DOOR | {"fs", "usrbio", "target", "bench", "slab", "remote"},
 }
 """room -> what it may import of this package, beside itself and the version in kvfuse/__init__.py"""

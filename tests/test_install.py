@@ -47,30 +47,21 @@ def echo(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "called"),
+    ("name", "arguments", "called"),
     [
-        ("/srv/kv /mnt/kv -o rw,noatime", "<mount><-o><rw,noatime><--></srv/kv></mnt/kv>"),
-        ("/srv/kv /mnt/kv -sn -v -o ro -t kvfuse", "<mount><-o><ro><--></srv/kv></mnt/kv>"),
-        ("/srv/kv /mnt/kv", "<mount><-o><defaults><--></srv/kv></mnt/kv>"),
-        ("/srv/kv /mnt/kv -f -o rw", ""),
+        ("mount.kvfuse", "/srv/kv /mnt/kv -o rw,noatime", "<mount><-o><rw,noatime><--></srv/kv></mnt/kv>"),
+        ("mount.kvfuse", "/srv/kv /mnt/kv -sn -v -o ro -t kvfuse", "<mount><-o><ro><--></srv/kv></mnt/kv>"),
+        ("mount.kvfuse", "/srv/kv /mnt/kv", "<mount><-o><defaults><--></srv/kv></mnt/kv>"),
+        ("mount.kvfuse", "/srv/kv /mnt/kv -f -o rw", ""),
+        ("umount.fuse.kvfuse", "/mnt/kv", "<umount><--></mnt/kv>"),
+        ("umount.fuse.kvfuse", "/mnt/kv -n -v -r -t fuse.kvfuse", "<umount><--></mnt/kv>"),
+        ("umount.fuse.kvfuse", "/mnt/kv -l", "<umount><--lazy><--></mnt/kv>"),
     ],
 )
-def test_what_mount_asks_is_passed_on(folder: Path, echo: Path, arguments: str, called: str) -> None:
-    helper = install_helper("mount.kvfuse", folder, echo)
-    done = subprocess.run([helper, *arguments.split()], capture_output=True, text=True, check=True)
-    assert done.stdout == called
-
-
-@pytest.mark.parametrize(
-    ("arguments", "called"),
-    [
-        ("/mnt/kv", "<umount><--></mnt/kv>"),
-        ("/mnt/kv -n -v -r -t fuse.kvfuse", "<umount><--></mnt/kv>"),
-        ("/mnt/kv -l", "<umount><--lazy><--></mnt/kv>"),
-    ],
-)
-def test_what_umount_asks_is_passed_on(folder: Path, echo: Path, arguments: str, called: str) -> None:
-    helper = install_helper("umount.fuse.kvfuse", folder, echo)
+def test_what_mount_and_umount_ask_is_passed_on(
+    folder: Path, echo: Path, name: str, arguments: str, called: str
+) -> None:
+    helper = install_helper(name, folder, echo)
     done = subprocess.run([helper, *arguments.split()], capture_output=True, text=True, check=True)
     assert done.stdout == called
 

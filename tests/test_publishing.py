@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import random
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -140,15 +140,21 @@ async def test_records_never_name_bytes_that_are_not_written(chaos: Chaos) -> No
             assert (await check(disk.copy())).clean
 
 
-async def test_an_in_place_change_is_unsealed_first(chaos: Chaos) -> None:
-    """No byte of a sealed extent changes before the records say that it is not sealed any more."""
-    options = lab_options()
-    disk = Disk.format(options)
+@asynccontextmanager
+async def sealed_file(disk: Disk, options: Options, chaos: Chaos) -> AsyncIterator[tuple[Volume, int]]:
+    """(volume, handle to write) of the file ``f``, 700,000 committed bytes "x"."""
     async with opened(disk, options, chaos) as volume:
         await publish(volume, b"f", b"x" * 700_000)
         await volume.sync()
         node = await volume.lookup(ROOT_INODE, b"f")
-        handle = await volume.open(node.ino, os.O_RDWR, CALLER)
+        yield volume, await volume.open(node.ino, os.O_RDWR, CALLER)
+
+
+async def test_an_in_place_change_is_unsealed_first(chaos: Chaos) -> None:
+    """No byte of a sealed extent changes before the records say that it is not sealed any more."""
+    options = lab_options()
+    disk = Disk.format(options)
+    async with sealed_file(disk, options, chaos) as (volume, handle):
         chaos.events.clear()
         await volume.write(handle, 300_000, b"y" * 100)
         assert chaos.events.index("durable commit") < chaos.events.index("write")
@@ -160,11 +166,7 @@ async def test_an_in_place_change_is_unsealed_first(chaos: Chaos) -> None:
 async def test_an_unsealing_that_failed_is_asked_for_again(chaos: Chaos) -> None:
     options = lab_options()
     disk = Disk.format(options)
-    async with opened(disk, options, chaos) as volume:
-        await publish(volume, b"f", b"x" * 700_000)
-        await volume.sync()
-        node = await volume.lookup(ROOT_INODE, b"f")
-        handle = await volume.open(node.ino, os.O_RDWR, CALLER)
+    async with sealed_file(disk, options, chaos) as (volume, handle):
         chaos.commit_error = 2.0  # before every commit
         for _ in range(2):
             with pytest.raises(EngineError):
@@ -271,9 +273,9 @@ async def test_slots_of_a_write_that_failed_and_was_overtaken_come_back(
         assert volume.space().free == free
 
 
-async def fails(call: object, *arguments: object) -> None:
+async def fails(call: Callable[..., Awaitable[object]], *arguments: object) -> None:
     with pytest.raises(EngineError):
-        await call(*arguments)  # type: ignore[operator]
+        await call(*arguments)
 
 
 async def test_truncation_while_a_chunk_is_written_and_was_changed(
@@ -368,7 +370,7 @@ async def test_a_block_is_published_whole_though_its_temporary_name_was_known(
     assert (await check(disk)).clean
 
 
-async def test_a_dead_journal_is_an_error_not_a_wait(chaos: Chaos) -> None:
+async def test_a_dead_journal_is_an_error_not_a_wait(chaos: Chaos, monkeypatch: pytest.MonkeyPatch) -> None:
     """When the committing task died of what nobody foresaw, nothing waits for it for ever, the end neither."""
     options = lab_options()
     disk = Disk.format(options)
@@ -378,7 +380,7 @@ async def test_a_dead_journal_is_an_error_not_a_wait(chaos: Chaos) -> None:
         else (pytest.raises(BaseExceptionGroup))
     ):
         async with opened(disk, options, chaos) as volume:
-            volume.core.slabs.take_dirty = broken  # type: ignore[method-assign]
+            monkeypatch.setattr(volume.core.slabs, "take_dirty", broken)
             with trio.fail_after(5):
                 await volume.make_directory(ROOT_INODE, b"d", 0o755, CALLER)
                 await volume.sync()
@@ -478,3 +480,37 @@ async def test_a_file_that_lost_its_name_between_lookup_and_open(chaos: Chaos) -
         with pytest.raises(Stale):
             await volume.set_attributes(node.ino, Changes(size=10), CALLER)
         assert (await volume.attributes(node.ino)).nlink == 0, "a stat still answers"
+
+
+async def test_an_attribute_of_a_file_whose_name_was_taken_by_a_late_one(chaos: Chaos) -> None:
+    """The store still knows the file as it was before it had the attribute: so may not know the attribute either."""
+    options = lab_options()
+    disk = Disk.format(options)
+    async with opened(disk, options, chaos) as volume:
+        handle, node = await volume.create(ROOT_INODE, b"old", 0o644, CALLER, os.O_WRONLY)
+        await volume.fsync(handle)
+        await volume.set_xattr(node.ino, b"user.a", b"value")
+        await volume.rename(ROOT_INODE, b"old", ROOT_INODE, b"target", 0)
+        await volume.release(handle)
+        late, _ = await volume.create(ROOT_INODE, b"new", 0o644, CALLER, os.O_WRONLY)
+        await volume.rename(ROOT_INODE, b"new", ROOT_INODE, b"target", 0)
+        await volume.write(late, 0, b"not yet in a slot")
+        late.node.forced = False  # as if the rename had been in a commit that its bytes just missed
+        await volume.journal.commit()
+        crashed = disk.copy()
+        await volume.release(late)
+    async with opened(crashed, options) as volume:
+        for name in await names(crashed, options):
+            await volume.unlink(ROOT_INODE, name)
+    assert (await check(crashed)).clean
+
+
+async def test_a_volume_whose_first_commit_fails_is_not_opened_and_does_not_hang(chaos: Chaos) -> None:
+    options = lab_options()
+    disk = Disk.format(options)
+    chaos.commit_error = 2.0  # before every commit
+    with pytest.raises(ExceptionGroup) as caught, trio.fail_after(10):
+        async with opened(disk, options, chaos):
+            pytest.fail("it is open")
+    assert caught.value.subgroup(EngineError) is not None
+    assert (await check(disk)).clean

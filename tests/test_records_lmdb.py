@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import trio
@@ -273,8 +274,9 @@ async def test_a_watch_that_falls_behind_says_so(store: LmdbRecords) -> None:
 
 
 async def test_a_commit_of_a_wrong_type_leaves_the_store_usable(store: LmdbRecords) -> None:
+    text: Any = "text"
     with pytest.raises(TypeError):
-        await store.commit({b"a": b"1", b"b": "text"})  # type: ignore[dict-item]
+        await store.commit({b"a": b"1", b"b": text})
     assert await content(store) == {}
     assert await store.commit({b"a": b"1"})
 

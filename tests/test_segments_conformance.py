@@ -6,8 +6,10 @@ empty, or holds what an earlier store of the same test left there.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import mmap
+import os
 import random
 import shutil
 import tempfile
@@ -323,6 +325,33 @@ async def test_a_view_shows_the_bytes_and_later_writes(store: SegmentStore, rng:
     await store.zero(1, 5_000, 100)
     assert view[999:1099] == bytes(100)
     assert store.counters.view_bytes == 9_000
+
+
+async def test_a_source_shows_the_whole_segment_and_outlives_it(store: SegmentStore, rng: random.Random) -> None:
+    data = rng.randbytes(10_000)
+    await write(store, SIZE - 10_000, data)
+    with pytest.raises(ValueError):
+        store.source(9)
+    source = store.source(1)
+    if not store.limits.mappable:
+        assert source is None
+        return
+    assert source is not None
+    fd, shown = source
+    del source
+    assert shown.nbytes == SIZE
+    assert shown[-10_000:].tobytes() == os.pread(fd, SIZE, SIZE - 10_000) == data
+    assert not shown.flags.writeable
+    await write(store, 5_000, b"new")
+    assert shown[4_999:5_004].tobytes() == b"\0new\0"
+    await store.remove(1)
+    await store.aclose()
+    last = shown[-10_000:]
+    assert last.tobytes() == os.pread(fd, SIZE, SIZE - 10_000) == data
+    identity = os.fstat(fd)
+    del shown, last
+    with contextlib.suppress(OSError):  # the number may be another file's by now
+        assert not os.path.samestat(os.fstat(fd), identity), "nobody closed the descriptor"
 
 
 async def test_counters_count_transfers_and_bytes(store: SegmentStore) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import random
@@ -102,6 +103,52 @@ async def read(store: FileSegments, offset: int, length: int, segment: int = 1) 
     buffer = bytearray(length)
     await store.read([Transfer(segment, offset, buffer)])
     return bytes(buffer)
+
+
+# -- sources ------------------------------------------------------------------------------------------
+
+
+def resident_bytes(address: int) -> int:
+    """Of the mapping at an address, as this process's memory."""
+    lines = iter(Path("/proc/self/smaps").read_text().splitlines())
+    for line in lines:
+        if line.startswith(f"{address:x}-"):
+            return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Rss:"))
+    raise LookupError(f"nothing is mapped at {address:x}")
+
+
+async def test_a_source_stays_mapped_when_views_give_up_their_pages(store: FileSegments) -> None:
+    await store.write([Transfer(1, 0, b"x" * SIZE)])
+    source = store.source(1)
+    assert source is not None
+    assert not source[1].sum() % ord("x")  # touches every page
+    mapped = resident_bytes(source[1].ctypes.data)
+    assert mapped == SIZE
+    for _ in range(VIEW_BYTES_MAX // SIZE + 1):
+        assert store.view(1, 0, SIZE) is not None
+    assert resident_bytes(source[1].ctypes.data) == mapped
+
+
+async def test_a_reader_of_a_store_has_sources(store: FileSegments) -> None:
+    await store.write([Transfer(1, 100, b"data")])
+    reader = FileSegments.open(store._directory, read_only=True)
+    source = reader.source(1)
+    assert source is not None
+    assert source[1][99:105].tobytes() == b"\0data\0"
+    await reader.aclose()
+
+
+async def test_where_no_mapping_is_left_there_is_no_source(
+    store: FileSegments, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOMEM, "too many mappings")
+
+    monkeypatch.setattr(fileio.mmap, "mmap", refuse)
+    assert store.source(1) is None
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 # -- making and zeroing -------------------------------------------------------------------------------

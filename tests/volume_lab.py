@@ -12,6 +12,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import trio
 
 from kvfuse.config import CacheOptions, MountOptions, Options, PublishOptions, VolumeOptions
@@ -124,7 +126,7 @@ class MemoryRecords(RecordStore):
         durable: bool = False,
     ) -> bool:
         self.counters.commits += 1
-        self._check(puts, deletes)
+        self.limits.check_commit(puts, deletes, expect or {})
         async with self._order:
             await self.chaos.hold_up()
             if self.chaos.fails(self.chaos.commit_error / 2):
@@ -141,14 +143,6 @@ class MemoryRecords(RecordStore):
             if self.chaos.fails(self.chaos.commit_error / 2 + self.chaos.commit_error_after):
                 raise EngineError("injected after the commit")
         return True
-
-    def _check(self, puts: Mapping[bytes, bytes], deletes: Collection[bytes]) -> None:
-        if not puts.keys().isdisjoint(deletes):
-            raise ValueError("a key is both put and deleted")
-        if len(puts) + len(deletes) > self.limits.commit_operations_max:
-            raise ValueError(f"{len(puts) + len(deletes)} operations in a commit")
-        if sum(map(len, puts.values())) > self.limits.commit_bytes_max:
-            raise ValueError("too many bytes in a commit")
 
     def watch(self, prefix: bytes) -> AsyncIterator[Change]:
         return Watch(prefix)
@@ -228,18 +222,29 @@ class MemorySegments(SegmentStore):
             return None
         return self._range(segment, offset, length).toreadonly()
 
+    def source(self, segment: int) -> tuple[int, npt.NDArray[np.uint8]] | None:
+        """Without a descriptor."""
+        image = self._range(segment, 0, len(self.disk.segments.get(segment, b"")))
+        return -1, np.frombuffer(image.toreadonly(), np.uint8)
+
     async def aclose(self) -> None:
         pass
 
 
 def lab_options(
-    *, capacity: int = 8 * MIB, strict: bool = False, nodes: int = 1000, staging_size: int = 64 * MIB, chunk: int = MIB
+    *,
+    capacity: int = 8 * MIB,
+    strict: bool = False,
+    nodes: int = 1000,
+    staging_size: int = 64 * MIB,
+    chunk: int = MIB,
+    tier_size: int = 64 * MIB,
 ) -> Options:
     """Options of a volume in memory; ``chunk``: bytes of a chunk."""
     return Options(
         volume=VolumeOptions(path=Path("/in-memory"), capacity=capacity, chunk_size=chunk),
         publish=PublishOptions(mode="strict" if strict else "relaxed", window=0.05),
-        cache=CacheOptions(nodes=nodes, staging_size=staging_size),
+        cache=CacheOptions(nodes=nodes, staging_size=staging_size, tier_size=tier_size),
         mount=MountOptions(),
     )
 

@@ -111,6 +111,12 @@ def memory_of(pid: int) -> Memory:
     return Memory(*(1024 * size for size in (*fields, proportional)))
 
 
+def cpu_seconds_of(pid: int) -> float:
+    """CPU time of all threads of a process since its start."""
+    clock = (~pid << 3) | 2  # what clock_getcpuclockid(3) answers on Linux
+    return time.clock_gettime(clock)
+
+
 def _kilobytes(path: Path) -> dict[str, int]:
     """The lines "Name:   123 kB" of a file in /proc."""
     fields = (line.split() for line in path.read_text().splitlines())

@@ -4,10 +4,26 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 Side = Callable[[int], float]
 """Measures once; told the round's number, 0 for the warm-up."""
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """Where and how much: what every benchmark is told."""
+
+    volumes: Path
+    """an empty folder for volumes and mount points, on the disk that is measured"""
+    memory: Path
+    """an empty folder on tmpfs, for references"""
+    round_count: int = 3
+    scale: float = 1.0
+    """1 for figures to publish, less for a quick look"""
+    progress: Callable[[str], None] = lambda text: None
 
 
 class Measured(NamedTuple):
@@ -19,6 +35,9 @@ class Measured(NamedTuple):
     @property
     def value(self) -> float:
         return statistics.median(self.rounds)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"name": self.name, "value": self.value, "rounds": self.rounds}
 
 
 class Figure(NamedTuple):
@@ -35,6 +54,8 @@ class Figure(NamedTuple):
     less_is_better: bool = False
     note: str = ""
     """what was warm, and what else must be known"""
+    others: tuple[Measured, ...] = ()
+    """what else was measured in the same rounds; no target looks at it"""
 
     @property
     def ratio(self) -> float | None:
@@ -58,14 +79,14 @@ class Figure(NamedTuple):
             "unit": self.unit,
             "value": self.measured.value,
             "rounds": self.measured.rounds,
-            "reference": self.reference
-            and {"name": self.reference.name, "value": self.reference.value, "rounds": self.reference.rounds},
+            "reference": self.reference and self.reference.to_json(),
             "ratio": self.ratio,
             "target": self.target,
             "ratio_target": self.ratio_target,
             "less_is_better": self.less_is_better,
             "met": self.met,
             "note": self.note,
+            "others": [other.to_json() for other in self.others],
         }
 
 

@@ -19,7 +19,7 @@ from kvfuse.bench import measures
 from kvfuse.bench.daemons import Daemon, Memory, barefs_mount, kvfuse_mount, memory_of
 from kvfuse.bench.measures import MIB
 from kvfuse.bench.replay import round_trips
-from kvfuse.bench.rounds import Figure, Measured, Side, alternate
+from kvfuse.bench.rounds import Conditions, Figure, Measured, Side, alternate
 from kvfuse.errors import KvfuseError
 
 BLOCK_SIZE = 64 * 1024
@@ -29,18 +29,10 @@ COMMIT_DELAY = "commit_delay=0.001"
 
 
 @dataclass(frozen=True)
-class Setting:
-    """Where and how much."""
+class Setting(Conditions):
+    """And how many small files."""
 
-    volumes: Path
-    """an empty folder for volumes and mount points, on the disk that is measured"""
-    memory: Path
-    """an empty folder on tmpfs, for references"""
-    round_count: int = 3
-    scale: float = 1.0
-    """1 for figures to publish, less for a quick look"""
     small_file_count: int = 1_000_000
-    progress: Callable[[str], None] = lambda text: None
 
     def count(self, full: int) -> int:
         """``full`` operations, scaled; at least a few."""

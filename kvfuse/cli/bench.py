@@ -5,15 +5,19 @@ from __future__ import annotations
 import json
 import os
 import platform
+from collections.abc import Callable, Iterable
 from datetime import datetime
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import click
+from click.core import ParameterSource
 from rich.console import Console
 
 from kvfuse import __version__
-from kvfuse.bench.rounds import Figure
+from kvfuse.bench.rings import RING_BENCHES, RingSetting
+from kvfuse.bench.rounds import Conditions, Figure
 from kvfuse.bench.suite import BENCHES, LARGE_BENCHES, Setting, scratch_folders
 from kvfuse.cli import Failure
 from kvfuse.cli.console import print_table
@@ -21,68 +25,141 @@ from kvfuse.errors import KvfuseError
 
 MEMORY_FOLDER = Path("/dev/shm")
 
+_Command = TypeVar("_Command", bound=Callable[..., Any])
 
-@click.command()
-@click.option(
-    "--only", multiple=True, type=click.Choice([*BENCHES, *LARGE_BENCHES]), help="Run this one; may be repeated."
-)
+
+def measuring_options(names: Iterable[str]) -> Callable[[_Command], _Command]:
+    """The options that both sets of benchmarks have; ``names`` of one set."""
+    folder = click.Path(exists=True, file_okay=False, path_type=Path)
+    options = (
+        click.option("--only", multiple=True, type=click.Choice(list(names)), help="Run this one; may be repeated."),
+        click.option("--quick", is_flag=True, help="A tenth of the work: a look, no figures to publish."),
+        click.option("--rounds", "round_count", type=click.IntRange(1), default=3, show_default=True),
+        click.option(
+            "--folder",
+            type=folder,
+            default=Path("/var/tmp"),
+            show_default=True,
+            help="Volumes are made below it: the disk to measure.",
+        ),
+        click.option(
+            "--output",
+            type=click.Path(file_okay=False, path_type=Path),
+            default=Path("bench-results"),
+            show_default=True,
+            help="Folder for the JSON result.",
+        ),
+    )
+
+    def add(command: _Command) -> _Command:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return add
+
+
+@click.group(invoke_without_command=True)
+@measuring_options([*BENCHES, *LARGE_BENCHES])
 @click.option("--large", is_flag=True, help="Also a million small files: minutes, 8 GiB of disk.")
-@click.option("--quick", is_flag=True, help="A tenth of the work: a look, no figures to publish.")
-@click.option("--rounds", "round_count", type=click.IntRange(1), default=3, show_default=True)
-@click.option(
-    "--folder",
-    type=click.Path(exists=True, file_okay=False, path_type=Path),
-    default=Path("/var/tmp"),
-    show_default=True,
-    help="Volumes are made below it: the disk to measure.",
-)
-@click.option(
-    "--output",
-    type=click.Path(file_okay=False, path_type=Path),
-    default=Path("bench-results"),
-    show_default=True,
-    help="Folder for the JSON result.",
-)
-def bench(only: tuple[str, ...], large: bool, quick: bool, round_count: int, folder: Path, output: Path) -> None:
+@click.pass_context
+def bench(
+    ctx: click.Context,
+    only: tuple[str, ...],
+    large: bool,
+    quick: bool,
+    round_count: int,
+    folder: Path,
+    output: Path,
+) -> None:
     """Measure this machine: a volume in FOLDER beside a bare file system, tmpfs and memcpy.
 
     Rounds alternate between both sides and the median counts. Exit status 1 if a benchmark could not run; a target
     that is missed is shown, and is no failure.
     """
+    if ctx.invoked_subcommand is not None:
+        if any(ctx.get_parameter_source(name) is not ParameterSource.DEFAULT for name in ctx.params):
+            raise click.UsageError(f"options of '{ctx.invoked_subcommand}' stand behind it")
+        return
     selected = {**BENCHES, **LARGE_BENCHES} if large or only else BENCHES
+    small_file_count = 100_000 if quick else 1_000_000
+
+    def measure(name: str, conditions: Conditions) -> list[Figure]:
+        return selected[name](Setting(**vars(conditions), small_file_count=small_file_count))
+
+    _run(only or selected, measure, quick, round_count, folder, output)
+
+
+@bench.command()
+@measuring_options(RING_BENCHES)
+@click.option(
+    "--mooncake",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    metavar="PYTHON",
+    help="Also Mooncake's store: an interpreter whose environment has mooncake-transfer-engine-non-cuda.",
+)
+def ring(
+    only: tuple[str, ...], mooncake: Path | None, quick: bool, round_count: int, folder: Path, output: Path
+) -> None:
+    """Measure rings beside memcpy, tmpfs and Mooncake's store: this process is the client of a daemon.
+
+    Reads, writes, gets, views (zero-copy gets) and puts of 4 KiB to 16 MiB, 1 to 256 at once; exists; idle rings.
+    """
+
+    def measure(name: str, conditions: Conditions) -> list[Figure]:
+        return RING_BENCHES[name](RingSetting(**vars(conditions), mooncake=mooncake and mooncake.absolute()))
+
+    _run(only or RING_BENCHES, measure, quick, round_count, folder, output)
+
+
+def _run(
+    names: Iterable[str],
+    measure: Callable[[str, Conditions], list[Figure]],
+    quick: bool,
+    round_count: int,
+    folder: Path,
+    output: Path,
+) -> None:
+    """Each benchmark in fresh folders; then the table and the JSON file. Failure if one could not run."""
     console = Console(stderr=True)
     figures: list[Figure] = []
     failures: dict[str, str] = {}
-    for name in only or selected:
+    for name in names:
         with console.status(name) as status, scratch_folders(folder, MEMORY_FOLDER) as (volumes, memory):
-            setting = Setting(
-                volumes,
-                memory,
-                round_count,
-                scale=0.1 if quick else 1.0,
-                small_file_count=100_000 if quick else 1_000_000,
-                progress=lambda text, name=name, status=status: status.update(f"{name}: {text}"),  # type: ignore[misc]
-            )
+            show = partial(_show, status.update, name)
             try:
-                figures += selected[name](setting)
+                figures += measure(name, Conditions(volumes, memory, round_count, 0.1 if quick else 1.0, show))
             except (KvfuseError, OSError) as error:
                 failures[name] = str(error)
                 console.print(f"[red]{name}:[/] {error}", highlight=False, soft_wrap=True)
-    print_table(("what", "kvfuse", "reference", "ratio", "target", ""), map(_row, figures))
+    _print_figures(figures)
     path = write_result(output, figures, failures, quick)
     console.print(f"written to {path}", highlight=False)
     if failures:
         raise Failure(f"could not run: {', '.join(failures)}")
 
 
-def _row(figure: Figure) -> tuple[str, ...]:
+def _show(update: Callable[[str], None], name: str, text: str) -> None:
+    update(f"{name}: {text}")
+
+
+def _print_figures(figures: list[Figure]) -> None:
+    """A row a figure, and a column for everything that stands beside any of them."""
+    beside = list(dict.fromkeys(other.name for figure in figures for other in figure.others))
+    columns = ("what", "kvfuse", "reference", "ratio", *beside, "target", "")
+    print_table(columns, (_row(figure, beside) for figure in figures))
+
+
+def _row(figure: Figure, beside: list[str]) -> tuple[str, ...]:
     """One figure as people read it."""
+    others = {other.name: _number(other.value) for other in figure.others}
     reference = f"{_number(figure.reference.value)} {figure.reference.name}" if figure.reference else ""
     return (
         figure.name,
         f"{_number(figure.measured.value)} {figure.unit}".strip(),
         reference,
         "" if figure.ratio is None else f"{figure.ratio:.2f}",
+        *(others.get(name, "") for name in beside),
         _target(figure),
         {None: "", True: "met", False: "missed"}[figure.met],
     )

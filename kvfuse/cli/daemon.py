@@ -27,7 +27,7 @@ from kvfuse.errors import EngineTimeout, KvfuseError
 
 log = logging.getLogger(__name__)
 
-SWITCH_SECONDS = 0.001
+SWITCH_SECONDS = 0.0001
 """The event loop waits at most so long for a thread that computes: Python's 5 ms would be seen in every request."""
 
 
@@ -51,16 +51,20 @@ async def _serve(effective: Effective, point: Path, announce: Callable[[], None]
     import trio
 
     from kvfuse.fs.mount import serve
+    from kvfuse.usrbio.service import serve_rings
+
+    options = effective.options
+    doors = [serve_rings] if options.usrbio.enabled else []
 
     def ready() -> None:
-        log.info("%s is mounted on %s", effective.options.volume_path, point)
+        log.info("%s is mounted on %s", options.volume_path, point)
         announce()
 
     failure: KvfuseError | None = None
     async with trio.open_nursery() as nursery:
         await nursery.start(_cancel_on_signal, nursery.cancel_scope)
         try:
-            await serve(effective.options, point, on_ready=ready, source=effective.source)
+            await serve(options, point, on_ready=ready, source=effective.source, doors=doors)
         except KvfuseError as error:  # carried past the nursery, which would wrap it in a group
             failure = error
         nursery.cancel_scope.cancel()

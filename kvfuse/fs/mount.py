@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import json
 import logging
 import os
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,8 @@ import trio
 import kvfuse
 from kvfuse.config import MountOptions, Options
 from kvfuse.errors import MountError
+from kvfuse.fs.doors import Door, Doors
+from kvfuse.fs.kernel import FuseKernelCache
 from kvfuse.fs.ops import KvfuseOperations
 from kvfuse.fs.virtual import VirtualFolder
 from kvfuse.volume.api import VolumeApi
@@ -31,18 +34,26 @@ IDLE_TASKS = 16
 """tasks that wait for requests; below that pyfuse3 starts one for nearly every request"""
 TASKS_MAX = 256
 """requests that may wait inside the volume at once, such as closes that share one strict commit"""
+MS_REMOUNT = 32
+"""of mount(2)"""
 END_SECONDS = 20.0
 """for each step of the way out, so that a daemon that is told to end does"""
 
 
 async def serve(
-    options: Options, mountpoint: Path, *, on_ready: Callable[[], None], source: Path | None = None
+    options: Options,
+    mountpoint: Path,
+    *,
+    on_ready: Callable[[], None],
+    source: Path | None = None,
+    doors: Sequence[Door] = (),
 ) -> None:
     """Mount the volume and answer requests until it is unmounted or this is cancelled; then flush and close it.
 
-    ``on_ready`` is called once the mount answers. ``source`` is what mount tables show, by default the volume's
-    folder. A cancellation unmounts: cleanly if nobody uses the mount, else lazily after a sync. MountError where
-    the machine does not allow the mount, VolumeError and ConfigError where the volume cannot be opened.
+    ``on_ready`` is called once the mount answers and ``doors`` are ready; they are closed before it is unmounted, or
+    when it was. ``source`` is what mount tables show, by default the volume's folder. A cancellation unmounts: cleanly
+    if nobody uses the mount, else lazily after a sync. MountError where the machine does not allow the mount,
+    VolumeError and ConfigError where the volume cannot be opened.
     """
     try:
         async with trio.open_nursery() as nursery:
@@ -54,8 +65,12 @@ async def serve(
                     # the kernel has written everything back, or they could not flush it.
                     scope.shield = True
                     words = kernel_options(options.mount, source or options.volume_path)
-                    with _mounted(make_operations(volume, options), mountpoint, words) as session:
-                        await _answer(session, stop, options.mount.read_ahead, on_ready)
+                    operations = make_operations(volume, options)
+                    kernel = FuseKernelCache(volume.kernel_knows, operations.absences)
+                    opened = Doors(doors, volume, kernel, mountpoint, operations.admit_binder)
+                    session = _Session(mountpoint, options.mount, opened)
+                    with _mounted(session, operations, words):
+                        await _answer(session, stop, on_ready)
             nursery.cancel_scope.cancel()
     except BaseExceptionGroup as group:
         raise _alone(group) from None
@@ -133,39 +148,76 @@ class _Session:
     """One mount, from pyfuse3.init to pyfuse3.close."""
 
     mountpoint: Path
+    options: MountOptions
+    doors: Doors
     detached: bool = False
     """this process took the mount out of the mount table"""
 
+    @property
+    def is_read_only_late(self) -> bool:
+        """A socket can only be bound where the kernel lets names be made; until then the volume refuses changes."""
+        return self.options.read_only and bool(self.doors) and os.geteuid() == 0
+
 
 @contextmanager
-def _mounted(operations: KvfuseOperations, mountpoint: Path, words: set[str]) -> Iterator[_Session]:
+def _mounted(session: _Session, operations: KvfuseOperations, words: set[str]) -> Iterator[None]:
     """Mount, and leave no mount behind however the body ends."""
+    point = session.mountpoint
+    if session.is_read_only_late:
+        words = words - {"ro"}
     try:
-        pyfuse3.init(operations, os.fspath(mountpoint), words)
+        pyfuse3.init(operations, os.fspath(point), words)
     except RuntimeError as error:
-        raise MountError(f"{mountpoint} cannot be mounted ({error}); 'kvfuse doctor' tells what is missing") from error
-    session = _Session(mountpoint)
+        raise MountError(f"{point} cannot be mounted ({error}); 'kvfuse doctor' tells what is missing") from error
     try:
-        yield session
+        yield
     finally:
         pyfuse3.close(unmount=not session.detached)
 
 
-async def _answer(session: _Session, stop: trio.Event, read_ahead_size: int, on_ready: Callable[[], None]) -> None:
+async def _answer(session: _Session, stop: trio.Event, on_ready: Callable[[], None]) -> None:
     """Answer the kernel until the mount is gone, which ``stop`` brings about."""
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(_announce, session.mountpoint, read_ahead_size, on_ready)
+        nursery.start_soon(_announce, session, on_ready, nursery)
         nursery.start_soon(_end_when_told, stop, session, nursery.cancel_scope)
         await pyfuse3.main(min_tasks=IDLE_TASKS, max_tasks=TASKS_MAX)
         nursery.cancel_scope.cancel()
 
 
-async def _announce(mountpoint: Path, read_ahead_size: int, on_ready: Callable[[], None]) -> None:
-    """Wait until the mount answers, raise its read-ahead, say that it is ready."""
-    status = await trio.to_thread.run_sync(os.stat, mountpoint)
-    if read_ahead_size:
-        _set_read_ahead(status.st_dev, read_ahead_size)
+async def _announce(session: _Session, on_ready: Callable[[], None], nursery: trio.Nursery) -> None:
+    """Wait until the mount answers, raise its read-ahead, open the doors, say that it is ready."""
+    status = await trio.to_thread.run_sync(os.stat, session.mountpoint)
+    if session.options.read_ahead:
+        _set_read_ahead(status.st_dev, session.options.read_ahead)
+    if session.doors:
+        nursery.start_soon(session.doors.run, status.st_dev)
+        await session.doors.opened.wait()
+    if session.is_read_only_late:
+        await trio.to_thread.run_sync(_make_read_only, session.mountpoint, status.st_dev)
     on_ready()
+
+
+def _make_read_only(mountpoint: Path, device: int) -> None:
+    """Remount, if it is still file system ``device`` that is mounted there. The volume refuses changes anyhow."""
+    try:
+        point = os.open(mountpoint, os.O_PATH)
+        try:
+            if os.fstat(point).st_dev == device:
+                _remount_read_only(point)
+        finally:
+            os.close(point)
+    except OSError as error:
+        log.warning("%s: the kernel does not know that it is read-only: %s", mountpoint, error.strerror)
+
+
+def _remount_read_only(point: int) -> None:
+    """What else the mount was told stays: some of it has to be said again. The ST_ flags are mount(2)'s. OSError."""
+    kept = os.fstatvfs(point).f_flag & (os.ST_NOSUID | os.ST_NODEV | os.ST_NOEXEC | os.ST_SYNCHRONOUS)
+    flags = ctypes.c_ulong(MS_REMOUNT | os.ST_RDONLY | kept)
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.mount(b"kvfuse", b"/proc/self/fd/%d" % point, None, flags, None) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
 
 
 def _set_read_ahead(device: int, size: int) -> None:
@@ -181,6 +233,7 @@ async def _end_when_told(stop: trio.Event, session: _Session, scope: trio.Cancel
     """Wait for ``stop``, then see to it that the main loop ends: each step is for what the one before left."""
     await stop.wait()
     with trio.move_on_after(END_SECONDS):
+        await session.doors.close()
         if await _detach(session):
             await trio.sleep_forever()  # the loop ends by itself, unless another mount namespace has the mount too
     pyfuse3.terminate()

@@ -23,6 +23,8 @@ import pyfuse3
 from pyfuse3 import EntryAttributes, FileInfo, FUSEError, ReaddirToken, RequestContext, SetattrFields, StatvfsData
 
 from kvfuse import errors
+from kvfuse.errnos import errno_of
+from kvfuse.fs.kernel import Absences
 from kvfuse.fs.virtual import FOLDER_INODE, FOLDER_NAME, VirtualFolder, is_virtual
 from kvfuse.volume.api import NAME_MAX, ROOT_INODE, Attributes, Caller, Changes, Handle, VolumeApi
 
@@ -34,40 +36,6 @@ LISTING_BATCH = 128
 """entries asked of the volume at once: about what fits the 32 KiB buffer of a getdents call"""
 INFO_XATTR = b"kvfuse.info"
 """reading it of any inode gives ``volume.info`` as JSON; it is not listed"""
-
-ERRNO: dict[type[Exception], int] = {
-    errors.NotFound: errno.ENOENT,
-    errors.Exists: errno.EEXIST,
-    errors.NotADirectory: errno.ENOTDIR,
-    errors.IsADirectory: errno.EISDIR,
-    errors.NotEmpty: errno.ENOTEMPTY,
-    errors.InvalidArgument: errno.EINVAL,
-    errors.PermissionDenied: errno.EACCES,
-    errors.NotPermitted: errno.EPERM,
-    errors.NameTooLong: errno.ENAMETOOLONG,
-    errors.TooManyLinks: errno.EMLINK,
-    errors.NoAttribute: errno.ENODATA,
-    errors.AttributeTooLarge: errno.E2BIG,
-    errors.Unsupported: errno.EOPNOTSUPP,
-    errors.Stale: errno.ESTALE,
-    errors.BadHandle: errno.EBADF,
-    errors.FileTooLarge: errno.EFBIG,
-    errors.ReadOnly: errno.EROFS,
-    errors.NoSpace: errno.ENOSPC,
-    errors.QuotaExceeded: errno.EDQUOT,
-    errors.EngineFull: errno.ENOSPC,
-    errors.EngineTimeout: errno.ETIMEDOUT,
-    errors.KvfuseError: errno.EIO,
-}
-"""The one table: an error is answered by its own row, or by that of its nearest base class."""
-
-
-def errno_of(error: Exception) -> int | None:
-    """The errno that answers ``error``; None for one that is not the project's own."""
-    for kind in type(error).__mro__:
-        if kind in ERRNO:
-            return ERRNO[kind]
-    return None
 
 
 def _guard(ino: int) -> None:
@@ -102,6 +70,7 @@ def answered(handler: Handler[P, R]) -> Handler[P, R]:
 class KvfuseOperations(pyfuse3.Operations):
     """Answers the kernel's requests from ``volume``, and those for MNT/.kvfuse from ``virtual``. Timeouts in seconds.
 
+    ``absences``: where the kernel was told that a name is absent.
     A file's handle is the volume's; a directory's is its inode number, so open directories hold nothing.
     """
 
@@ -124,8 +93,13 @@ class KvfuseOperations(pyfuse3.Operations):
         self._entry.st_blksize = BLOCK_SIZE
         self._absent = EntryAttributes()  # inode 0: the kernel remembers that the name does not exist
         self._absent.entry_timeout = negative_timeout
+        self.absences = Absences(negative_timeout)
         self._file_info = FileInfo()
         self.unexpected_error_count = 0
+
+    def admit_binder(self, pid: int) -> None:
+        """Process ``pid``, as requests show it, may make the control socket. From any thread."""
+        self._virtual.binder = pid
 
     def stats(self) -> dict[str, int]:
         """The door's own counters and gauges."""
@@ -167,6 +141,7 @@ class KvfuseOperations(pyfuse3.Operations):
                 return self._reply(self._virtual.attributes(FOLDER_INODE))
             return self._reply(await self._volume.lookup(parent_inode, name))
         except errors.NotFound:
+            self.absences.note(parent_inode)
             return self._absent
 
     async def _lookup_virtual(self, ino: int, name: bytes) -> Attributes:
@@ -200,6 +175,8 @@ class KvfuseOperations(pyfuse3.Operations):
 
     @answered
     async def mknod(self, parent_inode: int, name: bytes, mode: int, rdev: int, ctx: RequestContext) -> EntryAttributes:
+        if parent_inode == FOLDER_INODE:
+            return self._reply(self._virtual.make_socket(name, mode, ctx.pid))
         self._virtual.guard_name(parent_inode, name)
         caller = Caller(ctx.uid, ctx.gid, ctx.pid)
         return self._reply(await self._volume.make_node(parent_inode, name, mode, rdev, caller))

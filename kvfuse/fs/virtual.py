@@ -1,4 +1,4 @@
-"""MNT/.kvfuse: read-only files that the daemon makes up. No FUSE in here, and no volume: names and texts.
+"""MNT/.kvfuse: read-only files that the daemon makes up, and its control socket. No FUSE in here, and no volume.
 
 They use the inode numbers that ``volume.api`` reserves. The folder is found by name but not listed in the
 root, so that ``rm -rf MNT/*``, backups and listings leave it alone. A file's content is taken when it is
@@ -12,12 +12,13 @@ import os
 import stat
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvfuse.errors import BadHandle, NotADirectory, NotFound, NotPermitted, PermissionDenied
 from kvfuse.volume.api import FIRST_INODE, ROOT_INODE, DirEntry
 
 FOLDER_NAME = b".kvfuse"
+SOCKET_NAME = b"control.sock"
 FOLDER_INODE = ROOT_INODE + 1
 FIRST_FILE_INODE = FOLDER_INODE + 1
 FIRST_HANDLE = 1 << 62
@@ -26,7 +27,7 @@ FIRST_HANDLE = 1 << 62
 
 @dataclass(slots=True)
 class VirtualAttributes:
-    """``Attributes`` of the folder or of a file in it: root's, readable by all."""
+    """``Attributes`` of the folder or of a file in it: the daemon's user's, readable by all."""
 
     ino: int
     mode: int
@@ -34,8 +35,8 @@ class VirtualAttributes:
     atime: int
     mtime: int
     ctime: int
-    uid: int = 0
-    gid: int = 0
+    uid: int = field(default_factory=os.geteuid)
+    gid: int = field(default_factory=os.getegid)
     rdev: int = 0
     size: int = 0
     blocks: int = 0
@@ -47,7 +48,10 @@ def is_virtual(ino: int) -> bool:
 
 
 class VirtualFolder:
-    """The folder and its files. ``texts``: name -> function that makes the content, called at each open."""
+    """The folder and its files. ``texts``: name -> function that makes the content, called at each open.
+
+    The socket is there once ``binder`` has made it: the process, as requests show it, that binds for the daemon.
+    """
 
     def __init__(self, texts: Mapping[bytes, Callable[[], bytes]]) -> None:
         self._inodes = {name: ino for ino, name in enumerate(texts, FIRST_FILE_INODE)}
@@ -55,10 +59,11 @@ class VirtualFolder:
         self._contents: dict[int, bytes] = {}
         self._next_handle = itertools.count(FIRST_HANDLE)
         now = time.time_ns()
-        folder = VirtualAttributes(FOLDER_INODE, stat.S_IFDIR | 0o555, 2, now, now, now)
+        folder = VirtualAttributes(FOLDER_INODE, stat.S_IFDIR | 0o755, 2, now, now, now)
         self._attributes = {FOLDER_INODE: folder}
         for ino in self._texts:
             self._attributes[ino] = VirtualAttributes(ino, stat.S_IFREG | 0o444, 1, now, now, now)
+        self.binder: int | None = None
 
     def attributes(self, ino: int) -> VirtualAttributes:
         """Attributes of the folder or a file. NotFound for a reserved number that is not used."""
@@ -84,6 +89,16 @@ class VirtualFolder:
         """NotPermitted for making, removing or replacing a virtual name."""
         if is_virtual(parent) or (parent == ROOT_INODE and name == FOLDER_NAME):
             raise NotPermitted(f"{os.fsdecode(FOLDER_NAME)} is the daemon's own")
+
+    def make_socket(self, name: bytes, mode: int, pid: int) -> VirtualAttributes:
+        """mknod in the folder by process ``pid``: NotPermitted for all but the control socket, by its binder."""
+        if name != SOCKET_NAME or not stat.S_ISSOCK(mode) or pid != self.binder:
+            raise NotPermitted(f"{os.fsdecode(FOLDER_NAME)} is the daemon's own")
+        self.binder = None
+        now = time.time_ns()
+        ino = FIRST_FILE_INODE + len(self._texts)
+        self._inodes[SOCKET_NAME] = ino
+        return self._attributes.setdefault(ino, VirtualAttributes(ino, stat.S_IFSOCK | 0o666, 1, now, now, now))
 
     def open(self, ino: int, flags: int) -> int:
         """Take the content now and give a handle for it. PermissionDenied for writing."""

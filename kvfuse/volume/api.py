@@ -14,6 +14,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
 
+from kvfuse.volume.maps import ContentMap
+
 ROOT_INODE = 1
 FIRST_INODE = 1024
 """Inodes below are reserved: 1 is the root, the others are the doors' virtual files."""
@@ -112,6 +114,9 @@ class VolumeApi(Protocol[H]):
     def remember(self, parent: int, entry: DirEntry) -> None:
         """Count the inode of an entry of directory ``parent`` once more as known to the kernel (readdirplus)."""
 
+    def kernel_knows(self, ino: int) -> bool:
+        """The kernel may have cached something of the inode. From any thread."""
+
     async def attributes(self, ino: int) -> Attributes: ...
     async def set_attributes(self, ino: int, changes: Changes, caller: Caller) -> Attributes:
         """Also clears setuid and setgid where POSIX asks for it; ``size`` truncates or extends."""
@@ -144,8 +149,17 @@ class VolumeApi(Protocol[H]):
     async def read(self, handle: H, offset: int, size: int) -> bytes | bytearray | memoryview:
         """Bytes at ``offset``, short at the end of the file. A memoryview is to be consumed before any await."""
 
-    async def write(self, handle: H, offset: int, data: bytes) -> int:
-        """Takes all of ``data`` (kept, not copied, where possible: it must be immutable). NoSpace, FileTooLarge."""
+    async def read_into(self, handle: H, offset: int, target: memoryview) -> int:
+        """Fill ``target`` (of bytes) from ``offset`` on; how many bytes, fewer at the end of the file."""
+
+    def content_map(self, handle: H) -> ContentMap:
+        """Where the file's bytes are, for threads other than the event loop's; true as long as the handle is open."""
+
+    async def show(self, handle: H, first: int, last: int) -> None:
+        """Have in the content map what can be shown of the chunks ``first``..``last``; for the rest, `read_into`."""
+
+    async def write(self, handle: H, offset: int, data: bytes | memoryview) -> int:
+        """Takes all of ``data`` (kept, not copied, where possible: it must never change). NoSpace, FileTooLarge."""
 
     async def flush(self, handle: H) -> None:
         """A descriptor was closed: with strict publishing, returns after the commit."""
@@ -172,3 +186,22 @@ class VolumeApi(Protocol[H]):
 
     async def info(self, ino: int) -> dict[str, Any]:
         """Extents, size classes, slabs, sealed granules of one file, JSON-able."""
+
+
+class KernelCache(Protocol):
+    """What the kernel caches of a mount, for doors whose changes the kernel does not see.
+
+    After the volume was changed and before that is reported as done, the door drops what the change made untrue: then
+    the next system call of whoever is told sees it. From any thread but the event loop's: the kernel may wait
+    for an answer from the daemon first. EngineError where the kernel refuses; what it has not cached costs nothing.
+    """
+
+    def drop_content(self, ino: int) -> None:
+        """Bytes, in mappings too, and attributes of an inode."""
+
+    def drop_attributes(self, ino: int) -> None: ...
+    def drop_name(self, parent: int, name: bytes, ino: int = 0) -> None:
+        """What ``name`` in ``parent`` meant: the inode ``ino``, or 0 for a name that was absent.
+
+        The attributes of ``parent`` are `drop_attributes`'s.
+        """

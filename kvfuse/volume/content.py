@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
+import numpy as np
 import trio
 
 from kvfuse.checksum import CHECKSUM_SIZE, GRANULE_SIZE, crc32c, granule_checksums
@@ -125,8 +126,14 @@ class Content:
         await self._read_parts(node, offset, memoryview(result))
         return result
 
+    async def read_into(self, node: Node, offset: int, target: memoryview) -> int:
+        """As `read`, but into ``target``; how many bytes."""
+        length = max(0, min(len(target), node.size - offset))
+        await self._read_parts(node, offset, target[:length])
+        return length
+
     async def _read_parts(self, node: Node, offset: int, target: memoryview) -> None:
-        """Fill ``target`` (zeros) from all the chunks and extents that it covers."""
+        """Fill ``target`` from all the chunks and extents that it covers."""
         end = offset + len(target)
         position = offset
         while position < end:
@@ -138,6 +145,8 @@ class Content:
                 part[:] = chunk.staged.read(start, start + length)
             elif chunk is not None:
                 await self._read_chunk(node, index, chunk, start, part)
+            else:
+                _clear(part)
             position += length
 
     async def _read_chunk(self, node: Node, index: int, chunk: Chunk, start: int, target: memoryview) -> None:
@@ -149,6 +158,7 @@ class Content:
                 data = await self._read_extent(node, index, extent, low - piece_start, high - low)
                 target[low - start : high - start] = data
             piece_start += extent.length
+        _clear(target[max(0, piece_start - start) :])
 
     async def _read_extent(
         self, node: Node, index: int, extent: Extent, start: int, length: int
@@ -214,8 +224,8 @@ class Content:
 
     # -- writing -------------------------------------------------------------------------------------
 
-    async def write(self, node: Node, offset: int, data: bytes) -> int:
-        """Take all of ``data`` (kept where possible). Waits only for room in the staging memory, or in place."""
+    async def write(self, node: Node, offset: int, data: bytes | memoryview) -> int:
+        """Take all of ``data`` (kept, so it never changes). Waits only for room in the staging memory, or in place."""
         end = offset + len(data)
         if end > min(FILE_SIZE_MAX, node.chunk_size << 32):
             raise FileTooLarge(f"inode {node.ino}: offset {end} is beyond what a file may have")
@@ -233,18 +243,18 @@ class Content:
             async with locked(node):
                 written = await self._write_parts(node, offset, data)
         if offset + written > node.size:
-            node.size = offset + written
+            node.set_size(offset + written)
         self._changed(node)
         return written
 
-    async def _write_parts(self, node: Node, offset: int, data: bytes) -> int:
+    async def _write_parts(self, node: Node, offset: int, data: bytes | memoryview) -> int:
         """Under the lock: write chunk by chunk; how many bytes had room. NoSpace when not even the first had."""
         view = memoryview(data)
         position = 0
         while position < len(data):
             index, start = divmod(offset + position, node.chunk_size)
             length = min(len(data) - position, node.chunk_size - start)
-            part = data if length == len(data) else bytes(view[position : position + length])
+            part = data if length == len(data) else view[position : position + length]
             try:
                 await self._write_part(node, index, start, part)
             except NoSpace:
@@ -252,10 +262,10 @@ class Content:
                     return position
                 raise
             position += length
-            node.size = max(node.size, offset + position)
+            node.set_size(max(node.size, offset + position))
         return position
 
-    async def _write_part(self, node: Node, index: int, start: int, data: bytes) -> None:
+    async def _write_part(self, node: Node, index: int, start: int, data: bytes | memoryview) -> None:
         for attempt in range(2):
             if await self.chunk(node, index) is None:
                 node.chunks[index] = Chunk()
@@ -272,7 +282,7 @@ class Content:
             else:
                 return
 
-    async def _write_within(self, node: Node, index: int, start: int, data: bytes) -> bool:
+    async def _write_within(self, node: Node, index: int, start: int, data: bytes | memoryview) -> bool:
         """Under the lock, without space for new slots: write into those the chunk has. False if they are too small."""
         chunk = node.chunks[index]
         if chunk.writing is not None:
@@ -282,7 +292,7 @@ class Content:
             return False
         return await self._write_in_place(node, index, chunk, start, data)
 
-    def _stage_new(self, node: Node, index: int, start: int, data: bytes) -> bool:
+    def _stage_new(self, node: Node, index: int, start: int, data: bytes | memoryview) -> bool:
         """Stage a write where no byte has to be read for it; False where one has."""
         chunk = node.chunks.get(index)
         if chunk is None:
@@ -294,8 +304,9 @@ class Content:
         self._stage(node, index, chunk, start, data)
         return True
 
-    def _stage(self, node: Node, index: int, chunk: Chunk, start: int, data: bytes) -> None:
+    def _stage(self, node: Node, index: int, chunk: Chunk, start: int, data: bytes | memoryview) -> None:
         """Put ``data`` into the chunk's staged bytes. NoSpace leaves everything as it was."""
+        node.changing(index)
         staged = chunk.staged
         if staged is None or staged.writing:
             twin = Staged() if staged is None else staged.copy()
@@ -337,7 +348,7 @@ class Content:
             slabs.cancel(staged.slots)
         staged.slots = slots
 
-    async def _write_existing(self, node: Node, index: int, start: int, data: bytes) -> None:
+    async def _write_existing(self, node: Node, index: int, start: int, data: bytes | memoryview) -> None:
         """Under the lock: change a chunk whose bytes are in slots, and only partly replaced."""
         while True:
             chunk = node.chunks[index]
@@ -370,7 +381,7 @@ class Content:
         staged.length = len(buffer)
         self.flusher.stage(node, chunk, staged)
 
-    async def _write_in_place(self, node: Node, index: int, chunk: Chunk, start: int, data: bytes) -> bool:
+    async def _write_in_place(self, node: Node, index: int, chunk: Chunk, start: int, data: bytes | memoryview) -> bool:
         """Write into the chunk's own slots; False when they were replaced meanwhile."""
         extents = chunk.extents
         await self._unseal(node, index, chunk, start, start + len(data))
@@ -391,6 +402,7 @@ class Content:
                 if part_high - extent_start > extent.length:
                     grown.append((extent, part_high - extent_start))
             extent_start += extent.length
+        node.changing(index)
         with self.core.reads.reading():
             await self.core.segments.write(transfers)
         for extent, length in grown:
@@ -412,6 +424,7 @@ class Content:
             try:
                 await self.journal.commit(node, durable=True)
             except BaseException:
+                node.changing(index)  # it may have been shown without checksums
                 for extent, checksums in sealed:  # no byte was changed: the next write has to ask again
                     extent.checksums = checksums
                 if index >= schema.INLINE_CHUNKS:
@@ -432,6 +445,7 @@ class Content:
                         await self.core.segments.read([Transfer(segment, offset, buffer)])
                     if node.writers or extent not in chunk.extents or extent.length != len(buffer):
                         return
+                    node.changing(index)
                     extent.checksums = granule_checksums(buffer)
                     extent.verified = 0
                     if index >= schema.INLINE_CHUNKS:
@@ -451,7 +465,7 @@ class Content:
         if size < node.size:
             async with locked(node):
                 await self._cut(node, size)
-        node.size = size
+        node.set_size(size)
         self._changed(node)
 
     async def _cut(self, node: Node, size: int) -> None:
@@ -462,11 +476,12 @@ class Content:
             keep += 1
         for index in [index for index in node.chunks if index >= keep]:
             self.drop_chunk(node, index)
-        node.size = size
+        node.set_size(size)
         node.flushed_size = min(node.flushed_size, size)
 
     def drop_chunk(self, node: Node, index: int) -> None:
         """Give up a chunk: the inode's next record frees its slots."""
+        node.changing(index)
         chunk = node.chunks[index]
         self._unstage(node, chunk)
         for extent in chunk.extents:
@@ -491,6 +506,7 @@ class Content:
             if staged is not None and staged.writing:
                 await self.flusher.settled()
                 continue
+            node.changing(index)
             if staged is not None and staged.length > length:
                 self.flusher.grew(length - staged.length)
                 staged.truncate(length)
@@ -536,6 +552,7 @@ class Content:
                 records[schema.chunk_key(node.ino, index)] = None
         node.born = []
         node.dirty_chunks = frozenset()
+        node.end_map()
         return records
 
     def forget_lost(self, node: Node) -> None:
@@ -571,6 +588,10 @@ class Content:
     def _changed(self, node: Node) -> None:
         node.mtime = node.ctime = clock.now()
         self.journal.touch(node, forced=node.staged_count > STAGED_CHUNKS_MAX)
+
+
+def _clear(target: memoryview) -> None:
+    np.frombuffer(target, np.uint8)[:] = 0
 
 
 def start_of(kept: list[Extent]) -> int:

@@ -21,6 +21,7 @@ from kvfuse.volume.api import ROOT_INODE
 from kvfuse.volume.known import KnownNames
 from kvfuse.volume.node import COMMITTED, DISCARDED, FRESH, Extent, Node, Nodes
 from kvfuse.volume.places import Places
+from kvfuse.volume.tier import SharedTier
 
 PATH_DEPTH_MAX = 256
 
@@ -120,6 +121,7 @@ class Core:
     segments: SegmentStore
     slabs: Allocator
     nodes: Nodes
+    tier: SharedTier
     chunk_size: int
     strict: bool
     read_only: bool

@@ -257,6 +257,7 @@ class Flusher:
             self.unstage(node, chunk)
         for extent in chunk.extents:
             self.core.discard(node, extent)
+        # The file's bytes are the same as before, and no map shows the old extents since bytes were staged over them.
         node.set_extents(item.chunk_index, item.extents)
         node.born.extend(item.extents)
         if item.chunk_index == 0:

@@ -106,6 +106,8 @@ class Journal:
     counters: JournalCounters = field(default_factory=JournalCounters)
     make_room: Callable[[], None] = lambda: None
     """gives up what is only kept in case that somebody asks"""
+    renaming: Callable[[int, bytes], None] = lambda directory, name: None
+    """is told of a name before it means something else, or nothing"""
 
     def __post_init__(self) -> None:
         self.overlay: dict[int, dict[bytes, NameChange]] = {}
@@ -161,6 +163,7 @@ class Journal:
 
     def set_name(self, parent: int, name: bytes, node: Node | None, stored: bool, moved: Node | None = None) -> None:
         """Let ``name`` mean ``node``, or nothing. ``stored``: the store has a record of the name now."""
+        self.renaming(parent, name)
         names = self.overlay.setdefault(parent, {})
         previous = names.get(name)
         vacated = node is None
@@ -204,6 +207,11 @@ class Journal:
         self._extra[key] = value
         self._extra_size += len(value or b"")
         self._wake()
+
+    def withdraw(self, keys: Iterable[bytes]) -> None:
+        """Forget what `put` was told of these keys, as far as it is not under way: somebody else has the last word."""
+        for key in keys:
+            self._extra.pop(key, None)
 
     def pending_puts(self, prefix: bytes) -> dict[bytes, bytes | None]:
         """What `put` was told of keys that begin with ``prefix`` and the store does not know yet."""
@@ -464,11 +472,16 @@ class Journal:
         return late
 
     def _take_extra(self, late: set[Node]) -> tuple[dict[bytes, bytes | None], dict[bytes, bytes | None]]:
-        """(records for this commit, records for later): an attribute does not come before its inode."""
+        """(records for this commit, records for later): an attribute comes with its inode, or after it.
+
+        The inode may have lost its name to one that is late: then the stored name still means it, as it was before.
+        """
         if not late or not self._extra:
             return self._extra, {}
-        held = {schema.xattr_prefix(node.ino) for node in late}
-        later = {key: value for key, value in self._extra.items() if key[:9] in held}
+        later = {}
+        for key, value in self._extra.items():
+            if key.startswith(schema.XATTR_PREFIX) and _is_held(self.core.nodes.get(schema.key_inode(key)), late):
+                later[key] = value
         return {key: value for key, value in self._extra.items() if key not in later}, later
 
     def _build_node(self, node: Node, puts: dict[bytes, bytes], deletes: set[bytes], freed: list[Extent]) -> None:

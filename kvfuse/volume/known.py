@@ -2,14 +2,16 @@
 
 Two facts are kept. For names used lately: which inode they mean. For directories that were made here, or read to
 the end: the hashes of all their stored names, so that an absent name costs no round trip - an engine asks
-for many blocks that nobody has. Both hold because nobody else writes this store; what is not committed yet
-is the journal's overlay, which is asked first.
+for many blocks that nobody has. A hash has 64 bits and depends on a secret of this process (Python's own of bytes):
+it is cheap enough for thousands of names in a call. Both hold because nobody else writes this store; what is not
+committed yet is the journal's overlay, which is asked first.
 """
 
 from __future__ import annotations
 
 from array import array
 from bisect import bisect_left
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -24,10 +26,10 @@ RECENT_MAX = 4096
 
 
 class HashSet:
-    """A set of 63-bit numbers in 8 bytes each: a sorted array, and the changes since it was merged last."""
+    """A set of signed 64-bit numbers in 8 bytes each: a sorted array, and the changes since it was merged last."""
 
     def __init__(self) -> None:
-        self._sorted = array("Q")
+        self._sorted = array("q")
         self._added: set[int] = set()
         self._removed: set[int] = set()
 
@@ -46,6 +48,21 @@ class HashSet:
     def __contains__(self, value: int) -> bool:
         return value in self._added or (value not in self._removed and self._in_sorted(value))
 
+    def contain(self, values: Sequence[int]) -> list[bool]:
+        """Which of ``values`` are in the set."""
+        if self._sorted:
+            members = np.frombuffer(self._sorted, np.int64)
+            wanted = np.array(values, np.int64)
+            places = np.minimum(np.searchsorted(members, wanted), len(members) - 1)
+            found: list[bool] = (members[places] == wanted).tolist()
+        else:
+            found = [False] * len(values)
+        if self._added:
+            found = [known or value in self._added for known, value in zip(found, values, strict=True)]
+        if self._removed:
+            found = [known and value not in self._removed for known, value in zip(found, values, strict=True)]
+        return found
+
     def __len__(self) -> int:
         return len(self._sorted) + len(self._added) - len(self._removed)
 
@@ -56,11 +73,11 @@ class HashSet:
     def _merge_if_many(self) -> None:
         if len(self._added) + len(self._removed) <= RECENT_MAX:
             return
-        merged = np.frombuffer(self._sorted, np.uint64) if self._sorted else np.empty(0, np.uint64)
+        merged = np.frombuffer(self._sorted, np.int64) if self._sorted else np.empty(0, np.int64)
         if self._removed:
-            merged = np.setdiff1d(merged, np.array(list(self._removed), np.uint64), assume_unique=True)
-        merged = np.union1d(merged, np.array(list(self._added), np.uint64))
-        self._sorted = array("Q", merged.tobytes())
+            merged = np.setdiff1d(merged, np.array(list(self._removed), np.int64), assume_unique=True)
+        merged = np.union1d(merged, np.array(list(self._added), np.int64))
+        self._sorted = array("q", merged.tobytes())
         self._added.clear()
         self._removed.clear()
 
@@ -88,10 +105,17 @@ class KnownNames:
         """The inode that the stored name means; None: not known."""
         return self._inodes.get((parent, name))
 
-    def is_absent(self, parent: int, cookie: int) -> bool:
-        """No stored name of the directory has this hash."""
+    def is_absent(self, parent: int, name: bytes) -> bool:
+        """No stored name of the directory has the hash of this one."""
         directory = self._directories.get(parent)
-        return directory is not None and directory.complete and cookie not in directory.hashes
+        return directory is not None and directory.complete and hash(name) not in directory.hashes
+
+    def stored(self, parent: int, names: Sequence[bytes]) -> list[bool] | None:
+        """Which names the directory has in the store, as far as their hashes tell; None: not known."""
+        directory = self._directories.get(parent)
+        if directory is None or not directory.complete:
+            return None
+        return directory.hashes.contain(list(map(hash, names)))
 
     def note(self, parent: int, name: bytes, ino: int) -> None:
         """The name means this inode."""
@@ -115,9 +139,9 @@ class KnownNames:
         directory = self._directories.get(parent)
         if directory is not None:
             if present:
-                directory.hashes.add(schema.name_hash(name))
+                directory.hashes.add(hash(name))
             else:
-                directory.hashes.discard(schema.name_hash(name))
+                directory.hashes.discard(hash(name))
 
     # -- learning a directory that was there before --------------------------------------------------
 
@@ -134,7 +158,7 @@ class KnownNames:
         if directory is None or directory.complete:
             return
         for key in keys:
-            directory.hashes.add(schema.split_entry_key(key)[1])
+            directory.hashes.add(hash(schema.split_entry_key(key)[2]))
         directory.after = keys[-1] if keys else directory.after
         directory.complete = last
 

@@ -89,10 +89,9 @@ class Lookup:
             node = core.nodes.get(ino) if ino is not None else None
             if node is not None:
                 return Found(node, True, None, epoch)
-            cookie = schema.name_hash(name)
-            if core.known.is_absent(parent, cookie):
+            if core.known.is_absent(parent, name):
                 return Found(None, False, None, epoch)
-            record = (await core.records.get([schema.entry_key(parent, name, cookie)]))[0]
+            record = (await core.records.get([schema.entry_key(parent, name)]))[0]
             if record is None:
                 await self._learn(parent)
             if self.journal.find(parent, name) is not None or epoch != self.journal.epoch:
@@ -114,15 +113,37 @@ class Lookup:
             core.known.note(parent, name, node.ino)
             return Found(node, True, None, epoch)
 
-    async def _learn(self, parent: int) -> None:
+    async def exist(self, parent: int, names: list[bytes]) -> list[bool]:
+        """Which names exist in a directory, all at one time. Without waiting once the directory was read to its end.
+
+        Then a name is told by 64 bits of its hash: one that is absent is taken for another only by their coincidence.
+        """
+        while True:
+            epoch = self.journal.epoch
+            found = self.core.known.stored(parent, names)
+            if found is None:
+                rows = await self.core.records.get([schema.entry_key(parent, name) for name in names])
+                await self._learn(parent, max(LEARN_ROWS, 4 * len(names)))
+                if epoch != self.journal.epoch:
+                    continue
+                found = [row is not None for row in rows]
+            if changes := self.journal.overlay.get(parent):
+                changed = [changes.get(name) for name in names]
+                found = [
+                    stored if change is None else change.node is not None
+                    for stored, change in zip(found, changed, strict=True)
+                ]
+            return found
+
+    async def _learn(self, parent: int, row_count: int = LEARN_ROWS) -> None:
         """Read a page of a directory in which a name was missed, so that later ones need not be asked for."""
         after = self.core.known.next_page(parent)
         if after is None:
             return
         epoch = self.journal.epoch
-        rows = await self.core.records.scan(schema.entry_prefix(parent), after, LEARN_ROWS)
+        rows = await self.core.records.scan(schema.entry_prefix(parent), after, row_count)
         if epoch == self.journal.epoch and self.core.known.next_page(parent) == after:
-            self.core.known.learn(parent, [row.key for row in rows], last=len(rows) < LEARN_ROWS)
+            self.core.known.learn(parent, [row.key for row in rows], last=len(rows) < row_count)
 
     def holds(self, parent: int, name: bytes, found: Found) -> bool:
         """What `find` said is still so, although the caller has waited since."""

@@ -23,7 +23,7 @@ from kvfuse.volume.api import (
 from kvfuse.volume.content import Content
 from kvfuse.volume.core import Core
 from kvfuse.volume.journal import Journal
-from kvfuse.volume.lookup import Lookup
+from kvfuse.volume.lookup import Found, Lookup
 from kvfuse.volume.node import Node
 
 
@@ -69,13 +69,9 @@ class Names:
         if len(target) > SYMLINK_MAX:
             raise errors.NameTooLong(f"a symbolic link's target of {len(target)} bytes: at most {SYMLINK_MAX}")
         directory, stored = await self._free_name(parent, name)
-        core = self.core
-        gid = directory.gid if directory.mode & stat.S_ISGID else caller.gid
-        node = Node(core.inodes.next(), mode, caller.uid, gid, core.chunk_size_in(directory))
+        node = self._new_node(directory, name, mode, caller)
         node.rdev, node.target = rdev, target
         node.size = len(target)
-        node.parent, node.name = parent, name
-        node.atime = node.mtime = node.ctime = clock.now()
         if node.is_directory:
             node.own_record = True
             node.nlink = 2
@@ -84,14 +80,58 @@ class Names:
             directory.nlink += 1
             self.journal.touch(directory)
             self.journal.touch_times(node)
-            core.known.made(node.ino)
-        core.nodes.add(node)
-        core.file_count += 1
-        core.counters.creates += 1
+            self.core.known.made(node.ino)
         self.journal.set_name(parent, name, node, stored)
         self.journal.touch(node)
         self._changed(directory)
         return directory, self.lookup.count_lookup(node)
+
+    def _new_node(self, directory: Node, name: bytes, mode: int, caller: Caller) -> Node:
+        """An inode in memory that is about to get a name."""
+        core = self.core
+        gid = directory.gid if directory.mode & stat.S_ISGID else caller.gid
+        node = Node(core.inodes.next(), mode, caller.uid, gid, core.chunk_size_in(directory))
+        node.parent, node.name = directory.ino, name
+        node.atime = node.mtime = node.ctime = clock.now()
+        core.file_count += 1
+        core.counters.creates += 1
+        return core.nodes.add(node)
+
+    async def find_replaceable(self, parent: int, name: bytes) -> tuple[Node, Found]:
+        """(directory, what the name means), true until the next await: a new file may take the name.
+
+        IsADirectory where a directory has it; NotFound, if the directory was removed.
+        """
+        directory = await self.lookup.directory(parent)
+        while True:
+            found = await self.lookup.find(parent, name)
+            old = found.node
+            if directory.nlink == 0:
+                raise errors.NotFound(f"directory {parent} was removed")
+            if old is None:
+                return directory, found
+            if old.is_directory:
+                raise errors.IsADirectory(f"{name!r} is a directory")
+            if self._needs_loading(old):
+                await self.load_for_removal(old)
+            elif not await self.journal.untie(old):
+                return directory, found
+
+    def replace(self, directory: Node, name: bytes, found: Found, mode: int, caller: Caller) -> Node:
+        """A new regular file under a name, instead of what has it, as if it had been made elsewhere and renamed.
+
+        ``found`` is of `find_replaceable`. The file is neither published nor counted as looked up.
+        """
+        node = self._new_node(directory, name, stat.S_IFREG | stat.S_IMODE(mode), caller)
+        old = found.node
+        self.journal.set_name(directory.ino, name, node, found.stored)
+        if old is not None:
+            self._drop_link(old, heir=node)
+            if old.nlink:
+                self.journal.tie(node, old)
+        self.journal.touch(node)
+        self._changed(directory)
+        return node
 
     async def link(self, ino: int, parent: int, name: bytes) -> tuple[Node, Node]:
         """(directory, inode): another name for a file; not yet published."""
@@ -107,12 +147,19 @@ class Names:
             # The record moves from the name to a key of its own; the first name becomes a reference.
             node.own_record = True
             self.journal.set_name(node.parent, node.name, node, node.stored or node.committing)
+        self.forget_copy(node)
         node.nlink += 1
         node.ctime = clock.now()
         self.journal.set_name(parent, name, node, stored)
         self.journal.touch(node, forced=True)
         self._changed(directory)
         return directory, self.lookup.count_lookup(node)
+
+    def forget_copy(self, node: Node) -> None:
+        """The file is about to have other readers, or more than one name: no block of the tier may have its bytes."""
+        self.core.tier.drop(node.ino)
+        if node.map is not None:
+            node.map.hide_copies()
 
     def _changed(self, directory: Node) -> None:
         """Entries of the directory changed."""
@@ -213,7 +260,9 @@ class Names:
         records: dict[bytes, bytes | None] = node.extra
         if node.own_record:
             records[schema.inode_key(node.ino)] = None
+        self.core.tier.drop(node.ino)
         if node.is_directory:
+            self.core.tier.retire(node.ino)
             records[schema.times_key(node.ino)] = None
             self.core.known.removed(node.ino)
         kept = node.is_file and (node.handles or self.core.places.known(node.ino))
@@ -235,6 +284,7 @@ class Names:
         if heir is not None:
             heir.dead += node.dead
             heir.extra.update(records)
+            self.journal.withdraw(records)
         else:
             self.core.dead += node.dead
             for key, value in records.items():
@@ -344,6 +394,8 @@ class Names:
             new.nlink += 1
             self.journal.touch(old)
             self.journal.touch(new)
+        if old is not new:
+            self.forget_copy(node)
         node.parent, node.name = new.ino, name
         node.ctime = clock.now()
         self.core.places.set(node.ino, new.ino, name)

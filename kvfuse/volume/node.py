@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from collections.abc import Set as AbstractSet
 from stat import S_IFDIR, S_IFMT, S_IFREG
+from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
 import msgspec
@@ -17,6 +18,10 @@ import trio
 
 from kvfuse.slab.allocator import Slot
 from kvfuse.volume import schema
+from kvfuse.volume.maps import ContentMap
+
+if TYPE_CHECKING:
+    from kvfuse.volume.tier import SharedTier
 
 FRESH = 0
 """The extent's slot is in no commit: giving it up is nobody's business."""
@@ -60,7 +65,8 @@ class Staged:
     __slots__ = ("dropped", "length", "pieces", "slots", "writing")
 
     def __init__(self) -> None:
-        self.pieces: list[bytes | bytearray] = []
+        self.pieces: list[bytes | bytearray | memoryview] = []
+        """all but a bytearray are the writer's, and never change"""
         self.length = 0
         self.slots: list[Slot] = []
         self.writing = False
@@ -80,7 +86,7 @@ class Staged:
             self.pieces = [piece]
         return piece
 
-    def append(self, data: bytes) -> None:
+    def append(self, data: bytes | memoryview) -> None:
         last = self.pieces[-1] if self.pieces else None
         if len(data) < PIECE_SIZE_MIN and last is not None:
             if not isinstance(last, bytearray):
@@ -116,7 +122,7 @@ class Staged:
         piece = self.pieces[0] if len(self.pieces) == 1 else self.flat_copy()
         if end <= self.length:
             # A view of a bytearray would forbid its growth while the reply is on its way.
-            return memoryview(piece)[start:end] if isinstance(piece, bytes) else piece[start:end]
+            return piece[start:end] if isinstance(piece, bytearray) else memoryview(piece)[start:end]
         return bytes(piece[start:end]).ljust(end - start, b"\0")
 
     def flat_copy(self) -> bytes | bytearray:
@@ -183,6 +189,7 @@ class Node:
         "heir",
         "ino",
         "lock",
+        "map",
         "mode",
         "mtime",
         "name",
@@ -197,6 +204,7 @@ class Node:
         "staged_count",
         "stored",
         "target",
+        "tier",
         "times_changed",
         "uid",
         "writers",
@@ -222,6 +230,10 @@ class Node:
         """the only name of an inode whose record is inline"""
         self.chunk_size = chunk_size
         self.chunks: dict[int, Chunk] = {}
+        self.map: ContentMap | None = None
+        """what other threads know of the content: before it changes comes `changing`, `resize` or `set_size`"""
+        self.tier: SharedTier | None = None
+        """which may have a copy of the content; None: not in memory yet"""
         self.own_record = False
         """the inode has a record of its own: directories, and files that ever had two names"""
         self.stored = False
@@ -289,8 +301,31 @@ class Node:
         else:
             self.dirty_chunks = {index}
 
+    def changing(self, index: int) -> None:
+        """The bytes of a chunk are about to change, or to lose their place: other threads find them no more."""
+        if self.tier is not None:
+            self.tier.drop(self.ino)
+        if self.map is not None:
+            self.map.hide(index)
+
+    def set_size(self, size: int) -> None:
+        if self.tier is not None and size != self.size:
+            self.tier.drop(self.ino)
+        if self.map is not None and size != self.size:
+            self.map.resize(size)
+        self.size = size
+
+    def end_map(self) -> None:
+        """The inode leaves memory, or its bytes are gone: nobody will say any more when they change."""
+        if self.map is not None:
+            self.map.end()
+            self.map = None
+
     def set_extents(self, index: int, extents: list[Extent]) -> None:
-        """Let a chunk consist of other extents; giving up the old ones' slots is the caller's."""
+        """Let a chunk consist of other extents; giving up the old ones' slots is the caller's.
+
+        Where these are not the same bytes as before, the caller said so before (`changing`).
+        """
         chunk = self.chunks[index]
         if index >= schema.INLINE_CHUNKS:
             self.flags |= schema.FLAG_CHUNK_RECORDS
@@ -300,6 +335,7 @@ class Node:
 
     def resize(self, index: int, extent: Extent, length: int) -> None:
         """An extent of a chunk grew or was shortened, in its slot."""
+        self.changing(index)
         if index >= schema.INLINE_CHUNKS:
             self.chunk_changed(index)
             self.far_blocks += (-(-length // 4096) - -(-extent.length // 4096)) * 8
@@ -384,8 +420,9 @@ class Nodes:
     There is never a second node of an inode: one that had to go while an operation still holds it is found again.
     """
 
-    def __init__(self, count_max: int) -> None:
+    def __init__(self, count_max: int, tier: SharedTier) -> None:
         self.count_max = count_max
+        self.tier = tier
         self._nodes: dict[int, Node] = {}
         self._evicted: WeakValueDictionary[int, Node] = WeakValueDictionary()
 
@@ -400,6 +437,7 @@ class Nodes:
         return node
 
     def add(self, node: Node) -> Node:
+        node.tier = self.tier
         self._nodes[node.ino] = node
         if len(self._nodes) > self.count_max:
             self._evict(64)
@@ -418,6 +456,7 @@ class Nodes:
                 node.recent = False
                 self._nodes[ino] = node
             else:
+                node.end_map()
                 self._evicted[ino] = node
 
     def __iter__(self) -> Iterator[Node]:

@@ -161,12 +161,16 @@ def key_inode(key: bytes) -> int:
     return int(_U64.unpack_from(key, 1)[0])
 
 
+XATTR_PREFIX = b"x"
+"""of the keys of all extended attributes"""
+
+
 def xattr_key(ino: int, name: bytes) -> bytes:
-    return b"x" + _U64.pack(ino) + name
+    return xattr_prefix(ino) + name
 
 
 def xattr_prefix(ino: int) -> bytes:
-    return b"x" + _U64.pack(ino)
+    return XATTR_PREFIX + _U64.pack(ino)
 
 
 def xattr_name(key: bytes) -> bytes:

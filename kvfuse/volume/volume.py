@@ -24,13 +24,17 @@ from kvfuse.slab.allocator import Allocator, SlabState
 from kvfuse.slab.layout import PAGE_SIZE, SUPERBLOCK_SIZE, Superblock, parse_superblock
 from kvfuse.volume import clock, format, schema
 from kvfuse.volume.api import ROOT_INODE, Caller, Changes, DirEntry, Space
+from kvfuse.volume.blocks import Blocks
 from kvfuse.volume.content import Content
 from kvfuse.volume.core import Core, NumberRange
 from kvfuse.volume.flush import Flusher
 from kvfuse.volume.journal import Journal
 from kvfuse.volume.lookup import Lookup
+from kvfuse.volume.mapper import Mapper
+from kvfuse.volume.maps import ContentMap
 from kvfuse.volume.names import Names
 from kvfuse.volume.node import Node, Nodes
+from kvfuse.volume.tier import SharedTier
 from kvfuse.volume.xattrs import Xattrs
 
 LOCK_WAIT = 30.0
@@ -98,8 +102,8 @@ async def run_volume(
     core = await _load(options, superblock, records, segments)
     async with trio.open_nursery() as nursery:
         volume = Volume(core, options, nursery)
-        await volume.start()
         try:
+            await volume.start()
             yield volume
         finally:
             await _shielded(volume.finish)
@@ -117,12 +121,25 @@ class Volume:
         self.core = core
         self.read_only = core.read_only
         self.atime = options.mount.atime
+        self.sections: dict[str, Callable[[], object]] = {}
+        """what doors add to `stats`, by name"""
         self.flusher = Flusher(core, options.cache.staging_size)
         self.journal = Journal(core, self.flusher, options.publish.window)
         self.content = Content(core, self.journal, self.flusher)
+        self.mapper = Mapper(core, self.content)
         self.lookups = Lookup(core, self.journal, self.content)
         self.names = Names(core, self.journal, self.content, self.lookups)
         self.journal.make_room = self.names.reap_unnamed
+        self.blocks = Blocks(
+            core,
+            self.journal,
+            self.flusher,
+            self.lookups,
+            self.names,
+            self.content,
+            self.mapper,
+            binding_count_max=options.cache.nodes,
+        )
         self.xattrs = Xattrs(core, self.journal, self.lookups)
         self._nursery = nursery
         self._scopes: list[trio.CancelScope] = []
@@ -145,6 +162,9 @@ class Volume:
     def remember(self, parent: int, entry: DirEntry) -> None:
         self.core.places.add(entry.attributes.ino, parent, entry.name)
 
+    def kernel_knows(self, ino: int) -> bool:
+        return ino == ROOT_INODE or self.core.places.known(ino)
+
     async def attributes(self, ino: int) -> Node:
         return await self.lookups.node(ino)
 
@@ -158,6 +178,8 @@ class Volume:
             await self.content.truncate(node, changes.size)
             if caller.uid != 0:
                 _drop_privileges(node)
+        if (changes.mode, changes.uid, changes.gid) != (None, None, None):
+            self.blocks.readers_change(node)
         if changes.uid is not None or changes.gid is not None:
             node.uid = node.uid if changes.uid is None else changes.uid
             node.gid = node.gid if changes.gid is None else changes.gid
@@ -258,14 +280,29 @@ class Volume:
     async def read(self, handle: FileHandle, offset: int, size: int) -> bytes | bytearray | memoryview:
         node = handle.node
         data = await self.content.read(node, offset, size)
-        counters = self.core.counters
-        counters.reads += 1
-        counters.read_bytes += len(data)
-        if self.atime and node.atime <= node.mtime:
-            node.atime = clock.now()  # kept in memory until something else is stored, as with lazytime
+        self._count_read(node, len(data))
         return data
 
-    async def write(self, handle: FileHandle, offset: int, data: bytes) -> int:
+    async def read_into(self, handle: FileHandle | Node, offset: int, target: memoryview) -> int:
+        node = _node_of(handle)
+        length = await self.content.read_into(node, offset, target)
+        self._count_read(node, length)
+        return length
+
+    def _count_read(self, node: Node, byte_count: int) -> None:
+        counters = self.core.counters
+        counters.reads += 1
+        counters.read_bytes += byte_count
+        if self.atime and node.atime <= node.mtime:
+            node.atime = clock.now()  # kept in memory until something else is stored, as with lazytime
+
+    def content_map(self, handle: FileHandle | Node) -> ContentMap:
+        return self.mapper.map_of(_node_of(handle))
+
+    async def show(self, handle: FileHandle | Node, first: int, last: int) -> None:
+        await self.mapper.show(_node_of(handle), first, last)
+
+    async def write(self, handle: FileHandle, offset: int, data: bytes | memoryview) -> int:
         node = handle.node
         written = await self.content.write(node, offset, data) if data else 0
         if node.mode & (stat.S_ISUID | stat.S_ISGID) and not handle.privileged:
@@ -360,6 +397,9 @@ class Volume:
             "records": {**dataclasses.asdict(core.records.counters), "round_trips": core.records.counters.round_trips},
             "segments": dataclasses.asdict(core.segments.counters),
             "journal": dataclasses.asdict(self.journal.counters),
+            "blocks": self.blocks.statistics(),
+            "tier": core.tier.statistics()._asdict(),
+            **{name: section() for name, section in self.sections.items()},
             "memory": {
                 "nodes": len(core.nodes),
                 "known_inodes": len(core.places),
@@ -443,6 +483,7 @@ class Volume:
 
     async def start(self) -> None:
         """Begin to commit and to write back, and free what the last daemon could not."""
+        self.blocks.start()
         self._nursery.start_soon(self._run_until_finished, self.flusher.run)
         self._nursery.start_soon(self._run_until_finished, self.journal.run)
         if not self.read_only:
@@ -476,6 +517,10 @@ class Volume:
             else:
                 return
         await self.journal.sync()
+
+
+def _node_of(handle: FileHandle | Node) -> Node:
+    return handle if isinstance(handle, Node) else handle.node
 
 
 def _check_content(node: Node) -> None:
@@ -536,6 +581,7 @@ async def _load_values(
         states += [SlabState(schema.key_slab(row.key), *schema.decode_slab(row.value)) for row in rows]
         after = rows[-1].key
     slabs.restore(states)
+    tier = SharedTier(options.cache.tier_size)
     used = {geometry.locate_head(state.slab)[0] for state in states}
     await _check_segments(options.volume_path, superblock, segments, used)
     return Core(
@@ -544,7 +590,8 @@ async def _load_values(
         records=records,
         segments=segments,
         slabs=slabs,
-        nodes=Nodes(options.cache.nodes),
+        nodes=Nodes(options.cache.nodes, tier),
+        tier=tier,
         chunk_size=min(schema.decode_inode(values[3]).chunk_size or options.volume.chunk_size, geometry.slab_size),
         strict=options.publish.mode == "strict",
         read_only=options.mount.read_only,

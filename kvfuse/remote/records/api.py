@@ -65,6 +65,24 @@ class RecordLimits:
     shared: bool
     """other hosts may change records: the volume then publishes strictly by default"""
 
+    def check_commit(
+        self, puts: Mapping[bytes, bytes], deletes: Collection[bytes], expect: Mapping[bytes, int]
+    ) -> None:
+        """ValueError naming the limit that this commit breaks: an engine refuses it whole."""
+        for keys in (puts, deletes, expect):
+            if any(not 0 < len(key) <= self.key_size_max for key in keys):
+                raise ValueError(f"a key is empty or longer than {self.key_size_max} bytes")
+        if any(len(value) > self.value_size_max for value in puts.values()):
+            raise ValueError(f"a value is longer than {self.value_size_max} bytes")
+        if not puts.keys().isdisjoint(deletes):
+            raise ValueError("a key is both put and deleted")
+        operation_count = len(puts) + len(deletes) + len(expect)
+        if operation_count > self.commit_operations_max:
+            raise ValueError(f"{operation_count} operations in a commit, the limit is {self.commit_operations_max}")
+        byte_count = sum(map(len, puts)) + sum(map(len, puts.values())) + sum(map(len, deletes)) + sum(map(len, expect))
+        if byte_count > self.commit_bytes_max:
+            raise ValueError(f"{byte_count} bytes in a commit, the limit is {self.commit_bytes_max}")
+
 
 @dataclass
 class RecordCounters:

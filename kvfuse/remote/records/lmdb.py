@@ -133,7 +133,7 @@ class LmdbRecords(RecordStore):
         """As the contract says. One that has begun is not abandoned: when cancelled, it still finishes."""
         if self._read_only:
             raise ReadOnly(f"{self._path} is open for reading only")
-        self._check_limits(puts, deletes, expect or {})
+        self.limits.check_commit(puts, deletes, expect or {})
         transaction = _Transaction(self._environment, puts, deletes, expect or {}, durable)
         self.counters.commits += 1
         self.counters.commit_operations += transaction.operation_count
@@ -204,25 +204,6 @@ class LmdbRecords(RecordStore):
             if free.f_bavail * free.f_frsize < FULL_FREE_BYTES:
                 return EngineFull(f"{self._path}: no space left for records")
         return _translated(error, self._path)
-
-    def _check_limits(
-        self, puts: Mapping[bytes, bytes], deletes: Collection[bytes], expect: Mapping[bytes, int]
-    ) -> None:
-        """ValueError naming the limit; the commit is refused whole."""
-        limits = self.limits
-        for keys in (puts, deletes, expect):
-            if any(not 0 < len(key) <= limits.key_size_max for key in keys):
-                raise ValueError(f"a key is empty or longer than {limits.key_size_max} bytes")
-        if any(len(value) > limits.value_size_max for value in puts.values()):
-            raise ValueError(f"a value is longer than {limits.value_size_max} bytes")
-        if not puts.keys().isdisjoint(deletes):
-            raise ValueError("a key is both put and deleted")
-        operation_count = len(puts) + len(deletes) + len(expect)
-        if operation_count > limits.commit_operations_max:
-            raise ValueError(f"{operation_count} operations in a commit, the limit is {limits.commit_operations_max}")
-        byte_count = sum(map(len, puts)) + sum(map(len, puts.values())) + sum(map(len, deletes)) + sum(map(len, expect))
-        if byte_count > limits.commit_bytes_max:
-            raise ValueError(f"{byte_count} bytes in a commit, the limit is {limits.commit_bytes_max}")
 
 
 class _Transaction:

@@ -24,6 +24,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
+
 Buffer: TypeAlias = bytes | bytearray | memoryview
 """C-contiguous bytes; numpy arrays are passed as ``memoryview(array)``."""
 
@@ -116,6 +119,15 @@ class SegmentStore(ABC):
         """A read-only view of resident bytes, or None where they are not resident or not mappable.
 
         Never waits. The view shows later writes to the same range; the caller drops it before it awaits.
+        """
+        return None
+
+    def source(self, segment: int) -> tuple[int, npt.NDArray[np.uint8]] | None:
+        """(descriptor, read-only bytes) of a whole segment for other threads, which may wait for its pages; or None.
+
+        None where the segment cannot be mapped, or the system refuses one mapping more. Each call maps anew. Both
+        stay good for as long as the array is held (the bytes: or any view of it), also when the segment is removed or
+        the store closed. The bytes show later writes; a medium that fails under them kills the process.
         """
         return None
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import trio
 
 from kvfuse.errors import EngineError, EngineTimeout
@@ -49,6 +51,9 @@ class SegmentDecorator(SegmentStore):
 
     def view(self, segment: int, offset: int, length: int) -> memoryview | None:
         return self.inner.view(segment, offset, length)
+
+    def source(self, segment: int) -> tuple[int, npt.NDArray[np.uint8]] | None:
+        return self.inner.source(segment)
 
     def register(self, buffer: Buffer) -> object:
         return self.inner.register(buffer)

@@ -12,7 +12,8 @@ renamed, so that a name means a whole segment.
 
 A view reads the page cache through a mapping. mincore says that its pages are there, but one that is evicted before
 it is used is read again from the disk, and a disk error then kills the process (SIGBUS). That is
-the price of not copying; the volume may read instead.
+the price of not copying; the volume may read instead. A source has a mapping of its own: threads that may wait read
+from it whether its pages are there or not, and they stay mapped.
 
 After a failed fdatasync the kernel may have dropped the written pages and calls the next one a success. Such
 a segment therefore never passes a sync again until the store is opened anew.
@@ -27,6 +28,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Self, TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import trio
 
 from kvfuse.errors import EngineError, ReadOnly
@@ -187,6 +190,10 @@ class FileSegments(SegmentStore):
             for other in self._files.values():
                 other.drop_mapped_pages()
         return memoryview(file.mapped())[offset : offset + length]
+
+    def source(self, segment: int) -> tuple[int, npt.NDArray[np.uint8]] | None:
+        file = self._checked(segment, 0, 0)
+        return None if self._direct else file.source()
 
     async def aclose(self) -> None:
         with trio.CancelScope(shield=True):

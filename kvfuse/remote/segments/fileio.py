@@ -7,10 +7,13 @@ import errno
 import mmap
 import os
 import threading
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Self
 
+import numpy as np
+import numpy.typing as npt
 import trio
 
 from kvfuse.errors import EngineError, EngineFull
@@ -78,6 +81,23 @@ class SegmentFile:
         self.mapped()
         head = offset % mmap.PAGESIZE
         return libc.is_resident(self._mapping_address + offset - head, head + length)
+
+    def source(self) -> tuple[int, npt.NDArray[np.uint8]] | None:
+        """A mapping of its own, and a descriptor that is closed when the array is gone; None if there may be no more.
+
+        On some file systems a file cannot be mapped at all.
+        """
+        try:
+            fd = os.dup(self.fd)
+        except OSError:
+            return None
+        try:
+            data = np.frombuffer(mmap.mmap(fd, self.size, prot=mmap.PROT_READ), np.uint8)
+        except OSError:
+            os.close(fd)
+            return None
+        weakref.finalize(data, os.close, fd)
+        return fd, data
 
     def drop_mapped_pages(self) -> None:
         """The mapped pages stop counting as this process's memory; views that are still held fault them in."""

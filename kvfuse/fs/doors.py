@@ -1,0 +1,113 @@
+"""Further doors to a mounted volume, opened beside the mount and closed before it goes."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import trio
+
+from kvfuse.errors import MountError
+from kvfuse.fs.control import control_socket, wait_until_unmounted
+from kvfuse.volume.api import KernelCache
+from kvfuse.volume.volume import Volume
+
+log = logging.getLogger(__name__)
+
+
+class Door(Protocol):
+    """Serves ``volume`` to whoever connects to ``listener``, until it is cancelled. ``device``: st_dev of the mount.
+
+    It calls ``task_status.started()`` when it is ready. What it changes in the volume it drops from ``kernel``.
+    Before it returns, all that it accepted is closed; ``listener`` is not its own to close.
+    """
+
+    async def __call__(
+        self,
+        volume: Volume,
+        listener: socket.socket,
+        kernel: KernelCache,
+        device: int,
+        *,
+        task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
+    ) -> None: ...
+
+
+def _first(error: BaseException) -> BaseException:
+    """A failure out of the groups that nurseries wrapped it in."""
+    return _first(error.exceptions[0]) if isinstance(error, BaseExceptionGroup) else error
+
+
+class Doors:
+    """The doors of one mount: `run` once it answers, `close` before it is taken away.
+
+    ``admit``: see `control_socket`. A door that fails is closed, and logged; the mount goes on without it.
+    """
+
+    def __init__(
+        self,
+        doors: Sequence[Door],
+        volume: Volume,
+        kernel: KernelCache,
+        mountpoint: Path,
+        admit: Callable[[int], None],
+    ) -> None:
+        self._doors = doors
+        self._volume = volume
+        self._kernel = kernel
+        self._mountpoint = mountpoint
+        self._admit = admit
+        self._scope = trio.CancelScope()
+        self._running = trio.Lock()
+        self.opened = trio.Event()
+        """every door is ready, or will never be"""
+
+    def __bool__(self) -> bool:
+        return bool(self._doors)
+
+    async def run(self, device: int) -> None:
+        """Keep the doors open until `close`, or until no mount of ``device`` (st_dev) is left."""
+        async with self._running:
+            try:
+                with self._scope:
+                    async with control_socket(self._mountpoint, self._admit) as listener:
+                        await self._serve(listener, device)
+            except* (MountError, OSError) as group:
+                log.warning("there are no rings: %s", _first(group))
+            finally:
+                self.opened.set()
+
+    async def close(self) -> None:
+        """Close the doors, and return when nothing of them holds the mount any more."""
+        self._scope.cancel()
+        async with self._running:
+            pass
+
+    async def _serve(self, listener: socket.socket, device: int) -> None:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._close_when_unmounted, device)
+            async with trio.open_nursery() as doors:
+                for door in self._doors:
+                    ready = trio.Event()
+                    doors.start_soon(self._serve_one, door, listener, device, ready)
+                    await ready.wait()
+                self.opened.set()
+            nursery.cancel_scope.cancel()  # without a door that accepts, a connect would wait for ever
+
+    async def _close_when_unmounted(self, device: int) -> None:
+        await wait_until_unmounted(device)
+        log.info("%s is unmounted: its doors are closed", self._mountpoint)
+        self._scope.cancel()
+
+    async def _serve_one(self, door: Door, listener: socket.socket, device: int, ready: trio.Event) -> None:
+        try:
+            async with trio.open_nursery() as nursery:
+                await nursery.start(door, self._volume, listener, self._kernel, device)
+                ready.set()
+        except* Exception as group:
+            log.error("a door failed and stays closed", exc_info=group)
+        finally:
+            ready.set()

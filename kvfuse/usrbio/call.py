@@ -1,0 +1,91 @@
+"""Operations of a ring: an entry as it was submitted, and a call that the event loop does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from kvfuse.usrbio.registry import Iov, Namespace, OpenFile
+
+if TYPE_CHECKING:
+    from kvfuse.usrbio.worker import Worker
+
+
+class Entry(NamedTuple):
+    """One SQE; see `wire.SQE`."""
+
+    op: int
+    priority: int
+    flags: int
+    handle: int
+    iov: int
+    key_length: int
+    offset: int
+    iov_offset: int
+    length: int
+    key_offset: int
+    user_data: int
+    timeout_us: int
+    reserved: int
+
+
+class Answer(NamedTuple):
+    """What a completion says; see `wire.CQE`."""
+
+    result: int
+    offset: int = 0
+    arena: int = 0
+    pin: int = 0
+
+
+@dataclass(eq=False, slots=True)
+class Call:
+    """A checked operation that the event loop does. It ends once: `Worker.complete` says whether it was the end."""
+
+    entry: Entry
+    deadline: float
+    """monotonic seconds; inf: none"""
+    file: OpenFile | None = None
+    namespace: Namespace | None = None
+    iov: Iov | None = None
+    names: Sequence[bytes] = ()
+    """file names of the keys"""
+    data: Any = None
+    """PUT, WRITE: a copy of the bytes"""
+    busy: bool = False
+    """the ring thread is at it"""
+    doom: Callable[[], None] | None = None
+    """what gives it up as soon as the ring thread is not at it any more"""
+    ended: bool = False
+
+
+class Refused(Exception):
+    """An entry that is answered with this errno and nothing else."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+class Tables(Protocol):
+    """What the worker asks of its connection: what is registered, and what the event loop does for it."""
+
+    files: dict[int, OpenFile]
+    iovs: dict[int, Iov]
+    namespaces: dict[int, Namespace]
+
+    def start(self, worker: Worker, calls: list[Call]) -> None:
+        """In the event loop: do these calls. Called from the ring thread."""
+
+    def cancel(self, worker: Worker, call: Call) -> None:
+        """In the event loop: end the call that ``call`` wants to cancel."""
+
+    def pin(self, block: Any) -> int:
+        """Hold a block of the tier until `unpin`; any thread."""
+
+    def unpin(self, pin: int) -> None: ...
+    def allocate(self, namespace: Namespace, size: int) -> Any:
+        """A block of the tier for a new file of the namespace, or None; any thread."""
+
+    def failed(self, reason: str) -> None:
+        """The client broke its ring: disconnect it. Any thread."""

@@ -1,0 +1,336 @@
+"""What the event loop does for a ring: everything that a ring thread cannot do by itself.
+
+A `Call` runs as a task of its connection. A read or a block whose bytes can be shown in a content map goes back to the
+ring thread, which copies them; else they are read here, into memory of our own, and copied when they are
+there - so a call that ran out of time, or was cancelled, is answered at once, and never written to later.
+
+What was changed here is dropped from the kernel's cache by the ring thread, which may wait for the kernel, before the
+completion is posted.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import stat
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import trio
+
+from kvfuse import errors
+from kvfuse.errnos import errno_of
+from kvfuse.usrbio.call import Call
+from kvfuse.usrbio.registry import Iov, Namespace, OpenFile, Peer
+from kvfuse.usrbio.wire import Op
+from kvfuse.usrbio.worker import Worker
+from kvfuse.volume.api import Caller, KernelCache
+from kvfuse.volume.blocks import Binding
+from kvfuse.volume.maps import ContentMap
+from kvfuse.volume.volume import Volume
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Calls:
+    """The calls of one connection. ``nursery``: their tasks run in it, and end with it."""
+
+    volume: Volume
+    kernel: KernelCache
+    peer: Peer
+    nursery: trio.Nursery
+    _under_way: dict[tuple[Worker, int], list[tuple[Call, trio.CancelScope]]] = field(default_factory=dict)
+    """by ring and user_data, oldest first"""
+
+    def start(self, worker: Worker, calls: list[Call]) -> None:
+        for call in calls:
+            if not call.ended:
+                self.nursery.start_soon(self._run, worker, call)
+
+    def cancel(self, worker: Worker, call: Call) -> None:
+        self.nursery.start_soon(self._cancel, worker, call)
+
+    async def _cancel(self, worker: Worker, call: Call) -> None:
+        found = self._under_way.get((worker, call.entry.offset))
+        if not found or found[0][0].ended:
+            worker.complete(call, -errno.ENOENT)
+            return
+        target, scope = found[0]
+        scope.cancel()
+        worker.give_up(target, errno.ECANCELED, lambda: worker.complete(call, 0))
+
+    async def settled(self, worker: Worker, iov: Iov) -> None:
+        """Return when nothing that is under way for a ring can write into the iov any more."""
+        for call, scope in self._of(worker):
+            if call.iov is iov:
+                scope.cancel()
+                worker.give_up(call, errno.ECANCELED)
+        await _in_ring_thread(worker, lambda: True)
+
+    def end(self, worker: Worker) -> None:
+        """Cancel what is under way for a ring that has stopped."""
+        for _, scope in self._of(worker):
+            scope.cancel()
+
+    def _of(self, worker: Worker) -> list[tuple[Call, trio.CancelScope]]:
+        return [row for (ring, _), rows in self._under_way.items() if ring is worker for row in rows]
+
+    async def release(self, file: OpenFile) -> None:
+        """The file is not registered any more: the volume's handle goes with the last call that needs it."""
+        file.dropped = True
+        if not file.use_count:
+            await self.volume.release(file.handle)
+
+    @asynccontextmanager
+    async def _using(self, call: Call) -> AsyncIterator[OpenFile]:
+        """The file of a call, open meanwhile. BadHandle."""
+        file = call.file
+        assert file is not None
+        if file.dropped:
+            raise errors.BadHandle("the file is no longer registered")
+        file.use_count += 1
+        try:
+            yield file
+        finally:
+            file.use_count -= 1
+            if file.dropped and not file.use_count:
+                with trio.CancelScope(shield=True):
+                    await self.volume.release(file.handle)
+
+    async def _run(self, worker: Worker, call: Call) -> None:
+        if worker.stopped:
+            return  # nobody would end it: `end` has been here
+        key = (worker, call.entry.user_data)
+        with trio.CancelScope() as scope:
+            row = (call, scope)
+            self._under_way.setdefault(key, []).append(row)
+            try:
+                if call.deadline < float("inf"):
+                    await self._do_until(worker, call)
+                else:
+                    await self._do(worker, call)
+            finally:
+                rows = self._under_way[key]
+                rows.remove(row)
+                if not rows:
+                    del self._under_way[key]
+        if scope.cancelled_caught:
+            worker.give_up(call, errno.ECANCELED)
+
+    async def _do_until(self, worker: Worker, call: Call) -> None:
+        """Answer at the deadline, also where what is under way cannot be cancelled at once."""
+        async with trio.open_nursery() as nursery:
+
+            async def expire() -> None:
+                await trio.sleep(max(0.0, call.deadline - time.monotonic()))
+                worker.give_up(call, errno.ETIMEDOUT)
+                nursery.cancel_scope.cancel()
+
+            nursery.start_soon(expire)
+            await self._do(worker, call)
+            nursery.cancel_scope.cancel()
+
+    async def _do(self, worker: Worker, call: Call) -> None:
+        try:
+            await HANDLERS[Op(call.entry.op)](self, worker, call)
+        except OSError as error:
+            worker.complete(call, -(error.errno or errno.EIO))
+        except Exception as error:
+            number = errno_of(error)
+            if number is None:
+                log.exception("%s failed", Op(call.entry.op).name)
+            worker.complete(call, -(number or errno.EIO))
+
+    # -- files ---------------------------------------------------------------------------------------
+
+    async def _read(self, worker: Worker, call: Call) -> None:
+        entry = call.entry
+        async with self._using(call) as file:
+            if not await self._show(worker, call, file.handle, file.map, entry.offset, entry.length):
+                await self._read_here(worker, call, file.handle, entry.offset, entry.length)
+
+    async def _show(
+        self, worker: Worker, call: Call, handle: Any, content: ContentMap, offset: int, length: int
+    ) -> bool:
+        """Let the ring thread do it, once the map shows the range; False: it does not, or did not help."""
+        end = min(offset + length, content.size)
+        if end > offset:
+            await self.volume.show(handle, offset // content.chunk_size, (end - 1) // content.chunk_size)
+        return await _in_ring_thread(worker, lambda: worker.server.read_again(call))
+
+    async def _read_here(self, worker: Worker, call: Call, handle: Any, offset: int, length: int) -> None:
+        iov, iov_offset = call.iov, call.entry.iov_offset
+        assert iov is not None
+        buffer = bytearray(length)
+        count = await self.volume.read_into(handle, offset, memoryview(buffer))
+        data = memoryview(buffer)[:count]
+        if worker.write_if_wanted(call, lambda: iov.write(iov_offset, data)):
+            worker.complete(call, count)
+
+    async def _write(self, worker: Worker, call: Call) -> None:
+        written = 0
+        data = call.data
+        async with self._using(call) as file:
+            try:
+                while written < len(data):
+                    written += await self.volume.write(file.handle, call.entry.offset + written, data[written:])
+            except errors.KvfuseError:
+                if not written:
+                    raise
+        self._finish(worker, call, written, lambda: self.kernel.drop_content(file.ino))
+
+    async def _fsync(self, worker: Worker, call: Call) -> None:
+        async with self._using(call) as file:
+            await self.volume.fsync(file.handle)
+        worker.complete(call, 0)
+
+    def _finish(self, worker: Worker, call: Call, result: int, drop: Callable[[], None]) -> None:
+        """Drop from the kernel's cache what has changed, then complete."""
+
+        def job() -> None:
+            try:
+                drop()
+            except errors.KvfuseError as error:
+                log.warning("%s", error)
+                worker.complete(call, -errno.EIO)
+            else:
+                worker.complete(call, result)
+
+        worker.run_here(job)
+
+    # -- blocks --------------------------------------------------------------------------------------
+
+    async def _get(self, worker: Worker, call: Call) -> None:
+        namespace = call.namespace
+        assert namespace is not None
+        await self._check(namespace, 1)
+        binding = await self._bind(namespace, call.names[0])
+        handle = await self.volume.open(binding.ino, os.O_RDONLY, self.caller())
+        try:
+            size = binding.map.size
+            if size > 0:
+                await self.volume.show(handle, 0, (size - 1) // binding.map.chunk_size)
+            if await _in_ring_thread(worker, lambda: worker.server.get_again(call)):
+                return
+            size = handle.node.size
+            if size > call.entry.length:
+                worker.complete(call, -errno.EMSGSIZE, size)
+            elif not size:
+                worker.complete(call, 0)
+            else:
+                await self._read_here(worker, call, handle, 0, size)
+        finally:
+            with trio.CancelScope(shield=True):
+                await self.volume.release(handle)
+
+    async def _bind(self, namespace: Namespace, name: bytes) -> Binding:
+        """What the name means, if this peer may read it. NotFound, PermissionDenied."""
+        binding = await self.volume.blocks.bind(namespace.ino, name)
+        if binding is None:
+            raise errors.NotFound(os.fsdecode(name))
+        if not self.peer.may(binding, 4):
+            raise errors.PermissionDenied(f"{os.fsdecode(name)} may not be read")
+        namespace.remember(name, binding)
+        return binding
+
+    async def _put(self, worker: Worker, call: Call) -> None:
+        entry, namespace, name = call.entry, call.namespace, call.names[0]
+        assert namespace is not None
+        await self._check(namespace, 3)
+        await self._check_sticky(namespace, call.names)
+        old = await self.volume.blocks.put(namespace.ino, name, call.data, self.caller(), namespace.mode)
+        self._finish(worker, call, entry.length, lambda: self._drop_names(namespace, [(name, old)]))
+
+    async def _exists(self, worker: Worker, call: Call) -> None:
+        namespace = call.namespace
+        assert namespace is not None
+        await self._check(namespace, 1)
+        found = await self.volume.blocks.exists(namespace.ino, list(call.names))
+        if call.entry.flags and False in found:
+            first = found.index(False)
+            found = [True] * first + [False] * (len(found) - first)
+        worker.server.answer_keys(call, found)
+
+    async def _delete(self, worker: Worker, call: Call) -> None:
+        namespace = call.namespace
+        assert namespace is not None
+        await self._check(namespace, 3)
+        await self._check_sticky(namespace, call.names)
+        inodes = await self.volume.blocks.delete(namespace.ino, call.names)
+
+        def job() -> None:
+            self._drop_names(namespace, [row for row in zip(call.names, inodes, strict=True) if row[1]])
+            worker.server.answer_keys(call, [ino != 0 for ino in inodes])
+
+        worker.run_here(job)
+
+    async def _prefetch(self, worker: Worker, call: Call) -> None:
+        namespace = call.namespace
+        assert namespace is not None
+        await self._check(namespace, 1)
+        readable = []
+        for name in call.names:
+            binding = await self.volume.blocks.bind(namespace.ino, name)
+            if binding is not None and self.peer.may(binding, 4):
+                readable.append(name)
+        loaded = dict(zip(readable, await self.volume.blocks.prefetch(namespace.ino, readable), strict=True))
+        worker.server.answer_keys(call, [loaded.get(name, False) for name in call.names])
+
+    def _drop_names(self, namespace: Namespace, changes: list[tuple[bytes, int]]) -> None:
+        """In the ring thread."""
+        for name, ino in changes:
+            self.kernel.drop_name(namespace.ino, name, ino)
+        self.kernel.drop_attributes(namespace.ino)
+
+    def caller(self) -> Caller:
+        return Caller(self.peer.uid, self.peer.gid, self.peer.pid)
+
+    async def _check(self, namespace: Namespace, wanted: int) -> None:
+        """PermissionDenied, unless the peer may use the directory so: 1 search, 2 write."""
+        if self.peer.uid != 0 and not self.peer.may(await self.volume.attributes(namespace.ino), wanted):
+            raise errors.PermissionDenied("the namespace's directory does not allow it")
+
+    async def _check_sticky(self, namespace: Namespace, names: Sequence[bytes]) -> None:
+        """PermissionDenied for taking names from somebody else in a directory with the sticky bit."""
+        directory = await self.volume.attributes(namespace.ino)
+        if not directory.mode & stat.S_ISVTX or self.peer.uid in (0, directory.uid):
+            return
+        for name in names:
+            old = await self.volume.blocks.bind(namespace.ino, name)
+            if old is not None and old.uid != self.peer.uid:
+                raise errors.PermissionDenied(f"{os.fsdecode(name)} is somebody else's, and the directory sticky")
+
+
+async def _in_ring_thread(worker: Worker, job: Callable[[], bool]) -> bool:
+    """What ``job`` says, called by the ring thread."""
+    done = trio.Event()
+    token = trio.lowlevel.current_trio_token()
+    results: list[bool] = []
+
+    def run() -> None:
+        results.append(False)
+        try:
+            results[0] = job()
+        finally:
+            token.run_sync_soon(done.set)
+
+    worker.run_here(run)
+    await done.wait()
+    return results[0]
+
+
+HANDLERS: dict[Op, Callable[[Calls, Worker, Call], Awaitable[None]]] = {
+    Op.READ: Calls._read,
+    Op.WRITE: Calls._write,
+    Op.FSYNC: Calls._fsync,
+    Op.GET: Calls._get,
+    Op.PUT: Calls._put,
+    Op.EXISTS: Calls._exists,
+    Op.DELETE: Calls._delete,
+    Op.PREFETCH: Calls._prefetch,
+}

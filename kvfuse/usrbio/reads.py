@@ -1,0 +1,205 @@
+"""How a ring thread reads files by itself: through content maps, without asking the event loop.
+
+`volume/maps.py` says why that is right: look at the map's version, copy, look again. Whatever a map does not
+show - bytes still staged, a chunk in pieces, a mismatch of a checksum - is the event loop's (``ASK``).
+
+For many reads of one file the places of verified granules are also kept in arrays (`_Table`), so that a batch
+of small reads is a few numpy calls: one `take` of rows where the reads are pages that go to neighbouring pages.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import weakref
+
+import numpy as np
+import numpy.typing as npt
+
+from kvfuse.checksum import GRANULE_SIZE, crc32c
+from kvfuse.usrbio.registry import Iov
+from kvfuse.volume.maps import ContentMap, MapRow, Source
+
+Numbers = npt.NDArray[np.int64]
+
+ASK = -1 << 31
+"""A result: the event loop has to do it."""
+PAGE = 4096
+SMALL = 64 << 10
+"""Bytes up to which a copy is made without letting go of the interpreter lock: doing so costs more."""
+TABLE_GRANULES_MAX = 1 << 22
+"""Granules of a file that a table may have: 1 TiB of 256 KiB."""
+ZEROS = memoryview(bytes(1 << 20))
+
+
+def read(content: ContentMap, offset: int, length: int, iov: Iov, iov_offset: int) -> int:
+    """Copy up to ``length`` bytes at ``offset`` into the iov: how many there were before the end of the file, or ASK.
+
+    OSError, where the client's memory went away.
+    """
+    version = content.version
+    size = content.size
+    if size < 0:
+        return ASK
+    end = min(offset + length, size)
+    position = offset
+    while position < end:
+        index, start = divmod(position, content.chunk_size)
+        part = min(end - position, content.chunk_size - start)
+        row = content.rows.get(index)
+        if row is None:
+            return ASK
+        if not _read_row(row, start, part, iov, iov_offset + position - offset):
+            return ASK
+        position += part
+    return max(0, end - offset) if content.version == version else ASK
+
+
+def _read_row(row: MapRow, start: int, length: int, iov: Iov, iov_offset: int) -> bool:
+    """Copy bytes of one chunk; False where they are not what the checksums say."""
+    stored = min(length, row.length - start) if row.source is not None else 0
+    if stored > 0:
+        assert row.source is not None
+        if row.checksums and not _verify(row, row.source, start, stored):
+            return False
+        copy(row.source, row.start + start, stored, iov, iov_offset)
+    zeros_from = max(0, stored)
+    while zeros_from < length:
+        part = min(length - zeros_from, len(ZEROS))
+        iov.write(iov_offset + zeros_from, ZEROS[:part])
+        zeros_from += part
+    return True
+
+
+def _verify(row: MapRow, source: Source, start: int, length: int) -> bool:
+    """Check the granules of a range that nobody has checked yet."""
+    first, last = start // GRANULE_SIZE, (start + length - 1) // GRANULE_SIZE
+    if not ((2 << (last - first)) - 1) << first & ~row.verified:
+        return True
+    for number in range(first, last + 1):
+        if not row.verified >> number & 1:
+            low = number * GRANULE_SIZE
+            part = source.bytes[row.start + low : row.start + min(low + GRANULE_SIZE, row.length)]
+            if crc32c(part.data) != int.from_bytes(row.checksums[4 * number : 4 * number + 4], "little"):
+                return False
+            row.verified |= 1 << number
+    return True
+
+
+def copy(source: Source, start: int, length: int, iov: Iov, iov_offset: int) -> None:
+    """Copy bytes of a source into a client's memory. OSError EFAULT."""
+    if not iov.is_sealed:
+        target = iov.view[iov_offset : iov_offset + length]
+        if os.preadv(source.fd, [target], start) != length:
+            raise OSError(errno.EFAULT, "the memory was truncated")
+    elif length <= SMALL:
+        iov.view[iov_offset : iov_offset + length] = source.bytes.data[start : start + length]
+    else:
+        np.copyto(iov.bytes[iov_offset : iov_offset + length], source.bytes[start : start + length])
+
+
+class _Table:
+    """Where the verified granules of a file are, as arrays by the granule's number. One ring thread's own."""
+
+    def __init__(self, content: ContentMap) -> None:
+        self.content = content
+        self.version = content.version
+        self.unit = min(GRANULE_SIZE, content.chunk_size)
+        count = -(-max(content.size, 0) // self.unit)
+        self.starts: Numbers = np.full(count, -1, np.int64)
+        """in the source; below 0: not known, or not verified"""
+        self.lengths: Numbers = np.zeros(count, np.int64)
+        """bytes stored of the granule"""
+        self.sources: npt.NDArray[np.int16] = np.zeros(count, np.int16)
+        self.source_list: list[Source] = []
+
+    def learn(self, granules: Numbers) -> None:
+        """Look at these granules in the map."""
+        per_chunk = self.content.chunk_size // self.unit
+        for granule in np.unique(granules).tolist():
+            index, number = divmod(granule, per_chunk)
+            row = self.content.rows.get(index)
+            if row is None or row.source is None or (row.checksums and not row.verified >> number & 1):
+                continue
+            if row.source not in self.source_list:
+                self.source_list.append(row.source)
+            low = number * self.unit
+            self.lengths[granule] = max(0, min(self.unit, row.length - low))
+            self.sources[granule] = self.source_list.index(row.source)
+            self.starts[granule] = row.start + low
+
+
+class Reader:
+    """Reads of many entries at once. One for each ring thread."""
+
+    def __init__(self) -> None:
+        self._tables: weakref.WeakKeyDictionary[ContentMap, _Table] = weakref.WeakKeyDictionary()
+
+    def read_many(
+        self, content: ContentMap, offsets: Numbers, lengths: Numbers, iov: Iov, iov_offsets: Numbers
+    ) -> Numbers:
+        """Results of reads that all lie in ``iov``, as of `read`; ASK also for those that need a closer look."""
+        table = self._table(content)
+        results: Numbers = np.full(len(offsets), ASK, np.int64)
+        if table is None or not len(table.starts):
+            return results
+        granules = np.minimum(offsets // table.unit, len(table.starts) - 1)
+        within = offsets - granules * table.unit
+        starts = table.starts[granules]
+        if starts.min() < 0:
+            table.learn(granules[starts < 0])
+            starts = table.starts[granules]
+        fits = (within + lengths <= table.lengths[granules]) & (starts >= 0)
+        starts += within
+        sources = table.sources[granules]
+        if fits.all():
+            self._copy(table, sources, starts, lengths, iov, iov_offsets)
+            return lengths if content.version == table.version else results
+        chosen = np.flatnonzero(fits)
+        if len(chosen):
+            self._copy(table, sources[chosen], starts[chosen], lengths[chosen], iov, iov_offsets[chosen])
+            if content.version == table.version:
+                results[chosen] = lengths[chosen]
+        return results
+
+    @staticmethod
+    def _copy(
+        table: _Table, sources: npt.NDArray[np.int16], starts: Numbers, lengths: Numbers, iov: Iov, iov_offsets: Numbers
+    ) -> None:
+        if (sources == sources[0]).all():
+            _copy_many(table.source_list[sources[0]], starts, lengths, iov, iov_offsets)
+            return
+        for number in np.unique(sources).tolist():
+            same = sources == number
+            _copy_many(table.source_list[number], starts[same], lengths[same], iov, iov_offsets[same])
+
+    def _table(self, content: ContentMap) -> _Table | None:
+        """The table of a map as it is now. None for a file that is too large, or ended."""
+        table = self._tables.get(content)
+        if table is None or table.version != content.version:
+            unit = min(GRANULE_SIZE, content.chunk_size)
+            if content.chunk_size % unit or content.size > TABLE_GRANULES_MAX * unit or content.size < 0:
+                return None
+            table = self._tables[content] = _Table(content)
+        return table
+
+
+def _copy_many(source: Source, starts: Numbers, lengths: Numbers, iov: Iov, iov_offsets: Numbers) -> None:
+    """Copy ranges of one source: at once where all are whole pages, one by one otherwise. OSError EFAULT."""
+    pages = (
+        iov.is_sealed
+        and bool((lengths == PAGE).all())
+        and not bool(((starts | iov_offsets) & (PAGE - 1)).any())
+        and len(source.bytes) % PAGE == 0
+    )
+    if not pages:
+        for start, length, iov_offset in zip(starts.tolist(), lengths.tolist(), iov_offsets.tolist(), strict=True):
+            copy(source, start, length, iov, iov_offset)
+        return
+    rows = source.bytes.reshape(-1, PAGE)
+    indices, targets = starts // PAGE, iov_offsets // PAGE
+    first = int(targets[0])
+    if bool((np.diff(targets) == 1).all()):
+        np.take(rows, indices, axis=0, out=iov.rows[first : first + len(targets)], mode="clip")
+    else:
+        iov.rows[targets] = rows[indices]

@@ -1,0 +1,384 @@
+"""What a ring's thread does with submissions: checks them, reads by itself, makes calls of the rest.
+
+Entries are copies of what the client wrote, and nothing in them is believed: the handles of a call were found, and
+its ranges lie in their iov or in the aux area.
+"""
+
+from __future__ import annotations
+
+import errno
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from kvfuse.usrbio import reads
+from kvfuse.usrbio.call import Answer, Call, Entry, Refused, Tables
+from kvfuse.usrbio.keys import file_name, file_names
+from kvfuse.usrbio.registry import Iov, Namespace
+from kvfuse.usrbio.ring import Entries
+from kvfuse.usrbio.wire import (
+    CQE_STRUCT,
+    FILE_OPS,
+    IOV_SIZE_MAX,
+    KEY_SIZE_MAX,
+    SQE_STRUCT,
+    Flag,
+    Op,
+    Priority,
+    unpack_keys,
+)
+
+if TYPE_CHECKING:
+    from kvfuse.usrbio.worker import Worker
+
+COLUMNS_MIN = 24
+"""Entries in a batch from which they are served as columns."""
+LARGE = 256 << 10
+"""Bytes of an operation from which it is not kept back for those behind it."""
+OFFSET_MAX = 1 << 62
+TIMEOUT_US_MAX = (1 << 32) - 1
+"""in an SQE's last word; the bits above are reserved"""
+OPS = frozenset(map(int, Op))
+_LOW_HALF = np.uint64(0xFFFFFFFF)
+_VIEW = int(Flag.VIEW)  # plain numbers: arithmetic with flags is slow
+_PREFIX = int(Flag.PREFIX)
+
+
+class Server:
+    """See the module. Everything but `answer_keys` is the ring thread's. ``op_mask``: bit n allows operation n."""
+
+    def __init__(self, worker: Worker, tables: Tables, aux: npt.NDArray[np.uint8], op_mask: int) -> None:
+        self._worker = worker
+        self._tables = tables
+        self._aux_area = aux
+        self._op_mask = op_mask
+        self._reader = reads.Reader()
+
+    def close(self) -> None:
+        """Let go of memory: the rest goes when the garbage collector comes, as the worker and this know each other."""
+        self._aux_area = self._aux_area[:0].copy()
+        self._reader = reads.Reader()
+
+    # -- serving -------------------------------------------------------------------------------------
+
+    def serve(self, rows: Entries, taken_at: float) -> None:
+        """Serve what was taken from the queue at ``taken_at`` (monotonic seconds)."""
+        if len(rows) >= COLUMNS_MIN:
+            rows = self._serve_columns(self._without_overlaps(rows), taken_at)
+        elif len(rows) > 1 and _may_overlap(rows):
+            rows = self._without_overlaps(rows)
+        calls: list[Call] = []
+        done: list[bytes] = []
+        for fields in SQE_STRUCT.iter_unpack(rows.tobytes()):
+            entry = Entry._make(fields)
+            try:
+                answer = self._serve_one(entry, taken_at, calls)
+            except Refused as refusal:
+                answer = Answer(-refusal.number)
+            except OSError as error:
+                answer = Answer(-(error.errno or errno.EIO))
+            if answer is not None:
+                done.append(CQE_STRUCT.pack(entry.user_data, *answer))
+            if entry.length >= LARGE:  # it is not kept back for those behind it
+                self._pass_on(done, calls)
+                done, calls = [], []
+        self._pass_on(done, calls)
+
+    def _pass_on(self, done: list[bytes], calls: list[Call]) -> None:
+        if done:
+            self._worker.publish(b"".join(done), len(done))
+        if calls:
+            self._tables.start(self._worker, calls)
+
+    def _without_overlaps(self, rows: Entries) -> Entries:
+        """Refuse entries whose bytes would land where those of another one of this batch do."""
+        if len(rows) < 2:
+            return rows
+        words = as_words(rows)
+        starts, ends = words[:, 3], words[:, 3] + words[:, 4]
+        if bool((starts[1:] >= ends[:-1]).all()) and bool((ends >= starts).all()) and _same(words[:, 1] & _LOW_HALF):
+            return rows  # one after the other, as most are
+        ops = rows["op"]
+        iovs, iov_numbers = np.unique(rows["iov"], return_inverse=True)
+        found = [self._tables.iovs.get(iov) for iov in iovs.tolist()]
+        sizes = np.array([iov.size if iov is not None else 0 for iov in found], np.uint64)[iov_numbers]
+        starts, lengths = words[:, 3], words[:, 4]
+        is_inside = (lengths <= sizes) & (starts <= sizes - np.minimum(lengths, sizes))  # others are refused for that
+        chosen = np.flatnonzero(((ops == Op.READ) | (ops == Op.GET)) & is_inside)
+        starts = iov_numbers[chosen].astype(np.uint64) * np.uint64(IOV_SIZE_MAX) + starts[chosen]
+        ends = starts + lengths[chosen]
+        order = np.argsort(starts, kind="stable")
+        starts, ends = starts[order], ends[order]
+        bad = np.flatnonzero((starts[1:] < np.maximum.accumulate(ends)[:-1]) & (ends[1:] > starts[1:])) + 1
+        if not len(bad):
+            return rows
+        refused = chosen[order[bad]]
+        self._worker.post(rows["user_data"][refused], np.full(len(refused), -errno.EINVAL))
+        return np.delete(rows, refused)
+
+    def _serve_columns(self, rows: Entries, taken_at: float) -> Entries:
+        """Serve plain reads as columns, those of one file into one iov together; returns what is left."""
+        if not self._op_mask >> Op.READ & 1:
+            return rows
+        words = as_words(rows)
+        kinds = words[:, 0], words[:, 1] & _LOW_HALF
+        if _same(kinds[0]) and _same(kinds[1]):
+            done = self._serve_reads(words, taken_at)
+            return rows if done is None else rows[~done] if not done.all() else rows[:0]
+        left = np.ones(len(rows), bool)
+        groups: dict[tuple[int, int], list[int]] = {}
+        for number, kind in enumerate(zip(kinds[0].tolist(), kinds[1].tolist(), strict=True)):
+            groups.setdefault(kind, []).append(number)
+        for numbers in groups.values():
+            done = self._serve_reads(words[numbers], taken_at) if len(numbers) >= COLUMNS_MIN else None
+            if done is not None:
+                left[numbers] = ~done
+        return rows[left]
+
+    def _serve_reads(self, words: npt.NDArray[np.uint64], taken_at: float) -> npt.NDArray[np.bool_] | None:
+        """Serve entries that differ in their numbers only, if they are plain reads: which are done. None: none is."""
+        entry = Entry(*SQE_STRUCT.unpack(words[0].tobytes()))
+        file, iov = self._tables.files.get(entry.handle), self._tables.iovs.get(entry.iov)
+        if entry.op != Op.READ or entry.flags or entry.priority > Priority.LOW or file is None or iov is None:
+            return None
+        columns = np.ascontiguousarray(words.T)
+        offsets, iov_offsets, lengths, user_data, timeouts_us = columns[[2, 3, 4, 6, 7]]
+        length_max = int(lengths.max())
+        is_plain = (
+            file.readable
+            and iov.writable
+            and length_max <= iov.size
+            and int(lengths.min()) > 0
+            and int((iov_offsets + lengths).max()) <= iov.size
+            and int(iov_offsets.max()) <= iov.size  # or the sum may have wrapped
+            and int(offsets.max()) < OFFSET_MAX
+        )
+        if not is_plain:
+            return None
+        if timeouts_us.any():
+            timeout_us = int(timeouts_us.min())
+            if not 0 < timeout_us <= TIMEOUT_US_MAX or timeout_us < (time.monotonic() - taken_at) * 1e6:
+                return None
+            if int(timeouts_us.max()) > TIMEOUT_US_MAX:
+                return None
+        try:
+            results = self._reader.read_many(
+                file.map, offsets.view(np.int64), lengths.view(np.int64), iov, iov_offsets.view(np.int64)
+            )
+        except OSError:
+            return None
+        done: npt.NDArray[np.bool_] = results != reads.ASK
+        if done.all():
+            self._worker.post(user_data, results)
+        elif done.any():
+            self._worker.post(user_data[done], results[done])
+        return done
+
+    def _serve_one(self, entry: Entry, taken_at: float, calls: list[Call]) -> Answer | None:
+        """The answer to an entry, or None: it is in ``calls``, or has no completion. Refused, OSError."""
+        op = entry.op
+        if op == Op.RELEASE:
+            self._worker.pass_over()
+            self._tables.unpin(entry.offset)
+            return None
+        if op not in OPS or entry.reserved or entry.priority > Priority.LOW:
+            raise Refused(errno.EINVAL)
+        if not self._op_mask >> op & 1 and op != Op.CANCEL:
+            raise Refused(errno.EPERM)
+        deadline = float("inf")
+        if entry.timeout_us:
+            deadline = taken_at + entry.timeout_us / 1e6
+            if time.monotonic() > deadline:
+                raise Refused(errno.ETIMEDOUT)
+        if op == Op.GET:
+            return self._serve_get(entry, deadline, calls)
+        if op in FILE_OPS:
+            return self._serve_file(entry, deadline, calls)
+        if op == Op.CANCEL:
+            return self._cancel(Call(entry, deadline))
+        calls.append(self._call_of_put(entry, deadline) if op == Op.PUT else self._call_of_keys(entry, deadline))
+        return None
+
+    # files
+
+    def _serve_file(self, entry: Entry, deadline: float, calls: list[Call]) -> Answer | None:
+        file = self._tables.files.get(entry.handle)
+        if file is None:
+            raise Refused(errno.EBADF)
+        call = Call(entry, deadline, file=file)
+        if entry.op != Op.FSYNC:
+            if entry.flags or entry.offset > OFFSET_MAX:
+                raise Refused(errno.EINVAL)
+            iov = call.iov = self._range(entry)
+            if not (file.readable if entry.op == Op.READ else file.writable):
+                raise Refused(errno.EBADF)
+            if entry.op == Op.WRITE:
+                buffer = np.empty(entry.length, np.uint8)
+                iov.read(entry.iov_offset, buffer)
+                call.data = buffer.data
+            else:
+                if not iov.writable:
+                    raise Refused(errno.EACCES)
+                result = reads.read(file.map, entry.offset, entry.length, iov, entry.iov_offset)
+                if result != reads.ASK:
+                    return Answer(result)
+        calls.append(call)
+        return None
+
+    def _range(self, entry: Entry) -> Iov:
+        """The iov of an entry, whose range lies in it."""
+        iov = self._tables.iovs.get(entry.iov)
+        if iov is None or entry.length > iov.size or entry.iov_offset > iov.size - entry.length:
+            raise Refused(errno.EFAULT)
+        return iov
+
+    # keys
+
+    def _namespace(self, entry: Entry) -> Namespace:
+        namespace = self._tables.namespaces.get(entry.handle)
+        if namespace is None:
+            raise Refused(errno.EBADF)
+        return namespace
+
+    def _aux(self, offset: int, length: int) -> npt.NDArray[np.uint8]:
+        aux = self._aux_area
+        if length > len(aux) or offset > len(aux) - length:
+            raise Refused(errno.EINVAL)
+        return aux[offset : offset + length]
+
+    def _name(self, entry: Entry) -> bytes:
+        """The file name of the one key of an entry."""
+        if not 1 <= entry.key_length <= KEY_SIZE_MAX or entry.flags & ~_VIEW:
+            raise Refused(errno.EINVAL)
+        return file_name(self._aux(entry.key_offset, entry.key_length).tobytes())
+
+    def _call_of_put(self, entry: Entry, deadline: float) -> Call:
+        """With a copy of the bytes."""
+        namespace = self._namespace(entry)
+        name = self._name(entry)
+        iov = self._range(entry)
+        block = self._tables.allocate(namespace, entry.length)
+        buffer = np.empty(entry.length, np.uint8) if block is None else block.buffer
+        iov.read(entry.iov_offset, buffer)
+        return Call(entry, deadline, namespace=namespace, names=(name,), data=buffer.data if block is None else block)
+
+    def _serve_get(self, entry: Entry, deadline: float, calls: list[Call]) -> Answer | None:
+        namespace = self._namespace(entry)
+        name = self._name(entry)
+        iov = self._range(entry) if entry.length else None
+        if iov is not None and not iov.writable:
+            raise Refused(errno.EACCES)
+        answer = self._get(entry, namespace, name, iov)
+        if answer is None:
+            calls.append(Call(entry, deadline, namespace=namespace, names=(name,), iov=iov))
+        return answer
+
+    def _get(self, entry: Entry, namespace: Namespace, name: bytes, iov: Iov | None) -> Answer | None:
+        """The answer to a GET from what is known of its block; None: the event loop has to look. OSError."""
+        binding = namespace.bindings.get(name)
+        if binding is None or not binding.valid:
+            return None
+        content = binding.map
+        version, size = content.version, content.size
+        if size < 0:
+            return None
+        row = content.rows.get(0)
+        pin = 0
+        if entry.flags & _VIEW and size and row is not None and row.block is not None:
+            assert row.source is not None
+            pin = self._tables.pin(row.block)
+            answer = Answer(size, row.start, row.source.arena, pin)
+        elif size > entry.length:
+            answer = Answer(-errno.EMSGSIZE, size)
+        elif iov is None or reads.read(content, 0, size, iov, entry.iov_offset) == size:
+            answer = Answer(size)
+        else:
+            return None
+        if content.version == version and binding.valid:
+            return answer
+        if pin:
+            self._tables.unpin(pin)
+        return None
+
+    # once more, after the event loop made it possible
+
+    def read_again(self, call: Call) -> bool:
+        """Try a READ again; False if the event loop has to do it."""
+        entry, file, iov = call.entry, call.file, call.iov
+        assert file is not None
+        assert iov is not None
+
+        def attempt() -> bool:
+            result = reads.read(file.map, entry.offset, entry.length, iov, entry.iov_offset)
+            if result == reads.ASK:
+                return False
+            self._worker.complete(call, result)
+            return True
+
+        return self._worker.attempt(call, attempt)
+
+    def get_again(self, call: Call) -> bool:
+        """Try a GET again; False if the event loop has to do it."""
+
+        def attempt() -> bool:
+            assert call.namespace is not None
+            answer = self._get(call.entry, call.namespace, call.names[0], call.iov)
+            if answer is not None and not self._worker.complete(call, *answer) and answer.pin:
+                self._tables.unpin(answer.pin)
+            return answer is not None
+
+        return self._worker.attempt(call, attempt)
+
+    def _call_of_keys(self, entry: Entry, deadline: float) -> Call:
+        namespace = self._namespace(entry)
+        if entry.flags & ~_PREFIX or entry.length > entry.key_length:
+            raise Refused(errno.EINVAL)
+        self._aux(entry.offset, entry.length)
+        data = self._aux(entry.key_offset, entry.key_length).tobytes()
+        try:
+            names = file_names(unpack_keys(data, entry.length))
+        except ValueError:
+            raise Refused(errno.EINVAL) from None
+        return Call(entry, deadline, namespace=namespace, names=names)
+
+    def answer_keys(self, call: Call, found: Sequence[bool]) -> None:
+        """Write a result byte for each key, and complete the call."""
+        start = call.entry.offset
+        results = np.asarray(found, np.uint8)
+
+        def write() -> None:
+            self._aux_area[start : start + len(results)] = results
+
+        self._worker.write_if_wanted(call, write)
+        self._worker.complete(call, int(results.sum()))
+
+    def _cancel(self, call: Call) -> Answer | None:
+        """Take an entry out of the line; one that is with the event loop is cancelled there."""
+        if self._worker.withdraw(call.entry.offset):
+            return Answer(0)
+        self._tables.cancel(self._worker, call)
+        return None
+
+
+def as_words(rows: Entries) -> npt.NDArray[np.uint64]:
+    """SQEs as rows of eight numbers each: comparing and copying those is much faster than fields."""
+    return rows.view(np.uint64).reshape(len(rows), 8)
+
+
+def _same(column: npt.NDArray[np.uint64]) -> bool:
+    return bool((column == column[0]).all())
+
+
+def _may_overlap(rows: Entries) -> bool:
+    """A few entries are not in the order of places that do not touch. Without numpy, which is slow for so few."""
+    reach, iov = 0, -1
+    for fields in SQE_STRUCT.iter_unpack(rows.tobytes()):
+        entry = Entry._make(fields)
+        if entry.op == Op.READ or entry.op == Op.GET:
+            if entry.iov_offset < reach or iov not in (-1, entry.iov):
+                return True
+            reach, iov = entry.iov_offset + entry.length, entry.iov
+    return False

@@ -1,0 +1,447 @@
+"""The daemon's side of the control socket: who is connected, and what each connection has registered.
+
+A connection is the lifetime of everything it registered. When it ends - closed, killed, or broken - its rings stop
+first, then its calls are cancelled, then its files, memory and pins go.
+"""
+
+from __future__ import annotations
+
+import array
+import errno
+import itertools
+import logging
+import os
+import socket
+import threading
+from collections import Counter
+from collections.abc import Awaitable, Callable, Collection
+from contextlib import ExitStack
+from typing import Any
+
+import trio
+
+from kvfuse import errors
+from kvfuse.errnos import errno_of
+from kvfuse.usrbio import registry
+from kvfuse.usrbio.call import Call, Tables
+from kvfuse.usrbio.calls import Calls
+from kvfuse.usrbio.registry import Iov, Namespace, OpenFile, Peer
+from kvfuse.usrbio.ring import RingMemory
+from kvfuse.usrbio.wire import (
+    DESCRIPTORS_MAX,
+    ENTRIES_MAX,
+    IOV_SIZE_MAX,
+    MESSAGE_SIZE_MAX,
+    VERSION,
+    Access,
+    Layout,
+    Message,
+    Request,
+)
+from kvfuse.usrbio.worker import THREAD_NAME, Worker
+from kvfuse.volume.api import KernelCache
+from kvfuse.volume.tier import ReadClass
+from kvfuse.volume.volume import Volume
+
+log = logging.getLogger(__name__)
+
+CONNECTIONS_MAX = 1024
+THINGS_MAX = 65536
+"""files, iovs and namespaces of one connection"""
+RINGS_MAX = 256
+"""rings of one connection: each has a thread"""
+KERNEL_SECONDS = 10.0
+"""how long the kernel may take to tell about a descriptor, or to close it"""
+KERNEL_THREADS = trio.CapacityLimiter(64)
+"""that wait for the kernel so: not those that the rest of the daemon uses, as some may wait for ever"""
+SCARCE = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.ECONNABORTED)
+SCARCE_SECONDS = 0.1
+"""after which it is tried again to accept a client"""
+
+
+async def serve_rings(
+    volume: Volume,
+    listener: socket.socket,
+    kernel: KernelCache,
+    device: int,
+    *,
+    task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
+) -> None:
+    """Serve clients that connect to ``listener``, until cancelled. ``device``: st_dev of the mount's files."""
+    connections: set[Connection] = set()
+    volume.sections["rings"] = lambda: _statistics(connections)
+    accepting = trio.socket.from_stdlib_socket(listener.dup())
+    with accepting:
+        async with trio.open_nursery() as nursery:
+            task_status.started()
+            while True:
+                stream = await _accept(accepting)
+                nursery.start_soon(_serve_client, volume, stream, kernel, device, connections)
+
+
+async def _accept(listener: trio.socket.SocketType) -> trio.socket.SocketType:
+    """The next client. Waits, where the machine has no descriptor or memory for it."""
+    while True:
+        try:
+            stream, _ = await listener.accept()
+        except OSError as error:
+            if error.errno not in SCARCE:
+                raise
+            log.warning("a client has to wait: %s", error)
+            await trio.sleep(SCARCE_SECONDS)
+        else:
+            return stream
+
+
+async def _serve_client(
+    volume: Volume, stream: trio.socket.SocketType, kernel: KernelCache, device: int, connections: set[Connection]
+) -> None:
+    with stream:
+        if len(connections) >= CONNECTIONS_MAX:
+            log.warning("%d clients are connected: another one was turned away", CONNECTIONS_MAX)
+            return
+        try:
+            async with trio.open_nursery() as nursery:
+                connection = Connection(volume, stream, kernel, device, nursery)
+                connections.add(connection)
+                try:
+                    await connection.run()
+                finally:
+                    connections.discard(connection)
+                nursery.cancel_scope.cancel()
+        except* OSError as group:
+            log.info("a client's connection failed: %s", group.exceptions[0])
+        except* Exception as group:  # its own connection ends; all others go on
+            log.error("a client could not be served", exc_info=group)
+
+
+def _statistics(connections: Collection[Connection]) -> dict[str, int]:
+    """What all clients have registered now."""
+    counts = Counter(connections=len(connections), files=0, iovs=0, namespaces=0, rings=0, pins=0)
+    for connection in connections:
+        counts.update(connection.counts())
+    return {**counts, "threads": sum(thread.name == THREAD_NAME for thread in threading.enumerate())}
+
+
+class _Ring:
+    """A ring of a connection, and its thread. ``shown``: the client's descriptors, to be closed once they are sent."""
+
+    def __init__(self, tables: Tables, layout: Layout, op_mask: int, shown: list[int]) -> None:
+        with ExitStack() as undo:
+            memory, descriptor = RingMemory.create(layout)
+            shown.append(descriptor)
+            own_bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+            undo.callback(os.close, own_bell)
+            shown.append(os.dup(own_bell))
+            listening, client_bell = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+            shown.append(listening)
+            undo.callback(os.close, client_bell)
+            self.worker = Worker(tables, memory, own_bell, client_bell, op_mask)
+            undo.callback(self.worker.close)
+            try:
+                self.worker.thread.start()
+            except RuntimeError as error:
+                raise OSError(errno.EAGAIN, str(error)) from error
+            self._descriptors = undo.pop_all()
+
+    def close(self) -> None:
+        """After its thread has ended."""
+        self._descriptors.close()
+
+
+class Connection:
+    """One client. It is the `worker.Tables` of its rings' threads."""
+
+    def __init__(
+        self,
+        volume: Volume,
+        stream: trio.socket.SocketType,
+        kernel: KernelCache,
+        device: int,
+        nursery: trio.Nursery,
+    ) -> None:
+        self.peer = Peer.of(stream)
+        self.files: dict[int, OpenFile] = {}
+        self.iovs: dict[int, Iov] = {}
+        self.namespaces: dict[int, Namespace] = {}
+        self._volume = volume
+        self._stream = stream
+        self._device = device
+        self._calls = Calls(volume, kernel, self.peer, nursery)
+        self._rings: dict[int, _Ring] = {}
+        self._handles = itertools.count(1)
+        self._greeted = False
+        self._token = trio.lowlevel.current_trio_token()
+        self._scope = trio.CancelScope()
+        self._pins: dict[int, Any] = {}
+        self._arenas: set[int] = set()
+        self._pin_numbers = itertools.count(1)
+        self._pin_lock = threading.Lock()
+
+    # -- the control socket --------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Answer requests until the client goes, or breaks something. Then reap all it had."""
+        try:
+            with self._scope:
+                while await self._answer_one():
+                    pass
+        finally:
+            with trio.CancelScope(shield=True):
+                await self._reap()
+
+    async def _answer_one(self) -> bool:
+        """False when the client is gone, or sends what is no message."""
+        size, space = MESSAGE_SIZE_MAX + 1, socket.CMSG_SPACE(4 * DESCRIPTORS_MAX)
+        data, ancillary, _, _ = await self._stream.recvmsg(size, space, socket.MSG_CMSG_CLOEXEC)
+        descriptors = _descriptors(ancillary)
+        replied: list[int] = []
+        try:
+            if not data:
+                return False
+            message = Message.unpack(data)
+            reply, replied = await self._answer(message, descriptors)
+            await self._reply(reply, replied)
+        except ValueError as error:
+            log.info("a client is disconnected: %s", error)
+            return False
+        finally:
+            if descriptors:
+                with trio.move_on_after(KERNEL_SECONDS, shield=True):
+                    await trio.to_thread.run_sync(
+                        _close_all, descriptors, abandon_on_cancel=True, limiter=KERNEL_THREADS
+                    )
+        return True
+
+    async def _answer(self, message: Message, descriptors: list[int]) -> tuple[Message, list[int]]:
+        """(reply, descriptors to send); takes what it keeps out of ``descriptors``, adds what is closed once sent."""
+        try:
+            kind = Request(message.request)
+            if not self._greeted and kind is not Request.HELLO:
+                raise errors.InvalidArgument("the first message is HELLO")
+            if len(descriptors) != (kind in (Request.ADD_FILE, Request.ADD_IOV, Request.OPEN_NAMESPACE)):
+                raise errors.InvalidArgument(f"{kind.name} came with {len(descriptors)} descriptors")
+            values, sent = await HANDLERS[kind](self, message.values, descriptors)
+        except (errors.KvfuseError, OSError, ValueError) as error:
+            number = (error.errno if isinstance(error, OSError) else errno_of(error)) or errno.EINVAL
+            return Message(message.request, message.number, -number, text=str(error)), []
+        return Message(message.request, message.number, 0, values), sent
+
+    async def _reply(self, reply: Message, descriptors: list[int]) -> None:
+        ancillary = []
+        if descriptors:
+            ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors).tobytes())]
+        await self._stream.sendmsg([reply.pack()], ancillary)
+
+    def _check_room(self, things: dict[int, Any], count_max: int) -> None:
+        if len(things) >= count_max:
+            raise errors.InvalidArgument(f"{count_max} of these are registered already")
+
+    # -- requests ------------------------------------------------------------------------------------
+
+    async def _hello(self, values: tuple[int, ...], _: list[int]) -> tuple[tuple[int, ...], list[int]]:
+        if values[0] != VERSION:
+            raise errors.Unsupported(f"version {values[0]} is not offered, but {VERSION} is")
+        self._greeted = True
+        return (VERSION, os.getpid(), ENTRIES_MAX), []
+
+    async def _add_file(self, values: tuple[int, ...], descriptors: list[int]) -> tuple[tuple[int, ...], list[int]]:
+        self._check_room(self.files, THINGS_MAX)
+        if not 0 < values[0] <= Access.READ | Access.WRITE:
+            raise errors.InvalidArgument(f"access {values[0]} is none")
+        access = Access(values[0])
+        ino = await _ask_kernel(registry.check_file, descriptors, self._device, access)
+        flags = {Access.READ: os.O_RDONLY, Access.WRITE: os.O_WRONLY}.get(access, os.O_RDWR)
+        volume_handle = await self._volume.open(ino, flags, self._calls.caller())
+        handle = next(self._handles)
+        shown = self._volume.content_map(volume_handle)
+        self.files[handle] = OpenFile(
+            volume_handle, ino, bool(access & Access.READ), bool(access & Access.WRITE), shown
+        )
+        return (handle, ino, volume_handle.node.size), []
+
+    async def _drop_file(self, values: tuple[int, ...], _: list[int]) -> tuple[tuple[int, ...], list[int]]:
+        file = self.files.pop(values[0], None)
+        if file is None:
+            raise errors.BadHandle(f"file {values[0]} is not registered")
+        await self._calls.release(file)
+        return (), []
+
+    async def _add_iov(self, values: tuple[int, ...], descriptors: list[int]) -> tuple[tuple[int, ...], list[int]]:
+        self._check_room(self.iovs, THINGS_MAX)
+        if not 0 < values[0] <= IOV_SIZE_MAX:
+            raise errors.InvalidArgument(f"an iov of {values[0]} bytes")
+        iov = Iov(descriptors[0], values[0])
+        descriptors.clear()  # it is the iov's now
+        handle = next(self._handles)
+        self.iovs[handle] = iov
+        return (handle, iov.writable), []
+
+    async def _drop_iov(self, values: tuple[int, ...], _: list[int]) -> tuple[tuple[int, ...], list[int]]:
+        iov = self.iovs.pop(values[0], None)
+        if iov is None:
+            raise errors.BadHandle(f"iov {values[0]} is not registered")
+        for ring in list(self._rings.values()):
+            await self._calls.settled(ring.worker, iov)
+        last = [iov]
+        del iov
+        await _drop_memory(last)
+        return (), []
+
+    async def _add_ring(self, values: tuple[int, ...], descriptors: list[int]) -> tuple[tuple[int, ...], list[int]]:
+        self._check_room(self._rings, RINGS_MAX)
+        layout = Layout.of(values[0], values[1])
+        handle = next(self._handles)
+        self._rings[handle] = _Ring(self, layout, values[2] or -1, descriptors)
+        return (handle, layout.size), descriptors
+
+    async def _drop_ring(self, values: tuple[int, ...], _: list[int]) -> tuple[tuple[int, ...], list[int]]:
+        ring = self._rings.pop(values[0], None)
+        if ring is None:
+            raise errors.BadHandle(f"ring {values[0]} is not registered")
+        await self._end(ring)
+        return (), []
+
+    async def _end(self, ring: _Ring) -> None:
+        ring.worker.stop()
+        await trio.to_thread.run_sync(ring.worker.thread.join)
+        self._calls.end(ring.worker)
+        ring.close()
+
+    async def _open_namespace(
+        self, values: tuple[int, ...], descriptors: list[int]
+    ) -> tuple[tuple[int, ...], list[int]]:
+        self._check_room(self.namespaces, THINGS_MAX)
+        ino = await _ask_kernel(registry.check_directory, descriptors, self._device)
+        directory = await self._volume.attributes(ino)
+        gid = directory.gid if directory.mode & 0o2000 else self.peer.gid
+        handle = next(self._handles)
+        self.namespaces[handle] = Namespace(ino, values[0] & 0o777, gid)
+        return (handle, ino), []
+
+    async def _close_namespace(self, values: tuple[int, ...], _: list[int]) -> tuple[tuple[int, ...], list[int]]:
+        if self.namespaces.pop(values[0], None) is None:
+            raise errors.BadHandle(f"namespace {values[0]} is not open")
+        return (), []
+
+    async def _map_arena(self, values: tuple[int, ...], descriptors: list[int]) -> tuple[tuple[int, ...], list[int]]:
+        if values[0] not in self._arenas:
+            raise errors.PermissionDenied(f"arena {values[0]} holds nothing that you were given")
+        descriptors.append(self._volume.core.tier.arena_descriptor(values[0]))
+        return (os.fstat(descriptors[0]).st_size,), descriptors
+
+    def counts(self) -> dict[str, int]:
+        """How much of what is registered."""
+        return {
+            "files": len(self.files),
+            "iovs": len(self.iovs),
+            "namespaces": len(self.namespaces),
+            "rings": len(self._rings),
+            "pins": len(self._pins),
+        }
+
+    # -- for the rings' threads ----------------------------------------------------------------------
+
+    def start(self, worker: Worker, calls: list[Call]) -> None:
+        self._in_loop(self._calls.start, worker, calls)
+
+    def cancel(self, worker: Worker, call: Call) -> None:
+        self._in_loop(self._calls.cancel, worker, call)
+
+    def _in_loop(self, function: Callable[..., object], *arguments: object) -> None:
+        try:
+            self._token.run_sync_soon(function, *arguments)
+        except trio.RunFinishedError:
+            pass  # the daemon ends: nobody waits for an answer
+
+    def pin(self, block: Any) -> int:
+        with self._pin_lock:
+            number = next(self._pin_numbers)
+            self._pins[number] = block
+            self._arenas.add(block.arena)
+            return number
+
+    def unpin(self, pin: int) -> None:
+        with self._pin_lock:
+            self._pins.pop(pin, None)
+
+    def allocate(self, namespace: Namespace, size: int) -> Any:
+        read_class = ReadClass(namespace.ino, self.peer.uid, namespace.gid, namespace.mode & 0o444)
+        return self._volume.core.tier.allocate(size, read_class) if size else None
+
+    def failed(self, reason: str) -> None:
+        log.info("a client is disconnected: %s", reason)
+        self._in_loop(self._scope.cancel)
+
+    # -- the end -------------------------------------------------------------------------------------
+
+    async def _reap(self) -> None:
+        for ring in self._rings.values():
+            ring.worker.stop()
+        for ring in self._rings.values():
+            await self._end(ring)
+        self._rings.clear()
+        for file in self.files.values():
+            await self._calls.release(file)
+        self.files.clear()
+        self.namespaces.clear()
+        iovs = list(self.iovs.values())
+        self.iovs.clear()
+        await _drop_memory(iovs)
+        with self._pin_lock:
+            self._pins.clear()
+
+
+async def _drop_memory(iovs: list[Iov]) -> None:
+    """In a thread: memory that nobody else has is given back to the machine here, 0.2 s for each GiB."""
+    await trio.to_thread.run_sync(iovs.clear)
+
+
+def _close_all(descriptors: list[int]) -> None:
+    """Not on the event loop: closing a file of this mount flushes it, for which the kernel asks this daemon."""
+    for descriptor in descriptors:
+        os.close(descriptor)
+
+
+def _descriptors(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
+    descriptors = array.array("i")
+    for level, kind, data in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            descriptors.frombytes(data[: len(data) - len(data) % descriptors.itemsize])
+    return list(descriptors)
+
+
+async def _ask_kernel(check: Callable[..., int], descriptors: list[int], *arguments: object) -> int:
+    """What a check of a descriptor says. The kernel may ask this daemon for it, or a file system that never answers."""
+    own = [os.dup(descriptors[0])]
+
+    def ask() -> int:
+        descriptor = own.pop()
+        try:
+            return check(descriptor, *arguments)
+        finally:
+            os.close(descriptor)
+
+    try:
+        with trio.fail_after(KERNEL_SECONDS):
+            return await trio.to_thread.run_sync(ask, abandon_on_cancel=True, limiter=KERNEL_THREADS)
+    except trio.TooSlowError:
+        raise TimeoutError(errno.ETIMEDOUT, "the descriptor's file system does not answer") from None
+    finally:
+        if own:  # no thread was free
+            os.close(own.pop())
+
+
+Handler = Callable[[Connection, tuple[int, ...], list[int]], Awaitable[tuple[tuple[int, ...], list[int]]]]
+HANDLERS: dict[Request, Handler] = {
+    Request.HELLO: Connection._hello,
+    Request.ADD_FILE: Connection._add_file,
+    Request.DROP_FILE: Connection._drop_file,
+    Request.ADD_IOV: Connection._add_iov,
+    Request.DROP_IOV: Connection._drop_iov,
+    Request.ADD_RING: Connection._add_ring,
+    Request.DROP_RING: Connection._drop_ring,
+    Request.OPEN_NAMESPACE: Connection._open_namespace,
+    Request.CLOSE_NAMESPACE: Connection._close_namespace,
+    Request.MAP_ARENA: Connection._map_arena,
+}

@@ -1,0 +1,267 @@
+"""What a client and the daemon agree on: the ring's memory, its entries, and the messages that set it up.
+
+``docs/usrbio.md`` describes the same for clients in other languages. All numbers are little-endian.
+
+A ring is one mapping that the daemon makes: a header, the indices, the submission queue (SQ), the completion
+queue (CQ), and an *aux area* that the client uses as it likes for keys and per-key results.
+
+Nothing in here is trusted by the daemon: it reads the header never again after it wrote it, but to see that
+it is whole, and copies indices, entries and keys before it checks them.
+"""
+
+from __future__ import annotations
+
+import struct
+from enum import IntEnum, IntFlag
+from typing import NamedTuple
+
+import numpy as np
+
+VERSION = 1
+MAGIC = int.from_bytes(b"KVFRING1", "little")
+SOCKET_PATH = ".kvfuse/control.sock"
+"""of the control socket, below the mount point"""
+
+CACHE_LINE = 64
+PAGE = 4096
+ENTRIES_MAX = 1 << 16
+AUX_SIZE_MAX = 64 << 20
+KEY_SIZE_MAX = 255
+IOV_SIZE_MAX = 1 << 40
+
+# -- the ring's memory ------------------------------------------------------------------------------
+
+HEADER = struct.Struct("<QIIIIQQQQ")
+"""magic, version, entries, SQE size, CQE size, then byte offsets: SQ, CQ, aux area, end of the mapping"""
+
+
+class Word(IntEnum):
+    """Index of each shared 64-bit word, in words from the start of the mapping: one cache line each.
+
+    Head: entries taken by the consumer; tail: entries given by the producer. Both count up for ever; an
+    index masked with ``entries - 1`` is a place in the queue. A sleep word is 0 while that side is awake.
+    While it is going to sleep or sleeps, it is the tail that is worth waking it up for (1: any), at least 1: whoever
+    publishes that tail, or one beyond it, then has to ring its bell.
+    """
+
+    SQ_HEAD = 8
+    SQ_TAIL = 16
+    DAEMON_SLEEPS = 24
+    CQ_HEAD = 32
+    CQ_TAIL = 40
+    CLIENT_SLEEPS = 48
+
+
+class Op(IntEnum):
+    """Operations of an SQE."""
+
+    READ = 1
+    """file bytes at ``offset`` into the iov; result: bytes, short at the end of the file"""
+    WRITE = 2
+    """bytes of the iov to ``offset`` of the file; result: bytes"""
+    FSYNC = 3
+    """the file survives the loss of power when this completed"""
+    GET = 4
+    """a whole block into the iov, at most ``length`` bytes of it; result: the block's bytes, -ENOENT for a miss"""
+    PUT = 5
+    """``length`` bytes of the iov become the block of that key, instead of what it was; result: ``length``"""
+    EXISTS = 6
+    """many keys: one result byte for each (0 or 1); result: how many exist"""
+    DELETE = 7
+    """many keys, as EXISTS: which were there and are gone"""
+    PREFETCH = 8
+    """many keys, as EXISTS: which are in the shared-memory tier now"""
+    CANCEL = 9
+    """the submission whose ``user_data`` is this one's ``offset``; result: 0, -ENOENT if it is not under way"""
+    RELEASE = 10
+    """give back the pin ``offset``; posts no completion"""
+
+
+FILE_OPS = frozenset({Op.READ, Op.WRITE, Op.FSYNC})
+ONE_KEY_OPS = frozenset({Op.GET, Op.PUT})
+MANY_KEY_OPS = frozenset({Op.EXISTS, Op.DELETE, Op.PREFETCH})
+
+
+class Flag(IntFlag):
+    """Flags of an SQE."""
+
+    VIEW = 1
+    """GET: answer with a pinned view of the shared-memory tier if the block is there"""
+    PREFIX = 2
+    """EXISTS: stop at the first key that is absent"""
+
+
+class Priority(IntEnum):
+    """Higher ones are served first; lower ones get every eighth turn all the same."""
+
+    NORMAL = 0
+    HIGH = 1
+    LOW = 2
+
+
+SQE = np.dtype(
+    [
+        ("op", "u1"),
+        ("priority", "u1"),
+        ("flags", "<u2"),
+        ("handle", "<u4"),  # of the file, or of the namespace
+        ("iov", "<u4"),  # handle of the iov
+        ("key_length", "<u4"),  # bytes at key_offset
+        ("offset", "<u8"),  # in the file; many keys: of the result bytes in the aux area
+        ("iov_offset", "<u8"),
+        ("length", "<u8"),  # bytes; many keys: their number
+        ("key_offset", "<u8"),  # in the aux area
+        ("user_data", "<u8"),  # comes back in the completion
+        ("timeout_us", "<u4"),  # from the moment the daemon takes it; 0: none
+        ("reserved", "<u4"),
+    ]
+)
+SQE_STRUCT = struct.Struct("<BBHIIIQQQQQII")
+"""one SQE packed or unpacked alone: much faster than a numpy record"""
+
+CQE = np.dtype(
+    [
+        ("user_data", "<u8"),
+        ("result", "<i8"),  # see Op; negative: -errno
+        ("offset", "<u8"),  # of a view, in its arena
+        ("arena", "<u4"),  # of a view; 0: the bytes are in the iov
+        ("pin", "<u4"),  # to be given back with RELEASE
+    ]
+)
+CQE_STRUCT = struct.Struct("<QqQII")
+
+assert SQE.itemsize == SQE_STRUCT.size == 64
+assert CQE.itemsize == CQE_STRUCT.size == 32
+
+
+class Layout(NamedTuple):
+    """Where everything is in a ring's mapping, in bytes."""
+
+    entries: int
+    sq_offset: int
+    cq_offset: int
+    aux_offset: int
+    size: int
+
+    @classmethod
+    def of(cls, entries: int, aux_size: int) -> Layout:
+        """The layout for ``entries`` (a power of two) and an aux area of at least ``aux_size`` bytes. ValueError."""
+        if not 0 < entries <= ENTRIES_MAX or entries & (entries - 1):
+            raise ValueError(f"a ring of {entries} entries: it must be a power of two up to {ENTRIES_MAX}")
+        if not 0 <= aux_size <= AUX_SIZE_MAX:
+            raise ValueError(f"an aux area of {aux_size} bytes: at most {AUX_SIZE_MAX}")
+        sq_offset = PAGE
+        cq_offset = sq_offset + entries * SQE.itemsize
+        aux_offset = -(-(cq_offset + entries * CQE.itemsize) // PAGE) * PAGE
+        return cls(entries, sq_offset, cq_offset, aux_offset, aux_offset + -(-aux_size // PAGE) * PAGE)
+
+    def header(self) -> bytes:
+        return HEADER.pack(
+            MAGIC,
+            VERSION,
+            self.entries,
+            SQE.itemsize,
+            CQE.itemsize,
+            self.sq_offset,
+            self.cq_offset,
+            self.aux_offset,
+            self.size,
+        )
+
+    @classmethod
+    def parse(cls, header: bytes) -> Layout:
+        """The layout that a header describes. ValueError where it is not one of this version."""
+        magic, version, entries, sqe_size, cqe_size, *_, aux_offset, size = HEADER.unpack(header[: HEADER.size])
+        if magic != MAGIC or version != VERSION or (sqe_size, cqe_size) != (SQE.itemsize, CQE.itemsize):
+            raise ValueError(f"no ring of version {VERSION}: magic {magic:#x}, version {version}")
+        layout = cls.of(entries, size - aux_offset)
+        if layout.header() != header[: HEADER.size]:
+            raise ValueError("the ring's header contradicts itself")
+        return layout
+
+
+def pack_keys(keys: list[bytes]) -> bytes:
+    """Many keys in the aux area: their lengths as u16, then their bytes. ValueError for a key of a wrong size."""
+    lengths = np.fromiter(map(len, keys), "<u2" if all(len(key) <= KEY_SIZE_MAX for key in keys) else "<u8", len(keys))
+    if len(keys) and not (lengths.min() >= 1 and lengths.max() <= KEY_SIZE_MAX):
+        raise ValueError(f"a key has 1 to {KEY_SIZE_MAX} bytes, not {lengths.min()} or {lengths.max()}")
+    return lengths.astype("<u2").tobytes() + b"".join(keys)
+
+
+def unpack_keys(data: bytes, count: int) -> list[bytes]:
+    """The keys that `pack_keys` packed. ValueError where ``data`` is anything else."""
+    lengths_size = 2 * count
+    if len(data) < lengths_size:
+        raise ValueError(f"{count} keys in {len(data)} bytes")
+    lengths = np.frombuffer(data, "<u2", count)
+    if count and not (lengths.min() >= 1 and lengths.max() <= KEY_SIZE_MAX):
+        raise ValueError(f"a key has 1 to {KEY_SIZE_MAX} bytes")
+    ends = (np.cumsum(lengths, dtype=np.int64) + lengths_size).tolist()
+    if (ends[-1] if ends else lengths_size) != len(data):
+        raise ValueError(f"{count} keys do not fill {len(data)} bytes")
+    return [data[start:end] for start, end in zip([lengths_size, *ends], ends, strict=False)]
+
+
+# -- control messages -------------------------------------------------------------------------------
+
+
+class Request(IntEnum):
+    """What a client asks on the control socket (SOCK_SEQPACKET, one message each, answered in order)."""
+
+    HELLO = 1
+    """(version) -> (version, daemon's pid, entries_max); the first message of a connection"""
+    ADD_FILE = 2
+    """(access), an open descriptor of a regular file of this mount -> (handle, inode, size)"""
+    DROP_FILE = 3
+    """(handle)"""
+    ADD_IOV = 4
+    """(size), the descriptor of shared memory -> (handle, writable)"""
+    DROP_IOV = 5
+    """(handle)"""
+    ADD_RING = 6
+    """(entries, aux_size, op_mask) -> (handle, size), descriptors: memory, the daemon's bell, the client's bell"""
+    DROP_RING = 7
+    """(handle)"""
+    OPEN_NAMESPACE = 8
+    """(mode of new files), the descriptor of a directory of this mount -> (handle, inode)"""
+    CLOSE_NAMESPACE = 9
+    """(handle)"""
+    MAP_ARENA = 10
+    """(arena) of a view that this client got -> (size), a read-only descriptor"""
+
+
+class Access(IntFlag):
+    """What ADD_FILE asks for; the descriptor must be open for it."""
+
+    READ = 1
+    WRITE = 2
+
+
+MESSAGE = struct.Struct("<IIq6Q")
+"""request, number (chosen by the client, comes back), status (replies: 0 or -errno), six arguments or values"""
+TEXT_SIZE_MAX = 1024
+"""behind a reply with an error: what was wrong, UTF-8"""
+MESSAGE_SIZE_MAX = MESSAGE.size + TEXT_SIZE_MAX
+DESCRIPTORS_MAX = 3
+
+
+class Message(NamedTuple):
+    """A request or a reply."""
+
+    request: int
+    number: int
+    status: int = 0
+    values: tuple[int, ...] = ()
+    text: str = ""
+
+    def pack(self) -> bytes:
+        values = (*self.values, *(0,) * (6 - len(self.values)))
+        return MESSAGE.pack(self.request, self.number, self.status, *values) + self.text.encode()[:TEXT_SIZE_MAX]
+
+    @classmethod
+    def unpack(cls, data: bytes) -> Message:
+        """ValueError for anything but a message."""
+        if not MESSAGE.size <= len(data) <= MESSAGE_SIZE_MAX:
+            raise ValueError(f"a control message of {len(data)} bytes")
+        request, number, status, *values = MESSAGE.unpack(data[: MESSAGE.size])
+        return cls(request, number, status, tuple(values), data[MESSAGE.size :].decode(errors="replace"))

@@ -1,0 +1,286 @@
+"""The thread of one ring: takes submissions, has them served by priority, posts completions, sleeps.
+
+A completion is posted by whoever ends an operation, under a lock: the queue has one producer at a time. No more is
+taken than completions have room for.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import select
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvfuse.usrbio.call import Call, Tables
+from kvfuse.usrbio.ring import Bell, Entries, RingMemory
+from kvfuse.usrbio.server import Server, as_words
+from kvfuse.usrbio.wire import CQE, CQE_STRUCT, Priority, Word
+
+log = logging.getLogger(__name__)
+
+TURN_ENTRIES = 256
+TURN_BYTES = 16 << 20
+"""What is served before higher priorities are looked for again."""
+THREAD_NAME = "kvfuse-ring"
+LOW_TURN = 8
+"""Each so manieth turn goes to the lowest priority that waits."""
+SPIN_SECONDS = 30e-6
+"""How long it looks for more before it sleeps, while submissions come faster than that."""
+FULL_SECONDS = 0.01
+"""between looks at a ring whose client does not take its completions"""
+_PRIORITY_BITS = np.uint64(0xFF00)
+"""in the first word of an SQE"""
+CLASSES = (Priority.HIGH, Priority.NORMAL, Priority.LOW)
+
+
+class _Waiting(NamedTuple):
+    """Entries that were taken and wait for their turn."""
+
+    rows: Entries
+    taken_at: float
+
+
+class Worker:
+    """See the module. ``op_mask``: bit n allows operation n."""
+
+    def __init__(self, tables: Tables, memory: RingMemory, sq_bell: int, cq_bell: int, op_mask: int) -> None:
+        self._tables = tables
+        self._memory = memory
+        self._sq = memory.sq
+        self._cq = memory.cq
+        self._own_bell = Bell(memory.words, Word.DAEMON_SLEEPS, sq_bell)
+        self._client_bell = Bell(memory.words, Word.CLIENT_SLEEPS, cq_bell)
+        self._lock = threading.Lock()
+        self._under_way = 0
+        """entries taken and not completed"""
+        self._waiting: dict[int, deque[_Waiting]] = {kind: deque() for kind in CLASSES}
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._turn = 0
+        self.server = Server(self, tables, memory.aux, op_mask)
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        """wakes the thread from within the daemon: of the bell the client has a descriptor, too, and may empty it"""
+        self._poll = select.epoll()
+        for descriptor in (sq_bell, self._wake):  # neither is ever read, which the client could make wait
+            self._poll.register(descriptor, select.EPOLLIN | select.EPOLLET)
+        self._rests = 0.0
+        self.stopped = False
+        self.thread = threading.Thread(target=self._run, name=THREAD_NAME, daemon=True)
+
+    # -- from other threads --------------------------------------------------------------------------
+
+    def stop(self) -> None:
+        """Have the thread end after what it does now. Nothing is posted any more."""
+        with self._lock:
+            self.stopped = True
+        os.eventfd_write(self._wake, 1)
+
+    def close(self) -> None:
+        """After the thread has ended: let go of the ring's memory, and of its descriptors."""
+        with self._lock:  # who comes later finds the ring stopped, and touches nothing
+            self._inbox.clear()
+            self.server.close()
+            del self._memory, self._sq, self._cq, self._own_bell, self._client_bell
+        self._poll.close()
+        os.close(self._wake)
+
+    def run_here(self, job: Callable[[], None]) -> None:
+        """Let the ring thread call ``job`` soon, unless the ring ends."""
+        with self._lock:
+            if not self.stopped:
+                self._inbox.append(job)
+                os.eventfd_write(self._wake, 1)
+
+    def complete(self, call: Call, result: int, offset: int = 0, arena: int = 0, pin: int = 0) -> bool:
+        """End an operation, once. False when it had ended before: whatever was done is not told."""
+        with self._lock:
+            if call.ended or self.stopped:
+                return False
+            call.ended = True
+            row = CQE_STRUCT.pack(call.entry.user_data, result, offset, arena, pin)
+            self._publish(np.frombuffer(row, CQE))
+            return True
+
+    def give_up(self, call: Call, number: int, then: Callable[[], object] = lambda: None) -> None:
+        """End an operation with an errno before it is done - once the ring thread is not at it - and call ``then``."""
+        with self._lock:
+            if call.busy:
+                call.doom = lambda: self.give_up(call, number, then)
+                return
+        self.complete(call, -number)
+        then()
+
+    def write_if_wanted(self, call: Call, write: Callable[[], None]) -> bool:
+        """Write into the client's memory, unless the call has ended. Never later than its completion."""
+        with self._lock:
+            if call.ended or self.stopped:
+                return False
+            write()
+            return True
+
+    def attempt(self, call: Call, attempt: Callable[[], bool]) -> bool:
+        """Keep others from ending the call meanwhile. True when it has ended."""
+        with self._lock:
+            if call.ended:
+                return True
+            call.busy = True
+        try:
+            return attempt()
+        except OSError as error:
+            self.complete(call, -(error.errno or errno.EIO))
+            return True
+        finally:
+            with self._lock:
+                call.busy = False
+                doom = call.doom
+            if doom is not None:
+                doom()
+
+    # -- the loop ------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while not self.stopped:
+                if not self.step():
+                    self._wait()
+        except Broken as error:
+            self._tables.failed(str(error))
+        except Exception:
+            log.exception("a ring's thread failed")
+            self._tables.failed("the ring could not be served")
+
+    def step(self) -> bool:
+        """Take what was submitted, and serve some of it; False when there was nothing to serve."""
+        self._take()
+        while self._inbox:
+            self._inbox.popleft()()
+        return self._serve_turn()
+
+    def _take(self) -> None:
+        """Copy what was submitted, as far as its completions will have room."""
+        sq, cq = self._sq, self._cq
+        count = sq.given - sq.position
+        if not count:
+            return
+        unread = cq.position - cq.taken
+        if not 0 <= count <= len(sq) or not 0 <= unread <= len(cq) or not self._memory.header_is_whole():
+            raise Broken("the ring's header or indices were overwritten")
+        count = min(count, len(cq) - unread - self._under_way)
+        if count <= 0:
+            return
+        rows = sq.read(count)
+        sq.take(count)
+        with self._lock:
+            self._under_way += count
+        now = time.monotonic()
+        if not (as_words(rows)[:, 0] & _PRIORITY_BITS).any():
+            self._waiting[Priority.NORMAL].append(_Waiting(rows, now))
+            return
+        priorities = rows["priority"]
+        for kind in CLASSES:  # an unknown priority is refused later
+            chosen = rows[priorities == kind if kind else ~np.isin(priorities, CLASSES[::2])]
+            if len(chosen):
+                self._waiting[kind].append(_Waiting(chosen, now))
+
+    def _serve_turn(self) -> bool:
+        """Serve some of the highest priority that waits; False when nothing does."""
+        queues = [queue for queue in self._waiting.values() if queue]
+        if not queues:
+            return False
+        self._turn += 1
+        queue = queues[-1] if self._turn % LOW_TURN == 0 else queues[0]
+        rows, taken_at = queue[0]
+        count = min(len(rows), TURN_ENTRIES)
+        if count > 1:
+            total = 0
+            for number, length in enumerate(rows["length"][:count].tolist()):
+                total += length
+                if total > TURN_BYTES and number:
+                    count = number
+                    break
+        if count == len(rows):
+            queue.popleft()
+        else:
+            queue[0] = _Waiting(rows[count:], taken_at)
+        self.server.serve(rows[:count], taken_at)
+        return True
+
+    def _wait(self) -> None:
+        """Until there is more to do. Looks for a moment longer while submissions come one after the other."""
+        started = time.perf_counter()
+        if self._rests < 4 * SPIN_SECONDS:
+            while time.perf_counter() - started < SPIN_SECONDS:
+                if self._has_work():
+                    self._rests = 0.75 * self._rests
+                    return
+                os.sched_yield()
+        self._own_bell.going_to_sleep()
+        is_full = self._sq.given != self._sq.position and not self._has_work()
+        while not self._has_work() and not self.stopped:
+            if self._poll.poll(FULL_SECONDS if is_full else None) or is_full:
+                break
+        self._own_bell.awake()
+        self._rests = 0.75 * self._rests + 0.25 * (time.perf_counter() - started)
+
+    def _has_work(self) -> bool:
+        if self._inbox:
+            return True
+        if self._sq.given == self._sq.position:
+            return False
+        return self._under_way + self._cq.position - self._cq.taken < len(self._cq)
+
+    # -- completions ---------------------------------------------------------------------------------
+
+    def post(self, user_data: npt.ArrayLike, results: npt.ArrayLike) -> None:
+        """Post many completions: their numbers, and their results."""
+        results = np.asarray(results, np.int64)
+        words = np.zeros((len(results), 4), np.uint64)
+        words[:, 0] = user_data
+        words[:, 1] = results.view(np.uint64)
+        with self._lock:
+            if len(words) and not self.stopped:
+                self._publish(words.view(CQE).reshape(len(words)))
+
+    def publish(self, completions: bytes, count: int) -> None:
+        """Post completions that are packed already."""
+        with self._lock:
+            if not self.stopped:
+                self._publish(np.frombuffer(completions, CQE, count))
+
+    def _publish(self, rows: Entries) -> None:
+        """Under the lock: give completions to the client, and wake it if it sleeps."""
+        self._cq.write(rows)
+        self._cq.publish(len(rows))
+        self._under_way -= len(rows)
+        self._client_bell.ring()
+
+    # -- for the server --------------------------------------------------------------------------------
+
+    def pass_over(self) -> None:
+        """An entry that was taken has no completion."""
+        with self._lock:
+            self._under_way -= 1
+
+    def withdraw(self, user_data: int) -> bool:
+        """End an entry that still waits for its turn with -ECANCELED; False if there is none."""
+        for queue in self._waiting.values():
+            for number, (rows, taken_at) in enumerate(queue):
+                found = np.flatnonzero(rows["user_data"] == user_data)
+                if len(found):
+                    queue[number] = _Waiting(np.delete(rows, found[0]), taken_at)
+                    if not len(queue[number].rows):
+                        del queue[number]
+                    self.post([user_data], [-errno.ECANCELED])
+                    return True
+        return False
+
+
+class Broken(Exception):
+    """The client wrote over what is not its own."""

@@ -1,0 +1,300 @@
+"""Block calls: whole files by (directory, name), as rings ask for them. One block is one file, whoever made it.
+
+A *binding* says which file a name means, for threads that ask for it again and again. It holds until the name means
+something else, or other people may read the file: then it is marked before anything changes (`Binding.valid`), so
+whoever saw it valid after a copy has a block that the name meant at some time during the copy.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import trio
+
+from kvfuse import errors
+from kvfuse.slab.allocator import Slot
+from kvfuse.volume.api import NAME_MAX, Caller
+from kvfuse.volume.content import Content
+from kvfuse.volume.core import Core
+from kvfuse.volume.flush import Flusher
+from kvfuse.volume.journal import Journal
+from kvfuse.volume.lookup import Found, Lookup
+from kvfuse.volume.mapper import Mapper
+from kvfuse.volume.maps import SIZE_UNKNOWN, ContentMap
+from kvfuse.volume.names import Names
+from kvfuse.volume.node import Chunk, Node, Staged
+from kvfuse.volume.tier import ReadClass, TierBlock
+
+log = logging.getLogger(__name__)
+
+PREFETCH_PEERS = 8
+"""Blocks that are read into the tier at the same time."""
+
+
+class Binding:
+    """What a name means. Made and marked by the event loop; any thread may look, and keep it."""
+
+    __slots__ = ("directory", "gid", "ino", "map", "mode", "name", "uid", "valid")
+
+    def __init__(self, directory: int, node: Node, name: bytes, shown: ContentMap) -> None:
+        self.valid = True
+        self.directory = directory
+        self.name = name
+        self.ino = node.ino
+        self.uid = node.uid
+        self.gid = node.gid
+        self.mode = node.mode
+        self.map = shown
+
+
+@dataclass
+class BlockCounters:
+    puts: int = 0
+    put_bytes: int = 0
+    deletes: int = 0
+    asked: int = 0
+    """names in calls of ``exists``"""
+    prefetches: int = 0
+
+
+@dataclass
+class Blocks:
+    """See the module. Event loop only, but for `bound`. ``binding_count_max``: names that are kept bound."""
+
+    core: Core
+    journal: Journal
+    flusher: Flusher
+    lookup: Lookup
+    names: Names
+    content: Content
+    mapper: Mapper
+    binding_count_max: int
+
+    def __post_init__(self) -> None:
+        self.counters = BlockCounters()
+        self._bindings: dict[tuple[int, bytes], Binding] = {}
+        self._names: dict[int, set[tuple[int, bytes]]] = {}
+        """inode -> its bound names"""
+        self.journal.renaming = self._unbind
+
+    def start(self) -> None:
+        """Called in the event loop, once, before anybody else may use the tier."""
+        token = trio.lowlevel.current_trio_token()
+
+        def in_loop() -> None:
+            with suppress(trio.RunFinishedError):
+                token.run_sync_soon(self._forget_evicted, idempotent=True)
+
+        self.core.tier.on_eviction = in_loop
+
+    # -- bindings ------------------------------------------------------------------------------------
+
+    def bound(self, directory: int, name: bytes) -> Binding | None:
+        """What a name means, if that is at hand. From any thread."""
+        return self._bindings.get((directory, name))
+
+    async def bind(self, directory: int, name: bytes) -> Binding | None:
+        """What a name means until the caller's next await; None where it means no regular file. Waits for the store."""
+        binding = self._bindings.get((directory, name))
+        if binding is not None and binding.map.size != SIZE_UNKNOWN:
+            return binding
+        node = (await self.lookup.find(directory, name)).node if len(name) <= NAME_MAX else None
+        self._unbind(directory, name)  # its map has ended; or somebody else was faster
+        if node is None or not node.is_file:
+            return None
+        if len(self._bindings) >= self.binding_count_max:
+            self._unbind(*next(iter(self._bindings)))
+        binding = Binding(directory, node, name, self.mapper.map_of(node))
+        self._bindings[directory, name] = binding
+        self._names.setdefault(node.ino, set()).add((directory, name))
+        return binding
+
+    def _unbind(self, directory: int, name: bytes) -> None:
+        """The name is about to mean something else, or nothing."""
+        binding = self._bindings.pop((directory, name), None)
+        if binding is not None:
+            binding.valid = False
+            names = self._names[binding.ino]
+            names.discard((directory, name))
+            if not names:
+                del self._names[binding.ino]
+
+    def readers_change(self, node: Node) -> None:
+        """Owner or mode of an inode are about to change."""
+        for directory, name in list(self._names.get(node.ino, ())):
+            self._unbind(directory, name)
+        self.names.forget_copy(node)
+        if node.is_directory:
+            self.core.tier.retire(node.ino)
+
+    def _forget_evicted(self) -> None:
+        """Let go of blocks that the tier needs the room of."""
+        evicted = self.core.tier.evicted
+        while evicted:
+            node = self.core.nodes.get(evicted.popleft())
+            if node is not None and node.map is not None:
+                node.map.hide_copies()
+
+    # -- looking -------------------------------------------------------------------------------------
+
+    async def exists(self, directory: int, names: list[bytes]) -> list[bool]:
+        """Which names exist, all seen at the same time; what they mean is not looked at. Stale, NotADirectory.
+
+        Waits for the store until all names of the directory are known; see `Lookup.exist`.
+        """
+        await self.lookup.directory(directory)
+        self.counters.asked += len(names)
+        return await self.lookup.exist(directory, names)
+
+    async def prefetch(self, directory: int, names: Sequence[bytes]) -> list[bool]:
+        """Read blocks into the shared-memory tier: which of them are there now.
+
+        Those are not that are absent or empty, ever had two names (their readers are not those of one directory), are
+        being written, cannot be read, or for which there is no room.
+        """
+        loaded = [False] * len(names)
+        rest = iter(enumerate(names))
+
+        async def load() -> None:
+            for number, name in rest:
+                try:
+                    loaded[number] = await self._load(directory, name)
+                except errors.OperationError as error:
+                    log.warning("block %r could not be read into the tier: %s", name, error)
+
+        async with trio.open_nursery() as nursery:
+            for _ in range(min(PREFETCH_PEERS, len(names))):
+                nursery.start_soon(load)
+        return loaded
+
+    async def _load(self, directory: int, name: bytes) -> bool:
+        binding = await self.bind(directory, name)
+        node = self.core.nodes.get(binding.ino) if binding is not None else None
+        if binding is None or node is None:
+            return False
+        if self.core.tier.find(node.ino) is not None:
+            return True
+        if not node.size or node.own_record or not _is_quiet(node):
+            return False
+        block = self.core.tier.allocate(node.size, ReadClass.of(node))
+        if block is None:
+            return False
+        version = binding.map.version
+        await self.content.read_into(node, 0, block.buffer.data)
+        if not (binding.valid and binding.map.version == version and _is_quiet(node)):
+            return False
+        self.counters.prefetches += 1
+        self._keep(node, block)
+        return True
+
+    def _keep(self, node: Node, block: TierBlock) -> None:
+        """``block`` has the file's bytes. Rows that show them elsewhere go: who looks next is shown the block."""
+        self.core.tier.keep(node.ino, block)
+        if node.map is not None:
+            for index in list(node.map.rows):
+                node.map.hide(index)
+
+    # -- changing ------------------------------------------------------------------------------------
+
+    async def put(self, directory: int, name: bytes, data: memoryview | TierBlock, caller: Caller, mode: int) -> int:
+        """Let ``name`` mean a new file that has ``data``, instead of the file it means, in one step.
+
+        Returns the inode that had the name, 0 if none. ``data`` is kept, it may never change again; a block of the
+        tier stays there as the file's copy where its readers are the file's. ``mode``: permission bits. Waits for
+        staging memory, for room on a full volume, and in strict folders for the commit; until then a cancellation
+        leaves everything as it was. NoSpace, IsADirectory, NotFound, InvalidArgument, NameTooLong, ReadOnly.
+        """
+        self._check(name)
+        content = data.buffer.data if isinstance(data, TierBlock) else data
+        folder, found, slots = await self._prepare(directory, name, len(content))
+        node = self.names.replace(folder, name, found, mode, caller)
+        self._stage(node, content, slots)
+        if isinstance(data, TierBlock) and data.read_class == ReadClass.of(node):
+            self.core.tier.keep(node.ino, data)
+        self.counters.puts += 1
+        self.counters.put_bytes += len(content)
+        await self.names.publish(folder, node)
+        return found.node.ino if found.node is not None else 0
+
+    async def _prepare(self, directory: int, name: bytes, size: int) -> tuple[Node, Found, list[list[Slot]]]:
+        """(directory, what the name means, slots for each chunk): all true until the next await."""
+        if self.flusher.staged_bytes > self.flusher.staging_size:
+            await self.flusher.wait_for_room()
+        for is_last in (False, True):
+            folder, found = await self.names.find_replaceable(directory, name)
+            try:
+                return folder, found, self._reserve(size, self.core.chunk_size_in(folder))
+            except errors.NoSpace:
+                if is_last or not await self.journal.free():
+                    raise
+                await self.core.reads.passed()
+        raise AssertionError("the second attempt returns or raises")
+
+    def _reserve(self, size: int, chunk_size: int) -> list[list[Slot]]:
+        """Slots for each chunk of a file. NoSpace leaves everything as it was."""
+        slots: list[list[Slot]] = []
+        try:
+            for offset in range(0, size, chunk_size):
+                slots.append(self.core.slabs.allocate(min(chunk_size, size - offset)))
+        except errors.NoSpace:
+            for taken in slots:
+                self.core.slabs.cancel(taken)
+            raise
+        return slots
+
+    def _stage(self, node: Node, content: memoryview, slots: list[list[Slot]]) -> None:
+        """Give a new file its bytes."""
+        node.set_size(len(content))
+        for index, taken in enumerate(slots):
+            staged = Staged()
+            start = index * node.chunk_size
+            staged.pieces = [content[start : start + node.chunk_size] if len(slots) > 1 else content]
+            staged.length = len(staged.pieces[0])
+            staged.slots = taken
+            chunk = node.chunks[index] = Chunk()
+            self.flusher.stage(node, chunk, staged)
+            if staged.length == node.chunk_size:
+                self.flusher.chunk_is_full(node, index)
+
+    async def delete(self, directory: int, names: Sequence[bytes]) -> list[int]:
+        """Remove files: the inode of each that was there and is gone, 0 for what is absent or a directory.
+
+        Waits for the store where a name is not known, and in strict folders once for the commit. ReadOnly, NotFound.
+        """
+        self._check_writable()
+        removed = []
+        nodes = []
+        for name in names:
+            try:
+                _, node = await self.names.unlink(directory, name)
+            except (errors.NotFound, errors.NameTooLong, errors.IsADirectory):
+                removed.append(0)
+            else:
+                removed.append(node.ino)
+                nodes.append(node)
+        if nodes:
+            self.counters.deletes += len(nodes)
+            await self.names.publish(await self.lookup.directory(directory), *nodes)
+        return removed
+
+    def _check_writable(self) -> None:
+        if self.core.read_only:
+            raise errors.ReadOnly("the volume is mounted read-only")
+
+    def _check(self, name: bytes) -> None:
+        """The kernel checks names that come through the file door; here nobody else does."""
+        self._check_writable()
+        if name in (b"", b".", b"..") or b"/" in name or b"\0" in name:
+            raise errors.InvalidArgument(f"{name!r} is no name of a file")
+
+    def statistics(self) -> dict[str, Any]:
+        return {**asdict(self.counters), "bindings": len(self._bindings)}
+
+
+def _is_quiet(node: Node) -> bool:
+    """Nobody changes the file's bytes now, in a way that says so only at the start or the end."""
+    return not node.writers and node.lock is None

@@ -1,0 +1,277 @@
+"""Blocks by key against a real mount: a model, the file door, views, threads, deadlines."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from mounting import KvfuseMount, wait_until
+
+from kvfuse.usrbio.client import BlockStore, Client, Disconnected, connect, file_name
+
+PATIENCE_S = 20.0
+ODD_KEYS = [b".", b"..", b"%", b"%61", b"a/b", b"\0", b"/" * 200, b"x" * 255, b"\xff" * 30, b"a b\n", b"~", b"-rf"]
+
+
+@pytest.fixture
+def client(shared_mount: KvfuseMount) -> Iterator[Client]:
+    with connect(shared_mount.point) as client:
+        yield client
+
+
+@pytest.fixture
+def store(client: Client, request: pytest.FixtureRequest) -> Iterator[BlockStore]:
+    """A store in a namespace of the test's own."""
+    with BlockStore(client, request.node.name.replace("/", "_")[:100], entries=16) as store:
+        yield store
+
+
+def test_a_store_does_what_a_dictionary_does(store: BlockStore, client: Client, rng: random.Random) -> None:
+    keys: list[bytes | str] = [*ODD_KEYS, "ключ", *(f"key-{number}" for number in range(20))]
+    model: dict[bytes | str, bytes] = {}
+    pool = client.iov(1 << 20).array
+    for _ in range(400):
+        key = rng.choice(keys)
+        action = rng.choice(["put", "put in place", "get", "get_into", "get in place", "delete", "exists", "prefix"])
+        data = rng.randbytes(rng.choice([0, 1, 1000, 4096, 70_000, 300_000]))
+        place = pool[(offset := rng.randrange(1000)) : offset + 300_000]
+        if action == "put":
+            store.put(key, data)
+            model[key] = data
+        elif action == "put in place":
+            place[: len(data)] = np.frombuffer(data, np.uint8)
+            store.put(key, place[: len(data)])
+            model[key] = data
+        elif action == "get":
+            view = store.get(key)
+            assert (None if view is None else bytes(view)) == model.get(key)
+            assert view is None or view.readonly
+        elif action in ("get_into", "get in place"):
+            target = place if action == "get in place" else np.zeros(300_000, np.uint8)
+            size = store.get_into(key, target)
+            assert (None if size is None else target[:size].tobytes()) == model.get(key)
+        elif action == "delete":
+            assert store.delete(key) == (model.pop(key, None) is not None)
+        elif action == "exists":
+            asked = rng.choices(keys, k=rng.randint(0, 40))
+            assert store.exists(asked).tolist() == [key in model for key in asked]
+        else:
+            asked = rng.sample([*model, "absent"], rng.randint(0, len(model) + 1))
+            expected = next((n for n, key in enumerate(asked) if key not in model), len(asked))
+            assert store.longest_prefix(asked) == expected
+
+
+def test_batches_are_answered_block_by_block(store: BlockStore, client: Client, rng: random.Random) -> None:
+    count = 100  # more than the ring has entries
+    keys = [f"key-{number}" for number in range(count)]
+    blocks = [rng.randbytes(rng.randrange(200_000)) for _ in keys]
+    pool = client.iov(count * 200_000).array.reshape(count, -1)
+    pool[::2, :100] = 7
+    buffers = [pool[n, :100] if n % 2 == 0 else blocks[n] for n in range(count)]
+    assert store.put_many(keys, buffers).all()
+    for number in range(0, count, 2):
+        blocks[number] = bytes([7]) * 100
+    assert store.delete_many([keys[5], "absent", keys[6]]).tolist() == [True, False, True]
+    there = [number not in (5, 6) for number in range(count)]
+    assert store.exists(keys).tolist() == there
+    views = store.get_many([*keys, keys[0]])
+    assert [view and bytes(view) for view in views] == [
+        *(block if found else None for block, found in zip(blocks, there, strict=True)),
+        blocks[0],
+    ]
+    pool[:] = 0
+    targets = [pool[n] if n % 3 else np.zeros(200_000, np.uint8) for n in range(count)]
+    sizes = store.get_many_into(keys, targets)
+    assert sizes.tolist() == [len(block) if found else -1 for block, found in zip(blocks, there, strict=True)]
+    for target, size, block in zip(targets, sizes.tolist(), blocks, strict=True):
+        assert size < 0 or target[:size].tobytes() == block
+    assert store.prefetch([keys[0], "absent"]).tolist() == [True, False]
+    assert store.put_many([], []).tolist() == store.get_many([]) == store.exists([]).tolist() == []
+    assert store.longest_prefix([]) == 0
+
+
+def test_thousands_of_keys_are_one_call(store: BlockStore) -> None:
+    keys = [b"%05d" % number + b"k" * 250 for number in range(9000)]
+    store.put_many(keys[:50], [b"x"] * 50)
+    assert store.exists(keys).tolist() == [True] * 50 + [False] * 8950
+    assert store.longest_prefix(keys) == 50
+    assert store.longest_prefix([keys[0]] * 9000) == 9000
+    assert store.delete_many(keys).sum() == 50
+
+
+def test_a_block_is_a_file_and_a_file_is_a_block(store: BlockStore) -> None:
+    folder = Path(store.namespace.path)
+    for key in [*ODD_KEYS, b"plain"]:
+        store.put(key, b"block " + key)
+    assert {os.fsencode(path.name) for path in folder.iterdir()} == {file_name(key) for key in [*ODD_KEYS, b"plain"]}
+    assert (folder / "plain").read_bytes() == b"block plain"
+    (folder / "plain").write_bytes(b"from a file")
+    assert bytes(store.get("plain") or b"") == b"from a file"
+    (folder / "%2f").write_bytes(b"slash")
+    assert bytes(store.get(b"/") or b"") == b"slash"
+    store.put("plain", b"again")
+    assert (folder / "plain").read_bytes() == b"again"
+    assert store.delete("plain")
+    assert not (folder / "plain").exists()
+    (folder / "plain").write_bytes(b"x")
+    assert store.exists(["plain"]).all()
+    (folder / "plain").unlink()
+    assert not store.exists(["plain"]).any()
+
+
+def test_a_view_stays_what_it_was(store: BlockStore, rng: random.Random) -> None:
+    old = rng.randbytes(500_000)
+    store.put("key", old)
+    view = store.get("key")
+    assert view is not None
+    part = view[1000:2000]
+    array = np.frombuffer(view, np.uint8)
+    for _ in range(5):
+        store.put("key", rng.randbytes(500_000))
+    store.delete("key")
+    for number in range(50):
+        store.put(f"other-{number}", rng.randbytes(500_000))
+    assert bytes(view) == array.tobytes() == old
+    view.release()
+    store.exists(["key"])
+    for number in range(50):
+        store.put(f"other-{number}", rng.randbytes(500_000))
+    assert array.tobytes() == old, "an array over the view holds it"
+    assert bytes(part) == old[1000:2000]
+
+
+def test_pins_go_back_when_views_die(store: BlockStore, client: Client) -> None:
+    store.put("key", b"x" * 100_000)
+    views = [store.get("key") for _ in range(10)]
+    assert len(client.session._views) == 10, "blocks just put are not in shared memory"
+    half = views[:5]
+    views.clear()
+    gc.collect()
+    assert len(client.session._views) == len(half)
+    assert len(client.session.unpins) == 5
+    assert store.exists(["key"]).all()
+    assert not client.session.unpins
+    del half
+
+
+def test_views_outlive_the_client(shared_mount: KvfuseMount) -> None:
+    client = connect(shared_mount.point)
+    with BlockStore(client, "outlive") as store:
+        store.put("key", b"y" * 100_000)
+        view = store.get("key")
+        assert view is not None
+    socket = client.session._socket
+    client.close()
+    del client, store
+    gc.collect()
+    assert bytes(view) == b"y" * 100_000
+    assert socket.fileno() >= 0, "the connection holds the pin"
+    view.release()
+    assert socket.fileno() < 0
+
+
+def test_what_is_wrong_with_a_call_is_raised(store: BlockStore) -> None:
+    store.put("key", b"x" * 100)
+    with pytest.raises(OSError, match=os.strerror(errno.EMSGSIZE)) as caught:
+        store.get_into("key", bytearray(99))
+    assert caught.value.errno == errno.EMSGSIZE
+    with pytest.raises(ValueError, match="read-only"):
+        store.get_into("key", bytes(100))
+    for key in ("", "x" * 256, "ж" * 128):
+        with pytest.raises(ValueError, match="1 to 255 bytes"):
+            store.put(key, b"x")
+        with pytest.raises(ValueError, match="1 to 255 bytes"):
+            store.exists(["fine", key])
+    with pytest.raises(ValueError, match="2 keys and 1 buffers"):
+        store.put_many(["a", "b"], [b"x"])
+    same = np.zeros(100, np.uint8)
+    with store.client.wrap(store.client.iov(100).array) as iov, pytest.raises(OSError, match="Invalid"):
+        store.get_many_into(["key", "key"], [iov.array, iov.array])
+    assert store.get_many_into(["key", "key"], [same, same]).tolist() == [100, 100], "bounced buffers may be one"
+
+
+def test_a_namespace_that_is_not_made(client: Client) -> None:
+    with pytest.raises(FileNotFoundError):
+        BlockStore(client, "never-made", create=False)
+
+
+def test_a_store_of_its_own_connection(shared_mount: KvfuseMount) -> None:
+    with BlockStore(shared_mount.point, "deep/er/still") as store:
+        store.put("key", b"x")
+    assert (shared_mount.point / "deep" / "er" / "still" / "key").read_bytes() == b"x"
+
+
+def test_threads_share_a_store(store: BlockStore) -> None:
+    failures: list[BaseException] = []
+
+    def work(number: int) -> None:
+        try:
+            rng = random.Random(number)
+            for turn in range(40):
+                data = rng.randbytes(rng.randrange(50_000))
+                store.put(f"{number}", data)
+                view = store.get(f"{number}")
+                assert view == data, f"turn {turn}"
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    assert 1 <= len(store._idle) <= 6
+
+
+def test_past_its_deadline_a_get_is_a_miss(client: Client) -> None:
+    with BlockStore(client, "deadline") as store, BlockStore(client, "deadline", deadline=1e-9) as hasty:
+        store.put("key", b"x" * 1000)
+        hasty.exists(["key"])
+        assert hasty.get_many_into(["key"], [bytearray(1000)]).tolist() in ([-1], [1000])
+        with pytest.raises(OSError, match=os.strerror(errno.ETIMEDOUT)):
+            for number in range(1000):
+                hasty.put(f"{number}", b"x" * 1000)
+
+
+def test_a_daemon_that_says_nothing_is_no_hang(mount: KvfuseMount) -> None:
+    with connect(mount.point, deadline=0.5) as client, BlockStore(client, "silent", deadline=0.1) as store:
+        store.put("key", b"x" * 1000)
+        os.kill(mount.pid, signal.SIGSTOP)
+        started = time.monotonic()
+        with pytest.raises(Disconnected):
+            store.get_into("key", bytearray(1000))
+        assert time.monotonic() - started < 5
+        with pytest.raises(Disconnected):
+            store.get("key")
+        os.kill(mount.pid, signal.SIGCONT)
+        client.reconnect()
+        assert bytes(store.get("key") or b"") == b"x" * 1000
+
+
+def test_a_store_works_again_after_the_daemon_came_back(mount: KvfuseMount) -> None:
+    with connect(mount.point) as client, BlockStore(client, "again") as store:
+        in_place = client.iov(1000).array
+        in_place[:] = 5
+        store.put("key", b"x" * 1000)
+        view = store.get("key")
+        mount.kill()
+        for _ in range(2):
+            with pytest.raises(Disconnected):
+                store.get("key")
+        mount.mount()
+        client.reconnect()
+        assert view == b"x" * 1000, "the memory of the daemon that died"
+        store.put("key", in_place)
+        assert store.get_into("key", bytearray(1000)) == 1000
+        assert store.get("key") == in_place.tobytes()
+        wait_until(lambda: not client.session.unpins or bool(store.exists(["key"]).all()), "pins of the new daemon")
