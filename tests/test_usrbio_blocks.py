@@ -163,6 +163,22 @@ def test_pins_go_back_when_views_die(store: BlockStore, client: Client) -> None:
     del half
 
 
+def test_pins_go_back_where_every_submit_fills_the_ring(client: Client, shared_mount: KvfuseMount) -> None:
+    entries = 32
+    with client.ring(entries) as ring, client.iov(4096) as iov:
+        namespace = client.namespace(shared_mount.point / "full-ring")
+        ring.prep_put(iov, 0, namespace, b"key", 4096)
+        ring.submit()
+        ring.wait(1, 10)
+        for _ in range(20):
+            for _ in range(entries):
+                ring.prep_get(None, 0, namespace, b"key", 0, view=True)
+            ring.submit()
+            for completion in ring.wait(entries, 10):
+                ring.view(completion).release()
+        assert len(client.session.unpins) < 2 * entries, "of 640 pins"
+
+
 def test_views_outlive_the_client(shared_mount: KvfuseMount) -> None:
     client = connect(shared_mount.point)
     with BlockStore(client, "outlive") as store:

@@ -164,12 +164,14 @@ class Submission:
             copy()
         self._before_submit.clear()
         count = self._prepared
-        published = count + self._place_releases()
-        self._prepared = 0
-        if published:
-            self._sq.publish(published)
-            self._daemon_bell.ring()
+        self._publish(count + self._place_releases())
         return count
+
+    def _publish(self, count: int) -> None:
+        self._prepared = 0
+        if count:
+            self._sq.publish(count)
+            self._daemon_bell.ring()
 
     def _place_releases(self) -> int:
         unpins = self._session.unpins
@@ -230,6 +232,8 @@ class Submission:
             raise Disconnected(f"the daemon does not keep to the protocol: {error}") from error
         if self._endings:
             self._end(tickets, rows)
+        if not self._prepared and len(self._session.unpins) > self.entries // 2:
+            self._publish(self._place_releases())  # where every submit fills the ring, none has room for them
         return rows
 
     def _end(self, tickets: Numbers, rows: Entries) -> None:
