@@ -21,7 +21,7 @@ from kvfuse.usrbio.session import Session
 from kvfuse.usrbio.spans import Spans
 from kvfuse.usrbio.tickets import Numbers, Tickets
 from kvfuse.usrbio.waiting import Waiter
-from kvfuse.usrbio.wire import CQE, MANY_KEY_OPS, ONE_KEY_OPS, SQE, SQE_STRUCT, Layout, Op, Request, Word
+from kvfuse.usrbio.wire import CQE, ENTRIES_MAX, MANY_KEY_OPS, ONE_KEY_OPS, SQE, SQE_STRUCT, Layout, Op, Request, Word
 
 if TYPE_CHECKING:
     from kvfuse.usrbio.connection import Client
@@ -45,6 +45,7 @@ class Submission:
             aux_size = self._cells_size + SPANS_SIZE if self._cells_size else 0
         if aux_size < self._cells_size:
             raise ValueError(f"keys for {entries} entries need an aux area of at least {self._cells_size} bytes")
+        self._place_count = min(2 * entries, ENTRIES_MAX) if Op.GET in allowed else entries  # pins go back beside them
         Layout.of(entries, aux_size)
         self.entries = entries
         self._aux_size = aux_size
@@ -60,13 +61,13 @@ class Submission:
         if self._closed:
             raise ValueError("the ring is closed")
         session = self._client.session
-        reply, descriptors = session.request(Request.ADD_RING, self.entries, self._aux_size, self._op_mask)
+        reply, descriptors = session.request(Request.ADD_RING, self._place_count, self._aux_size, self._op_mask)
         try:
             memory_descriptor, daemon_bell, client_bell = descriptors
             memory = RingMemory.attach(memory_descriptor)
             os.close(descriptors.pop(0))
-            if memory.layout != Layout.of(self.entries, self._aux_size):
-                raise ValueError(f"a ring of {self.entries} entries was asked for, another one came")
+            if memory.layout != Layout.of(self._place_count, self._aux_size):
+                raise ValueError(f"a ring of {self._place_count} entries was asked for, another one came")
             descriptors.append(session.hangup_descriptor())
             waiter = Waiter(memory.cq, Bell(memory.words, Word.CLIENT_SLEEPS, client_bell), descriptors[-1])
         except ValueError as error:
@@ -120,9 +121,9 @@ class Submission:
         """BlockingIOError unless ``count`` more entries can be placed."""
         self._follow()
         untaken = self._sq.position - self._sq.taken
-        if not 0 <= untaken <= self.entries:
+        if not 0 <= untaken <= self._place_count:
             raise Disconnected("the daemon does not keep to the protocol: it took entries that nobody gave")
-        if count > min(self._tickets.free, self.entries - untaken - self._prepared):
+        if count > min(self._tickets.free, self._place_count - untaken - self._prepared):
             raise BlockingIOError(EAGAIN, f"{self.in_flight} of the ring's {self.entries} entries are under way")
 
     def _place(
@@ -131,7 +132,7 @@ class Submission:
         flags: int = 0, key_offset: int = 0, key_length: int = 0,
     ) -> int:  # fmt: skip
         """One entry, after `_need_room`. Its ticket. ValueError for a number that is negative or too large."""
-        place = ((self._sq.position + self._prepared) % self.entries) * SQE_STRUCT.size
+        place = ((self._sq.position + self._prepared) % self._place_count) * SQE_STRUCT.size
         try:
             SQE_STRUCT.pack_into(
                 self._sq_bytes, place, op, priority, flags, handle, iov, key_length, offset, iov_offset, length,
@@ -177,7 +178,7 @@ class Submission:
         unpins = self._session.unpins
         if not unpins:
             return 0
-        room = self.entries - (self._sq.position - self._sq.taken) - self._prepared
+        room = self._place_count - (self._sq.position - self._sq.taken) - self._prepared
         pins = [unpins.popleft() for _ in range(min(room, len(unpins)))]
         rows = np.zeros(len(pins), SQE)
         rows["op"] = Op.RELEASE
