@@ -58,18 +58,18 @@ def run(ring: hf3fs.ioring, count: int) -> list[int]:
     return [done.result for done in ring.submit().wait(min_results=count, timeout=PATIENT)]
 
 
-def thread_states(pid: int) -> list[str]:
-    """A letter for each thread: R runs, T is stopped, ..."""
+def thread_states(pid: int) -> set[str]:
+    """The letters of all threads: R runs, S sleeps, T is stopped, D waits in the kernel for one that is."""
     rows = [stat.read_text() for stat in Path(f"/proc/{pid}/task").glob("*/stat")]
-    return [row.rpartition(")")[2].split()[0] for row in rows]
+    return {row.rpartition(")")[2].split()[0] for row in rows}
 
 
 @contextmanager
 def stopped(mount: KvfuseMount) -> Iterator[None]:
     """The daemon answers nobody."""
-    os.kill(mount.pid, signal.SIGSTOP)
-    wait_until(lambda: all(state == "T" for state in thread_states(mount.pid)), "the daemon stops")
     try:
+        os.kill(mount.pid, signal.SIGSTOP)
+        wait_until(lambda: thread_states(mount.pid) <= {"T", "D"}, "the daemon stops")
         yield
     finally:
         os.kill(mount.pid, signal.SIGCONT)

@@ -20,7 +20,6 @@ from mounting import PATIENCE_S, KvfuseMount, wait_until
 from kvfuse.usrbio.ring import RingMemory
 from kvfuse.usrbio.wire import DESCRIPTORS_MAX, MESSAGE_SIZE_MAX, VERSION, Message, Request
 
-CLIENT = Path(__file__).with_name("ring_clients.py")
 SLOWEST_S = 5.0
 """the longest that a call of the witness may take, on a machine that does much else"""
 IDLE_THREADS_MAX = 24
@@ -135,9 +134,9 @@ class RawClient:
         return self.receive()
 
     def handle(self, request: int, *values: int, descriptors: Sequence[int] = ()) -> int:
-        """The first value of a reply that must be good."""
+        """The first value of the reply. OSError."""
         reply, _ = self.ask(request, *values, descriptors=descriptors)
-        assert reply.status == 0, reply
+        _raise_if_refused(reply)
         return reply.values[0]
 
     def error(self, request: int, *values: int, descriptors: Sequence[int] = ()) -> int:
@@ -149,7 +148,7 @@ class RawClient:
 
     def ring(self, entries: int = 64, aux_size: int = 4096) -> RawRing:
         reply, received = self.ask(Request.ADD_RING, entries, aux_size)
-        assert reply.status == 0, reply
+        _raise_if_refused(reply)
         return RawRing(reply.values[0], *received)
 
     def iov(self, size: int) -> tuple[int, int]:
@@ -163,6 +162,11 @@ class RawClient:
 
     def __exit__(self, *_: object) -> None:
         self.socket.close()
+
+
+def _raise_if_refused(reply: Message) -> None:
+    if reply.status:
+        raise OSError(-reply.status, reply.text)
 
 
 class RawRing:
@@ -186,10 +190,10 @@ class RawRing:
 
 
 class Process:
-    """A program of `ring_clients` that answers a line with a line."""
+    """A program beside this one that answers a line with a line."""
 
-    def __init__(self, kind: str, mount: KvfuseMount, *arguments: str) -> None:
-        command = [sys.executable, str(CLIENT), kind, str(mount.point), *arguments]
+    def __init__(self, program: str, *arguments: object) -> None:
+        command = [sys.executable, str(Path(__file__).with_name(program)), *map(str, arguments)]
         pipe = subprocess.PIPE
         self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
 
@@ -218,7 +222,7 @@ class Process:
 @contextmanager
 def witness(mount: KvfuseMount, seed: int, slowest: float = SLOWEST_S) -> Iterator[None]:
     """A well-behaved client works all the time, looks at every byte, and must have had no trouble at the end."""
-    process = Process("witness", mount, str(seed))
+    process = Process("ring_clients.py", "witness", mount.point, seed)
     try:
         process.ask(do="begin")
         yield

@@ -51,7 +51,7 @@ def sync(folder: Path) -> None:
 def test_killed_clients_leave_nothing_behind(mount: KvfuseMount, rng: random.Random) -> None:
     folder = mount.point / "victims"
     prepare(folder)
-    process = Process("victims", mount)
+    process = Process("ring_clients.py", "victims", mount.point)
     try:
         process.ask(kind="batch", seed=0)  # whatever is made once is made now
         prepare(folder)
@@ -69,24 +69,46 @@ def test_killed_clients_leave_nothing_behind(mount: KvfuseMount, rng: random.Ran
     assert set(os.listdir(folder)) <= names, f"files called {GONE} are not gone"
 
 
-def test_space_of_killed_clients_comes_back(mount: KvfuseMount, rng: random.Random) -> None:
-    """Slots of files that only a killed client had, and of puts that it did not see the end of."""
-    folder = mount.point / "victims"
-    prepare(folder)
-    process = Process("victims", mount)
+def kill_some(mount: KvfuseMount, rng: random.Random) -> None:
+    process = Process("ring_clients.py", "victims", mount.point)
     try:
-        for kind in ("unlinked", "put", "batch", "unlinked", "delete", "write"):
+        for kind in ("unlinked", "put", "batch", "write", "delete", "unlinked", "batch", "delete"):
             assert process.ask(kind=kind, seed=rng.randrange(1 << 30)) == -signal.SIGKILL
         process.end()
     except BaseException:
         process.kill()
         raise
     wait_until(lambda: stats(mount)["rings"]["connections"] == 0, "the end of the connections")
+
+
+def test_space_of_killed_clients_comes_back(mount: KvfuseMount, rng: random.Random) -> None:
+    """Slots of files that only a killed client had, of blocks it removed, of puts that it did not see the end of."""
+    folder = mount.point / "victims"
+    prepare(folder)
+    kill_some(mount, rng)
     for path in folder.iterdir():
         path.unlink()
-
     sync(folder)
     wait_until(lambda: stats(mount)["slabs"]["used_bytes"] == 0, "the space of removed files")
+
+
+def test_the_kernel_sees_what_killed_clients_did(mount: KvfuseMount, rng: random.Random) -> None:
+    """Whatever of it was done: nothing that the kernel had cached before is shown any more."""
+    folder = mount.point / "victims"
+    prepare(folder)
+    cached = [path.read_bytes() for path in folder.iterdir()]
+    assert cached
+    kill_some(mount, rng)
+    with connect(mount.point) as client, client.iov(MIB) as iov, client.ring(8) as ring:
+        namespace = client.namespace("victims")
+        for name in [f"b{number}" for number in range(BLOCKS)] + [f"f{number}" for number in range(4)]:
+            ring.prep_get(iov, 0, namespace, name.encode(), MIB)
+            ring.submit()
+            result = int(ring.wait(1, PATIENCE_S)["result"][0])
+            path = folder / name
+            assert (path.read_bytes() if path.exists() else None) == (
+                bytes(iov.buffer[:result]) if result >= 0 else None
+            )
 
 
 # -- the daemon goes --------------------------------------------------------------------------------

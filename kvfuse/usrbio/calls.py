@@ -15,10 +15,11 @@ import logging
 import os
 import stat
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import trio
 
@@ -36,6 +37,21 @@ from kvfuse.volume.volume import Volume
 log = logging.getLogger(__name__)
 
 
+class _Done(NamedTuple):
+    """A call that changed something, and what that was."""
+
+    call: Call
+    result: int
+    content: int = 0
+    """inode whose bytes changed"""
+    directory: int = 0
+    """inode of the directory whose names changed"""
+    names: Sequence[tuple[bytes, int]] = ()
+    """names, and the inodes they meant before; 0: nothing"""
+    found: Sequence[bool] | None = None
+    """of a call with many keys: the answer for each"""
+
+
 @dataclass
 class Calls:
     """The calls of one connection. ``nursery``: their tasks run in it, and end with it."""
@@ -46,22 +62,45 @@ class Calls:
     nursery: trio.Nursery
     _under_way: dict[tuple[Worker, int], list[tuple[Call, trio.CancelScope]]] = field(default_factory=dict)
     """by ring and user_data, oldest first"""
+    _puts: deque[tuple[Worker, Call]] = field(default_factory=deque)
+    """that wait for the one before; empty when none is under way"""
+    _done: dict[Worker, deque[_Done]] = field(default_factory=dict)
+    """of which the kernel has to hear before they are completed"""
 
     def start(self, worker: Worker, calls: list[Call]) -> None:
+        """A task for each call; puts that nobody waits for long share one, which is much cheaper."""
         for call in calls:
-            if not call.ended:
+            if call.ended:
+                continue
+            if call.entry.op != Op.PUT or call.deadline < float("inf") or self.volume.blocks.waits(_directory(call)):
                 self.nursery.start_soon(self._run, worker, call)
+                continue
+            self._puts.append((worker, call))
+            if len(self._puts) == 1:
+                self.nursery.start_soon(self._run_puts)
+
+    async def _run_puts(self) -> None:
+        while self._puts:
+            worker, call = self._puts[0]
+            try:
+                if not call.ended:
+                    await self._run(worker, call)
+            finally:
+                self._puts.popleft()
 
     def cancel(self, worker: Worker, call: Call) -> None:
         self.nursery.start_soon(self._cancel, worker, call)
 
     async def _cancel(self, worker: Worker, call: Call) -> None:
-        found = self._under_way.get((worker, call.entry.offset))
-        if not found or found[0][0].ended:
+        number = call.entry.offset
+        found = self._under_way.get((worker, number))
+        waiting = [put for ring, put in self._puts if ring is worker and put.entry.user_data == number]
+        target = found[0][0] if found else waiting[0] if waiting else call
+        if target is call or target.ended:
             worker.complete(call, -errno.ENOENT)
             return
-        target, scope = found[0]
-        scope.cancel()
+        if found:
+            found[0][1].cancel()
         worker.give_up(target, errno.ECANCELED, lambda: worker.complete(call, 0))
 
     async def settled(self, worker: Worker, iov: Iov) -> None:
@@ -182,26 +221,51 @@ class Calls:
             except errors.KvfuseError:
                 if not written:
                     raise
-        self._finish(worker, call, written, lambda: self.kernel.drop_content(file.ino))
+            except trio.Cancelled:  # some of it may be done
+                self._off_loop(worker, lambda: self.kernel.drop_content(file.ino))
+                raise
+        self._finish(worker, _Done(call, written, content=file.ino))
 
     async def _fsync(self, worker: Worker, call: Call) -> None:
         async with self._using(call) as file:
             await self.volume.fsync(file.handle)
         worker.complete(call, 0)
 
-    def _finish(self, worker: Worker, call: Call, result: int, drop: Callable[[], None]) -> None:
-        """Drop from the kernel's cache what has changed, then complete."""
+    def _finish(self, worker: Worker, done: _Done) -> None:
+        """Complete a call after the kernel has dropped what is no longer true; many at once where they come fast."""
+        queue = self._done.setdefault(worker, deque())
+        queue.append(done)
+        if len(queue) == 1:  # else whoever is to take the one before takes this, too
+            self._off_loop(worker, lambda: self._tell_kernel(worker, queue))
 
-        def job() -> None:
-            try:
-                drop()
-            except errors.KvfuseError as error:
-                log.warning("%s", error)
-                worker.complete(call, -errno.EIO)
-            else:
-                worker.complete(call, result)
+    def _tell_kernel(self, worker: Worker, queue: deque[_Done]) -> None:
+        """Not in the event loop: it may wait for the kernel."""
+        rows = []
+        while queue:
+            rows.append(queue[0])
+            for name, ino in rows[-1].names:
+                self._drop(self.kernel.drop_name, rows[-1].directory, name, ino)
+            queue.popleft()
+        for directory in {row.directory for row in rows if row.names}:
+            self._drop(self.kernel.drop_attributes, directory)
+        for ino in {row.content for row in rows if row.content}:
+            self._drop(self.kernel.drop_content, ino)
+        for row in rows:
+            if row.found is not None:
+                worker.server.answer_keys(row.call, row.found)
+        worker.complete_many([(row.call, row.result) for row in rows if row.found is None])
 
-        worker.run_here(job)
+    def _drop(self, drop: Callable[..., None], *arguments: object) -> None:
+        """What the kernel refuses to drop ends by its timeout: the change itself is done, and told so."""
+        try:
+            drop(*arguments)
+        except errors.KvfuseError as error:
+            log.warning("%s", error)
+
+    def _off_loop(self, worker: Worker, job: Callable[[], None]) -> None:
+        """Call ``job``, which may wait for the kernel, in the ring's thread; in any other one if that has ended."""
+        if not worker.run_here(job):
+            self.nursery.start_soon(_in_any_thread, job)
 
     # -- blocks --------------------------------------------------------------------------------------
 
@@ -244,7 +308,7 @@ class Calls:
         await self._check(namespace, 3)
         await self._check_sticky(namespace, call.names)
         old = await self.volume.blocks.put(namespace.ino, name, call.data, self.caller(), namespace.mode)
-        self._finish(worker, call, entry.length, lambda: self._drop_names(namespace, [(name, old)]))
+        self._finish(worker, _Done(call, entry.length, directory=namespace.ino, names=[(name, old)]))
 
     async def _exists(self, worker: Worker, call: Call) -> None:
         namespace = call.namespace
@@ -261,13 +325,12 @@ class Calls:
         assert namespace is not None
         await self._check(namespace, 3)
         await self._check_sticky(namespace, call.names)
-        inodes = await self.volume.blocks.delete(namespace.ino, call.names)
+        with trio.CancelScope(shield=True):  # given up in the middle, nobody would know what the kernel has to drop
+            inodes = await self.volume.blocks.delete(namespace.ino, call.names)
 
-        def job() -> None:
-            self._drop_names(namespace, [row for row in zip(call.names, inodes, strict=True) if row[1]])
-            worker.server.answer_keys(call, [ino != 0 for ino in inodes])
-
-        worker.run_here(job)
+        gone = [row for row in zip(call.names, inodes, strict=True) if row[1]]
+        found = [ino != 0 for ino in inodes]
+        self._finish(worker, _Done(call, 0, directory=namespace.ino, names=gone, found=found))
 
     async def _prefetch(self, worker: Worker, call: Call) -> None:
         namespace = call.namespace
@@ -280,12 +343,6 @@ class Calls:
                 readable.append(name)
         loaded = dict(zip(readable, await self.volume.blocks.prefetch(namespace.ino, readable), strict=True))
         worker.server.answer_keys(call, [loaded.get(name, False) for name in call.names])
-
-    def _drop_names(self, namespace: Namespace, changes: list[tuple[bytes, int]]) -> None:
-        """In the ring thread."""
-        for name, ino in changes:
-            self.kernel.drop_name(namespace.ino, name, ino)
-        self.kernel.drop_attributes(namespace.ino)
 
     def caller(self) -> Caller:
         return Caller(self.peer.uid, self.peer.gid, self.peer.pid)
@@ -306,8 +363,18 @@ class Calls:
                 raise errors.PermissionDenied(f"{os.fsdecode(name)} is somebody else's, and the directory sticky")
 
 
+def _directory(call: Call) -> int:
+    assert call.namespace is not None
+    return call.namespace.ino
+
+
+async def _in_any_thread(job: Callable[[], None]) -> None:
+    with trio.CancelScope(shield=True):
+        await trio.to_thread.run_sync(job)
+
+
 async def _in_ring_thread(worker: Worker, job: Callable[[], bool]) -> bool:
-    """What ``job`` says, called by the ring thread."""
+    """What ``job`` says, called by the ring thread; False if that has ended."""
     done = trio.Event()
     token = trio.lowlevel.current_trio_token()
     results: list[bool] = []
@@ -319,7 +386,8 @@ async def _in_ring_thread(worker: Worker, job: Callable[[], bool]) -> bool:
         finally:
             token.run_sync_soon(done.set)
 
-    worker.run_here(run)
+    if not worker.run_here(run):
+        return False
     await done.wait()
     return results[0]
 

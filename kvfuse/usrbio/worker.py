@@ -85,18 +85,19 @@ class Worker:
     def close(self) -> None:
         """After the thread has ended: let go of the ring's memory, and of its descriptors."""
         with self._lock:  # who comes later finds the ring stopped, and touches nothing
-            self._inbox.clear()
             self.server.close()
             del self._memory, self._sq, self._cq, self._own_bell, self._client_bell
         self._poll.close()
         os.close(self._wake)
 
-    def run_here(self, job: Callable[[], None]) -> None:
-        """Let the ring thread call ``job`` soon, unless the ring ends."""
+    def run_here(self, job: Callable[[], None]) -> bool:
+        """Let the ring thread call ``job`` soon. False, and it will not, if the ring has ended."""
         with self._lock:
-            if not self.stopped:
-                self._inbox.append(job)
-                os.eventfd_write(self._wake, 1)
+            if self.stopped:
+                return False
+            self._inbox.append(job)
+            os.eventfd_write(self._wake, 1)
+            return True
 
     def complete(self, call: Call, result: int, offset: int = 0, arena: int = 0, pin: int = 0) -> bool:
         """End an operation, once. False when it had ended before: whatever was done is not told."""
@@ -107,6 +108,17 @@ class Worker:
             row = CQE_STRUCT.pack(call.entry.user_data, result, offset, arena, pin)
             self._publish(np.frombuffer(row, CQE))
             return True
+
+    def complete_many(self, rows: list[tuple[Call, int]]) -> None:
+        """End operations that have not ended before."""
+        with self._lock:
+            rows = [row for row in rows if not row[0].ended]
+            if not rows or self.stopped:
+                return
+            for call, _ in rows:
+                call.ended = True
+            packed = b"".join([CQE_STRUCT.pack(call.entry.user_data, result, 0, 0, 0) for call, result in rows])
+            self._publish(np.frombuffer(packed, CQE))
 
     def give_up(self, call: Call, number: int, then: Callable[[], object] = lambda: None) -> None:
         """End an operation with an errno before it is done - once the ring thread is not at it - and call ``then``."""
@@ -155,6 +167,11 @@ class Worker:
         except Exception:
             log.exception("a ring's thread failed")
             self._tables.failed("the ring could not be served")
+        finally:
+            with self._lock:
+                self.stopped = True
+            while self._inbox:  # the kernel has to hear of changes, whether or not anybody waits for them
+                self._inbox.popleft()()
 
     def step(self) -> bool:
         """Take what was submitted, and serve some of it; False when there was nothing to serve."""

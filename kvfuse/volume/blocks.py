@@ -217,8 +217,14 @@ class Blocks:
             self.core.tier.keep(node.ino, data)
         self.counters.puts += 1
         self.counters.put_bytes += len(content)
-        await self.names.publish(folder, node)
+        with trio.CancelScope(shield=True):  # it is done: the caller has to hear what was replaced
+            await self.names.publish(folder, node)
         return found.node.ino if found.node is not None else 0
+
+    def waits(self, directory: int) -> bool:
+        """A put there waits for its commit; or it is not known whether it does."""
+        folder = self.core.nodes.get(directory)
+        return folder is None or self.names.is_strict(folder)
 
     async def _prepare(self, directory: int, name: bytes, size: int) -> tuple[Node, Found, list[list[Slot]]]:
         """(directory, what the name means, slots for each chunk): all true until the next await."""
@@ -257,7 +263,7 @@ class Blocks:
             staged.slots = taken
             chunk = node.chunks[index] = Chunk()
             self.flusher.stage(node, chunk, staged)
-            if staged.length == node.chunk_size:
+            if staged.length == node.chunk_size and self.flusher.is_half_full:
                 self.flusher.chunk_is_full(node, index)
 
     async def delete(self, directory: int, names: Sequence[bytes]) -> list[int]:

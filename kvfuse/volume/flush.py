@@ -117,6 +117,11 @@ class Flusher:
         self._full[node.ino, index] = (node, index)
         self._work.set()
 
+    @property
+    def is_half_full(self) -> bool:
+        """So much is staged that it should be written before the next commit asks for it."""
+        return self.staged_bytes > self.staging_size // 2
+
     async def wait_for_room(self) -> None:
         """Return when less is staged than may be. Everything staged is being written meanwhile."""
         while self.staged_bytes > self.staging_size:
