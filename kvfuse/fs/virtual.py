@@ -15,9 +15,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from kvfuse.errors import BadHandle, NotADirectory, NotFound, NotPermitted, PermissionDenied
-from kvfuse.volume.api import FIRST_INODE, ROOT_INODE, DirEntry
+from kvfuse.volume.api import FIRST_INODE, ROOT_INODE, VIRTUAL_NAME, DirEntry
 
-FOLDER_NAME = b".kvfuse"
+FOLDER_NAME = VIRTUAL_NAME
 SOCKET_NAME = b"control.sock"
 FOLDER_INODE = ROOT_INODE + 1
 FIRST_FILE_INODE = FOLDER_INODE + 1

@@ -6,10 +6,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from kvfuse.usrbio.memory import Share
 from kvfuse.usrbio.registry import Iov, Namespace, OpenFile
 
 if TYPE_CHECKING:
     from kvfuse.usrbio.worker import Worker
+
+
+PIECE = 4 << 20
+"""Bytes that are read at once into memory of the daemon."""
 
 
 class Entry(NamedTuple):
@@ -53,6 +58,8 @@ class Call:
     """file names of the keys"""
     data: Any = None
     """PUT, WRITE: a copy of the bytes"""
+    size: int = 0
+    """what it holds of its connection's share of memory, until its task has ended"""
     busy: bool = False
     """the ring thread is at it"""
     doom: Callable[[], None] | None = None
@@ -67,12 +74,17 @@ class Refused(Exception):
         self.number = number
 
 
+class Short(Exception):
+    """There is no memory for an entry now: it has to wait."""
+
+
 class Tables(Protocol):
     """What the worker asks of its connection: what is registered, and what the event loop does for it."""
 
     files: dict[int, OpenFile]
     iovs: dict[int, Iov]
     namespaces: dict[int, Namespace]
+    share: Share
 
     def start(self, worker: Worker, calls: list[Call]) -> None:
         """In the event loop: do these calls. Called from the ring thread."""
@@ -81,7 +93,7 @@ class Tables(Protocol):
         """In the event loop: end the call that ``call`` wants to cancel."""
 
     def pin(self, block: Any) -> int:
-        """Hold a block of the tier until `unpin`; any thread."""
+        """Hold a block of the tier until `unpin`; 0, and it is not held, where that are too many. Any thread."""
 
     def unpin(self, pin: int) -> None: ...
     def allocate(self, namespace: Namespace, size: int) -> Any:

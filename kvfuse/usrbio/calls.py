@@ -16,16 +16,18 @@ import os
 import stat
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import trio
 
 from kvfuse import errors
 from kvfuse.errnos import errno_of
-from kvfuse.usrbio.call import Call
+from kvfuse.usrbio.call import PIECE, Call
+from kvfuse.usrbio.memory import Share
 from kvfuse.usrbio.registry import Iov, Namespace, OpenFile, Peer
 from kvfuse.usrbio.wire import Op
 from kvfuse.usrbio.worker import Worker
@@ -60,6 +62,7 @@ class Calls:
     kernel: KernelCache
     peer: Peer
     nursery: trio.Nursery
+    share: Share
     _under_way: dict[tuple[Worker, int], list[tuple[Call, trio.CancelScope]]] = field(default_factory=dict)
     """by ring and user_data, oldest first"""
     _puts: deque[tuple[Worker, Call]] = field(default_factory=deque)
@@ -68,23 +71,41 @@ class Calls:
     """of which the kernel has to hear before they are completed"""
 
     def start(self, worker: Worker, calls: list[Call]) -> None:
-        """A task for each call; puts that nobody waits for long share one, which is much cheaper."""
+        """A task for each call; writes of one file, and puts that are not waited for, share one: it is much cheaper."""
+        writes: dict[OpenFile, list[Call]] = {}
         for call in calls:
-            if call.ended:
+            if call.deadline == float("inf") and call.entry.op == Op.WRITE and call.file is not None:
+                writes.setdefault(call.file, []).append(call)
                 continue
-            if call.entry.op != Op.PUT or call.deadline < float("inf") or self.volume.blocks.waits(_directory(call)):
+            if call.deadline < float("inf") or call.entry.op != Op.PUT or self.volume.blocks.waits(_directory(call)):
                 self.nursery.start_soon(self._run, worker, call)
                 continue
             self._puts.append((worker, call))
             if len(self._puts) == 1:
                 self.nursery.start_soon(self._run_puts)
 
+        for file, group in writes.items():
+            self.nursery.start_soon(self._run_writes, worker, file, group)
+
+    async def _run_writes(self, worker: Worker, file: OpenFile, calls: list[Call]) -> None:
+        """Small writes of one file: together, as far as they can be; the others one by one."""
+        written = [False] * len(calls)
+        if len(calls) > 1:
+            with _answering(worker, *calls):
+                async with self._using(calls[0]):
+                    writes = [(call.entry.offset, call.data) for call in calls]
+                    written = await self.volume.write_in_slots(file.handle, writes)
+        for call, done in zip(calls, written, strict=True):
+            if done:
+                self._finish(worker, _Done(call, call.entry.length, content=file.ino))
+            elif not call.ended:
+                await self._run(worker, call)
+
     async def _run_puts(self) -> None:
         while self._puts:
             worker, call = self._puts[0]
             try:
-                if not call.ended:
-                    await self._run(worker, call)
+                await self._run(worker, call)
             finally:
                 self._puts.popleft()
 
@@ -142,8 +163,14 @@ class Calls:
                     await self.volume.release(file.handle)
 
     async def _run(self, worker: Worker, call: Call) -> None:
-        if worker.stopped:
-            return  # nobody would end it: `end` has been here
+        try:
+            if not (call.ended or worker.stopped):  # when it has stopped, `end` has been here: nobody would end it
+                await self._run_until_ended(worker, call)
+        finally:
+            call.data = None
+            self.share.give(call.size)
+
+    async def _run_until_ended(self, worker: Worker, call: Call) -> None:
         key = (worker, call.entry.user_data)
         with trio.CancelScope() as scope:
             row = (call, scope)
@@ -175,15 +202,8 @@ class Calls:
             nursery.cancel_scope.cancel()
 
     async def _do(self, worker: Worker, call: Call) -> None:
-        try:
+        with _answering(worker, call):
             await HANDLERS[Op(call.entry.op)](self, worker, call)
-        except OSError as error:
-            worker.complete(call, -(error.errno or errno.EIO))
-        except Exception as error:
-            number = errno_of(error)
-            if number is None:
-                log.exception("%s failed", Op(call.entry.op).name)
-            worker.complete(call, -(number or errno.EIO))
 
     # -- files ---------------------------------------------------------------------------------------
 
@@ -205,11 +225,15 @@ class Calls:
     async def _read_here(self, worker: Worker, call: Call, handle: Any, offset: int, length: int) -> None:
         iov, iov_offset = call.iov, call.entry.iov_offset
         assert iov is not None
-        buffer = bytearray(length)
-        count = await self.volume.read_into(handle, offset, memoryview(buffer))
-        data = memoryview(buffer)[:count]
-        if worker.write_if_wanted(call, lambda: iov.write(iov_offset, data)):
-            worker.complete(call, count)
+        done, is_end = 0, False
+        while done < length and not is_end:
+            buffer = memoryview(bytearray(min(length - done, PIECE)))
+            count = await self.volume.read_into(handle, offset + done, buffer)
+            if not worker.write_if_wanted(call, partial(iov.write, iov_offset + done, buffer[:count])):
+                return
+            done += count
+            is_end = count < len(buffer)
+        worker.complete(call, done)
 
     async def _write(self, worker: Worker, call: Call) -> None:
         written = 0
@@ -348,9 +372,13 @@ class Calls:
         return Caller(self.peer.uid, self.peer.gid, self.peer.pid)
 
     async def _check(self, namespace: Namespace, wanted: int) -> None:
-        """PermissionDenied, unless the peer may use the directory so: 1 search, 2 write."""
-        if self.peer.uid != 0 and not self.peer.may(await self.volume.attributes(namespace.ino), wanted):
+        """PermissionDenied or ReadOnly, unless the peer may use the directory so: 1 search, 2 write."""
+        directory = await self.volume.attributes(namespace.ino)
+        namespace.may_list = self.peer.may(directory, 4)
+        if not self.peer.may(directory, wanted):
             raise errors.PermissionDenied("the namespace's directory does not allow it")
+        if wanted & 2 and namespace.read_only:
+            raise errors.ReadOnly("the mount is bound read-only there")
 
     async def _check_sticky(self, namespace: Namespace, names: Sequence[bytes]) -> None:
         """PermissionDenied for taking names from somebody else in a directory with the sticky bit."""
@@ -358,9 +386,22 @@ class Calls:
         if not directory.mode & stat.S_ISVTX or self.peer.uid in (0, directory.uid):
             return
         for name in names:
-            old = await self.volume.blocks.bind(namespace.ino, name)
+            old = (await self.volume.lookups.find(namespace.ino, name)).node
             if old is not None and old.uid != self.peer.uid:
                 raise errors.PermissionDenied(f"{os.fsdecode(name)} is somebody else's, and the directory sticky")
+
+
+@contextmanager
+def _answering(worker: Worker, *calls: Call) -> Iterator[None]:
+    """End the calls with the errno of whatever is raised."""
+    try:
+        yield
+    except Exception as error:
+        number = error.errno if isinstance(error, OSError) else errno_of(error)
+        if number is None:
+            log.exception("%s failed", Op(calls[0].entry.op).name)
+        for call in calls:
+            worker.complete(call, -(number or errno.EIO))
 
 
 def _directory(call: Call) -> int:

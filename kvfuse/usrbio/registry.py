@@ -93,6 +93,10 @@ class Namespace:
     """permission bits of new blocks"""
     gid: int
     """group of new blocks"""
+    read_only: bool = False
+    """the peer has it through a mount that is bound read-only"""
+    may_list: bool = False
+    """the peer may, as far as known, find out every name; else it must not see blocks that it did not name"""
     bindings: dict[bytes, Binding] = field(default_factory=dict)
     """file name -> what it meant, which this peer may read; to be asked whether it is still valid"""
 
@@ -168,11 +172,14 @@ def check_file(descriptor: int, device: int, access: Access) -> int:
     return status.st_ino
 
 
-def check_directory(descriptor: int, device: int) -> int:
-    """The inode of a descriptor of a directory of the mount. May wait for the kernel. BadHandle, NotADirectory."""
+def check_directory(descriptor: int, device: int) -> tuple[int, bool]:
+    """(inode, bound read-only) of a descriptor of a directory of the mount. May wait for the kernel.
+
+    KvfuseError: BadHandle, NotADirectory.
+    """
     status = os.fstat(descriptor)
     if status.st_dev != device:
         raise errors.BadHandle("the descriptor is not one of this mount")
     if not stat.S_ISDIR(status.st_mode):
         raise errors.NotADirectory("the descriptor is not one of a directory")
-    return status.st_ino
+    return status.st_ino, bool(os.fstatvfs(descriptor).f_flag & os.ST_RDONLY)

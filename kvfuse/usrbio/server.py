@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvfuse.usrbio import reads
-from kvfuse.usrbio.call import Answer, Call, Entry, Refused, Tables
+from kvfuse.usrbio.call import PIECE, Answer, Call, Entry, Refused, Short, Tables
 from kvfuse.usrbio.keys import file_name, file_names
 from kvfuse.usrbio.registry import Iov, Namespace
 from kvfuse.usrbio.ring import Entries
@@ -24,6 +24,8 @@ from kvfuse.usrbio.wire import (
     FILE_OPS,
     IOV_SIZE_MAX,
     KEY_SIZE_MAX,
+    KEYS_MAX,
+    LENGTH_MAX,
     SQE_STRUCT,
     Flag,
     Op,
@@ -39,6 +41,10 @@ COLUMNS_MIN = 24
 LARGE = 256 << 10
 """Bytes of an operation from which it is not kept back for those behind it."""
 OFFSET_MAX = 1 << 62
+CALL_SIZE = 8 << 10
+"""Bytes that the task of a call takes, about."""
+KEY_SIZE = 100
+"""Bytes that a key takes beside its own, about."""
 TIMEOUT_US_MAX = (1 << 32) - 1
 """in an SQE's last word; the bits above are reserved"""
 OPS = frozenset(map(int, Op))
@@ -64,15 +70,16 @@ class Server:
 
     # -- serving -------------------------------------------------------------------------------------
 
-    def serve(self, rows: Entries, taken_at: float) -> None:
-        """Serve what was taken from the queue at ``taken_at`` (monotonic seconds)."""
+    def serve(self, rows: Entries, taken_at: float) -> Entries:
+        """Serve what was taken from the queue at ``taken_at`` (monotonic seconds). What waits for memory comes back."""
         if len(rows) >= COLUMNS_MIN:
             rows = self._serve_columns(self._without_overlaps(rows), taken_at)
         elif len(rows) > 1 and _may_overlap(rows):
             rows = self._without_overlaps(rows)
         calls: list[Call] = []
         done: list[bytes] = []
-        for fields in SQE_STRUCT.iter_unpack(rows.tobytes()):
+        waiting: list[int] = []
+        for number, fields in enumerate(SQE_STRUCT.iter_unpack(rows.tobytes())):
             entry = Entry._make(fields)
             try:
                 answer = self._serve_one(entry, taken_at, calls)
@@ -80,12 +87,16 @@ class Server:
                 answer = Answer(-refusal.number)
             except OSError as error:
                 answer = Answer(-(error.errno or errno.EIO))
+            except Short:
+                waiting.append(number)
+                continue
             if answer is not None:
                 done.append(CQE_STRUCT.pack(entry.user_data, *answer))
             if entry.length >= LARGE:  # it is not kept back for those behind it
                 self._pass_on(done, calls)
                 done, calls = [], []
         self._pass_on(done, calls)
+        return rows[waiting] if waiting else rows[:0]
 
     def _pass_on(self, done: list[bytes], calls: list[Call]) -> None:
         if done:
@@ -216,15 +227,16 @@ class Server:
             if not (file.readable if entry.op == Op.READ else file.writable):
                 raise Refused(errno.EBADF)
             if entry.op == Op.WRITE:
-                buffer = np.empty(entry.length, np.uint8)
-                iov.read(entry.iov_offset, buffer)
-                call.data = buffer.data
+                self._reserve(call, entry.length)
+                self._copy(call, np.empty(entry.length, np.uint8), iov)
             else:
                 if not iov.writable:
                     raise Refused(errno.EACCES)
                 result = reads.read(file.map, entry.offset, entry.length, iov, entry.iov_offset)
                 if result != reads.ASK:
                     return Answer(result)
+        if not call.size:
+            self._reserve(call, min(entry.length, PIECE))
         calls.append(call)
         return None
 
@@ -233,7 +245,25 @@ class Server:
         iov = self._tables.iovs.get(entry.iov)
         if iov is None or entry.length > iov.size or entry.iov_offset > iov.size - entry.length:
             raise Refused(errno.EFAULT)
+        if entry.length > LENGTH_MAX:
+            raise Refused(errno.EINVAL)
         return iov
+
+    def _reserve(self, call: Call, size: int) -> None:
+        """Let a call have ``size`` bytes and what its task takes. Short."""
+        size += CALL_SIZE
+        if not self._tables.share.take(size):
+            raise Short
+        call.size = size
+
+    def _copy(self, call: Call, buffer: npt.NDArray[np.uint8], iov: Iov) -> None:
+        """The bytes of an entry, which the client may change from now on. OSError."""
+        try:
+            iov.read(call.entry.iov_offset, buffer)
+        except OSError:
+            self._tables.share.give(call.size)
+            raise
+        call.data = buffer.data
 
     # keys
 
@@ -260,10 +290,12 @@ class Server:
         namespace = self._namespace(entry)
         name = self._name(entry)
         iov = self._range(entry)
+        call = Call(entry, deadline, namespace=namespace, names=(name,))
         block = self._tables.allocate(namespace, entry.length)
-        buffer = np.empty(entry.length, np.uint8) if block is None else block.buffer
-        iov.read(entry.iov_offset, buffer)
-        return Call(entry, deadline, namespace=namespace, names=(name,), data=buffer.data if block is None else block)
+        self._reserve(call, entry.length if block is None else 0)
+        self._copy(call, np.empty(entry.length, np.uint8) if block is None else block.buffer, iov)
+        call.data = call.data if block is None else block
+        return call
 
     def _serve_get(self, entry: Entry, deadline: float, calls: list[Call]) -> Answer | None:
         namespace = self._namespace(entry)
@@ -273,7 +305,9 @@ class Server:
             raise Refused(errno.EACCES)
         answer = self._get(entry, namespace, name, iov)
         if answer is None:
-            calls.append(Call(entry, deadline, namespace=namespace, names=(name,), iov=iov))
+            call = Call(entry, deadline, namespace=namespace, names=(name,), iov=iov)
+            self._reserve(call, min(entry.length, PIECE))
+            calls.append(call)
         return answer
 
     def _get(self, entry: Entry, namespace: Namespace, name: bytes, iov: Iov | None) -> Answer | None:
@@ -287,9 +321,11 @@ class Server:
             return None
         row = content.rows.get(0)
         pin = 0
-        if entry.flags & _VIEW and size and row is not None and row.block is not None:
-            assert row.source is not None
+        if entry.flags & _VIEW and size and row is not None and row.block is not None and namespace.may_list:
             pin = self._tables.pin(row.block)
+        if pin:
+            assert row is not None
+            assert row.source is not None
             answer = Answer(size, row.start, row.source.arena, pin)
         elif size > entry.length:
             answer = Answer(-errno.EMSGSIZE, size)
@@ -334,15 +370,17 @@ class Server:
 
     def _call_of_keys(self, entry: Entry, deadline: float) -> Call:
         namespace = self._namespace(entry)
-        if entry.flags & ~_PREFIX or entry.length > entry.key_length:
+        if entry.flags & ~_PREFIX or entry.length > min(entry.key_length, KEYS_MAX):
             raise Refused(errno.EINVAL)
         self._aux(entry.offset, entry.length)
+        call = Call(entry, deadline, namespace=namespace)
         data = self._aux(entry.key_offset, entry.key_length).tobytes()
         try:
-            names = file_names(unpack_keys(data, entry.length))
+            call.names = file_names(unpack_keys(data, entry.length))
         except ValueError:
             raise Refused(errno.EINVAL) from None
-        return Call(entry, deadline, namespace=namespace, names=names)
+        self._reserve(call, len(data) + entry.length * KEY_SIZE)
+        return call
 
     def answer_keys(self, call: Call, found: Sequence[bool]) -> None:
         """Write a result byte for each key, and complete the call."""

@@ -11,12 +11,13 @@ import errno
 import itertools
 import logging
 import os
+import resource
 import socket
 import threading
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection
-from contextlib import ExitStack
-from typing import Any
+from collections.abc import Awaitable, Callable
+from contextlib import ExitStack, closing
+from typing import Any, TypeVar
 
 import trio
 
@@ -25,12 +26,14 @@ from kvfuse.errnos import errno_of
 from kvfuse.usrbio import registry
 from kvfuse.usrbio.call import Call, Tables
 from kvfuse.usrbio.calls import Calls
+from kvfuse.usrbio.memory import Pool, Share
 from kvfuse.usrbio.registry import Iov, Namespace, OpenFile, Peer
 from kvfuse.usrbio.ring import RingMemory
 from kvfuse.usrbio.wire import (
     DESCRIPTORS_MAX,
     ENTRIES_MAX,
     IOV_SIZE_MAX,
+    LENGTH_MAX,
     MESSAGE_SIZE_MAX,
     VERSION,
     Access,
@@ -44,12 +47,18 @@ from kvfuse.volume.tier import ReadClass
 from kvfuse.volume.volume import Volume
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 CONNECTIONS_MAX = 1024
 THINGS_MAX = 65536
-"""files, iovs and namespaces of one connection"""
+"""files, iovs, namespaces and pins of one connection"""
 RINGS_MAX = 256
 """rings of one connection: each has a thread"""
+ALL_RINGS_MAX = 1024
+DESCRIPTORS_OF_RING = 5
+DESCRIPTORS_OF_IOV = 2
+MEMORY_SIZE = LENGTH_MAX + (64 << 20)
+"""Bytes that calls under way may hold."""
 KERNEL_SECONDS = 10.0
 """how long the kernel may take to tell about a descriptor, or to close it"""
 KERNEL_THREADS = trio.CapacityLimiter(64)
@@ -68,15 +77,15 @@ async def serve_rings(
     task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
 ) -> None:
     """Serve clients that connect to ``listener``, until cancelled. ``device``: st_dev of the mount's files."""
-    connections: set[Connection] = set()
-    volume.sections["rings"] = lambda: _statistics(connections)
+    clients = _Clients(volume, kernel, device)
+    volume.sections["rings"] = clients.statistics
     accepting = trio.socket.from_stdlib_socket(listener.dup())
     with accepting:
         async with trio.open_nursery() as nursery:
             task_status.started()
             while True:
                 stream = await _accept(accepting)
-                nursery.start_soon(_serve_client, volume, stream, kernel, device, connections)
+                nursery.start_soon(clients.serve, stream)
 
 
 async def _accept(listener: trio.socket.SocketType) -> trio.socket.SocketType:
@@ -93,34 +102,55 @@ async def _accept(listener: trio.socket.SocketType) -> trio.socket.SocketType:
             return stream
 
 
-async def _serve_client(
-    volume: Volume, stream: trio.socket.SocketType, kernel: KernelCache, device: int, connections: set[Connection]
-) -> None:
-    with stream:
-        if len(connections) >= CONNECTIONS_MAX:
-            log.warning("%d clients are connected: another one was turned away", CONNECTIONS_MAX)
-            return
-        try:
+class _Clients:
+    """All that are connected, and what they share: the volume, and the limits of this process."""
+
+    def __init__(self, volume: Volume, kernel: KernelCache, device: int) -> None:
+        self.volume = volume
+        self.kernel = kernel
+        self.device = device
+        self.pool = Pool(MEMORY_SIZE)
+        self._connections: set[Connection] = set()
+        self._descriptors_max = resource.getrlimit(resource.RLIMIT_NOFILE)[0] * 3 // 4
+
+    async def serve(self, stream: trio.socket.SocketType) -> None:
+        """One client, until it is gone."""
+        with stream:
+            if len(self._connections) >= CONNECTIONS_MAX:
+                log.warning("%d clients are connected: another one was turned away", CONNECTIONS_MAX)
+                return
+            try:
+                await self._serve(stream)
+            except* OSError as group:
+                log.info("a client's connection failed: %s", group.exceptions[0])
+            except* Exception as group:  # its own connection ends; all others go on
+                log.error("a client could not be served", exc_info=group)
+
+    async def _serve(self, stream: trio.socket.SocketType) -> None:
+        with closing(Share(self.pool)) as share:  # when no task of the client's is left
             async with trio.open_nursery() as nursery:
-                connection = Connection(volume, stream, kernel, device, nursery)
-                connections.add(connection)
+                connection = Connection(self, stream, nursery, share)
+                self._connections.add(connection)
                 try:
                     await connection.run()
                 finally:
-                    connections.discard(connection)
+                    self._connections.discard(connection)
                 nursery.cancel_scope.cancel()
-        except* OSError as group:
-            log.info("a client's connection failed: %s", group.exceptions[0])
-        except* Exception as group:  # its own connection ends; all others go on
-            log.error("a client could not be served", exc_info=group)
 
+    def check_room(self) -> None:
+        """For one more ring or iov. The daemon needs descriptors for its own work, too. InvalidArgument."""
+        counts = self.statistics()
+        used = DESCRIPTORS_OF_RING * counts["rings"] + DESCRIPTORS_OF_IOV * counts["iovs"] + counts["connections"]
+        if counts["rings"] >= ALL_RINGS_MAX or used + DESCRIPTORS_OF_RING > self._descriptors_max:
+            raise errors.InvalidArgument("all clients together have as much registered as this daemon can hold")
 
-def _statistics(connections: Collection[Connection]) -> dict[str, int]:
-    """What all clients have registered now."""
-    counts = Counter(connections=len(connections), files=0, iovs=0, namespaces=0, rings=0, pins=0)
-    for connection in connections:
-        counts.update(connection.counts())
-    return {**counts, "threads": sum(thread.name == THREAD_NAME for thread in threading.enumerate())}
+    def statistics(self) -> dict[str, int]:
+        """What all clients have registered now."""
+        counts = Counter(connections=len(self._connections), files=0, iovs=0, namespaces=0, rings=0, pins=0)
+        for connection in self._connections:
+            counts.update(connection.counts())
+        threads = sum(thread.name == THREAD_NAME for thread in threading.enumerate())
+        return {**counts, "threads": threads, "memory_bytes": MEMORY_SIZE - self.pool.free}
 
 
 class _Ring:
@@ -153,21 +183,18 @@ class Connection:
     """One client. It is the `worker.Tables` of its rings' threads."""
 
     def __init__(
-        self,
-        volume: Volume,
-        stream: trio.socket.SocketType,
-        kernel: KernelCache,
-        device: int,
-        nursery: trio.Nursery,
+        self, clients: _Clients, stream: trio.socket.SocketType, nursery: trio.Nursery, share: Share
     ) -> None:
         self.peer = Peer.of(stream)
         self.files: dict[int, OpenFile] = {}
         self.iovs: dict[int, Iov] = {}
         self.namespaces: dict[int, Namespace] = {}
-        self._volume = volume
+        self._clients = clients
+        self._volume = clients.volume
         self._stream = stream
-        self._device = device
-        self._calls = Calls(volume, kernel, self.peer, nursery)
+        self._device = clients.device
+        self.share = share
+        self._calls = Calls(clients.volume, clients.kernel, self.peer, nursery, self.share)
         self._rings: dict[int, _Ring] = {}
         self._handles = itertools.count(1)
         self._greeted = False
@@ -269,6 +296,7 @@ class Connection:
 
     async def _add_iov(self, values: tuple[int, ...], descriptors: list[int]) -> tuple[tuple[int, ...], list[int]]:
         self._check_room(self.iovs, THINGS_MAX)
+        self._clients.check_room()
         if not 0 < values[0] <= IOV_SIZE_MAX:
             raise errors.InvalidArgument(f"an iov of {values[0]} bytes")
         iov = Iov(descriptors[0], values[0])
@@ -290,6 +318,7 @@ class Connection:
 
     async def _add_ring(self, values: tuple[int, ...], descriptors: list[int]) -> tuple[tuple[int, ...], list[int]]:
         self._check_room(self._rings, RINGS_MAX)
+        self._clients.check_room()
         layout = Layout.of(values[0], values[1])
         handle = next(self._handles)
         self._rings[handle] = _Ring(self, layout, values[2] or -1, descriptors)
@@ -312,11 +341,11 @@ class Connection:
         self, values: tuple[int, ...], descriptors: list[int]
     ) -> tuple[tuple[int, ...], list[int]]:
         self._check_room(self.namespaces, THINGS_MAX)
-        ino = await _ask_kernel(registry.check_directory, descriptors, self._device)
+        ino, read_only = await _ask_kernel(registry.check_directory, descriptors, self._device)
         directory = await self._volume.attributes(ino)
         gid = directory.gid if directory.mode & 0o2000 else self.peer.gid
         handle = next(self._handles)
-        self.namespaces[handle] = Namespace(ino, values[0] & 0o777, gid)
+        self.namespaces[handle] = Namespace(ino, values[0] & 0o777, gid, read_only)
         return (handle, ino), []
 
     async def _close_namespace(self, values: tuple[int, ...], _: list[int]) -> tuple[tuple[int, ...], list[int]]:
@@ -356,6 +385,8 @@ class Connection:
 
     def pin(self, block: Any) -> int:
         with self._pin_lock:
+            if len(self._pins) >= THINGS_MAX:
+                return 0
             number = next(self._pin_numbers)
             self._pins[number] = block
             self._arenas.add(block.arena)
@@ -411,11 +442,11 @@ def _descriptors(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
     return list(descriptors)
 
 
-async def _ask_kernel(check: Callable[..., int], descriptors: list[int], *arguments: object) -> int:
+async def _ask_kernel(check: Callable[..., T], descriptors: list[int], *arguments: object) -> T:
     """What a check of a descriptor says. The kernel may ask this daemon for it, or a file system that never answers."""
     own = [os.dup(descriptors[0])]
 
-    def ask() -> int:
+    def ask() -> T:
         descriptor = own.pop()
         try:
             return check(descriptor, *arguments)

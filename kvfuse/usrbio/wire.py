@@ -27,6 +27,10 @@ PAGE = 4096
 ENTRIES_MAX = 1 << 16
 AUX_SIZE_MAX = 64 << 20
 KEY_SIZE_MAX = 255
+KEYS_MAX = 1 << 16
+"""in one entry"""
+LENGTH_MAX = 1 << 30
+"""bytes that one entry moves"""
 IOV_SIZE_MAX = 1 << 40
 
 # -- the ring's memory ------------------------------------------------------------------------------

@@ -32,10 +32,10 @@ TURN_BYTES = 16 << 20
 THREAD_NAME = "kvfuse-ring"
 LOW_TURN = 8
 """Each so manieth turn goes to the lowest priority that waits."""
-SPIN_SECONDS = 30e-6
+SPIN_SECONDS = 60e-6
 """How long it looks for more before it sleeps, while submissions come faster than that."""
 FULL_SECONDS = 0.01
-"""between looks at a ring whose client does not take its completions"""
+"""between looks at a ring whose client does not take its completions, or when there is no memory for an entry"""
 _PRIORITY_BITS = np.uint64(0xFF00)
 """in the first word of an SQE"""
 CLASSES = (Priority.HIGH, Priority.NORMAL, Priority.LOW)
@@ -71,6 +71,8 @@ class Worker:
         for descriptor in (sq_bell, self._wake):  # neither is ever read, which the client could make wait
             self._poll.register(descriptor, select.EPOLLIN | select.EPOLLET)
         self._rests = 0.0
+        self._is_short = False
+        """there is no memory for what waits"""
         self.stopped = False
         self.thread = threading.Thread(target=self._run, name=THREAD_NAME, daemon=True)
 
@@ -207,7 +209,7 @@ class Worker:
                 self._waiting[kind].append(_Waiting(chosen, now))
 
     def _serve_turn(self) -> bool:
-        """Serve some of the highest priority that waits; False when nothing does."""
+        """Serve some of the highest priority that waits; False when nothing does, or there is no memory for it."""
         queues = [queue for queue in self._waiting.values() if queue]
         if not queues:
             return False
@@ -226,8 +228,11 @@ class Worker:
             queue.popleft()
         else:
             queue[0] = _Waiting(rows[count:], taken_at)
-        self.server.serve(rows[:count], taken_at)
-        return True
+        waiting = self.server.serve(rows[:count], taken_at)
+        if len(waiting):
+            queue.append(_Waiting(waiting, taken_at))
+        self._is_short = len(waiting) == count
+        return not self._is_short
 
     def _wait(self) -> None:
         """Until there is more to do. Looks for a moment longer while submissions come one after the other."""
@@ -239,7 +244,7 @@ class Worker:
                     return
                 os.sched_yield()
         self._own_bell.going_to_sleep()
-        is_full = self._sq.given != self._sq.position and not self._has_work()
+        is_full = self._is_short or (self._sq.given != self._sq.position and not self._has_work())
         while not self._has_work() and not self.stopped:
             if self._poll.poll(FULL_SECONDS if is_full else None) or is_full:
                 break

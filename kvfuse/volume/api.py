@@ -11,6 +11,7 @@ restart, see it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -19,6 +20,8 @@ from kvfuse.volume.maps import ContentMap
 ROOT_INODE = 1
 FIRST_INODE = 1024
 """Inodes below are reserved: 1 is the root, the others are the doors' virtual files."""
+VIRTUAL_NAME = b".kvfuse"
+"""of their folder, in the root"""
 
 NAME_MAX = 255
 SYMLINK_MAX = 4095
@@ -160,6 +163,12 @@ class VolumeApi(Protocol[H]):
 
     async def write(self, handle: H, offset: int, data: bytes | memoryview) -> int:
         """Takes all of ``data`` (kept, not copied, where possible: it must never change). NoSpace, FileTooLarge."""
+
+    async def write_in_slots(self, handle: H, writes: Sequence[tuple[int, memoryview]]) -> list[bool]:
+        """Many small writes (offset, data) in one call of the engine, as far as nothing else is to be done for them.
+
+        Says which were done; the others are `write`'s.
+        """
 
     async def flush(self, handle: H) -> None:
         """A descriptor was closed: with strict publishing, returns after the commit."""

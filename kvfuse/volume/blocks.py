@@ -17,7 +17,7 @@ import trio
 
 from kvfuse import errors
 from kvfuse.slab.allocator import Slot
-from kvfuse.volume.api import NAME_MAX, Caller
+from kvfuse.volume.api import NAME_MAX, ROOT_INODE, VIRTUAL_NAME, Caller
 from kvfuse.volume.content import Content
 from kvfuse.volume.core import Core
 from kvfuse.volume.flush import Flusher
@@ -129,6 +129,8 @@ class Blocks:
             self._unbind(directory, name)
         self.names.forget_copy(node)
         if node.is_directory:
+            for directory, name in [key for key in self._bindings if key[0] == node.ino]:
+                self._unbind(directory, name)  # who was let through the directory may not be any more
             self.core.tier.retire(node.ino)
 
     def _forget_evicted(self) -> None:
@@ -208,7 +210,7 @@ class Blocks:
         staging memory, for room on a full volume, and in strict folders for the commit; until then a cancellation
         leaves everything as it was. NoSpace, IsADirectory, NotFound, InvalidArgument, NameTooLong, ReadOnly.
         """
-        self._check(name)
+        self._check(directory, name)
         content = data.buffer.data if isinstance(data, TierBlock) else data
         folder, found, slots = await self._prepare(directory, name, len(content))
         node = self.names.replace(folder, name, found, mode, caller)
@@ -291,11 +293,13 @@ class Blocks:
         if self.core.read_only:
             raise errors.ReadOnly("the volume is mounted read-only")
 
-    def _check(self, name: bytes) -> None:
+    def _check(self, directory: int, name: bytes) -> None:
         """The kernel checks names that come through the file door; here nobody else does."""
         self._check_writable()
         if name in (b"", b".", b"..") or b"/" in name or b"\0" in name:
             raise errors.InvalidArgument(f"{name!r} is no name of a file")
+        if directory == ROOT_INODE and name == VIRTUAL_NAME:
+            raise errors.NotPermitted(f"{name!r} is the daemon's own")
 
     def statistics(self) -> dict[str, Any]:
         return {**asdict(self.counters), "bindings": len(self._bindings)}

@@ -8,7 +8,7 @@ import logging
 import os
 import stat
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -301,14 +301,23 @@ class Volume:
         await self.mapper.show(_node_of(handle), first, last)
 
     async def write(self, handle: FileHandle, offset: int, data: bytes | memoryview) -> int:
+        written = await self.content.write(handle.node, offset, data) if data else 0
+        self._wrote(handle, 1, written)
+        return written
+
+    async def write_in_slots(self, handle: FileHandle, writes: Sequence[tuple[int, memoryview]]) -> list[bool]:
+        written = await self.content.write_in_slots(handle.node, writes)
+        self._wrote(
+            handle, sum(written), sum(len(data) for (_, data), done in zip(writes, written, strict=True) if done)
+        )
+        return written
+
+    def _wrote(self, handle: FileHandle, count: int, byte_count: int) -> None:
         node = handle.node
-        written = await self.content.write(node, offset, data) if data else 0
         if node.mode & (stat.S_ISUID | stat.S_ISGID) and not handle.privileged:
             _drop_privileges(node)
-        counters = self.core.counters
-        counters.writes += 1
-        counters.written_bytes += written
-        return written
+        self.core.counters.writes += count
+        self.core.counters.written_bytes += byte_count
 
     async def flush(self, handle: FileHandle) -> None:
         node = handle.node

@@ -1,0 +1,52 @@
+"""Many small writes in one call of the engine: only where nothing else has to be done for them."""
+
+from __future__ import annotations
+
+import os
+import random
+from itertools import pairwise
+
+from volume_lab import CALLER, MIB, Chaos, Disk, check, lab_options, opened
+
+from kvfuse.volume.api import ROOT_INODE
+
+
+async def test_batches_of_writes_do_what_single_writes_do(rng: random.Random) -> None:
+    """Against a bytearray, with seals, truncations and commits between; what a crash leaves is clean."""
+    options = lab_options(capacity=32 * MIB)
+    disk = Disk.format(options)
+    taken = 0
+    async with opened(disk, options, Chaos(rng, delay=0.2)) as volume:
+        content = bytearray(rng.randbytes(3 * MIB + 777))
+        handle, node = await volume.create(ROOT_INODE, b"file", 0o644, CALLER, os.O_RDWR)
+        await volume.write(handle, 0, bytes(content))
+        for _ in range(40):
+            writes = []
+            for _ in range(rng.randrange(1, 20)):
+                length = rng.choice([1, 100, 4096, 70_000])
+                offset = rng.randrange(max(1, len(content) - length // 2))
+                writes.append((offset, memoryview(rng.randbytes(length))))
+            done = await volume.write_in_slots(handle, writes)
+            for number, (offset, data) in enumerate(writes):
+                if done[number]:
+                    content[offset : offset + len(data)] = data
+            spans = sorted((offset, offset + len(data)) for number, (offset, data) in enumerate(writes) if done[number])
+            assert all(end <= start for (_, end), (start, _) in pairwise(spans)), "they overlap"
+            for number, (offset, data) in enumerate(writes):
+                if not done[number]:
+                    assert await volume.write(handle, offset, data) == len(data)
+                    content[offset : offset + len(data)] = data  # also behind the end
+            taken += sum(done)
+            assert bytes(await volume.read(handle, 0, 8 * MIB)) == content
+            match rng.randrange(6):
+                case 0:
+                    await volume.fsync(handle)
+                case 1:
+                    await volume.release(handle)  # it is sealed now
+                    handle = await volume.open(node.ino, os.O_RDWR, CALLER)
+                case 2:
+                    await volume.sync()
+                    assert (await check(disk.copy(), verify=False)).clean
+        await volume.release(handle)
+    assert taken > 40, "nothing was written in slots"
+    assert (await check(disk)).clean
