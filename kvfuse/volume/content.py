@@ -1,4 +1,4 @@
-"""Bytes of files: reads, writes, truncation, over extents in slots and staged chunks.
+"""Bytes of files: writes, truncation, sealing, over extents in slots and staged chunks. Reads: `reading`.
 
 A write into new space is *staged* and reaches a slot when its file is closed, its chunk is full, or
 someone asks for durability. A write into a small chunk that has slots is staged too (the chunk is
@@ -16,18 +16,17 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-import numpy as np
 import trio
 
-from kvfuse.checksum import CHECKSUM_SIZE, GRANULE_SIZE, crc32c, granule_checksums
-from kvfuse.errors import Corrupt, FileTooLarge, NoSpace
+from kvfuse.checksum import CHECKSUM_SIZE, GRANULE_SIZE, granule_checksums
+from kvfuse.errors import FileTooLarge, NoSpace
 from kvfuse.remote.segments.api import Transfer
 from kvfuse.volume import clock, schema
 from kvfuse.volume.api import FILE_SIZE_MAX
-from kvfuse.volume.core import Core
 from kvfuse.volume.flush import Flusher
 from kvfuse.volume.journal import Journal
-from kvfuse.volume.node import COMMITTED, DISCARDED, FRESH, Chunk, Extent, Node, Staged
+from kvfuse.volume.node import COMMITTED, FRESH, Chunk, Extent, Node, Staged
+from kvfuse.volume.reading import ContentReader
 
 log = logging.getLogger(__name__)
 
@@ -50,177 +49,11 @@ async def locked(node: Node) -> AsyncIterator[None]:
 
 
 @dataclass
-class Content:
+class Content(ContentReader):
     """See the module."""
 
-    core: Core
     journal: Journal
     flusher: Flusher
-
-    # -- chunks --------------------------------------------------------------------------------------
-
-    def restore_chunks(self, node: Node, record: schema.InodeRecord) -> Node:
-        """Give a node decoded from ``record`` its inline chunks."""
-        for index, extents in enumerate(record.chunks):
-            if extents:
-                node.chunks[index] = Chunk([self._extent(extent) for extent in extents])
-        if record.chunks and record.chunks[0]:
-            node.described = (-1, b"", 0, 0, 0, 0)
-        return node
-
-    def _extent(self, record: schema.ExtentRecord) -> Extent:
-        slabs = self.core.slabs
-        state = COMMITTED
-        if not slabs.is_durable(record.addr):
-            log.error("slot %d belongs to a file but is free: 'kvfuse fsck' tells more", record.addr)
-            state = DISCARDED  # it is not ours to free
-        slot_size = slabs.slot_size(record.addr)
-        return Extent(record.addr, slot_size, record.length, record.generation, record.checksums, state)
-
-    async def chunk(self, node: Node, index: int) -> Chunk | None:
-        """The chunk, from its record where it has one of its own; None for a hole."""
-        chunk = node.chunks.get(index)
-        if chunk is None and index >= schema.INLINE_CHUNKS and node.flags & schema.FLAG_CHUNK_RECORDS:
-            found = (await self.core.records.get([schema.chunk_key(node.ino, index)]))[0]
-            chunk = node.chunks.get(index)
-            if chunk is None and found is not None and index not in node.dirty_chunks:
-                extents = [self._extent(extent) for extent in schema.decode_chunk(found.value)]
-                chunk = node.chunks[index] = Chunk(extents)
-        return chunk
-
-    async def load_all(self, node: Node, first: int = 0) -> None:
-        """Have every chunk from ``first`` on in memory."""
-        if not node.flags & schema.FLAG_CHUNK_RECORDS:
-            return
-        prefix = schema.chunk_prefix(node.ino)
-        after = schema.chunk_key(node.ino, first - 1) if first > 0 else b""
-        while True:
-            rows = await self.core.records.scan(prefix, after)
-            for row in rows:
-                index = schema.chunk_index(row.key)
-                if index not in node.chunks and index not in node.dirty_chunks:
-                    extents = [self._extent(extent) for extent in schema.decode_chunk(row.value)]
-                    node.chunks[index] = Chunk(extents)
-            if not rows:
-                return
-            after = rows[-1].key
-
-    # -- reading -------------------------------------------------------------------------------------
-
-    async def read(self, node: Node, offset: int, size: int) -> bytes | bytearray | memoryview:
-        """Bytes at ``offset``, short at the end of the file; a view of the segment where that is possible."""
-        end = min(offset + size, node.size)
-        if offset >= end:
-            return b""
-        index, start = divmod(offset, node.chunk_size)
-        length = end - offset
-        if start + length <= node.chunk_size:
-            chunk = node.chunks.get(index) or await self.chunk(node, index)
-            if chunk is None:
-                return bytes(length)
-            if chunk.staged is not None:
-                return chunk.staged.read(start, start + length)
-            if len(chunk.extents) == 1 and start + length <= chunk.extents[0].length:
-                return await self._read_extent(node, index, chunk.extents[0], start, length)
-        result = bytearray(length)
-        await self._read_parts(node, offset, memoryview(result))
-        return result
-
-    async def read_into(self, node: Node, offset: int, target: memoryview) -> int:
-        """As `read`, but into ``target``; how many bytes."""
-        length = max(0, min(len(target), node.size - offset))
-        await self._read_parts(node, offset, target[:length])
-        return length
-
-    async def _read_parts(self, node: Node, offset: int, target: memoryview) -> None:
-        """Fill ``target`` from all the chunks and extents that it covers."""
-        end = offset + len(target)
-        position = offset
-        while position < end:
-            index, start = divmod(position, node.chunk_size)
-            length = min(end - position, node.chunk_size - start)
-            part = target[position - offset : position - offset + length]
-            chunk = await self.chunk(node, index)
-            if chunk is not None and chunk.staged is not None:
-                part[:] = chunk.staged.read(start, start + length)
-            elif chunk is not None:
-                await self._read_chunk(node, index, chunk, start, part)
-            else:
-                _clear(part)
-            position += length
-
-    async def _read_chunk(self, node: Node, index: int, chunk: Chunk, start: int, target: memoryview) -> None:
-        piece_start = 0
-        for extent in list(chunk.extents):
-            low = max(start, piece_start)
-            high = min(start + len(target), piece_start + extent.length)
-            if low < high:
-                data = await self._read_extent(node, index, extent, low - piece_start, high - low)
-                target[low - start : high - start] = data
-            piece_start += extent.length
-        _clear(target[max(0, piece_start - start) :])
-
-    async def _read_extent(
-        self, node: Node, index: int, extent: Extent, start: int, length: int
-    ) -> bytes | bytearray | memoryview:
-        """Bytes of one extent, verified granule by granule the first time they are touched."""
-        core = self.core
-        segment, file_offset = core.locate(extent.addr)
-        low, high, needed = start, start + length, 0
-        if extent.checksums:
-            first, last = start // GRANULE_SIZE, (start + length - 1) // GRANULE_SIZE
-            needed = ((2 << (last - first)) - 1) << first & ~extent.verified
-            if needed:
-                low, high = first * GRANULE_SIZE, min((last + 1) * GRANULE_SIZE, extent.length)
-        view = core.segments.view(segment, file_offset + low, high - low)
-        if view is None:
-            return await self._read_engine(node, index, extent, start, length, (low, high))
-        if needed:
-            self._verify(node, extent, view, low)
-        return view[start - low : start - low + length]
-
-    async def _read_engine(
-        self, node: Node, index: int, extent: Extent, start: int, length: int, span: tuple[int, int]
-    ) -> memoryview | bytes:
-        """As above, where the bytes are not resident. Meanwhile the extent may be unsealed, replaced or shortened."""
-        low, high = span
-        checksums = extent.checksums
-        segment, file_offset = self.core.locate(extent.addr)
-        buffer = memoryview(bytearray(high - low))
-        with self.core.reads.reading():
-            await self.core.segments.read([Transfer(segment, file_offset + low, buffer)])
-            chunk = node.chunks.get(index)
-            current = chunk is not None and chunk.staged is None and extent in chunk.extents
-            if not current or extent.checksums is not checksums:
-                offset = index * node.chunk_size + start
-                if chunk is not None:
-                    for other in chunk.extents:
-                        if other is extent:
-                            break
-                        offset += other.length
-                again = await self.read(node, offset, length)
-                return bytes(again).ljust(length, b"\0")
-        if checksums:
-            self._verify(node, extent, buffer, low)
-        return buffer[start - low : start - low + length]
-
-    def _verify(self, node: Node, extent: Extent, view: memoryview, low: int) -> None:
-        """Check the granules in ``view``, which begins with the one at ``low``; Corrupt names the first bad one."""
-        for position in range(0, len(view), GRANULE_SIZE):
-            number = (low + position) // GRANULE_SIZE
-            expected = int.from_bytes(extent.checksums[4 * number : 4 * number + 4], "little")
-            if not extent.verified >> number & 1:
-                found = crc32c(view[position : position + GRANULE_SIZE])
-                if found != expected:
-                    self.core.counters.checksum_failures += 1
-                    segment, file_offset = self.core.locate(extent.addr)
-                    message = (
-                        f"inode {node.ino}: checksum mismatch in segment {segment} at offset "
-                        f"{file_offset + low + position}: expected {expected:#010x}, found {found:#010x}"
-                    )
-                    log.error(message)
-                    raise Corrupt(message)
-                extent.verified |= 1 << number
 
     # -- writing -------------------------------------------------------------------------------------
 
@@ -623,10 +456,6 @@ class Content:
     def _changed(self, node: Node) -> None:
         node.mtime = node.ctime = clock.now()
         self.journal.touch(node, forced=node.staged_count > STAGED_CHUNKS_MAX)
-
-
-def _clear(target: memoryview) -> None:
-    np.frombuffer(target, np.uint8)[:] = 0
 
 
 def start_of(kept: list[Extent]) -> int:
