@@ -182,9 +182,7 @@ class _Ring:
 class Connection:
     """One client. It is the `worker.Tables` of its rings' threads."""
 
-    def __init__(
-        self, clients: _Clients, stream: trio.socket.SocketType, nursery: trio.Nursery, share: Share
-    ) -> None:
+    def __init__(self, clients: _Clients, stream: trio.socket.SocketType, nursery: trio.Nursery, share: Share) -> None:
         self.peer = Peer.of(stream)
         self.files: dict[int, OpenFile] = {}
         self.iovs: dict[int, Iov] = {}
