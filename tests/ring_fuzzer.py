@@ -107,7 +107,8 @@ class Fuzzer:
                 action(client)
                 self.done[action.__name__] += 1
             except ConnectionError:
-                self.drop(client)
+                if client in self.clients:
+                    self.drop(client)
             except (OSError, ValueError, IndexError):
                 self.refused[action.__name__] += 1
         while self.clients:

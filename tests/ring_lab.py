@@ -22,8 +22,8 @@ from kvfuse.usrbio.wire import DESCRIPTORS_MAX, MESSAGE_SIZE_MAX, VERSION, Messa
 
 SLOWEST_S = 5.0
 """the longest that a call of the witness may take, on a machine that does much else"""
-IDLE_THREADS_MAX = 24
-"""threads of the daemon's pools that may be there once and not another time"""
+IDLE_THREADS_MAX = 80
+"""threads of the daemon's pools that may be there once and not another time; those of rings are counted exactly"""
 
 
 def wait_for_rings(mount: KvfuseMount) -> None:

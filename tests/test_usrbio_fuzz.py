@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import os
 import random
+import signal
 import socket
 import threading
 from collections.abc import Iterator
@@ -29,6 +30,8 @@ FUZZ_S = float(os.environ.get("KVFUSE_FUZZ_SECONDS", "10"))
 GROWTH_MAX = 400 * MIB
 """of the daemon's memory under the fuzzer"""
 USER = 65534
+HANGING = 60
+"""descriptors that never answer, of the 64 that the daemon waits for at once"""
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +61,7 @@ def prepare(mount: KvfuseMount) -> None:
 
 
 @pytest.mark.root
+@pytest.mark.timeout(FUZZ_S + 300)
 def test_nothing_that_a_client_does_matters_to_others(seed: int) -> None:
     with temporary_mount(WORDS) as mount:
         wait_for_rings(mount)
@@ -211,7 +215,6 @@ def test_who_does_not_read_answers_gets_the_right_ones_later(mount: KvfuseMount,
     except (TimeoutError, BlockingIOError):
         pass
     assert sent > 100
-    wait_until(lambda: len(os.listdir(f"/proc/{mount.pid}/fd")) > 0, "the daemon")
     raw.socket.settimeout(10.0)
     for number in range(sent):
         reply, received = raw.receive()
@@ -423,3 +426,55 @@ def test_a_daemon_without_descriptors_lives_on() -> None:
             wait_until(lambda: stats(mount)["rings"]["rings"] == 1, "the end of the others")
             with connect(mount.point) as other:
                 other.ring(8).close()
+
+
+@pytest.mark.root
+def test_a_file_system_that_hangs_is_its_users_trouble_alone() -> None:
+    """A descriptor of one may make whoever asks about it wait for ever."""
+    with temporary_mount((*WORDS, "attr_timeout=0")) as hanging, temporary_mount(WORDS) as mount:
+        wait_for_rings(mount)
+        descriptor = os.open(hanging.point, os.O_RDONLY)
+        with nothing_left_behind(mount), connect(mount.point) as client, client.iov(4096) as iov:
+            file, ring = client.file(mount.point / "file", "rw"), client.ring(8)
+            os.kill(hanging.pid, signal.SIGSTOP)
+            try:
+                hogs = [RawClient(mount.point) for _ in range(HANGING)]
+                for hog in hogs:
+                    message = Message(Request.ADD_FILE, 1, values=(1,))
+                    hog.send(message.pack(), [descriptor])
+                for _ in range(20):
+                    ring.prep_write(iov, 0, file, 0, 4096)
+                    ring.prep_fsync(file)
+                    ring.submit()
+                    assert (ring.wait(2, 10.0)["result"] >= 0).all()
+                    (mount.point / "other").write_bytes(b"x")
+                    client.iov(4096).close()
+                    client.ring(8).close()
+            finally:
+                os.kill(hanging.pid, signal.SIGCONT)
+            for hog in hogs:
+                assert hog.receive()[0].status == -9
+                hog.socket.close()
+            ring.close()
+            file.close()
+        os.close(descriptor)
+
+
+def test_a_connection_that_breaks_while_a_file_of_the_mount_is_passed(mount: KvfuseMount, raw: RawClient) -> None:
+    """To close it the kernel asks the daemon, which must be free to answer."""
+    path = mount.point / "passed"
+    path.write_bytes(b"x")
+    ring = raw.ring()
+    assert raw.error(Request.DROP_RING, ring.handle) == 0
+    ring.close()
+    for number in range(60):
+        with RawClient(mount.point) as other, open(path, "rb+") as file:
+            broken = other.ring()
+            broken.memory.words[Word.CQ_HEAD] = number + 1
+            submit_blindly(broken)
+            with contextlib.suppress(ConnectionError):
+                for _ in range(number % 4):
+                    other.send(Message(Request.ADD_FILE, 1, values=(1,)).pack(), [file.fileno()])
+                    other.send(Message(Request.OPEN_NAMESPACE, 1, values=(1,)).pack(), [file.fileno()])
+            broken.close()
+    assert path.read_bytes() == b"x"

@@ -6,7 +6,7 @@ import errno
 import mmap
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -17,10 +17,12 @@ import pytest
 from kvfuse.checksum import GRANULE_SIZE, granule_checksums
 from kvfuse.usrbio import reads
 from kvfuse.usrbio.call import Call
+from kvfuse.usrbio.memory import Pool, Share
 from kvfuse.usrbio.registry import Iov, Namespace, OpenFile
 from kvfuse.usrbio.ring import Entries, RingMemory
 from kvfuse.usrbio.wire import SQE, Layout, Op, Priority
 from kvfuse.usrbio.worker import Worker
+from kvfuse.volume.core import ReadEpochs
 from kvfuse.volume.maps import ContentMap, MapRow, Source
 
 MIB = 1 << 20
@@ -36,11 +38,17 @@ class Registered:
     files: dict[int, OpenFile] = field(default_factory=dict)
     iovs: dict[int, Iov] = field(default_factory=dict)
     namespaces: dict[int, Namespace] = field(default_factory=dict)
+    share: Share = field(default_factory=lambda: Share(Pool(MIB)))
     calls: list[Call] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
+    at_start: Callable[[], object] = lambda: None
 
     def start(self, worker: Worker, calls: list[Call]) -> None:
         self.calls += calls
+        self.at_start()
+
+    def in_loop(self, function: Callable[[], object]) -> None:
+        function()
 
     def cancel(self, worker: Worker, call: Call) -> None:
         worker.complete(call, -errno.ENOENT)
@@ -274,6 +282,15 @@ def test_no_more_is_taken_than_completions_have_room_for(lab: Lab) -> None:
     assert not lab.registered.failures
 
 
+def test_a_cancel_concerns_what_was_submitted_before_it(lab: Lab) -> None:
+    """Not an entry behind it that has the same number, whatever their priorities."""
+    for priority in Priority:
+        rows = entries(4, priority=Priority.LOW, user_data=[7, 8, 7, 8])
+        rows["op"][1], rows["offset"][1], rows["priority"][1] = Op.CANCEL, 7, priority
+        assert lab.run(rows) == [(7, -errno.ECANCELED), (8, 0), (7, 4096), (8, 4096)]
+        assert lab.run(rows[1:]) == [(8, -errno.ENOENT), (7, 4096), (8, 4096)]
+
+
 def test_a_cancelled_entry_that_waits_is_never_served(lab: Lab) -> None:
     lab.submit(entries(3, priority=Priority.LOW))
     lab.submit(entries(1, op=Op.CANCEL, offset=1, priority=Priority.HIGH, user_data=9))
@@ -319,3 +336,123 @@ def test_memory_that_was_truncated_is_an_error(lab: Lab) -> None:
         return
     os.ftruncate(iov.descriptor, 4096)
     assert dict(lab.run(entries(3))) == {0: 4096, 1: -errno.EFAULT, 2: -errno.EFAULT}
+
+
+# -- memory for calls -------------------------------------------------------------------------------
+
+
+def writes(lab: Lab, count: int, size: int, **columns: Any) -> Entries:
+    lab.registered.files[FILE].writable = True
+    return entries(count, op=Op.WRITE, length=size, iov_offset=0, **columns)
+
+
+def test_entries_wait_for_memory(lab: Lab) -> None:
+    """And go on when a call before them has ended; nothing else waits with them."""
+    size = 300 << 10
+    assert lab.run(writes(lab, 8, size)) == []
+    assert [call.entry.user_data for call in lab.registered.calls] == [0, 1, 2]
+    assert lab.run(entries(1, user_data=100)) == [(100, 4096)]  # served from the map
+    ended = 0
+    while ended < 8:
+        call = lab.registered.calls[ended]
+        lab.worker.complete(call, size)
+        lab.registered.share.give(call.size)
+        ended += 1
+        while lab.worker.step():
+            pass
+        assert len(lab.registered.calls) <= ended + 3
+    assert sorted(call.entry.user_data for call in lab.registered.calls) == list(range(8))
+    assert len(lab.results()) == 8
+    assert lab.registered.share.take(MIB)  # all of it came back
+
+
+def test_who_waits_for_memory_can_be_cancelled_and_runs_out_of_time(lab: Lab) -> None:
+    assert lab.run(writes(lab, 4, 300 << 10)) == []
+    assert len(lab.registered.calls) == 3
+    assert sorted(lab.run(entries(1, op=Op.CANCEL, offset=3, user_data=9))) == [(3, -errno.ECANCELED), (9, 0)]
+    assert lab.run(writes(lab, 1, 300 << 10, user_data=5, timeout_us=1)) == [(5, -errno.ETIMEDOUT)]
+
+
+def test_what_cannot_be_copied_takes_no_memory(lab: Lab) -> None:
+    iov = lab.registered.iovs[IOV]
+    if iov.is_sealed:
+        assert lab.run(writes(lab, 1, IOV_SIZE + 1)) == [(0, -errno.EFAULT)]
+    else:
+        os.ftruncate(iov.descriptor, 0)
+        for _ in range(10):
+            assert lab.run(writes(lab, 1, 300 << 10)) == [(0, -errno.EFAULT)]
+    assert lab.registered.share.take(MIB)
+
+
+def test_a_share_returns_what_its_connection_did_not() -> None:
+    pool = Pool(100)
+    share, other = Share(pool), Share(pool)
+    assert share.take(60)
+    assert not other.take(60)
+    share.give(10)
+    assert other.take(50)
+    share.close()
+    assert other.take(50)
+    other.close()
+    assert pool.free == 100
+
+
+# -- what it may be reading -------------------------------------------------------------------------
+
+
+def test_who_gives_a_slot_up_is_told_when_nothing_reads_it_any_more(lab: Lab) -> None:
+    told: list[str] = []
+    answers: list[bool] = []
+    assert not lab.worker.tell_when_done(lambda: told.append("idle"))
+    lab.registered.at_start = lambda: answers.append(lab.worker.tell_when_done(lambda: told.append("reading")))
+    lab.submit(entries(1, op=Op.FSYNC))
+    lab.worker.step()  # the event loop comes in the middle of it
+    assert answers == [True]
+    assert told == []
+    lab.worker.step()
+    assert told == ["reading"]
+    assert not lab.worker.tell_when_done(lambda: told.append("idle again"))
+
+
+def test_who_gives_a_slot_up_is_told_by_a_ring_that_ends(lab: Lab) -> None:
+    told: list[str] = []
+
+    def end() -> None:
+        assert lab.worker.tell_when_done(lambda: told.append("reading"))
+        lab.worker.stop()
+
+    lab.registered.at_start = end
+    lab.submit(entries(1, op=Op.FSYNC))
+    lab.worker.thread.start()
+    lab.worker.thread.join(10.0)
+    assert told == ["reading"]
+    assert not lab.worker.tell_when_done(lambda: told.append("ended"))
+
+
+def test_slots_wait_for_threads_that_read() -> None:
+    class Thread:
+        def __init__(self) -> None:
+            self.told: list[Callable[[], None]] = []
+            self.reads = False
+
+        def tell_when_done(self, told: Callable[[], None]) -> bool:
+            if self.reads:
+                self.told.append(told)
+            return self.reads
+
+    epochs, threads, given = ReadEpochs(), [Thread(), Thread()], []
+    epochs.threads.update(threads)
+    epochs.retire(lambda _: given.append(1), [])
+    assert given == [1]
+    for thread in threads:
+        thread.reads = True
+    epochs.retire(lambda _: given.append(2), [])
+    threads[0].reads = False
+    epochs.retire(lambda _: given.append(3), [])
+    assert given == [1]
+    threads[0].told.pop()()
+    assert given == [1]
+    threads[1].told.pop(0)()
+    assert given == [1, 2]
+    threads[1].told.pop(0)()
+    assert given == [1, 2, 3]

@@ -10,6 +10,7 @@ import json
 import logging
 import logging.handlers
 import os
+import resource
 import signal
 import sys
 import traceback
@@ -41,6 +42,8 @@ def run(effective: Effective, point: Path, announce: Callable[[], None], log_fil
 
     os.umask(0o077)  # the volume's files are the daemon's alone; what users see has its own modes
     sys.setswitchinterval(SWITCH_SECONDS)
+    _, files_max = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (files_max, files_max))  # rings and their memory take some each
     if made := ensure_volume(effective.options):
         click.echo(made, err=True)
     start_logging(effective.options.log, log_file)

@@ -99,5 +99,8 @@ class Tables(Protocol):
     def allocate(self, namespace: Namespace, size: int) -> Any:
         """A block of the tier for a new file of the namespace, or None; any thread."""
 
+    def in_loop(self, function: Callable[[], object]) -> None:
+        """Call it in the event loop soon, unless that ends. Any thread."""
+
     def failed(self, reason: str) -> None:
         """The client broke its ring: disconnect it. Any thread."""

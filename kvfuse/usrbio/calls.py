@@ -39,6 +39,14 @@ from kvfuse.volume.volume import Volume
 log = logging.getLogger(__name__)
 
 
+class _Row(NamedTuple):
+    """A call that is under way, and what cancels it."""
+
+    worker: Worker
+    call: Call
+    scope: trio.CancelScope
+
+
 class _Done(NamedTuple):
     """A call that changed something, and what that was."""
 
@@ -63,81 +71,80 @@ class Calls:
     peer: Peer
     nursery: trio.Nursery
     share: Share
-    _under_way: dict[tuple[Worker, int], list[tuple[Call, trio.CancelScope]]] = field(default_factory=dict)
+    _under_way: dict[tuple[Worker, int], list[_Row]] = field(default_factory=dict)
     """by ring and user_data, oldest first"""
-    _puts: deque[tuple[Worker, Call]] = field(default_factory=deque)
+    _puts: deque[_Row] = field(default_factory=deque)
     """that wait for the one before; empty when none is under way"""
     _done: dict[Worker, deque[_Done]] = field(default_factory=dict)
     """of which the kernel has to hear before they are completed"""
 
     def start(self, worker: Worker, calls: list[Call]) -> None:
-        """A task for each call; writes of one file, and puts that are not waited for, share one: it is much cheaper."""
-        writes: dict[OpenFile, list[Call]] = {}
+        """A task for each call; writes of one file, and puts that are not waited for, share one: it is much cheaper.
+
+        From here on a call can be cancelled: whoever asks later finds it.
+        """
+        if worker.stopped:  # `end` has been here: nobody would end them
+            self.share.give(sum(call.size for call in calls))
+            return
+        writes: dict[OpenFile, list[_Row]] = {}
         for call in calls:
+            row = _Row(worker, call, trio.CancelScope())
+            self._under_way.setdefault((worker, call.entry.user_data), []).append(row)
             if call.deadline == float("inf") and call.entry.op == Op.WRITE and call.file is not None:
-                writes.setdefault(call.file, []).append(call)
-                continue
-            if call.deadline < float("inf") or call.entry.op != Op.PUT or self.volume.blocks.waits(_directory(call)):
-                self.nursery.start_soon(self._run, worker, call)
-                continue
-            self._puts.append((worker, call))
-            if len(self._puts) == 1:
-                self.nursery.start_soon(self._run_puts)
+                writes.setdefault(call.file, []).append(row)
+            elif call.deadline < float("inf") or call.entry.op != Op.PUT or self.volume.blocks.waits(_directory(call)):
+                self.nursery.start_soon(self._run, row)
+            else:
+                self._puts.append(row)
+                if len(self._puts) == 1:
+                    self.nursery.start_soon(self._run_puts)
+        for file, rows in writes.items():
+            self.nursery.start_soon(self._run_writes, file, rows)
 
-        for file, group in writes.items():
-            self.nursery.start_soon(self._run_writes, worker, file, group)
-
-    async def _run_writes(self, worker: Worker, file: OpenFile, calls: list[Call]) -> None:
+    async def _run_writes(self, file: OpenFile, rows: list[_Row]) -> None:
         """Small writes of one file: together, as far as they can be; the others one by one."""
-        written = [False] * len(calls)
-        if len(calls) > 1:
-            with _answering(worker, *calls):
-                async with self._using(calls[0]):
-                    writes = [(call.entry.offset, call.data) for call in calls]
+        written = [False] * len(rows)
+        if len(rows) > 1:
+            with _answering(rows[0].worker, *[row.call for row in rows]):
+                async with self._using(rows[0].call):
+                    writes = [(row.call.entry.offset, row.call.data) for row in rows]
                     written = await self.volume.write_in_slots(file.handle, writes)
-        for call, done in zip(calls, written, strict=True):
+        for row, done in zip(rows, written, strict=True):
             if done:
-                self._finish(worker, _Done(call, call.entry.length, content=file.ino))
-            elif not call.ended:
-                await self._run(worker, call)
+                self._finish(row.worker, _Done(row.call, row.call.entry.length, content=file.ino))
+                self._ended(row)
+            else:
+                await self._run(row)
 
     async def _run_puts(self) -> None:
         while self._puts:
-            worker, call = self._puts[0]
             try:
-                await self._run(worker, call)
+                await self._run(self._puts[0])
             finally:
                 self._puts.popleft()
 
     def cancel(self, worker: Worker, call: Call) -> None:
-        self.nursery.start_soon(self._cancel, worker, call)
-
-    async def _cancel(self, worker: Worker, call: Call) -> None:
-        number = call.entry.offset
-        found = self._under_way.get((worker, number))
-        waiting = [put for ring, put in self._puts if ring is worker and put.entry.user_data == number]
-        target = found[0][0] if found else waiting[0] if waiting else call
-        if target is call or target.ended:
+        found = self._under_way.get((worker, call.entry.offset))
+        if not found or found[0].call.ended:
             worker.complete(call, -errno.ENOENT)
             return
-        if found:
-            found[0][1].cancel()
-        worker.give_up(target, errno.ECANCELED, lambda: worker.complete(call, 0))
+        found[0].scope.cancel()
+        worker.give_up(found[0].call, errno.ECANCELED, lambda: worker.complete(call, 0))
 
     async def settled(self, worker: Worker, iov: Iov) -> None:
         """Return when nothing that is under way for a ring can write into the iov any more."""
-        for call, scope in self._of(worker):
-            if call.iov is iov:
-                scope.cancel()
-                worker.give_up(call, errno.ECANCELED)
+        for row in self._of(worker):
+            if row.call.iov is iov:
+                row.scope.cancel()
+                worker.give_up(row.call, errno.ECANCELED)
         await _in_ring_thread(worker, lambda: True)
 
     def end(self, worker: Worker) -> None:
         """Cancel what is under way for a ring that has stopped."""
-        for _, scope in self._of(worker):
-            scope.cancel()
+        for row in self._of(worker):
+            row.scope.cancel()
 
-    def _of(self, worker: Worker) -> list[tuple[Call, trio.CancelScope]]:
+    def _of(self, worker: Worker) -> list[_Row]:
         return [row for (ring, _), rows in self._under_way.items() if ring is worker for row in rows]
 
     async def release(self, file: OpenFile) -> None:
@@ -162,31 +169,29 @@ class Calls:
                 with trio.CancelScope(shield=True):
                     await self.volume.release(file.handle)
 
-    async def _run(self, worker: Worker, call: Call) -> None:
+    async def _run(self, row: _Row) -> None:
+        worker, call, scope = row
         try:
-            if not (call.ended or worker.stopped):  # when it has stopped, `end` has been here: nobody would end it
-                await self._run_until_ended(worker, call)
-        finally:
-            call.data = None
-            self.share.give(call.size)
-
-    async def _run_until_ended(self, worker: Worker, call: Call) -> None:
-        key = (worker, call.entry.user_data)
-        with trio.CancelScope() as scope:
-            row = (call, scope)
-            self._under_way.setdefault(key, []).append(row)
-            try:
-                if call.deadline < float("inf"):
+            with scope:
+                if call.ended:
+                    pass
+                elif call.deadline < float("inf"):
                     await self._do_until(worker, call)
                 else:
                     await self._do(worker, call)
-            finally:
-                rows = self._under_way[key]
-                rows.remove(row)
-                if not rows:
-                    del self._under_way[key]
+        finally:
+            self._ended(row)
         if scope.cancelled_caught:
             worker.give_up(call, errno.ECANCELED)
+
+    def _ended(self, row: _Row) -> None:
+        key = (row.worker, row.call.entry.user_data)
+        rows = self._under_way[key]
+        rows.remove(row)
+        if not rows:
+            del self._under_way[key]
+        row.call.data = None
+        self.share.give(row.call.size)
 
     async def _do_until(self, worker: Worker, call: Call) -> None:
         """Answer at the deadline, also where what is under way cannot be cancelled at once."""

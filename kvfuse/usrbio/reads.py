@@ -27,8 +27,8 @@ ASK = -1 << 31
 PAGE = 4096
 SMALL = 64 << 10
 """Bytes up to which a copy is made without letting go of the interpreter lock: doing so costs more."""
-TABLE_GRANULES_MAX = 1 << 22
-"""Granules of a file that a table may have: 1 TiB of 256 KiB."""
+TABLE_GRANULES_MAX = 1 << 19
+"""Granules that the tables of one ring may have together: 128 GiB of files, 9 MiB of memory."""
 ZEROS = memoryview(bytes(1 << 20))
 
 
@@ -149,6 +149,9 @@ class Reader:
         if starts.min() < 0:
             table.learn(granules[starts < 0])
             starts = table.starts[granules]
+        row = content.rows.get(int(granules[0]) * table.unit // content.chunk_size)
+        if row is None or content.version != table.version:
+            return results  # else ``row`` keeps a block of the tier, which is the whole file, where it is meanwhile
         fits = (within + lengths <= table.lengths[granules]) & (starts >= 0)
         starts += within
         sources = table.sources[granules]
@@ -180,7 +183,10 @@ class Reader:
             unit = min(GRANULE_SIZE, content.chunk_size)
             if content.chunk_size % unit or content.size > TABLE_GRANULES_MAX * unit or content.size < 0:
                 return None
-            table = self._tables[content] = _Table(content)
+            table = _Table(content)
+            if sum(len(other.starts) for other in self._tables.values()) + len(table.starts) > TABLE_GRANULES_MAX:
+                self._tables.clear()
+            self._tables[content] = table
         return table
 
 

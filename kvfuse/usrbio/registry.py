@@ -155,6 +155,11 @@ class Iov:
             os.close(self.descriptor)
 
 
+def check_memory(descriptor: int) -> None:
+    """OSError EINVAL for anything but shared memory."""
+    fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
+
+
 def check_file(descriptor: int, device: int, access: Access) -> int:
     """The inode of a descriptor of a regular file of the mount, open as ``access`` says. May wait for the kernel.
 

@@ -17,6 +17,7 @@ import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack, closing
+from functools import partial
 from typing import Any, TypeVar
 
 import trio
@@ -27,10 +28,10 @@ from kvfuse.usrbio import registry
 from kvfuse.usrbio.call import Call, Tables
 from kvfuse.usrbio.calls import Calls
 from kvfuse.usrbio.memory import Pool, Share
+from kvfuse.usrbio.passing import Usher
 from kvfuse.usrbio.registry import Iov, Namespace, OpenFile, Peer
 from kvfuse.usrbio.ring import RingMemory
 from kvfuse.usrbio.wire import (
-    DESCRIPTORS_MAX,
     ENTRIES_MAX,
     IOV_SIZE_MAX,
     LENGTH_MAX,
@@ -59,10 +60,6 @@ DESCRIPTORS_OF_RING = 5
 DESCRIPTORS_OF_IOV = 2
 MEMORY_SIZE = LENGTH_MAX + (64 << 20)
 """Bytes that calls under way may hold."""
-KERNEL_SECONDS = 10.0
-"""how long the kernel may take to tell about a descriptor, or to close it"""
-KERNEL_THREADS = trio.CapacityLimiter(64)
-"""that wait for the kernel so: not those that the rest of the daemon uses, as some may wait for ever"""
 SCARCE = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.ECONNABORTED)
 SCARCE_SECONDS = 0.1
 """after which it is tried again to accept a client"""
@@ -77,10 +74,10 @@ async def serve_rings(
     task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
 ) -> None:
     """Serve clients that connect to ``listener``, until cancelled. ``device``: st_dev of the mount's files."""
-    clients = _Clients(volume, kernel, device)
-    volume.sections["rings"] = clients.statistics
     accepting = trio.socket.from_stdlib_socket(listener.dup())
-    with accepting:
+    with accepting, Usher() as usher:
+        clients = _Clients(volume, kernel, device, usher)
+        volume.sections["rings"] = clients.statistics
         async with trio.open_nursery() as nursery:
             task_status.started()
             while True:
@@ -105,10 +102,11 @@ async def _accept(listener: trio.socket.SocketType) -> trio.socket.SocketType:
 class _Clients:
     """All that are connected, and what they share: the volume, and the limits of this process."""
 
-    def __init__(self, volume: Volume, kernel: KernelCache, device: int) -> None:
+    def __init__(self, volume: Volume, kernel: KernelCache, device: int, usher: Usher) -> None:
         self.volume = volume
         self.kernel = kernel
         self.device = device
+        self.usher = usher
         self.pool = Pool(MEMORY_SIZE)
         self._connections: set[Connection] = set()
         self._descriptors_max = resource.getrlimit(resource.RLIMIT_NOFILE)[0] * 3 // 4
@@ -196,6 +194,8 @@ class Connection:
         self._rings: dict[int, _Ring] = {}
         self._handles = itertools.count(1)
         self._greeted = False
+        self._has_next = False
+        """a message was looked at, but not taken"""
         self._token = trio.lowlevel.current_trio_token()
         self._scope = trio.CancelScope()
         self._pins: dict[int, Any] = {}
@@ -217,36 +217,40 @@ class Connection:
 
     async def _answer_one(self) -> bool:
         """False when the client is gone, or sends what is no message."""
-        size, space = MESSAGE_SIZE_MAX + 1, socket.CMSG_SPACE(4 * DESCRIPTORS_MAX)
-        data, ancillary, _, _ = await self._stream.recvmsg(size, space, socket.MSG_CMSG_CLOEXEC)
-        descriptors = _descriptors(ancillary)
-        replied: list[int] = []
+        data, _, flags, _ = await self._stream.recvmsg(MESSAGE_SIZE_MAX + 1, 0, socket.MSG_PEEK)
+        self._has_next = True
+        shown: list[int] = []
         try:
             if not data:
                 return False
             message = Message.unpack(data)
-            reply, replied = await self._answer(message, descriptors)
-            await self._reply(reply, replied)
+            reply, shown = await self._answer(message, bool(flags & socket.MSG_CTRUNC))
+            await self._drop_next()
+            await self._reply(reply, shown)
         except ValueError as error:
             log.info("a client is disconnected: %s", error)
             return False
         finally:
-            if descriptors:
-                with trio.move_on_after(KERNEL_SECONDS, shield=True):
-                    await trio.to_thread.run_sync(
-                        _close_all, descriptors, abandon_on_cancel=True, limiter=KERNEL_THREADS
-                    )
+            _close_all(shown)
         return True
 
-    async def _answer(self, message: Message, descriptors: list[int]) -> tuple[Message, list[int]]:
-        """(reply, descriptors to send); takes what it keeps out of ``descriptors``, adds what is closed once sent."""
+    async def _drop_next(self) -> None:
+        """Take the message that was looked at, if nobody took it with its descriptor. What else came never arrives."""
+        if self._has_next:
+            self._has_next = False
+            await self._stream.recv(1)
+
+    async def _answer(self, message: Message, has_descriptors: bool) -> tuple[Message, list[int]]:
+        """(reply, descriptors to send and then to close)."""
         try:
             kind = Request(message.request)
             if not self._greeted and kind is not Request.HELLO:
                 raise errors.InvalidArgument("the first message is HELLO")
-            if len(descriptors) != (kind in (Request.ADD_FILE, Request.ADD_IOV, Request.OPEN_NAMESPACE)):
-                raise errors.InvalidArgument(f"{kind.name} came with {len(descriptors)} descriptors")
-            values, sent = await HANDLERS[kind](self, message.values, descriptors)
+            if has_descriptors != (kind in (Request.ADD_FILE, Request.ADD_IOV, Request.OPEN_NAMESPACE)):
+                raise errors.InvalidArgument(
+                    f"{kind.name} came {'with' if has_descriptors else 'without'} a descriptor"
+                )
+            values, sent = await HANDLERS[kind](self, message.values)
         except (errors.KvfuseError, OSError, ValueError) as error:
             number = (error.errno if isinstance(error, OSError) else errno_of(error)) or errno.EINVAL
             return Message(message.request, message.number, -number, text=str(error)), []
@@ -258,24 +262,29 @@ class Connection:
             ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors).tobytes())]
         await self._stream.sendmsg([reply.pack()], ancillary)
 
+    async def _inspect(self, check: Callable[[int], T]) -> T:
+        """What a check says of the descriptor that came with the request."""
+        self._has_next = False
+        return await self._clients.usher.inspect(self._stream, check)
+
     def _check_room(self, things: dict[int, Any], count_max: int) -> None:
         if len(things) >= count_max:
             raise errors.InvalidArgument(f"{count_max} of these are registered already")
 
     # -- requests ------------------------------------------------------------------------------------
 
-    async def _hello(self, values: tuple[int, ...], _: list[int]) -> tuple[tuple[int, ...], list[int]]:
+    async def _hello(self, values: tuple[int, ...]) -> Answer:
         if values[0] != VERSION:
             raise errors.Unsupported(f"version {values[0]} is not offered, but {VERSION} is")
         self._greeted = True
         return (VERSION, os.getpid(), ENTRIES_MAX), []
 
-    async def _add_file(self, values: tuple[int, ...], descriptors: list[int]) -> tuple[tuple[int, ...], list[int]]:
+    async def _add_file(self, values: tuple[int, ...]) -> Answer:
         self._check_room(self.files, THINGS_MAX)
         if not 0 < values[0] <= Access.READ | Access.WRITE:
             raise errors.InvalidArgument(f"access {values[0]} is none")
         access = Access(values[0])
-        ino = await _ask_kernel(registry.check_file, descriptors, self._device, access)
+        ino = await self._inspect(partial(registry.check_file, device=self._device, access=access))
         flags = {Access.READ: os.O_RDONLY, Access.WRITE: os.O_WRONLY}.get(access, os.O_RDWR)
         volume_handle = await self._volume.open(ino, flags, self._calls.caller())
         handle = next(self._handles)
@@ -285,25 +294,30 @@ class Connection:
         )
         return (handle, ino, volume_handle.node.size), []
 
-    async def _drop_file(self, values: tuple[int, ...], _: list[int]) -> tuple[tuple[int, ...], list[int]]:
+    async def _drop_file(self, values: tuple[int, ...]) -> Answer:
         file = self.files.pop(values[0], None)
         if file is None:
             raise errors.BadHandle(f"file {values[0]} is not registered")
         await self._calls.release(file)
         return (), []
 
-    async def _add_iov(self, values: tuple[int, ...], descriptors: list[int]) -> tuple[tuple[int, ...], list[int]]:
+    async def _add_iov(self, values: tuple[int, ...]) -> Answer:
         self._check_room(self.iovs, THINGS_MAX)
         self._clients.check_room()
         if not 0 < values[0] <= IOV_SIZE_MAX:
             raise errors.InvalidArgument(f"an iov of {values[0]} bytes")
-        iov = Iov(descriptors[0], values[0])
-        descriptors.clear()  # it is the iov's now
+        self._has_next = False
+        descriptor = await self._clients.usher.memory(self._stream)
+        try:
+            iov = Iov(descriptor, values[0])
+        except BaseException:
+            os.close(descriptor)
+            raise
         handle = next(self._handles)
         self.iovs[handle] = iov
         return (handle, iov.writable), []
 
-    async def _drop_iov(self, values: tuple[int, ...], _: list[int]) -> tuple[tuple[int, ...], list[int]]:
+    async def _drop_iov(self, values: tuple[int, ...]) -> Answer:
         iov = self.iovs.pop(values[0], None)
         if iov is None:
             raise errors.BadHandle(f"iov {values[0]} is not registered")
@@ -314,15 +328,21 @@ class Connection:
         await _drop_memory(last)
         return (), []
 
-    async def _add_ring(self, values: tuple[int, ...], descriptors: list[int]) -> tuple[tuple[int, ...], list[int]]:
+    async def _add_ring(self, values: tuple[int, ...]) -> Answer:
         self._check_room(self._rings, RINGS_MAX)
         self._clients.check_room()
         layout = Layout.of(values[0], values[1])
         handle = next(self._handles)
-        self._rings[handle] = _Ring(self, layout, values[2] or -1, descriptors)
-        return (handle, layout.size), descriptors
+        shown: list[int] = []
+        try:
+            ring = self._rings[handle] = _Ring(self, layout, values[2] or -1, shown)
+        except BaseException:
+            _close_all(shown)
+            raise
+        self._volume.core.reads.threads.add(ring.worker)
+        return (handle, layout.size), shown
 
-    async def _drop_ring(self, values: tuple[int, ...], _: list[int]) -> tuple[tuple[int, ...], list[int]]:
+    async def _drop_ring(self, values: tuple[int, ...]) -> Answer:
         ring = self._rings.pop(values[0], None)
         if ring is None:
             raise errors.BadHandle(f"ring {values[0]} is not registered")
@@ -332,30 +352,29 @@ class Connection:
     async def _end(self, ring: _Ring) -> None:
         ring.worker.stop()
         await trio.to_thread.run_sync(ring.worker.thread.join)
+        self._volume.core.reads.threads.discard(ring.worker)
         self._calls.end(ring.worker)
         ring.close()
 
-    async def _open_namespace(
-        self, values: tuple[int, ...], descriptors: list[int]
-    ) -> tuple[tuple[int, ...], list[int]]:
+    async def _open_namespace(self, values: tuple[int, ...]) -> Answer:
         self._check_room(self.namespaces, THINGS_MAX)
-        ino, read_only = await _ask_kernel(registry.check_directory, descriptors, self._device)
+        ino, read_only = await self._inspect(partial(registry.check_directory, device=self._device))
         directory = await self._volume.attributes(ino)
         gid = directory.gid if directory.mode & 0o2000 else self.peer.gid
         handle = next(self._handles)
         self.namespaces[handle] = Namespace(ino, values[0] & 0o777, gid, read_only)
         return (handle, ino), []
 
-    async def _close_namespace(self, values: tuple[int, ...], _: list[int]) -> tuple[tuple[int, ...], list[int]]:
+    async def _close_namespace(self, values: tuple[int, ...]) -> Answer:
         if self.namespaces.pop(values[0], None) is None:
             raise errors.BadHandle(f"namespace {values[0]} is not open")
         return (), []
 
-    async def _map_arena(self, values: tuple[int, ...], descriptors: list[int]) -> tuple[tuple[int, ...], list[int]]:
+    async def _map_arena(self, values: tuple[int, ...]) -> Answer:
         if values[0] not in self._arenas:
             raise errors.PermissionDenied(f"arena {values[0]} holds nothing that you were given")
-        descriptors.append(self._volume.core.tier.arena_descriptor(values[0]))
-        return (os.fstat(descriptors[0]).st_size,), descriptors
+        descriptor = self._volume.core.tier.arena_descriptor(values[0])
+        return (os.fstat(descriptor).st_size,), [descriptor]
 
     def counts(self) -> dict[str, int]:
         """How much of what is registered."""
@@ -370,12 +389,12 @@ class Connection:
     # -- for the rings' threads ----------------------------------------------------------------------
 
     def start(self, worker: Worker, calls: list[Call]) -> None:
-        self._in_loop(self._calls.start, worker, calls)
+        self.in_loop(self._calls.start, worker, calls)
 
     def cancel(self, worker: Worker, call: Call) -> None:
-        self._in_loop(self._calls.cancel, worker, call)
+        self.in_loop(self._calls.cancel, worker, call)
 
-    def _in_loop(self, function: Callable[..., object], *arguments: object) -> None:
+    def in_loop(self, function: Callable[..., object], *arguments: object) -> None:
         try:
             self._token.run_sync_soon(function, *arguments)
         except trio.RunFinishedError:
@@ -400,7 +419,7 @@ class Connection:
 
     def failed(self, reason: str) -> None:
         log.info("a client is disconnected: %s", reason)
-        self._in_loop(self._scope.cancel)
+        self.in_loop(self._scope.cancel)
 
     # -- the end -------------------------------------------------------------------------------------
 
@@ -427,41 +446,13 @@ async def _drop_memory(iovs: list[Iov]) -> None:
 
 
 def _close_all(descriptors: list[int]) -> None:
-    """Not on the event loop: closing a file of this mount flushes it, for which the kernel asks this daemon."""
     for descriptor in descriptors:
         os.close(descriptor)
 
 
-def _descriptors(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
-    descriptors = array.array("i")
-    for level, kind, data in ancillary:
-        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-            descriptors.frombytes(data[: len(data) - len(data) % descriptors.itemsize])
-    return list(descriptors)
-
-
-async def _ask_kernel(check: Callable[..., T], descriptors: list[int], *arguments: object) -> T:
-    """What a check of a descriptor says. The kernel may ask this daemon for it, or a file system that never answers."""
-    own = [os.dup(descriptors[0])]
-
-    def ask() -> T:
-        descriptor = own.pop()
-        try:
-            return check(descriptor, *arguments)
-        finally:
-            os.close(descriptor)
-
-    try:
-        with trio.fail_after(KERNEL_SECONDS):
-            return await trio.to_thread.run_sync(ask, abandon_on_cancel=True, limiter=KERNEL_THREADS)
-    except trio.TooSlowError:
-        raise TimeoutError(errno.ETIMEDOUT, "the descriptor's file system does not answer") from None
-    finally:
-        if own:  # no thread was free
-            os.close(own.pop())
-
-
-Handler = Callable[[Connection, tuple[int, ...], list[int]], Awaitable[tuple[tuple[int, ...], list[int]]]]
+Answer = tuple[tuple[int, ...], list[int]]
+"""values of a reply, and descriptors to be sent with it"""
+Handler = Callable[[Connection, tuple[int, ...]], Awaitable[Answer]]
 HANDLERS: dict[Request, Handler] = {
     Request.HELLO: Connection._hello,
     Request.ADD_FILE: Connection._add_file,

@@ -22,7 +22,7 @@ import numpy.typing as npt
 from kvfuse.usrbio.call import Call, Tables
 from kvfuse.usrbio.ring import Bell, Entries, RingMemory
 from kvfuse.usrbio.server import Server, as_words
-from kvfuse.usrbio.wire import CQE, CQE_STRUCT, Priority, Word
+from kvfuse.usrbio.wire import CQE, CQE_STRUCT, Op, Priority, Word
 
 log = logging.getLogger(__name__)
 
@@ -71,6 +71,8 @@ class Worker:
         for descriptor in (sq_bell, self._wake):  # neither is ever read, which the client could make wait
             self._poll.register(descriptor, select.EPOLLIN | select.EPOLLET)
         self._rests = 0.0
+        self._is_reading = False
+        """it may be in the middle of a copy; once it is seen to be not, it looks at maps anew"""
         self._is_short = False
         """there is no memory for what waits"""
         self.stopped = False
@@ -98,6 +100,15 @@ class Worker:
             if self.stopped:
                 return False
             self._inbox.append(job)
+            os.eventfd_write(self._wake, 1)
+            return True
+
+    def tell_when_done(self, told: Callable[[], None]) -> bool:
+        """See `volume.core.ReadingThread`."""
+        with self._lock:
+            if not self._is_reading:
+                return False
+            self._inbox.append(lambda: self._tables.in_loop(told))
             os.eventfd_write(self._wake, 1)
             return True
 
@@ -140,9 +151,9 @@ class Worker:
             return True
 
     def attempt(self, call: Call, attempt: Callable[[], bool]) -> bool:
-        """Keep others from ending the call meanwhile. True when it has ended."""
+        """Keep others from ending the call meanwhile. True when it has ended, or nobody waits for it any more."""
         with self._lock:
-            if call.ended:
+            if call.ended or self.stopped:
                 return True
             call.busy = True
         try:
@@ -172,15 +183,19 @@ class Worker:
         finally:
             with self._lock:
                 self.stopped = True
+                self._is_reading = False
             while self._inbox:  # the kernel has to hear of changes, whether or not anybody waits for them
                 self._inbox.popleft()()
 
     def step(self) -> bool:
         """Take what was submitted, and serve some of it; False when there was nothing to serve."""
         self._take()
+        self._is_reading = True
         while self._inbox:
             self._inbox.popleft()()
-        return self._serve_turn()
+        has_served = self._serve_turn()
+        self._is_reading = False
+        return has_served
 
     def _take(self) -> None:
         """Copy what was submitted, as far as its completions will have room."""
@@ -199,22 +214,42 @@ class Worker:
         with self._lock:
             self._under_way += count
         now = time.monotonic()
+        start = 0
+        for cancel in np.flatnonzero(rows["op"] == Op.CANCEL).tolist():  # at once: it concerns what came before, alone
+            self._line_up(rows[start:cancel], now)
+            self.server.serve(rows[cancel : cancel + 1], now)
+            start = cancel + 1
+        self._line_up(rows[start:] if start else rows, now)
+
+    def _line_up(self, rows: Entries, taken_at: float) -> None:
+        """Let entries wait for their turn."""
+        if not len(rows):
+            return
         if not (as_words(rows)[:, 0] & _PRIORITY_BITS).any():
-            self._waiting[Priority.NORMAL].append(_Waiting(rows, now))
+            self._waiting[Priority.NORMAL].append(_Waiting(rows, taken_at))
             return
         priorities = rows["priority"]
         for kind in CLASSES:  # an unknown priority is refused later
             chosen = rows[priorities == kind if kind else ~np.isin(priorities, CLASSES[::2])]
             if len(chosen):
-                self._waiting[kind].append(_Waiting(chosen, now))
+                self._waiting[kind].append(_Waiting(chosen, taken_at))
 
     def _serve_turn(self) -> bool:
-        """Serve some of the highest priority that waits; False when nothing does, or there is no memory for it."""
+        """Serve some of the highest priority that waits. False when nothing does, or there is no memory for any."""
         queues = [queue for queue in self._waiting.values() if queue]
-        if not queues:
-            return False
         self._turn += 1
-        queue = queues[-1] if self._turn % LOW_TURN == 0 else queues[0]
+        if self._turn % LOW_TURN == 0:
+            queues.reverse()
+        self._is_short = False
+        for queue in queues:
+            for _ in range(len(queue)):
+                if self._serve_some(queue):
+                    return True
+        self._is_short = bool(queues)
+        return False
+
+    def _serve_some(self, queue: deque[_Waiting]) -> bool:
+        """Serve the first of a queue. False when there was no memory for any of it: then it is the last."""
         rows, taken_at = queue[0]
         count = min(len(rows), TURN_ENTRIES)
         if count > 1:
@@ -231,8 +266,7 @@ class Worker:
         waiting = self.server.serve(rows[:count], taken_at)
         if len(waiting):
             queue.append(_Waiting(waiting, taken_at))
-        self._is_short = len(waiting) == count
-        return not self._is_short
+        return len(waiting) < count
 
     def _wait(self) -> None:
         """Until there is more to do. Looks for a moment longer while submissions come one after the other."""

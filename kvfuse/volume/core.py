@@ -7,7 +7,9 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from hashlib import blake2b
+from typing import Protocol
 
 import trio
 
@@ -51,14 +53,28 @@ class NumberRange:
         return {self.key: schema.encode_u64(self._end)}
 
 
+class ReadingThread(Protocol):
+    """A thread that reads by content maps."""
+
+    def tell_when_done(self, told: Callable[[], None]) -> bool:
+        """Call ``told`` in the event loop when what the thread reads now is read. False: it reads nothing now.
+
+        What it begins to read after this call it finds by maps as they are now.
+        """
+
+
 class ReadEpochs:
     """Which reads are under way, so that a freed slot is reused only when none of them can see it.
 
     Reads that wait are counted under the epoch in which they began; what is retired waits until all
     reads of its own and earlier epochs ended. Reads that answer without an await need no counting.
+
+    Threads that read by content maps throw away what changed meanwhile, but they may copy straight into memory that
+    a client sees. So they are asked, too.
     """
 
     def __init__(self) -> None:
+        self.threads: set[ReadingThread] = set()
         self._epochs: deque[list[int]] = deque([[0]])
         self._retired: deque[list[tuple[Callable[[list[Slot]], object], list[Slot]]]] = deque([[]])
 
@@ -69,15 +85,21 @@ class ReadEpochs:
         try:
             yield
         finally:
-            epoch[0] -= 1
-            self._advance()
+            self._end(epoch)
 
     def retire(self, give: Callable[[list[Slot]], object], slots: list[Slot]) -> None:
         """Call ``give(slots)`` when no read that is under way now remains."""
         self._retired[-1].append((give, slots))
-        if self._epochs[-1][0]:
+        epoch = self._epochs[-1]
+        for thread in self.threads:
+            epoch[0] += thread.tell_when_done(partial(self._end, epoch))
+        if epoch[0]:
             self._epochs.append([0])
             self._retired.append([])
+        self._advance()
+
+    def _end(self, epoch: list[int]) -> None:
+        epoch[0] -= 1
         self._advance()
 
     async def passed(self) -> None:
