@@ -478,3 +478,19 @@ def test_a_connection_that_breaks_while_a_file_of_the_mount_is_passed(mount: Kvf
                     other.send(Message(Request.OPEN_NAMESPACE, 1, values=(1,)).pack(), [file.fileno()])
             broken.close()
     assert path.read_bytes() == b"x"
+
+
+def test_a_ring_that_is_dropped_while_another_one_is_broken_is_gone(mount: KvfuseMount, raw: RawClient) -> None:
+    for _ in range(100):
+        with RawClient(mount.point) as other:
+            rings = [other.ring(8, 0) for _ in range(4)]
+            rings[0].memory.words[Word.CQ_HEAD] = 1000
+            with contextlib.suppress(ConnectionError):
+                other.send(Message(Request.DROP_RING, 1, values=(rings[1].handle,)).pack())
+                submit_blindly(rings[0])
+                for ring in rings[2:]:
+                    other.send(Message(Request.DROP_RING, 1, values=(ring.handle,)).pack())
+                while True:
+                    other.receive()
+            for ring in rings:
+                ring.close()

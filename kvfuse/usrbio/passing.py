@@ -32,8 +32,6 @@ SECONDS = 10.0
 THREADS_MAX = 64
 """that may wait for the kernel at once; some perhaps for ever, for a file system that never answers"""
 CLONE_FILES = 0x400
-STANDARD = 3
-"""descriptors that every thread may have: of output and errors"""
 
 
 class Usher:
@@ -109,8 +107,10 @@ class Usher:
     def _run(self) -> None:
         channel = self._theirs.fileno()
         if ctypes.CDLL(None, use_errno=True).unshare(CLONE_FILES) == 0:
-            os.closerange(STANDARD, channel)
+            os.closerange(0, channel)
             os.closerange(channel + 1, os.sysconf("SC_OPEN_MAX"))
+            for _ in range(3):  # whoever started the daemon waits until nobody has its output any more
+                os.open(os.devnull, os.O_RDWR)
         else:  # forbidden: then it is the table of all, and what this guards against may happen
             channel = os.dup(channel)
         self._ready.set()

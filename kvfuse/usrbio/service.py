@@ -298,7 +298,8 @@ class Connection:
         file = self.files.pop(values[0], None)
         if file is None:
             raise errors.BadHandle(f"file {values[0]} is not registered")
-        await self._calls.release(file)
+        with trio.CancelScope(shield=True):  # `_reap` does not know of it any more
+            await self._calls.release(file)
         return (), []
 
     async def _add_iov(self, values: tuple[int, ...]) -> Answer:
@@ -346,7 +347,8 @@ class Connection:
         ring = self._rings.pop(values[0], None)
         if ring is None:
             raise errors.BadHandle(f"ring {values[0]} is not registered")
-        await self._end(ring)
+        with trio.CancelScope(shield=True):  # `_reap` does not know of it any more
+            await self._end(ring)
         return (), []
 
     async def _end(self, ring: _Ring) -> None:
