@@ -190,7 +190,7 @@ def main() -> None:
 async def run(options: Any, point: Path) -> None:
     async with trio.open_nursery() as nursery:
         nursery.start_soon(cancel_on, signal.SIGTERM, nursery.cancel_scope)
-        await serve(options, point, on_ready=lambda: print("ready", flush=True), doors=[door])
+        await serve(options, point, on_ready=lambda: print(f"mounted on {point}", flush=True), doors=[door])
         nursery.cancel_scope.cancel()
 
 
