@@ -121,7 +121,8 @@ class Calls:
             try:
                 await self._run(self._puts[0])
             finally:
-                self._puts.popleft()
+                if self._puts:
+                    self._puts.popleft()
 
     def cancel(self, worker: Worker, call: Call) -> None:
         found = self._under_way.get((worker, call.entry.offset))
@@ -143,6 +144,12 @@ class Calls:
         """Cancel what is under way for a ring that has stopped."""
         for row in self._of(worker):
             row.scope.cancel()
+
+    def close(self) -> None:
+        """When no ring is left: keep nothing that keeps a client's memory."""
+        self._under_way.clear()
+        self._puts.clear()
+        self._done.clear()
 
     def _of(self, worker: Worker) -> list[_Row]:
         return [row for (ring, _), rows in self._under_way.items() if ring is worker for row in rows]
@@ -186,10 +193,9 @@ class Calls:
 
     def _ended(self, row: _Row) -> None:
         key = (row.worker, row.call.entry.user_data)
-        rows = self._under_way[key]
-        rows.remove(row)
-        if not rows:
-            del self._under_way[key]
+        rows = [other for other in self._under_way.pop(key, ()) if other is not row]
+        if rows:
+            self._under_way[key] = rows
         row.call.data = None
         self.share.give(row.call.size)
 

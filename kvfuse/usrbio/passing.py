@@ -99,7 +99,7 @@ class Usher:
         # Another thread waits: the usher's have not the descriptor that wakes the event loop.
         await trio.to_thread.run_sync(done.wait, SECONDS, limiter=self._waiters)
         if failures:
-            raise failures[0]
+            raise failures.pop()  # which keeps no list that keeps it
         if not results:
             raise TimeoutError(errno.ETIMEDOUT, "the descriptor's file system does not answer")
         return results[0]

@@ -150,6 +150,15 @@ class Iov:
         else:
             os.pwrite(self.descriptor, data, offset)
 
+    def close(self) -> None:
+        """Give the memory back at once, although a failure somewhere may still know of it. Nobody uses it any more."""
+        del self.bytes, self.rows
+        os.close(self.descriptor)
+        del self.descriptor
+        with contextlib.suppress(BufferError):  # else it goes with the last view of it
+            self.view.release()
+            self._mapping.close()
+
     def __del__(self) -> None:
         if hasattr(self, "descriptor"):
             os.close(self.descriptor)

@@ -431,6 +431,7 @@ class Connection:
         for ring in self._rings.values():
             await self._end(ring)
         self._rings.clear()
+        self._calls.close()
         for file in self.files.values():
             await self._calls.release(file)
         self.files.clear()
@@ -444,7 +445,13 @@ class Connection:
 
 async def _drop_memory(iovs: list[Iov]) -> None:
     """In a thread: memory that nobody else has is given back to the machine here, 0.2 s for each GiB."""
-    await trio.to_thread.run_sync(iovs.clear)
+
+    def drop() -> None:
+        for iov in iovs:
+            iov.close()
+        iovs.clear()
+
+    await trio.to_thread.run_sync(drop)
 
 
 def _close_all(descriptors: list[int]) -> None:

@@ -164,7 +164,7 @@ class Worker:
         finally:
             with self._lock:
                 call.busy = False
-                doom = call.doom
+                doom, call.doom = call.doom, None
             if doom is not None:
                 doom()
 
