@@ -317,6 +317,23 @@ def test_read_only_memory_may_be_written_from_only(client: Client, path: Path) -
     assert path.read_bytes() == b"read-only bytes"
 
 
+def test_memory_that_is_given_back_while_it_is_read_into(client: Client, path: Path, data: bytes) -> None:
+    """Whatever became of the read, the ring lives on."""
+    with client.ring(8) as ring, client.iov(SIZE) as other:
+        for number in range(60):
+            part = path.with_name(f"{path.name}.{number}")
+            part.write_bytes(data)
+            with client.file(part) as file:  # of which no map shows anything yet: the event loop has to look
+                iov = client.iov(SIZE)
+                ring.prep_read(iov, 0, file, 0, SIZE, user_data=1)
+                ring.submit()
+                iov.close()
+                assert done(ring)[1] in (SIZE, -errno.ECANCELED, -errno.EFAULT)
+                ring.prep_read(other, 0, file, 0, 4096, user_data=2)
+                assert done(ring) == {2: 4096}
+            part.unlink()
+
+
 def test_buffers_in_iovs_are_located(client: Client) -> None:
     with client.iov(10_000) as first, client.iov(20_000) as second:
         assert client.locate(first.buffer) == (first, 0)

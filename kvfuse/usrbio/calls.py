@@ -109,12 +109,15 @@ class Calls:
                 async with self._using(rows[0].call):
                     writes = [(row.call.entry.offset, row.call.data) for row in rows]
                     written = await self.volume.write_in_slots(file.handle, writes)
-        for row, done in zip(rows, written, strict=True):
+        others = []
+        for row, done in zip(rows, written, strict=True):  # before any wait, in which this may be cancelled
             if done:
                 self._finish(row.worker, _Done(row.call, row.call.entry.length, content=file.ino))
                 self._ended(row)
             else:
-                await self._run(row)
+                others.append(row)
+        for row in others:
+            await self._run(row)
 
     async def _run_puts(self) -> None:
         while self._puts:
@@ -134,11 +137,12 @@ class Calls:
 
     async def settled(self, worker: Worker, iov: Iov) -> None:
         """Return when nothing that is under way for a ring can write into the iov any more."""
+        await _in_ring_thread(worker, lambda: True)  # what the thread served before is a call of ours now
         for row in self._of(worker):
             if row.call.iov is iov:
                 row.scope.cancel()
                 worker.give_up(row.call, errno.ECANCELED)
-        await _in_ring_thread(worker, lambda: True)
+        await _in_ring_thread(worker, lambda: True)  # and it is not at one of those any more
 
     def end(self, worker: Worker) -> None:
         """Cancel what is under way for a ring that has stopped."""
