@@ -14,6 +14,9 @@ import hypothesis
 import pytest
 from fsck_tree import Tree
 from mounting import KvfuseMount, temporary_mount
+from volume_lab import Chaos
+
+from kvfuse.volume import content
 
 SEED = int(os.environ.get("KVFUSE_TEST_SEED") or random.SystemRandom().randrange(1 << 32))
 
@@ -114,3 +117,15 @@ def folder(top: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
     made.chmod(0o777)
     yield made
     shutil.rmtree(made)
+
+
+@pytest.fixture
+def chaos(seed: int) -> Chaos:
+    """Engines in memory that behave, until a test says otherwise."""
+    return Chaos(random.Random(seed))
+
+
+@pytest.fixture
+def small_rewrites(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where chunks are small: let them be changed in place all the same."""
+    monkeypatch.setattr(content, "REWRITE_SIZE_MAX", 8192)

@@ -36,7 +36,7 @@ def visit(mount: Path) -> dict[str, Any]:
         is_read = np.array_equal(iov.array[SIZE:], data)
         with BlockStore(client, "own/blocks") as store:
             store.put(b"a", data)
-            with store.get(b"a") as view:  # type: ignore[union-attr]
+            with store.get(b"a") as view:
                 is_viewed = bytes(view) == data.tobytes()
             shared = store.get_many([b"a"])
             is_shared = bool(client.session._arenas) and shared[0] is not None

@@ -32,11 +32,6 @@ from kvfuse.volume.volume import Volume
 
 
 @pytest.fixture
-def chaos(seed: int) -> Chaos:
-    return Chaos(random.Random(seed))
-
-
-@pytest.fixture
 def options() -> Options:
     return lab_options(capacity=16 * MIB, chunk=CHUNK)
 

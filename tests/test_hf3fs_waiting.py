@@ -66,7 +66,7 @@ def test_a_ledger_is_as_a_list(steps: list[tuple[str, int]]) -> None:
         if step == "add":
             for number in range(count, count + value % 4):
                 slices[number] = hf3fs.iovec(1)
-                ledger.add([Operation(slices[number], None, 0, f"data {number}")])  # type: ignore[arg-type]
+                ledger.add([Operation(slices[number], None, 0, f"data {number}")])
                 model.open.append([number, None])
             count += value % 4
         elif step == "complete" and (unfinished := [row for row in model.open if row[1] is None]):
@@ -141,7 +141,7 @@ def test_one_thread_waits_for_what_another_submits(shared_mount: KvfuseMount, te
             return True
 
         for index in range(10):
-            wait_until(lambda index=index: prepared(index), "room in the ring")  # type: ignore[misc]
+            wait_until(lambda index=index: prepared(index), "room in the ring")
             reads.submit()
         thread.join(PATIENCE_S)
     assert [(done.userdata, done.result) for done in returned] == [(index, PART) for index in range(10)]
@@ -234,7 +234,7 @@ def test_what_prepare_refuses(shared_mount: KvfuseMount, ten_parts: Path) -> Non
             reads.prepare(iov[:], True, write_only, 0)
         for wrong in (iov[5:5], iov[::] + 1, iov.copy(), bytearray(PART)):
             with fails(errno.EINVAL):
-                reads.prepare(wrong, True, read_only, 0)  # type: ignore[arg-type]
+                reads.prepare(wrong, True, read_only, 0)
         for offset in (-1, 1 << 63):
             with fails(errno.EINVAL):
                 reads.prepare(iov[:], True, read_only, offset)
@@ -277,7 +277,7 @@ def test_what_a_ring_refuses_to_be(shared_mount: KvfuseMount, tmp_path: Path) ->
         ({"entries": 1, "hf3fs_mount_point": str(tmp_path)}, errno.ENOENT),
     ):
         with fails(error):
-            hf3fs.make_ioring(**{"hf3fs_mount_point": point, **arguments})  # type: ignore[arg-type]
+            hf3fs.make_ioring(**{"hf3fs_mount_point": point, **arguments})
     assert hf3fs.ioring.size_for_entries(100) > 100
     assert hf3fs.make_ioring(point, 100, priority=hf3fs.IorPriority.LOW, timeout=1, io_depth=-1, flags=1).entries == 100
 

@@ -51,11 +51,6 @@ async def names(disk: Disk, options: Options) -> set[bytes]:
         return {entry.name for entry in await volume.list_directory(ROOT_INODE, 0, 10_000)}
 
 
-@pytest.fixture
-def chaos(seed: int) -> Chaos:
-    return Chaos(random.Random(seed))
-
-
 # -- the real record store, a millisecond further away ------------------------------------------------
 
 

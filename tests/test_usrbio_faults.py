@@ -229,7 +229,7 @@ def test_who_does_not_work_notices_at_the_next_call(mount: KvfuseMount) -> None:
         wait_for_rings(mount)
         client.reconnect()
         assert store.exists([b"a"]).tolist() == [True]
-        with store.get(b"a") as view:  # type: ignore[union-attr]
+        with store.get(b"a") as view:
             assert bytes(view) == b"1"
         ring.prep_get(iov, 0, store.namespace, b"a", 1)
         ring.submit()

@@ -132,7 +132,7 @@ def bell(ring: tuple[RingMemory, RingMemory, int]) -> Iterator[tuple[Bell, Bell]
     """(the sleeper's, the other side's)."""
     descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
     try:
-        yield tuple(Bell(memory.words, Word.DAEMON_SLEEPS, descriptor) for memory in ring[:2])  # type: ignore[misc]
+        yield tuple(Bell(memory.words, Word.DAEMON_SLEEPS, descriptor) for memory in ring[:2])
     finally:
         os.close(descriptor)
 

@@ -210,7 +210,7 @@ def bench_idle(setting: RingSetting) -> list[Figure]:
 def _cpu_share(pid: int, seconds: float) -> float:
     """Percent of one core that a process takes in the next ``seconds``."""
     start, before = time.perf_counter(), cpu_seconds_of(pid)
-    time.sleep(seconds)
+    time.sleep(seconds)  # the time that is measured: nobody asks the daemon for anything
     return 100 * (cpu_seconds_of(pid) - before) / (time.perf_counter() - start)
 
 

@@ -57,7 +57,7 @@ class iovec(np.ndarray[Any, np.dtype[np.uint8]]):
     def __repr__(self) -> str:
         return f"<iovec of {len(self)} bytes at {self.base_off}, result {self.result}>"
 
-    __hash__ = object.__hash__  # type: ignore[assignment]
+    __hash__ = object.__hash__  # type: ignore[assignment]  # arrays have none: numpy's stubs say None
 
     def __eq__(self, other: object) -> bool:
         return self is other

@@ -86,7 +86,7 @@ class Usher:
         def run(own: list[int]) -> None:
             try:
                 results.append(call(own))
-            except Exception as error:
+            except Exception as error:  # whatever it is, it is raised where it is waited for
                 failures.append(error)
             finally:
                 _close_all(own)

@@ -177,7 +177,7 @@ class Worker:
                     self._wait()
         except Broken as error:
             self._tables.failed(str(error))
-        except Exception:
+        except Exception:  # one client's ring ends with its thread; the daemon and the others go on
             log.exception("a ring's thread failed")
             self._tables.failed("the ring could not be served")
         finally:
