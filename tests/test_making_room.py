@@ -7,6 +7,7 @@ import random
 
 import pytest
 import trio
+import trio.testing
 from volume_lab import CALLER, MIB, Chaos, Disk, check, lab_options, opened
 
 from kvfuse.errors import NoSpace
@@ -14,11 +15,12 @@ from kvfuse.volume.api import ROOT_INODE
 from kvfuse.volume.volume import Volume
 
 
-async def write(volume: Volume, name: bytes) -> int:
-    """Write a block of 1 MiB; its inode. The kernel is not told to forget it."""
+async def write(volume: Volume, name: bytes, parts: int = 1) -> int:
+    """Write a block of 1 MiB in so many calls; its inode. The kernel is not told to forget it."""
     handle, node = await volume.create(ROOT_INODE, name, 0o644, CALLER, os.O_WRONLY)
     try:
-        await volume.write(handle, 0, name * (MIB // len(name)))
+        for offset in range(0, MIB, MIB // parts):
+            await volume.write(handle, offset, (name * (MIB // len(name)))[offset : offset + MIB // parts])
     finally:
         await volume.release(handle)
     return node.ino
@@ -55,6 +57,40 @@ async def test_a_block_that_was_removed_while_it_was_written(seed: int, known: b
             if not known:
                 volume.forget(ino, 1)
             await write(volume, b"new data")
+        chaos.delay = 0
+    assert (await check(disk)).clean
+
+
+@pytest.mark.parametrize("number", range(40))
+async def test_each_removed_block_makes_room_for_one(
+    seed: int, number: int, autojump_clock: trio.testing.MockClock
+) -> None:
+    """Whatever becomes of a removed block's bytes at that moment: staged, being written, committed, being read."""
+    rng = random.Random(seed + number)
+    options = lab_options(capacity=16 * MIB, chunk=4 * MIB)
+    disk = Disk.format(options)
+    chaos = Chaos(rng, delay=rng.choice([0, 0.1, 0.5, 1.0]))
+    parts = rng.choice([1, 1, 2, 4, 8])
+    async with opened(disk, options, chaos) as volume:
+        names = await fill(volume)
+        for turn in range(20):
+            await volume.unlink(ROOT_INODE, names.pop(rng.choice([0, -1])))
+            name = b"new.%04d" % turn
+            await write(volume, name, parts)
+            names.append(name)
+            if rng.random() < 0.5:
+                replaced = rng.choice(names[:-1])
+                await volume.rename(ROOT_INODE, name, ROOT_INODE, replaced, 0)
+                names.pop()
+                await write(volume, name, parts)
+                names.append(name)
+            if rng.random() < 0.4:
+                node = await volume.lookup(ROOT_INODE, rng.choice(names))
+                handle = await volume.open(node.ino, os.O_RDONLY, CALLER)
+                await volume.read(handle, 0, MIB)
+                await volume.release(handle)
+            if rng.random() < 0.4:
+                await trio.sleep(rng.random() * 0.2)
         chaos.delay = 0
     assert (await check(disk)).clean
 

@@ -98,6 +98,11 @@ class ReadEpochs:
             self._retired.append([])
         self._advance()
 
+    @property
+    def has_retired(self) -> bool:
+        """Slots wait for reads that are under way."""
+        return any(self._retired)
+
     def _end(self, epoch: list[int]) -> None:
         epoch[0] -= 1
         self._advance()

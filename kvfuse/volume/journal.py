@@ -281,10 +281,11 @@ class Journal:
                 node.forced = True
 
     async def free(self) -> bool:
-        """Commit what frees slots: what was given up a moment ago may be used only then. False if there is nothing."""
+        """Have what was given up a moment ago free, by a commit where it takes one. False if nothing was given up."""
+        free_before = self.core.slabs.free_bytes
         self.make_room()
-        if not (self.freeing_bytes or self.core.slabs.pending_bytes):
-            return False
+        if not (self.freeing_bytes or self.core.slabs.pending_bytes or self.core.reads.has_retired):
+            return self.core.slabs.free_bytes > free_before  # staged bytes have slots that no commit knows
         if self.flusher.dropped_size:
             await self.flusher.settled()  # slots that are being written in vain are given up only then
         await self.commit(*[node for node in self._dirty if node.dead])
