@@ -154,12 +154,17 @@ class Reads(FileWork):
         session, size, file = self.session, self.size, self.file
         pieces, places = self.offsets(depth)
 
+        def single(number: int) -> None:
+            row = number % len(pieces)
+            session.ring.prep_read(session.iov, int(places[row, 0]), file, int(pieces[row, 0]), size)
+            session.finish(1, size)
+
         def batch(number: int) -> None:
             row = number % len(pieces)
             session.ring.prep_reads(session.iov, places[row], file, pieces[row], size)
             session.finish(depth, size)
 
-        return batch
+        return single if depth == 1 else batch
 
     def check(self, depth: int) -> None:
         self.check_in_iov(depth)
@@ -344,11 +349,18 @@ def _calls(keys: Sequence[bytes]) -> Iterator[Sequence[bytes]]:
     return (keys[start : start + KEYS_PER_CALL] for start in range(0, len(keys), KEYS_PER_CALL))
 
 
+def _settle(descriptor: int) -> None:
+    """What was prepared is on its way to the disk, and would take a core from what is measured: wait for that."""
+    os.fsync(descriptor)
+    os.sync()
+
+
 @contextlib.contextmanager
 def _file_work(session: Session, size: int, kind: type[FileWork], mode: str) -> Iterator[Work]:
     path = session.mountpoint / f"file-{size}"
     with path.open("wb", buffering=0) as made:
         write_whole(made.fileno(), session.pattern)
+        _settle(made.fileno())
     with session.client.file(path, mode) as file:
         yield kind(session, size, file, path)
     path.unlink()
@@ -362,6 +374,9 @@ def _block_work(session: Session, size: int, kind: type[BlockWork], stored: bool
         work = kind(session, size, namespace, folder)
         if stored:
             work.store_all()
+            directory = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+            _settle(directory)
+            os.close(directory)
         yield work
         if stored:
             work.delete(work.keys)

@@ -10,10 +10,12 @@ from kvfuse.errors import Disconnected
 from kvfuse.usrbio import aio
 from kvfuse.usrbio.ring import Bell, Queue
 
-SPIN_NS = 50_000
+SPIN_NS = 100_000
 """a sleep and the wakening cost about as much; longer waits are slept through from the start"""
 REMEMBERED_NS = 1_000_000
 """the longest wait that is remembered as such, so that one long wait does not outweigh many short ones"""
+TRIAL_WAITS = 16
+"""Each so manieth wait is spun for although the last ones were long: sleeping makes short ones long, and hides them."""
 
 HANGUP = select.EPOLLHUP | select.EPOLLERR
 
@@ -30,6 +32,8 @@ class Waiter:
         self._poll.register(hangup, 0)  # a hangup is reported whatever one asks for
         self._usual_ns = 0
         """what waits took lately"""
+        self._slept = 0
+        """waits since the last spin"""
 
     def wait(self, tail: int, timeout: float | None) -> None:
         """Return when the daemon has published ``tail``, or ``timeout`` seconds have passed. Disconnected."""
@@ -60,11 +64,19 @@ class Waiter:
             raise Disconnected("the daemon ended the connection")
 
     def _spin(self, tail: int, started: int, deadline: int | None) -> bool:
-        if self._usual_ns > 2 * SPIN_NS:
-            return False
-        end = started + SPIN_NS if deadline is None else min(started + SPIN_NS, deadline)
+        is_trial = self._usual_ns > 2 * SPIN_NS
+        if is_trial:
+            self._slept += 1
+            if self._slept < TRIAL_WAITS:
+                return False
+        self._slept = 0
+        end = started + SPIN_NS * (1 + is_trial)
+        if deadline is not None:
+            end = min(end, deadline)
         while perf_counter_ns() < end:
             if self._queue.given >= tail:
+                if is_trial:
+                    self._usual_ns = 0
                 return True
             os.sched_yield()  # on few cores the daemon may need this one
         return self._queue.given >= tail

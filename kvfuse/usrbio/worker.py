@@ -32,7 +32,7 @@ TURN_BYTES = 16 << 20
 THREAD_NAME = "kvfuse-ring"
 LOW_TURN = 8
 """Each so manieth turn goes to the lowest priority that waits."""
-SPIN_SECONDS = 60e-6
+SPIN_SECONDS = 100e-6
 """How long it looks for more before it sleeps, while submissions come faster than that."""
 FULL_SECONDS = 0.01
 """between looks at a ring whose client does not take its completions, or when there is no memory for an entry"""
