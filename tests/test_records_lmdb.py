@@ -281,6 +281,15 @@ async def test_a_commit_of_a_wrong_type_leaves_the_store_usable(store: LmdbRecor
     assert await store.commit({b"a": b"1"})
 
 
+async def test_records_under_a_lease_that_was_not_given_back_are_found_again(tmp_path: Path) -> None:
+    store = LmdbRecords.open(tmp_path / "records")
+    await store.commit({b"a": b"1"}, lease=await store.lease(1))
+    await store.aclose()
+    store = LmdbRecords.open(tmp_path / "records")
+    assert await content(store) == {b"a": b"1"}
+    await store.aclose()
+
+
 async def test_no_lease_without_time(store: LmdbRecords) -> None:
     with pytest.raises(ValueError):
         await store.lease(0)

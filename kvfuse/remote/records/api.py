@@ -8,14 +8,20 @@ This file is the whole contract; every engine passes the one conformance suite i
   ``ABSENT`` (0) is the version of a key that is not there, and may be expected like any other.
 * ``get`` and ``scan`` see the last finished commit and nothing of an unfinished one. One ``get`` is one
   round trip whatever the number of keys; it is a consistent snapshot of them.
-* ``commit`` is all or nothing. False means that an expected version had moved and nothing was done.
+* ``commit`` is all or nothing and answers the version that its puts now have. 0 means that an expected
+  version had moved, or that the lease was gone: nothing was done, and nothing of it will be done later.
   An ``EngineError`` means *unknown*, unless it is ``EngineFull`` or raised for bad arguments
   (``ValueError``): then nothing was done.
 * Durability is the caller's choice. A *durable* commit, and every commit before it, survives the loss
   of power once the call returned. An ordered one survives the death of this process, and after a loss
   of power either it is there with all commits before it, or it and all after it are not: never a hole.
-* A cancelled ``commit`` is *unknown* like a timed-out one; a cancelled read has no effect.
+* A cancelled ``commit`` is *unknown* like a timed-out one; a cancelled read has no effect. What is unknown is
+  settled before a later commit of the same store is applied: it is never applied after one.
 * Calls may run concurrently. Commits are applied in the order in which they were called.
+* Records put under a *lease* are deleted when it ends: when it is given back, or was not renewed in time. The
+  store alone judges the time. A record that was put anew since, under another lease or none, stays.
+* An embedded store's lease lives as long as it is not given back, whatever its time: nobody else looks at it.
+  The records of a process that died without giving it back stay; its successor finds them.
 """
 
 from __future__ import annotations
@@ -103,7 +109,7 @@ class Lease(ABC):
     """A client's timed right. Liveness of this client as others see it."""
 
     ttl: float
-    """seconds"""
+    """seconds; a store may give more than was asked for"""
 
     @abstractmethod
     async def keepalive(self) -> bool:
@@ -111,7 +117,7 @@ class Lease(ABC):
 
     @abstractmethod
     async def revoke(self) -> None:
-        """Give the lease back. Idempotent."""
+        """Give the lease back, and delete the records put under it. Idempotent."""
 
 
 @dataclass
@@ -141,19 +147,22 @@ class RecordStore(ABC):
         expect: Mapping[bytes, int] | None = None,
         *,
         durable: bool = False,
-    ) -> bool:
+        lease: Lease | None = None,
+    ) -> int:
         """Apply all puts and deletes if every key of ``expect`` has the expected version.
 
-        Deleting an absent key is no error. A key may not be both put and deleted (ValueError). An
-        empty commit with ``durable=True`` makes all earlier commits durable.
+        Answers the version (> 0) of all its puts, or 0: refused. Deleting an absent key is no error. A key may
+        not be both put and deleted (ValueError). An empty commit with ``durable=True`` makes all earlier
+        commits durable. The puts are attached to ``lease``, one of this store's own (ValueError).
         """
 
     @abstractmethod
     def watch(self, prefix: bytes) -> AsyncIterator[Change]:
         """Changes under ``prefix`` committed after the call, in commit order, by whichever client.
 
-        Ends when the store is closed. A reader that falls too far behind gets ``EngineError`` and must
-        read the state anew.
+        A shared store may also show changes committed shortly before the call. Ends when the store is closed;
+        changes that had not come by then are left out. A reader that falls too far behind gets ``EngineError``
+        and must read the state anew.
         """
 
     @abstractmethod

@@ -42,8 +42,11 @@ class RecordDecorator(RecordStore):
         expect: Mapping[bytes, int] | None = None,
         *,
         durable: bool = False,
-    ) -> bool:
-        return await self.around(lambda: self.inner.commit(puts, deletes, expect, durable=durable), commits=True)
+        lease: Lease | None = None,
+    ) -> int:
+        return await self.around(
+            lambda: self.inner.commit(puts, deletes, expect, durable=durable, lease=lease), commits=True
+        )
 
     def watch(self, prefix: bytes) -> AsyncIterator[Change]:
         return self.inner.watch(prefix)

@@ -33,6 +33,7 @@ import os
 import weakref
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -41,7 +42,7 @@ import trio
 
 from kvfuse.errors import Corrupt, EngineError, EngineFull, ReadOnly
 from kvfuse.remote.records.api import ABSENT, Change, Lease, Record, RecordLimits, RecordStore, Versioned
-from kvfuse.remote.records.local import LocalLease, Watch
+from kvfuse.remote.records.local import LocalLease, Watch, own_lease
 from kvfuse.remote.records.residency import MappedFile
 
 _T = TypeVar("_T")
@@ -129,22 +130,35 @@ class LmdbRecords(RecordStore):
         expect: Mapping[bytes, int] | None = None,
         *,
         durable: bool = False,
-    ) -> bool:
-        """As the contract says. One that has begun is not abandoned: when cancelled, it still finishes."""
+        lease: Lease | None = None,
+    ) -> int:
+        """As the contract says. One that has begun is not abandoned: when cancelled, it still finishes.
+
+        The version is the id of LMDB's transaction.
+        """
         if self._read_only:
             raise ReadOnly(f"{self._path} is open for reading only")
+        own = own_lease(lease, self)
         self.limits.check_commit(puts, deletes, expect or {})
         transaction = _Transaction(self._environment, puts, deletes, expect or {}, durable)
         self.counters.commits += 1
         self.counters.commit_operations += transaction.operation_count
+        async with self._turn():
+            applied = not (own and own.revoked) and await self._apply(transaction)
+            if applied and own:
+                own.attach(transaction.changes)
+        self._mapped.touched(transaction.operation_count)
+        self.counters.conflicts += not applied
+        return transaction.id if applied else 0
+
+    @asynccontextmanager
+    async def _turn(self) -> AsyncIterator[None]:
+        """Commits take turns in the order in which they came. A write transaction must not outlive its call."""
         async with self._commit_lock:
             if self._closed:
                 raise EngineError(f"{self._path} is closed")
-            with trio.CancelScope(shield=True):  # a write transaction must not outlive its call
-                applied = await self._apply(transaction)
-        self._mapped.touched(transaction.operation_count)
-        self.counters.conflicts += not applied
-        return applied
+            with trio.CancelScope(shield=True):
+                yield
 
     def watch(self, prefix: bytes) -> AsyncIterator[Change]:
         watch = Watch(prefix)
@@ -154,10 +168,17 @@ class LmdbRecords(RecordStore):
         return watch
 
     async def lease(self, ttl: float) -> Lease:
-        """Always alive: nobody else looks at an embedded store's leases."""
         if ttl <= 0:
             raise ValueError(f"a lease of {ttl} seconds")
-        return LocalLease(ttl)
+        return LocalLease(ttl, self, self._end_lease)
+
+    async def _end_lease(self, lease: LocalLease) -> None:
+        """Delete what was put under the lease and not put anew since."""
+        async with self._turn():
+            with self._environment.begin() as transaction:
+                found = {key: transaction.get(key) for key in lease.attached}
+            deletes = [key for key, value in found.items() if value and _version(value) == lease.attached[key]]
+            await self._apply(_Transaction(self._environment, {}, deletes, {}, False))
 
     async def aclose(self) -> None:
         with trio.CancelScope(shield=True):

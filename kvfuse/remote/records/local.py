@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 
 import trio
 
 from kvfuse.errors import EngineError
-from kvfuse.remote.records.api import Change, Lease
+from kvfuse.remote.records.api import Change, Lease, RecordStore
 
 WATCH_BACKLOG_MAX = 65536
 """Changes a watch holds for a reader that has not come for them."""
@@ -47,14 +47,31 @@ class Watch(AsyncIterator[Change]):
 
 
 class LocalLease(Lease):
-    """Alive until it is given back: nobody else looks at it."""
+    """Alive until it is given back: nobody else looks at it. ``end`` then deletes what is ``attached``."""
 
-    def __init__(self, ttl: float) -> None:
+    def __init__(self, ttl: float, store: RecordStore, end: Callable[[LocalLease], Awaitable[None]]) -> None:
         self.ttl = ttl
-        self._revoked = False
+        self.store = store
+        self.revoked = False
+        self.attached: dict[bytes, int] = {}
+        """key -> the version it was put with"""
+        self._end = end
+
+    def attach(self, changes: Iterable[Change]) -> None:
+        """Account for a commit under this lease."""
+        self.attached.update({change.key: change.version for change in changes if change.value is not None})
 
     async def keepalive(self) -> bool:
-        return not self._revoked
+        return not self.revoked
 
     async def revoke(self) -> None:
-        self._revoked = True
+        self.revoked = True  # before the first await: no commit is begun under it any more
+        await self._end(self)
+        self.attached.clear()
+
+
+def own_lease(lease: Lease | None, store: RecordStore) -> LocalLease | None:
+    """The lease, if it is one of ``store``; else ValueError."""
+    if lease is None or (isinstance(lease, LocalLease) and lease.store is store):
+        return lease
+    raise ValueError("the lease is not one of this store")

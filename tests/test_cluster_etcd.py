@@ -1,0 +1,112 @@
+"""Starting etcd for trying and for tests: servers that outlive who started them, found and ended by their pids."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from cluster_lab import etcd_cluster
+
+from kvfuse.cluster.etcd import EtcdServers, EtcdSettings, prefix_end
+from kvfuse.cluster.process import Server, free_ports, wait_until
+from kvfuse.errors import ClusterError
+
+SLEEPER = ["sleep", "1000"]
+STATUS_STOP_STATUS = """
+import sys
+from pathlib import Path
+from kvfuse.cluster.etcd import EtcdServers
+found = EtcdServers.load(Path(sys.argv[1]))
+print(*found.status())
+found.stop()
+print(*found.status())
+"""
+
+
+def test_another_process_finds_and_ends_a_cluster(etcd: EtcdServers) -> None:
+    with etcd_cluster(1) as started:
+        command = [sys.executable, "-c", STATUS_STOP_STATUS, str(started.folder)]
+        said = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
+        assert said[0] == f"etcd0 {started.endpoints[0]} healthy (leader)"
+        assert said[1].endswith("not running")
+        assert started.members[0].pid == 0
+
+
+def test_a_killed_leader_is_replaced_and_comes_back(etcd: EtcdServers) -> None:
+    leader = etcd.wait_leader()
+    etcd.kill(leader)
+    assert etcd.wait_leader(other_than=leader) != leader
+    assert sum("healthy" in line for line in etcd.status()) == 2
+    etcd.restart(leader)
+    assert sum("healthy" in line for line in etcd.status()) == 3
+
+
+def test_a_cluster_that_cannot_start_says_why_and_leaves_nothing(tmp_path: Path) -> None:
+    with etcd_cluster(1) as running:
+        pids = [member.pid for member in running.members]
+        (tmp_path / "etcd0.data").write_text("in the way")
+        with pytest.raises(ClusterError, match="etcd0"):
+            EtcdServers.start(tmp_path, 1, EtcdSettings())
+        assert [member.pid for member in EtcdServers.load(tmp_path).members] == [0]
+        assert [member.pid for member in running.members] == pids
+
+
+def test_no_cluster_is_found_where_there_is_none(tmp_path: Path) -> None:
+    with pytest.raises(ClusterError, match="holds no etcd cluster"):
+        EtcdServers.load(tmp_path)
+
+
+def test_a_server_is_ended_by_its_pid_even_when_it_is_stopped(tmp_path: Path) -> None:
+    server = Server(tmp_path, "sleeper", SLEEPER)
+    server.start(lambda: True)
+    server.kill(signal.SIGSTOP)
+    with pytest.raises(ClusterError, match="running already"):
+        server.launch()
+    Server(tmp_path, "sleeper").kill(signal.SIGTERM)  # as another process would, by the files alone
+    server.stop()
+    server.stop()
+    assert server.pid == 0
+
+
+def test_a_pid_that_was_given_to_another_process_is_not_touched(tmp_path: Path) -> None:
+    with subprocess.Popen(SLEEPER) as stranger:
+        (tmp_path / "server.pid").write_text(f"{stranger.pid} 1\n")
+        server = Server(tmp_path, "server")
+        assert server.pid == 0
+        server.stop()
+        assert stranger.poll() is None
+        stranger.kill()
+
+
+def test_a_server_that_ends_at_once_shows_its_log(tmp_path: Path) -> None:
+    server = Server(tmp_path, "broken", ["sh", "-c", "echo it hurts; exit 3"])
+    with pytest.raises(ClusterError, match="it hurts"):
+        server.start(lambda: False)
+    with pytest.raises(ClusterError, match="absent-program"):
+        Server(tmp_path, "absent", ["absent-program"]).launch()
+
+
+def test_waiting_ends(tmp_path: Path) -> None:
+    assert wait_until(lambda: True, 0)
+    assert not wait_until(lambda: False, 0.05)
+    assert len(set(free_ports(20))) == 20
+
+
+@pytest.mark.parametrize(
+    ("prefix", "end"), [(b"a", b"b"), (b"/t/", b"/t0"), (b"a\xff", b"b"), (b"", b"\0"), (b"\xff", b"\0")]
+)
+def test_the_end_of_a_prefix(prefix: bytes, end: bytes) -> None:
+    assert prefix_end(prefix) == end
+
+
+def test_pid_files_hold_this_systems_start_times(tmp_path: Path) -> None:
+    server = Server(tmp_path, "sleeper", SLEEPER)
+    server.launch()
+    pid, started = map(int, (tmp_path / "sleeper.pid").read_text().split())
+    assert pid == server.pid
+    assert 0 < started <= float(Path("/proc/uptime").read_text().split()[0]) * os.sysconf("SC_CLK_TCK")
+    server.stop()
