@@ -60,6 +60,8 @@ class SegmentLimits:
     """``view`` may answer"""
     registers: bool
     """``register`` does something (RDMA memory regions, pinned memory)"""
+    deadline: float = 0.0
+    """seconds after which a write that was begun is over, or given up; 0: that is not known"""
 
 
 @dataclass
@@ -75,6 +77,10 @@ class SegmentCounters:
     syncs: int = 0
     thread_reads: int = 0
     """transfers that were not resident and went to a thread"""
+    operations: int = 0
+    """requests to servers, hedges included (engines that have servers)"""
+    hedges: int = 0
+    """reads that were late and asked of another replica"""
 
 
 @dataclass
@@ -118,6 +124,7 @@ class SegmentStore(ABC):
     def view(self, segment: int, offset: int, length: int) -> memoryview | None:
         """A read-only view of resident bytes, or None where they are not resident or not mappable.
 
+        A store that is not mappable may answer None without looking: it need not know a segment of another host.
         Never waits. The view shows later writes to the same range; the caller drops it before it awaits.
         """
         return None
@@ -134,6 +141,21 @@ class SegmentStore(ABC):
     def register(self, buffer: Buffer) -> object:
         """Prepare ``buffer`` for this engine's fastest path; keep the result as long as it is used."""
         return None
+
+    def identity(self) -> bytes:
+        """What `fence` needs to know of this client; b"" where no client can be fenced."""
+        return b""
+
+    async def fence(self, identity: bytes) -> bool:
+        """Cut off the client that had this identity, for good. Idempotent. EngineError: unknown.
+
+        True: what it still has under way happens before a later write of this client to the same bytes, or never.
+        False: this engine, or this user, cannot do that.
+        """
+        return False
+
+    async def renew(self) -> None:  # noqa: B027 - most engines have nothing to do
+        """Be another client from now on, which nobody has fenced. EngineError leaves everything as it was."""
 
     @abstractmethod
     async def aclose(self) -> None:

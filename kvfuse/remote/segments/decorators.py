@@ -58,6 +58,15 @@ class SegmentDecorator(SegmentStore):
     def register(self, buffer: Buffer) -> object:
         return self.inner.register(buffer)
 
+    def identity(self) -> bytes:
+        return self.inner.identity()
+
+    async def fence(self, identity: bytes) -> bool:
+        return await self.around(lambda: self.inner.fence(identity), writes=False)
+
+    async def renew(self) -> None:
+        await self.around(self.inner.renew, writes=False)
+
     async def aclose(self) -> None:
         await self.inner.aclose()
 

@@ -25,6 +25,7 @@ import contextlib
 import os
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Self, TypeVar
 
@@ -40,7 +41,7 @@ from kvfuse.remote.segments.fileio import Run, SegmentFile
 
 _T = TypeVar("_T")
 
-FILE_NAME = re.compile(r"([0-9a-f]{8})\.(seg|new)")
+FILE_NAME = re.compile(r"([0-9a-f]{8})(?:\.[0-9a-f]+)?\.(seg|new)")
 """A segment, or one whose creation did not end."""
 SEGMENT_MAX = 0xFFFFFFFF
 NOWAIT_BYTES_MAX = 4 << 20
@@ -51,7 +52,7 @@ THREADS_MAX = 32
 
 
 class FileSegments(SegmentStore):
-    """A directory of segment files. Made by ``open``; one process writes, others may read."""
+    """A directory of segment files. Made by ``open``; others may have it open, too, and make segments."""
 
     def __init__(self, directory: Path, files: dict[int, SegmentFile], *, direct: bool, read_only: bool) -> None:
         super().__init__(
@@ -95,7 +96,7 @@ class FileSegments(SegmentStore):
                             f"{entry}: {file.size} bytes are no multiple of {BLOCK_SIZE}: not for O_DIRECT"
                         )
                 elif match and not read_only:
-                    entry.unlink()
+                    fileio.remove_unfinished(entry)
             on_failure.pop_all()
         return cls(path, files, direct=direct, read_only=read_only)
 
@@ -109,10 +110,12 @@ class FileSegments(SegmentStore):
                 if existing.size != size:
                     raise ValueError(f"segment {segment} exists with {existing.size} bytes, not {size}")
                 return
-            path = self._directory / f"{segment:08x}.seg"
-            self._files[segment] = await self._in_thread(
-                lambda: fileio.create(path, segment, size, is_direct=self._direct)
-            )
+            path = self._path(segment)
+            made = await self._in_thread(lambda: fileio.create(path, segment, size, is_direct=self._direct))
+            if made.size != size:
+                made.retire()
+                raise ValueError(f"segment {segment} exists with {made.size} bytes, not {size}")
+            self._files[segment] = made
 
     async def remove(self, segment: int) -> None:
         self._check_writable()
@@ -127,7 +130,27 @@ class FileSegments(SegmentStore):
     async def list(self) -> list[SegmentInfo]:
         return [SegmentInfo(segment, self._files[segment].size) for segment in sorted(self._files)]
 
+    def _path(self, segment: int) -> Path:
+        return self._directory / f"{segment:08x}.seg"
+
+    async def _meet(self, segments: set[int]) -> None:
+        """Open those of these segments that another process has made meanwhile."""
+        for segment in sorted(segments - self._files.keys()):
+            async with self._names_lock:
+                path = self._path(segment)
+                if segment not in self._files and 0 <= segment <= SEGMENT_MAX and not self._closed:
+                    met = await self._in_thread(partial(self._open_if_there, path, segment))
+                    if met is not None:
+                        self._files[segment] = met
+
+    def _open_if_there(self, path: Path, segment: int) -> SegmentFile | None:
+        with fileio.translated(path), contextlib.suppress(FileNotFoundError):
+            return SegmentFile.open(path, segment, is_direct=self._direct, read_only=self._read_only)
+        return None
+
     async def read(self, batch: Sequence[Transfer]) -> None:
+        if not self._files.keys() >= (segments := {transfer.segment for transfer in batch}):
+            await self._meet(segments)
         with contextlib.ExitStack() as in_use:
             runs = self._runs(batch, in_use, writable=True)
             byte_count = sum(run.length for run in runs)
@@ -141,6 +164,8 @@ class FileSegments(SegmentStore):
 
     async def write(self, batch: Sequence[Transfer]) -> None:
         self._check_writable()
+        if not self._files.keys() >= (segments := {transfer.segment for transfer in batch}):
+            await self._meet(segments)
         with contextlib.ExitStack() as in_use:
             runs = self._runs(batch, in_use, writable=False)
             self.counters.writes += len(batch)
@@ -154,6 +179,7 @@ class FileSegments(SegmentStore):
 
     async def zero(self, segment: int, offset: int, length: int) -> None:
         self._check_writable()
+        await self._meet({segment})
         file = self._checked(segment, offset, length)
         if length == 0:
             return

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import mmap
 import os
+import secrets
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
@@ -212,24 +214,39 @@ def zero(file: SegmentFile, offset: int, length: int) -> None:
 
 
 def create(path: Path, segment: int, size: int, *, is_direct: bool) -> SegmentFile:
-    """Make a preallocated file appear at ``path``, whole and durable, or not at all."""
-    temporary = path.with_suffix(".new")
+    """Make a preallocated file appear at ``path``, whole and durable, or not at all. One that is there already is it.
+
+    Another host that makes the same file at the same time gets the same one: a name is linked once.
+    """
+    temporary = path.with_suffix(f".{secrets.token_hex(8)}.new")
     with translated(path):
-        temporary.unlink(missing_ok=True)
+        fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o640)
         try:
-            fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o640)
-            try:
-                _preallocate(fd, size)
-                os.fsync(fd)
-            finally:
-                os.close(fd)
-            file = SegmentFile.open(temporary, segment, is_direct=is_direct, read_only=False)
-        except BaseException:
+            fcntl.flock(fd, fcntl.LOCK_EX)  # says that somebody is at it
+            _preallocate(fd, size)
+            os.fsync(fd)
+            with contextlib.suppress(FileExistsError):
+                os.link(temporary, path)
+        finally:
             temporary.unlink(missing_ok=True)
-            raise
-        file.path = temporary.rename(path)
+            os.close(fd)
         sync_directory(path.parent)
-        return file
+        return SegmentFile.open(path, segment, is_direct=is_direct, read_only=False)
+
+
+def remove_unfinished(temporary: Path) -> None:
+    """Remove what a creation left that did not end; not what another process is about to make."""
+    try:
+        fd = os.open(temporary, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        temporary.unlink(missing_ok=True)
+    except BlockingIOError:
+        pass
+    finally:
+        os.close(fd)
 
 
 def remove(path: Path) -> None:

@@ -1,0 +1,209 @@
+"""What is asked of one RADOS object: ranges to read, write or zero, or its removal; and how segments become objects.
+
+Segment 26 is the objects ``0000001a.00000000``, ``0000001a.00000001``, ... of ``object_size`` bytes each, the last one
+maybe less. An object that nobody wrote does not exist, and one ends where its last write did: what is missing is zeros.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+
+from kvfuse.remote.segments.api import Transfer
+from kvfuse.remote.segments.direct import address_of
+from kvfuse.remote.segments.librados import BALANCE_READS, Pool, Range, ReadResults
+
+RANGES_MAX = 64
+"""ranges of one operation"""
+JOINED_BYTES_MAX = 1 << 20
+"""Bytes of an operation that carries several ranges. It saves round trips for small ones; larger ones are better done
+side by side than one after the other by one server's thread."""
+
+
+def object_name(segment: int, index: int) -> bytes:
+    return b"%08x.%08x" % (segment, index)
+
+
+class Piece:
+    """The part of a transfer that lies in one object. ``view`` keeps the caller's memory where it is."""
+
+    __slots__ = ("offset", "view")
+
+    def __init__(self, offset: int, view: memoryview) -> None:
+        self.offset = offset
+        self.view = view
+
+
+class Request(ABC):
+    """One operation on one object. ``code`` is its answer: None until there is one, negative errno for a failure."""
+
+    verb: str
+    hedgeable = False
+    """it may be asked of another replica at the same time"""
+
+    def __init__(self, name: bytes) -> None:
+        self.name = name
+        self.code: int | None = None
+
+    @property
+    def copied_bytes(self) -> int:
+        """What starting it copies."""
+        return 0
+
+    @abstractmethod
+    def start(self, pool: Pool, tag: int) -> int:
+        """Begin; returns librados' completion."""
+
+    def ended(self, tag: int, code: int) -> bool:
+        """The operation with this tag answered; whether that answers the request."""
+        self.code = code
+        return True
+
+    @property
+    def failure(self) -> int:
+        """The negative errno that the caller must hear of, or 0."""
+        return min(self.code or 0, 0)
+
+
+class ReadRequest(Request):
+    """Fills each piece's view. Absent bytes are left alone until ``fill``."""
+
+    verb = "reading"
+    hedgeable = True
+
+    def __init__(self, name: bytes, pieces: Sequence[Piece]) -> None:
+        super().__init__(name)
+        self._pieces = pieces
+        self._ranges = [Range(piece.offset, address_of(piece.view), piece.view.nbytes) for piece in pieces]
+        self._results: dict[int, ReadResults] = {}
+        self._first_tag = 0
+        self.lengths: Sequence[int] = ()
+        """bytes that each piece got, once it was answered"""
+
+    def start(self, pool: Pool, tag: int) -> int:
+        """Begin; every start but the first asks any replica. All of them fill the same views with the same bytes."""
+        results = self._results[tag] = ReadResults(len(self._ranges))
+        self._first_tag = self._first_tag or tag
+        return pool.start_read(self.name, self._ranges, results, tag, 0 if tag == self._first_tag else BALANCE_READS)
+
+    def ended(self, tag: int, code: int) -> bool:
+        """A failed hedge answers nothing: the first try will."""
+        results = self._results[tag]
+        code = min(code, results.code)
+        if self.code is not None or (code < 0 and tag != self._first_tag and code != -errno.ENOENT):
+            return False
+        self.code = code
+        self.lengths = results.lengths if code >= 0 else [0] * len(self._ranges)
+        return True
+
+    @property
+    def failure(self) -> int:
+        return 0 if self.code == -errno.ENOENT else super().failure
+
+    @property
+    def absent_bytes(self) -> int:
+        return sum(range_.length for range_ in self._ranges) - sum(self.lengths)
+
+    def fill(self) -> None:
+        """Zeros where the object had no bytes. Nothing may be under way any more."""
+        for (_, address, length), got in zip(self._ranges, self.lengths, strict=True):
+            if got < length:
+                ctypes.memset(address + got, 0, length - got)
+
+
+class WriteRequest(Request):
+    """Stores each piece's view; neighbouring pieces become one range. ``exclusive``: leaves an object that is there."""
+
+    verb = "writing"
+
+    def __init__(self, name: bytes, pieces: Sequence[Piece], *, exclusive: bool = False) -> None:
+        super().__init__(name)
+        self._pieces = sorted(pieces, key=lambda piece: piece.offset)
+        self._exclusive = exclusive
+
+    @property
+    def copied_bytes(self) -> int:
+        return sum(piece.view.nbytes for piece in self._pieces)
+
+    @property
+    def failure(self) -> int:
+        return 0 if self._exclusive and self.code == -errno.EEXIST else super().failure
+
+    def start(self, pool: Pool, tag: int) -> int:
+        runs = [
+            (offset, views[0] if len(views) == 1 else memoryview(b"".join(views))) for offset, views in self._runs()
+        ]
+        ranges = [Range(offset, address_of(view), view.nbytes) for offset, view in runs]
+        return pool.start_write(self.name, ranges, tag, exclusive=self._exclusive)
+
+    def _runs(self) -> Iterator[tuple[int, list[memoryview]]]:
+        """(offset, views) of bytes that follow each other without a gap."""
+        start, end, views = 0, -1, list[memoryview]()
+        for piece in self._pieces:
+            if piece.offset != end:
+                if views:
+                    yield start, views
+                start, views = piece.offset, []
+            views.append(piece.view)
+            end = piece.offset + piece.view.nbytes
+        yield start, views
+
+
+class ZeroRequest(Request):
+    verb = "zeroing"
+
+    def __init__(self, name: bytes, offset: int, length: int) -> None:
+        super().__init__(name)
+        self._offset = offset
+        self._length = length
+
+    def start(self, pool: Pool, tag: int) -> int:
+        return pool.start_zero(self.name, self._offset, self._length, tag)
+
+
+class RemoveRequest(Request):
+    """An object that is not there is removed already."""
+
+    verb = "removing"
+
+    def start(self, pool: Pool, tag: int) -> int:
+        return pool.start_remove(self.name, tag)
+
+    @property
+    def failure(self) -> int:
+        return 0 if self.code == -errno.ENOENT else super().failure
+
+
+def pieces_by_object(batch: Sequence[Transfer], object_size: int) -> Iterator[tuple[bytes, list[Piece]]]:
+    """(object's name, pieces) of each operation: one piece, or up to RANGES_MAX of up to JOINED_BYTES_MAX together."""
+    open_: dict[tuple[int, int], tuple[list[Piece], int]] = {}
+    for segment, offset, buffer in batch:
+        view = memoryview(buffer)
+        if not view.nbytes:
+            continue
+        view = view.cast("B")
+        for index, start, low, high in spans(offset, view.nbytes, object_size):
+            pieces, byte_count = open_.get((segment, index), ([], 0))
+            if len(pieces) == RANGES_MAX or (pieces and byte_count + high - low > JOINED_BYTES_MAX):
+                yield object_name(segment, index), pieces
+                pieces, byte_count = [], 0
+            pieces.append(Piece(start, view[low:high]))
+            open_[segment, index] = pieces, byte_count + high - low
+    for (segment, index), (pieces, _) in open_.items():
+        yield object_name(segment, index), pieces
+
+
+def spans(offset: int, length: int, object_size: int) -> Iterator[tuple[int, int, int, int]]:
+    """(object's index, offset in it, low, high) for each object that a segment's range touches: its part low:high."""
+    low = 0
+    while low < length:
+        index, start = divmod(offset + low, object_size)
+        high = min(low + object_size - start, length)
+        yield index, start, low, high
+        low = high
+
+
+def _joined(views: Sequence[memoryview]) -> memoryview:
+    return views[0] if len(views) == 1 else memoryview(b"".join(views))
