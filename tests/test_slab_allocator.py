@@ -9,7 +9,8 @@ from collections.abc import Iterator
 import pytest
 
 from kvfuse.errors import NoSpace, VolumeError
-from kvfuse.slab.allocator import PIECES_MAX, Allocator, SlabState, Slot
+from kvfuse.slab.allocator import PIECES_MAX, Allocator, Slot
+from kvfuse.slab.image import SlabState
 from kvfuse.slab.layout import Geometry
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30

@@ -11,7 +11,8 @@ from collections import Counter
 import pytest
 
 from kvfuse.errors import NoSpace
-from kvfuse.slab.allocator import PIECES_MAX, Allocator, SlabState, Slot
+from kvfuse.slab.allocator import PIECES_MAX, Allocator, Slot
+from kvfuse.slab.image import SlabState
 from kvfuse.slab.layout import Geometry
 
 KIB, MIB = 1 << 10, 1 << 20

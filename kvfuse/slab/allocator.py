@@ -10,22 +10,26 @@ is recorded in the same transaction as the names that use the slots. A slot that
 pending, so that nobody writes over bytes that somebody may still read, until the caller says that its
 release is recorded and the last reader is gone.
 
+An allocator decides for the slabs that it was *granted*: all of them, or those that come and go one by one.
+
 A call that names a slot in a state from which it cannot go that way is the caller's mistake: ValueError,
 with the slots before it in that call already moved.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from heapq import heappop, heappush
+from collections.abc import Callable, Iterable, Iterator
+from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
 import numpy as np
 
 from kvfuse.errors import NoSpace, VolumeError
 from kvfuse.slab.classes import LEARNED_MAX, SizeClasses
-from kvfuse.slab.layout import PAGE_SIZE, Geometry
+from kvfuse.slab.image import SlabState, durable_slots
+from kvfuse.slab.layout import Geometry
 from kvfuse.slab.pool import ALLOCATED, DURABLE, PENDING, STATE_NAMES, Pool, Slab
+from kvfuse.slab.statistics import Statistics, account
 
 PIECES_MAX = 16
 """Pieces an extent is put into at most, where the planned ones are not to be had."""
@@ -42,50 +46,14 @@ class Slot(NamedTuple):
     """of the slot, bytes"""
 
 
-class SlabState(NamedTuple):
-    """The durable image of one slab. ``slot_size`` 0: free, or nothing in it is durable."""
-
-    slab: int
-    slot_size: int
-    bitmap: bytes
-    """slot i is durable: bit i % 8 of byte i // 8"""
-
-
-class ClassStatistics(NamedTuple):
-    """One slot size. Slots that are not free are used."""
-
-    slot_size: int
-    slabs: int
-    slots_used: int
-    slots_free: int
-    slots_pending: int
-    internal_bytes: int
-    """slot bytes beyond what was asked for, of slots allocated since the start"""
-    external_bytes: int
-    """free slots in slabs that are not wholly free"""
-    tail_bytes: int
-    """what is left over at the ends of the slabs"""
-
-
-class Statistics(NamedTuple):
-    """Where all data bytes are: used + free + tail is the size of all slabs."""
-
-    used_bytes: int
-    free_bytes: int
-    tail_bytes: int
-    pending_bytes: int
-    """part of the used ones: they come back"""
-    slabs_free: int
-    slabs_partial: int
-    slabs_full: int
-    classes: list[ClassStatistics]
-
-
 class Allocator:
-    """The slots of one volume. Every method is immediate; lengths, sizes and addresses in bytes."""
+    """The slots of the slabs it was granted. Every method is immediate; lengths, sizes and addresses in bytes."""
 
-    def __init__(self, geometry: Geometry, exact_sizes: Iterable[int] = ()) -> None:
-        """All slabs free. ``exact_sizes``: slot sizes besides the geometric ones (ValueError if not legal)."""
+    def __init__(self, geometry: Geometry, exact_sizes: Iterable[int] = (), *, granted: bool = True) -> None:
+        """All slabs granted and free, or none granted.
+
+        ``exact_sizes``: slot sizes besides the geometric ones (ValueError if not legal).
+        """
         self.geometry = geometry
         learned_max = min(LEARNED_MAX, geometry.slab_count // LEARNED_SLABS_MIN)
         self.classes = SizeClasses(geometry.slab_size, exact_sizes, learned_max)
@@ -96,11 +64,16 @@ class Allocator:
         self._pools: dict[int, Pool] = {}
         self._returned: list[int] = []
         """heap of free slabs below ``_unused_start``"""
-        self._unused_start = 0
+        self._unused_start = 0 if granted else geometry.slab_count
         """this slab and all after it are free: never used, or not since the start"""
         self._used_bytes = 0
         self._tail_bytes = 0
         self._dirty: set[int] = set()
+        self._has_all = granted
+        self._granted: set[int] = set()
+        """where it has not all"""
+        self.slab_opened: Callable[[], object] = lambda: None
+        """is told when a free slab was given to a slot size: there may soon be none left"""
 
     # -- taking and giving back --------------------------------------------------------------------
 
@@ -165,6 +138,69 @@ class Allocator:
             slab.pool.pending_count -= 1
             self._free(slab, index)
 
+    def recall(self, committed: Iterable[Slot], released: Iterable[Slot]) -> None:
+        """What `commit` and `release` were told was not recorded after all: the slots are as they were before."""
+        for addr, _ in committed:
+            slab, index = self._checked(addr, DURABLE)
+            slab.states[index] = ALLOCATED
+            self._dirty.add(slab.index)
+        for addr, _ in released:
+            slab, index = self._checked(addr, PENDING)
+            slab.states[index] = DURABLE
+            slab.pool.pending_count -= 1
+            self._dirty.add(slab.index)
+
+    # -- slabs that come and go ----------------------------------------------------------------------
+
+    def holds(self, slab: int) -> bool:
+        """The slab was granted: its slots are this allocator's business."""
+        return self._has_all or slab in self._granted
+
+    def grant(self, state: SlabState) -> None:
+        """Decide for this slab from now on. VolumeError if its image is wrong, ValueError if it is granted already."""
+        if self.holds(state.slab):
+            raise ValueError(f"slab {state.slab} is granted already")
+        if state.slot_size:
+            self._restore_slab(state)
+        self._granted.add(state.slab)
+        if state.slab not in self._slabs:
+            heappush(self._returned, state.slab)
+
+    def withdraw(self, slab: int) -> SlabState:
+        """Decide for this slab no longer: its durable image.
+
+        ValueError while a slot in it is allocated or pending, or `take_dirty` has not given its image.
+        """
+        if slab not in self._granted or slab in self._dirty:
+            raise ValueError(f"slab {slab} is {'not recorded' if slab in self._dirty else 'not granted'}")
+        state = self._image(slab)
+        held = self._slabs.get(slab)
+        if held is None:
+            self._returned.remove(slab)
+            heapify(self._returned)
+        elif ALLOCATED in held.states or PENDING in held.states:
+            raise ValueError(f"slab {slab} has slots that are allocated or pending")
+        else:
+            held.pool.slack_bytes -= sum(held.slack)
+            self._used_bytes -= (len(held.states) - held.free_count) * held.slot_size
+            self._drop_slab(held)
+        self._granted.remove(slab)
+        return state
+
+    @property
+    def slab_count(self) -> int:
+        """Slabs that were granted."""
+        return self.geometry.slab_count if self._has_all else len(self._granted)
+
+    @property
+    def free_slab_count(self) -> int:
+        """Granted slabs that have no slot size."""
+        return self.slab_count - len(self._slabs)
+
+    def free_slabs(self) -> list[int]:
+        """Free slabs that were granted one by one, and may be withdrawn; ascending."""
+        return sorted(set(self._returned) - self._dirty)
+
     # -- the durable image -------------------------------------------------------------------------
 
     def take_dirty(self) -> list[SlabState]:
@@ -202,10 +238,8 @@ class Allocator:
     def is_durable(self, addr: int) -> bool:
         """A durable slot begins at ``addr``."""
         slab = self._slabs.get(addr >> self._slab_shift)
-        if slab is None:
-            return False
-        index, rest = divmod(addr & self._offset_mask, slab.slot_size)
-        return not rest and index < len(slab.states) and slab.states[index] == DURABLE
+        index, rest = divmod(addr & self._offset_mask, slab.slot_size) if slab else (0, 1)
+        return slab is not None and not rest and index < len(slab.states) and slab.states[index] == DURABLE
 
     @property
     def used_bytes(self) -> int:
@@ -215,7 +249,7 @@ class Allocator:
     @property
     def free_bytes(self) -> int:
         """Bytes of free slabs and free slots."""
-        return self.geometry.data_size - self._used_bytes - self._tail_bytes
+        return self.slab_count * self.geometry.slab_size - self._used_bytes - self._tail_bytes
 
     @property
     def pending_bytes(self) -> int:
@@ -224,30 +258,7 @@ class Allocator:
 
     def statistics(self) -> Statistics:
         """The whole account; looks at every slab in use."""
-        pools = [pool for _, pool in sorted(self._pools.items()) if pool.slabs]
-        slabs_full = sum(not slab.free_count for slab in self._slabs.values())
-        return Statistics(
-            used_bytes=self.used_bytes,
-            free_bytes=self.free_bytes,
-            tail_bytes=self._tail_bytes,
-            pending_bytes=self.pending_bytes,
-            slabs_free=self.geometry.slab_count - len(self._slabs),
-            slabs_partial=len(self._slabs) - slabs_full,
-            slabs_full=slabs_full,
-            classes=[self._class_statistics(pool) for pool in pools],
-        )
-
-    def _class_statistics(self, pool: Pool) -> ClassStatistics:
-        return ClassStatistics(
-            slot_size=pool.slot_size,
-            slabs=len(pool.slabs),
-            slots_used=len(pool.slabs) * pool.slots_per_slab - pool.free_count,
-            slots_free=pool.free_count,
-            slots_pending=pool.pending_count,
-            internal_bytes=pool.slack_bytes,
-            external_bytes=pool.free_count * pool.slot_size,
-            tail_bytes=len(pool.slabs) * self._slab_tail(pool),
-        )
+        return account(self.geometry.slab_size, self.slab_count, self._slabs.values(), self._pools)
 
     # -- inside ------------------------------------------------------------------------------------
 
@@ -269,14 +280,17 @@ class Allocator:
         pool.put_back(slab, index)
         self._used_bytes -= pool.slot_size
         if slab.free_count == pool.slots_per_slab:
-            pool.remove(slab)
-            del self._slabs[slab.index]
-            self._tail_bytes -= self._slab_tail(pool)
+            self._drop_slab(slab)
             heappush(self._returned, slab.index)
+
+    def _drop_slab(self, slab: Slab) -> None:
+        slab.pool.remove(slab)
+        del self._slabs[slab.index]
+        self._tail_bytes -= self._slab_tail(slab.pool)
 
     def _open_slab(self, slot_size: int) -> Pool | None:
         """Give the lowest free slab to ``slot_size``: the size's pool, or None where no slab is free."""
-        if not self._has_free_slab():
+        if not self.free_slab_count:
             return None
         if self._returned:
             index = heappop(self._returned)
@@ -285,20 +299,18 @@ class Allocator:
             self._unused_start += 1
         slab = self._new_slab(index, slot_size)
         slab.pool.add(slab)
+        self.slab_opened()
         return slab.pool
 
     def _open_slabs(self, slot_size: int, slot_count: int) -> bool:
         """Open as many slabs as make ``slot_count`` slots free; none if there are too few."""
         pool = self._pool(slot_size)
         slab_count = -(-max(slot_count - pool.free_count, 0) // pool.slots_per_slab)
-        if slab_count > self.geometry.slab_count - len(self._slabs):
+        if slab_count > self.free_slab_count:
             return False
         for _ in range(slab_count):
             self._open_slab(slot_size)
         return True
-
-    def _has_free_slab(self) -> bool:
-        return len(self._slabs) < self.geometry.slab_count
 
     def _new_slab(self, index: int, slot_size: int) -> Slab:
         pool = self._pool(slot_size)
@@ -343,7 +355,7 @@ class Allocator:
 
     def _fits_anywhere(self, length: int) -> bool:
         """The largest free slots, as many as there may be pieces, hold ``length`` bytes."""
-        if self._has_free_slab():
+        if self.free_slab_count:
             return True
         if length > self.free_bytes:
             return False
@@ -361,7 +373,7 @@ class Allocator:
         which would otherwise waste large ones. There is always one, if all of it ``_fits_anywhere``.
         """
         sizes = [slot_size for slot_size, pool in self._pools.items() if pool.free_count]
-        if self._has_free_slab():
+        if self.free_slab_count:
             sizes.append(self.classes.class_for(rest))
         return min((size for size in sizes if size >= rest), default=max(sizes))
 
@@ -371,23 +383,16 @@ class Allocator:
         return SlabState(index, slab.slot_size if slab and bitmap else 0, bitmap)
 
     def _restore_slab(self, state: SlabState) -> None:
-        index, slot_size, bitmap = state
-        if not 0 <= index < self.geometry.slab_count:
-            raise VolumeError(f"slab {index} is recorded, but the volume has {self.geometry.slab_count}")
+        durable = durable_slots(state, self.geometry)
+        index, slot_size, _ = state
         if index in self._slabs:
             raise VolumeError(f"slab {index} is recorded twice")
-        if slot_size % PAGE_SIZE or not 0 < slot_size <= self.geometry.slab_size:
-            raise VolumeError(f"slab {index} is recorded with slots of {slot_size} bytes")
-        slot_count = self.geometry.slots_per_slab(slot_size)
-        durable = np.unpackbits(np.frombuffer(bitmap, np.uint8), bitorder="little")
-        if len(bitmap) != -(-slot_count // 8) or durable[slot_count:].any():
-            raise VolumeError(f"slab {index} is recorded with a bitmap that does not fit {slot_count} slots")
         used_count = int(np.count_nonzero(durable))
         if not used_count:
             return
         self.classes.adopt(slot_size)
         slab = self._new_slab(index, slot_size)
-        slab.states[:] = (durable[:slot_count] * DURABLE).tobytes()
+        slab.states[:] = (durable * DURABLE).tobytes()
         slab.free_count -= used_count
         slab.pool.add(slab)
         self._used_bytes += used_count * slot_size

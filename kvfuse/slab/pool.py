@@ -86,7 +86,7 @@ class Pool:
             self._changed[slab.index] = slab
 
     def remove(self, slab: Slab) -> None:
-        """Give up a wholly free slab."""
+        """Give up a slab without pending slots; the slack of its others is the caller's to take away."""
         del self.slabs[slab.index]
         self.free_count -= slab.free_count
         if slab.rank is not None:
