@@ -12,10 +12,13 @@ from pathlib import Path
 
 import hypothesis
 import pytest
+from cluster_lab import ceph_cluster, etcd_cluster
 from fsck_tree import Tree
 from mounting import KvfuseMount, temporary_mount
 from volume_lab import Chaos
 
+from kvfuse.cluster.ceph import CephServers
+from kvfuse.cluster.etcd import EtcdServers
 from kvfuse.volume import content
 
 SEED = int(os.environ.get("KVFUSE_TEST_SEED") or random.SystemRandom().randrange(1 << 32))
@@ -74,6 +77,20 @@ async def tree(tmp_path: Path, rng: random.Random) -> Tree:
     tree = Tree(tmp_path, rng)
     await tree.make()
     return tree
+
+
+@pytest.fixture(scope="session")
+def etcd() -> Iterator[EtcdServers]:
+    """Three members on loopback, started when the first test asks for them."""
+    with etcd_cluster() as servers:
+        yield servers
+
+
+@pytest.fixture(scope="session")
+def ceph() -> Iterator[CephServers]:
+    """One monitor and three OSDs on loopback, started when the first test asks for them."""
+    with ceph_cluster() as servers:
+        yield servers
 
 
 @pytest.fixture(scope="session", params=ENGINES)

@@ -14,7 +14,7 @@ from volume_lab import CALLER, MIB
 from kvfuse.checksum import GRANULE_SIZE
 from kvfuse.config import Options, VolumeOptions
 from kvfuse.remote.records.api import RecordStore
-from kvfuse.volume import format
+from kvfuse.volume import engines, format
 from kvfuse.volume.api import ROOT_INODE
 from kvfuse.volume.fsck import Report, fsck
 from kvfuse.volume.volume import Volume, open_volume
@@ -123,11 +123,8 @@ class Tree:
 
     @asynccontextmanager
     async def records(self) -> AsyncIterator[RecordStore]:
-        records = format.open_records(self.options)
-        try:
+        async with engines.open_records(self.options) as records:
             yield records
-        finally:
-            await records.aclose()
 
     async def change(self, damage: Callable[[Records], None]) -> None:
         """Let ``damage`` work on all records, as a dict."""

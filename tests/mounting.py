@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import select
 import shutil
 import subprocess
@@ -13,6 +14,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+
+from kvfuse.cluster.ceph import CephServers
+from kvfuse.cluster.etcd import EtcdServers
 
 KVFUSE = [sys.executable, "-m", "kvfuse.cli"]
 FOREGROUND = (*KVFUSE, "mount", "--foreground")
@@ -29,11 +33,21 @@ def wait_until(condition: Callable[[], bool], what: str) -> None:
         select.select([], [], [], 0.01)
 
 
-class KvfuseMount:
-    """One volume and its mount point. ``words`` are -o options, ``command`` starts a daemon in the foreground."""
+def _mount_rows() -> list[str]:
+    return Path("/proc/self/mountinfo").read_text().splitlines()
 
-    def __init__(self, base: Path, words: Sequence[str] = (), command: Sequence[str] = FOREGROUND) -> None:
+
+class KvfuseMount:
+    """One volume and its mount point. ``words`` are -o options, ``command`` starts a daemon in the foreground.
+
+    ``source`` is the mount.conf of a volume that is in no folder of ours (``shared_conf``); more mounts may have it.
+    """
+
+    def __init__(
+        self, base: Path, words: Sequence[str] = (), command: Sequence[str] = FOREGROUND, source: Path | None = None
+    ) -> None:
         self.volume = base / "volume"
+        self.source = source or self.volume
         self.point = base / "mnt"
         self.log = base / "daemon.log"
         self.point.mkdir()
@@ -49,13 +63,12 @@ class KvfuseMount:
     @property
     def is_mounted(self) -> bool:
         """Asks the kernel's table, not the daemon, which may hang."""
-        rows = Path("/proc/self/mountinfo").read_text().splitlines()
-        return any(row.split(" ")[4] == str(self.point) for row in rows)
+        return any(row.split(" ")[4] == str(self.point) for row in _mount_rows())
 
     def mount(self) -> None:
         """Start a daemon in the foreground of a process of its own, and wait until the mount answers."""
         words = [argument for word in self.words for argument in ("-o", word)]
-        command = [*self.command, str(self.volume), str(self.point), *words]
+        command = [*self.command, str(self.source), str(self.point), *words]
         announced = self._announcements()
         with self.log.open("ab") as log:
             self._daemon = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
@@ -84,9 +97,15 @@ class KvfuseMount:
         assert not self.is_mounted, "the daemon left its mount behind"
 
     def kill(self) -> None:
-        """SIGKILL, and take the dead mount away."""
+        """SIGKILL, and take the dead mount away.
+
+        Whoever waits for the daemon is let go first: one of its threads may be telling the kernel to forget a name of
+        a folder that a waiting call has locked, and then neither of the two would ever end.
+        """
         assert self._daemon is not None, "not mounted"
         self._daemon.kill()
+        (row,) = [row for row in map(str.split, _mount_rows()) if row[4] == str(self.point)]
+        Path("/sys/fs/fuse/connections", row[2].partition(":")[2], "abort").write_text("1")
         self.wait(-9)
         subprocess.run(["umount", "-l", str(self.point)], check=True, timeout=PATIENCE_S)
 
@@ -102,7 +121,7 @@ class KvfuseMount:
 
     def fsck(self) -> None:
         """Fail unless the unmounted volume is clean."""
-        command = [*KVFUSE, "fsck", str(self.volume)]
+        command = [*KVFUSE, "fsck", str(self.source)]
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=10 * PATIENCE_S)
         assert done.returncode == 0, f"fsck says {done.returncode}:\n{done.stdout}{done.stderr}"
 
@@ -123,11 +142,13 @@ class KvfuseMount:
 
 
 @contextmanager
-def temporary_mount(words: Sequence[str] = (), command: Sequence[str] = FOREGROUND) -> Iterator[KvfuseMount]:
-    """A mounted, empty volume. At the end it is unmounted and must be clean."""
+def temporary_mount(
+    words: Sequence[str] = (), command: Sequence[str] = FOREGROUND, source: Path | None = None
+) -> Iterator[KvfuseMount]:
+    """A mounted, empty volume, of ``source`` where that is given. At the end it is unmounted and must be clean."""
     base = Path(tempfile.mkdtemp(prefix="kvfuse-test-"))
     base.chmod(0o755)  # other users' tests go through it
-    mount = KvfuseMount(base, words, command)
+    mount = KvfuseMount(base, words, command, source)
     try:
         mount.mount()
         yield mount
@@ -138,3 +159,40 @@ def temporary_mount(words: Sequence[str] = (), command: Sequence[str] = FOREGROU
     finally:
         mount.remove()
         shutil.rmtree(base)
+
+
+def shared_conf(
+    folder: Path, etcd: EtcdServers, ceph: CephServers | None = None, name: str = "", lines: Sequence[str] = ()
+) -> Path:
+    """The mount.conf of a new volume. Without ``ceph`` its bytes are in files of ``folder``.
+
+    ``lines`` say who connects; without them anybody and Ceph's administrator.
+    """
+    segments = {"path": str(folder / "segments")}
+    if ceph is not None:
+        segments = {"engine": "rados", "conf_file": str(ceph.conf_file), "pool": ceph.settings.pool}
+        segments["deadline"] = 3.5
+        segments |= {} if lines else {"keyring": str(ceph.keyring)}
+    tables = {
+        "volume": {
+            "name": name or f"test-{secrets.token_hex(6)}",
+            "capacity": "512MiB",
+            "segment_size": "64MiB",
+        },
+        "records": {
+            "engine": "etcd",
+            "endpoints": list(etcd.endpoints),
+            "operations_max": etcd.settings.operations_max,
+            "request_size_max": etcd.settings.request_size_max,
+        },
+        "segments": segments,
+        "client": {"lease": 6.0},
+    }
+    made = [
+        f"{table}.{key} = {json.dumps(value)}"  # JSON's texts, numbers and lists are TOML's, too
+        for table, values in tables.items()
+        for key, value in values.items()
+    ]
+    conf = folder / "mount.conf"
+    conf.write_text("\n".join([*made, *lines]) + "\n")
+    return conf

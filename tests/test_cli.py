@@ -251,6 +251,33 @@ def test_the_doctor_names_what_is_missing(tmp_path: Path, monkeypatch: pytest.Mo
     assert "pip install" in found["lmdb"].remedy
 
 
+def test_the_doctor_looks_at_a_volume(place: Place) -> None:
+    done = kvfuse("doctor", place.volume, "--json")
+    found = {row["name"]: row for row in json.loads(done.stdout)}
+    assert done.returncode == 0, done.stdout
+    assert found["records"]["detail"] == f"lmdb in {place.volume}/records, to be made"
+    assert re.search(rf"^file: \S+ free below {place.volume}/segments$", found["segments"]["detail"])
+    assert not place.volume.exists()
+
+
+def test_a_record_store_that_is_not_there(place: Place) -> None:
+    """Every command ends in time with one line that names it, and the doctor says what to do."""
+    conf = place.base / "mount.conf"
+    conf.write_text(
+        f"[volume]\nname = 'kv'\n[records]\nengine = 'etcd'\nendpoints = ['http://127.0.0.1:9']\ndeadline = 1\n"
+        f"[segments]\npath = '{place.volume}'\n[log]\nfile = '{place.base}/log'\n"
+    )
+    for command in (["mount", conf, place.point], ["fsck", conf], ["format", conf]):
+        assert_fails(kvfuse(*command), 1, r"http://127\.0\.0\.1:9")
+    done = kvfuse("doctor", conf, "--json")
+    found = {row["name"]: row for row in json.loads(done.stdout)}
+    assert done.returncode == 1
+    assert found["http://127.0.0.1:9"]["state"] == "warn"
+    assert (found["records"]["state"], found["segments"]["state"]) == ("missing", "ok")
+    assert not place.is_mounted
+    assert not place.volume.exists()
+
+
 def test_fuse_device(tmp_path: Path) -> None:
     absent = checks.fuse_device_problem(tmp_path / "fuse")
     assert absent

@@ -106,10 +106,10 @@ def test_the_template_shows_every_key_with_its_default(conf: Path) -> None:
     """Commented out lines "key = value" say the default, or, where that is chosen, an example."""
     text = re.sub(r"^# (\w+ = )", r"\1", TEMPLATE.read_text("utf-8"), flags=re.MULTILINE)
     conf.write_text(text)
-    shown = load(conf)
-    assert [key for key, origin in shown.origins.items() if origin == "default"] == [], "not in the template"
-    default = {key: value for key, value, _ in load().rows()}
-    assert {key for key, value, _ in shown.rows() if value != default[key]} == config.UNSET.keys()
+    shown, _ = config._read_file(conf)  # no volume has all of them
+    assert shown.keys() == config.KEYS.keys()
+    default = dict.fromkeys(config.UNSET) | {key: value for key, value, _ in load().rows() if key not in config.UNSET}
+    assert {key for key, value in shown.items() if value != default[key]} == config.UNSET.keys()
 
 
 def test_the_repository_shows_the_template() -> None:
@@ -133,7 +133,7 @@ def test_the_repository_shows_the_template() -> None:
         ("[cache]\ncapacity = 3", "mount.conf line 2: unknown key 'cache.capacity' - did you mean 'volume.capacity'?"),
         ("capacity = 3", "mount.conf line 1: unknown key 'capacity' - did you mean 'volume.capacity'?"),
         ("volume = 3", "mount.conf line 1: unknown key 'volume' - did you mean 'volume.path'?"),
-        ("[bogus]", "mount.conf line 1: unknown key 'bogus' - the tables are volume, records, segments, publish,"),
+        ("[bogus]", "mount.conf line 1: unknown key 'bogus' - the tables are volume, records, segments, client,"),
         ("[volume.path]\nx = 1", "mount.conf line 1: volume.path is wrong - expected a path; found {'x': 1}"),
     ],
 )
@@ -161,6 +161,11 @@ def test_unknown_keys_name_line_and_nearest(conf: Path, text: str, message: str)
         ("mount.read_only = 1", "true or false", "1"),
         ("mount.flags = ['fast']", "a list of one of 'dev', 'nodev', 'suid', 'nosuid', 'exec', 'noexec',", "['fast']"),
         ("cache.nodes = 1.5", "a whole number, 1 or more", "1.5"),
+        ("volume.name = 'a/b'", "up to 100 letters, digits and ._-", "'a/b'"),
+        ("records.endpoints = ['a:1']", 'a list of URLs such as "http://10.0.0.1:2379"', "['a:1']"),
+        ("records.deadline = 0", "a number of seconds, 0.1 to 3600", "0"),
+        ("client.lease = 1", "a number of seconds, 2 to 3600", "1"),
+        ("segments.object_size = '1KiB'", "a size from 64KiB to 64MiB, in steps of 4KiB", "'1KiB'"),
     ],
 )
 def test_ill_typed_values_name_what_was_expected(conf: Path, text: str, expected: str, found: str) -> None:
@@ -176,6 +181,87 @@ def test_what_is_no_toml_names_the_line(conf: Path) -> None:
     conf.write_bytes(b"\xff\xfe\0")
     with pytest.raises(ConfigError, match="is not a text file"):
         load(conf)
+
+
+# -- which go together ------------------------------------------------------------------------------
+
+ETCD = "[volume]\nname = 'kv'\n[records]\nengine = 'etcd'\n"
+FILE = "[segments]\npath = '/shared/kv'\n"
+RADOS = "[segments]\nengine = 'rados'\npool = 'p'\n"
+
+
+def test_a_shared_volume_has_a_name_instead_of_a_folder(conf: Path, tmp_path: Path) -> None:
+    conf.write_text(ETCD + "password_file = 'secret'\nuser = 'u'\n" + RADOS)
+    effective = load(conf)
+    options = effective.options
+    assert (options.is_shared, options.has_segment_files, options.volume.path) == (True, False, None)
+    assert (options.title, options.key_prefix) == ("etcd:/kvfuse/kv/", "/kvfuse/kv/")
+    assert options.records.password_file == tmp_path / "secret", "relative to the file"
+    conf.write_text(ETCD + FILE)
+    assert load(conf).options.segments_path == Path("/shared/kv")
+
+
+def test_a_folder_may_hold_the_segments_alone(conf: Path) -> None:
+    conf.write_text(ETCD)
+    assert load(Path("/shared"), file=conf).options.segments_path == Path("/shared/segments")
+
+
+def test_where_a_daemon_logs(conf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert load(Path("/v")).options.log_file == Path("/v/log")
+    assert load(Path("/v"), words=["log.file=/l"]).options.log_file == Path("/l")
+    conf.write_text(ETCD + RADOS)
+    shared = load(conf).options
+    monkeypatch.setattr("os.geteuid", lambda: 0)
+    assert shared.log_file == Path("/var/log/kvfuse-kv.log")
+    monkeypatch.setattr("os.geteuid", lambda: 1000)
+    assert shared.log_file == Path.home() / ".local/state/kvfuse/kv.log"
+
+
+def test_who_shares_publishes_strictly_unless_told_otherwise(conf: Path) -> None:
+    conf.write_text(ETCD + RADOS)
+
+    def shown(*words: str) -> tuple[str, str]:
+        return next((value, origin) for key, value, origin in load(conf, words=words).rows() if key == "publish.mode")
+
+    assert shown() == ("strict", "default with records.engine etcd")
+    assert shown("publish=relaxed") == ("relaxed", "-o publish=relaxed")
+    alone = {key: (value, origin) for key, value, origin in load().rows()}
+    assert alone["publish.mode"] == ("relaxed", "default with records.engine lmdb")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[records]\nengine = 'etcd'", "volume.name is not set: name the volume"),
+        ("volume.name = 'kv'", ":1: volume.name is for records.engine 'etcd', which here is 'lmdb'"),
+        ("records.endpoints = ['http://a']", ":1: records.endpoints is for records.engine 'etcd'"),
+        ("segments.pool = 'p'", ":1: segments.pool is for segments.engine 'rados', which here is 'file'"),
+        ("client.lease = 5", ":1: client.lease is for records.engine 'etcd'"),
+        (RADOS, "segments.engine 'rados' needs records.engine 'etcd'"),
+        (ETCD, "segments.path is not set: name the segments' folder, on a file system that all hosts share"),
+        (ETCD + "[segments]\nengine = 'rados'", "segments.pool is not set"),
+        (ETCD + "path = 'x'\n" + RADOS, ":5: records.path is for records.engine 'lmdb', which here is 'etcd'"),
+        (ETCD + RADOS + "direct = true", ":8: segments.direct is for segments.engine 'file'"),
+        ("volume.path = 'v'\n" + ETCD.replace("[volume]\nname", "volume.name") + RADOS, "this volume has no folder"),
+        (ETCD + "user = 'u'\n" + RADOS, "records.user and records.password_file go together"),
+        (ETCD + "key_file = 'k'\n" + RADOS, "records.cert_file and records.key_file go together"),
+        (ETCD + "ca_file = 'c'\n" + RADOS, "records.ca_file is for https://, but records.endpoints are of http://"),
+        (ETCD + "endpoints = []\n" + RADOS, "records.endpoints must be one or more URLs"),
+        (
+            ETCD + "endpoints = ['http://a', 'https://b']\n" + RADOS,
+            "records.endpoints must be one or more URLs, all of",
+        ),
+        (ETCD + "deadline = 10\n" + RADOS, "client.lease is 10 s: it must be longer than records.deadline, 10 s"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(conf: Path, text: str, message: str) -> None:
+    assert message in error_of(conf, text)
+
+
+def test_a_password_is_in_a_file_of_its_own(conf: Path) -> None:
+    message = error_of(conf, ETCD + "password = 'hunter2'\n" + RADOS)
+    assert message.startswith("mount.conf line 5: unknown key 'records.password'")
+    assert "hunter2" not in message
 
 
 # -- words ------------------------------------------------------------------------------------------
@@ -196,6 +282,11 @@ def test_words() -> None:
     assert (mount.default_permissions, mount.flags) == (False, ("nodev", "noexec", "nosuid"))
     assert (volume.capacity, volume.exact_sizes) == (10 * GIB, (2 * MIB, 320 * KIB))
     assert (options.publish.mode, options.segments.direct) == ("strict", True)
+
+
+def test_urls_in_words() -> None:
+    words = ["records.engine=etcd,name=kv,segments.path=/s,endpoints=http://a:2379:http://[::1]:2379"]
+    assert load(words=words).options.records.endpoints == ("http://a:2379", "http://[::1]:2379")
 
 
 @pytest.mark.parametrize(
@@ -300,8 +391,10 @@ def test_no_sizes(text: str) -> None:
 def test_capacity_and_the_disk(tmp_path: Path) -> None:
     absent = tmp_path / "not" / "yet"
     free = config.disk_free(absent)
-    assert 0 < config.default_capacity(absent) <= min(64 * GIB, free)
-    config.check_capacity(MIB, absent)
-    with pytest.raises(ConfigError, match=r"a capacity of 1PiB is more than the \S+iB that are free below"):
-        config.check_capacity(1 << 50, absent)
+    assert free > 0
+    assert config.default_capacity(10 * MIB + 5) == 5 * MIB
+    assert config.default_capacity(1 << 50) == 64 * GIB
+    config.check_capacity(MIB, MIB, "there")
+    with pytest.raises(ConfigError, match=r"^a capacity of 1PiB is more than the 64GiB that are free below /x$"):
+        config.check_capacity(1 << 50, 64 * GIB, "below /x")
     assert not absent.parent.exists()

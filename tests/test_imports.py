@@ -20,7 +20,8 @@ ROOMS: dict[str, set[str]] = {
     "errnos": {"errors"},
     "sizes": set(),
     "checksum": {"errors"},
-    "config": {"errors", "sizes"},
+    "options": {"errors", "sizes"},
+    "config": {"errors", "sizes", "options"},
     "slab": BASE,
     "remote": BASE,
     "volume": BASE | {"config", "slab", "remote"},
@@ -28,14 +29,16 @@ ROOMS: dict[str, set[str]] = {
     "usrbio": DOOR,
     "target": DOOR | {"remote"},
     "connectors": BASE | {"usrbio.client"},
-    "bench": {"errors", "sizes", "usrbio.client"},
-    "cli": DOOR | {"fs", "usrbio", "target", "bench", "slab", "remote"},
+    "bench": {"errors", "sizes", "usrbio.client", "cluster"},
+    "cluster": {"errors"},
+    "cli": DOOR | {"fs", "usrbio", "target", "bench", "slab", "remote", "cluster"},
 }
 """room -> what it may import of this package, beside itself and the version in kvfuse/__init__.py"""
 
 OUTSIDE: dict[str, set[str]] = {
     "pyfuse3": {"fs", "cli.mount", "bench.barefs"},
     "lmdb": {"remote.records"},
+    "httpx": {"remote.records"},
     "pyverbs": {"remote.segments", "target"},
     "rados": {"remote.segments"},
     "click": {"cli"},

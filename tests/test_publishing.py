@@ -17,7 +17,7 @@ from volume_lab import CALLER, MIB, Chaos, Disk, MemoryRecords, MemorySegments, 
 from kvfuse.config import Options, VolumeOptions
 from kvfuse.errors import EngineError, NotFound, Stale
 from kvfuse.remote.records.decorators import Delayed
-from kvfuse.volume import format, schema
+from kvfuse.volume import engines, format, schema
 from kvfuse.volume.api import ROOT_INODE, Changes
 from kvfuse.volume.content import STAGED_CHUNKS_MAX
 from kvfuse.volume.volume import Volume, run_volume
@@ -60,14 +60,10 @@ async def delayed_volume(folder: Path, mode: str) -> AsyncIterator[Volume]:
     await format.format_volume(options)
     options = lab_options(strict=mode == "strict")
     options = Options(volume=VolumeOptions(path=folder), publish=options.publish)
-    records = Delayed(format.open_records(options), commit_seconds=COMMIT_SECONDS)
-    segments = format.open_segments(options)
-    try:
-        async with run_volume(options, format.read_superblock(folder), records, segments) as volume:
+    async with engines.open_records(options) as records, engines.open_segments(options) as segments:
+        delayed = Delayed(records, commit_seconds=COMMIT_SECONDS)
+        async with run_volume(options, format.read_superblock(folder), delayed, segments) as volume:
             yield volume
-    finally:
-        await segments.aclose()
-        await records.aclose()
 
 
 async def test_relaxed_blocks_cost_a_fraction_of_a_commit(tmp_path: Path) -> None:

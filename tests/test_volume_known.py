@@ -64,3 +64,14 @@ def test_memory_is_bounded() -> None:
         names.made(number)
     assert not names.is_absent(0, b"other"), "the oldest went"
     assert names.is_absent(known.DIRECTORIES_MAX + 9, b"other")
+
+
+def test_a_name_that_went_keeps_the_version_that_took_it_away() -> None:
+    """An answer of the store that is older, and comes later, is known by it."""
+    known = KnownNames()
+    known.note(1, b"name", 7, 3)
+    known.drop(1, b"name", 4)
+    assert known.inode(1, b"name") is None
+    assert known.version(1, b"name") == 4
+    known.drop(1, b"name")
+    assert known.version(1, b"name") == 0

@@ -22,6 +22,8 @@ from volume_lab import CALLER, MIB, Chaos, Disk, check, lab_options, opened
 
 from kvfuse.config import Options
 from kvfuse.errors import EngineError, NoSpace, NotFound
+from kvfuse.remote.records.api import RecordLimits
+from kvfuse.remote.records.lmdb import LIMITS
 from kvfuse.volume import content
 from kvfuse.volume.api import RENAME_EXCHANGE, ROOT_INODE, Changes, Handle
 from kvfuse.volume.volume import Volume
@@ -396,12 +398,21 @@ async def read_everything(reader: Actor, folder: int) -> None:
             await reader.read_all(ino)
 
 
-async def play(rng: random.Random, options: Options, chaos: Chaos, *, faults: float, steps: int, crashes: int) -> None:
+async def play(
+    rng: random.Random,
+    options: Options,
+    chaos: Chaos,
+    *,
+    faults: float,
+    steps: int,
+    crashes: int,
+    limits: RecordLimits = LIMITS,
+) -> None:
     """Actors at work; copies of the disk at random moments, checked after each batch of them."""
     disk = Disk.format(options)
     expected = Expected()
     snapshots: list[tuple[Disk, Expected]] = []
-    async with opened(disk, options, chaos) as volume:
+    async with opened(disk, options, chaos, limits) as volume:
         folders = []
         for name in (b"x", b"y"):
             folders.append((await volume.make_directory(ROOT_INODE, name, 0o755, CALLER)).ino)

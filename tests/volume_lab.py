@@ -2,12 +2,18 @@
 
 What a killed daemon leaves is what its engines had applied: a commit wholly or not at all, a segment
 write in any part. ``Disk.copy`` taken at any moment is therefore a crash, without a process to kill.
+
+A *shared* disk (``Disk.format(options, shared=True)``) is open in several volumes at once: their stores see each
+other's commits and watches, leases end by trio's clock, and every client has a ``Chaos`` of its own, so that one of
+them can be slow, frozen or cut off while the others go on.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import random
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+import weakref
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +23,7 @@ import numpy.typing as npt
 import trio
 
 from kvfuse.config import CacheOptions, MountOptions, Options, PublishOptions, VolumeOptions
-from kvfuse.errors import EngineError
+from kvfuse.errors import EngineError, EngineTimeout
 from kvfuse.remote.records.api import (
     ABSENT,
     Change,
@@ -28,7 +34,7 @@ from kvfuse.remote.records.api import (
     Versioned,
 )
 from kvfuse.remote.records.lmdb import LIMITS
-from kvfuse.remote.records.local import LocalLease, Watch
+from kvfuse.remote.records.local import Watch
 from kvfuse.remote.segments.api import SegmentInfo, SegmentLimits, SegmentStore, Transfer
 from kvfuse.slab.layout import Geometry, Superblock
 from kvfuse.volume.api import Caller
@@ -40,6 +46,9 @@ CALLER = Caller(0, 0)
 MIB = 1 << 20
 
 
+SHARED_LIMITS = dataclasses.replace(LIMITS, shared=True, commit_operations_max=128, commit_bytes_max=3 * MIB // 2)
+
+
 @dataclass
 class Disk:
     """All that survives a daemon."""
@@ -48,28 +57,49 @@ class Disk:
     records: dict[bytes, Versioned] = field(default_factory=dict)
     version: int = 0
     segments: dict[int, bytearray] = field(default_factory=dict)
+    shared: bool = False
+    watches: weakref.WeakSet[MemoryWatch] = field(default_factory=weakref.WeakSet)
+    """of all stores of this disk"""
+    fences: bool = False
+    """segments' clients have identities, and may be cut off"""
+    fenced: set[bytes] = field(default_factory=set)
+    audit: Callable[[Mapping[bytes, bytes], Collection[bytes]], None] | None = None
+    """looks at the records after each commit, with what it put and deleted"""
 
     @classmethod
-    def format(cls, options: Options) -> Disk:
+    def format(cls, options: Options, *, shared: bool = False) -> Disk:
         geometry = Geometry.choose(options.volume.capacity, None, options.volume.segment_size)
-        disk = cls(Superblock(random.randbytes(16), geometry, 1))
+        disk = cls(Superblock(random.randbytes(16), geometry, 1), shared=shared)
         disk.apply(first_records(options), ())
         return disk
 
+    @property
+    def limits(self) -> RecordLimits:
+        return SHARED_LIMITS if self.shared else LIMITS
+
     def copy(self) -> Disk:
+        """As after a crash of all: nobody watches the copy, and no lease of it ends."""
         segments = {number: bytearray(image) for number, image in self.segments.items()}
-        return Disk(self.superblock, dict(self.records), self.version, segments)
+        return Disk(self.superblock, dict(self.records), self.version, segments, self.shared)
 
     def apply(self, puts: Mapping[bytes, bytes], deletes: Collection[bytes]) -> None:
         self.version += 1
-        self.records.update({key: Versioned(value, self.version) for key, value in puts.items()})
-        for key in deletes:
-            self.records.pop(key, None)
+        changes = [Change(key, value, self.version) for key, value in puts.items()]
+        changes += [Change(key, None, self.version) for key in deletes if key in self.records]
+        for key, value, version in changes:
+            if value is None:
+                del self.records[key]
+            else:
+                self.records[key] = Versioned(value, version)
+        if self.audit is not None:
+            self.audit(puts, deletes)
+        for watch in list(self.watches):
+            watch.offer(changes)
 
 
 @dataclass
 class Chaos:
-    """How the engines behave: every call may be held up, some fail. Probabilities for each call."""
+    """How the engines behave for one client: calls may be held up, or fail. Probabilities for each call."""
 
     random: random.Random
     delay: float = 0.0
@@ -78,6 +108,12 @@ class Chaos:
     commit_error_after: float = 0.0
     write_error: float = 0.0
     sync_error: float = 0.0
+    deadline: float = 5.0
+    """seconds after which a call of a client that is cut off fails"""
+    stalled: trio.Event | None = None
+    """the client is frozen: its calls stop where they are, and go on when this is set"""
+    cut: trio.Event | None = None
+    """the client is cut off: its calls, those under way too, time out; it hears of no changes until this is set"""
     commits: int = 0
     durable_commits: int = 0
     events: list[str] = field(default_factory=list)
@@ -88,16 +124,92 @@ class Chaos:
     async def hold_up(self) -> None:
         if self.random.random() < self.delay:
             await trio.sleep(self.random.random() * 0.01)
+        await self.wait_if_stalled()
+        if self.cut is not None and not self.cut.is_set():
+            with trio.move_on_after(self.deadline):
+                await self.cut.wait()
+                return
+            await self.wait_if_stalled()
+            raise EngineTimeout(f"injected: no answer in {self.deadline} s")
+
+    async def wait_if_stalled(self) -> None:
+        while self.stalled is not None and not self.stalled.is_set():
+            await self.stalled.wait()
+
+    async def wait_if_unheard(self) -> None:
+        """Return when changes reach the client."""
+        await self.wait_if_stalled()
+        while self.cut is not None and not self.cut.is_set():
+            await self.cut.wait()
+            await self.wait_if_stalled()
 
     def fails(self, probability: float) -> bool:
         return self.random.random() < probability
 
 
+class MemoryWatch(Watch):
+    """A watch whose changes reach the client when it is neither frozen nor cut off."""
+
+    def __init__(self, prefix: bytes, chaos: Chaos) -> None:
+        super().__init__(prefix)
+        self._chaos = chaos
+
+    def break_off(self) -> None:
+        """As if it had fallen too far behind: the reader has to read everything anew."""
+        self._behind = True
+        self.close()
+
+    async def __anext__(self) -> Change:
+        change = await super().__anext__()
+        await self._chaos.wait_if_unheard()
+        return change
+
+
+class MemoryLease(Lease):
+    """A lease that the disk ends when it was not renewed in time by trio's clock."""
+
+    def __init__(self, ttl: float, store: MemoryRecords) -> None:
+        self.ttl = ttl
+        self.store = store
+        self.ended = False
+        self.attached: dict[bytes, int] = {}
+        """key -> the version it was put with"""
+        self._life = trio.CancelScope(deadline=trio.current_time() + ttl)
+        trio.lowlevel.spawn_system_task(self._end_in_time)
+
+    async def _end_in_time(self) -> None:
+        with self._life:
+            await trio.sleep_forever()
+        self.end()
+
+    def end(self) -> None:
+        """The lease is over, as everybody sees at once."""
+        records = self.store.disk.records
+        if not self.ended:
+            self.ended = True
+            self._life.cancel()
+            held = [key for key, version in self.attached.items() if key in records and records[key].version == version]
+            if held:
+                self.store.disk.apply({}, held)
+
+    async def keepalive(self) -> bool:
+        await self.store.chaos.hold_up()
+        if not self.ended:
+            self._life.deadline = trio.current_time() + self.ttl
+        renewed = not self.ended
+        await self.store.chaos.hold_up()
+        return renewed
+
+    async def revoke(self) -> None:
+        await self.store.chaos.hold_up()
+        self.end()
+
+
 class MemoryRecords(RecordStore):
     """The contract of ``records/api.py`` over ``Disk.records``."""
 
-    def __init__(self, disk: Disk, chaos: Chaos, limits: RecordLimits = LIMITS) -> None:
-        super().__init__(limits)
+    def __init__(self, disk: Disk, chaos: Chaos, limits: RecordLimits | None = None) -> None:
+        super().__init__(limits or disk.limits)
         self.disk = disk
         self.chaos = chaos
         self._order = trio.Lock()
@@ -124,31 +236,44 @@ class MemoryRecords(RecordStore):
         expect: Mapping[bytes, int] | None = None,
         *,
         durable: bool = False,
-    ) -> bool:
+        lease: Lease | None = None,
+    ) -> int:
         self.counters.commits += 1
         self.limits.check_commit(puts, deletes, expect or {})
         async with self._order:
             await self.chaos.hold_up()
             if self.chaos.fails(self.chaos.commit_error / 2):
                 raise EngineError("injected before the commit")
-            for key, version in (expect or {}).items():
-                row = self.disk.records.get(key)
-                if (row.version if row else ABSENT) != version:
-                    return False
+            if not self._may(expect or {}, lease):
+                await self.chaos.hold_up()
+                return 0
             self.disk.apply(puts, deletes)
+            version = self.disk.version
+            if isinstance(lease, MemoryLease):
+                lease.attached.update(dict.fromkeys(puts, version))
             self.chaos.commits += 1
             self.chaos.durable_commits += durable
             self.chaos.events.append("durable commit" if durable else "commit")
             await self.chaos.hold_up()
             if self.chaos.fails(self.chaos.commit_error / 2 + self.chaos.commit_error_after):
                 raise EngineError("injected after the commit")
-        return True
+        return version
+
+    def _may(self, expect: Mapping[bytes, int], lease: Lease | None) -> bool:
+        """Nothing expected has moved, and the lease lasts."""
+        if isinstance(lease, MemoryLease) and lease.ended:
+            return False
+        rows = {key: self.disk.records.get(key) for key in expect}
+        return all((row.version if row else ABSENT) == expect[key] for key, row in rows.items())
 
     def watch(self, prefix: bytes) -> AsyncIterator[Change]:
-        return Watch(prefix)
+        watch = MemoryWatch(prefix, self.chaos)
+        self.disk.watches.add(watch)
+        return watch
 
     async def lease(self, ttl: float) -> Lease:
-        return LocalLease(ttl)
+        await self.chaos.hold_up()
+        return MemoryLease(ttl, self)
 
     async def aclose(self) -> None:
         pass
@@ -158,9 +283,27 @@ class MemorySegments(SegmentStore):
     """The contract of ``segments/api.py`` over ``Disk.segments``."""
 
     def __init__(self, disk: Disk, chaos: Chaos) -> None:
-        super().__init__(SegmentLimits(alignment=1, overwrite=True, preallocates=True, mappable=True, registers=False))
+        mappable = not disk.shared
+        super().__init__(SegmentLimits(1, overwrite=True, preallocates=True, mappable=mappable, registers=False))
         self.disk = disk
         self.chaos = chaos
+        self._identity = random.randbytes(8)
+
+    def identity(self) -> bytes:
+        return self._identity if self.disk.fences else b""
+
+    async def fence(self, identity: bytes) -> bool:
+        await self.chaos.hold_up()
+        if self.disk.fences:
+            self.disk.fenced.add(identity)
+        return self.disk.fences
+
+    async def renew(self) -> None:
+        self._identity = random.randbytes(8)
+
+    def _check_fence(self) -> None:
+        if self._identity in self.disk.fenced:
+            raise EngineError("injected: this client was cut off")
 
     async def create(self, segment: int, size: int) -> None:
         await self.chaos.hold_up()
@@ -202,6 +345,7 @@ class MemorySegments(SegmentStore):
             target = self._range(segment, offset, len(buffer))
             middle = len(buffer) // 2
             for part in (slice(0, middle), slice(middle, None)):
+                self._check_fence()
                 target[part] = memoryview(buffer)[part]
                 await self.chaos.hold_up()
         self.chaos.events.append("written")
@@ -218,12 +362,14 @@ class MemorySegments(SegmentStore):
             raise EngineError("injected: sync")
 
     def view(self, segment: int, offset: int, length: int) -> memoryview | None:
-        if self.chaos.random.random() < self.chaos.delay:
+        if not self.limits.mappable or self.chaos.random.random() < self.chaos.delay:
             return None
         return self._range(segment, offset, length).toreadonly()
 
     def source(self, segment: int) -> tuple[int, npt.NDArray[np.uint8]] | None:
         """Without a descriptor."""
+        if not self.limits.mappable:
+            return None
         image = self._range(segment, 0, len(self.disk.segments.get(segment, b"")))
         return -1, np.frombuffer(image.toreadonly(), np.uint8)
 
@@ -250,10 +396,13 @@ def lab_options(
 
 
 @asynccontextmanager
-async def opened(disk: Disk, options: Options, chaos: Chaos | None = None) -> AsyncIterator[Volume]:
-    """The volume on ``disk``; flushed at the end."""
+async def opened(
+    disk: Disk, options: Options, chaos: Chaos | None = None, limits: RecordLimits | None = None
+) -> AsyncIterator[Volume]:
+    """The volume on ``disk``; flushed at the end. ``limits``: of commits, if not the disk's."""
     chaos = chaos or Chaos(random.Random(0))
-    async with run_volume(options, disk.superblock, MemoryRecords(disk, chaos), MemorySegments(disk, chaos)) as volume:
+    records = MemoryRecords(disk, chaos, limits)
+    async with run_volume(options, disk.superblock, records, MemorySegments(disk, chaos)) as volume:
         yield volume
 
 

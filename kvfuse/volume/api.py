@@ -120,6 +120,9 @@ class VolumeApi(Protocol[H]):
     def kernel_knows(self, ino: int) -> bool:
         """The kernel may have cached something of the inode. From any thread."""
 
+    def may_keep(self, directory: int) -> bool:
+        """The kernel may remember names in a directory: nobody else changes them, or it is told soon after."""
+
     async def attributes(self, ino: int) -> Attributes: ...
     async def set_attributes(self, ino: int, changes: Changes, caller: Caller) -> Attributes:
         """Also clears setuid and setgid where POSIX asks for it; ``size`` truncates or extends."""
@@ -214,3 +217,6 @@ class KernelCache(Protocol):
 
         The attributes of ``parent`` are `drop_attributes`'s.
         """
+
+    def drop_any_name(self, parent: int, name: bytes) -> None:
+        """As `drop_name`, where it is not known here what the name meant."""

@@ -91,6 +91,11 @@ class Blocks:
 
         self.core.tier.on_eviction = in_loop
 
+    def end(self) -> None:
+        """No name is bound any more."""
+        for directory, name in list(self._bindings):
+            self._unbind(directory, name)
+
     # -- bindings ------------------------------------------------------------------------------------
 
     def bound(self, directory: int, name: bytes) -> Binding | None:

@@ -57,13 +57,19 @@ class Content(ContentReader):
 
     # -- writing -------------------------------------------------------------------------------------
 
-    async def write(self, node: Node, offset: int, data: bytes | memoryview) -> int:
-        """Take all of ``data`` (kept, so it never changes). Waits only for room in the staging memory, or in place."""
+    async def write(self, node: Node, offset: int, data: bytes | memoryview, *, appends: bool = False) -> int:
+        """Take all of ``data`` (kept, so it never changes). Waits only for room in the staging memory, or in place.
+
+        ``appends``: it belongs behind what is there, wherever that ends when it is stored.
+        """
         end = offset + len(data)
         if end > min(FILE_SIZE_MAX, node.chunk_size << 32):
             raise FileTooLarge(f"inode {node.ino}: offset {end} is beyond what a file may have")
         if self.flusher.staged_bytes > self.flusher.staging_size:
             await self.flusher.wait_for_room()
+        await self._commit_if_many(node)
+        if self.core.shared:
+            _note_append(node, end, appends=appends)
         index, start = divmod(offset, node.chunk_size)
         written = len(data)
         try:
@@ -124,6 +130,7 @@ class Content(ContentReader):
             length = min(len(data) - position, node.chunk_size - start)
             part = data if length == len(data) else view[position : position + length]
             try:
+                await self._commit_if_many(node)
                 await self._write_part(node, index, start, part)
             except NoSpace:
                 if position:
@@ -132,6 +139,15 @@ class Content(ContentReader):
             position += length
             node.set_size(max(node.size, offset + position))
         return position
+
+    async def _commit_if_many(self, node: Node) -> None:
+        """Have a file's changed chunks in the store, before there are more than one commit may carry.
+
+        The file is then as if it had been written, or cut, so far.
+        """
+        if node.staged_count + len(node.dirty_chunks) >= self.journal.chunk_count_max and node.nlink:
+            self.journal.touch(node, forced=True)
+            await self.journal.commit(node)
 
     async def _write_part(self, node: Node, index: int, start: int, data: bytes | memoryview) -> None:
         for attempt in range(2):
@@ -153,6 +169,8 @@ class Content(ContentReader):
     async def _write_within(self, node: Node, index: int, start: int, data: bytes | memoryview) -> bool:
         """Under the lock, without space for new slots: write into those the chunk has. False if they are too small."""
         chunk = node.chunks[index]
+        if self.core.shared:
+            return False
         if chunk.writing is not None:
             await self.flusher.settled()
         capacity = sum(extent.slot_size for extent in chunk.extents)
@@ -175,6 +193,8 @@ class Content(ContentReader):
     def _stage(self, node: Node, index: int, chunk: Chunk, start: int, data: bytes | memoryview) -> None:
         """Put ``data`` into the chunk's staged bytes. NoSpace leaves everything as it was."""
         node.changing(index)
+        if self.core.shared:
+            chunk.wrote(start, start + len(data))
         staged = chunk.staged
         if staged is None or staged.writing:
             twin = Staged() if staged is None else staged.copy()
@@ -205,6 +225,8 @@ class Content(ContentReader):
                 raise
             # Its own slots may be what is missing.
             before = staged.capacity
+            if staged.unsure:
+                raise
             slabs.cancel(staged.slots)
             try:
                 staged.slots = slabs.allocate(length)
@@ -213,8 +235,8 @@ class Content(ContentReader):
                 raise
             return
         if staged.slots:
-            slabs.cancel(staged.slots)
-        staged.slots = slots
+            self.flusher.cancel(staged, staged.slots)
+        staged.slots, staged.unsure = slots, False
 
     async def _write_existing(self, node: Node, index: int, start: int, data: bytes | memoryview) -> None:
         """Under the lock: change a chunk whose bytes are in slots, and only partly replaced."""
@@ -223,6 +245,9 @@ class Content(ContentReader):
             if chunk.staged is not None:  # it was being written when we looked
                 self._stage(node, index, chunk, start, data)
                 return
+            if self.core.shared:  # somebody else may read these slots: what is in them never changes
+                await self._stage_existing(node, index, chunk)
+                continue
             capacity = sum(extent.slot_size for extent in chunk.extents)
             if max(chunk.length, start + len(data)) > REWRITE_SIZE_MAX and start + len(data) <= capacity:
                 if await self._write_in_place(node, index, chunk, start, data):
@@ -241,12 +266,14 @@ class Content(ContentReader):
         extents = chunk.extents
         buffer = bytearray(chunk.length)
         await self._read_chunk(node, index, chunk, 0, memoryview(buffer))
-        if chunk.staged is not None or chunk.extents is not extents:
+        if chunk.staged is not None or chunk.extents is not extents or node.chunks.get(index) is not chunk:
             return
         staged = Staged()
         self._reserve(staged, len(buffer))
         staged.pieces = [buffer]
         staged.length = len(buffer)
+        if self.core.shared:
+            chunk.changes()
         self.flusher.stage(node, chunk, staged)
 
     async def _write_in_place(self, node: Node, index: int, chunk: Chunk, start: int, data: bytes | memoryview) -> bool:
@@ -324,6 +351,23 @@ class Content(ContentReader):
     def has_unsealed(self, node: Node) -> bool:
         return any(not extent.checksums for chunk in node.chunks.values() for extent in chunk.extents)
 
+    async def lay(self, node: Node, offset: int, data: bytes) -> None:
+        """Write while a commit is being decided, which nothing here may wait for. NoSpace leaves a part undone."""
+        view, position = memoryview(data), 0
+        while position < len(data):
+            index, start = divmod(offset + position, node.chunk_size)
+            part = view[position : position + node.chunk_size - start]
+            if await self.chunk(node, index) is None:
+                node.chunks[index] = Chunk()
+            while not self._stage_new(node, index, start, part):
+                await self._stage_existing(node, index, node.chunks[index])
+                if node.chunks[index].staged is not None:
+                    self._stage(node, index, node.chunks[index], start, part)
+                    break
+            position += len(part)
+            node.set_size(max(node.size, offset + position))
+        self._changed(node)
+
     # -- size ----------------------------------------------------------------------------------------
 
     async def truncate(self, node: Node, size: int) -> None:
@@ -331,6 +375,8 @@ class Content(ContentReader):
         if size > min(FILE_SIZE_MAX, node.chunk_size << 32):
             raise FileTooLarge(f"inode {node.ino}: size {size} is beyond what a file may have")
         if size < node.size:
+            if self.core.shared:
+                node.cut_size = min(size, node.size if node.cut_size is None else node.cut_size)
             async with locked(node):
                 await self._cut(node, size)
         node.set_size(size)
@@ -342,8 +388,12 @@ class Content(ContentReader):
         if tail:
             await self._cut_chunk(node, keep, tail)
             keep += 1
-        for index in [index for index in node.chunks if index >= keep]:
-            self.drop_chunk(node, index)
+        for index in sorted([index for index in node.chunks if index >= keep], reverse=True):
+            node.set_size(min(node.size, (index + 1) * node.chunk_size))
+            node.flushed_size = min(node.flushed_size, node.size)
+            await self._commit_if_many(node)
+            if index in node.chunks:
+                self.drop_chunk(node, index)
         node.set_size(size)
         node.flushed_size = min(node.flushed_size, size)
 
@@ -351,21 +401,24 @@ class Content(ContentReader):
         """Give up a chunk: the inode's next record frees its slots."""
         node.changing(index)
         chunk = node.chunks[index]
-        self._unstage(node, chunk)
+        self.unstage(node, chunk)
+        if self.core.shared:
+            chunk.changes()
         for extent in chunk.extents:
             self.core.discard(node, extent)
         node.set_extents(index, [])
         if index < schema.INLINE_CHUNKS:
             del node.chunks[index]  # of the others the empty chunk stays, until the store knows that it is gone
 
-    def _unstage(self, node: Node, chunk: Chunk) -> None:
+    def unstage(self, node: Node, chunk: Chunk) -> None:
+        """What is staged of the chunk is given up, and so are its slots."""
         staged = chunk.staged
         if chunk.writing is not None:
             self.flusher.drop(chunk.writing)
         if staged is not None:
             self.flusher.unstage(node, chunk)
             if not staged.writing:
-                self.core.slabs.cancel(staged.slots)
+                self.flusher.cancel(staged, staged.slots)
 
     async def _cut_chunk(self, node: Node, index: int, length: int) -> None:
         """Shorten one chunk to ``length`` > 0 bytes, in its slots."""
@@ -375,6 +428,8 @@ class Content(ContentReader):
                 await self.flusher.settled()
                 continue
             node.changing(index)
+            if self.core.shared:
+                chunk.changes()
             if staged is not None and staged.length > length:
                 self.flusher.grew(length - staged.length)
                 staged.truncate(length)
@@ -456,6 +511,15 @@ class Content(ContentReader):
     def _changed(self, node: Node) -> None:
         node.mtime = node.ctime = clock.now()
         self.journal.touch(node, forced=node.staged_count > STAGED_CHUNKS_MAX)
+
+
+def _note_append(node: Node, end: int, *, appends: bool) -> None:
+    """Whether all bytes behind what is stored of the file were appended, and only those."""
+    stored_size = node.base.size if node.base is not None else 0
+    if node.size <= stored_size:
+        node.appends = appends
+    elif end > stored_size:
+        node.appends = node.appends and appends
 
 
 def start_of(kept: list[Extent]) -> int:

@@ -20,37 +20,14 @@ from kvfuse.slab.allocator import Allocator, Slot
 from kvfuse.slab.layout import Geometry, Superblock
 from kvfuse.volume import schema
 from kvfuse.volume.api import ROOT_INODE
+from kvfuse.volume.grace import Grace
 from kvfuse.volume.known import KnownNames
 from kvfuse.volume.node import COMMITTED, DISCARDED, FRESH, Extent, Node, Nodes
+from kvfuse.volume.numbers import NumberRange
 from kvfuse.volume.places import Places
 from kvfuse.volume.tier import SharedTier
 
 PATH_DEPTH_MAX = 256
-
-
-class NumberRange:
-    """Numbers that are never given twice: taken from the record store in ranges.
-
-    A range is announced (`take`) by commits that are half a range ahead of what was given: a number that a slot
-    header shows was announced before, so none is given again after a crash.
-    """
-
-    def __init__(self, key: bytes, start: int) -> None:
-        self.key = key
-        self._next = start
-        self._end = start
-
-    def next(self) -> int:
-        value = self._next
-        self._next += 1
-        return value
-
-    def take(self) -> dict[bytes, bytes | None]:
-        """The record that announces a new range, when half of the announced numbers were given."""
-        if self._next + schema.COUNTER_RANGE // 2 <= self._end:
-            return {}
-        self._end = self._next + schema.COUNTER_RANGE
-        return {self.key: schema.encode_u64(self._end)}
 
 
 class ReadingThread(Protocol):
@@ -155,13 +132,20 @@ class Core:
     inodes: NumberRange
     generations: NumberRange
     file_count: int
+    """inodes; in a shared volume those that this client made, less those that it removed"""
+    client: int = 0
+    """this one among those of a shared volume"""
+    grace: Grace = field(default_factory=lambda: Grace(0.0))
+    """of freed slots of a shared volume"""
     places: Places = field(default_factory=Places)
     known: KnownNames = field(default_factory=KnownNames)
     reads: ReadEpochs = field(default_factory=ReadEpochs)
     counters: CoreCounters = field(default_factory=CoreCounters)
 
     def __post_init__(self) -> None:
-        self._file_count_stored = self.file_count
+        self.shared = self.records.limits.shared
+        """other hosts write the same records and segments"""
+        self._file_count_stored: int | None = self.file_count
         self._segment_data_size = self.geometry.segment_slabs * self.geometry.slab_size
         self._data_starts = [self.geometry.data_start(segment) for segment in range(self.geometry.segment_count)]
         self._made: set[int] = set()
@@ -172,13 +156,29 @@ class Core:
         self.unborn: list[Extent] = []
         """extents that were given up before any commit; their slots are free when their headers say so"""
 
+    def succeed(self, former: Core) -> None:
+        """Begin with what the kernel and other doors have of the volume, as ``former`` knows it. That one is over."""
+        self.places, self.counters = former.places, former.counters
+        self.places.distrust_all()
+        self.reads.threads = former.reads.threads
+        self.tier = self.nodes.tier = former.tier
+        self.tier.clear()
+        former.tier = SharedTier(0)
+
     def take_counters(self) -> dict[bytes, bytes | None]:
         """Counter records that changed since the last call."""
         changed = {**self.inodes.take(), **self.generations.take()}
         if self.file_count != self._file_count_stored:
             self._file_count_stored = self.file_count
-            changed[schema.COUNTER_FILES] = schema.encode_u64(self.file_count)
+            if self.shared:
+                changed[schema.files_key(self.client)] = schema.encode_count(self.file_count)
+            else:
+                changed[schema.COUNTER_FILES] = schema.encode_u64(self.file_count)
         return changed
+
+    def recall_counters(self) -> None:
+        """What `take_counters` gave of the number of files was not recorded: give it again."""
+        self._file_count_stored = None
 
     # -- places in the segments ----------------------------------------------------------------------
 

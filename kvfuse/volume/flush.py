@@ -24,6 +24,7 @@ from kvfuse.remote.segments.api import Transfer
 from kvfuse.slab import layout
 from kvfuse.slab.allocator import Slot
 from kvfuse.volume.core import Core
+from kvfuse.volume.grace import Give
 from kvfuse.volume.node import FRESH, Chunk, Extent, Node, Staged
 
 log = logging.getLogger(__name__)
@@ -81,6 +82,12 @@ class Flusher:
         self._lock = trio.Lock()
         self._work = trio.Event()
         self._room = trio.Event()
+        self._is_over = False
+
+    def give_up(self) -> None:
+        """What is staged will never be written: nobody waits for that any more."""
+        self._is_over = True
+        self._room.set()
 
     # -- staging accounts ----------------------------------------------------------------------------
 
@@ -125,6 +132,8 @@ class Flusher:
     async def wait_for_room(self) -> None:
         """Return when less is staged than may be. Everything staged is being written meanwhile."""
         while self.staged_bytes > self.staging_size:
+            if self._is_over:
+                raise EngineError("nothing is written any more")
             room = self._room
             self._work.set()
             with trio.move_on_after(0.1):
@@ -212,15 +221,19 @@ class Flusher:
             self._install(item)
 
     def _keep_staged(self, item: _Item) -> None:
-        """It could not be written: it stays staged, in memory that the failed write has no views of."""
+        """It could not be written: it stays staged, in memory that the failed write has no views of.
+
+        The engine may still write it: it writes the same chunk's later bytes after that, but nobody else may.
+        """
         staged = item.staged
         staged.writing = False
         item.chunk.writing = None
         staged.pieces = [b"".join(staged.pieces)]
         if staged.dropped:
             self.dropped_size -= staged.capacity
+        staged.unsure = True
         if item.chunk.staged is not staged:
-            self.core.slabs.cancel(staged.slots)
+            self.cancel(staged, staged.slots)
 
     def _plan_extents(self, staged: Staged, transfers: list[Transfer]) -> list[Extent]:
         """The extents that will hold the staged bytes; adds what is to be written to ``transfers``."""
@@ -244,9 +257,16 @@ class Flusher:
             offset += length
         spare = staged.slots[len(extents) :]
         if spare:
-            self.core.slabs.cancel(spare)
+            self.cancel(staged, spare)
             staged.slots = staged.slots[: len(extents)]
         return extents
+
+    def cancel(self, staged: Staged, slots: list[Slot]) -> None:
+        """Allocated slots of staged bytes are not needed. Where others write, too, a late write must not hit them."""
+        cancel: Give = self.core.slabs.cancel
+        if self.core.shared and staged.unsure:
+            cancel = self.core.grace.later(cancel)
+        cancel(slots)
 
     def _install(self, item: _Item) -> None:
         """The bytes are in their slots: they replace the chunk's extents - unless the chunk is gone."""
@@ -339,6 +359,8 @@ class Flusher:
             if identity != node.described and chunk is not None and chunk.extents:
                 node.described = identity
                 extent = chunk.extents[0]
+                if not self.core.slabs.holds(self.core.geometry.slab_of(extent.addr)):
+                    continue  # another host may free the slot, and use it again
                 rows.append(
                     HeaderRow(extent, node, 0, 0, layout.STATE_SEALED if extent.checksums else layout.STATE_UNSEALED)
                 )

@@ -1,11 +1,14 @@
-"""The volume's folder on the embedded engines: making one, reading its superblock, holding its lock.
+"""Making a volume, reading its superblock, and the lock of one that is in a folder.
 
-::
+With embedded records a volume is a folder::
 
     superblock     4 KiB: identity, geometry, format version; written last, so a folder with it is a volume
     records/       the record store (lmdb)
     segments/      the segment files
     lock           held by the daemon that has the volume open; says who that is
+
+With shared records it is what they say: the superblock is a record, written last, and who has the volume open is a
+record under a lease (``member.py``).
 """
 
 from __future__ import annotations
@@ -18,28 +21,28 @@ import shutil
 import socket
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from uuid import uuid4
 
 from kvfuse.config import Options
 from kvfuse.errors import VolumeBusy, VolumeError
-from kvfuse.remote.records.api import RecordStore
-from kvfuse.remote.records.decorators import Delayed
-from kvfuse.remote.records.lmdb import LmdbRecords
-from kvfuse.remote.segments.api import SegmentStore
-from kvfuse.remote.segments.file import FileSegments
+from kvfuse.remote.records.api import ABSENT, RecordStore
 from kvfuse.slab import layout
 from kvfuse.slab.layout import Geometry, Superblock
-from kvfuse.volume import schema
+from kvfuse.volume import engines, schema
 from kvfuse.volume.api import FIRST_INODE, ROOT_INODE
+from kvfuse.volume.member import Member, membership
 from kvfuse.volume.node import Node
 
 SUPERBLOCK_FILE = "superblock"
 LOCK_FILE = "lock"
 KNOWN_FILES = frozenset({SUPERBLOCK_FILE, LOCK_FILE, "records", "segments", "log"})
 """Names that may stand in a volume's folder: a folder with others is not ours to format."""
+RECORD_FILES = r"(data|lock)\.mdb"
+SEGMENT_FILES = r"[0-9a-f]{8}\.(seg|new).*"
+"""what files of an engine's folder are called"""
 
 
 def is_volume(path: Path) -> bool:
@@ -57,21 +60,28 @@ def read_superblock(path: Path) -> Superblock:
         ) from None
     except OSError as error:
         raise VolumeError(f"the superblock of {path} cannot be read: {error.strerror}") from error
+    return _parse_superblock(image, str(path))
+
+
+async def read_shared_superblock(records: RecordStore, title: str) -> Superblock:
+    """Of the shared volume whose records these are. VolumeError as `read_superblock`."""
+    (found,) = await records.get([schema.SUPERBLOCK])
+    if found is None:
+        raise VolumeError(f"{title} holds no kvfuse volume: it has no superblock; 'kvfuse format' makes one")
+    return _parse_superblock(found.value, title)
+
+
+async def is_vacant(records: RecordStore) -> bool:
+    """No volume was ever made of these records, or none is left of it."""
+    found = await records.get([schema.SUPERBLOCK, schema.COUNTER_INODE, schema.inode_key(ROOT_INODE)])
+    return not any(found)
+
+
+def _parse_superblock(image: bytes, title: str) -> Superblock:
     try:
         return layout.parse_superblock(image)
     except VolumeError as error:
-        raise VolumeError(f"{path}: {error}") from None
-
-
-def open_records(options: Options, *, read_only: bool = False) -> RecordStore:
-    records: RecordStore = LmdbRecords.open(options.records_path, read_only=read_only)
-    if options.records.commit_delay:
-        records = Delayed(records, commit_seconds=options.records.commit_delay)
-    return records
-
-
-def open_segments(options: Options, *, read_only: bool = False) -> SegmentStore:
-    return FileSegments.open(options.segments_path, direct=options.segments.direct, read_only=read_only)
+        raise VolumeError(f"{title}: {error}") from None
 
 
 @contextmanager
@@ -122,14 +132,23 @@ async def format_volume(options: Options, *, replace: bool = False) -> Superbloc
 
     ``options.volume.capacity`` must be set. ``replace``: drop the volume that is there.
     """
-    path = options.volume_path
     capacity = options.volume.capacity
     if capacity is None:
         raise ValueError("format_volume needs a capacity")
     try:
         geometry = Geometry.choose(capacity, options.volume.slab_size, options.volume.segment_size)
     except ValueError as error:
-        raise VolumeError(f"{path} cannot be formatted: {error}") from None
+        raise VolumeError(f"{options.title} cannot be formatted: {error}") from None
+    superblock = Superblock(uuid4().bytes, geometry, time.time_ns())
+    if options.is_shared:
+        await _format_shared(options, superblock, replace)
+    else:
+        await _format_folder(options, superblock, replace)
+    return superblock
+
+
+async def _format_folder(options: Options, superblock: Superblock, replace: bool) -> None:
+    path = options.volume_path
     _check_folder(path, replace)
     for folder, ours in _engine_folders(options):
         _check_engine_folder(folder, ours)
@@ -141,10 +160,79 @@ async def format_volume(options: Options, *, replace: bool = False) -> Superbloc
             if folder.exists():
                 shutil.rmtree(folder)
             folder.mkdir(parents=True)
-        superblock = Superblock(uuid4().bytes, geometry, time.time_ns())
-        await write_first_records(options)
+        async with engines.open_records(options) as records:
+            await write_first_records(options, records)
         write_superblock(path, superblock)
-    return superblock
+
+
+async def _format_shared(options: Options, superblock: Superblock, replace: bool) -> None:
+    """The superblock goes first and comes last, so that one who dies in between leaves no volume."""
+    title = options.title
+    if options.has_segment_files:
+        _check_engine_folder(options.segments_path, SEGMENT_FILES)
+    async with (
+        engines.open_records(options) as records,
+        membership(records, options.client.lease, title) as member,
+        engines.open_segments(options) as segments,
+    ):
+        (found,) = await records.get([schema.SUPERBLOCK])
+        if found is not None and not replace:
+            raise VolumeError(
+                f"{title} is a kvfuse volume already; 'kvfuse format --force' would drop all that is in it"
+            )
+        present = await segments.list()
+        if present and not replace:
+            raise VolumeError(
+                f"{title} has no superblock, but {len(present)} segments: 'kvfuse fsck --rebuild' recovers their"
+                " blocks, 'kvfuse format --force' drops them"
+            )
+        await _drop_records(records, member)
+        for info in present:
+            await segments.remove(info.segment)
+        await write_shared_superblock(records, superblock, member, first_records(options))
+
+
+async def _drop_records(records: RecordStore, member: Member) -> None:
+    """All of a volume, the superblock before everything else."""
+    await records.commit({}, [schema.SUPERBLOCK], member.fence)
+    kept = {*member.fence, schema.MOUNTED}
+    after = b""
+    while rows := await records.scan(b"", after, 1000):
+        await commit_in_parts(records, deletes=[row.key for row in rows if row.key not in kept])
+        after = rows[-1].key
+
+
+async def write_shared_superblock(
+    records: RecordStore, superblock: Superblock, member: Member, others: Mapping[bytes, bytes] | None = None
+) -> None:
+    """With the ``others``, or none of them. VolumeError where somebody else did meanwhile, or the lease is lost."""
+    puts = {**(others or {}), schema.SUPERBLOCK: layout.pack_superblock(superblock)}
+    expect = {schema.SUPERBLOCK: ABSENT, **member.fence}
+    if not await records.commit(puts, (), expect, durable=True):
+        raise VolumeError("the volume was changed by another client while it was made: look at it, and try again")
+
+
+async def commit_in_parts(
+    records: RecordStore, puts: Mapping[bytes, bytes] | None = None, deletes: Collection[bytes] = ()
+) -> None:
+    """Commits of at most what the store takes at once: not all or nothing. For volumes that nobody else has open."""
+    limits = records.limits
+    part: dict[bytes, bytes | None] = {}
+    size = 0
+    for key, value in [*(puts or {}).items(), *((key, None) for key in deletes)]:
+        more = len(key) + len(value or b"")
+        if part and (len(part) >= limits.commit_operations_max or size + more > limits.commit_bytes_max):
+            await _commit_part(records, part)
+            part, size = {}, 0
+        part[key] = value
+        size += more
+    if part:
+        await _commit_part(records, part)
+
+
+async def _commit_part(records: RecordStore, part: Mapping[bytes, bytes | None]) -> None:
+    puts = {key: value for key, value in part.items() if value is not None}
+    await records.commit(puts, [key for key, value in part.items() if value is None])
 
 
 def write_superblock(path: Path, superblock: Superblock) -> None:
@@ -166,7 +254,7 @@ def _check_folder(path: Path, replace: bool) -> None:
 
 def _engine_folders(options: Options) -> list[tuple[Path, str]]:
     """The engines' folders, and what files of theirs are called."""
-    return [(options.records_path, r"(data|lock)\.mdb"), (options.segments_path, r"[0-9a-f]{8}\.seg.*")]
+    return [(options.records_path, RECORD_FILES), (options.segments_path, SEGMENT_FILES)]
 
 
 def _check_engine_folder(folder: Path, ours: str) -> None:
@@ -176,14 +264,9 @@ def _check_engine_folder(folder: Path, ours: str) -> None:
             raise VolumeError(f"{folder} holds {name!r}, which is no part of a volume: choose an empty folder")
 
 
-async def write_first_records(options: Options) -> None:
+async def write_first_records(options: Options, records: RecordStore) -> None:
     """The records of an empty volume, in an empty record store."""
-    options.records_path.mkdir(parents=True, exist_ok=True)
-    records = open_records(options)
-    try:
-        await records.commit(first_records(options), durable=True)
-    finally:
-        await records.aclose()
+    await records.commit(first_records(options), durable=True)
 
 
 def first_records(options: Options) -> dict[bytes, bytes]:

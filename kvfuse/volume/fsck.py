@@ -20,10 +20,13 @@ from kvfuse.errors import EngineError, VolumeError
 from kvfuse.remote.records.api import Record, RecordStore
 from kvfuse.remote.segments.api import SegmentStore, Transfer
 from kvfuse.slab import layout
-from kvfuse.slab.allocator import Allocator, SlabState
+from kvfuse.slab.allocator import Allocator
+from kvfuse.slab.image import SlabState
 from kvfuse.slab.layout import Geometry
 from kvfuse.volume import format, schema
 from kvfuse.volume.api import FILE_SIZE_MAX, ROOT_INODE
+from kvfuse.volume.fsck_shared import read_shared
+from kvfuse.volume.holding import hold
 
 SCAN_ROWS = 2000
 REPAIR_ROUNDS = 8
@@ -86,36 +89,30 @@ async def fsck(
     verify: bool = False,
     progress: Progress = lambda what, done, total: None,
 ) -> Report:
-    """Check the volume in ``options.volume_path``. VolumeBusy while it is mounted, VolumeError where it is none.
+    """Check the volume that ``options`` name. VolumeBusy while it is mounted, VolumeError where it is none.
 
     ``verify``: read every sealed byte too. ``repair``: mend what was found and check again, until nothing is
     left to mend; the report is then of the last check, with the number of repairs.
     """
-    path = options.volume_path
-    superblock = format.read_superblock(path)
-    with format.locked(path):
-        records = format.open_records(options, read_only=not repair)
-        segments = format.open_segments(options, read_only=True)
-        try:
-            check = Check(superblock.geometry, records, segments, progress)
+    async with hold(options, records_read_only=not repair, segments_read_only=True) as held:
+        geometry, records, segments = held.superblock.geometry, held.records, held.segments
+        check = Check(geometry, records, segments, progress)
+        report = await check.run(verify)
+        repaired = 0
+        for _ in range(REPAIR_ROUNDS if repair else 0):
+            if report.clean:
+                break
+            # What goes takes others with it: names of an inode, slots of a file.
+            repaired += len(report.problems)
+            await check.repair()
+            check = Check(geometry, records, segments, progress)
             report = await check.run(verify)
-            repaired = 0
-            for _ in range(REPAIR_ROUNDS if repair else 0):
-                if report.clean:
-                    break
-                # What goes takes others with it: names of an inode, slots of a file.
-                repaired += len(report.problems)
-                await check.repair()
-                check = Check(superblock.geometry, records, segments, progress)
-                report = await check.run(verify)
-            if repair and check.recount:
-                await records.commit(check.recount, durable=True)
-                report.notes.pop()
-            report.repaired = repaired
-            return report
-        finally:
-            await segments.aclose()
-            await records.aclose()
+        if repair and check.recount:
+            await format.commit_in_parts(records, check.recount)
+            await records.commit({}, durable=True)
+            report.notes.pop()
+        report.repaired = repaired
+        return report
 
 
 class Check:
@@ -151,6 +148,10 @@ class Check:
         self.generation_max = 0
         self.recount: dict[bytes, bytes] = {}
         """what mends the number of inodes"""
+        self.freed: set[int] = set()
+        """slots that only wait for who holds their slab"""
+        self.counted: dict[bytes, int] = {}
+        """key of a client's count of inodes -> the count"""
 
     def problem(self, text: str, puts: dict[bytes, bytes] | None = None, deletes: Sequence[bytes] = ()) -> None:
         self.report.problems.append(Problem(text, puts or {}, tuple(deletes)))
@@ -163,6 +164,7 @@ class Check:
         await self._read_orphans()
         await self._read_chunks()
         await self._read_rest()
+        await read_shared(self)
         await self._settle_contested()
         self._compare_inodes()
         self._check_reachable()
@@ -181,7 +183,7 @@ class Check:
                 await self.records.commit(problem.puts, deletes)
         await self.records.commit({}, durable=True)
 
-    async def _rows(self, prefix: bytes, what: str) -> AsyncIterator[Record]:
+    async def rows(self, prefix: bytes, what: str) -> AsyncIterator[Record]:
         after, done = b"", 0
         while rows := await self.records.scan(prefix, after, SCAN_ROWS):
             for row in rows:
@@ -197,7 +199,7 @@ class Check:
 
     async def _read_slabs(self) -> None:
         states = []
-        async for row in self._rows(b"s", "slabs"):
+        async for row in self.rows(b"s", "slabs"):
             try:
                 state = SlabState(schema.key_slab(row.key), *schema.decode_slab(row.value))
                 Allocator(self.geometry).restore([state])
@@ -207,7 +209,7 @@ class Check:
         self.slabs.restore(states)
 
     async def _read_inodes(self) -> None:
-        async for row in self._rows(b"i", "inodes"):
+        async for row in self.rows(b"i", "inodes"):
             ino = schema.key_inode(row.key)
             record = self._decode(row)
             if record is None:
@@ -228,7 +230,7 @@ class Check:
         return record
 
     async def _read_entries(self) -> None:
-        async for row in self._rows(b"d", "names"):
+        async for row in self.rows(b"d", "names"):
             parent, cookie, name = schema.split_entry_key(row.key)
             try:
                 entry = schema.decode_entry(row.value)
@@ -277,7 +279,7 @@ class Check:
 
     async def _read_orphans(self) -> None:
         """Before the chunks. Nobody reads their bytes again: those are not verified."""
-        async for row in self._rows(b"o", "orphans"):
+        async for row in self.rows(b"o", "orphans"):
             record = self._decode(row)
             if record is not None:
                 self.report.notes.append(f"inode {record.ino} was unlinked while open: the next mount frees it")
@@ -285,7 +287,7 @@ class Check:
                 self._claim(record, row.key, b"")
 
     async def _read_chunks(self) -> None:
-        async for row in self._rows(b"c", "chunks"):
+        async for row in self.rows(b"c", "chunks"):
             ino = schema.key_inode(row.key)
             if not self._exists(ino):
                 self.problem(f"chunk record of inode {ino}, which does not exist", deletes=[row.key])
@@ -302,13 +304,13 @@ class Check:
                 self._claim_extent(ino, extent, keys, what)
 
     async def _read_rest(self) -> None:
-        async for row in self._rows(b"t", "times"):
+        async for row in self.rows(b"t", "times"):
             ino = schema.key_inode(row.key)
             if ino in self.inodes:
                 self.inodes[ino].has_times = len(row.value) == schema.TIMES_SIZE
             else:
                 self.problem(f"times of directory {ino}, which does not exist", deletes=[row.key])
-        async for row in self._rows(b"x", "attributes"):
+        async for row in self.rows(b"x", "attributes"):
             ino = schema.key_inode(row.key)
             if not self._exists(ino):
                 self.problem(f"an attribute of inode {ino}, which does not exist", deletes=[row.key])
@@ -350,7 +352,7 @@ class Check:
             return
         owners = {addr: await self._header_owner(addr) for addr in self.contested}
         for prefix in (b"i", b"d", b"c"):
-            async for row in self._rows(prefix, "contested slots"):
+            async for row in self.rows(prefix, "contested slots"):
                 for ino, extent in _claims(row):
                     if extent.addr in owners and owners[extent.addr] != (ino, extent.generation):
                         keys = [row.key, *self.far_files.get(ino, [])]
@@ -424,7 +426,7 @@ class Check:
             leaked = 0
             for index in range(count):
                 addr = state.slab * self.geometry.slab_size + index * state.slot_size
-                if bitmap[index >> 3] >> (index & 7) & 1 and addr not in self.owners:
+                if bitmap[index >> 3] >> (index & 7) & 1 and addr not in self.owners and addr not in self.freed:
                     bitmap[index >> 3] &= ~(1 << (index & 7))
                     leaked += 1
             if leaked:
@@ -452,10 +454,11 @@ class Check:
         if exact is None or len(exact.value) % 8:
             self.problem("the volume's exact slot sizes are not recorded", {schema.EXACT_SIZES: schema.encode_u64s(())})
         files = self.report.files + self.report.directories
-        if found[2] != files:
+        counted = found[2] + sum(self.counted.values())
+        if counted != files:
             # A crash leaves it so. It is a figure for statfs, which nothing depends on.
-            self.report.notes.append(f"{found[2]} inodes are counted, {files} exist")
-            self.recount = {keys[2]: schema.encode_u64(files)}
+            self.report.notes.append(f"{counted} inodes are counted, {files} exist")
+            self.recount = {keys[2]: schema.encode_u64(files), **dict.fromkeys(self.counted, schema.encode_count(0))}
 
     async def _check_segments(self) -> None:
         """Every slab that is used lies in a segment that exists, with its size."""

@@ -3,8 +3,9 @@
 Two facts are kept. For names used lately: which inode they mean. For directories that were made here, or read to
 the end: the hashes of all their stored names, so that an absent name costs no round trip - an engine asks
 for many blocks that nobody has. A hash has 64 bits and depends on a secret of this process (Python's own of bytes):
-it is cheap enough for thousands of names in a call. Both hold because nobody else writes this store; what is not
-committed yet is the journal's overlay, which is asked first.
+it is cheap enough for thousands of names in a call. Both hold because nobody else writes this store, or because a
+watch of it tells what others change (`coherence`); what is not committed yet is the journal's overlay, which is asked
+first.
 """
 
 from __future__ import annotations
@@ -99,7 +100,18 @@ class KnownNames:
 
     def __init__(self) -> None:
         self._inodes: dict[tuple[int, bytes], int] = {}
+        self._versions: dict[tuple[int, bytes], int] = {}
         self._directories: dict[int, _Directory] = {}
+
+    def clear(self) -> None:
+        """Nothing is known any more."""
+        self._inodes.clear()
+        self._versions.clear()
+        self._directories.clear()
+
+    def version(self, parent: int, name: bytes) -> int:
+        """Of the commit that said last what the name means, where others write the store, too; 0: not known."""
+        return self._versions.get((parent, name), 0)
 
     def inode(self, parent: int, name: bytes) -> int | None:
         """The inode that the stored name means; None: not known."""
@@ -117,15 +129,34 @@ class KnownNames:
             return None
         return directory.hashes.contain(list(map(hash, names)))
 
-    def note(self, parent: int, name: bytes, ino: int) -> None:
-        """The name means this inode."""
+    def note(self, parent: int, name: bytes, ino: int, version: int = 0) -> None:
+        """The name means this inode. ``version``: of the record that says so, where others write the store, too."""
         if len(self._inodes) >= INODES_MAX:
             self._inodes.clear()
+            self._versions.clear()
+        if version:
+            self._set_version(parent, name, version)
+        elif self._versions:
+            self._versions.pop((parent, name), None)
         self._inodes[parent, name] = ino
 
-    def drop(self, parent: int, name: bytes) -> None:
-        """The name means nothing, or another inode."""
+    def drop(self, parent: int, name: bytes, version: int = 0) -> None:
+        """The name means nothing, or another inode.
+
+        ``version``: of the commit that made it so, where others write the store, too: an answer of the store that is
+        older is known by it.
+        """
         self._inodes.pop((parent, name), None)
+        if version:
+            self._set_version(parent, name, version)
+        elif self._versions:
+            self._versions.pop((parent, name), None)
+
+    def _set_version(self, parent: int, name: bytes, version: int) -> None:
+        if len(self._versions) >= INODES_MAX:
+            self._inodes.clear()
+            self._versions.clear()
+        self._versions[parent, name] = version
 
     def made(self, ino: int) -> None:
         """A directory was made: it is empty, and all that comes will be seen."""

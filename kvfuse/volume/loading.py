@@ -2,56 +2,90 @@
 
 from __future__ import annotations
 
+import dataclasses
 import struct
-from pathlib import Path
 
 from kvfuse import errors
 from kvfuse.config import Options
 from kvfuse.remote.records.api import RecordStore
 from kvfuse.remote.segments.api import SegmentStore, Transfer
-from kvfuse.slab.allocator import Allocator, SlabState
+from kvfuse.slab.allocator import Allocator
+from kvfuse.slab.image import SlabState
 from kvfuse.slab.layout import PAGE_SIZE, SUPERBLOCK_SIZE, Superblock, parse_superblock
 from kvfuse.volume import schema
 from kvfuse.volume.api import ROOT_INODE
-from kvfuse.volume.core import Core, NumberRange
+from kvfuse.volume.core import Core
+from kvfuse.volume.grace import Grace
+from kvfuse.volume.member import Member
 from kvfuse.volume.node import Nodes
+from kvfuse.volume.numbers import NumberRange, SharedNumberRange
 from kvfuse.volume.tier import SharedTier
 
+REUSE_SECONDS_MIN = 1.0
+"""for which a freed slot of a shared volume rests; twice the longer of the engines' deadlines, where that is more"""
 
-async def load_core(options: Options, superblock: Superblock, records: RecordStore, segments: SegmentStore) -> Core:
-    """The state of a volume from its records."""
+
+async def load_core(
+    options: Options,
+    superblock: Superblock,
+    records: RecordStore,
+    segments: SegmentStore,
+    member: Member | None = None,
+) -> Core:
+    """The state of a volume from its records. ``member``: this client, where others have the volume open, too."""
     keys = [schema.COUNTER_INODE, schema.COUNTER_GENERATION, schema.COUNTER_FILES, schema.inode_key(ROOT_INODE)]
     found = await records.get([*keys, schema.EXACT_SIZES])
     values = [record.value for record in found if record is not None]
     if len(values) < len(found):
         raise errors.VolumeError(
-            f"{options.volume_path}: the record store is damaged (no counters): 'kvfuse fsck --rebuild' recovers blocks"
+            f"{options.title}: the record store is damaged (no counters): 'kvfuse fsck --rebuild' recovers blocks"
         )
     try:
-        return await _load_values(options, superblock, records, segments, values)
+        core = await _load_values(options, superblock, records, segments, values, is_alone=member is None)
     except (ValueError, struct.error) as error:
         raise errors.VolumeError(
-            f"{options.volume_path}: the record store is damaged ({error}): 'kvfuse fsck --repair' mends what can be"
+            f"{options.title}: the record store is damaged ({error}): 'kvfuse fsck --repair' mends what can be"
         ) from error
+    return core if member is None else _shared(core, member, options)
+
+
+def _shared(core: Core, member: Member, options: Options) -> Core:
+    """As one of several clients has the volume: slabs and numbers are this one's only when they are leased."""
+    return dataclasses.replace(
+        core,
+        inodes=SharedNumberRange(schema.COUNTER_INODE),
+        generations=SharedNumberRange(schema.COUNTER_GENERATION),
+        file_count=0,
+        client=member.client,
+        grace=Grace(max(REUSE_SECONDS_MIN, 2 * options.records.deadline, 2 * core.segments.limits.deadline)),
+    )
 
 
 async def _load_values(
-    options: Options, superblock: Superblock, records: RecordStore, segments: SegmentStore, values: list[bytes]
+    options: Options,
+    superblock: Superblock,
+    records: RecordStore,
+    segments: SegmentStore,
+    values: list[bytes],
+    *,
+    is_alone: bool,
 ) -> Core:
-    """``values``: of the counters, the root directory and the exact sizes."""
+    """``values``: of the counters, the root directory, the exact sizes. ``is_alone``: all slabs are this client's."""
     geometry = superblock.geometry
     inode, generation, files = [schema.decode_u64(value) for value in values[:3]]
     sizes = {*schema.decode_u64s(values[4]), *options.volume.exact_sizes}
-    slabs = Allocator(geometry, {-(-size // PAGE_SIZE) * PAGE_SIZE for size in sizes if size <= geometry.slab_size})
+    exact_sizes = {-(-size // PAGE_SIZE) * PAGE_SIZE for size in sizes if size <= geometry.slab_size}
+    slabs = Allocator(geometry, exact_sizes, granted=is_alone)
     states: list[SlabState] = []
     after = b""
     while rows := await records.scan(b"s", after, 1000):
         states += [SlabState(schema.key_slab(row.key), *schema.decode_slab(row.value)) for row in rows]
         after = rows[-1].key
-    slabs.restore(states)
+    if is_alone:
+        slabs.restore(states)
     tier = SharedTier(options.cache.tier_size)
     used = {geometry.locate_head(state.slab)[0] for state in states}
-    await _check_segments(options.volume_path, superblock, segments, used)
+    await _check_segments(options.title, superblock, segments, used)
     return Core(
         superblock=superblock,
         geometry=geometry,
@@ -61,7 +95,7 @@ async def _load_values(
         nodes=Nodes(options.cache.nodes, tier),
         tier=tier,
         chunk_size=min(schema.decode_inode(values[3]).chunk_size or options.volume.chunk_size, geometry.slab_size),
-        strict=options.publish.mode == "strict",
+        strict=options.publish_mode == "strict",
         read_only=options.mount.read_only,
         inodes=NumberRange(schema.COUNTER_INODE, inode),
         generations=NumberRange(schema.COUNTER_GENERATION, generation),
@@ -69,7 +103,7 @@ async def _load_values(
     )
 
 
-async def _check_segments(path: Path, superblock: Superblock, segments: SegmentStore, used: set[int]) -> None:
+async def _check_segments(title: str, superblock: Superblock, segments: SegmentStore, used: set[int]) -> None:
     """VolumeError unless every segment that holds bytes is there, whole, and this volume's."""
     remedy = "'kvfuse fsck --verify' tells which files are lost"
     sizes = {info.segment: info.size for info in await segments.list()}
@@ -77,12 +111,12 @@ async def _check_segments(path: Path, superblock: Superblock, segments: SegmentS
         size = superblock.geometry.segment_size(segment)
         if sizes.get(segment) != size:
             found = f"has {sizes[segment]} bytes instead of {size}" if segment in sizes else "is missing"
-            raise errors.VolumeError(f"{path}: segment {segment} {found}: {remedy}")
+            raise errors.VolumeError(f"{title}: segment {segment} {found}: {remedy}")
         image = bytearray(SUPERBLOCK_SIZE)
         await segments.read([Transfer(segment, 0, image)])
         try:
             header = parse_superblock(image)
         except errors.VolumeError as error:
-            raise errors.VolumeError(f"{path}: segment {segment}: {error}: {remedy}") from None
+            raise errors.VolumeError(f"{title}: segment {segment}: {error}: {remedy}") from None
         if (header.volume_id, header.segment) != (superblock.volume_id, segment):
-            raise errors.VolumeError(f"{path}: the file of segment {segment} is another segment's: {remedy}")
+            raise errors.VolumeError(f"{title}: the file of segment {segment} is another segment's: {remedy}")

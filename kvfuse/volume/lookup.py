@@ -2,10 +2,15 @@
 
 A name is looked for in the journal's overlay, then among what is known (`known`), then in the record store. A
 read of the store may wait; what it says is used only if no commit was settled meanwhile (`Journal.epoch`).
+
+Where other hosts write the store, too, versions say what is newer, and folders that publish strictly are asked for each
+time: what a host closed before, the next lookup here sees. Relaxed folders are answered from what a watch keeps
+true (`coherence`). While the store is away, what is known is told.
 """
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -14,8 +19,10 @@ from kvfuse.volume import schema
 from kvfuse.volume.api import NAME_MAX, ROOT_INODE, DirEntry
 from kvfuse.volume.content import Content
 from kvfuse.volume.core import Core
-from kvfuse.volume.journal import Journal, NameChange
+from kvfuse.volume.journal import Journal
 from kvfuse.volume.node import Node
+from kvfuse.volume.pending import NameChange
+from kvfuse.volume.refresh import Refresher
 
 LEARN_ROWS = 256
 """Entries read from a directory each time that a name is missed in it, until all are known."""
@@ -31,6 +38,8 @@ class Found(NamedTuple):
     """the entry of the overlay that said so; None: the store did"""
     epoch: int
     """of the journal, when it was seen"""
+    version: int = 0
+    """of the stored record of the name, where others write the store, too; 0: there is none"""
 
 
 @dataclass
@@ -41,7 +50,25 @@ class Lookup:
     journal: Journal
     content: Content
 
+    def __post_init__(self) -> None:
+        self.refresher = Refresher(self.core, self.content)
+        self.is_watched = False
+        """what other hosts change is told here soon after"""
+
     # -- finding -------------------------------------------------------------------------------------
+
+    def is_strict(self, directory: Node) -> bool:
+        """Changes in the directory are published before they are reported as done."""
+        if directory.flags & schema.FLAG_STRICT:
+            return True
+        return self.core.strict and not directory.flags & schema.FLAG_RELAXED
+
+    def asks(self, parent: int) -> bool:
+        """Names in the directory are asked for at the store each time, whatever is known of them."""
+        if not self.core.shared:
+            return False
+        directory = self.core.nodes.get(parent)
+        return directory is None or not self.is_watched or self.is_strict(directory)
 
     async def node(self, ino: int) -> Node:
         """The inode in memory. Stale, when it is gone."""
@@ -58,13 +85,13 @@ class Lookup:
                 continue
             parent, name = place or (0, b"")
             if own is not None:
-                node = self._materialise(schema.decode_inode(own.value), parent, name, own=True)
+                node = self._materialise(schema.decode_inode(own.value), own.version, parent, name, own=True)
                 if times is not None:
                     node.atime, node.mtime, node.ctime = schema.decode_times(times.value)
             elif entry and entry[0] is not None:
                 record = schema.decode_entry(entry[0].value)
                 if isinstance(record, schema.InodeRecord) and record.ino == ino:
-                    node = self._materialise(record, parent, name, own=False)
+                    node = self._materialise(record, entry[0].version, parent, name, own=False)
             if node is None:
                 raise errors.Stale(f"inode {ino} is gone")
         return node
@@ -79,6 +106,10 @@ class Lookup:
         """What ``name`` in ``parent`` means now: true until the caller's next await."""
         if len(name) > NAME_MAX:
             raise errors.NameTooLong(f"a name of {len(name)} bytes: at most {NAME_MAX} are allowed")
+        if self.core.shared:
+            with suppress(errors.EngineError):  # what is known is told all the same
+                await self.directory(parent)  # which says whether to ask
+            return await self.find_shared(parent, name, is_fresh=self.asks(parent))
         core = self.core
         while True:
             change = self.journal.find(parent, name)
@@ -100,7 +131,7 @@ class Lookup:
                 return Found(None, False, None, epoch)
             entry = schema.decode_entry(record.value)
             if isinstance(entry, schema.InodeRecord):
-                node = self._materialise(entry, parent, name, own=False)
+                node = self._materialise(entry, record.version, parent, name, own=False)
             else:
                 node = core.nodes.get(entry)
             if node is None:
@@ -112,6 +143,103 @@ class Lookup:
             node.parent, node.name = parent, name
             core.known.note(parent, name, node.ino)
             return Found(node, True, None, epoch)
+
+    # -- finding where others write the store, too ---------------------------------------------------
+
+    def known(self, parent: int, name: bytes) -> Found | None:
+        """What the name means as far as is known here, without asking."""
+        change = self.journal.find(parent, name)
+        if change is not None:
+            return Found(change.node, change.stored, change, self.journal.epoch, change.version)
+        ino = self.core.known.inode(parent, name)
+        node = self.core.nodes.get(ino) if ino is not None else None
+        if node is not None and node.own_record:
+            return Found(node, True, None, self.journal.epoch, self.core.known.version(parent, name))
+        if node is not None:
+            if (node.parent, node.name) != (parent, name):
+                return None  # it was renamed elsewhere, and the news of this name are still to come
+            return Found(node, True, None, self.journal.epoch, node.version)
+        if self.core.known.is_absent(parent, name):
+            return Found(None, False, None, self.journal.epoch)
+        return None
+
+    async def find_shared(self, parent: int, name: bytes, *, is_fresh: bool) -> Found:
+        """As `find`. ``is_fresh``: ask the store, whatever is known; what is known counts where it does not answer.
+
+        A name that was changed here while the store was asked is looked for again. EngineError.
+        """
+        while True:
+            found = self.known(parent, name)
+            if found is not None and (found.change or not is_fresh):
+                return found
+            try:
+                asked = await self._ask(parent, name)
+            except errors.EngineError:
+                found = self.known(parent, name)
+                if found is None:
+                    raise
+                return found
+            if asked is not None:
+                return asked
+
+    async def _ask(self, parent: int, name: bytes) -> Found | None:
+        """What the store says a name means; None where it was changed here meanwhile, or between two questions.
+
+        An inode with a record of its own costs a second question, unless it is known which one it is.
+        """
+        known = self.core.known
+        before = known.version(parent, name)
+        guess = known.inode(parent, name) or 0
+        entry, own, times = await self.core.records.get(
+            [schema.entry_key(parent, name), schema.inode_key(guess), schema.times_key(guess)]
+        )
+        record = schema.decode_entry(entry.value) if entry is not None else None
+        if isinstance(record, int) and record != guess:
+            own, times = await self.core.records.get([schema.inode_key(record), schema.times_key(record)])
+        version = entry.version if entry is not None else 0
+        if self.journal.find(parent, name) is not None or known.version(parent, name) not in (before, version):
+            return None
+        if record is None:
+            return await self._absent(parent, name)
+        if isinstance(record, schema.InodeRecord):
+            node = self.refresher.take(record, version, (parent, name), own=False)
+        elif own is not None:
+            node = self.refresher.take(schema.decode_inode(own.value), own.version, (parent, name), own=True)
+            if times is not None:
+                self.refresher.take_times(node, times.value)
+        elif record != guess:
+            known.note(parent, name, record)  # the next answer is of one moment
+            return None
+        else:
+            raise errors.Stale(f"{name!r} in directory {parent} means inode {record}, which has no record")
+        if not node.own_record and node.version > version:
+            return None  # it has left the name since
+        known.note(parent, name, node.ino, version)
+        return Found(node, True, None, self.journal.epoch, version if node.own_record else node.version)
+
+    async def _absent(self, parent: int, name: bytes) -> Found | None:
+        """The store has no such name. In relaxed folders more is read, so that the next name need not be asked for."""
+        self.core.known.drop(parent, name)
+        if not self.asks(parent):
+            await self._learn(parent)
+            if self.journal.find(parent, name) is not None or self.core.known.inode(parent, name) is not None:
+                return None
+        return Found(None, False, None, self.journal.epoch)
+
+    async def renew(self, node: Node) -> None:
+        """Bring an inode up to what the store says, unless it was changed here. Stale, if it is not where it was."""
+        keys = [schema.inode_key(node.ino), schema.times_key(node.ino), schema.entry_key(node.parent, node.name)]
+        own, times, entry = await self.core.records.get(keys if node.name else [*keys[:2], schema.inode_key(0)])
+        if own is not None:
+            self.refresher.take(schema.decode_inode(own.value), own.version, (node.parent, node.name), own=True)
+            if times is not None:
+                self.refresher.take_times(node, times.value)
+            return
+        record = schema.decode_entry(entry.value) if entry is not None else None
+        if not isinstance(record, schema.InodeRecord) or record.ino != node.ino:
+            raise errors.Stale(f"inode {node.ino} is gone")
+        assert entry is not None
+        self.refresher.take(record, entry.version, (node.parent, node.name), own=False)
 
     async def exist(self, parent: int, names: list[bytes]) -> list[bool]:
         """Which names exist in a directory, all at one time. Without waiting once the directory was read to its end.
@@ -157,8 +285,10 @@ class Lookup:
             raise errors.NotFound(f"{name!r} does not exist in directory {parent}")
         return found.node, found.stored
 
-    def _materialise(self, record: schema.InodeRecord, parent: int, name: bytes, *, own: bool) -> Node:
+    def _materialise(self, record: schema.InodeRecord, version: int, parent: int, name: bytes, *, own: bool) -> Node:
         """The node of a record; the one in memory, if it is there already (it is newer)."""
+        if self.core.shared:
+            return self.refresher.take(record, version, (parent, name), own=own)
         node = self.core.nodes.get(record.ino)
         if node is None:
             node = self.core.nodes.add(self.content.restore_chunks(Node.from_record(record), record))
@@ -207,7 +337,11 @@ class Lookup:
             last = schema.split_entry_key(rows[-1].key)[1] if more else (1 << 63) - 1
             page: dict[bytes, Node | schema.InodeRecord | int] = {}
             for row in rows:
-                page[schema.split_entry_key(row.key)[2]] = schema.decode_entry(row.value)
+                name, entry = schema.split_entry_key(row.key)[2], schema.decode_entry(row.value)
+                if self.core.shared and isinstance(entry, schema.InodeRecord):
+                    page[name] = self._listed(entry, row.version, ino, name)
+                else:
+                    page[name] = entry
             for name, change in self.journal.overlay.get(ino, {}).items():
                 if after < schema.name_hash(name) <= last:
                     if change.node is None:
@@ -222,6 +356,8 @@ class Lookup:
 
     async def _entries(self, ino: int, page: dict[bytes, Node | schema.InodeRecord | int]) -> list[DirEntry]:
         entries = []
+        if self.core.shared:
+            await self._read_own([entry for entry in page.values() if isinstance(entry, int)])
         for cookie, name in sorted([(schema.name_hash(name), name) for name in page]):
             entry = page[name]
             if isinstance(entry, int):
@@ -229,7 +365,8 @@ class Lookup:
                     node = await self.node(entry)
                 except errors.Stale:
                     continue  # removed while we were looking
-                node.parent, node.name = ino, name
+                if not (self.core.shared and node.is_directory):  # where that is its record says, which may be newer
+                    node.parent, node.name = ino, name
             elif isinstance(entry, Node):
                 node = entry
             else:
@@ -237,6 +374,24 @@ class Lookup:
             if node.nlink:
                 entries.append(DirEntry(name, cookie, node))
         return entries
+
+    async def _read_own(self, inodes: list[int]) -> None:
+        """Have inodes with records of their own in memory, as they are now, by one question."""
+        keys = [key for ino in inodes for key in (schema.inode_key(ino), schema.times_key(ino))]
+        rows = await self.core.records.get(keys) if keys else []
+        for own, times in zip(rows[::2], rows[1::2], strict=True):
+            if own is not None:
+                node = self._materialise(schema.decode_inode(own.value), own.version, 0, b"", own=True)
+                if times is not None:
+                    self.refresher.take_times(node, times.value)
+
+    def _listed(self, record: schema.InodeRecord, version: int, parent: int, name: bytes) -> Node:
+        """The node of a row that was just read, which may be newer than what is in memory."""
+        if self.core.nodes.get(record.ino) is not None:
+            return self.refresher.take(record, version, (parent, name), own=False)
+        node = self._shown(record, parent, name)
+        node.version, node.base = version, record
+        return node
 
     def _shown(self, record: schema.InodeRecord, parent: int, name: bytes) -> Node:
         """A node for a listing; it is kept only when the kernel takes it (`count_lookup`)."""

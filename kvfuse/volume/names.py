@@ -24,7 +24,9 @@ from kvfuse.volume.content import Content
 from kvfuse.volume.core import Core
 from kvfuse.volume.journal import Journal
 from kvfuse.volume.lookup import Found, Lookup
+from kvfuse.volume.merging import Merger
 from kvfuse.volume.node import Node
+from kvfuse.volume.removal import Removal
 
 
 @dataclass
@@ -35,6 +37,15 @@ class Names:
     journal: Journal
     content: Content
     lookup: Lookup
+
+    def __post_init__(self) -> None:
+        self.removal = Removal(self.core, self.journal, self.content, self.reap)
+        self.journal.helpers.append(self.removal.run)
+        if self.core.shared:
+            self.journal.helpers.append(self.removal.run_later)
+            self.journal.reap, self.journal.free_later = self.reap, self.removal.later
+            self.journal.merger = Merger(self.content).merge
+            self.content.renew = self.journal.renew = self.lookup.renew
 
     # -- publishing ----------------------------------------------------------------------------------
 
@@ -55,6 +66,7 @@ class Names:
     async def _free_name(self, parent: int, name: bytes) -> tuple[Node, bool]:
         """(directory, stored) where ``name`` may be created. NotFound, if the directory was removed."""
         directory = await self.lookup.directory(parent)
+        await self.journal.untie()
         found = await self.lookup.find(parent, name)
         if found.node is not None:
             raise errors.Exists(f"{name!r} exists in directory {parent}")
@@ -124,7 +136,7 @@ class Names:
         """
         node = self._new_node(directory, name, stat.S_IFREG | stat.S_IMODE(mode), caller)
         old = found.node
-        self.journal.set_name(directory.ino, name, node, found.stored)
+        self.journal.set_name(directory.ino, name, node, found.stored, version=found.version, leaves=old)
         if old is not None:
             self._drop_link(old, heir=node)
             if old.nlink:
@@ -172,7 +184,10 @@ class Names:
         """(directory, inode) after the name is gone; not yet published."""
         directory = await self.lookup.directory(parent)
         while True:
-            node, stored = await self.lookup.find_existing(parent, name)
+            found = await self.lookup.find(parent, name)
+            node = found.node
+            if node is None:
+                raise errors.NotFound(f"{name!r} does not exist in directory {parent}")
             if node.is_directory:
                 raise errors.IsADirectory(f"{name!r} is a directory")
             if self._needs_loading(node):
@@ -180,7 +195,7 @@ class Names:
             elif not await self.journal.untie(node):
                 break
         self.core.counters.removes += 1
-        self.journal.set_name(parent, name, None, stored, moved=node if node.nlink > 1 else None)
+        self.journal.set_name(parent, name, None, found.stored, moved=node, version=found.version)
         self._drop_link(node)
         self._changed(directory)
         return directory, node
@@ -198,10 +213,12 @@ class Names:
                 await self.load_for_removal(node)
                 continue
             await self._check_empty(node, name)
+            if await self.journal.untie(node):
+                continue
             if self.lookup.holds(parent, name, found):
                 break
         self.core.counters.removes += 1
-        self.journal.set_name(parent, name, None, found.stored)
+        self.journal.set_name(parent, name, None, found.stored, moved=node)
         self._drop_directory(directory, node)
         self._changed(directory)
         return directory, node
@@ -225,6 +242,8 @@ class Names:
 
     def knows_all(self, node: Node) -> bool:
         """Every record that goes with the inode is in memory."""
+        if self.core.shared:
+            return True  # what an inode leaves is found by its orphan record
         return node.complete or not node.flags & (schema.FLAG_CHUNK_RECORDS | schema.FLAG_XATTRS)
 
     async def load_for_removal(self, node: Node) -> None:
@@ -257,7 +276,10 @@ class Names:
         ``heir``: the file that took the name. What is freed then is freed in the commit that gives it the name.
         """
         self.core.file_count -= 1
-        records: dict[bytes, bytes | None] = node.extra
+        if self.core.shared:
+            self._removed_shared(node)
+            return
+        records = node.extra
         if node.own_record:
             records[schema.inode_key(node.ino)] = None
         self.core.tier.drop(node.ino)
@@ -265,39 +287,59 @@ class Names:
             self.core.tier.retire(node.ino)
             records[schema.times_key(node.ino)] = None
             self.core.known.removed(node.ino)
-        kept = node.is_file and (node.handles or self.core.places.known(node.ino))
+        large = self.removal.is_large(node) and (node.stored or node.committing)
+        kept = large or (node.is_file and (node.handles or self.core.places.known(node.ino)))
         if kept and (node.stored or node.committing):
             records[schema.orphan_key(node.ino)] = schema.encode_inode(node.orphan_record())
         elif not (node.stored or node.committing):
             for name in node.xattr_names:  # their puts may be under way, and nothing else tells of the inode
                 self.journal.put(schema.xattr_key(node.ino, name), None)
         node.heir = heir
-        self._pass_on(node, records, heir)
-        node.extra = {}
+        self._pass_on(node, heir)
         if not kept:
             self.reap(node, heir)
         elif not node.handles:
             self.core.unnamed[node.ino] = node
+            if large and not self.core.places.known(node.ino):
+                self.reap(node)
 
-    def _pass_on(self, node: Node, records: dict[bytes, bytes | None], heir: Node | None) -> None:
+    def _removed_shared(self, node: Node) -> None:
+        """As `_removed`, of a file with one name: where it is stored, its orphan record comes with the name's change.
+
+        Whoever has it open may read on. Its slots are freed later, by what is stored of it (`Removal.later`).
+        """
+        self.core.tier.drop(node.ino)
+        node.dead = []  # they are in the record that is stored, and go with it
+        if node.handles:
+            return
+        if self.core.places.known(node.ino):
+            self.core.unnamed[node.ino] = node
+        else:
+            self.reap(node)
+
+    def _pass_on(self, node: Node, heir: Node | None) -> None:
         """What an inode leaves behind when it goes: slots and records, to its heir or to the next commit."""
         if heir is not None:
             heir.dead += node.dead
-            heir.extra.update(records)
-            self.journal.withdraw(records)
+            heir.extra.update(node.extra)
+            self.journal.withdraw(node.extra)
+            node.dead, node.extra = [], {}
         else:
-            self.core.dead += node.dead
-            for key, value in records.items():
-                self.journal.put(key, value)
-        node.dead = []
+            self.journal.left(node)
 
     def reap_unnamed(self) -> None:
         """Free what files have that only the kernel knows: space is needed, or nobody can ask for them any more."""
-        while self.core.unnamed:
-            self.reap(self.core.unnamed.popitem()[1])
+        for node in list(self.core.unnamed.values()):
+            self.reap(node)
 
     def reap(self, node: Node, heir: Node | None = None) -> None:
         """Free what an inode without names and handles has. Everything must be loaded."""
+        if self.core.shared:
+            self._reap_shared(node)
+            return
+        if self.removal.is_large(node):
+            self.removal.begin(node)
+            return
         self.core.unnamed.pop(node.ino, None)
         node.reaped = True
         later = node.heir
@@ -305,12 +347,23 @@ class Names:
             if schema.orphan_key(node.ino) in later.extra:
                 heir = later  # the store still has the name: the slots may not be freed before that changes
             later = later.heir
-        records = self.content.drop_all(node)
+        node.extra.update(self.content.drop_all(node))
         for name in node.xattr_names:
-            records[schema.xattr_key(node.ino, name)] = None
+            node.extra[schema.xattr_key(node.ino, name)] = None
         if node.stored or node.committing:
-            records[schema.orphan_key(node.ino)] = None
-        self._pass_on(node, records, heir)
+            node.extra[schema.orphan_key(node.ino)] = None
+        self._pass_on(node, heir)
+        if not self.core.places.known(node.ino):
+            self.core.nodes.drop(node.ino)
+
+    def _reap_shared(self, node: Node) -> None:
+        """Free what no record names; the rest is freed by its orphan record."""
+        self.core.unnamed.pop(node.ino, None)
+        node.reaped = True
+        self.content.drop_all(node)
+        node.dead = []
+        if not (node.version or node.committing):
+            self.journal.withdraw([schema.xattr_key(node.ino, name) for name in node.xattr_names])
         if not self.core.places.known(node.ino):
             self.core.nodes.drop(node.ino)
 
@@ -354,7 +407,7 @@ class Names:
             self._move(other, target_directory, source_directory, name)
             self.journal.set_name(parent, name, other, source.stored)
         else:
-            self.journal.set_name(parent, name, None, source.stored, moved=node)
+            self.journal.set_name(parent, name, None, source.stored, moved=node, version=source.version)
             if other is not None and other.is_directory:
                 self._drop_directory(target_directory, other)
             elif other is not None:
@@ -362,7 +415,7 @@ class Names:
         if other is not None and other.nlink:
             self.journal.tie(node, other)
         self._move(node, source_directory, target_directory, new_name)
-        self.journal.set_name(new_parent, new_name, node, target.stored)
+        self.journal.set_name(new_parent, new_name, node, target.stored, version=target.version)
         self._changed(source_directory)
         self._changed(target_directory)
         return source_directory, target_directory, node

@@ -16,6 +16,7 @@ from weakref import WeakValueDictionary
 import msgspec
 import trio
 
+from kvfuse.errors import EngineError
 from kvfuse.slab.allocator import Slot
 from kvfuse.volume import schema
 from kvfuse.volume.maps import ContentMap
@@ -62,7 +63,7 @@ class Staged:
     not copied. Slots are allocated as the bytes come, so a full volume is known at the write.
     """
 
-    __slots__ = ("dropped", "length", "pieces", "slots", "writing")
+    __slots__ = ("dropped", "length", "pieces", "slots", "unsure", "writing")
 
     def __init__(self) -> None:
         self.pieces: list[bytes | bytearray | memoryview] = []
@@ -73,6 +74,8 @@ class Staged:
         """being written to slots: the bytes may not change, a writer takes a copy"""
         self.dropped = False
         """truncated away or unlinked while it was being written"""
+        self.unsure = False
+        """a write to its slots failed, and may still happen"""
 
     @property
     def capacity(self) -> int:
@@ -139,13 +142,29 @@ PIECE_SIZE_MIN = 64 << 10
 class Chunk:
     """One chunk of a file: what is in slots, and what is staged over it."""
 
-    __slots__ = ("extents", "staged", "writing")
+    __slots__ = ("base", "dirty", "extents", "staged", "writing")
 
     def __init__(self, extents: list[Extent] | None = None) -> None:
         self.extents = extents or []
+        self.base: tuple[schema.ExtentRecord, ...] | None = None
+        """in a shared volume: what is stored of a chunk that was changed here; None: it was not"""
+        self.dirty: list[tuple[int, int]] = []
+        """(start, end) in the chunk of bytes written since, in the order of the writes"""
         self.staged: Staged | None = None
         self.writing: Staged | None = None
         """on its way to slots; ``staged`` itself, or what it is a changed copy of"""
+
+    def changes(self) -> None:
+        """In a shared volume: the chunk is about to be other than it is stored."""
+        if self.base is None:
+            self.base = tuple([extent.record() for extent in self.extents])
+
+    def wrote(self, start: int, end: int) -> None:
+        """In a shared volume: bytes are about to be written."""
+        self.changes()
+        if self.dirty and self.dirty[-1][1] == start:
+            start = self.dirty.pop()[0]
+        self.dirty.append((start, end))
 
     @property
     def length(self) -> int:
@@ -168,7 +187,9 @@ class Node:
 
     __slots__ = (
         "__weakref__",
+        "appends",
         "atime",
+        "base",
         "born",
         "changed",
         "chunk_size",
@@ -176,6 +197,7 @@ class Node:
         "committing",
         "complete",
         "ctime",
+        "cut_size",
         "dead",
         "described",
         "dirty_chunks",
@@ -184,6 +206,7 @@ class Node:
         "flags",
         "flushed_size",
         "forced",
+        "forgotten",
         "gid",
         "handles",
         "heir",
@@ -207,6 +230,7 @@ class Node:
         "tier",
         "times_changed",
         "uid",
+        "version",
         "writers",
         "xattr_names",
     )
@@ -274,6 +298,16 @@ class Node:
         """a directory's times are not in the store yet"""
         self.lock: trio.Lock | None = None
         self.recent = True
+        self.version = 0
+        """of the record that the inode stands in, where others write the store, too; 0: it is not stored"""
+        self.base: schema.InodeRecord | None = None
+        """the inode as it was last known to be stored, where others write the store, too"""
+        self.cut_size: int | None = None
+        """least size it was cut to since, where others write the store, too"""
+        self.appends = False
+        """all that was written behind the size of ``base`` was appended, wherever that is"""
+        self.forgotten = False
+        """of a membership that is over: nothing of it is stored any more"""
 
     @property
     def is_directory(self) -> bool:
@@ -425,6 +459,7 @@ class Nodes:
         self.tier = tier
         self._nodes: dict[int, Node] = {}
         self._evicted: WeakValueDictionary[int, Node] = WeakValueDictionary()
+        self._all_forgotten = False
 
     def get(self, ino: int) -> Node | None:
         node = self._nodes.get(ino)
@@ -438,6 +473,7 @@ class Nodes:
 
     def add(self, node: Node) -> Node:
         node.tier = self.tier
+        node.forgotten = self._all_forgotten
         self._nodes[node.ino] = node
         if len(self._nodes) > self.count_max:
             self._evict(64)
@@ -446,6 +482,13 @@ class Nodes:
     def drop(self, ino: int) -> None:
         self._nodes.pop(ino, None)
         self._evicted.pop(ino, None)
+
+    def forget_all(self) -> None:
+        """The membership is over for all of them, and for those that operations under way still add."""
+        self._all_forgotten = True
+        for node in [*self._nodes.values(), *self._evicted.values()]:
+            node.forgotten = True
+            node.end_map()
 
     def _evict(self, steps: int) -> None:
         """Look at a few of the oldest: drop what may go, give the others another round."""
@@ -464,3 +507,10 @@ class Nodes:
 
     def __len__(self) -> int:
         return len(self._nodes)
+
+
+def check_remembered(*nodes: Node) -> None:
+    """EngineError for a node of a membership that is over."""
+    for node in nodes:
+        if node.forgotten:
+            raise EngineError(f"this client lost its lease of the volume: what was changed of inode {node.ino} is lost")

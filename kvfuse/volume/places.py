@@ -1,12 +1,14 @@
 """Where each inode that the kernel knows has its record, and how often the kernel counts it.
 
 The kernel may know a million inodes and forget none of them for hours. Inode numbers are taken in sequence,
-so what is kept of each stands in arrays indexed by number, a page for 1,024 of them: 17 bytes and the name.
+so what is kept of each stands in arrays indexed by number, a page for 1,024 of them: 17 bytes and the name. Where other
+hosts change files too, eight more say which version of the content the kernel may have in its page cache.
 """
 
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterator
 
 _PAGE_BITS = 10
 _PAGE_SIZE = 1 << _PAGE_BITS
@@ -18,7 +20,7 @@ _WASTE_MAX = 16 << 10
 class _Page:
     """Inodes with the same high bits of their number. An inode with count 0 is not known."""
 
-    __slots__ = ("counts", "known", "lengths", "names", "offsets", "parents", "wasted")
+    __slots__ = ("counts", "known", "lengths", "names", "offsets", "parents", "versions", "wasted")
 
     def __init__(self) -> None:
         self.parents = array("Q", bytes(8 * _PAGE_SIZE))
@@ -28,6 +30,7 @@ class _Page:
         self.names = bytearray()
         self.wasted = 0
         self.known = 0
+        self.versions: array[int] | None = None
 
     def name(self, slot: int) -> bytes:
         offset = self.offsets[slot]
@@ -95,6 +98,8 @@ class Places:
         if page.counts[slot]:
             return False
         page.set(slot, 0, b"")
+        if page.versions is not None:
+            page.versions[slot] = 0
         page.known -= 1
         if not page.known:
             del self._pages[ino >> _PAGE_BITS]
@@ -102,6 +107,34 @@ class Places:
 
     def known(self, ino: int) -> bool:
         return self.get(ino) is not None
+
+    def __iter__(self) -> Iterator[tuple[int, int, bytes]]:
+        """(inode, parent, name) of all that the kernel knows."""
+        for number, page in self._pages.items():
+            for slot, count in enumerate(page.counts):
+                if count:
+                    yield number << _PAGE_BITS | slot, page.parents[slot], page.name(slot)
+
+    # -- content that other hosts change, too --------------------------------------------------------
+
+    def content_version(self, ino: int) -> int:
+        """Version of the inode whose bytes the kernel may have cached; 0: it is to cache anew."""
+        page = self._pages.get(ino >> _PAGE_BITS)
+        return page.versions[ino & _SLOT_MASK] if page is not None and page.versions is not None else 0
+
+    def set_content_version(self, ino: int, version: int) -> None:
+        """The kernel reads, or wrote, the bytes of this version. 0: what it cached is true no more."""
+        page = self._pages.get(ino >> _PAGE_BITS)
+        if page is None or not page.counts[ino & _SLOT_MASK]:
+            return
+        if page.versions is None:
+            page.versions = array("Q", bytes(8 * _PAGE_SIZE))
+        page.versions[ino & _SLOT_MASK] = version
+
+    def distrust_all(self) -> None:
+        """What the kernel cached of any content may be true no more."""
+        for page in self._pages.values():
+            page.versions = None
 
     def __len__(self) -> int:
         return sum(page.known for page in self._pages.values())

@@ -6,11 +6,12 @@ A read that waits for an engine may find, when it is back, that the extent is an
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvfuse.checksum import GRANULE_SIZE, crc32c
+from kvfuse.checksum import GRANULE_SIZE, crc32c, granule_checksums
 from kvfuse.errors import Corrupt
 from kvfuse.remote.segments.api import Transfer
 from kvfuse.volume import schema
@@ -20,11 +21,17 @@ from kvfuse.volume.node import COMMITTED, DISCARDED, Chunk, Extent, Node
 log = logging.getLogger(__name__)
 
 
+async def _keep(node: Node) -> None:
+    """Nobody else changes it."""
+
+
 @dataclass
 class ContentReader:
     """See the module."""
 
     core: Core
+    renew: Callable[[Node], Awaitable[None]] = field(default=_keep, kw_only=True)
+    """brings an inode up to what other hosts have stored; Stale, if it is gone"""
 
     # -- chunks --------------------------------------------------------------------------------------
 
@@ -32,15 +39,16 @@ class ContentReader:
         """Give a node decoded from ``record`` its inline chunks."""
         for index, extents in enumerate(record.chunks):
             if extents:
-                node.chunks[index] = Chunk([self._extent(extent) for extent in extents])
+                node.chunks[index] = Chunk([self.extent(extent) for extent in extents])
         if record.chunks and record.chunks[0]:
             node.described = (-1, b"", 0, 0, 0, 0)
         return node
 
-    def _extent(self, record: schema.ExtentRecord) -> Extent:
+    def extent(self, record: schema.ExtentRecord) -> Extent:
+        """An extent that a record names."""
         slabs = self.core.slabs
         state = COMMITTED
-        if not slabs.is_durable(record.addr):
+        if not self.core.shared and not slabs.is_durable(record.addr):
             log.error("slot %d belongs to a file but is free: 'kvfuse fsck' tells more", record.addr)
             state = DISCARDED  # it is not ours to free
         slot_size = slabs.slot_size(record.addr)
@@ -53,7 +61,7 @@ class ContentReader:
             found = (await self.core.records.get([schema.chunk_key(node.ino, index)]))[0]
             chunk = node.chunks.get(index)
             if chunk is None and found is not None and index not in node.dirty_chunks:
-                extents = [self._extent(extent) for extent in schema.decode_chunk(found.value)]
+                extents = [self.extent(extent) for extent in schema.decode_chunk(found.value)]
                 chunk = node.chunks[index] = Chunk(extents)
         return chunk
 
@@ -68,7 +76,7 @@ class ContentReader:
             for row in rows:
                 index = schema.chunk_index(row.key)
                 if index not in node.chunks and index not in node.dirty_chunks:
-                    extents = [self._extent(extent) for extent in schema.decode_chunk(row.value)]
+                    extents = [self.extent(extent) for extent in schema.decode_chunk(row.value)]
                     node.chunks[index] = Chunk(extents)
             if not rows:
                 return
@@ -134,6 +142,8 @@ class ContentReader:
     ) -> bytes | bytearray | memoryview:
         """Bytes of one extent, verified granule by granule the first time they are touched."""
         core = self.core
+        if core.shared:
+            return await self._read_shared(node, index, extent, start, length)
         segment, file_offset = core.locate(extent.addr)
         low, high, needed = start, start + length, 0
         if extent.checksums:
@@ -156,22 +166,49 @@ class ContentReader:
         checksums = extent.checksums
         segment, file_offset = self.core.locate(extent.addr)
         buffer = memoryview(bytearray(high - low))
+        offset = _offset_of(node, index, extent) + start
         with self.core.reads.reading():
             await self.core.segments.read([Transfer(segment, file_offset + low, buffer)])
-            chunk = node.chunks.get(index)
-            current = chunk is not None and chunk.staged is None and extent in chunk.extents
-            if not current or extent.checksums is not checksums:
-                offset = index * node.chunk_size + start
-                if chunk is not None:
-                    for other in chunk.extents:
-                        if other is extent:
-                            break
-                        offset += other.length
+            if not _is_current(node, index, extent) or extent.checksums is not checksums:
                 again = await self.read(node, offset, length)
                 return bytes(again).ljust(length, b"\0")
         if checksums:
             self._verify(node, extent, buffer, low)
         return buffer[start - low : start - low + length]
+
+    async def _read_shared(self, node: Node, index: int, extent: Extent, start: int, length: int) -> memoryview | bytes:
+        """Where others free slots, too: from the engine, verified each time.
+
+        Bytes that are wrong may be those of a slot's next life: the inode is read anew once. Meanwhile it may change.
+        """
+        low = start // GRANULE_SIZE * GRANULE_SIZE
+        high = min(-(-(start + length) // GRANULE_SIZE) * GRANULE_SIZE, extent.length)
+        segment, file_offset = self.core.locate(extent.addr)
+        offset = _offset_of(node, index, extent) + start
+        for is_last in (False, True):
+            buffer = memoryview(bytearray(high - low))
+            with self.core.reads.reading():
+                await self.core.segments.read([Transfer(segment, file_offset + low, buffer)])
+            if _is_current(node, index, extent):
+                extent.verified = 0
+                try:
+                    self._verify(node, extent, buffer, low)
+                except Corrupt:
+                    if is_last:
+                        raise
+                    await self.renew(node)
+                else:
+                    return buffer[start - low : start - low + length]
+            if not _is_current(node, index, extent):
+                again = await self.read(node, offset, length)
+                return bytes(again).ljust(length, b"\0")
+        raise AssertionError("the second attempt returns or raises")
+
+    def check_extent(self, extent: schema.ExtentRecord, data: memoryview) -> None:
+        """Corrupt, unless these are the extent's bytes."""
+        if extent.checksums and granule_checksums(data) != extent.checksums:
+            self.core.counters.checksum_failures += 1
+            raise Corrupt(f"checksum mismatch in the slot at {extent.addr} of generation {extent.generation}")
 
     def _verify(self, node: Node, extent: Extent, view: memoryview, low: int) -> None:
         """Check the granules in ``view``, which begins with the one at ``low``; Corrupt names the first bad one."""
@@ -190,6 +227,22 @@ class ContentReader:
                     log.error(message)
                     raise Corrupt(message)
                 extent.verified |= 1 << number
+
+
+def _is_current(node: Node, index: int, extent: Extent) -> bool:
+    """The chunk's bytes are those of the extent, and of its neighbours."""
+    chunk = node.chunks.get(index)
+    return chunk is not None and chunk.staged is None and extent in chunk.extents
+
+
+def _offset_of(node: Node, index: int, extent: Extent) -> int:
+    """Where in the file an extent begins."""
+    offset = index * node.chunk_size
+    for other in node.chunks[index].extents:
+        if other is extent:
+            break
+        offset += other.length
+    return offset
 
 
 def _clear(target: memoryview) -> None:

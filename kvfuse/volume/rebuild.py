@@ -24,9 +24,10 @@ from kvfuse.remote.records.api import RecordStore
 from kvfuse.remote.segments.api import SegmentStore, Transfer
 from kvfuse.slab import layout
 from kvfuse.slab.layout import Geometry, Superblock
-from kvfuse.volume import format, schema
+from kvfuse.volume import engines, format, schema
 from kvfuse.volume.api import FIRST_INODE, ROOT_INODE
 from kvfuse.volume.flush import Description
+from kvfuse.volume.member import FencedRecords, membership
 
 LOST_FOUND = b"lost+found"
 COMMIT_ROWS = 1000
@@ -68,46 +69,76 @@ class RebuildReport:
 async def rebuild(
     options: Options, *, progress: Callable[[str, int, int], None] = lambda what, done, total: None
 ) -> RebuildReport:
-    """Make the records of the volume in ``options.volume_path`` anew; the old ones are moved aside, not removed.
+    """Make the records of the volume that ``options`` name anew.
 
-    A lost or damaged superblock is taken from a segment's header. VolumeError where there is none either.
+    Of a folder the old ones are moved aside, not removed; a shared record store must not have them any more. A lost
+    or damaged superblock is taken from a segment's header. VolumeError where there is none either.
     """
+    if options.is_shared:
+        return await _rebuild_shared(options, progress)
+    return await _rebuild_folder(options, progress)
+
+
+async def _rebuild_folder(options: Options, progress: Callable[[str, int, int], None]) -> RebuildReport:
     path = options.volume_path
     if not path.is_dir():
         raise VolumeError(f"{path} is no folder")
     with format.locked(path):
-        segments = format.open_segments(options, read_only=True)
+        async with engines.open_segments(options, read_only=True) as segments:
+            try:
+                superblock = format.read_superblock(path)
+            except VolumeError as error:
+                superblock = await _find_superblock(error, segments)
+            work = await _collect(superblock, segments, progress)
+        work.report.records_kept = _move_aside(options.records_path)
+        format.write_superblock(path, superblock)
+        options.records_path.mkdir(parents=True)
+        async with engines.open_records(options) as records:
+            await format.write_first_records(options, records)
+            await work.write(records)
+    return work.report
+
+
+async def _rebuild_shared(options: Options, progress: Callable[[str, int, int], None]) -> RebuildReport:
+    title = options.title
+    async with (
+        engines.open_records(options) as records,
+        membership(records, options.client.lease, title) as member,
+    ):
+        if not await format.is_vacant(records):
+            raise VolumeError(
+                f"{title} still has records, which a rebuild replaces: keep a copy if they may be of use, then"
+                f" 'etcdctl del --prefix {options.key_prefix}' and rebuild"
+            )
+        async with engines.open_segments(options, read_only=True) as segments:
+            superblock = await _find_superblock(VolumeError(f"{title} has no superblock"), segments)
+            work = await _collect(superblock, segments, progress)
+        await format.write_first_records(options, records)
+        await work.write(FencedRecords(records, member))
+        await format.write_shared_superblock(records, superblock, member)
+    return work.report
+
+
+async def _collect(
+    superblock: Superblock, segments: SegmentStore, progress: Callable[[str, int, int], None]
+) -> _Rebuild:
+    work = _Rebuild(superblock.geometry, segments, progress)
+    await work.read_headers()
+    await work.choose_files()
+    return work
+
+
+async def _find_superblock(error: VolumeError, segments: SegmentStore) -> Superblock:
+    """From the copy in a segment's header; ``error`` says what is wrong with the volume's own."""
+    for info in await segments.list():
+        image = bytearray(layout.SUPERBLOCK_SIZE)
+        await segments.read([Transfer(info.segment, 0, image)])
         try:
-            superblock = await _find_superblock(path, segments)
-            work = _Rebuild(superblock.geometry, segments, progress)
-            await work.read_headers()
-            await work.choose_files()
-            work.report.records_kept = _move_aside(options.records_path)
-            format.write_superblock(path, superblock)
-            await format.write_first_records(options)
-            records = format.open_records(options)
-            try:
-                await work.write(records)
-            finally:
-                await records.aclose()
-            return work.report
-        finally:
-            await segments.aclose()
-
-
-async def _find_superblock(path: Path, segments: SegmentStore) -> Superblock:
-    try:
-        return format.read_superblock(path)
-    except VolumeError as error:
-        for info in await segments.list():
-            image = bytearray(layout.SUPERBLOCK_SIZE)
-            await segments.read([Transfer(info.segment, 0, image)])
-            try:
-                found = layout.parse_superblock(image)
-            except VolumeError:
-                continue
-            return Superblock(found.volume_id, found.geometry, found.created_ns)
-        raise VolumeError(f"{error}; and no segment has a copy of it") from None
+            found = layout.parse_superblock(image)
+        except VolumeError:
+            continue
+        return Superblock(found.volume_id, found.geometry, found.created_ns)
+    raise VolumeError(f"{error}; and no segment has a copy of it")
 
 
 def _move_aside(folder: Path) -> str:
@@ -283,7 +314,7 @@ class _Rebuild:
             self.report.nameless += folder == LOST_FOUND
             self._collect_slots(record, slots)
             if len(puts) >= COMMIT_ROWS:
-                await records.commit(puts)
+                await format.commit_in_parts(records, puts)
                 puts = {}
         used = {record.ino for record, _ in self.files.values()}
         puts.update({key: value for key, value in self.far_chunks.items() if schema.key_inode(key) in used})
@@ -292,7 +323,8 @@ class _Rebuild:
         puts[schema.COUNTER_INODE] = schema.encode_u64(inode_next + schema.COUNTER_RANGE)
         puts[schema.COUNTER_GENERATION] = schema.encode_u64(self.generation_max + schema.COUNTER_RANGE)
         puts[schema.COUNTER_FILES] = schema.encode_u64(len(self.files) + len(directories))
-        await records.commit(puts, durable=True)
+        await format.commit_in_parts(records, puts)
+        await records.commit({}, durable=True)
 
     def _collect_slots(self, record: schema.InodeRecord, slots: dict[int, tuple[int, list[int]]]) -> None:
         for piece in self.pieces[record.ino]:

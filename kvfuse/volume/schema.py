@@ -9,8 +9,16 @@ t     directory u64                            times of a directory: atime, mtim
 c     inode u64, chunk index u64               extents of a chunk that has no room in the inode
 x     inode u64, attribute name                value of an extended attribute
 s     slab u32                                 slot size u32, bitmap: the slab's allocation state
-o     inode u64                                inode of an unlinked file that is still open
+o     inode u64                                inode of an unlinked file, and (shared) the client that removed it
 n     name of a counter or list                u64, or several
+
+      of a shared volume:
+m     client u64                               a client that is alive: host, pid, mount point (under its lease)
+l     slab u32                                 client u64 who holds the slab (0: nobody), epoch u64
+f     slab u32, addr u64, generation u64       nothing: the slot is to be freed by who holds its slab
+h     inode u64, client u64                    nothing: the client has the removed file open (under its lease)
+k     client u64                               who it is to the segment engine; the version counts its commits
+q     client u64                               i64: inodes that the client made, less those that it removed
 ====  =======================================  =====================================================
 
 Entries of a directory are ordered by a hash of their name, which is also the readdir cookie: a listing
@@ -22,6 +30,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable
 from hashlib import blake2b
+from typing import NamedTuple
 
 import msgspec
 
@@ -39,6 +48,11 @@ _ENTRY_HEAD = struct.Struct(">cQQ")
 _TIMES = struct.Struct(">QQQ")
 _SLAB_KEY = struct.Struct(">cI")
 _SLAB_HEAD = struct.Struct(">I")
+_CLIENT_KEY = struct.Struct(">cQ")
+_FREED_KEY = struct.Struct(">cIQQ")
+_OPEN_KEY = struct.Struct(">cQQ")
+_HOLDER = struct.Struct(">QQ")
+_COUNT = struct.Struct(">q")
 
 TIMES_SIZE = _TIMES.size
 
@@ -51,6 +65,12 @@ COUNTER_FILES = b"nfiles"
 
 EXACT_SIZES = b"nexact"
 """The slot sizes that the volume was formatted with, besides the geometric ones: a u64 each."""
+
+SUPERBLOCK = b"nsuperblock"
+"""The superblock's image, where the volume has no folder."""
+
+MOUNTED = b"nmounted"
+"""Who holds a shared volume alone: as of an m record, and like it under that client's lease."""
 
 COUNTER_RANGE = 1 << 16
 """Numbers taken from a counter at once; what is left of a range at a restart is never used."""
@@ -92,6 +112,42 @@ class InodeRecord(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """512-byte units of the chunks that have records of their own"""
 
 
+class OrphanRecord(InodeRecord, array_like=True, frozen=True, gc=False):
+    """An inode without names, which keeps its bytes while somebody may have it open. Readable as an `InodeRecord`."""
+
+    remover: int = 0
+    """the client that frees it; 0: whoever has the volume"""
+
+
+class Holder(NamedTuple):
+    """Who holds a slab. ``epoch`` counts its holders: it never goes back, also while ``client`` is NOBODY."""
+
+    client: int
+    epoch: int
+
+
+class FreedSlot(NamedTuple):
+    """What the key of an f record says."""
+
+    slab: int
+    addr: int
+    """volume address of the slot, in bytes"""
+    generation: int
+
+
+NOBODY = 0
+"""The client of a slab that was given back."""
+
+
+class MemberRecord(msgspec.Struct, array_like=True, frozen=True):
+    """Who a client is, for people."""
+
+    host: str
+    pid: int
+    mountpoint: str
+    """empty: a command, such as fsck"""
+
+
 FLAG_XATTRS = 1
 """The inode has (or had) extended attributes: without it nobody looks for them."""
 FLAG_CHUNK_RECORDS = 2
@@ -100,10 +156,14 @@ FLAG_STRICT = 4
 """A directory that publishes strictly."""
 FLAG_RELAXED = 8
 """A directory that publishes relaxed. Neither flag: as the mount's options say."""
+FLAG_LEAVING = 16
+"""Of a shared volume: somebody is about to remove the directory. Who puts a name into it takes the flag away first."""
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode_inode = msgspec.msgpack.Decoder(InodeRecord).decode
 _decode_chunk = msgspec.msgpack.Decoder(tuple[ExtentRecord, ...]).decode
+_decode_orphan = msgspec.msgpack.Decoder(OrphanRecord).decode
+_decode_member = msgspec.msgpack.Decoder(MemberRecord).decode
 
 
 def name_hash(name: bytes) -> int:
@@ -157,7 +217,7 @@ def chunk_index(key: bytes) -> int:
 
 
 def key_inode(key: bytes) -> int:
-    """The inode number in an i, t, o, c or x key."""
+    """The inode number in an i, t, o, c, x or h key."""
     return int(_U64.unpack_from(key, 1)[0])
 
 
@@ -178,6 +238,7 @@ def xattr_name(key: bytes) -> bytes:
 
 
 _KEY_SIZES = {b"d": (18, 17 + NAME_MAX), b"i": (9, 9), b"t": (9, 9), b"o": (9, 9), b"c": (17, 17), b"s": (5, 5)}
+_KEY_SIZES |= {b"m": (9, 9), b"l": (5, 5), b"f": (21, 21), b"h": (17, 17), b"q": (9, 9), b"k": (9, 9)}
 _KEY_SIZES[b"x"] = (10, 9 + NAME_MAX)
 """prefix -> (least, most) bytes of a key"""
 
@@ -188,12 +249,73 @@ def is_key(key: bytes) -> bool:
     return least <= len(key) <= most
 
 
+MEMBER_PREFIX = b"m"
+
+
+def member_key(client: int) -> bytes:
+    return _CLIENT_KEY.pack(b"m", client)
+
+
+def sequence_key(client: int) -> bytes:
+    """Of a record that every commit of the client moves."""
+    return _CLIENT_KEY.pack(b"k", client)
+
+
+def files_key(client: int) -> bytes:
+    """Of the count of files of one client."""
+    return _CLIENT_KEY.pack(b"q", client)
+
+
+def key_client(key: bytes) -> int:
+    """The client in an m, k or q key."""
+    return int(_CLIENT_KEY.unpack(key)[1])
+
+
+def encode_member(record: MemberRecord) -> bytes:
+    return _encode(record)
+
+
+def decode_member(value: bytes) -> MemberRecord:
+    return _decode_member(value)
+
+
 def slab_key(slab: int) -> bytes:
     return _SLAB_KEY.pack(b"s", slab)
 
 
+def holder_key(slab: int) -> bytes:
+    return _SLAB_KEY.pack(b"l", slab)
+
+
 def key_slab(key: bytes) -> int:
-    return int(_SLAB_KEY.unpack(key)[1])
+    """The slab in an s, l or f key."""
+    return int(_SLAB_KEY.unpack_from(key)[1])
+
+
+def freed_key(slab: int, addr: int, generation: int) -> bytes:
+    return _FREED_KEY.pack(b"f", slab, addr, generation)
+
+
+def freed_prefix(slab: int) -> bytes:
+    return _SLAB_KEY.pack(b"f", slab)
+
+
+def split_freed_key(key: bytes) -> FreedSlot:
+    return FreedSlot(*_FREED_KEY.unpack(key)[1:])
+
+
+def open_key(ino: int, client: int) -> bytes:
+    return _OPEN_KEY.pack(b"h", ino, client)
+
+
+def open_prefix(ino: int) -> bytes:
+    return _CLIENT_KEY.pack(b"h", ino)
+
+
+def split_open_key(key: bytes) -> tuple[int, int]:
+    """(inode, client) of an h key."""
+    _, ino, client = _OPEN_KEY.unpack(key)
+    return ino, client
 
 
 def encode_u64(value: int) -> bytes:
@@ -228,6 +350,31 @@ def encode_slab(slot_size: int, bitmap: bytes) -> bytes:
 def decode_slab(value: bytes) -> tuple[int, bytes]:
     """(slot size, bitmap)"""
     return _SLAB_HEAD.unpack_from(value)[0], value[_SLAB_HEAD.size :]
+
+
+def encode_holder(holder: Holder) -> bytes:
+    return _HOLDER.pack(*holder)
+
+
+def decode_holder(value: bytes) -> Holder:
+    return Holder(*_HOLDER.unpack(value))
+
+
+def encode_count(value: int) -> bytes:
+    return _COUNT.pack(value)
+
+
+def decode_count(value: bytes) -> int:
+    return int(_COUNT.unpack(value)[0])
+
+
+def encode_orphan(record: InodeRecord, remover: int) -> bytes:
+    return _encode(OrphanRecord(**{**msgspec.structs.asdict(record), "remover": remover}))
+
+
+def decode_orphan(value: bytes) -> OrphanRecord:
+    """Also of a record that does not say who removed it."""
+    return _decode_orphan(value)
 
 
 def encode_inode(record: InodeRecord) -> bytes:

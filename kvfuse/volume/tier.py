@@ -118,6 +118,12 @@ class SharedTier:
             with self._lock:
                 self._forget(ino)
 
+    def clear(self) -> None:
+        """What was true of any file may be true no more."""
+        with self._lock:
+            for ino in list(self._kept):
+                self._forget(ino)
+
     def retire(self, directory: int) -> None:
         """Nothing is added to the arenas of a directory any more: others may use it than until now."""
         with self._lock:

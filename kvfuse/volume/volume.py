@@ -9,8 +9,7 @@ import os
 import stat
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
-from pathlib import Path
+from contextlib import asynccontextmanager
 from typing import Any
 
 import trio
@@ -20,27 +19,24 @@ from kvfuse.config import Options
 from kvfuse.remote.records.api import RecordStore
 from kvfuse.remote.segments.api import SegmentStore
 from kvfuse.slab.layout import Superblock
-from kvfuse.volume import clock, format, schema
-from kvfuse.volume.api import ROOT_INODE, Caller, Changes, DirEntry, Space
-from kvfuse.volume.blocks import Blocks
-from kvfuse.volume.content import Content
+from kvfuse.volume import clock, schema
+from kvfuse.volume.api import ROOT_INODE, Caller, Changes, DirEntry, KernelCache, Space
 from kvfuse.volume.core import Core
-from kvfuse.volume.flush import Flusher
-from kvfuse.volume.journal import Journal
+from kvfuse.volume.holding import Held, hold
 from kvfuse.volume.loading import load_core
-from kvfuse.volume.lookup import Lookup
-from kvfuse.volume.mapper import Mapper
 from kvfuse.volume.maps import ContentMap
-from kvfuse.volume.names import Names
-from kvfuse.volume.node import Node
-from kvfuse.volume.xattrs import Xattrs
+from kvfuse.volume.member import Member
+from kvfuse.volume.node import Node, check_remembered
+from kvfuse.volume.parts import Parts
+from kvfuse.volume.refresh import is_quiet
+from kvfuse.volume.shared_records import SharedRecords
 
-LOCK_WAIT = 30.0
-"""Seconds to wait for a daemon that flushes after its mount was taken away."""
 ATIME_AGE = 86_400 * 10**9
 """Nanoseconds after which a read renews a time of access that is later than the last change."""
 
 FINISH_ATTEMPTS = 3
+REJOIN_SECONDS = 0.5
+"""Pause before the next attempt to join a volume again."""
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +46,7 @@ _handle_ids = itertools.count(1)
 class FileHandle:
     """An open file; see `api.Handle`."""
 
-    __slots__ = ("cache_valid", "id", "node", "privileged", "readable", "writable")
+    __slots__ = ("appends", "cache_valid", "id", "node", "privileged", "readable", "writable")
 
     def __init__(self, node: Node, flags: int, caller: Caller) -> None:
         self.id = next(_handle_ids)
@@ -58,53 +54,57 @@ class FileHandle:
         mode = flags & os.O_ACCMODE
         self.readable = mode != os.O_WRONLY
         self.writable = mode != os.O_RDONLY
+        self.appends = bool(flags & os.O_APPEND)
         self.privileged = caller.uid == 0
         self.cache_valid = True
-        """Every change comes through the kernel that caches: there is no other door yet, and no other host."""
+        """no other host has changed the content since the kernel cached it; what other doors change they tell it"""
 
 
 @asynccontextmanager
 async def open_volume(options: Options, mountpoint: str = "") -> AsyncIterator[Volume]:
-    """The volume in folder ``options.volume_path``, held alone; flushed and closed at the end.
+    """The volume that ``options`` name; flushed and closed at the end. One in a folder is held alone.
 
     VolumeError, VolumeBusy where it cannot be opened. ``mountpoint``: for others to know who holds it.
     """
-    path = options.volume_path
     read_only = options.mount.read_only
-    superblock = format.read_superblock(path)
-    async with AsyncExitStack() as stack:
-        stack.enter_context(format.locked(path, mountpoint, LOCK_WAIT if _is_closing(path) else 0.0))
-        records = _open_records(options)
-        stack.push_async_callback(_shielded, records.aclose)
-        segments = format.open_segments(options, read_only=read_only)
-        stack.push_async_callback(_shielded, segments.aclose)
-        yield await stack.enter_async_context(run_volume(options, superblock, records, segments))
-
-
-def _open_records(options: Options) -> RecordStore:
-    """VolumeError, with nothing made, where the store is lost."""
-    path = options.records_path
-    if not path.is_dir() or not any(path.iterdir()):
-        raise errors.VolumeError(f"{path} is empty, the records are lost: 'kvfuse fsck --rebuild' recovers blocks")
-    try:
-        return format.open_records(options, read_only=options.mount.read_only)
-    except errors.EngineError as error:
-        raise errors.VolumeError(f"{error}: 'kvfuse fsck --rebuild' recovers blocks") from error
+    async with (
+        hold(options, mountpoint, records_read_only=read_only, segments_read_only=read_only, alone=False) as held,
+        run_volume(options, held.superblock, held.records, held.segments, held.member, held.again) as volume,
+    ):
+        yield volume
 
 
 @asynccontextmanager
 async def run_volume(
-    options: Options, superblock: Superblock, records: RecordStore, segments: SegmentStore
+    options: Options,
+    superblock: Superblock,
+    records: RecordStore,
+    segments: SegmentStore,
+    member: Member | None = None,
+    again: Callable[[], Awaitable[Held]] | None = None,
 ) -> AsyncIterator[Volume]:
-    """A volume over engines that are open and stay the caller's; flushed at the end."""
-    core = await load_core(options, superblock, records, segments)
+    """A volume over engines that are open and stay the caller's; flushed at the end.
+
+    ``member``: this client, where the records are shared with others; ``again``: as `Held.again`.
+    """
+    held = Held(superblock, records, segments, member, again)
+    parts = await _make_parts(options, held)
     async with trio.open_nursery() as nursery:
-        volume = Volume(core, options, nursery)
+        volume = Volume(parts, options, nursery, held)
         try:
             await volume.start()
             yield volume
         finally:
             await _shielded(volume.finish)
+
+
+async def _make_parts(options: Options, held: Held, former: Core | None = None) -> Parts:
+    """``former``: of the membership before."""
+    records = held.records if held.member is None else SharedRecords(held.records)
+    core = await load_core(options, held.superblock, records, held.segments, held.member)
+    if former is not None:
+        core.succeed(former)
+    return Parts(core, options, held.member)
 
 
 async def _shielded(close: Callable[[], Awaitable[None]]) -> None:
@@ -115,35 +115,31 @@ async def _shielded(close: Callable[[], Awaitable[None]]) -> None:
 class Volume:
     """The operations of `api.VolumeApi` on one set of engines. Opened by `open_volume`."""
 
-    def __init__(self, core: Core, options: Options, nursery: trio.Nursery) -> None:
-        self.core = core
-        self.read_only = core.read_only
+    def __init__(self, parts: Parts, options: Options, nursery: trio.Nursery, held: Held) -> None:
+        self.read_only = parts.core.read_only
         self.atime = options.mount.atime
         self.sections: dict[str, Callable[[], object]] = {}
         """what doors add to `stats`, by name"""
-        self.flusher = Flusher(core, options.cache.staging_size)
-        self.journal = Journal(core, self.flusher, options.publish.window)
-        self.content = Content(core, self.journal, self.flusher)
-        self.mapper = Mapper(core, self.content)
-        self.lookups = Lookup(core, self.journal, self.content)
-        self.names = Names(core, self.journal, self.content, self.lookups)
-        self.journal.make_room = self.names.reap_unnamed
-        self.blocks = Blocks(
-            core,
-            self.journal,
-            self.flusher,
-            self.lookups,
-            self.names,
-            self.content,
-            self.mapper,
-            binding_count_max=options.cache.nodes,
-        )
-        self.xattrs = Xattrs(core, self.journal, self.lookups)
+        self._options = options
+        self._held = held
+        self._kernel: KernelCache | None = None
+        self._keeping = trio.CancelScope()
         self._nursery = nursery
-        self._scopes: list[trio.CancelScope] = []
         self._background_count = 0
         self._background_done = trio.Event()
         self._opened = time.time()
+        self._take_on(parts)
+
+    def _take_on(self, parts: Parts) -> None:
+        """Go on with these."""
+        self.parts = parts
+        self.core = parts.core
+        self.flusher, self.journal, self.content = parts.flusher, parts.journal, parts.content
+        self.mapper, self.lookups, self.names = parts.mapper, parts.lookups, parts.names
+        self.blocks, self.xattrs = parts.blocks, parts.xattrs
+        self.coherence, self.leases = parts.coherence, parts.leases
+        if self.coherence is not None:
+            self.sections["coherence"] = self.coherence.statistics
 
     # -- names ---------------------------------------------------------------------------------------
 
@@ -162,6 +158,15 @@ class Volume:
 
     def kernel_knows(self, ino: int) -> bool:
         return ino == ROOT_INODE or self.core.places.known(ino)
+
+    def may_keep(self, directory: int) -> bool:
+        return not self.lookups.asks(directory)
+
+    def tell(self, kernel: KernelCache) -> None:
+        """Who is told of what other hosts change."""
+        self._kernel = kernel
+        if self.coherence is not None:
+            self.coherence.tell(kernel)
 
     async def attributes(self, ino: int) -> Node:
         return await self.lookups.node(ino)
@@ -192,6 +197,8 @@ class Volume:
         self.journal.touch(node, forced=not only_size)
         if node.is_directory:
             self.journal.touch_times(node)
+        if self.core.shared and not node.writers:
+            await self._publish_attributes(node)
         return node
 
     async def create(self, parent: int, name: bytes, mode: int, caller: Caller, flags: int) -> tuple[FileHandle, Node]:
@@ -271,18 +278,40 @@ class Volume:
     def _open(self, node: Node, flags: int, caller: Caller) -> FileHandle:
         handle = FileHandle(node, flags, caller)
         node.handles += 1
+        if self.coherence is not None:
+            handle.cache_valid = self.coherence.opened(node)
         self.core.unnamed.pop(node.ino, None)
         node.writers += handle.writable
         return handle
 
-    async def read(self, handle: FileHandle, offset: int, size: int) -> bytes | bytearray | memoryview:
+    async def _current(self, handle: FileHandle | Node) -> Node:
+        """The file of a handle. One that was opened under a former lease is opened again.
+
+        EngineError where bytes were written through it that nobody stored.
+        """
+        if isinstance(handle, Node):
+            check_remembered(handle)
+            return handle
         node = handle.node
+        if node.forgotten:
+            if (handle.writable and not is_quiet(node)) or not node.version or not node.nlink:
+                check_remembered(node)
+            found = await self.lookups.node(node.ino)
+            check_remembered(found)
+            if handle.node is node:  # no other call of this handle was faster
+                handle.node = found
+                found.handles += 1
+                found.writers += handle.writable
+        return handle.node
+
+    async def read(self, handle: FileHandle, offset: int, size: int) -> bytes | bytearray | memoryview:
+        node = await self._current(handle)
         data = await self.content.read(node, offset, size)
         self._count_read(node, len(data))
         return data
 
     async def read_into(self, handle: FileHandle | Node, offset: int, target: memoryview) -> int:
-        node = _node_of(handle)
+        node = await self._current(handle)
         length = await self.content.read_into(node, offset, target)
         self._count_read(node, length)
         return length
@@ -298,15 +327,18 @@ class Volume:
         return self.mapper.map_of(_node_of(handle))
 
     async def show(self, handle: FileHandle | Node, first: int, last: int) -> None:
-        await self.mapper.show(_node_of(handle), first, last)
+        await self.mapper.show(await self._current(handle), first, last)
 
     async def write(self, handle: FileHandle, offset: int, data: bytes | memoryview) -> int:
-        written = await self.content.write(handle.node, offset, data) if data else 0
+        node = await self._current(handle)
+        if handle.appends and self.coherence is not None:
+            offset = self.coherence.append_offset(node, offset)
+        written = await self.content.write(node, offset, data, appends=handle.appends) if data else 0
         self._wrote(handle, 1, written)
         return written
 
     async def write_in_slots(self, handle: FileHandle, writes: Sequence[tuple[int, memoryview]]) -> list[bool]:
-        written = await self.content.write_in_slots(handle.node, writes)
+        written = await self.content.write_in_slots(await self._current(handle), writes)
         self._wrote(
             handle, sum(written), sum(len(data) for (_, data), done in zip(writes, written, strict=True) if done)
         )
@@ -320,8 +352,9 @@ class Volume:
         self.core.counters.written_bytes += byte_count
 
     async def flush(self, handle: FileHandle) -> None:
-        node = handle.node
-        if handle.writable and node.changed and node.nlink and self.names.is_strict(await self._folder(node)):
+        node = await self._current(handle) if handle.writable else handle.node
+        changed = node.changed or node.committing
+        if handle.writable and changed and node.nlink and self.names.is_strict(await self._folder(node)):
             await self.journal.commit(node)
 
     async def _folder(self, node: Node) -> Node:
@@ -334,8 +367,9 @@ class Volume:
     async def fsync(self, handle: FileHandle) -> None:
         if self.read_only:
             return
-        if handle.node.nlink:
-            await self.journal.commit(handle.node, durable=True)
+        node = await self._current(handle)
+        if node.nlink:
+            await self.journal.commit(node, durable=True)
 
     async def fsync_directory(self, ino: int) -> None:
         if not self.read_only:
@@ -345,6 +379,9 @@ class Volume:
     async def release(self, handle: FileHandle) -> None:
         node = handle.node
         node.writers -= handle.writable
+        if node.forgotten:
+            node.handles -= 1
+            return
         if node.nlink and handle.writable and node.writers == 0:
             if node.changed:
                 self.journal.touch(node)
@@ -356,7 +393,7 @@ class Volume:
     def _let_go(self, node: Node) -> None:
         """Nobody uses this handle any more; the last one of an unlinked file takes the file along."""
         node.handles -= 1
-        if node.nlink or node.handles:
+        if node.nlink or node.handles or (self.coherence is not None and self.coherence.let_go(node)):
             return
         if self.names.knows_all(node):
             self._reap(node)
@@ -387,6 +424,9 @@ class Volume:
 
     def space(self) -> Space:
         slabs, core = self.core.slabs, self.core
+        if self.leases is not None:
+            free, file_count = self.leases.space()
+            return Space(core.geometry.data_size, free, file_count + free // 4096, free // 4096)
         free = slabs.free_bytes + slabs.pending_bytes + self.journal.freeing_bytes
         return Space(core.geometry.data_size, free, core.file_count + free // 4096, free // 4096)
 
@@ -464,7 +504,7 @@ class Volume:
             await self.names.load_for_removal(node)
         finally:
             node.handles -= 1
-        if node.handles == 0:
+        if node.handles == 0 and not node.forgotten:
             self._reap(node)
 
     async def _seal(self, node: Node) -> None:
@@ -485,32 +525,68 @@ class Volume:
                 node.nlink = 0
                 await self.names.load_for_removal(node)
                 self.content.forget_lost(node)
-                self.names.reap(node)
+                if self.names.removal.is_large(node):
+                    await self.names.removal.take_apart(node)
+                else:
+                    self.names.reap(node)
             await self.journal.commit()
 
     async def start(self) -> None:
         """Begin to commit and to write back, and free what the last daemon could not."""
-        self.blocks.start()
-        self._nursery.start_soon(self._run_until_finished, self.flusher.run)
-        self._nursery.start_soon(self._run_until_finished, self.journal.run)
-        if not self.read_only:
+        await self._nursery.start(self.parts.run)
+        if self._held.again is not None:
+            self._nursery.start_soon(self._keep_membership)
+        elif self._held.member is None and not self.read_only:
             await self.journal.commit()  # numbers are announced before the first is given
             await self._reap_orphans()
 
-    async def _run_until_finished(self, run: Callable[[], Awaitable[None]]) -> None:
-        """Run a task that outlives a cancellation of the volume's user: `finish` needs it, and ends it."""
-        with trio.CancelScope(shield=True) as scope:
-            self._scopes.append(scope)
-            await run()
-
     async def finish(self) -> None:
         """Everything that was changed reaches the engines, also when some of it fails at first; then nothing runs."""
+        self._keeping.cancel()
         try:
-            if not self.read_only:
+            if not self.read_only and not self.parts.is_over:
                 await self._store_all()
+                await self.parts.leave()
         finally:
-            for scope in self._scopes:
-                scope.cancel()
+            self.parts.stop()
+
+    # -- a lease that was lost -----------------------------------------------------------------------
+
+    async def _keep_membership(self) -> None:
+        """Go on as another client whenever the lease was lost; until `finish`."""
+        with self._keeping:
+            while self._held.member is not None:
+                await self._held.member.lost.wait()
+                await self._begin_anew()
+
+    async def _begin_anew(self) -> None:
+        """Forget everything that is not in the store. Calls meanwhile find what was known, and can change nothing."""
+        former = self.parts
+        await former.abandon()
+        log.error("the lease of the volume was lost, and all that was not stored by then: joining again")
+        while self.parts is former:
+            try:
+                await self._join_again(former.core)
+            except (errors.EngineError, errors.VolumeError) as error:
+                log.warning("the volume cannot be joined again yet: %s", error)
+                await trio.sleep(REJOIN_SECONDS)
+        log.warning("joined the volume again")
+        for ino, parent, name in self.core.places:
+            self.lookups.refresher.news.name(parent, name)
+            self.lookups.refresher.news.content(ino)
+
+    async def _join_again(self, former: Core) -> None:
+        assert self._held.again is not None
+        self._held = held = await self._held.again()
+        parts = await _make_parts(self._options, held, former)
+        if self._kernel is not None and parts.coherence is not None:
+            parts.coherence.tell(self._kernel)
+        try:
+            await self._nursery.start(parts.run)
+        except BaseException:
+            parts.stop()
+            raise
+        self._take_on(parts)
 
     async def _store_all(self) -> None:
         while self._background_count:
@@ -545,13 +621,3 @@ def _drop_privileges(node: Node) -> None:
     if mode & stat.S_IXGRP:
         mode &= ~stat.S_ISGID
     node.mode = mode
-
-
-def _is_closing(path: Path) -> bool:
-    """Somebody holds the volume whose mount is gone: a daemon that still flushes. No mount is touched, it may hang."""
-    mountpoint = str(format.holder(path).get("mountpoint", ""))
-    if not mountpoint:
-        return False
-    escaped = mountpoint.replace("\\", "\\134").replace(" ", "\\040").replace("\t", "\\011").replace("\n", "\\012")
-    lines = Path("/proc/self/mountinfo").read_text(errors="surrogateescape").splitlines()
-    return not any(line.split(" ")[4] == escaped for line in lines)

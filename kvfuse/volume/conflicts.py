@@ -1,0 +1,181 @@
+"""What a refused commit means: others changed the same names or inodes, and memory is brought to terms with that.
+
+The commit is *recalled* first: everything in it is pending again. Then each key that had moved is looked at:
+
+* A name: the later replaces the earlier. What has the name now leaves it with our change, as what was there before
+  would have. A directory, or a file with several names, stays: then ours is lost, and counted.
+* An inode: both changes are put together (`merging`). One that another host renamed is followed; one that was removed
+  is lost here, as if it had been unlinked while it was open.
+* A directory into which names were put: its new version is expected from now on; if it is gone, so are they.
+
+Nothing else commits meanwhile. Operations go on at each await: what is decided here is done without one.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import trio
+
+from kvfuse.volume import schema
+from kvfuse.volume.batch import Batch, Taken
+from kvfuse.volume.node import COMMITTED, FRESH, Extent, Node
+from kvfuse.volume.pending import NameChange
+
+if TYPE_CHECKING:
+    from kvfuse.remote.records.api import Versioned
+    from kvfuse.volume.journal import Journal
+
+FOLLOW_SECONDS = 2.0
+"""Wait for the watch to say where an inode went."""
+LOOK_SECONDS = 0.02
+"""between two looks"""
+
+log = logging.getLogger(__name__)
+
+
+class Conflicts:
+    """See the module."""
+
+    def __init__(self, journal: Journal) -> None:
+        self.journal = journal
+        self.core = journal.core
+
+    # -- recalling -----------------------------------------------------------------------------------
+
+    def recall(self, batch: Batch) -> None:
+        """The commit was refused: memory is as if it had never been built. What happened since stays."""
+        journal, draft = self.journal, batch.draft
+        committed: list[Extent] = []
+        for taken in batch.taken:
+            self._recall_node(taken, committed)
+        self.core.recall_counters()
+        self.core.slabs.recall([extent.slot for extent in committed], [extent.slot for extent in batch.freed])
+        for parent, name, change in draft.names:
+            change.sent = False
+            current = journal.find(parent, name)
+            if current is not None and current is not change and change.vacated:
+                current.moved, current.vacated = change.moved, True
+            if current is not None and current is not change:
+                current.leaves = change.leaves
+        journal.restore(batch, {key for taken in batch.taken for key in taken.extra})
+
+    def _recall_node(self, taken: Taken, committed: list[Extent]) -> None:
+        node = taken.node
+        node.committing = False
+        node.extra = {**taken.extra, **node.extra}
+        if node.nlink or taken.is_gone:  # what was removed since is freed by its orphan record, as it is stored
+            node.dead = [*taken.dead, *node.dead]
+        for extent in taken.born:
+            if extent.state == COMMITTED:
+                extent.state = FRESH
+                committed.append(extent)
+                node.born.append(extent)
+            else:  # it was given up since, and no record ever names it
+                committed.append(extent)
+                self.core.unborn.append(extent)
+                node.dead = [other for other in node.dead if other is not extent]
+        if node.nlink:
+            node.forced = node.forced or taken.forced or not node.writers
+            node.dirty_chunks = {*taken.dirty_chunks, *node.dirty_chunks}
+            for chunk, base, dirty in taken.chunks:
+                chunk.base = base
+                chunk.dirty = [*dirty, *[span for span in chunk.dirty if span not in dirty]]
+            self.journal.touch(node)
+
+    # -- coming to terms -----------------------------------------------------------------------------
+
+    async def resolve(self, found: Mapping[bytes, Versioned | None]) -> None:
+        """``found``: what the keys have now that had moved. Afterwards the next commit may be built."""
+        for key, row in found.items():
+            if key[:1] == b"d":
+                await self._resolve_entry(key, row)
+            elif key[:1] == b"i":
+                await self._resolve_inode(key, row)
+            elif key[:1] == b"o":
+                self.journal.freed_elsewhere(schema.key_inode(key))
+
+    async def _resolve_entry(self, key: bytes, row: Versioned | None) -> None:
+        parent, _, name = schema.split_entry_key(key)
+        change = self.journal.find(parent, name)
+        if change is not None:
+            self._resolve_name(parent, name, change, row)
+            return
+        changed = [node for node in self.journal.changed_inline() if node.nlink]
+        node = next((node for node in changed if (node.parent, node.name) == (parent, name)), None)
+        if node is None:
+            return
+        entry = schema.decode_entry(row.value) if row is not None else None
+        if row is not None and isinstance(entry, schema.InodeRecord) and entry.ino == node.ino:
+            await self.journal.merge(node, entry, row.version)
+        else:
+            await self._follow(node)
+
+    def _resolve_name(self, parent: int, name: bytes, change: NameChange, row: Versioned | None) -> None:
+        """The name means something else in the store than when it was changed here."""
+        entry = schema.decode_entry(row.value) if row is not None else None
+        journal = self.journal
+        if isinstance(entry, int) or (isinstance(entry, schema.InodeRecord) and entry.nlink != 1):
+            journal.counters.lost_names += 1
+            log.warning("%r in directory %d: another host was faster, ours is lost", name, parent)
+            self._give_up(parent, name, change)
+            return
+        journal.stays(parent, name, change)  # what had the name is not ours to remove any more
+        change.stored, change.version = row is not None, row.version if row is not None else 0
+        ours = change.node
+        if isinstance(entry, schema.InodeRecord) and row is not None and (ours is None or entry.ino != ours.ino):
+            journal.replaces(change, entry, row.version)
+        elif isinstance(entry, schema.InodeRecord) and row is not None and ours is not None:
+            ours.version, ours.base = row.version, entry
+
+    def _give_up(self, parent: int, name: bytes, change: NameChange) -> None:
+        node = change.node
+        self.journal.stays(parent, name, change)
+        self.journal.forget_change(parent, name)
+        if node is not None:
+            self.journal.lost(node)
+
+    async def _resolve_inode(self, key: bytes, row: Versioned | None) -> None:
+        node = self.core.nodes.get(schema.key_inode(key)) or self.journal.folders.get(schema.key_inode(key))
+        if node is None:
+            return
+        if row is not None:
+            await self.journal.merge(node, schema.decode_inode(row.value), row.version)
+        elif node.is_directory:
+            self._lose_folder(node)
+        else:
+            self.journal.lost(node)
+
+    def _lose_folder(self, directory: Node) -> None:
+        """The directory was removed elsewhere, with the names that were about to come into it."""
+        for name, change in list(self.journal.overlay.get(directory.ino, {}).items()):
+            self.journal.counters.lost_names += 1
+            self._give_up(directory.ino, name, change)
+        self.journal.lost(directory)
+
+    async def _follow(self, node: Node) -> None:
+        """An inode is not where it was: another host renamed or removed it."""
+        deadline = trio.current_time() + FOLLOW_SECONDS
+        here = (node.parent, node.name)
+        while trio.current_time() < deadline and node.nlink:
+            place = self.core.places.get(node.ino)
+            keys = [schema.orphan_key(node.ino), schema.inode_key(node.ino)]
+            if place is not None and place != here and place[1]:
+                keys.append(schema.entry_key(*place))
+            removed, own, *entries = await self.core.records.get(keys)
+            if removed is not None:
+                break
+            if own is not None:  # it got a second name
+                node.own_record = True
+                await self.journal.merge(node, schema.decode_inode(own.value), own.version)
+                return
+            if place is not None and entries and entries[0] is not None:
+                entry = schema.decode_entry(entries[0].value)
+                if isinstance(entry, schema.InodeRecord) and entry.ino == node.ino:
+                    node.parent, node.name = place
+                    await self.journal.merge(node, entry, entries[0].version)
+                    return
+            await trio.sleep(LOOK_SECONDS)
+        self.journal.lost(node)

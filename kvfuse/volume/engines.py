@@ -1,0 +1,120 @@
+"""The engines of a volume, opened as its options say. Drivers of engines that are not used are not loaded."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import trio
+
+from kvfuse.config import Options, disk_free
+from kvfuse.errors import ConfigError
+from kvfuse.remote.records.api import RecordStore
+from kvfuse.remote.records.decorators import Delayed
+from kvfuse.remote.records.lmdb import LmdbRecords
+from kvfuse.remote.segments.api import SegmentStore
+from kvfuse.remote.segments.file import FileSegments
+
+if TYPE_CHECKING:
+    from kvfuse.remote.records.etcd import EtcdOptions
+    from kvfuse.remote.segments.rados import RadosOptions
+
+
+@asynccontextmanager
+async def open_records(options: Options, *, read_only: bool = False) -> AsyncIterator[RecordStore]:
+    """The record store, closed at the end. ``read_only``: a folder's store is not changed at all. EngineError."""
+    records: RecordStore
+    if options.is_shared:
+        from kvfuse.remote.records.etcd import EtcdRecords
+
+        records = await EtcdRecords.open(etcd_options(options))
+    else:
+        records = LmdbRecords.open(options.records_path, read_only=read_only)
+    try:
+        delay = options.records.commit_delay
+        yield Delayed(records, commit_seconds=delay) if delay else records
+    finally:
+        with trio.CancelScope(shield=True):
+            await records.aclose()
+
+
+@asynccontextmanager
+async def open_segments(options: Options, *, read_only: bool = False) -> AsyncIterator[SegmentStore]:
+    """The segment store, closed at the end. EngineError."""
+    segments: SegmentStore
+    if options.has_segment_files:
+        segments = FileSegments.open(options.segments_path, direct=options.segments.direct, read_only=read_only)
+    else:
+        from kvfuse.remote.segments.rados import RadosSegments
+
+        segments = await RadosSegments.open(rados_options(options))
+    try:
+        yield segments
+    finally:
+        with trio.CancelScope(shield=True):
+            await segments.aclose()
+
+
+async def free_space(options: Options) -> tuple[int | None, str]:
+    """(bytes that the segments' medium has room for, or None where it does not say; what to call it)"""
+    if options.has_segment_files:
+        return disk_free(options.segments_path), f"below {options.segments_path}"
+    from kvfuse.remote.segments.rados import RadosSegments
+
+    segments = await RadosSegments.open(rados_options(options))
+    try:
+        return await segments.free_bytes(), f"in the pool {options.segments.pool}"
+    finally:
+        with trio.CancelScope(shield=True):
+            await segments.aclose()
+
+
+def etcd_options(options: Options) -> EtcdOptions:
+    """ConfigError where the password cannot be read."""
+    from kvfuse.remote.records.etcd import EtcdOptions
+
+    records = options.records
+    return EtcdOptions(
+        endpoints=records.endpoints,
+        prefix=options.key_prefix.encode(),
+        user=records.user or "",
+        password=read_password(records.password_file) if records.password_file else "",
+        ca_file=records.ca_file,
+        cert_file=records.cert_file,
+        key_file=records.key_file,
+        deadline=records.deadline,
+        operations_max=records.operations_max,
+        request_size_max=records.request_size_max,
+    )
+
+
+def rados_options(options: Options) -> RadosOptions:
+    from kvfuse.remote.segments.rados import RadosOptions
+
+    segments = options.segments
+    if segments.pool is None:
+        raise ConfigError("segments.pool is not set")
+    return RadosOptions(
+        conf_file=segments.conf_file,
+        pool=segments.pool,
+        namespace=segments.namespace or options.volume.name,
+        user=segments.user,
+        keyring=segments.keyring,
+        object_size=segments.object_size,
+        deadline=segments.deadline,
+        in_flight_max=segments.in_flight_max,
+    )
+
+
+def read_password(file: Path) -> str:
+    """The first line of a file. ConfigError where there is none."""
+    try:
+        password = file.read_text().partition("\n")[0]
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise ConfigError(f"records.password_file: {file} cannot be read: {reason}") from None
+    if not password:
+        raise ConfigError(f"records.password_file: the first line of {file} is empty")
+    return password

@@ -1,0 +1,135 @@
+"""What clients that are gone left behind, and who sees to it: their writes under way, removed files, and records.
+
+* *Writes*: a client's sequence record says who it is to the segment engine. Whoever takes its slabs has the
+  engine refuse what it may still have under way (`fence`); where that cannot be done, a grace has to pass instead.
+* *Removed files*: the heir makes each orphan record its own, by a commit that expects it unchanged and the remover
+  gone. So one client alone ever frees it.
+* *Sequence records* go last, when the client holds no slab any more.
+
+Looked for at the start and whenever a client goes, until nothing is left of those whose heir this client is.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import trio
+
+from kvfuse.errors import EngineError
+from kvfuse.remote.records.api import ABSENT, Record
+from kvfuse.volume import schema
+from kvfuse.volume.core import Core
+from kvfuse.volume.freed import JournalPart
+from kvfuse.volume.schema import NOBODY
+from kvfuse.volume.slab_view import SlabView
+from kvfuse.volume.transaction import Transaction
+
+CLAIMS_MAX = 32
+"""Orphan records that are claimed at the same time."""
+SCAN_ROWS = 1000
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Inheritance:
+    """See the module. ``heir`` says which client sees to what another one left."""
+
+    core: Core
+    journal: JournalPart
+    view: SlabView
+    heir: Callable[[int], int]
+    free_later: Callable[[int], None] = field(default=lambda ino: None)
+    """is told of inodes whose orphan records are this client's now"""
+
+    def __post_init__(self) -> None:
+        self.is_behind = True
+        """there may be something of clients that are gone"""
+        self._fenced: dict[int, bool] = {}
+
+    # -- writes --------------------------------------------------------------------------------------
+
+    async def fence(self, client: int) -> bool:
+        """Have the segment engine cut off a client, if that is gone; once each. False: its writes may still happen.
+
+        EngineError where the record store does not answer.
+        """
+        if client not in self._fenced:
+            keys = [schema.member_key(client), schema.sequence_key(client)]
+            member, sequence = await self.core.records.get(keys)
+            if member is not None or sequence is None:
+                return False
+            try:
+                self._fenced[client] = await self.core.segments.fence(sequence.value)
+            except EngineError as error:
+                log.warning("a client that is gone could not be cut off, its slabs rest for a while: %s", error)
+                return False
+        return self._fenced[client]
+
+    # -- records -------------------------------------------------------------------------------------
+
+    async def settle(self) -> None:
+        """Take over what is there now. EngineError leaves the rest to be done again."""
+        self.is_behind = False
+        try:
+            await self._claim_orphans()
+            await self._drop_sequences()
+        except EngineError:
+            self.is_behind = True
+            raise
+
+    def _is_ours(self, client: int) -> bool:
+        return client not in self.view.members and self.heir(client) == self.core.client
+
+    async def _rows(self, kind: bytes) -> list[Record]:
+        found: list[Record] = []
+        after = b""
+        while rows := await self.core.records.scan(kind, after, SCAN_ROWS):
+            found += rows
+            after = rows[-1].key
+        return found
+
+    async def _claim_orphans(self) -> None:
+        rows = [row for row in await self._rows(b"o") if self._is_ours(schema.decode_orphan(row.value).remover)]
+        for start in range(0, len(rows), CLAIMS_MAX):
+            await self._claim_all(rows[start : start + CLAIMS_MAX])
+
+    async def _claim_all(self, rows: Sequence[Record]) -> None:
+        """Side by side: they share commits. The first error is raised when all have ended."""
+        errors: list[EngineError] = []
+
+        async def claim(row: Record) -> None:
+            try:
+                await self._claim(row)
+            except EngineError as error:
+                errors.append(error)
+
+        async with trio.open_nursery() as nursery:
+            for row in rows:
+                nursery.start_soon(claim, row)
+        if errors:
+            raise errors[0]
+
+    async def _claim(self, row: Record) -> None:
+        """Make an orphan record this client's. One that moved meanwhile is somebody else's business."""
+        record = schema.decode_orphan(row.value)
+        expect = {row.key: row.version}
+        if record.remover != NOBODY:
+            expect[schema.member_key(record.remover)] = ABSENT
+        puts = {row.key: schema.encode_orphan(record, self.core.client)}
+        await self.journal.transact(Transaction(expect, puts, applied=lambda _: self.free_later(record.ino)))
+
+    async def _drop_sequences(self) -> None:
+        """Those whose slabs and files are still to be taken over are left for later."""
+        for row in await self._rows(b"k"):
+            client = schema.key_client(row.key)
+            if not self._is_ours(client):
+                continue
+            if client in self.view.held_counts or client in self.view.files:
+                self.is_behind = True
+                continue
+            expect = {row.key: row.version, schema.member_key(client): ABSENT}
+            await self.journal.transact(Transaction(expect, deletes=[row.key]))
+            self._fenced.pop(client, None)

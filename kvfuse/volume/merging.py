@@ -1,0 +1,270 @@
+"""One inode that two hosts changed: both changes put together.
+
+Of attributes those hold that were set here, and of the rest those of the other host. Chunk by chunk, what only one of
+the two changed is taken over; where both did, the bytes written here are laid over the other's and go to new slots.
+Bytes that were appended move to the new end, so that appends of two hosts both survive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+
+from kvfuse.errors import EngineError, NoSpace
+from kvfuse.remote.records.api import Versioned
+from kvfuse.remote.segments.api import Transfer
+from kvfuse.volume import schema
+from kvfuse.volume.content import Content
+from kvfuse.volume.node import FRESH, Chunk, Extent, Node, Staged
+
+ATTEMPTS_MAX = 100
+
+Theirs = dict[int, tuple[schema.ExtentRecord, ...]]
+"""chunk -> its extents as they are stored now"""
+
+
+@dataclass
+class Merger:
+    """See the module."""
+
+    content: Content
+
+    async def merge(self, node: Node, record: schema.InodeRecord, version: int) -> None:
+        """Bring a changed inode up to ``record``, which another host stored. EngineError: to be tried again.
+
+        Bytes are read first; if the inode changes here meanwhile, again. Then everything is done in one step.
+        """
+        if node.version >= version:
+            return
+        if not node.is_file or node.base is None or not self._is_content_changed(node, record):
+            self._merge_attributes(node, record, version)
+            return
+        for _ in range(ATTEMPTS_MAX):
+            record, version, theirs = await self._read_theirs(node, record, version)
+            both = self._changed_by_both(node, record, theirs)
+            seen = {index: _look(node.chunks[index]) for index in both}
+            read = {index: await self._read_both(node, index, theirs[index]) for index in both}
+            tail = await self._read_tail(node, record)
+            still = self._changed_by_both(node, record, theirs)
+            is_known = theirs.keys() >= set(_far_changed(node))
+            if is_known and still == both and all(_look(node.chunks[index]) == seen[index] for index in both):
+                break
+        else:
+            raise EngineError(f"inode {node.ino} changes faster than another host's changes can be put to it")
+        self._merge_chunks(node, record, theirs, read)
+        self._merge_attributes(node, record, version)
+        if tail:
+            node.appends = True
+            await self.content.lay(node, record.size, tail)
+
+    def _is_content_changed(self, node: Node, record: schema.InodeRecord) -> bool:
+        base = node.base
+        assert base is not None
+        return bool(
+            record.chunks != base.chunks or record.size != base.size or record.flags & schema.FLAG_CHUNK_RECORDS
+        )
+
+    def _merge_attributes(self, node: Node, record: schema.InodeRecord, version: int) -> None:
+        base = node.base or record
+        node.nlink += record.nlink - base.nlink
+        for field in ("mode", "uid", "gid", "flags", "chunk_size", "target"):
+            if getattr(node, field) == getattr(base, field):
+                setattr(node, field, getattr(record, field))
+        # Later than theirs: by this others see that chunks with records of their own were changed once more.
+        node.mtime, node.ctime = max(node.mtime, record.mtime + 1), max(node.ctime, record.ctime)
+        if node.is_directory and record.parent != base.parent:
+            node.parent = record.parent
+        node.base, node.version, node.stored = record, version, True
+
+    # -- reading: this may wait ----------------------------------------------------------------------
+
+    async def _read_theirs(
+        self, node: Node, record: schema.InodeRecord, version: int
+    ) -> tuple[schema.InodeRecord, int, Theirs]:
+        """(record, version, extents of all inline chunks and of the others that were changed here): of one moment."""
+        far = _far_changed(node)
+        rows: list[Versioned | None] = []
+        if far:
+            key = schema.inode_key(node.ino) if node.own_record else schema.entry_key(node.parent, node.name)
+            found, *rows = await self.content.core.records.get(
+                [key, *[schema.chunk_key(node.ino, index) for index in far]]
+            )
+            entry = None
+            if found is not None:
+                entry = schema.decode_inode(found.value) if node.own_record else schema.decode_entry(found.value)
+            if found is None or not isinstance(entry, schema.InodeRecord) or entry.ino != node.ino:
+                raise EngineError(f"inode {node.ino} was moved or removed by another host once more")
+            record, version = entry, found.version
+        inline = [*record.chunks, *[()] * schema.INLINE_CHUNKS][: schema.INLINE_CHUNKS]
+        theirs: Theirs = dict(enumerate(inline))
+        for index, row in zip(far, rows, strict=True):
+            theirs[index] = schema.decode_chunk(row.value) if row is not None else ()
+        return record, version, theirs
+
+    def _changed_by_both(self, node: Node, record: schema.InodeRecord, theirs: Theirs) -> list[int]:
+        """Chunks of which bytes of both hosts are needed; also those from which appended bytes move away."""
+        moved_from = _moved_from(node, record)
+        found = []
+        for index, extents in theirs.items():
+            chunk = node.chunks.get(index)
+            if chunk is not None and chunk.base is not None:
+                reach = index * node.chunk_size + max([high for _, high in chunk.dirty], default=0)
+                if chunk.base != extents or (moved_from is not None and reach > moved_from):
+                    found.append(index)
+        return found
+
+    async def _read_both(
+        self, node: Node, index: int, theirs: tuple[schema.ExtentRecord, ...]
+    ) -> tuple[bytearray, bytearray]:
+        """(bytes of the chunk as another host stored it, the same as it is here)."""
+        chunk = node.chunks[index]
+        ours = bytearray(chunk.staged.length if chunk.staged is not None else chunk.length)
+        if chunk.staged is not None:
+            ours[:] = chunk.staged.read(0, chunk.staged.length)
+        else:
+            ours[:] = await self._read_extents([extent.record() for extent in chunk.extents])
+        return await self._read_extents(list(theirs)), ours
+
+    async def _read_extents(self, extents: list[schema.ExtentRecord]) -> bytearray:
+        buffer = bytearray(sum(extent.length for extent in extents))
+        view = memoryview(buffer)
+        transfers, start = [], 0
+        for extent in extents:
+            transfers.append(Transfer(*self.content.core.locate(extent.addr), view[start : start + extent.length]))
+            start += extent.length
+        with self.content.core.reads.reading():
+            await self.content.core.segments.read(transfers)
+        start = 0
+        for extent in extents:
+            self.content.check_extent(extent, view[start : start + extent.length])
+            start += extent.length
+        view.release()
+        return buffer
+
+    async def _read_tail(self, node: Node, record: schema.InodeRecord) -> bytes:
+        """Bytes that were appended here, if the other host has changed the end of the file."""
+        start = _moved_from(node, record)
+        if start is None or node.size <= start:
+            return b""
+        return bytes(await self.content.read(node, start, node.size - start))
+
+    # -- putting together: nothing waits -------------------------------------------------------------
+
+    def _merge_chunks(
+        self, node: Node, record: schema.InodeRecord, theirs: Theirs, read: dict[int, tuple[bytearray, bytearray]]
+    ) -> None:
+        base = node.base
+        assert base is not None
+        appended_from = _moved_from(node, record)
+        for index in [index for index in node.chunks if index >= schema.INLINE_CHUNKS and index not in theirs]:
+            if node.chunks[index].base is None:
+                del node.chunks[index]  # its record may be another by now
+        for index, extents in theirs.items():
+            chunk = node.chunks.get(index)
+            if chunk is None or chunk.base is None:
+                self._take_over(node, index, extents)
+            elif index in read:
+                self._lay_over(node, index, extents, *read[index], appended_from)
+        self._merge_dead(node, theirs, read.keys())
+        node.far_blocks = record.far_blocks + self._far_difference(node, theirs)
+        ours = node.cut_size if node.cut_size is not None and node.size <= base.size else None
+        if appended_from is not None:
+            node.set_size(max(record.size, min(node.size, appended_from)))
+        elif ours is None:
+            node.set_size(max(node.size, record.size))
+        node.appends = False
+
+    def _merge_dead(self, node: Node, theirs: Theirs, put_together: AbstractSet[int]) -> None:
+        """Of what was given up here, what is still stored is ours to free, unless the chunk consists of it again."""
+        stored = {(extent.addr, extent.generation): index for index, extents in theirs.items() for extent in extents}
+        dead, node.dead = node.dead, []
+        for extent in dead:
+            index = stored.get((extent.addr, extent.generation))
+            if index is not None and index not in put_together:  # else another host has freed it
+                node.dead.append(extent)
+
+    def _far_difference(self, node: Node, theirs: Theirs) -> int:
+        """Units that the changed far chunks have more here than they are stored with."""
+        difference = 0
+        for index, extents in theirs.items():
+            if index >= schema.INLINE_CHUNKS:
+                difference += sum(-(-extent.length // 4096) * 8 for extent in node.chunks[index].extents)
+                difference -= sum(-(-extent.length // 4096) * 8 for extent in extents)
+        return difference
+
+    def _take_over(self, node: Node, index: int, extents: tuple[schema.ExtentRecord, ...]) -> None:
+        """A chunk that was not changed here."""
+        if node.cut_size is not None and index * node.chunk_size >= node.cut_size:
+            node.dead += [self.content.extent(extent) for extent in extents]  # it was cut off here
+            return
+        chunk = node.chunks.get(index)
+        if chunk is not None and tuple([extent.record() for extent in chunk.extents]) == extents:
+            return
+        node.changing(index)
+        if extents or chunk is not None:
+            chunk = node.chunks.setdefault(index, Chunk())
+            chunk.extents = [self.content.extent(extent) for extent in extents]
+
+    def _lay_over(
+        self,
+        node: Node,
+        index: int,
+        extents: tuple[schema.ExtentRecord, ...],
+        merged: bytearray,
+        ours: bytearray,
+        appended_from: int | None,
+    ) -> None:
+        """A chunk that both changed: what was written here stands over what is stored now, and is staged anew."""
+        chunk, start = node.chunks[index], index * node.chunk_size
+        laid: list[tuple[int, int]] = []
+        for low, high in chunk.dirty:
+            end = min(high, len(ours))
+            if appended_from is not None:
+                end = min(end, appended_from - start)
+            if low < end:
+                if len(merged) < low:
+                    merged.extend(bytes(low - len(merged)))
+                merged[low:end] = ours[low:end]
+                laid.append((low, end))
+        node.changing(index)
+        self.content.unstage(node, chunk)
+        for extent in chunk.extents:
+            if extent.state == FRESH:
+                self.content.core.discard(node, extent)
+        node.born = [extent for extent in node.born if extent.state == FRESH]
+        chunk.extents = [self.content.extent(extent) for extent in extents]
+        chunk.base, chunk.dirty = (extents, laid) if laid else (None, [])
+        node.dirty_chunks = {*node.dirty_chunks} - {index}
+        if laid and index >= schema.INLINE_CHUNKS:
+            node.chunk_changed(index)
+        if laid:
+            self._stage(node, chunk, merged)
+
+    def _stage(self, node: Node, chunk: Chunk, merged: bytearray) -> None:
+        staged = Staged()
+        try:
+            staged.slots = self.content.core.slabs.allocate(len(merged))
+        except NoSpace:
+            raise NoSpace(f"inode {node.ino}: no room to put the changes of two hosts together") from None
+        staged.pieces, staged.length = [merged], len(merged)
+        self.content.flusher.stage(node, chunk, staged)
+
+
+def _moved_from(node: Node, record: schema.InodeRecord) -> int | None:
+    """Where in the file the bytes begin that were appended here, if the end is elsewhere by now."""
+    if node.base is None or not node.appends or record.size == node.base.size:
+        return None
+    return node.base.size
+
+
+def _far_changed(node: Node) -> list[int]:
+    """Chunks with records of their own that were changed here."""
+    changed = [index for index, chunk in node.chunks.items() if chunk.base is not None]
+    return [index for index in changed if index >= schema.INLINE_CHUNKS]
+
+
+def _look(chunk: Chunk) -> tuple[object, ...]:
+    """What is other when the chunk was changed."""
+    staged: Staged | None = chunk.staged
+    extents: list[Extent] = chunk.extents
+    return staged, staged.length if staged is not None else 0, extents, len(chunk.dirty), chunk.dirty[-1:]

@@ -1,0 +1,298 @@
+"""What changed in memory and is not in the record store yet: inodes, and the *overlay* of names over the store.
+
+Every operation changes memory at once and marks here what it changed. Nothing in this module waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import trio
+
+from kvfuse.volume import schema
+from kvfuse.volume.node import Node, check_remembered
+
+if TYPE_CHECKING:
+    from kvfuse.volume.core import Core
+    from kvfuse.volume.flush import Flusher
+
+BATCH_CHANGES = 2000
+"""New changes of nodes and names that start a commit before the window has passed."""
+CROWD_CHANGES = 10_000
+"""Changed nodes and names at which an operation waits for a commit before it adds more."""
+CROWD_SIZE = 16 << 20
+"""Bytes of other records at which it does."""
+LINK_SHARE = 16
+"""One part in so many of a commit's operations: changes that depend on each other, at which their commit is awaited."""
+CHUNK_SHARE = 8
+"""One part in so many: chunk records of one file that may be waiting for a commit."""
+
+
+class NameChange:
+    """What a name is here, while the record store does not know it yet."""
+
+    __slots__ = ("leaves", "moved", "node", "sent", "stored", "vacated", "version")
+
+    def __init__(self, node: Node | None, stored: bool, moved: Node | None, vacated: bool, version: int = 0) -> None:
+        self.node = node
+        """what the name means; None: it does not exist"""
+        self.stored = stored
+        """the record store has a record of this name"""
+        self.moved = moved
+        """the inode that left the name, for another or none: this one may only go when what becomes of it comes"""
+        self.vacated = vacated
+        """it did not exist for a while: the stored record may go although ``node`` is not ready to come"""
+        self.version = version
+        """of the stored record, in a shared volume"""
+        self.leaves: Node | schema.InodeRecord | None = None
+        """in a shared volume: the inode that has the name in the store, and loses it, its last, by this change"""
+        self.sent = False
+        """in a commit that is under way"""
+
+
+@dataclass
+class JournalCounters:
+    commits: int = 0
+    commit_failures: int = 0
+    operations: int = 0
+    blocks: int = 0
+    """files whose bytes were committed"""
+    lost_names: int = 0
+    """names of ours that another host's took the place of"""
+    lost_inodes: int = 0
+    """inodes that another host removed while they were being changed here"""
+    merged: int = 0
+    """inodes that another host changed, too"""
+
+
+@dataclass
+class Pending:
+    """See the module."""
+
+    core: Core
+    flusher: Flusher
+    counters: JournalCounters = field(default_factory=JournalCounters, kw_only=True)
+    renaming: Callable[[int, bytes], None] = field(default=lambda directory, name: None, kw_only=True)
+    """is told of a name before it means something else, or nothing"""
+
+    def __post_init__(self) -> None:
+        self.overlay: dict[int, dict[bytes, NameChange]] = {}
+        """directory -> name -> change"""
+        self.epoch = 0
+        """counts settled commits: what was read from the store in an earlier epoch may be old"""
+        self._dirty: dict[Node, int] = {}
+        """changed inode -> serial number of the change that made it so"""
+        self._gone: dict[Node, int] = {}
+        """inode that lost its last name and leaves slots or records -> as above"""
+        self._times: dict[Node, None] = {}
+        self._extra: dict[bytes, bytes | None] = {}
+        self.folders: dict[int, Node] = {}
+        """directories with changed names, in a shared volume"""
+        self._sent_extra: dict[bytes, bytes | None] = {}
+        self._ties: list[tuple[Node, Node]] = []
+        self._serial = 0
+        self._name_count = 0
+        self._new_count = 0
+        """changes since the last commit was built"""
+        self._linked_count = 0
+        """changes that cannot be committed each alone, since nothing was left out of a commit"""
+        self._extra_size = 0
+        """bytes of attributes and the like, since the last commit was built"""
+        self._work = trio.Event()
+        self._urgent = trio.Event()
+        operation_count = self.core.records.limits.commit_operations_max
+        self._batch_max = min(BATCH_CHANGES, max(1, operation_count // 4))
+        self._crowd_max = min(CROWD_CHANGES, 8 * operation_count)
+        self._linked_max = max(1, operation_count // LINK_SHARE)
+        self.chunk_count_max = max(2, operation_count // CHUNK_SHARE)
+        """chunk records of one file that may be waiting for a commit"""
+
+    def touch(self, node: Node, *, forced: bool = False) -> None:
+        """``node`` changed; ``forced``: it belongs into the next commit even while it is being written."""
+        check_remembered(node)
+        if forced:
+            node.forced = True
+        if not node.changed and node.nlink:
+            node.changed = True
+            self._serial += 1
+            self._dirty[node] = self._serial
+            self._new_count += 1
+        self._wake()
+
+    def touch_times(self, directory: Node) -> None:
+        """Only the times of a directory changed: a put that expects nothing and conflicts with nobody's."""
+        check_remembered(directory)
+        directory.times_changed = True
+        self._times[directory] = None
+        self._wake()
+
+    def left(self, node: Node) -> None:
+        """``node`` lost its last name, and nobody takes on what it leaves: ``dead`` and ``extra`` go with the name."""
+        check_remembered(node)
+        if node.extra or node.dead:
+            self.withdraw(node.extra)
+            if node not in self._gone:
+                self._serial += 1
+                self._gone[node] = self._serial
+        self._wake()
+
+    def find(self, parent: int, name: bytes) -> NameChange | None:
+        names = self.overlay.get(parent)
+        return names.get(name) if names else None
+
+    def set_name(
+        self,
+        parent: int,
+        name: bytes,
+        node: Node | None,
+        stored: bool,
+        moved: Node | None = None,
+        version: int = 0,
+        leaves: Node | None = None,
+    ) -> None:
+        """Let ``name`` mean ``node``, or nothing. ``stored``: the store has a record of the name now, of ``version``.
+
+        ``moved``: the inode that the name meant, where it means nothing now. ``leaves``: the inode that the name meant,
+        where that was its last one.
+        """
+        self.renaming(parent, name)
+        names = self.overlay.setdefault(parent, {})
+        previous = names.get(name)
+        vacated = node is None
+        self._new_count += 1
+        if previous is None:
+            self._name_count += 1
+            if self.core.shared and (folder := self.core.nodes.get(parent)) is not None:
+                self.folders[parent] = folder
+        else:
+            stored, version = previous.stored, previous.version
+            if previous.vacated and not previous.sent:
+                moved, vacated = previous.moved, True  # nothing of what came since is in the store
+            self._linked_count += stored
+        if node is not None:
+            node.named = True
+            self.core.known.note(parent, name, node.ino)
+            if moved is not None and moved is not node and moved.nlink:
+                self.tie(node, moved)
+            self._linked_count += node.own_record
+        else:
+            self._linked_count += moved is not None and moved.own_record
+            self.core.known.drop(parent, name)
+        names[name] = change = NameChange(node, stored, moved, vacated, version)
+        if self.core.shared:
+            change.leaves = self._leaves(previous, leaves)
+        self._wake()
+
+    def _leaves(self, previous: NameChange | None, removed: Node | None) -> Node | schema.InodeRecord | None:
+        """The inode that the store has under a name when the next commit is built, if that is to be removed.
+
+        It is never renamed meanwhile: of what is stored, or about to be, names change in a transaction.
+        """
+        if previous is not None and not previous.sent:
+            return previous.leaves  # what had the name here since never came into the store
+        return removed if removed is not None and (removed.version or removed.committing) else None
+
+    def tie(self, first: Node, second: Node) -> None:
+        """One took the other's name, and both stay: neither may be committed without the other."""
+        self._linked_count += 1
+        self._ties.append((first, second))
+
+    def _is_tied(self, nodes: Iterable[Node]) -> bool:
+        return any(node in tie for tie in self._ties for node in nodes)
+
+    def _with_tied(self, nodes: Iterable[Node]) -> set[Node]:
+        """These, and all that may not be committed without them."""
+        whole = set(nodes)
+        while grown := {node for tie in self._ties if not whole.isdisjoint(tie) for node in tie} - whole:
+            whole |= grown
+        return whole
+
+    def put(self, key: bytes, value: bytes | None) -> None:
+        """Any other record; None deletes it."""
+        self._extra[key] = value
+        self._extra_size += len(value or b"")
+        self._wake()
+
+    def withdraw(self, keys: Iterable[bytes]) -> None:
+        """Forget what `put` was told of these keys, as far as it is not under way: somebody else has the last word."""
+        for key in keys:
+            self._extra.pop(key, None)
+
+    def pending_puts(self, prefix: bytes) -> dict[bytes, bytes | None]:
+        """What `put` was told of keys that begin with ``prefix`` and the store does not know yet."""
+        return {key: value for key, value in {**self._sent_extra, **self._extra}.items() if key.startswith(prefix)}
+
+    def changed_in(self, directory: int) -> set[Node]:
+        """Inodes that came to a name in the directory, or left one, and are not in the store so."""
+        changes = self.overlay.get(directory, {}).values()
+        return {node for change in changes for node in (change.node, change.moved) if node is not None}
+
+    @property
+    def crowded(self) -> bool:
+        return len(self._dirty) + self._name_count > self._crowd_max or self._extra_size > CROWD_SIZE
+
+    @property
+    def freeing_bytes(self) -> int:
+        """Bytes of slots that were given up and become free by a commit to come."""
+        given_up = [self.core.dead, self.core.unborn, *[node.dead for node in self._giving_up()]]
+        staged_size = 0
+        for node in self.core.unnamed.values():
+            for chunk in node.chunks.values():
+                given_up.append(chunk.extents)
+                staged_size += chunk.staged.capacity if chunk.staged is not None else 0
+        return (
+            sum([extent.slot_size for extents in given_up for extent in extents])
+            + self.flusher.dropped_size
+            + staged_size
+        )
+
+    def _giving_up(self) -> list[Node]:
+        """Changed inodes that give up slots."""
+        return [node for node in {**self._dirty, **self._gone} if node.dead]
+
+    def _wake(self) -> None:
+        if not self._work.is_set():
+            self._work.set()
+        if self._is_full:
+            self._urgent.set()
+
+    @property
+    def _is_full(self) -> bool:
+        return self._new_count >= self._batch_max
+
+    def _late(self, flushed: set[Node]) -> set[Node]:
+        """Changed nodes that the next commit leaves out: they are being written, or have bytes that no slot has.
+
+        One that was flushed, and staged more meanwhile, goes in as it was flushed - unless it got a name
+        meanwhile, which may say that it is whole.
+        """
+        late = {
+            node
+            for node in self._dirty
+            if node.nlink
+            and ((node.staged_count and (node not in flushed or node.named)) or (node.writers and not node.forced))
+        }
+        late = self._with_tied(late)
+        while held_back := self._held_back(late):
+            late = self._with_tied(late | held_back)
+        return late
+
+    def _held_back(self, late: set[Node]) -> set[Node]:
+        """Inodes that took a name which may not change yet, as what it meant is settled with one that is late."""
+        if not late:
+            return set()
+        changes = [change for names in self.overlay.values() for change in names.values() if change.node in self._dirty]
+        return {
+            change.node
+            for change in changes
+            if change.node is not None and change.node not in late and is_held(change.moved, late)
+        }
+
+
+def is_held(moved: Node | None, late: set[Node]) -> bool:
+    """An inode that left its name is not yet in the store elsewhere; or what it had is freed by a later heir."""
+    while moved is not None and moved not in late:
+        moved = moved.heir if moved.nlink == 0 else None
+    return moved is not None

@@ -1,0 +1,101 @@
+"""Inodes in memory are brought up to what the record store says of them, where other hosts write it, too.
+
+Only what nobody changes here is taken over as a whole. An inode with changes of our own keeps them: the journal puts
+both together when it commits them, and finds that the record has moved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from kvfuse.volume import schema
+from kvfuse.volume.content import Content
+from kvfuse.volume.core import Core
+from kvfuse.volume.kernel_news import KernelNews
+from kvfuse.volume.node import Node
+
+
+@dataclass
+class Refresher:
+    """See the module. Nothing here waits."""
+
+    core: Core
+    content: Content
+    news: KernelNews = field(default_factory=KernelNews)
+    readers_change: Callable[[Node], None] = lambda node: None
+    """is told before other people may read an inode than before"""
+
+    def take(self, record: schema.InodeRecord, version: int, place: tuple[int, bytes], *, own: bool) -> Node:
+        """The node of a record that was just read. ``place``: the name that led to it; ``own``: the record is its own.
+
+        What the node says already is not older than the record, or it is brought up to it.
+        """
+        node = self.core.nodes.get(record.ino)
+        if node is None:
+            node = self.content.restore_chunks(Node.from_record(record), record)
+            node.own_record, node.version, node.base = own, version, record
+            _put_at(node, record, place)
+            if self.core.places.content_version(node.ino) != version:
+                self.core.places.set_content_version(node.ino, 0)
+            return self.core.nodes.add(node)
+        if version > node.version and is_quiet(node):
+            self._bring_up(node, record, own=own)
+            node.version = version
+            _put_at(node, record, place)
+        elif own and version == node.version:
+            _put_at(node, record, place)
+        return node
+
+    def _bring_up(self, node: Node, record: schema.InodeRecord, *, own: bool) -> None:
+        base = node.base
+        if base is None or (base.mode, base.uid, base.gid) != (record.mode, record.uid, record.gid):
+            self.readers_change(node)
+        if not node.is_directory:
+            node.atime, node.mtime, node.ctime = record.atime, record.mtime, record.ctime
+            if base is None or _content_of(base) != _content_of(record):
+                self._replace_content(node, record)
+        node.mode, node.uid, node.gid, node.nlink = record.mode, record.uid, record.gid, record.nlink
+        node.flags, node.chunk_size, node.target = record.flags, record.chunk_size, record.target
+        node.own_record, node.base = own, record
+        self.news.attributes(node.ino)
+
+    def _replace_content(self, node: Node, record: schema.InodeRecord) -> None:
+        for index in list(node.chunks):
+            node.changing(index)
+        node.chunks.clear()
+        node.complete = False
+        self.content.restore_chunks(node, record)
+        node.far_blocks = record.far_blocks
+        node.set_size(record.size)
+        self.core.places.set_content_version(node.ino, 0)
+        self.news.content(node.ino)
+
+    def take_times(self, node: Node, value: bytes) -> None:
+        """A directory's times, of which the latest holds."""
+        atime, mtime, ctime = schema.decode_times(value)
+        if not node.times_changed:
+            node.atime, node.mtime, node.ctime = atime, mtime, ctime
+        else:
+            node.mtime, node.ctime = max(node.mtime, mtime), max(node.ctime, ctime)
+        self.news.attributes(node.ino)
+
+
+def _put_at(node: Node, record: schema.InodeRecord, place: tuple[int, bytes]) -> None:
+    """``place``: a name that led to the inode, or did once: where a directory is its record says."""
+    parent, name = place
+    if node.is_directory and record.parent != parent:
+        node.parent = record.parent
+    elif name:
+        node.parent, node.name = place
+
+
+def is_quiet(node: Node) -> bool:
+    """Nothing of the inode was changed here that the store does not know, or is about to be."""
+    return not (node.changed or node.committing or node.staged_count or node.born or node.dead or node.lock)
+
+
+def _content_of(record: schema.InodeRecord) -> tuple[object, ...]:
+    """What is the same as long as the bytes are. Chunks with records of their own show in the time of change."""
+    far = record.mtime if record.flags & schema.FLAG_CHUNK_RECORDS else 0
+    return record.size, record.chunks, record.far_blocks, record.chunk_size, far

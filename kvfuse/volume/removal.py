@@ -1,0 +1,190 @@
+"""Files that nobody can ask for any more, and that have more records than one commit may carry: taken apart in pieces.
+
+What is left of such a file stands in its orphan record and its chunk records: each piece frees some of them, the last
+one the orphan record. So a crash between two pieces leaves a smaller orphan, for the next mount.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import trio
+
+from kvfuse.errors import EngineError
+from kvfuse.volume import schema
+from kvfuse.volume.content import Content
+from kvfuse.volume.core import Core
+from kvfuse.volume.journal import Journal
+from kvfuse.volume.node import Extent, Node
+
+log = logging.getLogger(__name__)
+
+FREED_MAX = 64
+"""Removed inodes that are looked at together."""
+RETRY_SECONDS = 0.5
+"""after a commit that failed"""
+
+
+@dataclass
+class Removal:
+    """See the module. ``reap`` frees what is left at once, when that is little."""
+
+    core: Core
+    journal: Journal
+    content: Content
+    reap: Callable[[Node], None]
+
+    def __post_init__(self) -> None:
+        self._later: deque[tuple[float, int]] = deque()
+        """(time to look at it, inode)"""
+        self._later_work = trio.Event()
+        self._waiting: dict[Node, None] = {}
+        self._work = trio.Event()
+
+    def is_large(self, node: Node) -> bool:
+        """More records go with the inode than a commit should carry beside others. Everything must be loaded."""
+        count_max = self.journal.chunk_count_max
+        count = len(node.chunks) - schema.INLINE_CHUNKS + len(node.xattr_names)
+        return count > count_max and len(_far_chunks(node)) + len(node.xattr_names) > count_max
+
+    def begin(self, node: Node) -> None:
+        """Take a large inode apart that has no names, and no handles. Nobody gets at its bytes any more."""
+        node.reaped = True
+        self.core.unnamed.pop(node.ino, None)
+        self._waiting[node] = None
+        self._work.set()
+
+    async def run(self) -> None:
+        """Take apart what is waiting, for ever."""
+        while True:
+            await self._work.wait()
+            self._work = trio.Event()
+            while self._waiting:
+                node = next(iter(self._waiting))
+                try:
+                    await self.take_apart(node)
+                except EngineError as error:
+                    log.warning("inode %d is not wholly removed yet: %s", node.ino, error)
+                    await trio.sleep(RETRY_SECONDS)
+                    continue
+                del self._waiting[node]
+
+    # -- in a shared volume --------------------------------------------------------------------------
+
+    def later(self, ino: int) -> None:
+        """This client removed the inode, in the store: it is freed when nobody has it open, here or elsewhere."""
+        self._later.append((trio.current_time() + self.core.grace.seconds, ino))
+        self._later_work.set()
+
+    async def run_later(self) -> None:
+        """Free what was removed a while ago, for ever. An open file is looked at again after as long."""
+        while True:
+            while self._later:
+                await trio.sleep_until(self._later[0][0])
+                inos: list[int] = []
+                while self._later and len(inos) < FREED_MAX and self._later[0][0] <= trio.current_time():
+                    inos.append(self._later.popleft()[1])
+                try:
+                    await self._free_unheld(inos)
+                except EngineError as error:
+                    log.warning("%d removed inodes are not freed yet: %s", len(inos), error)
+                    for ino in inos:
+                        self.later(ino)
+            self._later_work = trio.Event()
+            await self._later_work.wait()
+
+    async def _free_unheld(self, inos: list[int]) -> None:
+        held = await self._held()
+        rows = await self.core.records.get([schema.orphan_key(ino) for ino in inos])
+        for ino, row in zip(inos, rows, strict=True):
+            known = self.core.nodes.get(ino)
+            if ino in held or (known is not None and known.handles):
+                self.later(ino)
+            elif row is not None:
+                await self.free_orphan(schema.decode_orphan(row.value), row.version)
+
+    async def _held(self) -> set[int]:
+        """Removed inodes that some client has open."""
+        held: set[int] = set()
+        after = b""
+        while rows := await self.core.records.scan(b"h", after):
+            held.update(schema.split_open_key(row.key)[0] for row in rows)
+            after = rows[-1].key
+        return held
+
+    async def free_orphan(self, record: schema.InodeRecord, version: int) -> None:
+        """Free all that an orphan record stands for. It must be this client's, or one whose remover is gone.
+
+        ``version``: of the orphan record, which is expected with all that is freed.
+        """
+        known = self.core.nodes.get(record.ino)
+        if known is not None:
+            known.reaped = True
+            known.end_map()
+            self.core.nodes.drop(record.ino)
+        node = self.content.restore_chunks(Node.from_record(record), record)
+        node.nlink, node.version = 0, version
+        await self.content.load_all(node)
+        items: list[tuple[bytes, list[Extent]]] = [(key, []) for key in await self._attributes(node)]
+        for index in _far_chunks(node):
+            items.append((schema.chunk_key(node.ino, index), node.chunks.pop(index).extents))
+        await self._free_pieces(node, items)
+
+    async def _attributes(self, node: Node) -> list[bytes]:
+        keys: list[bytes] = []
+        after = b""
+        while node.flags & schema.FLAG_XATTRS and (
+            rows := await self.core.records.scan(schema.xattr_prefix(node.ino), after)
+        ):
+            keys += [row.key for row in rows]
+            after = rows[-1].key
+        return keys
+
+    async def _free_pieces(self, node: Node, items: list[tuple[bytes, list[Extent]]]) -> None:
+        """Delete records, and free the extents that each names, as many as a commit may carry beside others.
+
+        The orphan record goes last, with the extents that it names.
+        """
+        count = self.journal.chunk_count_max
+        for start in range(0, len(items), count):
+            for key, extents in items[start : start + count]:
+                node.extra[key] = None
+                node.dead += extents
+            if start + count < len(items):
+                self.journal.left(node)
+                await self.journal.commit(node)
+        node.extra[schema.orphan_key(node.ino)] = None
+        for chunk in node.chunks.values():
+            node.dead += chunk.extents
+        self.journal.left(node)
+
+    async def take_apart(self, node: Node) -> None:
+        """Free everything of an inode without names and handles. A crash, or an error, leaves it an orphan."""
+        heirs = []
+        heir = node.heir
+        while heir is not None:
+            heirs.append(heir)
+            heir = heir.heir
+        await self.journal.commit(node, *heirs)  # now the store knows it as an orphan
+        count = self.journal.chunk_count_max
+        while self.is_large(node):
+            attributes = sorted(node.xattr_names)[:count]
+            node.xattr_names -= frozenset(attributes)
+            node.extra.update({schema.xattr_key(node.ino, name): None for name in attributes})
+            for index in _far_chunks(node)[-(count - len(attributes)) :] if len(attributes) < count else []:
+                self.content.drop_chunk(node, index)
+                node.extra[schema.chunk_key(node.ino, index)] = None
+                del node.chunks[index]
+            node.dirty_chunks = frozenset()
+            self.journal.left(node)
+            await self.journal.commit(node)
+        self.reap(node)
+        await self.journal.commit(node)
+
+
+def _far_chunks(node: Node) -> list[int]:
+    """Chunks with records of their own."""
+    return sorted(index for index in node.chunks if index >= schema.INLINE_CHUNKS)

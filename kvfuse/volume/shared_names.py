@@ -1,0 +1,472 @@
+"""Changes of names where other hosts change them, too.
+
+In strict folders, and wherever more than one name or a directory is concerned, a change is one `Transaction` that
+expects every record it was decided by: so it happens for all hosts in one step, or it is decided again. In relaxed
+folders three things go through the journal, which publishes them later: new regular files, their first names as long
+as the store does not know them, and the removal of a regular file's only name, by itself or by a new file that takes
+it. So what the store has, or is about to have, never stands elsewhere in memory: renaming it is waited for.
+
+The first attempt is built from what is known here, which a watch keeps up to date: mostly the commit is the only
+round trip. After a refused one, or instead of one that would fail, the store is asked: what is answered as an error was
+read there.
+
+A name is put into a directory with its record expected. Who removes a directory puts a mark into that record first,
+looks whether it is empty, and then removes it expecting the marked record. So a name that came before the mark is seen,
+and who comes later has to take the mark away, with which the removal fails. A mark that was left behind harms nobody.
+"""
+
+from __future__ import annotations
+
+import random
+import stat
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import trio
+
+from kvfuse import errors
+from kvfuse.volume import clock, schema
+from kvfuse.volume.api import LINK_MAX, NAME_MAX, RENAME_EXCHANGE, RENAME_NOREPLACE, ROOT_INODE, SYMLINK_MAX, Caller
+from kvfuse.volume.draft import Draft
+from kvfuse.volume.lookup import Found
+from kvfuse.volume.names import Names
+from kvfuse.volume.node import Node
+
+ATTEMPTS_MAX = 100
+"""Of a change that others are always faster than. Each refusal means that somebody else got on."""
+PAUSE_SECONDS = 0.002
+"""Longest pause after the first refusals, a random part of it; it grows to sixteen times that."""
+
+
+class _Rename(NamedTuple):
+    """What is asked of `rename`."""
+
+    parent: int
+    name: bytes
+    new_parent: int
+    new_name: bytes
+    flags: int
+
+
+class _Ends(NamedTuple):
+    """The directories and names of a rename, as they are now."""
+
+    old: Node
+    new: Node
+    source: Found
+    target: Found
+
+
+@dataclass
+class SharedNames(Names):
+    """See the module."""
+
+    async def publish(self, directory: Node, *nodes: Node) -> None:
+        """As there. What a transaction brought into the store waits for nothing."""
+        pending = [node for node in nodes if node.nlink and (node.changed or node.committing or not node.stored)]
+        if pending or not self.is_strict(directory):
+            await super().publish(directory, *pending)
+
+    # -- attempts ------------------------------------------------------------------------------------
+
+    async def _attempt(self, plan: Callable[[bool], Awaitable[Draft]], what: bytes) -> None:
+        """Build a change and commit it until it is not refused. ``plan`` is told whether to ask the store."""
+        for attempt in range(ATTEMPTS_MAX):
+            try:
+                draft = await plan(attempt > 0)
+            except errors.EngineError:
+                raise
+            except errors.OperationError:
+                if attempt:
+                    raise
+                continue
+            if draft.is_empty:
+                return
+            if not draft.is_stale and await self._commit(draft):
+                return
+            await trio.sleep(random.random() * PAUSE_SECONDS * min(1 + attempt, 16))
+        raise errors.EngineError(f"{what!r}: others changed the same names {ATTEMPTS_MAX} times in a row")
+
+    async def _commit(self, draft: Draft) -> bool:
+        return await self.journal.transact(draft.transaction(partial(self._applied, draft)))
+
+    def _applied(self, draft: Draft, version: int) -> None:
+        """Names and inodes are so in the store: let everybody here know."""
+        core = self.core
+        for node in draft.made:
+            core.nodes.add(node)
+            core.file_count += 1
+            core.counters.creates += 1
+            if node.is_directory:
+                core.known.made(node.ino)
+        for parent, name, meant in draft.names:
+            self.journal.renaming(parent, name)
+            if core.known.version(parent, name) > version:
+                continue  # it was read since, as another host has changed it once more
+            core.known.settle(parent, name, meant is not None)
+            if meant is None:
+                core.known.drop(parent, name, version)
+            else:
+                core.known.note(parent, name, meant.ino, version)
+                core.places.set(meant.ino, parent, name)
+            directory = core.nodes.get(parent)
+            if directory is not None:
+                self._changed(directory)
+        for node in draft.removed:
+            self._gone(node)
+
+    async def _settled(self, *nodes: Node) -> None:
+        """Have in the store what was changed in these inodes: a transaction is built from what is there."""
+        changed = [node for node in nodes if node.nlink and (node.changed or node.committing or not node.version)]
+        if changed:
+            await self.journal.commit(*changed)
+
+    async def _directory(self, ino: int, is_fresh: bool) -> Node:
+        """A directory into which names may be put. NotFound where it was removed."""
+        directory = await self.lookup.directory(ino)
+        await self._settled(directory)
+        try:
+            while is_fresh or directory.flags & schema.FLAG_LEAVING:
+                await self.lookup.renew(directory)
+                if not directory.flags & schema.FLAG_LEAVING or await self._mark(directory, leaving=False):
+                    break
+        except errors.Stale:
+            raise errors.NotFound(f"directory {ino} was removed") from None
+        return directory
+
+    async def _mark(self, directory: Node, *, leaving: bool) -> int:
+        """Say in its record that a directory is about to be removed, or that it is not.
+
+        Returns the version of the record then; 0 where it has changed meanwhile, and nothing was done.
+        """
+        draft = Draft(self.core.client)
+        change = draft.change(directory)
+        flag = schema.FLAG_LEAVING
+        change.set(flags=change.record.flags | flag if leaving else change.record.flags & ~flag)
+        marked = [0]
+        await self.journal.transact(draft.transaction(marked.append))
+        return marked[-1]
+
+    async def _find(self, parent: int, name: bytes, is_fresh: bool) -> Found:
+        """What a name means in the store; where that was not asked, as far as is known. Names that wait are stored."""
+        while True:
+            change = self.journal.find(parent, name)
+            if change is not None:
+                await self.journal.commit(*[node for node in (change.node, change.moved) if node is not None])
+                continue
+            found = None if is_fresh else self.lookup.known(parent, name)
+            if found is None and not is_fresh:
+                return Found(None, False, None, self.journal.epoch)
+            if found is None or (found.node is not None and not found.version):
+                found = await self.lookup.find_shared(parent, name, is_fresh=True)
+            if found.change is None:
+                return found
+
+    # -- creating ------------------------------------------------------------------------------------
+
+    async def create(
+        self, parent: int, name: bytes, mode: int, caller: Caller, *, rdev: int = 0, target: bytes = b""
+    ) -> tuple[Node, Node]:
+        if len(target) > SYMLINK_MAX:
+            raise errors.NameTooLong(f"a symbolic link's target of {len(target)} bytes: at most {SYMLINK_MAX}")
+        directory = await self._directory(parent, is_fresh=False)
+        if stat.S_ISREG(mode) and not self.is_strict(directory):
+            return await super().create(parent, name, mode, caller, rdev=rdev, target=target)
+        _check_name(name)
+        ino = self.core.inodes.next()
+        made: list[Node] = []
+
+        async def plan(is_fresh: bool) -> Draft:
+            folder = await self._directory(parent, is_fresh)
+            if (await self._find(parent, name, is_fresh)).node is not None:
+                raise errors.Exists(f"{name!r} exists in directory {parent}")
+            node = self._made(ino, folder, name, mode, caller)
+            node.rdev, node.target, node.size = rdev, target, len(target)
+            made[:] = [node]
+            draft = Draft(self.core.client)
+            draft.enter(folder, directory_count=int(node.is_directory))
+            draft.make(node)
+            return draft
+
+        await self._attempt(plan, name)
+        (node,) = made
+        return directory, self.lookup.count_lookup(node)
+
+    def _made(self, ino: int, directory: Node, name: bytes, mode: int, caller: Caller) -> Node:
+        """An inode that nobody knows of yet."""
+        gid = directory.gid if directory.mode & stat.S_ISGID else caller.gid
+        node = Node(ino, mode, caller.uid, gid, self.core.chunk_size_in(directory))
+        node.parent, node.name = directory.ino, name
+        node.atime = node.mtime = node.ctime = clock.now()
+        if node.is_directory:
+            node.own_record = True
+            node.nlink = 2
+            node.mode |= directory.mode & stat.S_ISGID
+            node.flags = directory.flags & (schema.FLAG_STRICT | schema.FLAG_RELAXED)
+        return node
+
+    async def find_replaceable(self, parent: int, name: bytes) -> tuple[Node, Found]:
+        await self._directory(parent, is_fresh=False)
+        return await super().find_replaceable(parent, name)
+
+    async def link(self, ino: int, parent: int, name: bytes) -> tuple[Node, Node]:
+        node = await self.lookup.node(ino)
+        if node.is_directory:
+            raise errors.NotPermitted(f"inode {ino} is a directory: it has one name only")
+        _check_name(name)
+        directory = await self._directory(parent, is_fresh=False)
+
+        async def plan(is_fresh: bool) -> Draft:
+            folder = await self._directory(parent, is_fresh)
+            await self._settled(node)
+            if is_fresh:
+                await self.lookup.renew(node)
+            if node.nlink == 0:
+                raise errors.NotFound(f"inode {ino} was removed")
+            if node.nlink >= LINK_MAX:
+                raise errors.TooManyLinks(f"inode {ino} has {LINK_MAX} names, it may not have more")
+            if (await self._find(parent, name, is_fresh)).node is not None:
+                raise errors.Exists(f"{name!r} exists in directory {parent}")
+            draft = Draft(self.core.client)
+            draft.enter(folder)
+            draft.own(node)
+            change = draft.change(node)
+            change.set(nlink=change.record.nlink + 1, ctime=clock.now())
+            draft.name(parent, name, 0, node)
+            return draft
+
+        await self._attempt(plan, name)
+        self.forget_copy(node)
+        return directory, self.lookup.count_lookup(node)
+
+    # -- removing ------------------------------------------------------------------------------------
+
+    async def unlink(self, parent: int, name: bytes) -> tuple[Node, Node]:
+        directory = await self.lookup.directory(parent)
+        if not self.is_strict(directory):
+            found = await self.lookup.find(parent, name)
+            if found.node is not None and _is_plain(found.node):
+                self._take_name(directory, name, found)
+                self.core.counters.removes += 1
+                return directory, found.node
+        gone: list[Node] = []
+
+        async def plan(is_fresh: bool) -> Draft:
+            found = await self._find(parent, name, is_fresh)
+            node = found.node
+            if node is None:
+                raise errors.NotFound(f"{name!r} does not exist in directory {parent}")
+            if node.is_directory:
+                raise errors.IsADirectory(f"{name!r} is a directory")
+            if node.committing:
+                await self._settled(node)
+            gone[:] = [node]
+            draft = Draft(self.core.client)
+            draft.name(parent, name, found.version, None)
+            draft.unlink(node, clock.now())
+            return draft
+
+        await self._attempt(plan, name)
+        self.core.counters.removes += 1
+        return directory, gone[0]
+
+    def _take_name(self, directory: Node, name: bytes, found: Found) -> None:
+        """Remove a regular file with one name, in memory."""
+        node = found.node
+        assert node is not None
+        self.journal.set_name(directory.ino, name, None, found.stored, moved=node, version=found.version, leaves=node)
+        self._drop_link(node)
+        self._changed(directory)
+
+    async def remove_directory(self, parent: int, name: bytes) -> tuple[Node, Node]:
+        directory = await self.lookup.directory(parent)
+        gone: list[Node] = []
+
+        async def plan(is_fresh: bool) -> Draft:
+            folder = await self._directory(parent, is_fresh)
+            found = await self._find(parent, name, is_fresh=True)
+            node = found.node
+            if node is None:
+                raise errors.NotFound(f"{name!r} does not exist in directory {parent}")
+            if not node.is_directory:
+                raise errors.NotADirectory(f"{name!r} is no directory")
+            await self._have_left(node, name)
+            gone[:] = [node]
+            draft = Draft(self.core.client)
+            draft.name(parent, name, found.version, None)
+            draft.remove_directory(node)
+            draft.enter(folder, directory_count=-1)
+            return draft
+
+        await self._attempt(plan, name)
+        self.core.counters.removes += 1
+        return directory, gone[0]
+
+    async def _check_empty(self, directory: Node, name: bytes) -> None:
+        """As there, by what is stored: what was removed here before is removed there first."""
+        while changes := self.journal.overlay.get(directory.ino):
+            if any(change.node is not None for change in changes.values()):
+                raise errors.NotEmpty(f"directory {name!r} is not empty")
+            await self.journal.commit(*self.journal.changed_in(directory.ino))
+        await super()._check_empty(directory, name)
+
+    async def _have_left(self, directory: Node, name: bytes) -> None:
+        """Mark an empty directory, so that it may be removed if it still has the mark then. NotEmpty."""
+        await self._settled(directory)
+        await self._check_empty(directory, name)
+        while True:
+            marked = await self._mark(directory, leaving=True)
+            if marked:
+                await self._check_empty(directory, name)
+                if directory.version == marked:
+                    return
+            await self.lookup.renew(directory)
+
+    def _gone(self, node: Node) -> None:
+        """The last name of an inode went, in the store."""
+        self.core.file_count -= 1
+        self.core.tier.drop(node.ino)
+        if node.is_directory:
+            self.core.tier.retire(node.ino)
+            self.core.known.removed(node.ino)
+            self.core.nodes.drop(node.ino)
+        else:
+            self.journal.removed(node)
+
+    # -- renaming ------------------------------------------------------------------------------------
+
+    async def rename(
+        self, parent: int, name: bytes, new_parent: int, new_name: bytes, flags: int
+    ) -> tuple[Node, Node, Node]:
+        if flags not in (0, RENAME_NOREPLACE, RENAME_EXCHANGE):
+            raise errors.InvalidArgument(f"rename flags {flags:#x} are not offered")
+        move = _Rename(parent, name, new_parent, new_name, flags)
+        moved = await self._rename_new(move)
+        if moved is not None:
+            return moved
+        _check_name(new_name)
+        ends: list[_Ends] = []
+
+        async def plan(is_fresh: bool) -> Draft:
+            ends[:] = [await self._ends(move, is_fresh)]
+            return await self._plan_rename(move, ends[0], is_fresh)
+
+        await self._attempt(plan, name)
+        self.core.counters.renames += 1
+        old, new, source, _ = ends[0]
+        assert source.node is not None
+        if old is not new:
+            self.forget_copy(source.node)
+        return old, new, source.node
+
+    async def _rename_new(self, move: _Rename) -> tuple[Node, Node, Node] | None:
+        """Rename a regular file that the store does not know yet, in relaxed folders; None: it is something else.
+
+        The file is published later, under its new name, and what has that name in the store goes with it.
+        """
+        old = await self.lookup.directory(move.parent)
+        new = await self._directory(move.new_parent, is_fresh=False)
+        if move.flags or self.is_strict(old) or self.is_strict(new):
+            return None
+        while True:
+            source = await self.lookup.find(move.parent, move.name)
+            target = await self.lookup.find(move.new_parent, move.new_name)
+            if self.lookup.holds(move.parent, move.name, source):
+                break
+        node, other = source.node, target.node
+        if node is None or not _is_plain(node) or node.version or node.committing:
+            return None
+        if other is not None and not _is_plain(other):
+            return None
+        if new.nlink == 0:
+            raise errors.NotFound(f"directory {new.ino} was removed")
+        self.core.counters.renames += 1
+        if other is not node:
+            self.journal.set_name(old.ino, move.name, None, source.stored, moved=node, version=source.version)
+            self.journal.set_name(new.ino, move.new_name, node, target.stored, version=target.version, leaves=other)
+            if other is not None:
+                self._drop_link(other)
+            self._move(node, old, new, move.new_name)
+            self._changed(old)
+            self._changed(new)
+        return old, new, node
+
+    async def _ends(self, move: _Rename, is_fresh: bool) -> _Ends:
+        old = await self.lookup.directory(move.parent)
+        new = await self._directory(move.new_parent, is_fresh)
+        if move.flags == RENAME_EXCHANGE:
+            old = await self._directory(move.parent, is_fresh)
+        source = await self._find(move.parent, move.name, is_fresh)
+        target = await self._find(move.new_parent, move.new_name, is_fresh)
+        await self._settled(*[found.node for found in (source, target) if found.node is not None])
+        return _Ends(old, new, source, target)
+
+    async def _plan_rename(self, move: _Rename, ends: _Ends, is_fresh: bool) -> Draft:
+        node, other = ends.source.node, ends.target.node
+        is_exchange = move.flags == RENAME_EXCHANGE
+        if node is None or (is_exchange and other is None):
+            raise errors.NotFound(f"{move.name if node is None else move.new_name!r} does not exist")
+        draft = Draft(self.core.client)
+        if other is not None and move.flags == RENAME_NOREPLACE:
+            raise errors.Exists(f"{move.new_name!r} exists")
+        if other is node:
+            return draft
+        await self._expect_outside(draft, node, ends.new, is_fresh)
+        now = clock.now()
+        if other is not None and is_exchange:
+            await self._expect_outside(draft, other, ends.old, is_fresh)
+            draft.enter(ends.old, directory_count=other.is_directory - node.is_directory)
+            draft.enter(ends.new, directory_count=node.is_directory - other.is_directory)
+            draft.name(move.parent, move.name, ends.source.version, other)
+            draft.change(other).set(ctime=now)
+        else:
+            await self._plan_replacement(draft, move, ends, now)
+        draft.name(move.new_parent, move.new_name, ends.target.version, node)
+        draft.change(node).set(ctime=now)
+        return draft
+
+    async def _plan_replacement(self, draft: Draft, move: _Rename, ends: _Ends, now: int) -> None:
+        """The old name goes, and what had the new one."""
+        node, other = ends.source.node, ends.target.node
+        assert node is not None
+        if other is not None and other.is_directory:
+            if not node.is_directory:
+                raise errors.IsADirectory(f"{move.new_name!r} is a directory")
+            await self._have_left(other, move.new_name)
+            draft.remove_directory(other)
+        elif other is not None and node.is_directory:
+            raise errors.NotADirectory(f"{move.new_name!r} is no directory")
+        elif other is not None:
+            draft.unlink(other, now)
+        came = int(node.is_directory and ends.old is not ends.new)
+        went = int(other is not None and other.is_directory)
+        draft.enter(ends.new, directory_count=came - went)
+        if came:
+            draft.enter(ends.old, directory_count=-1)
+        draft.name(move.parent, move.name, ends.source.version, None)
+
+    async def _expect_outside(self, draft: Draft, node: Node, directory: Node, is_fresh: bool) -> None:
+        """InvalidArgument where ``directory`` is ``node`` or below it. No directory above may be moved meanwhile."""
+        if not node.is_directory:
+            return
+        here = directory
+        while here.ino != ROOT_INODE:
+            if here is node:
+                raise errors.InvalidArgument(f"directory {node.name!r} cannot go into itself")
+            if is_fresh:
+                await self._settled(here)
+                await self.lookup.renew(here)
+            draft.expect(here)
+            here = await self.lookup.node(here.parent or ROOT_INODE)
+
+
+def _is_plain(node: Node | None) -> bool:
+    """A regular file that never had two names: relaxed folders publish its name later."""
+    return node is not None and node.is_file and not node.own_record
+
+
+def _check_name(name: bytes) -> None:
+    if len(name) > NAME_MAX:
+        raise errors.NameTooLong(f"a name of {len(name)} bytes: at most {NAME_MAX} are allowed")

@@ -1,0 +1,184 @@
+"""The record store as the parts of a shared volume see it: reads share round trips, and fail at once while it is away.
+
+* Reads that come while others are under way join into one call, which begins after them: what it says is at least as
+  new as the question.
+* After a read failed the store is *away* until a probe is answered: reads fail at once meanwhile, instead of each
+  waiting for its deadline. Commits are sent all the same: who waits for one wants to know.
+* Versions of this client's own commits are kept, so that a watch can tell them from those of others.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections import deque
+from collections.abc import Collection, Mapping, Sequence
+
+import trio
+
+from kvfuse.errors import EngineError
+from kvfuse.remote.records.api import Lease, Record, RecordStore, Versioned
+from kvfuse.remote.records.decorators import RecordDecorator
+
+CALLS_MAX = 2
+"""Calls of `get` under way at once; what comes meanwhile shares the next one."""
+OWN_MAX = 4096
+"""Commits of our own that are kept for a watch that lags behind."""
+PROBE_SECONDS = (0.05, 1.0)
+"""Pause between probes of a store that is away: of the first, and at most."""
+PROBE_KEY = b"ninode"
+
+log = logging.getLogger(__name__)
+
+
+class _Question:
+    """A `get` that waits for its turn, or for its answer."""
+
+    __slots__ = ("changed", "error", "is_asked", "keys", "rows")
+
+    def __init__(self, keys: Sequence[bytes]) -> None:
+        self.keys = keys
+        self.rows: list[Versioned | None] | None = None
+        self.error: EngineError | None = None
+        self.is_asked = False
+        """in a call that is under way"""
+        self.changed = trio.Event()
+        """it was answered, or is to be asked again"""
+
+    @property
+    def is_answered(self) -> bool:
+        return self.rows is not None or self.error is not None
+
+
+class SharedRecords(RecordDecorator):
+    """See the module. ``run`` has to be running, or a store that was away once is never asked again."""
+
+    def __init__(self, inner: RecordStore) -> None:
+        super().__init__(inner)
+        self._calls = trio.Semaphore(CALLS_MAX)
+        self._questions: list[_Question] = []
+        self._own: deque[int] = deque(maxlen=OWN_MAX)
+        self._committing: set[trio.Event] = set()
+        self._reason: EngineError | None = None
+        self._went_away = trio.Event()
+
+    # -- reading -------------------------------------------------------------------------------------
+
+    @property
+    def is_away(self) -> bool:
+        """The store did not answer a read, nor a probe since."""
+        return self._reason is not None
+
+    def _check(self) -> None:
+        if self._reason is not None:
+            raise EngineError(f"the record store is not reachable: {self._reason}")
+
+    def _failed(self, error: EngineError) -> None:
+        if self._reason is None:
+            log.warning("the record store is away, cached names and blocks are still served: %s", error)
+        self._reason = error
+        self._went_away.set()
+
+    async def get(self, keys: Sequence[bytes]) -> list[Versioned | None]:
+        """As the inner store's. Waits for calls under way, and then for one of its own, which others share."""
+        self._check()
+        question = _Question(keys)
+        self._questions.append(question)
+        try:
+            while not question.is_answered:
+                if question.is_asked:
+                    await question.changed.wait()
+                else:
+                    async with self._calls:
+                        if not question.is_asked and not question.is_answered:
+                            await self._ask()
+        finally:
+            if question in self._questions:
+                self._questions.remove(question)
+        if question.error is not None:
+            raise question.error
+        assert question.rows is not None
+        return question.rows
+
+    async def _ask(self) -> None:
+        """Answer all questions there are. A caller that is cancelled leaves the others' to one of them."""
+        asked, self._questions = self._questions, []
+        for question in asked:
+            question.is_asked = True
+        try:
+            rows = await self.inner.get([key for question in asked for key in question.keys])
+        except EngineError as error:
+            self._failed(error)
+            for question in asked:
+                question.error = error
+        except BaseException:
+            for question in asked:
+                question.is_asked = False
+            self._questions = asked + self._questions
+            raise
+        else:
+            start = 0
+            for question in asked:
+                question.rows = rows[start : start + len(question.keys)]
+                start += len(question.keys)
+        finally:
+            for question in asked:
+                question.changed.set()
+                question.changed = trio.Event()
+
+    async def scan(self, prefix: bytes, after: bytes = b"", limit: int = 1000) -> list[Record]:
+        self._check()
+        try:
+            return await self.inner.scan(prefix, after, limit)
+        except EngineError as error:
+            self._failed(error)
+            raise
+
+    async def run(self) -> None:
+        """Ask a store that is away until it answers; for ever."""
+        while True:
+            await self._went_away.wait()
+            pause, pause_max = PROBE_SECONDS
+            while self._reason is not None:
+                try:
+                    await self.inner.get([PROBE_KEY])
+                except EngineError as error:
+                    self._reason = error
+                    await trio.sleep(pause * random.uniform(0.5, 1.0))
+                    pause = min(2 * pause, pause_max)
+                else:
+                    log.info("the record store is back")
+                    self._reason = None
+            self._went_away = trio.Event()
+
+    # -- commits -------------------------------------------------------------------------------------
+
+    async def commit(
+        self,
+        puts: Mapping[bytes, bytes],
+        deletes: Collection[bytes] = (),
+        expect: Mapping[bytes, int] | None = None,
+        *,
+        durable: bool = False,
+        lease: Lease | None = None,
+    ) -> int:
+        returned = trio.Event()
+        self._committing.add(returned)
+        try:
+            version = await self.inner.commit(puts, deletes, expect, durable=durable, lease=lease)
+            if version:
+                self._own.append(version)
+            return version
+        finally:
+            self._committing.discard(returned)
+            returned.set()
+
+    async def is_own(self, version: int) -> bool:
+        """This client made the commit of ``version``. Waits for commits that are under way, which may be the one.
+
+        One whose outcome was not told counts as somebody else's.
+        """
+        if version not in self._own:
+            for returned in list(self._committing):
+                await returned.wait()
+        return version in self._own

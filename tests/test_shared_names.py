@@ -1,0 +1,411 @@
+"""Names in a volume that several clients have open: each change happens for all of them in one step, or not at all."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+
+import pytest
+import trio
+import trio.testing
+from records_audit import Audit
+from shared_lab import eventually, exists, make, names_in, volumes
+from volume_lab import CALLER, Chaos, Disk, lab_options
+
+from kvfuse import errors
+from kvfuse.volume import schema
+from kvfuse.volume.api import RENAME_EXCHANGE, RENAME_NOREPLACE, ROOT_INODE
+from kvfuse.volume.volume import Volume
+
+
+async def until_nlink(volume: Volume, nlink: int) -> None:
+    """Wait for news of the root: nobody looks it up by a name."""
+
+    async def has_come() -> bool:
+        return (await volume.attributes(ROOT_INODE)).nlink == nlink
+
+    await eventually(has_come)
+
+
+async def test_a_name_made_on_one_is_seen_on_the_other(
+    rng: random.Random, autojump_clock: trio.testing.MockClock
+) -> None:
+    options = lab_options(strict=True)
+    disk = Disk.format(options, shared=True)
+    async with volumes(disk, options, 2, rng) as (one, two):
+        made = await one.make_directory(ROOT_INODE, b"folder", 0o755, CALLER)
+        assert (await two.lookup(ROOT_INODE, b"folder")).ino == made.ino
+        link = await two.make_symlink(made.ino, b"link", b"target", CALLER)
+        found = await one.lookup(made.ino, b"link")
+        assert found.ino == link.ino
+        assert found.target == b"target"
+        await until_nlink(two, 3)
+        with pytest.raises(errors.NotEmpty):
+            await one.remove_directory(ROOT_INODE, b"folder")
+        await one.unlink(made.ino, b"link")
+        assert not await exists(two, b"link", made.ino)
+        await two.remove_directory(ROOT_INODE, b"folder")
+        assert not await exists(one, b"folder")
+        await until_nlink(one, 2)
+
+
+async def test_of_many_who_create_one_name_exactly_one_does(
+    rng: random.Random, autojump_clock: trio.testing.MockClock
+) -> None:
+    options = lab_options(strict=True)
+    disk = Disk.format(options, shared=True)
+    won: dict[bytes, list[int]] = {}
+    async with volumes(disk, options, 3, rng) as all_volumes, trio.open_nursery() as nursery:
+
+        async def create(volume: Volume, name: bytes) -> None:
+            try:
+                handle, node = await volume.create(ROOT_INODE, name, 0o644, CALLER, os.O_RDWR | os.O_EXCL)
+            except errors.Exists:
+                return
+            won.setdefault(name, []).append(node.ino)
+            await volume.release(handle)
+
+        for number, volume in itertools.product(range(20), all_volumes * 3):
+            nursery.start_soon(create, volume, b"name-%d" % number)
+    assert len(won) == 20
+    assert all(len(made) == 1 for made in won.values()), won
+
+
+async def test_of_renames_over_one_name_all_happen_and_one_is_last(
+    rng: random.Random, autojump_clock: trio.testing.MockClock
+) -> None:
+    options = lab_options(strict=True)
+    disk = Disk.format(options, shared=True)
+    async with volumes(disk, options, 3, rng) as all_volumes:
+        made: list[int] = []
+        async with trio.open_nursery() as nursery:
+
+            async def replace(volume: Volume, number: int) -> None:
+                name = b"temporary-%d" % number
+                made.append(await make(volume, name))
+                await volume.rename(ROOT_INODE, name, ROOT_INODE, b"final", 0)
+
+            for number in range(30):
+                nursery.start_soon(replace, all_volumes[number % 3], number)
+        assert [await names_in(volume) for volume in all_volumes] == [[b"final"]] * 3
+        finals = {(await volume.lookup(ROOT_INODE, b"final")).ino for volume in all_volumes}
+        assert len(finals) == 1
+        assert finals <= set(made)
+        assert len([key for key in disk.records if key.startswith(b"d")]) == 1
+
+
+@pytest.mark.parametrize("strict", [True, False])
+async def test_many_names_in_one_folder_none_lost_none_doubled(
+    rng: random.Random, autojump_clock: trio.testing.MockClock, strict: bool
+) -> None:
+    options = lab_options(strict=strict)
+    disk = Disk.format(options, shared=True)
+    async with volumes(disk, options, 2, rng) as (one, two):
+        folder = (await one.make_directory(ROOT_INODE, b"folder", 0o755, CALLER)).ino
+        async with trio.open_nursery() as nursery:
+
+            async def fill(volume: Volume, first: int) -> None:
+                for number in range(first, 10_000, 20):
+                    await make(volume, b"name-%d" % number, folder)
+
+            for first in range(20):
+                nursery.start_soon(fill, one if first % 2 else two, first)
+        await one.sync()
+        await two.sync()
+        expected = sorted(b"name-%d" % number for number in range(10_000))
+        assert await names_in(one, folder) == expected
+        assert await names_in(two, folder) == expected
+        rows = [row for key, row in disk.records.items() if key.startswith(schema.entry_prefix(folder))]
+        assert len({row.value for row in rows}) == 10_000
+
+
+async def test_a_rename_is_seen_as_one_step(rng: random.Random, autojump_clock: trio.testing.MockClock) -> None:
+    options = lab_options(strict=True)
+    disk = Disk.format(options, shared=True)
+    async with volumes(disk, options, 2, rng) as (one, two):
+        ino = await make(one, b"a")
+        seen: set[tuple[bytes, ...]] = set()
+        finished = False
+
+        async def observe() -> None:
+            while not finished:
+                rows = await two.list_directory(ROOT_INODE, 0, 100)
+                assert [row.attributes.ino for row in rows] == [ino]
+                seen.add(tuple(row.name for row in rows))
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(observe)
+            for old, new in [(b"a", b"b"), (b"b", b"a")] * 40:
+                await one.rename(ROOT_INODE, old, ROOT_INODE, new, 0)
+                assert (await two.lookup(ROOT_INODE, new)).ino == ino
+                assert not await exists(two, old)
+            finished = True
+        assert seen == {(b"a",), (b"b",)}
+
+
+async def test_names_of_a_link_are_counted_by_all(rng: random.Random, autojump_clock: trio.testing.MockClock) -> None:
+    options = lab_options(strict=True)
+    disk = Disk.format(options, shared=True)
+    async with volumes(disk, options, 2, rng) as (one, two):
+        ino = await make(one, b"first")
+        await two.lookup(ROOT_INODE, b"first")
+        async with trio.open_nursery() as nursery:
+            for number, volume in enumerate([one, two] * 10):
+                nursery.start_soon(volume.link, ino, ROOT_INODE, b"link-%d" % number)
+        for volume in (one, two):
+            assert (await volume.lookup(ROOT_INODE, b"first")).nlink == 21
+        async with trio.open_nursery() as nursery:
+            for number, volume in enumerate([two, one] * 10):
+                nursery.start_soon(volume.unlink, ROOT_INODE, b"link-%d" % number)
+        for volume in (one, two):
+            assert (await volume.lookup(ROOT_INODE, b"first")).nlink == 1
+        assert await names_in(two) == [b"first"]
+
+
+async def test_a_folder_is_never_removed_with_a_name_in_it(
+    rng: random.Random, autojump_clock: trio.testing.MockClock
+) -> None:
+    options = lab_options(strict=True)
+    disk = Disk.format(options, shared=True)
+    outcomes = set()
+    async with volumes(disk, options, 2, rng) as (one, two):
+        for number in range(60):
+            name = b"folder-%d" % number
+            folder = (await one.make_directory(ROOT_INODE, name, 0o755, CALLER)).ino
+            done: list[str] = []
+
+            async def remove(name: bytes, done: list[str]) -> None:
+                try:
+                    await one.remove_directory(ROOT_INODE, name)
+                    done.append("removed")
+                except errors.NotEmpty:
+                    pass
+
+            async def create(folder: int, name: bytes, done: list[str]) -> None:
+                try:
+                    await two.lookup(ROOT_INODE, name)
+                    await make(two, b"file", folder)
+                    done.append("created")
+                except (errors.NotFound, errors.Stale):
+                    pass
+
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(remove, name, done)
+                nursery.start_soon(create, folder, name, done)
+            assert len(done) == 1, done
+            outcomes.update(done)
+            rows = [key for key in disk.records if key.startswith(schema.entry_prefix(folder))]
+            assert bool(rows) == (done == ["created"])
+            assert await exists(two, name) == (done == ["created"])
+    assert outcomes == {"created", "removed"}
+
+
+async def test_two_folders_never_go_into_each_other(rng: random.Random, autojump_clock: trio.testing.MockClock) -> None:
+    options = lab_options(strict=True)
+    disk = Disk.format(options, shared=True)
+    async with volumes(disk, options, 2, rng) as (one, two):
+        for number in range(20):
+            names = (b"x%d" % number, b"y%d" % number)
+            x, y = [(await one.make_directory(ROOT_INODE, name, 0o755, CALLER)).ino for name in names]
+            for name in names:
+                await two.lookup(ROOT_INODE, name)
+            moved: list[int] = []
+
+            async def move(volume: Volume, name: bytes, into: int, moved: list[int]) -> None:
+                try:
+                    await volume.rename(ROOT_INODE, name, into, name, 0)
+                    moved.append(into)
+                except (errors.InvalidArgument, errors.NotFound):
+                    pass
+
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(move, one, names[0], y, moved)
+                nursery.start_soon(move, two, names[1], x, moved)
+            assert len(moved) == 1
+        assert len(await names_in(two)) == 20
+        await until_nlink(one, 22)
+
+
+async def test_exchanged_names_are_both_there_all_the_time(
+    rng: random.Random, autojump_clock: trio.testing.MockClock
+) -> None:
+    options = lab_options(strict=True)
+    disk = Disk.format(options, shared=True)
+    async with volumes(disk, options, 2, rng) as (one, two):
+        folder = (await one.make_directory(ROOT_INODE, b"folder", 0o755, CALLER)).ino
+        file = await make(one, b"file", folder)
+        other = (await two.make_directory(ROOT_INODE, b"other", 0o755, CALLER)).ino
+        for number in range(9):
+            volume = (one, two)[number % 2]
+            await volume.rename(folder, b"file", ROOT_INODE, b"other", RENAME_EXCHANGE)
+            expected = (other, file) if number % 2 == 0 else (file, other)
+            for seeing in (one, two):
+                found = (await seeing.lookup(folder, b"file"), await seeing.lookup(ROOT_INODE, b"other"))
+                assert (found[0].ino, found[1].ino) == expected
+                await until_nlink(seeing, 3 if number % 2 == 0 else 4)
+                assert (await seeing.lookup(ROOT_INODE, b"folder")).nlink == (3 if number % 2 == 0 else 2)
+
+
+class Walk:
+    """One client that does things at random in a small tree which others change, too."""
+
+    NAMES = (b"a", b"b", b"c", b"d")
+
+    def __init__(self, volume: Volume, rng: random.Random) -> None:
+        self.volume = volume
+        self.rng = rng
+        self.done = 0
+
+    async def somewhere(self) -> int:
+        """A directory, up to three levels down."""
+        ino = ROOT_INODE
+        for _ in range(self.rng.randrange(4)):
+            node = await self.volume.lookup(ino, self.rng.choice(self.NAMES))
+            if not node.is_directory:
+                break
+            ino = node.ino
+        return ino
+
+    async def step(self) -> None:
+        volume, rng = self.volume, self.rng
+        parent, name = await self.somewhere(), rng.choice(self.NAMES)
+        kind = rng.choice(("make", "make", "mkdir", "link", "symlink", "unlink", "rmdir", "rename", "rename", "list"))
+        if kind == "make":
+            handle, _ = await volume.create(parent, name, 0o644, CALLER, os.O_RDWR)
+            await volume.write(handle, 0, name * rng.randrange(1, 3000))
+            await volume.flush(handle)
+            await volume.release(handle)
+        elif kind == "mkdir":
+            await volume.make_directory(parent, name, 0o755, CALLER)
+        elif kind == "symlink":
+            await volume.make_symlink(parent, name, b"target", CALLER)
+        elif kind == "link":
+            node = await volume.lookup(await self.somewhere(), rng.choice(self.NAMES))
+            await volume.link(node.ino, parent, name)
+        elif kind == "unlink":
+            await volume.unlink(parent, name)
+        elif kind == "rmdir":
+            await volume.remove_directory(parent, name)
+        elif kind == "rename":
+            flags = rng.choice((0, 0, RENAME_NOREPLACE, RENAME_EXCHANGE))
+            await volume.rename(parent, name, await self.somewhere(), rng.choice(self.NAMES), flags)
+        else:
+            await volume.list_directory(parent, 0, 100)
+
+    async def run(self, steps: int) -> None:
+        for _ in range(steps):
+            try:
+                await self.step()
+                self.done += 1
+            except errors.EngineError:
+                raise
+            except errors.OperationError:
+                pass  # others were faster, or it made no sense
+
+
+async def tree_of(volume: Volume, ino: int = ROOT_INODE) -> dict[bytes, object]:
+    """name -> tree of a directory, or (inode, number of names, size)"""
+    found: dict[bytes, object] = {}
+    for row in await volume.list_directory(ino, 0, 100):
+        node = await volume.lookup(ino, row.name)
+        found[row.name] = await tree_of(volume, node.ino) if node.is_directory else (node.ino, node.nlink, node.size)
+    return found
+
+
+async def walk_at_random(rng: random.Random, *, strict: bool, step_count: int = 150) -> None:
+    """Three clients change a tree; what the records say is looked at after each commit, and by a check at the end."""
+    options = lab_options(strict=strict, capacity=64 << 20)
+    disk = Disk.format(options, shared=True)
+    audit = Audit.attach(disk)
+    async with volumes(disk, options, 3, rng) as all_volumes:
+        walks = [Walk(volume, random.Random(rng.random())) for volume in all_volumes]
+        async with trio.open_nursery() as nursery:
+            for walk in walks:
+                nursery.start_soon(walk.run, step_count)
+        assert sum(walk.done for walk in walks) > step_count / 3
+        for volume in all_volumes:
+            await volume.sync()
+
+        async def agree() -> bool:
+            try:
+                trees = [await tree_of(volume) for volume in all_volumes]
+            except (errors.NotFound, errors.Stale):
+                return False  # the news of a change came between two questions
+            return trees[0] == trees[1] == trees[2]
+
+        await eventually(agree)
+    assert audit.commit_count > 20
+
+
+@pytest.mark.parametrize("strict", [True, False], ids=["strict", "relaxed"])
+@pytest.mark.parametrize("run", range(6))
+async def test_all_agree_on_a_tree_that_three_changed_at_random(
+    rng: random.Random, autojump_clock: trio.testing.MockClock, run: int, strict: bool
+) -> None:
+    await walk_at_random(rng, strict=strict)
+
+
+@pytest.mark.parametrize("seed", [4, 9, 10, 14, 18, 28, 77, 86, 1091, 1224, 2017, 2091, 2120, 3045])
+async def test_all_agree_on_a_tree_where_they_did_not_once(autojump_clock: trio.testing.MockClock, seed: int) -> None:
+    await walk_at_random(random.Random(seed), strict=False)
+
+
+async def test_a_file_that_another_client_renamed_before_our_removal_came_stays(
+    rng: random.Random, autojump_clock: trio.testing.MockClock
+) -> None:
+    options = lab_options()
+    disk = Disk.format(options, shared=True)
+    Audit.attach(disk)
+    chaos = [Chaos(random.Random(0)), Chaos(random.Random(0))]
+    async with volumes(disk, options, 2, rng, chaos) as (one, two):
+        ino = await make(one, b"a")
+        await one.sync()
+        assert (await two.lookup(ROOT_INODE, b"a")).ino == ino
+        await two.unlink(ROOT_INODE, b"a")  # in memory, for a while
+        await one.rename(ROOT_INODE, b"a", ROOT_INODE, b"b", 0)
+        await one.sync()
+        await two.sync()
+        for volume in (one, two):
+            assert await names_in(volume) == [b"b"]
+            assert (await volume.lookup(ROOT_INODE, b"b")).ino == ino
+        assert schema.orphan_key(ino) not in disk.records
+
+
+async def test_a_file_that_came_under_a_name_before_our_removal_did_goes_with_it(
+    rng: random.Random, autojump_clock: trio.testing.MockClock
+) -> None:
+    options = lab_options()
+    disk = Disk.format(options, shared=True)
+    Audit.attach(disk)
+    chaos = [Chaos(random.Random(0)), Chaos(random.Random(0))]
+    async with volumes(disk, options, 2, rng, chaos) as (one, two):
+        await make(one, b"a")
+        other = await make(one, b"b")
+        await one.sync()
+        await two.lookup(ROOT_INODE, b"a")
+        await two.lookup(ROOT_INODE, b"b")
+        await two.unlink(ROOT_INODE, b"a")
+        await one.rename(ROOT_INODE, b"b", ROOT_INODE, b"a", 0)
+        await one.sync()
+        await two.sync()
+        for volume in (one, two):
+            assert await names_in(volume) == []
+        assert schema.orphan_key(other) in disk.records
+
+
+async def test_a_folder_is_removed_after_the_names_that_left_it(
+    rng: random.Random, autojump_clock: trio.testing.MockClock
+) -> None:
+    options = lab_options()
+    disk = Disk.format(options, shared=True)
+    Audit.attach(disk)
+    async with volumes(disk, options, 2, rng) as (one, two):
+        for number in range(10):
+            folder = (await one.make_directory(ROOT_INODE, b"%d" % number, 0o755, CALLER)).ino
+            await make(one, b"file", folder)
+            await one.sync()
+            await one.unlink(folder, b"file")
+            await one.remove_directory(ROOT_INODE, b"%d" % number)
+        await two.sync()
+    assert not [key for key in disk.records if key[:1] == b"d"]

@@ -1,0 +1,98 @@
+"""Reads of a shared store: they share round trips, survive who cancels, and fail at once while the store is away."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import trio
+import trio.testing
+from volume_lab import Chaos, Disk, MemoryRecords, lab_options
+
+from kvfuse.errors import EngineError
+from kvfuse.volume.shared_records import CALLS_MAX, SharedRecords
+
+
+def make(deadline: float = 1.0) -> tuple[SharedRecords, Chaos]:
+    chaos = Chaos(random.Random(0), deadline=deadline)
+    return SharedRecords(MemoryRecords(Disk.format(lab_options(), shared=True), chaos)), chaos
+
+
+async def test_reads_that_wait_share_one_call(autojump_clock: trio.testing.MockClock) -> None:
+    records, chaos = make()
+    for number in range(100):
+        await records.commit({b"k%d" % number: b"%d" % number})
+    chaos.stalled = trio.Event()
+    found: dict[int, bytes] = {}
+
+    async def ask(number: int) -> None:
+        row, absent = await records.get([b"k%d" % number, b"absent"])
+        assert row is not None
+        assert absent is None
+        found[number] = row.value
+
+    async with trio.open_nursery() as nursery:
+        for number in range(100):
+            nursery.start_soon(ask, number)
+        await trio.testing.wait_all_tasks_blocked()
+        chaos.stalled.set()
+    assert found == {number: b"%d" % number for number in range(100)}
+    assert records.counters.gets <= CALLS_MAX + 2
+
+
+async def test_a_reader_that_is_cancelled_takes_no_other_along(autojump_clock: trio.testing.MockClock) -> None:
+    records, chaos = make()
+    await records.commit({b"key": b"value"})
+    chaos.stalled = trio.Event()
+    answered = 0
+
+    async def ask() -> None:
+        nonlocal answered
+        (row,) = await records.get([b"key"])
+        assert row is not None
+        answered += 1
+
+    async with trio.open_nursery() as nursery:
+        async with trio.open_nursery() as cancelled:
+            for _ in range(CALLS_MAX + 3):
+                cancelled.start_soon(ask)
+            await trio.testing.wait_all_tasks_blocked()
+            for _ in range(10):
+                nursery.start_soon(ask)
+            await trio.testing.wait_all_tasks_blocked()
+            cancelled.cancel_scope.cancel()
+        chaos.stalled.set()
+    assert answered == 10
+
+
+async def test_a_store_that_is_away_fails_at_once_and_comes_back(autojump_clock: trio.testing.MockClock) -> None:
+    records, chaos = make()
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(records.run)
+        chaos.cut = trio.Event()
+        with pytest.raises(EngineError):
+            await records.get([b"key"])
+        begun = trio.current_time()
+        for _ in range(100):
+            with pytest.raises(EngineError, match="not reachable"):
+                await records.get([b"key"])
+        assert trio.current_time() == begun
+        assert records.is_away
+        chaos.cut.set()
+        await trio.sleep(5)
+        assert not records.is_away
+        assert await records.get([b"key"]) == [None]
+        nursery.cancel_scope.cancel()
+
+
+async def test_commits_of_our_own_are_known_also_before_they_return(autojump_clock: trio.testing.MockClock) -> None:
+    records, chaos = make()
+    theirs = await records.inner.commit({b"key": b"theirs"})
+    assert not await records.is_own(theirs)
+    chaos.delay = 1.0
+    changes = records.watch(b"")
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(records.commit, {b"key": b"ours"})
+        async for change in changes:
+            assert await records.is_own(change.version)
+            break
