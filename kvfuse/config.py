@@ -15,150 +15,50 @@ import tomllib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 import msgspec
 from msgspec import Meta
 
 from kvfuse.errors import ConfigError
-from kvfuse.sizes import GIB, KIB, MIB, format_size, parse_size
+from kvfuse.options import (
+    SIZES,
+    CacheOptions,
+    ClientOptions,
+    KernelFlag,
+    LogOptions,
+    MountOptions,
+    Options,
+    PublishOptions,
+    RecordOptions,
+    SegmentOptions,
+    UsrbioOptions,
+    VolumeOptions,
+)
+from kvfuse.sizes import GIB, MIB, format_size, parse_size
+
+__all__ = [
+    "KEYS",
+    "UNSET",
+    "CacheOptions",
+    "ClientOptions",
+    "Effective",
+    "LogOptions",
+    "MountOptions",
+    "Options",
+    "PublishOptions",
+    "RecordOptions",
+    "SegmentOptions",
+    "UsrbioOptions",
+    "VolumeOptions",
+    "check_capacity",
+    "default_capacity",
+    "disk_free",
+    "is_size",
+    "load",
+]
 
 CAPACITY_DEFAULT_MAX = 64 * GIB
-SLOT_SIZE_MAX = 64 * MIB
-
-Bytes = Annotated[int, Meta(ge=1, le=1 << 62, description='a size such as "64GiB", or a number of bytes')]
-BlockBytes = Annotated[int, Meta(ge=1, le=SLOT_SIZE_MAX, description='sizes such as "2MiB", of up to 64MiB')]
-ChunkBytes = Annotated[
-    int,
-    Meta(ge=4 * KIB, le=SLOT_SIZE_MAX, multiple_of=4 * KIB, description="a size from 4KiB to 64MiB, in steps of 4KiB"),
-]
-SegmentBytes = Annotated[
-    int, Meta(ge=MIB, le=1 << 40, multiple_of=MIB, description="a size from 1MiB to 1TiB, in steps of 1MiB")
-]
-TierBytes = Annotated[int, Meta(ge=0, le=1 << 62, description='a size such as "1GiB"; 0: none')]
-ReadAheadBytes = Annotated[int, Meta(ge=0, le=GIB, description='a size such as "1MiB"; 0 leaves the kernel\'s own')]
-Seconds = Annotated[float, Meta(ge=0, le=1e9, description="a number of seconds, 0 or more")]
-Count = Annotated[int, Meta(ge=1, le=1 << 40, description="a whole number, 1 or more")]
-KernelFlag = Literal["dev", "nodev", "suid", "nosuid", "exec", "noexec", "sync", "dirsync"]
-
-_SIZES = (Bytes, BlockBytes, ChunkBytes, SegmentBytes, TierBytes, ReadAheadBytes)
-
-
-class _Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Base of the tables of mount.conf."""
-
-
-class VolumeOptions(_Section, frozen=True):
-    """What a volume is. All but ``path`` matter when it is formatted and are then kept in its superblock."""
-
-    path: Path | None = None
-    """the volume's folder; None: SOURCE"""
-    capacity: Bytes | None = None
-    """bytes promised to users; None: the smaller of 64 GiB and half of the free disk"""
-    slab_size: Bytes | None = None
-    """bytes of a slab; None: chosen from the capacity"""
-    segment_size: SegmentBytes = GIB
-    chunk_size: ChunkBytes = 4 * MIB
-    """bytes of a large file that one chunk covers"""
-    exact_sizes: tuple[BlockBytes, ...] = ()
-    """block sizes that get a size class of their own"""
-
-
-class RecordOptions(_Section, frozen=True):
-    """Where names and inodes live."""
-
-    engine: Literal["lmdb"] = "lmdb"
-    path: Path | None = None
-    """None: ``records`` in the volume's folder"""
-    commit_delay: Seconds = 0.0
-    """seconds that every commit takes longer: to try how a workload bears a store that is far away"""
-
-
-class SegmentOptions(_Section, frozen=True):
-    """Where the bytes live."""
-
-    engine: Literal["file"] = "file"
-    path: Path | None = None
-    """None: ``segments`` in the volume's folder"""
-    direct: bool = False
-    """O_DIRECT instead of the page cache"""
-
-
-class PublishOptions(_Section, frozen=True):
-    """When names and content reach the record store."""
-
-    mode: Literal["relaxed", "strict"] = "relaxed"
-    window: Seconds = 0.05
-    """seconds that a relaxed change may wait"""
-
-
-class CacheOptions(_Section, frozen=True):
-    """What the daemon may keep in memory."""
-
-    staging_size: Bytes = 256 * MIB
-    """bytes of files being written that wait for their size class"""
-    nodes: Count = 10_000
-    """inodes kept decoded"""
-    tier_size: TierBytes = GIB
-    """bytes of shared memory for blocks that clients may map; 0: none"""
-
-
-class MountOptions(_Section, frozen=True):
-    """How the kernel sees the mount. Timeouts in seconds."""
-
-    entry_timeout: Seconds = 60.0
-    attr_timeout: Seconds = 60.0
-    negative_timeout: Seconds = 1.0
-    read_ahead: ReadAheadBytes = MIB
-    allow_other: bool = False
-    read_only: bool = False
-    atime: bool = True
-    default_permissions: bool = True
-    flags: tuple[KernelFlag, ...] = ()
-    """further flags for the kernel, as in mount(8)"""
-
-
-class UsrbioOptions(_Section, frozen=True):
-    """Rings: shared memory between an engine's process and the daemon."""
-
-    enabled: bool = True
-    """clients may connect to ``.kvfuse/control.sock`` in the mount"""
-
-
-class LogOptions(_Section, frozen=True):
-    """What the daemon says, and where."""
-
-    level: Literal["debug", "info", "warning", "error"] = "info"
-    file: Path | None = None
-    """None: ``log`` in the volume's folder for a background daemon, stderr in the foreground"""
-
-
-class Options(_Section, frozen=True):
-    """Everything one mount needs to know."""
-
-    volume: VolumeOptions = msgspec.field(default_factory=VolumeOptions)
-    records: RecordOptions = msgspec.field(default_factory=RecordOptions)
-    segments: SegmentOptions = msgspec.field(default_factory=SegmentOptions)
-    publish: PublishOptions = msgspec.field(default_factory=PublishOptions)
-    cache: CacheOptions = msgspec.field(default_factory=CacheOptions)
-    mount: MountOptions = msgspec.field(default_factory=MountOptions)
-    usrbio: UsrbioOptions = msgspec.field(default_factory=UsrbioOptions)
-    log: LogOptions = msgspec.field(default_factory=LogOptions)
-
-    @property
-    def volume_path(self) -> Path:
-        """The volume's folder. ConfigError where neither mount.conf nor the command line names one."""
-        if self.volume.path is None:
-            raise ConfigError("volume.path is not set: name the volume's folder in mount.conf or as SOURCE")
-        return self.volume.path
-
-    @property
-    def records_path(self) -> Path:
-        return self.records.path or self.volume_path / "records"
-
-    @property
-    def segments_path(self) -> Path:
-        return self.segments.path or self.volume_path / "segments"
 
 
 @dataclass(frozen=True)
@@ -174,7 +74,10 @@ class Effective:
         """(key, value, origin) in the order of mount.conf."""
         for key, origin in self.origins.items():
             section, name = key.split(".")
-            yield key, getattr(getattr(self.options, section), name), origin
+            value = getattr(getattr(self.options, section), name)
+            if key == "publish.mode" and value is None:
+                value, origin = self.options.publish_mode, f"default with records.engine {self.options.records.engine}"
+            yield key, value, origin
 
 
 # -- what may be written ----------------------------------------------------------------------------
@@ -191,8 +94,17 @@ UNSET: dict[str, str] = {
     "volume.capacity": "the smaller of 64GiB and half of the free disk",
     "volume.slab_size": "chosen from the capacity",
     "records.path": "records, in the volume's folder",
+    "records.user": "nobody: the server does not ask",
+    "records.password_file": "none",
+    "records.ca_file": "whom the system trusts",
+    "records.cert_file": "none",
+    "records.key_file": "none",
     "segments.path": "segments, in the volume's folder",
-    "log.file": "log, in the volume's folder; in the foreground stderr",
+    "segments.pool": "to be named",
+    "segments.namespace": "the volume's name",
+    "segments.keyring": "as ceph.conf says",
+    "publish.mode": "strict where the record store is shared, else relaxed",
+    "log.file": "log, in the volume's folder, or /var/log/kvfuse-NAME.log; in the foreground stderr",
 }
 """what None stands for, for people"""
 
@@ -227,7 +139,7 @@ _NAMES = _names_of_keys()
 
 
 def _holds_sizes(annotation: Any) -> bool:
-    return annotation in _SIZES or any(_holds_sizes(part) for part in get_args(annotation))
+    return annotation in SIZES or any(_holds_sizes(part) for part in get_args(annotation))
 
 
 def is_size(key: str) -> bool:
@@ -356,6 +268,11 @@ def _flatten(tree: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 # -- -o words ---------------------------------------------------------------------------------------
 
 
+def _split_list(text: str) -> list[str]:
+    """Parts between colons; of URLs, which have colons in them, between those before the next URL."""
+    return re.split(":(?=https?://)", text) if "://" in text else text.split(":")
+
+
 def _read_words(texts: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
     """(key -> value, key -> "-o word") of mount options; a later word wins."""
     values: dict[str, Any] = {}
@@ -392,7 +309,7 @@ def _read_word(word: str) -> tuple[str, Any]:
         raise ConfigError(f"-o {word}: unknown option '{name}'{_nearest(name, known, help_there)}")
     if not equals and KEYS[key] is bool:
         return key, True
-    value: Any = text.split(":") if get_origin(KEYS[key]) is tuple else text
+    value: Any = _split_list(text) if get_origin(KEYS[key]) is tuple else text
     return key, _convert(key, value, Path.cwd(), f"-o {word}", from_text=True)
 
 
@@ -418,7 +335,9 @@ def load(source: Path | None = None, *, file: Path | None = None, words: Sequenc
         origins |= more_origins
     if source and source != file:
         values["volume.path"], origins["volume.path"] = source, "command line"
-    return Effective(_build(values), origins, source or file)
+    options = _build(values)
+    _check_combination(options, origins)
+    return Effective(options, origins, source or file)
 
 
 def _build(values: dict[str, Any]) -> Options:
@@ -431,7 +350,77 @@ def _build(values: dict[str, Any]) -> Options:
     )
 
 
-# -- the disk below ---------------------------------------------------------------------------------
+# -- which options go together ----------------------------------------------------------------------
+
+_ONLY_WITH: dict[tuple[str, str], tuple[str, ...]] = {
+    ("records.engine", "lmdb"): ("records.path",),
+    ("records.engine", "etcd"): (
+        "volume.name",
+        *(f"records.{name}" for name in ("endpoints", "prefix", "user", "password_file", "ca_file", "cert_file")),
+        *(f"records.{name}" for name in ("key_file", "deadline", "operations_max", "request_size_max")),
+        "client.lease",
+    ),
+    ("segments.engine", "file"): ("segments.path", "segments.direct"),
+    ("segments.engine", "rados"): tuple(
+        f"segments.{name}"
+        for name in ("conf_file", "pool", "namespace", "user", "keyring", "object_size", "deadline", "in_flight_max")
+    ),
+}
+"""(key, value) -> keys that say nothing without it"""
+
+
+def _check_combination(options: Options, origins: dict[str, str]) -> None:
+    """ConfigError where options that were given do not go together, or one that the others need is not given."""
+    engines = {"records.engine": options.records.engine, "segments.engine": options.segments.engine}
+    for (engine_key, engine), keys in _ONLY_WITH.items():
+        for key in keys:
+            if origins[key] != "default" and engines[engine_key] != engine:
+                raise ConfigError(
+                    f"{origins[key]}: {key} is for {engine_key} '{engine}', which here is '{engines[engine_key]}'"
+                )
+    if options.is_shared:
+        _check_shared(options, origins)
+    elif not options.has_segment_files:
+        raise ConfigError(
+            "segments.engine 'rados' needs records.engine 'etcd': records in 'lmdb' are one host's, and others that"
+            " reach the pool would not see them"
+        )
+
+
+def _check_shared(options: Options, origins: dict[str, str]) -> None:
+    records, segments = options.records, options.segments
+    _ = options.key_prefix  # ConfigError where the volume has no name
+    if options.has_segment_files and options.volume.path is None and segments.path is None:
+        raise ConfigError("segments.path is not set: name the segments' folder, on a file system that all hosts share")
+    if not options.has_segment_files and segments.pool is None:
+        raise ConfigError("segments.pool is not set: name the RADOS pool of the segments")
+    if options.volume.path is not None and (not options.has_segment_files or segments.path is not None):
+        raise ConfigError(
+            f"{origins['volume.path']}: volume.path is {options.volume.path}, but this volume has no folder: its"
+            " records are in etcd; give the mount.conf alone"
+        )
+    for one, other in (("user", "password_file"), ("cert_file", "key_file")):
+        if (getattr(records, one) is None) != (getattr(records, other) is None):
+            raise ConfigError(f"records.{one} and records.{other} go together: give both, or none")
+    uses_tls = {endpoint.startswith("https://") for endpoint in records.endpoints}
+    if len(uses_tls) != 1:
+        raise ConfigError("records.endpoints must be one or more URLs, all of http:// or all of https://")
+    for name in ("ca_file", "cert_file"):
+        if getattr(records, name) is not None and uses_tls == {False}:
+            raise ConfigError(f"records.{name} is for https://, but records.endpoints are of http://")
+    if records.deadline >= options.client.lease:
+        raise ConfigError(
+            f"client.lease is {options.client.lease:g} s: it must be longer than records.deadline,"
+            f" {records.deadline:g} s, or one slow call would lose it"
+        )
+    if not options.has_segment_files and 1.5 * segments.deadline >= options.client.lease:
+        raise ConfigError(
+            f"client.lease is {options.client.lease:g} s: it must be longer than one and a half times"
+            f" segments.deadline, {segments.deadline:g} s: a write is begun only if it ends before the lease may"
+        )
+
+
+# -- the space below --------------------------------------------------------------------------------
 
 
 def disk_free(path: Path) -> int:
@@ -441,18 +430,14 @@ def disk_free(path: Path) -> int:
     return figures.f_bavail * figures.f_frsize
 
 
-def default_capacity(path: Path, reclaimed: int = 0) -> int:
-    """The smaller of 64 GiB and half of the free disk below ``path``, in whole MiB.
-
-    ``reclaimed``: bytes that will be free besides, because the volume that holds them is replaced.
-    """
-    return min(CAPACITY_DEFAULT_MAX, (disk_free(path) + reclaimed) // 2) // MIB * MIB
+def default_capacity(free: int) -> int:
+    """The smaller of 64 GiB and half of the ``free`` bytes below the segments, in whole MiB."""
+    return min(CAPACITY_DEFAULT_MAX, free // 2) // MIB * MIB
 
 
-def check_capacity(capacity: int, path: Path, reclaimed: int = 0) -> None:
-    """ConfigError where the disk below ``path`` could not keep the promise of ``capacity`` bytes."""
-    free = disk_free(path) + reclaimed
+def check_capacity(capacity: int, free: int, place: str) -> None:
+    """ConfigError where the ``free`` bytes of ``place`` could not keep the promise of ``capacity`` bytes."""
     if capacity > free:
         raise ConfigError(
-            f"a capacity of {format_size(capacity)} is more than the {format_size(free)} that are free below {path}"
+            f"a capacity of {format_size(capacity)} is more than the {format_size(free)} that are free {place}"
         )

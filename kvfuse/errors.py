@@ -31,6 +31,10 @@ class MountError(KvfuseError):
     """The mount point or the machine does not allow the mount."""
 
 
+class ClusterError(KvfuseError):
+    """A server started for trying or for tests does not start, answer or end: the message has the end of its log."""
+
+
 # -- an operation on names and files cannot be done --------------------------------------------------
 
 

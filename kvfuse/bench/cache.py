@@ -182,13 +182,15 @@ def read_whole(path: str, buffer: memoryview) -> int:
         os.close(descriptor)
 
 
-def write_and_rename(temporary: str, path: str, data: memoryview | bytes) -> None:
-    """Store ``data`` at ``path`` as engines do: nobody sees the name before the bytes are whole."""
+def write_and_rename(temporary: str, path: str, data: memoryview | bytes, *, fsync: bool = False) -> None:
+    """Store ``data`` at ``path`` as engines do: nobody sees the name before the bytes are whole (``fsync``: safe)."""
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
     try:
         view = memoryview(data)
         while view:
             view = view[os.write(descriptor, view) :]
+        if fsync:
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)
     os.rename(temporary, path)

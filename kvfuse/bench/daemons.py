@@ -13,9 +13,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvfuse.errors import MountError
+from kvfuse.sizes import KIB, MIB
 
 START_SECONDS_MAX = 60.0
 END_SECONDS_MAX = 120.0
+
+READ_AHEAD = MIB
+"""bytes that the kernel reads ahead of a sequential reader: what kvfuse asks for by default, given to others as well"""
 
 BAREFS = Path(__file__).with_name("barefs.py")
 """the reference file system, a program of its own"""
@@ -32,7 +36,10 @@ class Daemon(NamedTuple):
 
 @contextlib.contextmanager
 def kvfuse_mount(volume: Path, mountpoint: Path, *words: str) -> Iterator[Daemon]:
-    """The volume in the folder ``volume`` (made if it is not there), mounted with ``-o`` ``words``."""
+    """The volume in the folder ``volume`` (made if it is not there), or of the mount.conf of that name.
+
+    Mounted with ``-o`` ``words``.
+    """
     options = [part for word in words for part in ("-o", word)]
     command = [sys.executable, "-m", "kvfuse.cli", "mount", "--foreground", str(volume), str(mountpoint), *options]
     with _mounted(command, mountpoint) as daemon:
@@ -47,12 +54,27 @@ def barefs_mount(mountpoint: Path) -> Iterator[Daemon]:
 
 
 @contextlib.contextmanager
+def ceph_fuse_mount(conf_file: Path, mountpoint: Path) -> Iterator[Daemon]:
+    """The CephFS of the cluster that ``conf_file`` names, with ceph-fuse's defaults but for the kernel's read-ahead."""
+    with _mounted(["ceph-fuse", "-f", "-c", str(conf_file), str(mountpoint)], mountpoint) as daemon:
+        device = mountpoint.stat().st_dev
+        # left as it is where root does not own /sys, as kvfuse does
+        with contextlib.suppress(PermissionError, FileNotFoundError):
+            knob = Path(f"/sys/class/bdi/{os.major(device)}:{os.minor(device)}/read_ahead_kb")
+            knob.write_text(f"{READ_AHEAD // KIB}")
+        yield daemon
+
+
+@contextlib.contextmanager
 def _mounted(command: Sequence[str], mountpoint: Path) -> Iterator[Daemon]:
     """Run ``command``, which mounts ``mountpoint`` and serves it until SIGTERM. MountError where it does not."""
     mountpoint.mkdir(parents=True, exist_ok=True)
     start = time.perf_counter()
     with tempfile.TemporaryFile() as log:
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        try:
+            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        except OSError as error:
+            raise MountError(f"{command[0]} cannot be started: {error.strerror}") from error
         try:
             _wait_until_mounted(process, mountpoint, log.fileno())
             yield Daemon(mountpoint, process.pid, time.perf_counter() - start)

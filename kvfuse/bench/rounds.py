@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 Side = Callable[[int], float]
 """Measures once; told the round's number, 0 for the warm-up."""
+RowsSide = Callable[[int], Mapping[str, float]]
+"""Measures several things at once: name of a row -> value."""
 
 
 @dataclass(frozen=True)
@@ -90,16 +92,29 @@ class Figure(NamedTuple):
         }
 
 
-def alternate(sides: dict[str, Side], round_count: int) -> list[Measured]:
+def alternate(sides: Mapping[str, Side], round_count: int) -> list[Measured]:
     """Measure all sides in each round, in turning order, so that a noisy neighbour hits them alike.
 
     A first round warms up (memory that the machine hands out for the first time is slow) and does not count.
     """
-    results: dict[str, list[float]] = {name: [] for name in sides}
+
+    def with_one_row(side: Side) -> RowsSide:
+        return lambda number: {"": side(number)}
+
+    return alternate_rows({name: with_one_row(side) for name, side in sides.items()}, round_count)[""]
+
+
+def alternate_rows(sides: Mapping[str, RowsSide], round_count: int) -> dict[str, list[Measured]]:
+    """As ``alternate``, for sides that measure several things at once: what each row has, in the order of the sides."""
+    results: dict[str, dict[str, list[float]]] = {name: {} for name in sides}
     order = list(sides)
     for number in range(round_count + 1):
         for name in order if number % 2 else reversed(order):
-            value = sides[name](number)
-            if number > 0:
-                results[name].append(value)
-    return [Measured(name, values) for name, values in results.items()]
+            for row, value in sides[name](number).items():
+                if number > 0:
+                    results[name].setdefault(row, []).append(value)
+    rows: dict[str, list[Measured]] = {}
+    for name, values in results.items():
+        for row, rounds in values.items():
+            rows.setdefault(row, []).append(Measured(name, rounds))
+    return rows

@@ -38,6 +38,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "fsck": ("kvfuse.cli.fsck:fsck", "Check a volume; repair or rebuild it."),
     "config": ("kvfuse.cli.config:config_command", "Effective options, and where each came from."),
     "doctor": ("kvfuse.cli.doctor:doctor", "What is missing on this machine, and what mends it."),
+    "cluster-dev": ("kvfuse.cli.cluster_dev:cluster_dev", "etcd and Ceph on this machine, to try a shared volume."),
     "bench": ("kvfuse.cli.bench:bench", "Measure this machine, with a reference beside every figure."),
     "replay": ("kvfuse.cli.replay:replay", "Send KV-cache traffic through a mount and verify every byte."),
     "version": ("kvfuse.cli.version:version", "The version of kvfuse and of what it stands on."),

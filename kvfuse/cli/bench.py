@@ -16,6 +16,8 @@ from click.core import ParameterSource
 from rich.console import Console
 
 from kvfuse import __version__
+from kvfuse.bench.cluster import CLUSTER_BENCHES
+from kvfuse.bench.cluster_mounts import ClusterSetting, cluster_servers
 from kvfuse.bench.rings import RING_BENCHES, RingSetting
 from kvfuse.bench.rounds import Conditions, Figure
 from kvfuse.bench.suite import BENCHES, LARGE_BENCHES, Setting, scratch_folders
@@ -112,6 +114,27 @@ def ring(
     _run(only or RING_BENCHES, measure, quick, round_count, folder, output)
 
 
+@bench.command()
+@measuring_options(CLUSTER_BENCHES)
+def cluster(only: tuple[str, ...], quick: bool, round_count: int, folder: Path, output: Path) -> None:
+    """Measure a shared volume beside ceph-fuse, on servers of this machine: etcd and Ceph are started in FOLDER.
+
+    Blocks stored relaxed and strict, absent names, cold reads, reads of what another host wrote; kvfuse on etcd and
+    RADOS against ceph-fuse on a CephFS of the same OSDs. Needs root, ceph-mds and ceph-fuse, and 20 GB of disk.
+    """
+    with (
+        Console(stderr=True).status("cluster") as status,
+        scratch_folders(folder, MEMORY_FOLDER) as (disk, _),
+        cluster_servers(disk, partial(_show, status.update, "cluster")) as servers,
+    ):
+        status.stop()
+
+        def measure(name: str, conditions: Conditions) -> list[Figure]:
+            return CLUSTER_BENCHES[name](ClusterSetting(**vars(conditions), servers=servers))
+
+        _run(only or CLUSTER_BENCHES, measure, quick, round_count, folder, output)
+
+
 def _run(
     names: Iterable[str],
     measure: Callable[[str, Conditions], list[Figure]],
@@ -132,7 +155,7 @@ def _run(
             except (KvfuseError, OSError) as error:
                 failures[name] = str(error)
                 console.print(f"[red]{name}:[/] {error}", highlight=False, soft_wrap=True)
-    _print_figures(figures)
+    _print_figures(figures, failures)
     path = write_result(output, figures, failures, quick)
     console.print(f"written to {path}", highlight=False)
     if failures:
@@ -143,11 +166,12 @@ def _show(update: Callable[[str], None], name: str, text: str) -> None:
     update(f"{name}: {text}")
 
 
-def _print_figures(figures: list[Figure]) -> None:
-    """A row a figure, and a column for everything that stands beside any of them."""
+def _print_figures(figures: list[Figure], failures: Iterable[str]) -> None:
+    """A row a figure, and a column for everything that stands beside any of them; a row for what could not run."""
     beside = list(dict.fromkeys(other.name for figure in figures for other in figure.others))
     columns = ("what", "kvfuse", "reference", "ratio", *beside, "target", "")
-    print_table(columns, (_row(figure, beside) for figure in figures))
+    rows = [_row(figure, beside) for figure in figures]
+    print_table(columns, [*rows, *((name, "not run", *[""] * (len(columns) - 2)) for name in failures)])
 
 
 def _row(figure: Figure, beside: list[str]) -> tuple[str, ...]:

@@ -60,7 +60,7 @@ async def _serve(effective: Effective, point: Path, announce: Callable[[], None]
     doors = [serve_rings] if options.usrbio.enabled else []
 
     def ready() -> None:
-        log.info("%s is mounted on %s", options.volume_path, point)
+        log.info("%s is mounted on %s", options.title, point)
         announce()
 
     failure: KvfuseError | None = None
@@ -91,10 +91,14 @@ async def _cancel_on_signal(scope: Any, task_status: Any) -> None:
 def start_logging(options: LogOptions, default_file: Path | None) -> None:
     """Log to ``options.file``, else to ``default_file``, else to stderr."""
     file = options.file or default_file
+    if file and not options.file:
+        file.parent.mkdir(parents=True, exist_ok=True)
     # A watched file is opened anew after logrotate moved it.
     handler = logging.handlers.WatchedFileHandler(file) if file else logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s"))
+    handler.setFormatter(logging.Formatter("%(asctime)s %(process)d %(levelname)-7s %(name)s: %(message)s"))
     logging.basicConfig(level=options.level.upper(), handlers=[handler], force=True)
+    for library in ("httpx", "httpcore"):  # a line for every request to the record store
+        logging.getLogger(library).setLevel(logging.WARNING)
 
 
 # -- in the background ------------------------------------------------------------------------------
@@ -119,7 +123,8 @@ def start(effective: Effective, point: Path) -> None:
         raise
     if not report:
         _, wait_status = os.waitpid(pid, 0)
-        raise Failure(f"the daemon died before it was mounted ({_how(wait_status)}); its log: {_log_file(effective)}")
+        how, log_file = _how(wait_status), effective.options.log_file
+        raise Failure(f"the daemon died before it was mounted ({how}); its log: {log_file}")
     content = json.loads(report)
     if content:
         os.waitpid(pid, 0)
@@ -139,10 +144,6 @@ def _how(wait_status: int) -> str:
     return f"exit status {code}" if code >= 0 else signal.Signals(-code).name
 
 
-def _log_file(effective: Effective) -> Path:
-    return effective.options.log.file or effective.options.volume_path / "log"
-
-
 def _child(effective: Effective, point: Path, writer: int) -> NoReturn:
     """The daemon, in a session of its own. It never returns to the parent's code."""
     exit_status = 1
@@ -150,7 +151,7 @@ def _child(effective: Effective, point: Path, writer: int) -> NoReturn:
         os.setsid()
         os.chdir("/")
         _redirect(Path(os.devnull), os.O_RDONLY, 0)
-        run(effective, point, lambda: _report_ready(effective, writer), _log_file(effective))
+        run(effective, point, lambda: _report_ready(effective, writer), effective.options.log_file)
         exit_status = 0
     except BaseException as error:
         exit_status = _report_failure(error, writer)
@@ -167,7 +168,7 @@ def _redirect(path: Path, flags: int, *descriptors: int) -> None:
 
 def _report_ready(effective: Effective, writer: int) -> None:
     """From here on the daemon speaks to its log: whoever waits for the end of the parent's output gets it."""
-    _redirect(_log_file(effective), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 1, 2)
+    _redirect(effective.options.log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 1, 2)
     os.write(writer, b"{}\n")
     os.close(writer)
 

@@ -6,23 +6,30 @@ import os
 import platform
 import resource
 import shutil
+import socket
 import sys
+import time
 from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
+from urllib.parse import urlsplit
 
 import click
 
+from kvfuse import config
 from kvfuse.cli import checks
 from kvfuse.cli.console import print_json, print_table
 from kvfuse.cli.version import installed_version
+from kvfuse.config import Options
+from kvfuse.errors import KvfuseError
 from kvfuse.sizes import GIB, format_size
 
 OK, WARN, MISSING = "ok", "warn", "missing"
 
 KERNEL_MIN = (5, 4)
 """what pyfuse3 and preadv2 need"""
+CONNECT_SECONDS = 2.0
 OPEN_FILES_MIN = 4096
 SHARED_MEMORY_MIN = GIB
 HELPERS = ("mount.kvfuse", "mount.fuse.kvfuse", "umount.kvfuse", "umount.fuse.kvfuse")
@@ -62,6 +69,8 @@ def _requirements() -> list[str]:
             "crcmod",
             "lmdb",
             "msgspec",
+            "httpx",
+            "click",
             "rich",
         ]
     return [requirement for requirement in declared if "extra ==" not in requirement]
@@ -162,6 +171,53 @@ def check_helpers() -> Iterator[Finding]:
         yield Finding("mount helpers", OK, "mount -t kvfuse works")
 
 
+def check_engines(options: Options) -> Iterator[Finding]:
+    """What one volume needs beyond this machine: that its record and segment store answer, to this user."""
+    import trio
+
+    for endpoint in options.records.endpoints if options.is_shared else ():
+        if problem := _connection_problem(endpoint):
+            yield Finding(endpoint, WARN, problem, "start that member of etcd, or let this host reach its port")
+    yield trio.run(_ask_records, options)
+    yield trio.run(_ask_segments, options)
+
+
+def _connection_problem(endpoint: str) -> str:
+    parts = urlsplit(endpoint)
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    try:
+        socket.create_connection((parts.hostname or "", port), CONNECT_SECONDS).close()
+    except OSError as error:
+        return f"cannot be reached: {error.strerror or error}"
+    return ""
+
+
+async def _ask_records(options: Options) -> Finding:
+    from kvfuse.volume import engines, format
+
+    if not options.is_shared:
+        there = format.is_volume(options.volume_path)
+        return Finding("records", OK, f"lmdb in {options.records_path}" + ("" if there else ", to be made"))
+    begin = time.monotonic()
+    try:
+        async with engines.open_records(options) as records:
+            what = "no volume yet" if await format.is_vacant(records) else "a volume"
+    except KvfuseError as error:
+        return Finding("records", MISSING, str(error), "see docs/engines.md, etcd")
+    return Finding("records", OK, f"{options.title}: {what}, answers in {(time.monotonic() - begin) * 1000:.0f} ms")
+
+
+async def _ask_segments(options: Options) -> Finding:
+    from kvfuse.volume import engines
+
+    try:
+        free, place = await engines.free_space(options)
+    except KvfuseError as error:
+        return Finding("segments", MISSING, str(error), "see docs/engines.md, rados")
+    size = "an unknown number of bytes" if free is None else format_size(free)
+    return Finding("segments", OK, f"{options.segments.engine}: {size} free {place}")
+
+
 CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
     check_kernel,
     check_fusermount,
@@ -174,13 +230,22 @@ CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
 
 
 @click.command()
+@click.argument("source", required=False, type=Path)
 @click.option("--json", "as_json", is_flag=True, help="For programs: a list of objects.")
-def doctor(as_json: bool) -> None:
+def doctor(source: Path | None, as_json: bool) -> None:
     """What is missing on this machine, and the command that mends it. Changes nothing.
 
-    "missing" is needed for a mount (exit status 1); "warn" costs speed or comfort.
+    With SOURCE, a volume's folder or a mount.conf: also whether what that volume lies on answers. "missing" is needed
+    for a mount (exit status 1); "warn" costs speed or comfort.
+
+    \b
+    Examples:
+      kvfuse doctor
+      kvfuse doctor /etc/kvfuse/mount.conf
     """
     findings = [finding for check in CHECKS for finding in check()]
+    if source is not None:
+        findings += check_engines(config.load(source).options)
     if as_json:
         print_json([finding._asdict() for finding in findings])
     else:

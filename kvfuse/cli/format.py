@@ -13,7 +13,7 @@ from kvfuse.cli.volumes import make_volume
 @click.command("format")
 @click.argument("source", type=Path)
 @click.option("-c", "--config", "file", type=Path, help="Take the volume's options from this mount.conf.")
-@click.option("--capacity", metavar="SIZE", help="Bytes to promise [the smaller of 64GiB and half of the free disk].")
+@click.option("--capacity", metavar="SIZE", help="Bytes to promise [the smaller of 64GiB and half of the free space].")
 @click.option("--slab-size", metavar="SIZE", help="Bytes of a slab [chosen from the capacity].")
 @click.option("--segment-size", metavar="SIZE", help="Bytes of a segment [1GiB].")
 @click.option(
@@ -35,8 +35,8 @@ def format_command(
 ) -> None:
     """Make a volume in the folder SOURCE (or as the mount.conf SOURCE says).
 
-    The folder may be absent or empty. 'kvfuse mount' makes a volume too where there is none; this command is for
-    choosing its shape beforehand.
+    The folder may be absent or empty, and so must be what a mount.conf names. 'kvfuse mount' makes a volume too where
+    there is none; this command is for choosing its shape beforehand.
 
     \b
     Examples:

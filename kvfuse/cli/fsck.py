@@ -40,6 +40,7 @@ def fsck(ctx: click.Context, source: Path, verify: bool, repair: bool, rebuild: 
       kvfuse fsck /srv/kv                 # records against slabs: seconds for a million files
       kvfuse fsck /srv/kv --verify        # and every byte
       kvfuse fsck /srv/kv --rebuild       # the record store is lost or damaged
+      kvfuse fsck /etc/kvfuse/mount.conf  # a volume that hosts share, while none of them has it mounted
     """
     if rebuild and repair:
         raise click.UsageError("--rebuild makes everything anew: it does not go with --repair")

@@ -20,15 +20,16 @@ from kvfuse.cli.checks import check_machine, check_mountpoint
 def mount(source: Path, mountpoint: Path, file: Path | None, words: tuple[str, ...], foreground: bool) -> None:
     """Mount the volume SOURCE at MOUNTPOINT. Returns once it is mounted; a daemon serves it from then on.
 
-    SOURCE is a volume's folder, or a mount.conf that names it. An absent or empty folder becomes a volume first, with
-    the smaller of 64GiB and half of the free disk as its capacity. MOUNTPOINT is an empty directory.
+    SOURCE is a volume's folder, or a mount.conf that names it; a volume that hosts share (records in etcd) needs a
+    mount.conf. Where there is no volume yet it is made first, with the smaller of 64GiB and half of the free space as
+    its capacity. MOUNTPOINT is an empty directory.
 
     -o takes words of mount(8) (ro, noatime, nodev, _netdev, nofail, x-systemd.automount, ...) and every key of
     mount.conf; 'kvfuse config' lists those. The most used:
 
     \b
       allow_other       users other than who mounts may use it
-      publish=strict    names are committed before a call returns [relaxed]
+      publish=strict    names are committed before a call returns [relaxed; strict where hosts share the volume]
       entry_timeout=5   seconds the kernel trusts a name [60]
       capacity=200GiB   of a volume that is made now
       exact_sizes=2MiB  block sizes that fit without waste, of a volume made now
@@ -40,7 +41,7 @@ def mount(source: Path, mountpoint: Path, file: Path | None, words: tuple[str, .
       kvfuse mount /etc/kvfuse/mount.conf /mnt/kv --foreground
     """
     effective = config.load(source, file=file, words=words)
-    assert effective.options.volume_path.is_absolute()
+    _ = effective.options.title  # ConfigError where nothing names the volume
     check_machine(effective.options.mount)
     point = check_mountpoint(mountpoint)
     if foreground:

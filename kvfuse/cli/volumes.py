@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import functools
 import os
+import time
 from pathlib import Path
 
 import msgspec
 
 from kvfuse.config import Options, check_capacity, default_capacity
-from kvfuse.errors import VolumeError
+from kvfuse.errors import ConfigError, VolumeBusy, VolumeError
 from kvfuse.sizes import format_size
+
+MAKING_SECONDS = 30.0
+"""that another host may take to make the volume"""
+MAKING_PAUSE_SECONDS = 0.2
 
 
 def is_vacant(folder: Path) -> bool:
@@ -25,40 +30,86 @@ def is_vacant(folder: Path) -> bool:
 
 
 def ensure_volume(options: Options) -> str | None:
-    """Make the volume if its folder is vacant, and return the line that says so; None where there is one.
+    """Make the volume if there is nothing yet where it is to be, and return the line that says so; None where it is.
 
     VolumeError where there is something else, or a volume that cannot be used: before anything, even a log, is
-    written there.
+    written there. Of many hosts that begin with a new volume at the same time one makes it, the others wait.
     """
+    deadline = time.monotonic() + MAKING_SECONDS
+    while _has_room_for_a_volume(options):
+        if options.mount.read_only:
+            raise VolumeError(f"{options.title} holds no volume, and a read-only mount makes none")
+        try:
+            return make_volume(options)
+        except VolumeBusy:
+            if not options.is_shared or time.monotonic() > deadline:
+                raise
+            time.sleep(MAKING_PAUSE_SECONDS)
+        except VolumeError:
+            if not options.is_shared or _has_room_for_a_volume(options):
+                raise
+    return None
+
+
+def _has_room_for_a_volume(options: Options) -> bool:
+    """False: a volume is there. VolumeError: something else is."""
+    import trio
+
     from kvfuse.volume.format import read_superblock
 
-    if not is_vacant(options.volume_path):
-        read_superblock(options.volume_path)
-        return None
-    if options.mount.read_only:
-        raise VolumeError(f"{options.volume_path} holds no volume, and a read-only mount makes none")
-    return make_volume(options)
+    if options.is_shared:
+        return trio.run(_look_for_shared, options)
+    if is_vacant(options.volume_path):
+        return True
+    read_superblock(options.volume_path)
+    return False
+
+
+async def _look_for_shared(options: Options) -> bool:
+    from kvfuse.volume import engines, format
+
+    async with engines.open_records(options) as records:
+        if await format.is_vacant(records):
+            return True
+        await format.read_shared_superblock(records, options.title)
+        return False
 
 
 def make_volume(options: Options, *, replace: bool = False) -> str:
     """Format the volume and return the line that says so. ``replace``: what a volume there holds may be lost.
 
-    ConfigError where the disk could not keep the promised capacity; VolumeError where something is in the way, or
+    ConfigError where the medium could not keep the promised capacity; VolumeError where something is in the way, or
     VolumeBusy. Nothing is changed then.
     """
     import trio
 
-    from kvfuse.volume.format import format_volume  # loads numpy, which takes longer than all the rest
-
-    disk = options.segments_path
-    reclaimed = allocated_size(disk) if replace else 0
-    capacity = options.volume.capacity or default_capacity(disk, reclaimed)
-    check_capacity(capacity, disk, reclaimed)
     if not replace:
         _check_own_folders(options)
+    return trio.run(functools.partial(_make_volume, options, replace=replace))
+
+
+async def _make_volume(options: Options, *, replace: bool) -> str:
+    from kvfuse.volume import engines  # loads numpy, which takes longer than all the rest
+    from kvfuse.volume.format import format_volume
+
+    free, place = await engines.free_space(options)
+    if free is not None and replace and options.has_segment_files:
+        free += allocated_size(options.segments_path)
+    capacity = _choose_capacity(options.volume.capacity, free, place)
     shape = msgspec.structs.replace(options.volume, capacity=capacity)
-    trio.run(functools.partial(format_volume, msgspec.structs.replace(options, volume=shape), replace=replace))
-    return f"made the volume {options.volume_path} with a capacity of {format_size(capacity)}"
+    await format_volume(msgspec.structs.replace(options, volume=shape), replace=replace)
+    return f"made the volume {options.title} with a capacity of {format_size(capacity)}"
+
+
+def _choose_capacity(wanted: int | None, free: int | None, place: str) -> int:
+    """ConfigError where there is no room for what is wanted, or nothing says what to choose."""
+    if wanted is None:
+        if free is None:
+            raise ConfigError(f"the bytes that are free {place} are not known (no ceph-mgr?): set volume.capacity")
+        return default_capacity(free)
+    if free is not None:
+        check_capacity(wanted, free, place)
+    return wanted
 
 
 def _check_own_folders(options: Options) -> None:

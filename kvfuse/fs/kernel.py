@@ -67,6 +67,10 @@ class FuseKernelCache:
         if (ino and self._knows(ino)) or self._absences.may_be_cached(parent):
             _notify(pyfuse3.invalidate_entry, parent, name)
 
+    def drop_any_name(self, parent: int, name: bytes) -> None:
+        if self._knows(parent):
+            _notify(pyfuse3.invalidate_entry, parent, name)
+
 
 def _notify(notification: Callable[..., None], *arguments: object) -> None:
     try:

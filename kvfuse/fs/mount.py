@@ -36,6 +36,8 @@ TASKS_MAX = 256
 """requests that may wait inside the volume at once, such as closes that share one strict commit"""
 MS_REMOUNT = 32
 """of mount(2)"""
+SHARED_ATTR_SECONDS = 1.0
+"""for which the kernel may show attributes that another host changed, where it could not be told"""
 END_SECONDS = 20.0
 """for each step of the way out, so that a daemon that is told to end does"""
 
@@ -64,9 +66,10 @@ async def serve(
                     # From here on a cancellation only sets ``stop``: the volume's own tasks must go on until
                     # the kernel has written everything back, or they could not flush it.
                     scope.shield = True
-                    words = kernel_options(options.mount, source or options.volume_path)
+                    words = kernel_options(options.mount, source or Path(options.title))
                     operations = make_operations(volume, options)
                     kernel = FuseKernelCache(volume.kernel_knows, operations.absences)
+                    volume.tell(kernel)
                     opened = Doors(doors, volume, kernel, mountpoint, operations.admit_binder)
                     session = _Session(mountpoint, options.mount, opened)
                     with _mounted(session, operations, words):
@@ -133,7 +136,9 @@ def make_operations(volume: VolumeApi[Any], options: Options) -> KvfuseOperation
         volume,
         VirtualFolder({b"stats": stats, b"config": config, b"version": version}),
         entry_timeout=options.mount.entry_timeout,
-        attr_timeout=options.mount.attr_timeout,
+        attr_timeout=min(options.mount.attr_timeout, SHARED_ATTR_SECONDS)
+        if options.is_shared
+        else options.mount.attr_timeout,
         negative_timeout=options.mount.negative_timeout,
     )
     return operations

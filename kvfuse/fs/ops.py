@@ -15,6 +15,7 @@ import functools
 import json
 import logging
 import os
+import reprlib
 import stat
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
@@ -60,7 +61,7 @@ def answered(handler: Handler[P, R]) -> Handler[P, R]:
             number = errno_of(error)
             if number is None:
                 self.unexpected_error_count += 1
-                log.exception("%s%r failed", handler.__name__, args)
+                log.exception("%s%s failed", handler.__name__, reprlib.repr(args))  # not a megabyte of what was written
                 number = errno.EIO
             raise FUSEError(number) from None
 
@@ -88,7 +89,7 @@ class KvfuseOperations(pyfuse3.Operations):
         self._virtual = virtual
         self._handles: dict[int, Handle] = {}
         self._entry = EntryAttributes()
-        self._entry.entry_timeout = entry_timeout
+        self._entry_timeout = entry_timeout
         self._entry.attr_timeout = attr_timeout
         self._entry.st_blksize = BLOCK_SIZE
         self._absent = EntryAttributes()  # inode 0: the kernel remembers that the name does not exist
@@ -105,8 +106,10 @@ class KvfuseOperations(pyfuse3.Operations):
         """The door's own counters and gauges."""
         return {"open_handle_count": len(self._handles), "unexpected_error_count": self.unexpected_error_count}
 
-    def _reply(self, attributes: Attributes) -> EntryAttributes:
+    def _reply(self, attributes: Attributes, directory: int = ROOT_INODE) -> EntryAttributes:
+        """``directory``: of the name that this answers for, if it does."""
         entry = self._entry
+        entry.entry_timeout = self._entry_timeout if self._may_keep(directory) else 0.0
         entry.st_ino = attributes.ino
         entry.st_mode = attributes.mode
         entry.st_nlink = attributes.nlink
@@ -119,6 +122,10 @@ class KvfuseOperations(pyfuse3.Operations):
         entry.st_mtime_ns = attributes.mtime
         entry.st_ctime_ns = attributes.ctime
         return entry
+
+    def _may_keep(self, directory: int) -> bool:
+        """The kernel may remember names in a directory."""
+        return is_virtual(directory) or self._volume.may_keep(directory)
 
     def _reply_open(self, handle: Handle) -> FileInfo:
         """O_DIRECT needs no ``direct_io``: the kernel bypasses its cache for that descriptor alone, keeps it coherent
@@ -139,8 +146,10 @@ class KvfuseOperations(pyfuse3.Operations):
                 return self._reply(await self._lookup_virtual(parent_inode, name))
             if parent_inode == ROOT_INODE and name == FOLDER_NAME:
                 return self._reply(self._virtual.attributes(FOLDER_INODE))
-            return self._reply(await self._volume.lookup(parent_inode, name))
+            return self._reply(await self._volume.lookup(parent_inode, name), parent_inode)
         except errors.NotFound:
+            if not self._may_keep(parent_inode):
+                raise
             self.absences.note(parent_inode)
             return self._absent
 
@@ -171,7 +180,7 @@ class KvfuseOperations(pyfuse3.Operations):
             # Another door made the name after the kernel saw that it was absent. Stale lets the kernel look
             # the name up again and open what is there, permissions checked.
             raise errors.Stale(f"{os.fsdecode(name)} was created meanwhile") from None
-        return self._reply_open(handle), self._reply(attributes)
+        return self._reply_open(handle), self._reply(attributes, parent_inode)
 
     @answered
     async def mknod(self, parent_inode: int, name: bytes, mode: int, rdev: int, ctx: RequestContext) -> EntryAttributes:
@@ -179,19 +188,19 @@ class KvfuseOperations(pyfuse3.Operations):
             return self._reply(self._virtual.make_socket(name, mode, ctx.pid))
         self._virtual.guard_name(parent_inode, name)
         caller = Caller(ctx.uid, ctx.gid, ctx.pid)
-        return self._reply(await self._volume.make_node(parent_inode, name, mode, rdev, caller))
+        return self._reply(await self._volume.make_node(parent_inode, name, mode, rdev, caller), parent_inode)
 
     @answered
     async def mkdir(self, parent_inode: int, name: bytes, mode: int, ctx: RequestContext) -> EntryAttributes:
         self._virtual.guard_name(parent_inode, name)
         caller = Caller(ctx.uid, ctx.gid, ctx.pid)
-        return self._reply(await self._volume.make_directory(parent_inode, name, mode, caller))
+        return self._reply(await self._volume.make_directory(parent_inode, name, mode, caller), parent_inode)
 
     @answered
     async def symlink(self, parent_inode: int, name: bytes, target: bytes, ctx: RequestContext) -> EntryAttributes:
         self._virtual.guard_name(parent_inode, name)
         caller = Caller(ctx.uid, ctx.gid, ctx.pid)
-        return self._reply(await self._volume.make_symlink(parent_inode, name, target, caller))
+        return self._reply(await self._volume.make_symlink(parent_inode, name, target, caller), parent_inode)
 
     @answered
     async def readlink(self, inode: int, ctx: RequestContext) -> bytes:
@@ -201,7 +210,7 @@ class KvfuseOperations(pyfuse3.Operations):
     async def link(self, inode: int, new_parent_inode: int, new_name: bytes, ctx: RequestContext) -> EntryAttributes:
         self._virtual.guard_name(new_parent_inode, new_name)
         _guard(inode)
-        return self._reply(await self._volume.link(inode, new_parent_inode, new_name))
+        return self._reply(await self._volume.link(inode, new_parent_inode, new_name), new_parent_inode)
 
     @answered
     async def unlink(self, parent_inode: int, name: bytes, ctx: RequestContext) -> None:
@@ -326,7 +335,7 @@ class KvfuseOperations(pyfuse3.Operations):
             )
             for entry in rows:
                 name, cookie, attributes = entry
-                if not pyfuse3.readdir_reply(token, name, self._reply(attributes), cookie):
+                if not pyfuse3.readdir_reply(token, name, self._reply(attributes, fh), cookie):
                     return
                 if not is_virtual(attributes.ino):
                     self._volume.remember(fh, entry)

@@ -1,0 +1,145 @@
+"""The servers and the mounts that ``kvfuse bench cluster`` compares: one etcd, one Ceph, two file systems on them."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import signal
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from kvfuse.bench.daemons import Daemon, ceph_fuse_mount, kvfuse_mount
+from kvfuse.bench.rounds import Conditions
+from kvfuse.cluster.ceph import CephServers, CephSettings
+from kvfuse.cluster.etcd import EtcdServers, EtcdSettings
+from kvfuse.sizes import GIB, MIB
+
+MEMBERS, OSDS = 3, 3
+OPERATIONS_MAX, REQUEST_SIZE_MAX = 4096, 8 * MIB
+"""of a transaction of etcd: what docs/engines.md recommends"""
+OSD_SIZE = 16 * GIB
+"""of a sparse file"""
+
+RELAXED, STRICT, CEPH_FUSE = "relaxed", "strict", "ceph-fuse"
+"""the sides: kvfuse in both ways of publishing, and the reference"""
+
+MOUNT_CONF = """\
+[volume]
+name = "{name}"
+capacity = "4GiB"
+
+[records]
+engine = "etcd"
+endpoints = {endpoints}
+operations_max = {operations_max}
+request_size_max = {request_size_max}
+
+[segments]
+engine = "rados"
+conf_file = "{conf_file}"
+keyring = "{keyring}"
+pool = "{pool}"
+
+[publish]
+mode = "{publish}"
+"""
+
+Mounter = Callable[[Path], AbstractContextManager[Daemon]]
+"""Mounts one of the file systems at a folder while the body runs: again and again, and at once where it is shared."""
+
+
+class ClusterServers(NamedTuple):
+    """What all sides store in."""
+
+    etcd: EtcdServers
+    ceph: CephServers
+
+
+@dataclass(frozen=True)
+class ClusterSetting(Conditions):
+    """And the servers."""
+
+    servers: ClusterServers = field(kw_only=True)
+
+    def count(self, full: int) -> int:
+        """``full`` operations, scaled; the same number for each of eight writers."""
+        return 8 * max(1, int(full * self.scale / 8))
+
+
+@contextmanager
+def cluster_servers(folder: Path, progress: Callable[[str], None]) -> Iterator[ClusterServers]:
+    """Started in ``folder``, ended with the body, also when a signal ends this process. ClusterError."""
+    with _signals_raised(), ExitStack() as stack:
+        progress(f"starting {MEMBERS} members of etcd")
+        etcd = EtcdServers.start(folder / "etcd", MEMBERS, EtcdSettings(OPERATIONS_MAX, REQUEST_SIZE_MAX))
+        stack.callback(etcd.stop)
+        ceph = CephServers.start(
+            folder / "ceph", OSDS, CephSettings(osd_size=OSD_SIZE), lambda step: progress(f"starting Ceph: {step}")
+        )
+        stack.callback(ceph.stop)
+        progress("starting Ceph: making a CephFS")
+        ceph.add_filesystem()
+        yield ClusterServers(etcd, ceph)
+
+
+@contextmanager
+def _signals_raised() -> Iterator[None]:
+    """SIGTERM and SIGHUP unwind the body as Ctrl-C does: the servers have sessions of their own and would go on."""
+
+    def leave(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def make_mounters(setting: ClusterSetting) -> dict[str, Mounter]:
+    """A side's name -> what mounts it. The kvfuse volumes are new; CephFS is one for the whole run."""
+    ceph_fuse = partial(ceph_fuse_mount, setting.servers.ceph.conf_file)
+    return {RELAXED: _new_volume(setting, RELAXED), STRICT: _new_volume(setting, STRICT), CEPH_FUSE: ceph_fuse}
+
+
+def _new_volume(setting: ClusterSetting, publish: str) -> Mounter:
+    etcd, ceph = setting.servers
+    conf = setting.volumes / f"{publish}-{secrets.token_hex(4)}.conf"
+    conf.write_text(
+        MOUNT_CONF.format(
+            name=conf.stem,
+            endpoints=json.dumps(etcd.endpoints),
+            operations_max=OPERATIONS_MAX,
+            request_size_max=REQUEST_SIZE_MAX,
+            conf_file=ceph.conf_file,
+            keyring=ceph.keyring,
+            pool=ceph.settings.pool,
+            publish=publish,
+        )
+    )
+    return partial(kvfuse_mount, conf)
+
+
+@contextmanager
+def mounted(setting: ClusterSetting, mounters: Mapping[str, Mounter], host: str = "a") -> Iterator[dict[str, Path]]:
+    """All sides mounted while the body runs: name -> mount point. ``host`` tells several mounts of one side apart."""
+    with ExitStack() as stack:
+        points = {}
+        for name, mount in mounters.items():
+            setting.progress(f"mounting {name}")
+            points[name] = stack.enter_context(mount(setting.volumes / f"{name}-{host}")).mountpoint
+        yield points
+
+
+def daemon_stats(mountpoint: Path) -> dict[str, Any] | None:
+    """What a kvfuse daemon has counted; None where another file system is mounted."""
+    try:
+        content: dict[str, Any] = json.loads((mountpoint / ".kvfuse" / "stats").read_bytes())
+    except FileNotFoundError:
+        return None
+    return content

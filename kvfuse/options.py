@@ -1,0 +1,249 @@
+"""Everything one mount may be told: frozen structs, their defaults, and what values may be.
+
+``config.py`` fills them from mount.conf and ``-o`` words.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from kvfuse.errors import ConfigError
+from kvfuse.sizes import GIB, KIB, MIB
+
+SLOT_SIZE_MAX = 64 * MIB
+
+Bytes = Annotated[int, Meta(ge=1, le=1 << 62, description='a size such as "64GiB", or a number of bytes')]
+BlockBytes = Annotated[int, Meta(ge=1, le=SLOT_SIZE_MAX, description='sizes such as "2MiB", of up to 64MiB')]
+ChunkBytes = Annotated[
+    int,
+    Meta(ge=4 * KIB, le=SLOT_SIZE_MAX, multiple_of=4 * KIB, description="a size from 4KiB to 64MiB, in steps of 4KiB"),
+]
+SegmentBytes = Annotated[
+    int, Meta(ge=MIB, le=1 << 40, multiple_of=MIB, description="a size from 1MiB to 1TiB, in steps of 1MiB")
+]
+TierBytes = Annotated[int, Meta(ge=0, le=1 << 62, description='a size such as "1GiB"; 0: none')]
+ReadAheadBytes = Annotated[int, Meta(ge=0, le=GIB, description='a size such as "1MiB"; 0 leaves the kernel\'s own')]
+Seconds = Annotated[float, Meta(ge=0, le=1e9, description="a number of seconds, 0 or more")]
+DeadlineSeconds = Annotated[float, Meta(ge=0.1, le=3600, description="a number of seconds, 0.1 to 3600")]
+LeaseSeconds = Annotated[float, Meta(ge=2, le=3600, description="a number of seconds, 2 to 3600")]
+Count = Annotated[int, Meta(ge=1, le=1 << 40, description="a whole number, 1 or more")]
+ObjectBytes = Annotated[
+    int,
+    Meta(
+        ge=64 * KIB, le=SLOT_SIZE_MAX, multiple_of=4 * KIB, description="a size from 64KiB to 64MiB, in steps of 4KiB"
+    ),
+]
+Endpoint = Annotated[str, Meta(pattern=r"^https?://[^\s/,]+$", description='URLs such as "http://10.0.0.1:2379"')]
+VolumeName = Annotated[
+    str,
+    Meta(pattern=r"^([A-Za-z0-9][A-Za-z0-9._-]{0,99})?$", description="up to 100 letters, digits and ._-"),
+]
+KeyPrefix = Annotated[
+    str, Meta(pattern=r"^[\x21-\x7e]{0,200}$", description="up to 200 printable characters, no spaces")
+]
+Word = Annotated[str, Meta(pattern=r"^[\x21-\x7e]{1,200}$", description="printable characters, no spaces")]
+KernelFlag = Literal["dev", "nodev", "suid", "nosuid", "exec", "noexec", "sync", "dirsync"]
+
+SIZES = (Bytes, BlockBytes, ChunkBytes, SegmentBytes, ObjectBytes, TierBytes, ReadAheadBytes)
+
+
+class _Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Base of the tables of mount.conf."""
+
+
+class VolumeOptions(_Section, frozen=True):
+    """What a volume is. All but ``path`` and ``name`` matter when it is formatted and are then kept in it."""
+
+    path: Path | None = None
+    """the volume's folder; None: SOURCE, or no folder is needed"""
+    name: VolumeName = ""
+    """which of the volumes in a shared record store"""
+    capacity: Bytes | None = None
+    """bytes promised to users; None: the smaller of 64 GiB and half of the free disk"""
+    slab_size: Bytes | None = None
+    """bytes of a slab; None: chosen from the capacity"""
+    segment_size: SegmentBytes = GIB
+    chunk_size: ChunkBytes = 4 * MIB
+    """bytes of a large file that one chunk covers"""
+    exact_sizes: tuple[BlockBytes, ...] = ()
+    """block sizes that get a size class of their own"""
+
+
+class RecordOptions(_Section, frozen=True):
+    """Where names and inodes live."""
+
+    engine: Literal["lmdb", "etcd"] = "lmdb"
+    path: Path | None = None
+    """lmdb; None: ``records`` in the volume's folder"""
+    commit_delay: Seconds = 0.0
+    """seconds that every commit takes longer: to try how a workload bears a store that is far away"""
+    endpoints: tuple[Endpoint, ...] = ("http://127.0.0.1:2379",)
+    """etcd, as all below: its members"""
+    prefix: KeyPrefix = "/kvfuse/"
+    """keys of a volume begin with this, its name and a slash"""
+    user: Word | None = None
+    password_file: Path | None = None
+    """its first line is the password"""
+    ca_file: Path | None = None
+    """whom to trust with https; None: whom the system trusts"""
+    cert_file: Path | None = None
+    """this client's certificate"""
+    key_file: Path | None = None
+    deadline: DeadlineSeconds = 5.0
+    """seconds for a call"""
+    operations_max: Count = 128
+    """the server's --max-txn-ops"""
+    request_size_max: Bytes = 3 * MIB // 2
+    """the server's --max-request-bytes"""
+
+
+class SegmentOptions(_Section, frozen=True):
+    """Where the bytes live."""
+
+    engine: Literal["file", "rados"] = "file"
+    path: Path | None = None
+    """file; None: ``segments`` in the volume's folder"""
+    direct: bool = False
+    """file: O_DIRECT instead of the page cache"""
+    conf_file: Path = Path("/etc/ceph/ceph.conf")
+    """rados, as all below"""
+    pool: Word | None = None
+    namespace: Word | None = None
+    """None: the volume's name"""
+    user: Word = "admin"
+    """of cephx, without "client.\""""
+    keyring: Path | None = None
+    """None: as the configuration file says"""
+    object_size: ObjectBytes = 4 * MIB
+    """bytes of one RADOS object"""
+    deadline: DeadlineSeconds = 5.0
+    """seconds for a call"""
+    in_flight_max: Count = 64
+    """objects of one batch under way"""
+
+
+class ClientOptions(_Section, frozen=True):
+    """One host of several that share a volume."""
+
+    lease: LeaseSeconds = 10.0
+    """seconds after which others may take over from a client that is not heard of"""
+
+
+class PublishOptions(_Section, frozen=True):
+    """When names and content reach the record store."""
+
+    mode: Literal["relaxed", "strict"] | None = None
+    """None: strict where the record store is shared, else relaxed"""
+    window: Seconds = 0.05
+    """seconds that a relaxed change may wait"""
+
+
+class CacheOptions(_Section, frozen=True):
+    """What the daemon may keep in memory."""
+
+    staging_size: Bytes = 256 * MIB
+    """bytes of files being written that wait for their size class"""
+    nodes: Count = 10_000
+    """inodes kept decoded"""
+    tier_size: TierBytes = GIB
+    """bytes of shared memory for blocks that clients may map; 0: none"""
+
+
+class MountOptions(_Section, frozen=True):
+    """How the kernel sees the mount. Timeouts in seconds."""
+
+    entry_timeout: Seconds = 60.0
+    attr_timeout: Seconds = 60.0
+    negative_timeout: Seconds = 1.0
+    read_ahead: ReadAheadBytes = MIB
+    allow_other: bool = False
+    read_only: bool = False
+    atime: bool = True
+    default_permissions: bool = True
+    flags: tuple[KernelFlag, ...] = ()
+    """further flags for the kernel, as in mount(8)"""
+
+
+class UsrbioOptions(_Section, frozen=True):
+    """Rings: shared memory between an engine's process and the daemon."""
+
+    enabled: bool = True
+    """clients may connect to ``.kvfuse/control.sock`` in the mount"""
+
+
+class LogOptions(_Section, frozen=True):
+    """What the daemon says, and where."""
+
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    file: Path | None = None
+    """None: ``Options.log_file`` for a background daemon, stderr in the foreground"""
+
+
+class Options(_Section, frozen=True):
+    """Everything one mount needs to know."""
+
+    volume: VolumeOptions = msgspec.field(default_factory=VolumeOptions)
+    records: RecordOptions = msgspec.field(default_factory=RecordOptions)
+    segments: SegmentOptions = msgspec.field(default_factory=SegmentOptions)
+    client: ClientOptions = msgspec.field(default_factory=ClientOptions)
+    publish: PublishOptions = msgspec.field(default_factory=PublishOptions)
+    cache: CacheOptions = msgspec.field(default_factory=CacheOptions)
+    mount: MountOptions = msgspec.field(default_factory=MountOptions)
+    usrbio: UsrbioOptions = msgspec.field(default_factory=UsrbioOptions)
+    log: LogOptions = msgspec.field(default_factory=LogOptions)
+
+    @property
+    def is_shared(self) -> bool:
+        """The records are in a store that many hosts reach: the volume is known by its name, not by a folder."""
+        return self.records.engine == "etcd"
+
+    @property
+    def has_segment_files(self) -> bool:
+        return self.segments.engine == "file"
+
+    @property
+    def title(self) -> str:
+        """What messages call the volume: its folder, or where its records are. ConfigError where it is not named."""
+        return f"{self.records.engine}:{self.key_prefix}" if self.is_shared else str(self.volume_path)
+
+    @property
+    def key_prefix(self) -> str:
+        """What the keys of a shared volume's records begin with. ConfigError where it has no name."""
+        if not self.volume.name:
+            raise ConfigError("volume.name is not set: name the volume, as records.engine etcd holds many")
+        return f"{self.records.prefix}{self.volume.name}/"
+
+    @property
+    def volume_path(self) -> Path:
+        """The volume's folder. ConfigError where neither mount.conf nor the command line names one."""
+        if self.volume.path is None:
+            raise ConfigError("volume.path is not set: name the volume's folder in mount.conf or as SOURCE")
+        return self.volume.path
+
+    @property
+    def records_path(self) -> Path:
+        return self.records.path or self.volume_path / "records"
+
+    @property
+    def segments_path(self) -> Path:
+        return self.segments.path or self.volume_path / "segments"
+
+    @property
+    def log_file(self) -> Path:
+        """Where a background daemon logs. A shared volume has no folder of this host's own."""
+        if self.log.file is not None:
+            return self.log.file
+        if not self.is_shared:
+            return self.volume_path / "log"
+        if os.geteuid() == 0:
+            return Path(f"/var/log/kvfuse-{self.volume.name}.log")
+        return Path.home() / ".local" / "state" / "kvfuse" / f"{self.volume.name}.log"
+
+    @property
+    def publish_mode(self) -> Literal["relaxed", "strict"]:
+        return self.publish.mode or ("strict" if self.is_shared else "relaxed")
