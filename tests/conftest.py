@@ -15,10 +15,12 @@ import pytest
 from cluster_lab import ceph_cluster, etcd_cluster
 from fsck_tree import Tree
 from mounting import KvfuseMount, temporary_mount
+from ring_calls import SIZE
 from volume_lab import Chaos
 
 from kvfuse.cluster.ceph import CephServers
 from kvfuse.cluster.etcd import EtcdServers
+from kvfuse.usrbio.client import Client, connect
 from kvfuse.volume import content
 
 SEED = int(os.environ.get("KVFUSE_TEST_SEED") or random.SystemRandom().randrange(1 << 32))
@@ -104,6 +106,27 @@ def shared_mount(engine_words: tuple[str, ...]) -> Iterator[KvfuseMount]:
     """One mount for all tests of a module; the volume must be clean after them."""
     with temporary_mount((*TEST_WORDS, *engine_words)) as mount:
         yield mount
+
+
+@pytest.fixture
+def client(shared_mount: KvfuseMount) -> Iterator[Client]:
+    """Of the rings of that mount."""
+    with connect(shared_mount.point) as client:
+        yield client
+
+
+@pytest.fixture
+def path(shared_mount: KvfuseMount, request: pytest.FixtureRequest) -> Iterator[Path]:
+    """A name of the test's own in that mount, for a file."""
+    path = shared_mount.point / request.node.name.replace("/", "_")[:200]
+    yield path
+    path.unlink(missing_ok=True)
+
+
+@pytest.fixture
+def data(rng: random.Random) -> bytes:
+    """What such a file may hold."""
+    return rng.randbytes(SIZE)
 
 
 @pytest.fixture

@@ -35,13 +35,9 @@ async def watched(limits: RecordLimits, *, capacity: int = 16 * MIB, chunk: int 
     disk = Disk.format(options)
     chaos = Chaos(random.Random(1))
     copies: list[Disk] = []
-    apply = disk.apply
-
-    def witnessed(*arguments: object) -> None:
-        apply(*arguments)  # type: ignore[arg-type]
-        copies.append(Disk(disk.superblock, dict(disk.records), disk.version, disk.segments))
-
-    disk.apply = witnessed  # type: ignore[method-assign]
+    disk.audit = lambda puts, deletes: copies.append(
+        Disk(disk.superblock, dict(disk.records), disk.version, disk.segments)
+    )
     async with opened(disk, options, chaos, limits) as volume:
         yield volume
     copies.append(disk.copy())

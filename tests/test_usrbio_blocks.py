@@ -23,12 +23,6 @@ ODD_KEYS = [b".", b"..", b"%", b"%61", b"a/b", b"\0", b"/" * 200, b"x" * 255, b"
 
 
 @pytest.fixture
-def client(shared_mount: KvfuseMount) -> Iterator[Client]:
-    with connect(shared_mount.point) as client:
-        yield client
-
-
-@pytest.fixture
 def store(client: Client, request: pytest.FixtureRequest) -> Iterator[BlockStore]:
     """A store in a namespace of the test's own."""
     with BlockStore(client, request.node.name.replace("/", "_")[:100], entries=16) as store:

@@ -73,7 +73,7 @@ class BlockSet:
         while not os.path.exists(path):
             if time.monotonic() > deadline:
                 raise KvfuseError(f"{path} is not there after {seconds:g} s")
-            time.sleep(0.01)
+            time.sleep(0.01)  # another host publishes it within its window: there is no event to wait for in a mount
 
     def read(self) -> float:
         """Blocks a second: opened, read whole, closed, one after the other. Verified when the time is taken."""

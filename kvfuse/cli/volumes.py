@@ -44,7 +44,7 @@ def ensure_volume(options: Options) -> str | None:
         except VolumeBusy:
             if not options.is_shared or time.monotonic() > deadline:
                 raise
-            time.sleep(MAKING_PAUSE_SECONDS)
+            time.sleep(MAKING_PAUSE_SECONDS)  # another host is making it; no event loop runs yet that could wait
         except VolumeError:
             if not options.is_shared or _has_room_for_a_volume(options):
                 raise

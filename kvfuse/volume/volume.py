@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import logging
 import os
 import stat
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -19,26 +18,14 @@ from kvfuse.config import Options
 from kvfuse.remote.records.api import RecordStore
 from kvfuse.remote.segments.api import SegmentStore
 from kvfuse.slab.layout import Superblock
-from kvfuse.volume import clock, schema
+from kvfuse.volume import clock
 from kvfuse.volume.api import ROOT_INODE, Caller, Changes, DirEntry, KernelCache, Space
-from kvfuse.volume.core import Core
 from kvfuse.volume.holding import Held, hold
-from kvfuse.volume.loading import load_core
 from kvfuse.volume.maps import ContentMap
 from kvfuse.volume.member import Member
 from kvfuse.volume.node import Node, check_remembered
-from kvfuse.volume.parts import Parts
 from kvfuse.volume.refresh import is_quiet
-from kvfuse.volume.shared_records import SharedRecords
-
-ATIME_AGE = 86_400 * 10**9
-"""Nanoseconds after which a read renews a time of access that is later than the last change."""
-
-FINISH_ATTEMPTS = 3
-REJOIN_SECONDS = 0.5
-"""Pause before the next attempt to join a volume again."""
-
-log = logging.getLogger(__name__)
+from kvfuse.volume.running import RunningVolume, make_parts
 
 _handle_ids = itertools.count(1)
 
@@ -88,58 +75,19 @@ async def run_volume(
     ``member``: this client, where the records are shared with others; ``again``: as `Held.again`.
     """
     held = Held(superblock, records, segments, member, again)
-    parts = await _make_parts(options, held)
+    parts = await make_parts(options, held)
     async with trio.open_nursery() as nursery:
         volume = Volume(parts, options, nursery, held)
         try:
             await volume.start()
             yield volume
         finally:
-            await _shielded(volume.finish)
+            with trio.CancelScope(shield=True):
+                await volume.finish()
 
 
-async def _make_parts(options: Options, held: Held, former: Core | None = None) -> Parts:
-    """``former``: of the membership before."""
-    records = held.records if held.member is None else SharedRecords(held.records)
-    core = await load_core(options, held.superblock, records, held.segments, held.member)
-    if former is not None:
-        core.succeed(former)
-    return Parts(core, options, held.member)
-
-
-async def _shielded(close: Callable[[], Awaitable[None]]) -> None:
-    with trio.CancelScope(shield=True):
-        await close()
-
-
-class Volume:
+class Volume(RunningVolume):
     """The operations of `api.VolumeApi` on one set of engines. Opened by `open_volume`."""
-
-    def __init__(self, parts: Parts, options: Options, nursery: trio.Nursery, held: Held) -> None:
-        self.read_only = parts.core.read_only
-        self.atime = options.mount.atime
-        self.sections: dict[str, Callable[[], object]] = {}
-        """what doors add to `stats`, by name"""
-        self._options = options
-        self._held = held
-        self._kernel: KernelCache | None = None
-        self._keeping = trio.CancelScope()
-        self._nursery = nursery
-        self._background_count = 0
-        self._background_done = trio.Event()
-        self._opened = time.time()
-        self._take_on(parts)
-
-    def _take_on(self, parts: Parts) -> None:
-        """Go on with these."""
-        self.parts = parts
-        self.core = parts.core
-        self.flusher, self.journal, self.content = parts.flusher, parts.journal, parts.content
-        self.mapper, self.lookups, self.names = parts.mapper, parts.lookups, parts.names
-        self.blocks, self.xattrs = parts.blocks, parts.xattrs
-        self.coherence, self.leases = parts.coherence, parts.leases
-        if self.coherence is not None:
-            self.sections["coherence"] = self.coherence.statistics
 
     # -- names ---------------------------------------------------------------------------------------
 
@@ -401,6 +349,30 @@ class Volume:
             node.handles += 1  # it stays in memory until it is reaped
             self._background(self._load_and_reap(node))
 
+    def _reap(self, node: Node) -> None:
+        """The last handle of an unlinked file was closed. Its bytes go when the kernel forgets it, too."""
+        self.core.unnamed[node.ino] = node
+        if not self.core.places.known(node.ino):
+            self.names.reap(node)
+            self.core.nodes.drop(node.ino)
+
+    async def _load_and_reap(self, node: Node) -> None:
+        try:
+            await self.names.load_for_removal(node)
+        finally:
+            node.handles -= 1
+        if node.handles == 0 and not node.forgotten:
+            self._reap(node)
+
+    async def _seal(self, node: Node) -> None:
+        """The last writer of a file that was changed in place closed it."""
+        try:
+            await self.content.seal(node)
+        except errors.EngineError:
+            pass  # it stays unsealed: read without verification, as its record says
+        finally:
+            self._let_go(node)
+
     # -- extended attributes -------------------------------------------------------------------------
 
     async def get_xattr(self, ino: int, name: bytes) -> bytes:
@@ -471,135 +443,11 @@ class Volume:
             "extents": [row for index in sorted(node.chunks) for row in self.content.describe_chunk(node, index)],
         }
 
-    # -- background ----------------------------------------------------------------------------------
+    # -- what operations share -----------------------------------------------------------------------
 
     def _check_writable(self) -> None:
         if self.read_only:
             raise errors.ReadOnly("the volume is mounted read-only")
-
-    def _background(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run ``work`` beside the operations; `finish` waits for it."""
-
-        async def run() -> None:
-            try:
-                with trio.CancelScope(shield=True):
-                    await work
-            finally:
-                self._background_count -= 1
-                self._background_done.set()
-                self._background_done = trio.Event()
-
-        self._background_count += 1
-        self._nursery.start_soon(run)
-
-    def _reap(self, node: Node) -> None:
-        """The last handle of an unlinked file was closed. Its bytes go when the kernel forgets it, too."""
-        self.core.unnamed[node.ino] = node
-        if not self.core.places.known(node.ino):
-            self.names.reap(node)
-            self.core.nodes.drop(node.ino)
-
-    async def _load_and_reap(self, node: Node) -> None:
-        try:
-            await self.names.load_for_removal(node)
-        finally:
-            node.handles -= 1
-        if node.handles == 0 and not node.forgotten:
-            self._reap(node)
-
-    async def _seal(self, node: Node) -> None:
-        """The last writer of a file that was changed in place closed it."""
-        try:
-            await self.content.seal(node)
-        except errors.EngineError:
-            pass  # it stays unsealed: read without verification, as its record says
-        finally:
-            self._let_go(node)
-
-    async def _reap_orphans(self) -> None:
-        """Free what files had that were unlinked, but open, when the last daemon ended."""
-        while rows := await self.core.records.scan(b"o", b"", 100):
-            for row in rows:
-                record = schema.decode_inode(row.value)
-                node = self.content.restore_chunks(Node.from_record(record), record)
-                node.nlink = 0
-                await self.names.load_for_removal(node)
-                self.content.forget_lost(node)
-                if self.names.removal.is_large(node):
-                    await self.names.removal.take_apart(node)
-                else:
-                    self.names.reap(node)
-            await self.journal.commit()
-
-    async def start(self) -> None:
-        """Begin to commit and to write back, and free what the last daemon could not."""
-        await self._nursery.start(self.parts.run)
-        if self._held.again is not None:
-            self._nursery.start_soon(self._keep_membership)
-        elif self._held.member is None and not self.read_only:
-            await self.journal.commit()  # numbers are announced before the first is given
-            await self._reap_orphans()
-
-    async def finish(self) -> None:
-        """Everything that was changed reaches the engines, also when some of it fails at first; then nothing runs."""
-        self._keeping.cancel()
-        try:
-            if not self.read_only and not self.parts.is_over:
-                await self._store_all()
-                await self.parts.leave()
-        finally:
-            self.parts.stop()
-
-    # -- a lease that was lost -----------------------------------------------------------------------
-
-    async def _keep_membership(self) -> None:
-        """Go on as another client whenever the lease was lost; until `finish`."""
-        with self._keeping:
-            while self._held.member is not None:
-                await self._held.member.lost.wait()
-                await self._begin_anew()
-
-    async def _begin_anew(self) -> None:
-        """Forget everything that is not in the store. Calls meanwhile find what was known, and can change nothing."""
-        former = self.parts
-        await former.abandon()
-        log.error("the lease of the volume was lost, and all that was not stored by then: joining again")
-        while self.parts is former:
-            try:
-                await self._join_again(former.core)
-            except (errors.EngineError, errors.VolumeError) as error:
-                log.warning("the volume cannot be joined again yet: %s", error)
-                await trio.sleep(REJOIN_SECONDS)
-        log.warning("joined the volume again")
-        for ino, parent, name in self.core.places:
-            self.lookups.refresher.news.name(parent, name)
-            self.lookups.refresher.news.content(ino)
-
-    async def _join_again(self, former: Core) -> None:
-        assert self._held.again is not None
-        self._held = held = await self._held.again()
-        parts = await _make_parts(self._options, held, former)
-        if self._kernel is not None and parts.coherence is not None:
-            parts.coherence.tell(self._kernel)
-        try:
-            await self._nursery.start(parts.run)
-        except BaseException:
-            parts.stop()
-            raise
-        self._take_on(parts)
-
-    async def _store_all(self) -> None:
-        while self._background_count:
-            await self._background_done.wait()
-        self.names.reap_unnamed()
-        for _ in range(FINISH_ATTEMPTS - 1):
-            try:
-                await self.journal.sync()
-            except errors.EngineError as error:
-                log.warning("closing: %s; trying again", error)
-            else:
-                return
-        await self.journal.sync()
 
 
 def _node_of(handle: FileHandle | Node) -> Node:

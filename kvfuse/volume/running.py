@@ -1,0 +1,171 @@
+"""A volume that runs: what goes on beside its operations, from the first commit to the last, over any number of leases.
+
+`volume.Volume` adds the operations.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import trio
+
+from kvfuse import errors
+from kvfuse.config import Options
+from kvfuse.volume import schema
+from kvfuse.volume.api import KernelCache
+from kvfuse.volume.core import Core
+from kvfuse.volume.holding import Held
+from kvfuse.volume.loading import load_core
+from kvfuse.volume.node import Node
+from kvfuse.volume.parts import Parts
+from kvfuse.volume.shared_records import SharedRecords
+
+FINISH_ATTEMPTS = 3
+REJOIN_SECONDS = 0.5
+"""Pause before the next attempt to join a volume again."""
+
+log = logging.getLogger(__name__)
+
+
+async def make_parts(options: Options, held: Held, former: Core | None = None) -> Parts:
+    """The parts of a volume, from its records. ``former``: of the membership before."""
+    records = held.records if held.member is None else SharedRecords(held.records)
+    core = await load_core(options, held.superblock, records, held.segments, held.member)
+    if former is not None:
+        core.succeed(former)
+    return Parts(core, options, held.member)
+
+
+class RunningVolume:
+    """See the module. ``read_only``: nothing is ever committed."""
+
+    def __init__(self, parts: Parts, options: Options, nursery: trio.Nursery, held: Held) -> None:
+        self.read_only = parts.core.read_only
+        self.atime = options.mount.atime
+        self.sections: dict[str, Callable[[], object]] = {}
+        """what doors add to `stats`, by name"""
+        self._options = options
+        self._held = held
+        self._kernel: KernelCache | None = None
+        self._keeping = trio.CancelScope()
+        self._nursery = nursery
+        self._background_count = 0
+        self._background_done = trio.Event()
+        self._opened = time.time()
+        self._take_on(parts)
+
+    def _take_on(self, parts: Parts) -> None:
+        """Go on with these."""
+        self.parts = parts
+        self.core = parts.core
+        self.flusher, self.journal, self.content = parts.flusher, parts.journal, parts.content
+        self.mapper, self.lookups, self.names = parts.mapper, parts.lookups, parts.names
+        self.blocks, self.xattrs = parts.blocks, parts.xattrs
+        self.coherence, self.leases = parts.coherence, parts.leases
+        if self.coherence is not None:
+            self.sections["coherence"] = self.coherence.statistics
+
+    # -- in the background ---------------------------------------------------------------------------
+
+    def _background(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run ``work`` beside the operations; `finish` waits for it."""
+
+        async def run() -> None:
+            try:
+                with trio.CancelScope(shield=True):
+                    await work
+            finally:
+                self._background_count -= 1
+                self._background_done.set()
+                self._background_done = trio.Event()
+
+        self._background_count += 1
+        self._nursery.start_soon(run)
+
+    async def _reap_orphans(self) -> None:
+        """Free what files had that were unlinked, but open, when the last daemon ended."""
+        while rows := await self.core.records.scan(b"o", b"", 100):
+            for row in rows:
+                record = schema.decode_inode(row.value)
+                node = self.content.restore_chunks(Node.from_record(record), record)
+                node.nlink = 0
+                await self.names.load_for_removal(node)
+                self.content.forget_lost(node)
+                if self.names.removal.is_large(node):
+                    await self.names.removal.take_apart(node)
+                else:
+                    self.names.reap(node)
+            await self.journal.commit()
+
+    async def start(self) -> None:
+        """Begin to commit and to write back, and free what the last daemon could not."""
+        await self._nursery.start(self.parts.run)
+        if self._held.again is not None:
+            self._nursery.start_soon(self._keep_membership)
+        elif self._held.member is None and not self.read_only:
+            await self.journal.commit()  # numbers are announced before the first is given
+            await self._reap_orphans()
+
+    async def finish(self) -> None:
+        """Everything that was changed reaches the engines, also when some of it fails at first; then nothing runs."""
+        self._keeping.cancel()
+        try:
+            if not self.read_only and not self.parts.is_over:
+                await self._store_all()
+                await self.parts.leave()
+        finally:
+            self.parts.stop()
+
+    # -- a lease that was lost -----------------------------------------------------------------------
+
+    async def _keep_membership(self) -> None:
+        """Go on as another client whenever the lease was lost; until `finish`."""
+        with self._keeping:
+            while self._held.member is not None:
+                await self._held.member.lost.wait()
+                await self._begin_anew()
+
+    async def _begin_anew(self) -> None:
+        """Forget everything that is not in the store. Calls meanwhile find what was known, and can change nothing."""
+        former = self.parts
+        await former.abandon()
+        log.error("the lease of the volume was lost, and all that was not stored by then: joining again")
+        while self.parts is former:
+            try:
+                await self._join_again(former.core)
+            except (errors.EngineError, errors.VolumeError) as error:
+                log.warning("the volume cannot be joined again yet: %s", error)
+                await trio.sleep(REJOIN_SECONDS)
+        log.warning("joined the volume again")
+        for ino, parent, name in self.core.places:
+            self.lookups.refresher.news.name(parent, name)
+            self.lookups.refresher.news.content(ino)
+
+    async def _join_again(self, former: Core) -> None:
+        assert self._held.again is not None
+        self._held = held = await self._held.again()
+        parts = await make_parts(self._options, held, former)
+        if self._kernel is not None and parts.coherence is not None:
+            parts.coherence.tell(self._kernel)
+        try:
+            await self._nursery.start(parts.run)
+        except BaseException:
+            parts.stop()
+            raise
+        self._take_on(parts)
+
+    async def _store_all(self) -> None:
+        while self._background_count:
+            await self._background_done.wait()
+        self.names.reap_unnamed()
+        for _ in range(FINISH_ATTEMPTS - 1):
+            try:
+                await self.journal.sync()
+            except errors.EngineError as error:
+                log.warning("closing: %s; trying again", error)
+            else:
+                return
+        await self.journal.sync()
