@@ -363,7 +363,17 @@ _ONLY_WITH: dict[tuple[str, str], tuple[str, ...]] = {
     ("segments.engine", "file"): ("segments.path", "segments.direct"),
     ("segments.engine", "rados"): tuple(
         f"segments.{name}"
-        for name in ("conf_file", "pool", "namespace", "user", "keyring", "object_size", "deadline", "in_flight_max")
+        for name in (
+            "conf_file",
+            "pool",
+            "namespace",
+            "user",
+            "keyring",
+            "object_size",
+            "deadline",
+            "in_flight_max",
+            "hedge_delay",
+        )
     ),
 }
 """(key, value) -> keys that say nothing without it"""

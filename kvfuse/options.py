@@ -125,6 +125,8 @@ class SegmentOptions(_Section, frozen=True):
     """seconds for a call"""
     in_flight_max: Count = 64
     """objects of one batch under way"""
+    hedge_delay: Seconds = 0.5
+    """seconds after which a late read is asked of another replica, too; 0: never"""
 
 
 class ClientOptions(_Section, frozen=True):
@@ -174,6 +176,13 @@ class UsrbioOptions(_Section, frozen=True):
 
     enabled: bool = True
     """clients may connect to ``.kvfuse/control.sock`` in the mount"""
+    user_connections: Count = 256
+    """what one user may have at a time, as all below; root, and who mounts, may have what the daemon can hold"""
+    user_rings: Count = 256
+    user_files: Count = 65_536
+    """files and namespaces"""
+    user_iov_size: Bytes = 16 << 40
+    """bytes of clients' memory that rings may use; what two clients register counts twice"""
 
 
 class LogOptions(_Section, frozen=True):

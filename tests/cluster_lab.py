@@ -9,9 +9,10 @@ from __future__ import annotations
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 
@@ -20,18 +21,30 @@ from kvfuse.cluster.etcd import EtcdServers, EtcdSettings
 from kvfuse.remote.records.etcd import EtcdOptions
 from kvfuse.remote.segments.rados import RadosOptions
 
+MEMORY = "/dev/shm"
+"""Where etcd's data is. Tests kill servers, they cut no power: a flush for each commit, of three members to one disk,
+would only be waited for."""
+
+
+_Servers = TypeVar("_Servers", EtcdServers, CephServers)
+
 
 @contextmanager
-def etcd_cluster(members: int = 3, settings: EtcdSettings | None = None) -> Iterator[EtcdServers]:
-    """A cluster of its own for whoever asks; ended, and its data removed, at the end."""
-    if shutil.which("etcd") is None:
-        pytest.skip("needs etcd: apt-get install etcd-server")
-    with tempfile.TemporaryDirectory(prefix="kvfuse-etcd-") as folder:
-        servers = EtcdServers.start(Path(folder), members, settings)
+def running(start: Callable[[Path], _Servers], prefix: str, parent: str | None = None) -> Iterator[_Servers]:
+    """What ``start`` starts in a new folder in ``parent``; ended, and its data removed, at the end."""
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=parent) as folder:
+        servers = start(Path(folder))
         try:
             yield servers
         finally:
             servers.stop()
+
+
+def etcd_cluster(members: int = 3, settings: EtcdSettings | None = None) -> AbstractContextManager[EtcdServers]:
+    """A cluster of its own for whoever asks."""
+    if shutil.which("etcd") is None:
+        pytest.skip("needs etcd: apt-get install etcd-server")
+    return running(lambda folder: EtcdServers.start(folder, members, settings), "kvfuse-etcd-", MEMORY)
 
 
 def etcd_options(servers: EtcdServers, part: str, **more: object) -> EtcdOptions:
@@ -41,17 +54,11 @@ def etcd_options(servers: EtcdServers, part: str, **more: object) -> EtcdOptions
     return EtcdOptions(servers.endpoints, prefix, **options)
 
 
-@contextmanager
-def ceph_cluster(osds: int = 3, settings: CephSettings | None = None) -> Iterator[CephServers]:
-    """A cluster of its own for whoever asks; ended, and its data removed, at the end."""
+def ceph_cluster(osds: int = 3, settings: CephSettings | None = None) -> AbstractContextManager[CephServers]:
+    """A cluster of its own for whoever asks."""
     if any(shutil.which(program) is None for program in PROGRAMS):
         pytest.skip("needs Ceph: apt-get install ceph-mon ceph-osd ceph-common")
-    with tempfile.TemporaryDirectory(prefix="kvfuse-ceph-") as folder:
-        servers = CephServers.start(Path(folder), osds, settings)
-        try:
-            yield servers
-        finally:
-            servers.stop()
+    return running(lambda folder: CephServers.start(folder, osds, settings), "kvfuse-ceph-")
 
 
 def rados_options(servers: CephServers, part: str, **more: object) -> RadosOptions:

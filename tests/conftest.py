@@ -7,26 +7,26 @@ import random
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import hypothesis
 import pytest
+from cli_lab import Place, a_place
 from cluster_lab import ceph_cluster, etcd_cluster
+from engine_pairs import PAIRS, Engines
 from fsck_tree import Tree
-from mounting import KvfuseMount, temporary_mount
+from mounting import KvfuseMount
 from ring_calls import SIZE
-from volume_lab import Chaos
+from volume_lab import Chaos, Disk, check
 
 from kvfuse.cluster.ceph import CephServers
 from kvfuse.cluster.etcd import EtcdServers
+from kvfuse.config import Options
 from kvfuse.usrbio.client import Client, connect
-from kvfuse.volume import content
+from kvfuse.volume import writing
 
 SEED = int(os.environ.get("KVFUSE_TEST_SEED") or random.SystemRandom().randrange(1 << 32))
-
-ENGINES = {"lmdb+file": ("records.engine=lmdb", "segments.engine=file")}
-"""name of an engine pair -> its -o words; every pair runs the same POSIX tests"""
 
 TEST_WORDS = ("allow_other", "volume.capacity=2GiB", "volume.segment_size=64MiB", "entry_timeout=1", "attr_timeout=1")
 
@@ -45,6 +45,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "kvfuse_only: says what this project promises beyond POSIX")
     config.addinivalue_line("markers", "root: needs to be root")
+    config.addinivalue_line("markers", "engines(*names): runs on these pairs of engines only, which suffice for it")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Tests of a mount run on every pair of engines; on one where the mount is not what they run in."""
+    if "engines" not in metafunc.fixturenames:
+        return
+    chosen = metafunc.definition.get_closest_marker("engines")
+    names = list(chosen.args) if chosen else list(PAIRS)
+    if metafunc.config.getoption("--folder") is not None:
+        names = names[:1]
+    metafunc.parametrize("engines", names, indirect=True, scope="session")
 
 
 def pytest_report_header() -> str:
@@ -95,17 +107,31 @@ def ceph() -> Iterator[CephServers]:
         yield servers
 
 
-@pytest.fixture(scope="session", params=ENGINES)
-def engine_words(request: pytest.FixtureRequest) -> tuple[str, ...]:
-    """The -o words of the engine pair under test."""
-    return ENGINES[request.param]
+@pytest.fixture(scope="session")
+def engines(request: pytest.FixtureRequest) -> Engines:
+    """The pair of engines under test: `pytest_generate_tests` says which."""
+    return PAIRS[request.param](request)
 
 
 @pytest.fixture(scope="module")
-def shared_mount(engine_words: tuple[str, ...]) -> Iterator[KvfuseMount]:
-    """One mount for all tests of a module; the volume must be clean after them."""
-    with temporary_mount((*TEST_WORDS, *engine_words)) as mount:
-        yield mount
+def ground(request: pytest.FixtureRequest, engines: Engines) -> Iterator[KvfuseMount | Path]:
+    """What the tests of a module work in: one mount, whose volume must be clean after them; or a part of --folder."""
+    elsewhere: Path | None = request.config.getoption("--folder")
+    if elsewhere is None:
+        with engines.mounted(TEST_WORDS) as mount:
+            yield mount
+        return
+    made = Path(tempfile.mkdtemp(dir=elsewhere))
+    made.chmod(0o755)
+    yield made
+    shutil.rmtree(made)
+
+
+@pytest.fixture(scope="module")
+def shared_mount(ground: KvfuseMount | Path) -> KvfuseMount:
+    """One mount for all tests of a module, which are about kvfuse alone."""
+    assert isinstance(ground, KvfuseMount)
+    return ground
 
 
 @pytest.fixture
@@ -130,23 +156,16 @@ def data(rng: random.Random) -> bytes:
 
 
 @pytest.fixture
-def mount(engine_words: tuple[str, ...]) -> Iterator[KvfuseMount]:
+def mount(engines: Engines) -> Iterator[KvfuseMount]:
     """A mount of the test's own, which it may unmount, kill and mount again."""
-    with temporary_mount((*TEST_WORDS, *engine_words)) as mount:
+    with engines.mounted(TEST_WORDS) as mount:
         yield mount
 
 
 @pytest.fixture(scope="module")
-def top(request: pytest.FixtureRequest, engine_words: tuple[str, ...]) -> Iterator[Path]:
+def top(ground: KvfuseMount | Path) -> Path:
     """Where POSIX tests work: the mount point, or a folder below --folder."""
-    elsewhere: Path | None = request.config.getoption("--folder")
-    if elsewhere is None:
-        yield request.getfixturevalue("shared_mount").point
-        return
-    made = Path(tempfile.mkdtemp(dir=elsewhere))
-    made.chmod(0o755)
-    yield made
-    shutil.rmtree(made)
+    return ground.point if isinstance(ground, KvfuseMount) else ground
 
 
 @pytest.fixture
@@ -166,6 +185,22 @@ def chaos(seed: int) -> Chaos:
 
 
 @pytest.fixture
+async def disk(options: Options, chaos: Chaos) -> AsyncIterator[Disk]:
+    """A volume in memory as the test's module has ``options``, of one host. A check finds nothing at the end."""
+    disk = Disk.format(options)
+    yield disk
+    report = await check(disk)
+    assert report.clean, report
+
+
+@pytest.fixture
 def small_rewrites(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where chunks are small: let them be changed in place all the same."""
-    monkeypatch.setattr(content, "REWRITE_SIZE_MAX", 8192)
+    monkeypatch.setattr(writing, "REWRITE_SIZE_MAX", 8192)
+
+
+@pytest.fixture
+def place() -> Iterator[Place]:
+    """Where a test of the command line may make a volume and mount it."""
+    with a_place() as place:
+        yield place

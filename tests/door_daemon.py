@@ -12,7 +12,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from mounting import PATIENCE_S, wait_until
 from kvfuse.cli.daemon import start_logging
 from kvfuse.cli.volumes import ensure_volume
 from kvfuse.config import load
+from kvfuse.fs.doors import Door
 from kvfuse.fs.mount import serve
 from kvfuse.volume.api import Caller, Changes, KernelCache
 from kvfuse.volume.volume import Volume
@@ -174,7 +175,7 @@ async def call(volume: Volume, kernel: KernelCache, name: str, arguments: list[A
     return await getattr(Calls(volume), name)(*arguments)
 
 
-def main() -> None:
+def main(doors: Sequence[Door]) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("volume", type=Path)
     parser.add_argument("point", type=Path)
@@ -184,13 +185,13 @@ def main() -> None:
     os.umask(0o077)
     ensure_volume(options)
     start_logging(options.log, None)
-    trio.run(run, options, arguments.point)
+    trio.run(run, options, arguments.point, doors)
 
 
-async def run(options: Any, point: Path) -> None:
+async def run(options: Any, point: Path, doors: Sequence[Door]) -> None:
     async with trio.open_nursery() as nursery:
         nursery.start_soon(cancel_on, signal.SIGTERM, nursery.cancel_scope)
-        await serve(options, point, on_ready=lambda: print(f"mounted on {point}", flush=True), doors=[door])
+        await serve(options, point, on_ready=lambda: print(f"mounted on {point}", flush=True), doors=doors)
         nursery.cancel_scope.cancel()
 
 
@@ -202,4 +203,4 @@ async def cancel_on(number: int, scope: trio.CancelScope) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main([door]))

@@ -214,7 +214,9 @@ class Load:
         least = self.stored[name]
         file = self._call(mount, "open", lambda: os.open(self.folders[mount] / name, os.O_RDONLY))
         with self._closing(mount, file):
-            data = self._call(mount, "read", lambda: os.pread(file, 2 * max(SIZES), 0))
+            data = b""
+            while part := self._call(mount, "read", lambda: os.pread(file, max(SIZES), len(data))):  # noqa: B023
+                data += part  # fewer where the bytes behind could not be read: then it is asked for them again
         version = version_of(name, data)
         assert least <= version <= self.begun[name], f"{name}: read {version}, acknowledged {least}"
 

@@ -20,16 +20,17 @@ from kvfuse.errors import EngineError, EngineTimeout, NoSpace
 from kvfuse.remote.records.api import ABSENT
 from kvfuse.slab.allocator import Allocator, Slot
 from kvfuse.volume import schema
+from kvfuse.volume.chunk import COMMITTED, Extent
 from kvfuse.volume.commits import Changes, Committer
 from kvfuse.volume.core import Core
 from kvfuse.volume.grace import Grace
-from kvfuse.volume.leases import SlabLeases
-from kvfuse.volume.member import FencedRecords, Member
-from kvfuse.volume.node import COMMITTED, Extent, Nodes
+from kvfuse.volume.node import Nodes
 from kvfuse.volume.numbers import SharedNumberRange
 from kvfuse.volume.schema import MemberRecord
+from kvfuse.volume.shared.leases import SlabLeases
+from kvfuse.volume.shared.member import FencedRecords, Member
+from kvfuse.volume.shared.transaction import Transaction
 from kvfuse.volume.tier import SharedTier
-from kvfuse.volume.transaction import Transaction
 
 LEASE = 10.0
 DEADLINE = 3.0

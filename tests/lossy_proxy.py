@@ -27,6 +27,8 @@ class LossyProxy:
     def __init__(self, target: str, rng: random.Random, nursery: trio.Nursery) -> None:
         self.endpoint = ""
         self.loss = 0.0
+        self.delay = 0.0
+        """seconds by which every answer comes later"""
         self.fates = {"answer lost": 0, "request lost": 0, "request late": 0}
         self._target = urlsplit(target)
         self._random = rng
@@ -65,6 +67,7 @@ class LossyProxy:
                     answer = await _message(member, answers)
                     if fate == "answer lost":
                         return
+                    await trio.sleep(self.delay)
                     await client.send_all(answer)
         except (_Broken, OSError, trio.BrokenResourceError, trio.ClosedResourceError):
             return

@@ -97,15 +97,10 @@ class KvfuseMount:
         assert not self.is_mounted, "the daemon left its mount behind"
 
     def kill(self) -> None:
-        """SIGKILL, and take the dead mount away.
-
-        Whoever waits for the daemon is let go first: one of its threads may be telling the kernel to forget a name of
-        a folder that a waiting call has locked, and then neither of the two would ever end.
-        """
+        """SIGKILL, and take the dead mount away. Its guard lets go of whoever waits for the daemon, threads of its own
+        among them."""
         assert self._daemon is not None, "not mounted"
         self._daemon.kill()
-        (row,) = [row for row in map(str.split, _mount_rows()) if row[4] == str(self.point)]
-        Path("/sys/fs/fuse/connections", row[2].partition(":")[2], "abort").write_text("1")
         self.wait(-9)
         subprocess.run(["umount", "-l", str(self.point)], check=True, timeout=PATIENCE_S)
 

@@ -16,6 +16,7 @@ RENAME_EXCHANGE = 2
 UTIME_NOW = (1 << 30) - 1
 UTIME_OMIT = (1 << 30) - 2
 AT_FDCWD = -100
+AT_SYMLINK_NOFOLLOW = 0x100
 
 USER, GROUP = 12345, 23456
 """somebody who is not root and owns nothing here"""
@@ -26,7 +27,7 @@ _libc.opendir.restype = ctypes.c_void_p
 _libc.readdir64.restype = ctypes.c_void_p
 
 
-def _check(result: int, path: Path | None = None) -> int:
+def _check(result: int, path: Path | str | None = None) -> int:
     if result == -1:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number), path)
@@ -42,10 +43,10 @@ class _Timespec(ctypes.Structure):
     _fields_ = [("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long)]
 
 
-def utimensat(path: Path, atime: tuple[int, int], mtime: tuple[int, int]) -> None:
+def utimensat(path: Path | str, atime: tuple[int, int], mtime: tuple[int, int], *, follow: bool = True) -> None:
     """Set times given as (seconds, nanoseconds); the latter may be UTIME_NOW or UTIME_OMIT."""
     times = (_Timespec * 2)(_Timespec(*atime), _Timespec(*mtime))
-    _check(_libc.utimensat(AT_FDCWD, os.fsencode(path), times, 0), path)
+    _check(_libc.utimensat(AT_FDCWD, os.fsencode(path), times, 0 if follow else AT_SYMLINK_NOFOLLOW), path)
 
 
 def fallocate(fd: int, mode: int, offset: int, length: int) -> None:

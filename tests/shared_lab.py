@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import random
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from typing import Any, TypeVar
 
 import trio
-from volume_lab import CALLER, Chaos, Disk, MemoryRecords, MemorySegments, check
+from volume_lab import CALLER, MIB, Chaos, Disk, MemoryRecords, MemorySegments, check, lab_options
 
 from kvfuse import errors
 from kvfuse.config import Options
@@ -16,11 +18,14 @@ from kvfuse.remote.records.api import ABSENT
 from kvfuse.volume import schema
 from kvfuse.volume.api import ROOT_INODE
 from kvfuse.volume.holding import Held
-from kvfuse.volume.member import FencedRecords, FencedSegments, Member
+from kvfuse.volume.node import Node
 from kvfuse.volume.schema import MemberRecord
-from kvfuse.volume.volume import Volume, run_volume
+from kvfuse.volume.shared.member import FencedRecords, FencedSegments, Member
+from kvfuse.volume.volume import FileHandle, Volume, run_volume
 
 LEASE = 10.0
+
+R = TypeVar("R")
 
 
 @asynccontextmanager
@@ -33,6 +38,7 @@ async def joined(disk: Disk, options: Options, client: int, chaos: Chaos) -> Asy
         async def join() -> Held:
             number = client + 1000 * len(members)
             if members:
+                await members[-1].leave()  # as `memberships` does
                 await segments.renew()
             asked = trio.current_time()
             lease = await records.lease(LEASE)
@@ -61,8 +67,52 @@ async def volumes(
     async with AsyncExitStack() as stack:
         joining = [joined(disk, options, client, chaos[client - 1]) for client in range(1, count + 1)]
         yield [await stack.enter_async_context(volume) for volume in joining]
+    await check_disk(disk)
+
+
+def hosts(
+    rng: random.Random, count: int, chaos: list[Chaos] | None = None, **options: Any
+) -> AbstractAsyncContextManager[list[Volume]]:
+    """`volumes` of a new disk, for a test that looks at it through them alone; ``options`` as for `lab_options`."""
+    made = lab_options(**options)
+    return volumes(Disk.format(made, shared=True), made, count, rng, chaos)
+
+
+async def quiet(*all_volumes: Volume) -> None:
+    """Everything is stored, and the watches have told it."""
+    for volume in all_volumes:
+        await volume.sync()
+    await trio.sleep(1)
+
+
+# -- what the disk has, when nobody has it open any more ------------------------------------------------
+
+
+def slots_of(disk: Disk) -> Counter[int]:
+    """How many records name each slot."""
+    found: Counter[int] = Counter()
+    for key, row in disk.records.items():
+        if key[:1] == b"d":
+            entry = schema.decode_entry(row.value)
+            chunks = () if isinstance(entry, int) else entry.chunks
+        elif key[:1] in (b"i", b"o"):
+            chunks = schema.decode_inode(row.value).chunks
+        elif key[:1] == b"c":
+            chunks = (schema.decode_chunk(row.value),)
+        else:
+            chunks = ()
+        found.update(extent.addr for chunk in chunks for extent in chunk)
+    return found
+
+
+async def check_disk(disk: Disk) -> None:
+    """Each slot is named once, and a check finds nothing."""
+    assert all(count == 1 for count in slots_of(disk).values())
     report = await check(disk)
-    assert report.clean, report.problems
+    assert report.clean, [problem.text for problem in report.problems]
+
+
+# -- names --------------------------------------------------------------------------------------------
 
 
 async def names_in(volume: Volume, ino: int = ROOT_INODE) -> list[bytes]:
@@ -74,9 +124,28 @@ async def names_in(volume: Volume, ino: int = ROOT_INODE) -> list[bytes]:
     return sorted(found)
 
 
-async def exists(volume: Volume, name: bytes, parent: int = ROOT_INODE) -> bool:
+async def as_by_path(call: Callable[[], Awaitable[R]]) -> R:
+    """What a system call does: where the path turns out to lead elsewhere by now it is walked once more."""
     try:
-        await volume.lookup(parent, name)
+        return await call()
+    except errors.Stale:
+        return await call()
+
+
+async def look(volume: Volume, name: bytes, parent: int = ROOT_INODE) -> Node:
+    """What stat(2) has the kernel ask: the name, and the attributes where it may not keep those that came with it."""
+
+    async def walk() -> Node:
+        node = await volume.lookup(parent, name)
+        return node if volume.may_keep_attributes(node.ino) else await volume.attributes(node.ino)
+
+    return await as_by_path(walk)
+
+
+async def exists(volume: Volume, name: bytes, parent: int = ROOT_INODE) -> bool:
+    """As `look`."""
+    try:
+        await look(volume, name, parent)
     except errors.NotFound:
         return False
     return True
@@ -89,6 +158,76 @@ async def make(volume: Volume, name: bytes, parent: int = ROOT_INODE) -> int:
     return node.ino
 
 
+# -- bytes --------------------------------------------------------------------------------------------
+
+
+async def put(volume: Volume, name: bytes, data: bytes, parent: int = ROOT_INODE) -> None:
+    """Make a file, as a shell's redirection does."""
+    handle, node = await volume.create(parent, name, 0o644, CALLER, os.O_RDWR)
+    await volume.write(handle, 0, data)
+    await volume.flush(handle)
+    await volume.release(handle)
+    volume.forget(node.ino, 1)
+
+
+async def get(volume: Volume, name: bytes, parent: int = ROOT_INODE) -> bytes | None:
+    """What a file has, by the first walk of its path; None: absent."""
+    try:
+        node = await volume.lookup(parent, name)
+    except errors.NotFound:
+        return None
+    try:
+        handle = await volume.open(node.ino, os.O_RDONLY, CALLER)
+        try:
+            return bytes(await volume.read(handle, 0, 64 * MIB))
+        finally:
+            await volume.release(handle)
+    finally:
+        volume.forget(node.ino, 1)
+
+
+async def open_path(volume: Volume, *path: bytes) -> FileHandle:
+    """As open(2), to read."""
+
+    async def walk() -> FileHandle:
+        ino = ROOT_INODE
+        for name in path:
+            ino = (await volume.lookup(ino, name)).ino
+        return await volume.open(ino, os.O_RDONLY, CALLER)
+
+    return await as_by_path(walk)
+
+
+async def read(volume: Volume, *path: bytes) -> bytes:
+    """As a program reads a file, whose path is walked twice if need be."""
+    handle = await open_path(volume, *path)
+    data = bytes(await volume.read(handle, 0, 64 * MIB))
+    await volume.release(handle)
+    return data
+
+
+async def write_at(volume: Volume, name: bytes, offset: int, data: bytes, flags: int = os.O_RDWR) -> None:
+    node = await volume.lookup(ROOT_INODE, name)
+    handle = await volume.open(node.ino, flags, CALLER)
+    await volume.write(handle, offset, data)
+    await volume.flush(handle)
+    await volume.fsync(handle)
+    await volume.release(handle)
+    volume.forget(node.ino, 1)
+
+
+# -- what is waited for -------------------------------------------------------------------------------
+
+
+async def until(is_so: Callable[[], bool], seconds: float = 3 * LEASE) -> None:
+    """Wait, by a clock that jumps, for what clients do by and by."""
+    with trio.fail_after(seconds):
+        while True:
+            if is_so():
+                return
+            await trio.sleep(0.001)
+
+
 async def eventually(condition: Callable[[], Awaitable[bool]]) -> None:
     """Wait, by a clock that jumps, until what another client did is heard of here."""
     with trio.fail_after(10):
@@ -96,3 +235,12 @@ async def eventually(condition: Callable[[], Awaitable[bool]]) -> None:
             if await condition():
                 return
             await trio.sleep(0.001)
+
+
+async def until_node(volume: Volume, ino: int, is_so: Callable[[Node], bool]) -> None:
+    """Wait for news of an inode that need not have been looked up by a name."""
+
+    async def has_come() -> bool:
+        return is_so(await volume.attributes(ino))
+
+    await eventually(has_come)

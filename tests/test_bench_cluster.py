@@ -184,8 +184,8 @@ def test_a_side_that_cannot_be_mounted_says_why(setting: ClusterSetting) -> None
 def test_a_signal_ends_everything(number: int, servers: ClusterServers, short_path: Path) -> None:
     """``servers`` say that all is installed."""
     words = ["bench", "cluster", "--only", "cold-read", "--folder", str(short_path), "--output", str(short_path)]
-    command = [sys.executable, "-m", "kvfuse.cli", *words]
-    # a shell's background job would inherit that SIGINT is ignored
+    # where this run is a shell's background job, SIGINT is ignored, and would be by the command
+    command = ["env", "--default-signal=INT", sys.executable, "-m", "kvfuse.cli", *words]
     with subprocess.Popen(command, start_new_session=True, stdout=subprocess.DEVNULL) as process:
         is_mounted = wait_until(lambda: any("/relaxed-a " in row for row in left_behind(short_path)), START_SECONDS_MAX)
         process.send_signal(number)

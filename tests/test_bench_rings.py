@@ -25,6 +25,8 @@ from kvfuse.bench.timing import BATCHES_MIN, time_batches
 from kvfuse.errors import KvfuseError
 from kvfuse.sizes import KIB, MIB
 
+pytestmark = pytest.mark.engines("lmdb+file")  # about memory that is shared with clients: below it one pair is enough
+
 SET_SIZE = 4 * MIB
 
 

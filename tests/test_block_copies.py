@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import os
 import random
-from collections.abc import AsyncIterator
 
 import pytest
 import trio
@@ -34,14 +33,6 @@ from kvfuse.volume.volume import Volume
 @pytest.fixture
 def options() -> Options:
     return lab_options(capacity=16 * MIB, chunk=CHUNK)
-
-
-@pytest.fixture
-async def disk(options: Options, chaos: Chaos) -> AsyncIterator[Disk]:
-    disk = Disk.format(options)
-    yield disk
-    report = await check(disk)
-    assert report.clean, report
 
 
 # -- the tier -----------------------------------------------------------------------------------------

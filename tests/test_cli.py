@@ -1,114 +1,23 @@
-"""The command line as its users see it: real processes, real mounts, messages and exit status."""
+"""The command line as its users see it: real processes, messages and exit status. Mounts: `test_cli_mounts`."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
-import signal
 import struct
 import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from mounting import KVFUSE, PATIENCE_S, wait_until
+from cli_lab import CAPACITY, ROOT, Place, assert_fails, daemons_of, kvfuse
+from mounting import KVFUSE, PATIENCE_S
 
-from kvfuse import checksum, config
+from kvfuse import checksum
 from kvfuse.cli import COMMANDS, EXIT_STATUS, checks, describe, doctor, mounts
 from kvfuse.cli.stats import rate_rows
 from kvfuse.errors import ConfigError, EngineTimeout, KvfuseError, MountError, VolumeBusy, VolumeError
-
-CAPACITY = "capacity=64MiB"
-ROOT = Path(config.__file__).parents[1]
-
-
-def kvfuse(*arguments: str | Path, cwd: Path | None = None, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run a command to its end, output and all; it must not hang."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), **variables}
-    command = [*KVFUSE, *map(str, arguments)]
-    return subprocess.run(
-        command,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        cwd=cwd,
-        env=environment,
-        check=False,
-    )
-
-
-def assert_fails(done: subprocess.CompletedProcess[str], exit_status: int, message: str) -> None:
-    """It ended with this status and one line on stderr that has ``message``, a regular expression."""
-    assert done.returncode == exit_status, done.stderr
-    lines = done.stderr.strip().splitlines()
-    assert len(lines) == 1, done.stderr
-    assert lines[0].startswith("kvfuse: ")
-    assert re.search(message, lines[0]), done.stderr
-
-
-class Place:
-    """A volume and a mount point, not made or mounted yet."""
-
-    def __init__(self, base: Path) -> None:
-        self.base = base
-        self.volume = base / "volume"
-        self.point = base / "mnt"
-        self.point.mkdir()
-
-    def mount(self, *arguments: str) -> int:
-        """Mount in the background; the daemon's pid."""
-        done = kvfuse("mount", self.volume, self.point, "-o", CAPACITY, *arguments)
-        assert done.returncode == 0, done.stderr
-        return self.pid
-
-    @property
-    def pid(self) -> int:
-        pid = json.loads(kvfuse("status", self.point, "--json").stdout)[0]["pid"]
-        assert isinstance(pid, int)
-        return pid
-
-    @property
-    def is_mounted(self) -> bool:
-        return mounts.top_mount(self.point) is not None
-
-    def tree(self) -> dict[str, bytes]:
-        """Everything in the volume's folder but the log and the lock, which say who tried."""
-        paths = [path for path in self.volume.rglob("*") if path.is_file() and path.name not in ("log", "lock")]
-        return {str(path): path.read_bytes() for path in paths if not path.name.endswith("lock.mdb")}
-
-
-def is_running(pid: int) -> bool:
-    """The process exists and is no zombie that nobody has reaped yet."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-def wait_for_end(pid: int) -> None:
-    wait_until(lambda: not is_running(pid), "the daemon's end")
-
-
-def daemons_of(volume: Path) -> list[int]:
-    """Processes that have a file below the volume's folder open."""
-    return [int(match) for user in mounts.users_of(volume) for match in re.findall(r"\((\d+)\)$", user)]
-
-
-@pytest.fixture
-def place() -> Iterator[Place]:
-    with tempfile.TemporaryDirectory(prefix="kvfuse-test-") as folder:
-        place = Place(Path(folder))
-        yield place
-        for pid in daemons_of(place.volume):
-            os.kill(pid, signal.SIGKILL)
-            wait_for_end(pid)
-        while place.is_mounted:
-            mounts.detach(place.point, lazy=True)
-
 
 # -- help and mistakes ------------------------------------------------------------------------------
 
@@ -405,151 +314,3 @@ def test_a_volume_that_cannot_be_opened(place: Place, how: str, message: str) ->
     assert place.tree() == before
     assert not place.is_mounted
     assert not daemons_of(place.volume)
-
-
-# -- mounts -----------------------------------------------------------------------------------------
-
-
-def test_from_mount_to_umount(place: Place) -> None:
-    pid = place.mount()
-    file = place.point / "a file"
-    file.write_bytes(b"x" * 100_000)
-
-    rows = json.loads(kvfuse("status", "--json").stdout)
-    row = next(row for row in rows if row["mountpoint"] == str(place.point))
-    assert (row["source"], row["problem"], row["read_only"]) == (str(place.volume), None, False)
-    assert 32 << 20 < row["space"]["size"] <= 64 << 20
-    table = kvfuse("status", place.volume).stdout
-    assert re.search(rf"{place.point} +{place.volume} +rw .* {pid} +ok, answers in", table)
-
-    assert json.loads(kvfuse("stats", place.point, "--json").stdout)["pid"] == pid
-    assert re.search(rf"pid +{pid}\b", kvfuse("stats", place.point).stdout)
-    os.sync()
-    assert json.loads(kvfuse("info", file, "--json").stdout)["size"] == 100_000
-    assert re.search(r"size +100,000", kvfuse("info", file).stdout)
-
-    done = kvfuse("umount", place.point)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert not is_running(pid), "umount waits for the daemon"
-    assert not place.is_mounted
-    assert list(place.point.iterdir()) == []
-
-    place.mount("-o", "ro")
-    assert file.read_bytes() == b"x" * 100_000
-    with pytest.raises(OSError, match="Read-only file system"):
-        file.write_bytes(b"y")
-    assert kvfuse("umount", place.point).returncode == 0
-    log = (place.volume / "log").read_text()
-    assert log.count(f"{place.volume} is mounted on {place.point}") == 2
-    assert log.count("is unmounted, everything is written") == 2
-
-
-def test_a_mount_conf_as_the_source(place: Place) -> None:
-    conf = place.base / "mount.conf"
-    log = place.base / "kv.log"
-    conf.write_text(f'[volume]\npath = "volume"\ncapacity = "64MiB"\n[log]\nlevel = "debug"\nfile = "{log}"\n')
-    done = kvfuse("mount", "mount.conf", "mnt", cwd=place.base)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == f"made the volume {place.volume} with a capacity of 64MiB\n"
-    row = mounts.kvfuse_mount_at(place.point)
-    assert row.source == str(conf), "mount -a finds out by this that it is mounted"
-    assert json.loads(kvfuse("status", conf, "--json").stdout)[0]["mountpoint"] == str(place.point)
-    assert kvfuse("umount", "mnt", cwd=place.base).returncode == 0
-    assert "is mounted on" in log.read_text()
-    assert not (place.volume / "log").exists()
-
-
-def test_the_volume_is_the_daemons_alone(place: Place) -> None:
-    place.mount()
-    modes = {path.name: path.stat().st_mode & 0o077 for path in (place.volume, *place.volume.rglob("*"))}
-    assert not any(modes.values()), modes
-
-
-def test_a_second_daemon_is_refused(place: Place) -> None:
-    pid = place.mount()
-    assert_fails(kvfuse("mount", place.volume, place.point), 5, f"is mounted already, from {place.volume}")
-    elsewhere = place.base / "elsewhere"
-    elsewhere.mkdir()
-    done = kvfuse("mount", place.volume, elsewhere)
-    assert_fails(done, 4, f"in use by process {pid} .*{place.point}")
-    assert mounts.top_mount(elsewhere) is None
-    assert_fails(kvfuse("format", place.volume, "--force", "--capacity", "64MiB"), 4, f"in use by process {pid}")
-    assert place.pid == pid, "the first goes on"
-
-
-def test_a_busy_mount(place: Place) -> None:
-    pid = place.mount()
-    with (place.point / "open").open("wb") as file:
-        done = kvfuse("umount", place.point)
-        assert_fails(done, 4, rf"is busy: .* in use by \S+ \({os.getpid()}\); --lazy")
-        assert place.pid == pid
-        assert kvfuse("umount", place.point, "--lazy").returncode == 0
-        assert not place.is_mounted
-        file.write(b"written after it was detached")
-    wait_for_end(pid)
-    place.mount()
-    assert (place.point / "open").read_bytes() == b"written after it was detached"
-
-
-def test_a_daemon_that_died(place: Place) -> None:
-    pid = place.mount()
-    os.kill(pid, signal.SIGKILL)
-    wait_for_end(pid)
-    done = kvfuse("status", place.point)
-    assert done.returncode == 1
-    assert f"dead: its daemon is gone; type: kvfuse umount {place.point}" in done.stdout
-
-    done = kvfuse("mount", place.volume, place.point)
-    assert done.returncode == 0
-    assert done.stderr == f"kvfuse: detached what a daemon that died had left mounted on {place.point}\n"
-    pid = place.pid
-    os.kill(pid, signal.SIGKILL)
-    wait_for_end(pid)
-    assert kvfuse("umount", place.point).returncode == 0
-    assert not place.is_mounted
-
-
-def test_a_daemon_that_hangs_hangs_nobody_else(place: Place) -> None:
-    pid = place.mount()
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        done = kvfuse("status", place.point)
-        assert done.returncode == 1
-        assert "hangs: no answer within 5 s" in done.stdout
-        done = kvfuse("umount", place.point)
-        assert (done.returncode, place.is_mounted) == (0, False)
-        assert "does not answer" in done.stderr
-    finally:
-        os.kill(pid, signal.SIGCONT)
-    wait_for_end(pid)
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_a_signal_flushes_and_unmounts(place: Place, number: signal.Signals) -> None:
-    command = [*KVFUSE, "mount", str(place.volume), str(place.point), "--foreground", "-o", CAPACITY]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT) as daemon:
-        try:
-            assert daemon.stderr
-            said = ""
-            while "mounted on" not in said:
-                said = daemon.stderr.readline()
-                assert said, "it ended"
-            (place.point / "file").write_text("kept\n")
-            daemon.send_signal(number)
-            _, rest = daemon.communicate(timeout=PATIENCE_S)
-        finally:
-            daemon.kill()
-    assert daemon.returncode == 0, rest
-    assert not place.is_mounted
-    place.mount()
-    assert (place.point / "file").read_text() == "kept\n"
-
-
-def test_the_daemon_lets_go_of_everything_it_was_started_with(place: Place) -> None:
-    """Its terminal, its working directory and its output: else the shell, or a pipe's reader, would wait for it."""
-    pid = place.mount()
-    links = {int(path.name): os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir()}
-    assert links[0] == "/dev/null"
-    assert links[1] == links[2] == str(place.volume / "log")
-    assert os.readlink(f"/proc/{pid}/cwd") == "/"
-    assert os.getsid(pid) == pid

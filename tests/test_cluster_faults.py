@@ -36,7 +36,9 @@ LEASE = 6.0
 SLACK = 3.0
 """what a busy machine may add"""
 CALL_MAX = 2 * DEADLINE + SLACK
-"""of a call of the file system: it asks one store, then the other"""
+"""of a call of the file system: it waits for one store, then for the other, and for neither twice"""
+STOPPED = 4 * DEADLINE
+"""for which an OSD is: longer than the cluster takes to count it as down"""
 STALL_MAX = 3.0
 """for which a killed OSD, or leader, may keep anybody waiting"""
 ADOPTED_MAX = LEASE + 5.0
@@ -139,6 +141,14 @@ def report(what: str, work: Load, since: float, *mounts: int) -> float:
     return gap
 
 
+def wait_adopted(cluster: Cluster, client: int, since: float) -> float:
+    """Until others have the slabs of a killed client; seconds from its death until then."""
+    wait_until(lambda: cluster.are_adopted(client), "the slabs of the killed client")
+    seconds = time.monotonic() - since
+    print(f"its slabs are in use again after {seconds:.2f} s")
+    return seconds
+
+
 # -- what is killed -------------------------------------------------------------------------------------
 
 
@@ -150,11 +160,9 @@ def test_a_killed_daemon_takes_nothing_with_it(cluster: Cluster, seed: int) -> N
         start = time.monotonic()
         victim.kill()
         work.wait_progress(1)
-        wait_until(lambda: cluster.are_adopted(client), "the slabs of the killed client")
-        adopted = time.monotonic() - start
+        adopted = wait_adopted(cluster, client, start)
         work.wait_progress(1)
         gap = report("a killed daemon", work, start, 1)
-    print(f"its slabs are in use again after {adopted:.2f} s")
     assert gap < STALL_MAX
     assert adopted < ADOPTED_MAX
     victim.mount()
@@ -197,10 +205,27 @@ def test_a_daemon_and_the_leader_are_killed_at_once(cluster: Cluster, seed: int)
         victim.kill()
         work.wait_progress(1)
         gap = report("a killed daemon and leader", work, start, 1)
-        wait_until(lambda: cluster.are_adopted(client), "the slabs of the killed client")
-        print(f"its slabs are in use again after {time.monotonic() - start:.2f} s")
+        wait_adopted(cluster, client, start)
         cluster.etcd.restart(leader)
     assert gap < STALL_MAX  # a new leader gives every lease its whole time again: adoption takes that much longer
+    assert not work.errors(1), work.failed()
+
+
+def test_a_daemon_and_an_osd_are_killed_at_once(cluster: Cluster, seed: int) -> None:
+    victim = cluster.mounts[0]
+    client = cluster.client(victim)
+    with load(cluster, seed) as work:
+        work.forget(0)
+        start = time.monotonic()
+        cluster.ceph.kill(0)
+        victim.kill()
+        work.wait_progress(1)
+        gap = report("a killed daemon and OSD", work, start, 1)
+        adopted = wait_adopted(cluster, client, start)
+        cluster.ceph.restart(0)
+        work.wait_progress(1)
+    assert gap < STALL_MAX
+    assert adopted < ADOPTED_MAX
     assert not work.errors(1), work.failed()
 
 
@@ -208,11 +233,11 @@ def test_a_daemon_and_the_leader_are_killed_at_once(cluster: Cluster, seed: int)
 
 
 def test_an_osd_is_stopped_for_longer_than_the_deadline(cluster: Cluster, seed: int) -> None:
-    """Until the cluster counts it as down its objects wait; then its replicas serve them."""
+    """Until the cluster counts it as down, calls that need it fail; then replicas serve its objects."""
     with load(cluster, seed) as work:
         start = time.monotonic()
         cluster.ceph.kill(0, signal.SIGSTOP)
-        wait_until(lambda: time.monotonic() > start + 2 * DEADLINE, "the deadline")
+        wait_until(lambda: time.monotonic() > start + STOPPED, "the deadline, many times over")
         work.wait_progress(0, 1)
         report("a stopped OSD", work, start, 0, 1)
         cluster.ceph.kill(0, signal.SIGCONT)
@@ -229,6 +254,20 @@ def test_the_leader_of_etcd_is_stopped_for_longer_than_the_deadline(cluster: Clu
         wait_until(lambda: time.monotonic() > start + 2 * DEADLINE, "the deadline")
         cluster.etcd.kill(leader, signal.SIGCONT)
         work.wait_progress(0, 1)
+
+
+def test_a_follower_of_etcd_is_stopped_for_longer_than_the_deadline(cluster: Cluster, seed: int) -> None:
+    """Who was connected to it goes to another member; the one that wakes is behind, and tells nobody what it knew."""
+    with load(cluster, seed) as work:
+        leader = cluster.etcd.wait_leader()
+        for follower in {0, 1, 2} - {leader}:
+            start = time.monotonic()
+            cluster.etcd.kill(follower, signal.SIGSTOP)
+            work.wait_progress(0, 1)
+            report("a stopped follower", work, start, 0, 1)
+            wait_until(lambda: time.monotonic() > start + 2 * DEADLINE, "the deadline")  # noqa: B023
+            cluster.etcd.kill(follower, signal.SIGCONT)
+            work.wait_progress(0, 1)
 
 
 def test_all_of_etcd_is_stopped_for_longer_than_the_deadline(cluster: Cluster, seed: int) -> None:

@@ -10,7 +10,7 @@ import pytest
 import trio
 import trio.testing
 from mounting import wait_until
-from shared_lab import eventually, exists, make, names_in, volumes
+from shared_lab import eventually, exists, hosts, make, names_in, read, until_node, volumes
 from volume_lab import CALLER, Chaos, Disk, lab_options
 
 from kvfuse import errors
@@ -60,10 +60,7 @@ async def until(volume: Volume, name: bytes, is_there: bool) -> None:
 
 
 async def until_mode(volume: Volume, ino: int, mode: int) -> None:
-    async def has_come() -> bool:
-        return (await volume.attributes(ino)).mode & 0o777 == mode
-
-    await eventually(has_come)
+    await until_node(volume, ino, lambda node: node.mode & 0o777 == mode)
 
 
 def gets(volume: Volume) -> int:
@@ -181,20 +178,10 @@ async def write(volume: Volume, name: bytes, data: bytes) -> int:
     return node.ino
 
 
-async def read(volume: Volume, name: bytes) -> bytes:
-    node = await volume.lookup(ROOT_INODE, name)
-    handle = await volume.open(node.ino, os.O_RDONLY, CALLER)
-    data = bytes(await volume.read(handle, 0, 1 << 20))
-    await volume.release(handle)
-    return data
-
-
 async def test_what_one_closed_the_next_open_elsewhere_reads(
     rng: random.Random, autojump_clock: trio.testing.MockClock
 ) -> None:
-    options = lab_options(strict=True, capacity=64 << 20)
-    disk = Disk.format(options, shared=True)
-    async with volumes(disk, options, 3, rng) as all_volumes:
+    async with hosts(rng, 3, strict=True, capacity=64 << 20) as all_volumes:
         for number in range(30):
             writer = all_volumes[number % 3]
             data = rng.randbytes(rng.randrange(1, 200_000))
@@ -229,9 +216,7 @@ async def test_a_removed_file_stays_readable_where_it_is_open(
 async def test_two_rename_over_one_name_and_its_bytes_are_one_of_theirs(
     rng: random.Random, autojump_clock: trio.testing.MockClock
 ) -> None:
-    options = lab_options(strict=True)
-    disk = Disk.format(options, shared=True)
-    async with volumes(disk, options, 2, rng) as (one, two):
+    async with hosts(rng, 2, strict=True) as (one, two):
         written: set[bytes] = set()
 
         async def replace(volume: Volume, number: int) -> None:
@@ -249,9 +234,7 @@ async def test_two_rename_over_one_name_and_its_bytes_are_one_of_theirs(
 
 
 async def test_appends_of_two_both_survive(rng: random.Random, autojump_clock: trio.testing.MockClock) -> None:
-    options = lab_options(strict=True, capacity=64 << 20)
-    disk = Disk.format(options, shared=True)
-    async with volumes(disk, options, 2, rng) as both:
+    async with hosts(rng, 2, strict=True, capacity=64 << 20) as both:
         await write(both[0], b"log", b"")
 
         async def append(volume: Volume, mark: bytes) -> None:
@@ -273,9 +256,7 @@ async def test_appends_of_two_both_survive(rng: random.Random, autojump_clock: t
 async def test_writes_of_two_to_parts_of_a_file_survive(
     rng: random.Random, autojump_clock: trio.testing.MockClock
 ) -> None:
-    options = lab_options(strict=True, capacity=64 << 20)
-    disk = Disk.format(options, shared=True)
-    async with volumes(disk, options, 2, rng) as both:
+    async with hosts(rng, 2, strict=True, capacity=64 << 20) as both:
         size, part = 128 << 10, 4096
         await write(both[0], b"file", bytes(size))
 

@@ -168,3 +168,19 @@ async def test_concurrent_work_and_crashes(
     options = lab_options(capacity=24 * MIB, strict=strict, nodes=rng.choice([1000, 8]), chunk=CHUNK)
     chaos = Chaos(random.Random(rng.random()), delay=rng.choice([0.1, 0.5]))
     await play(rng, options, chaos, faults=0.0, steps=25, crashes=12, limits=limits)
+
+
+async def test_bitmaps_of_a_recalled_commit_wait_where_there_is_no_room(autojump_clock: trio.testing.MockClock) -> None:
+    """They are as they are stored: a commit without them is as good, and one with all of them might be refused."""
+    async with watched(SMALL, capacity=64 * MIB, chunk=MIB) as volume:
+        for number in range(24):
+            await write_file(volume, ROOT_INODE, b"%d" % number, os.urandom(700_000))
+        await volume.sync()
+        for number in range(40):
+            await write_file(volume, ROOT_INODE, b"small %d" % number, b"x")
+        slabs = [state.slab for state in volume.core.slabs.durable_images()]
+        assert len(slabs) > 16
+        volume.core.slabs.mark_dirty(slabs)
+        await volume.sync()
+        for number in range(40):
+            assert await read_file(volume, ROOT_INODE, b"small %d" % number) == b"x"

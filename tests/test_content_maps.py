@@ -20,8 +20,9 @@ from volume_lab import CALLER, MIB, Disk, check, lab_options, opened
 from kvfuse.errors import Corrupt, EngineError, Stale
 from kvfuse.remote.segments.api import Transfer
 from kvfuse.volume.api import ROOT_INODE
+from kvfuse.volume.chunk import DISCARDED
 from kvfuse.volume.maps import ContentMap, MapRow
-from kvfuse.volume.node import DISCARDED, Node
+from kvfuse.volume.node import Node
 from kvfuse.volume.volume import Volume
 
 # -- every operation ----------------------------------------------------------------------------------

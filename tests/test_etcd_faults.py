@@ -163,7 +163,7 @@ async def test_a_watch_outlives_the_member_it_hears_from(
                 await other.commit({b"n": b"%d" % count})
                 if count == 20:
                     await hears.wait()
-                    member = cluster.endpoints.index(watch._stream.endpoint.url)
+                    member = cluster.endpoints.index(store._feed._stream.endpoint.url)
                     await trio.to_thread.run_sync(cluster.kill, member, number)
     assert seen == [b"%d" % count for count in range(60)], "none lost, none shown twice"
     await other.aclose()

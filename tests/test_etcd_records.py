@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import trio
@@ -18,11 +19,16 @@ from lossy_proxy import lossy_proxy
 from kvfuse.cluster.etcd import EtcdServers, EtcdSettings
 from kvfuse.errors import ConfigError, EngineError, EngineTimeout
 from kvfuse.remote.records import etcd as etcd_engine
+from kvfuse.remote.records import etcd_watch
 from kvfuse.remote.records import etcd_wire as wire
+from kvfuse.remote.records.api import Change
 from kvfuse.remote.records.etcd import EtcdOptions, EtcdRecords
-from kvfuse.remote.records.etcd_client import Endpoint, EtcdClient
+from kvfuse.remote.records.etcd_client import ATTEMPT_SHARE, Endpoint, EtcdClient
 
 ROOT_PASSWORD = "root's"
+DEADLINE = 1.5
+SLOW = 0.25
+"""of a deadline"""
 
 
 @pytest.fixture
@@ -106,6 +112,25 @@ async def settle(store: EtcdRecords) -> None:
         except EngineTimeout:
             continue
         return
+
+
+async def test_a_cluster_that_is_only_slow_is_waited_for(options: EtcdOptions, rng: random.Random) -> None:
+    """Its members answer, but when one of a healthy cluster would have been given up."""
+    async with lossy_proxy(options.endpoints[0], rng) as proxy:
+        store = await EtcdRecords.open(replace(options, endpoints=(proxy.endpoint,), deadline=DEADLINE))
+        proxy.delay = DEADLINE * SLOW
+        failures = 0
+        for number in range(8):
+            try:
+                assert await store.commit({b"slow%d" % number: b"1"})
+            except EngineTimeout:
+                failures += 1
+        assert failures <= 1, "then it is known to be slow"
+        proxy.delay = 0.0
+        for number in range(10):
+            assert await store.commit({b"quick%d" % number: b"1"})
+        assert store._client._patience == DEADLINE * ATTEMPT_SHARE
+        await store.aclose()
 
 
 async def test_a_cancelled_commit_is_settled_before_the_next(
@@ -280,6 +305,81 @@ async def test_a_watch_that_is_read_passes_over_a_compaction(store: EtcdRecords,
     await trio.to_thread.run_sync(etcd.compact)
     await store.commit({b"a": b"2"})
     assert (await anext(watch)).value == b"2"
+
+
+async def test_all_watches_of_a_store_share_one_stream(
+    options: EtcdOptions, etcd: EtcdServers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever of their readers goes, another reads on: nothing is lost, and nobody waits for what came."""
+    store, other = await EtcdRecords.open(options), await EtcdRecords.open(options)
+    streams = 0
+    stream = store._client.stream
+
+    async def counted(*arguments: Any) -> Any:
+        nonlocal streams
+        streams += 1
+        return await stream(*arguments)
+
+    monkeypatch.setattr(store._client, "stream", counted)
+    seen: dict[bytes, list[bytes]] = {prefix: [] for prefix in (b"", b"a", b"b", b"c")}
+
+    async def read(prefix: bytes, watch: AsyncIterator[Change], count: int) -> None:
+        for _ in range(count):
+            seen[prefix].append((await anext(watch)).key)
+
+    with trio.fail_after(30):
+        async with trio.open_nursery() as nursery:
+            for prefix in (b"c", b"a", b"b", b""):  # the first one to wait reads for all, and hears of nothing
+                nursery.start_soon(read, prefix, store.watch(prefix), 6 if prefix == b"" else 3)
+                await trio.testing.wait_all_tasks_blocked()
+            for name in (b"a", b"b", b"c"):
+                for number in range(2):
+                    await other.commit({b"%b%d" % (name, number): b""})
+            while sum(map(len, seen.values())) < 12:
+                await trio.testing.wait_all_tasks_blocked(0.01)
+            nursery.cancel_scope.cancel()
+    assert [len(keys) for keys in seen.values()] == [6, 2, 2, 2]
+    assert seen[b""] == [b"a0", b"a1", b"b0", b"b1", b"c0", b"c1"]
+    assert streams == 1
+    await store.aclose()
+    await other.aclose()
+
+
+async def test_another_reads_on_where_the_reader_of_all_watches_is_cancelled(options: EtcdOptions) -> None:
+    store, other = await EtcdRecords.open(options), await EtcdRecords.open(options)
+    watches = [store.watch(b"") for _ in range(3)]
+    seen: list[bytes] = []
+
+    async def read(watch: AsyncIterator[Change]) -> None:
+        seen.append((await anext(watch)).key)
+
+    with trio.fail_after(30):
+        async with trio.open_nursery() as staying:
+            async with trio.open_nursery() as going:
+                going.start_soon(read, watches[0])
+                await trio.testing.wait_all_tasks_blocked()
+                for watch in watches[1:]:
+                    staying.start_soon(read, watch)
+                await trio.testing.wait_all_tasks_blocked()
+                going.cancel_scope.cancel()
+            await other.commit({b"key": b""})
+    assert seen == [b"key", b"key"]
+    assert (await anext(watches[0])).key == b"key"
+    await store.aclose()
+    await other.aclose()
+
+
+async def test_a_watch_whose_reader_stays_away_says_so(store: EtcdRecords, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(etcd_watch, "BACKLOG_MAX", 2)
+    away, read = store.watch(b""), store.watch(b"")
+    for number in range(3):
+        await store.commit({b"%d" % number: b""})
+        await anext(read)
+    with pytest.raises(EngineError, match="2 changes behind: read the state anew"):
+        await anext(away)
+    fresh = store.watch(b"")
+    await store.commit({b"later": b""})
+    assert (await anext(fresh)).key == (await anext(read)).key == b"later"
 
 
 # -- users, TLS, options ------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from mounting import temporary_mount
 from posix_calls import opened
 
 from kvfuse.errors import EngineError
-from kvfuse.fs.kernel import DIRECTORIES_MAX, Absences, FuseKernelCache
+from kvfuse.fs.kernel import DIRECTORIES_MAX, FuseKernelCache, Kept
 
 LONG = ("entry_timeout=3600", "attr_timeout=3600", "negative_timeout=3600")
 WORDS = ("volume.capacity=64MiB", "volume.segment_size=16MiB", *LONG)
@@ -197,19 +197,23 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, ...]]:
 
 
 def test_nothing_is_sent_for_what_the_kernel_cannot_have(sent: list[tuple[object, ...]]) -> None:
-    absences = Absences(1.0)
-    kernel = FuseKernelCache({10, 11}.__contains__, absences)
+    names, absences = Kept(1.0), Kept(1.0)
+    kernel = FuseKernelCache({10, 11}.__contains__, names, absences)
+    names.note(10)
     kernel.drop_content(1000)
     kernel.drop_attributes(1000)
     kernel.drop_name(10, b"name")
     kernel.drop_name(10, b"name", 1000)
+    kernel.drop_name(12, b"name", 11)
+    kernel.drop_any_name(12, b"name")
     assert sent == []
     kernel.drop_content(11)
     kernel.drop_attributes(11)
     kernel.drop_name(10, b"name", 11)
     absences.note(10)
     kernel.drop_name(10, b"other")
-    assert sent == [(11, False), (11, True), (10, b"name"), (10, b"other")]
+    kernel.drop_any_name(10, b"any")
+    assert sent == [(11, False), (11, True), (10, b"name"), (10, b"other"), (10, b"any")]
 
 
 @pytest.mark.parametrize("number", [errno.ENOENT, errno.EINVAL, errno.ENOMEM])
@@ -218,7 +222,7 @@ def test_only_a_refusal_is_an_error(monkeypatch: pytest.MonkeyPatch, number: int
         raise OSError(number, "refused")
 
     monkeypatch.setattr(pyfuse3, "invalidate_inode", refuse)
-    kernel = FuseKernelCache(lambda ino: True, Absences(1.0))
+    kernel = FuseKernelCache(lambda ino: True, Kept(1.0), Kept(1.0))
     if number != errno.ENOMEM:
         kernel.drop_content(11)
         return
@@ -226,10 +230,10 @@ def test_only_a_refusal_is_an_error(monkeypatch: pytest.MonkeyPatch, number: int
         kernel.drop_content(11)
 
 
-def test_absences_end_and_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_kept_ends_and_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
-    absences = Absences(5.0)
+    absences = Kept(5.0)
     absences.note(1)
     assert absences.may_be_cached(1)
     assert not absences.may_be_cached(2)
@@ -244,7 +248,7 @@ def test_absences_end_and_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not absences.may_be_cached(1)
 
 
-def test_a_kernel_that_keeps_no_absences_needs_no_memory_of_them() -> None:
-    absences = Absences(0.0)
-    absences.note(1)
+def test_a_kernel_that_keeps_nothing_needs_no_memory_of_it() -> None:
+    absences = Kept(0.0)
+    assert absences.note(1) == 0.0
     assert not absences.may_be_cached(1)

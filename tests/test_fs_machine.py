@@ -17,6 +17,7 @@ from typing import Any
 
 import hypothesis
 import pytest
+from engine_pairs import Engines
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
@@ -241,12 +242,12 @@ class MountMachine(RuleBasedStateMachine):
 
 
 @pytest.mark.root
-def test_the_mount_behaves_as_tmpfs(mount: KvfuseMount, seed: int) -> None:
+def test_the_mount_behaves_as_tmpfs(mount: KvfuseMount, engines: Engines, seed: int) -> None:
     machine = hypothesis.seed(seed)(lambda: MountMachine(mount))
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=25,
+            max_examples=8 if engines.is_shared else 25,  # where a call may be a round trip to servers
             stateful_step_count=60,
             deadline=None,
             database=None,

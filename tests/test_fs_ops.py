@@ -32,6 +32,9 @@ class FailingVolume:
     def may_keep(self, directory: int) -> bool:
         return True
 
+    def may_keep_attributes(self, ino: int) -> bool:
+        return True
+
     def __getattr__(self, name: str) -> Any:
         async def fail(*_: object) -> None:
             raise self.error

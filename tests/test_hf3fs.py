@@ -20,6 +20,8 @@ from posix_calls import fails, opened
 
 from kvfuse.usrbio import hf3fs
 
+pytestmark = pytest.mark.engines("lmdb+file")  # about memory that is shared with clients: below it one pair is enough
+
 ROOT = Path(hf3fs.__file__).parents[2]
 
 

@@ -21,6 +21,8 @@ from posix_calls import fails
 from kvfuse.usrbio import hf3fs
 from kvfuse.usrbio.hf3fs_ring import Ledger, Operation
 
+pytestmark = pytest.mark.engines("lmdb+file")  # about memory that is shared with clients: below it one pair is enough
+
 PART = 100
 
 

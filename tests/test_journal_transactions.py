@@ -16,7 +16,7 @@ from kvfuse.errors import EngineError
 from kvfuse.remote.records.api import ABSENT, RecordLimits, Versioned
 from kvfuse.remote.records.lmdb import LIMITS
 from kvfuse.volume.commits import Committer
-from kvfuse.volume.transaction import Transaction
+from kvfuse.volume.shared.transaction import Transaction
 
 SEQUENCE = b"k-client"
 

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Collection, Mapping
+from contextlib import asynccontextmanager
 
 import pytest
 import trio
 import trio.testing
-from shared_lab import LEASE, eventually, exists, make, names_in, volumes
+from shared_lab import LEASE, eventually, exists, hosts, make, names_in, until, volumes
 from test_coherence import HearingKernel
-from volume_lab import CALLER, Chaos, Disk, lab_options
+from volume_lab import CALLER, Chaos, Disk, MemorySegments, lab_options
 
 from kvfuse import errors
-from kvfuse.errors import EngineError
+from kvfuse.errors import EngineError, EngineTimeout
 from kvfuse.volume import schema
 from kvfuse.volume.api import ROOT_INODE
 from kvfuse.volume.volume import FileHandle, Volume
 
+FENCE_SECONDS = 5.0
 OLD, NEW = b"old " * 5000, b"new " * 7000
 
 
@@ -48,15 +50,6 @@ async def get(volume: Volume, name: bytes) -> bytes:
         await volume.release(handle)
 
 
-async def until(is_so: Callable[[], bool], seconds: float = 3 * LEASE) -> None:
-    """Wait, by a clock that jumps, for what clients do by and by."""
-    with trio.fail_after(seconds):
-        while True:
-            if is_so():
-                return
-            await trio.sleep(0.001)
-
-
 async def is_gone(other: Volume, client: int) -> None:
     """The store has ended the lease of a client, and another one knows."""
     assert other.leases is not None
@@ -69,13 +62,22 @@ async def is_another(volume: Volume, client: int) -> None:
     await until(lambda: volume.core.client != client)
 
 
+@asynccontextmanager
+async def frozen(own: Chaos, volume: Volume, other: Volume) -> AsyncIterator[None]:
+    """The client stops before the body. After it ``other`` has seen it go; it wakes, and is another one."""
+    client = volume.core.client
+    own.stalled = trio.Event()
+    yield
+    await is_gone(other, client)
+    own.stalled.set()
+    await is_another(volume, client)
+
+
 @pytest.mark.parametrize("strict", [False, True])
 async def test_a_client_that_wakes_after_its_lease_goes_on_as_another(
     rng: random.Random, autojump_clock: trio.testing.MockClock, chaos: list[Chaos], strict: bool
 ) -> None:
-    options = lab_options(strict=strict)
-    disk = Disk.format(options, shared=True)
-    async with volumes(disk, options, 2, rng, chaos) as (one, two):
+    async with hosts(rng, 2, chaos, strict=strict) as (one, two):
         for name in (b"kept", b"changed", b"read"):
             await put(one, name, OLD)
         changed, reading = await opened(one, b"changed"), await opened(one, b"read")
@@ -114,20 +116,33 @@ async def test_a_client_that_wakes_after_its_lease_goes_on_as_another(
         assert await names_in(one) == await names_in(two)
 
 
+async def test_a_put_after_the_lease_was_lost_leaves_the_name_as_it_is(
+    rng: random.Random, autojump_clock: trio.testing.MockClock, chaos: list[Chaos]
+) -> None:
+    """Until the volume is joined again, names are told as they were known: never a file whose put was refused."""
+    async with hosts(rng, 1, chaos) as (one,):
+        await put(one, b"block", OLD)
+        await put(one, b"other", OLD)
+        await one.parts.abandon()
+        with pytest.raises(EngineError):
+            await one.blocks.put(ROOT_INODE, b"block", memoryview(NEW), CALLER, 0o644)
+        with pytest.raises(EngineError):
+            await one.rename(ROOT_INODE, b"other", ROOT_INODE, b"third", 0)
+        with pytest.raises(EngineError):
+            await one.unlink(ROOT_INODE, b"other")
+        assert (await one.lookup(ROOT_INODE, b"block")).size == len(OLD)
+        assert (await one.lookup(ROOT_INODE, b"other")).size == len(OLD)
+
+
 async def test_names_that_nobody_stored_are_forgotten(
     rng: random.Random, autojump_clock: trio.testing.MockClock, chaos: list[Chaos]
 ) -> None:
-    options = lab_options()
-    disk = Disk.format(options, shared=True)
-    async with volumes(disk, options, 2, rng, chaos) as (one, two):
+    async with hosts(rng, 2, chaos) as (one, two):
         await put(one, b"stays", OLD)
-        chaos[0].stalled = trio.Event()
-        handle, _ = await one.create(ROOT_INODE, b"never", 0o644, CALLER, os.O_RDWR)
-        await one.write(handle, 0, NEW)
-        await one.unlink(ROOT_INODE, b"stays")
-        await is_gone(two, 1)
-        chaos[0].stalled.set()
-        await is_another(one, 1)
+        async with frozen(chaos[0], one, two):
+            handle, _ = await one.create(ROOT_INODE, b"never", 0o644, CALLER, os.O_RDWR)
+            await one.write(handle, 0, NEW)
+            await one.unlink(ROOT_INODE, b"stays")
         assert await names_in(one) == await names_in(two) == [b"stays"]
         with pytest.raises(EngineError):
             await one.read(handle, 0, 1)
@@ -139,9 +154,7 @@ async def test_an_operation_under_way_ends_in_an_error(
     rng: random.Random, autojump_clock: trio.testing.MockClock, chaos: list[Chaos]
 ) -> None:
     """It began with what the client knew then, and does not bring it into the new membership."""
-    options = lab_options(strict=True)
-    disk = Disk.format(options, shared=True)
-    async with volumes(disk, options, 2, rng, chaos) as (one, two):
+    async with hosts(rng, 2, chaos, strict=True) as (one, two):
         await put(one, b"file", OLD)
         results: list[str] = []
 
@@ -153,13 +166,9 @@ async def test_an_operation_under_way_ends_in_an_error(
             else:
                 results.append("stored")
 
-        chaos[0].stalled = trio.Event()
-        async with trio.open_nursery() as nursery:
+        async with trio.open_nursery() as nursery, frozen(chaos[0], one, two):
             for number in range(5):
                 nursery.start_soon(attempt, b"%d" % number)
-            await is_gone(two, 1)
-            chaos[0].stalled.set()
-            await is_another(one, 1)
         assert results == 5 * ["EngineError"]
         assert await names_in(two) == [b"file"]
         await attempt(b"now")
@@ -169,9 +178,7 @@ async def test_an_operation_under_way_ends_in_an_error(
 async def test_the_lease_is_lost_again_and_again(
     rng: random.Random, autojump_clock: trio.testing.MockClock, chaos: list[Chaos]
 ) -> None:
-    options = lab_options(strict=True)
-    disk = Disk.format(options, shared=True)
-    async with volumes(disk, options, 2, rng, chaos) as (one, two):
+    async with hosts(rng, 2, chaos, strict=True) as (one, two):
         for round_number in range(3):
             client = one.core.client
             chaos[0].cut = trio.Event()
@@ -195,13 +202,11 @@ async def test_what_a_dead_client_removed_is_freed_by_its_heir(
         key = schema.orphan_key(ino)
         assert key in disk.records
         assert schema.decode_orphan(disk.records[key].value).remover == 1
-        chaos[0].stalled = trio.Event()
-        await is_gone(two, 1)
-        left = [key, schema.sequence_key(1)]
-        await until(lambda: not any(key in disk.records for key in left), 10 * two.core.grace.seconds)
-        assert schema.files_key(1) not in disk.records
-        chaos[0].stalled.set()
-        await is_another(one, 1)
+        async with frozen(chaos[0], one, two):
+            await is_gone(two, 1)
+            left = [key, schema.sequence_key(1)]
+            await until(lambda: not any(key in disk.records for key in left), 10 * two.core.grace.seconds)
+            assert schema.files_key(1) not in disk.records
 
 
 async def test_nothing_is_left_of_clients_that_left_in_order(
@@ -227,17 +232,69 @@ async def test_slots_of_a_dead_client_are_used_at_once_where_it_can_be_cut_off(
         await put(one, b"file", OLD)
         identity = one.core.segments.identity()
         held = [slab for slab in range(two.core.geometry.slab_count) if one.core.slabs.holds(slab)]
-        chaos[0].stalled = trio.Event()
-        await is_gone(two, 1)
-        gone = trio.current_time()
-        await until(lambda: all(map(two.core.slabs.holds, held)))
-        assert held
-        assert disk.fenced == ({identity} if fences else set())
-        assert (trio.current_time() - gone < 2.0) == fences
-        chaos[0].stalled.set()
-        await is_another(one, 1)
+        async with frozen(chaos[0], one, two):
+            await is_gone(two, 1)
+            gone = trio.current_time()
+            await until(lambda: all(map(two.core.slabs.holds, held)))
+            assert held
+            assert disk.fenced == ({identity} if fences else set())
+            assert (trio.current_time() - gone < 2.0) == fences
         await put(one, b"again", NEW)
         assert await get(two, b"again") == NEW
+
+
+async def test_what_cannot_be_cut_off_keeps_nobody_waiting(
+    rng: random.Random, autojump_clock: trio.testing.MockClock, chaos: list[Chaos], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Clients that lost their leases together are back at once; what they held as others comes later, by a grace."""
+    asked: list[tuple[bytes, bytes]] = []
+
+    async def fence(self: MemorySegments, identity: bytes) -> bool:
+        asked.append((self.identity(), identity))
+        await trio.sleep(FENCE_SECONDS)
+        raise EngineTimeout("injected: no answer of a monitor")
+
+    monkeypatch.setattr(MemorySegments, "fence", fence)
+    options = lab_options(capacity=1 << 30)
+    disk = Disk.format(options, shared=True)
+    disk.fences = True
+    async with volumes(disk, options, 2, rng, chaos) as (one, two):
+        held, in_one_commit = one.leases.view.held_counts, disk.limits.commit_operations_max // 2
+        await until(lambda: min(held[1], held[2]) > in_one_commit)
+        chaos[0].stalled = chaos[1].stalled = trio.Event()
+        await trio.sleep(2 * LEASE)
+        chaos[0].stalled.set()
+        await until(lambda: {one.core.client, two.core.client}.isdisjoint({1, 2}), 1.0)
+        with trio.fail_after(1.0):
+            for number, volume in enumerate((one, two)):
+                await put(volume, b"%d" % number, NEW)
+        held = one.leases.view.held_counts
+        await until(lambda: {1, 2}.isdisjoint(held), 2 * FENCE_SECONDS)
+    assert len(asked) == len(set(asked)), "nobody is cut off again and again"
+
+
+async def test_a_volume_that_could_not_be_joined_at_once_is_as_before(
+    rng: random.Random, autojump_clock: trio.testing.MockClock, chaos: list[Chaos]
+) -> None:
+    """What one attempt took over of the memory that is shared with clients of rings, the next one has."""
+    options = lab_options()
+    disk = Disk.format(options, shared=True)
+    async with volumes(disk, options, 2, rng, chaos) as (one, two):
+        before = one.core.tier
+        failures = [EngineError("injected: nobody knows what became of this commit")]
+
+        def fail(puts: Mapping[bytes, bytes], deletes: Collection[bytes]) -> None:
+            if failures and schema.sequence_key(1001) in puts:
+                raise failures.pop()
+
+        async with frozen(chaos[0], one, two):
+            disk.audit = fail
+        assert not failures
+        assert one.core.client == 2001
+        assert before.capacity
+        assert one.core.tier is before
+        await is_gone(two, 1001)
+        await put(one, b"again", NEW)
 
 
 @pytest.mark.parametrize("fences", [False, True])
@@ -299,10 +356,8 @@ async def test_random_work_of_clients_that_are_frozen_now_and_then(
 async def test_a_volume_is_closed_while_it_cannot_be_joined_again(
     rng: random.Random, autojump_clock: trio.testing.MockClock, chaos: list[Chaos]
 ) -> None:
-    options = lab_options()
-    disk = Disk.format(options, shared=True)
     chaos[0].delay = 1.0  # so that joining takes a while
-    async with volumes(disk, options, 1, rng, chaos[:1]) as (one,):
+    async with hosts(rng, 1, chaos[:1]) as (one,):
         await put(one, b"file", OLD)
         former = one.parts
         chaos[0].stalled = trio.Event()
@@ -319,9 +374,7 @@ async def test_a_volume_is_closed_while_it_cannot_be_joined_again(
 async def test_what_the_kernel_cached_is_dropped(
     rng: random.Random, autojump_clock: trio.testing.MockClock, chaos: list[Chaos]
 ) -> None:
-    options = lab_options()
-    disk = Disk.format(options, shared=True)
-    async with volumes(disk, options, 2, rng, chaos) as (one, two):
+    async with hosts(rng, 2, chaos) as (one, two):
         await put(one, b"file", OLD)
         kernel = HearingKernel()
         one.tell(kernel)
@@ -330,10 +383,8 @@ async def test_what_the_kernel_cached_is_dropped(
         while one.kernel_knows(ino):
             one.forget(ino, 1)
         one.remember(ROOT_INODE, entry)
-        chaos[0].stalled = trio.Event()
-        await is_gone(two, 1)
-        chaos[0].stalled.set()
-        await is_another(one, 1)
+        async with frozen(chaos[0], one, two):
+            pass
         await until(lambda: ino in kernel.contents and (ROOT_INODE, b"file") in kernel.names)
         assert (await one.attributes(ino)).size == len(OLD)
         one.forget(ino, 1)

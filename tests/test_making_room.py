@@ -8,6 +8,7 @@ import random
 import pytest
 import trio
 import trio.testing
+from shared_lab import hosts, until
 from volume_lab import CALLER, MIB, Chaos, Disk, check, lab_options, opened
 
 from kvfuse.errors import NoSpace
@@ -15,12 +16,12 @@ from kvfuse.volume.api import ROOT_INODE
 from kvfuse.volume.volume import Volume
 
 
-async def write(volume: Volume, name: bytes, parts: int = 1) -> int:
-    """Write a block of 1 MiB in so many calls; its inode. The kernel is not told to forget it."""
+async def write(volume: Volume, name: bytes, parts: int = 1, size: int = MIB) -> int:
+    """Write a block in so many calls; its inode. The kernel is not told to forget it."""
     handle, node = await volume.create(ROOT_INODE, name, 0o644, CALLER, os.O_WRONLY)
     try:
-        for offset in range(0, MIB, MIB // parts):
-            await volume.write(handle, offset, (name * (MIB // len(name)))[offset : offset + MIB // parts])
+        for offset in range(0, size, size // parts):
+            await volume.write(handle, offset, (name * (size // len(name)))[offset : offset + size // parts])
     finally:
         await volume.release(handle)
     return node.ino
@@ -110,3 +111,24 @@ async def test_a_block_that_was_removed_while_it_was_open(seed: int) -> None:
         await volume.release(handle)
         await write(volume, b"new data")
     assert (await check(disk)).clean
+
+
+@pytest.mark.parametrize("by_ring", [False, True], ids=["write", "put"])
+async def test_room_that_comes_back_piece_by_piece(
+    rng: random.Random, by_ring: bool, autojump_clock: trio.testing.MockClock
+) -> None:
+    """On a shared volume removed slots wait for a while: the first that is free again may be too small."""
+    async with hosts(rng, 1, [Chaos(rng)], capacity=16 * MIB) as (volume,):
+        for number in range(40):
+            await write(volume, b"small.%02d" % number, size=4096)
+        names = await fill(volume)
+        await volume.sync()
+        for number in range(0, 40, 4):
+            await volume.unlink(ROOT_INODE, b"small.%02d" % number)
+            await trio.sleep(0.1)
+        await volume.unlink(ROOT_INODE, names.pop())
+        await until(lambda: volume.space().free >= MIB)
+        if by_ring:
+            await volume.blocks.put(ROOT_INODE, b"new data", memoryview(bytes(MIB)), CALLER, 0o644)
+        else:
+            await write(volume, b"new data")

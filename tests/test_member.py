@@ -24,8 +24,8 @@ from kvfuse.remote.records.etcd import EtcdRecords
 from kvfuse.remote.segments.api import Transfer
 from kvfuse.remote.segments.file import FileSegments
 from kvfuse.volume import schema
-from kvfuse.volume.member import FencedRecords, FencedSegments, Member, membership
 from kvfuse.volume.schema import MemberRecord
+from kvfuse.volume.shared.member import FencedRecords, FencedSegments, Member, membership, memberships
 
 LEASE = 2.0
 DEAD_PID = int(Path("/proc/sys/kernel/pid_max").read_text()) + 1
@@ -88,6 +88,21 @@ async def test_a_cancelled_body_keeps_the_lease_until_it_is_through(records: Rec
                 assert member.alive
                 assert await records.commit({b"dx": b"1"}, expect=member.fence)
     assert (await records.get([schema.MOUNTED])) == [None]
+
+
+async def test_who_becomes_another_client_is_the_former_one_no_more(records: RecordStore) -> None:
+    """Also where the former one's lease lasts: it could not begin its work, and nobody would do it instead."""
+    with trio.fail_after(30):
+        async with memberships(records, LEASE, "kv", alone=False) as join:
+            former, member = await join(), await join()
+            keys = [schema.member_key(client) for client in (former.client, member.client)]
+            (gone, found) = await records.get(keys)
+            assert gone is None
+            assert found is not None
+            with pytest.raises(EngineError, match="lost"):
+                former.check()
+            member.check()
+    assert await records.get(keys) == [None, None]
 
 
 async def test_errors_of_the_body_come_out_as_they_are(records: RecordStore) -> None:

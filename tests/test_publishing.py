@@ -19,8 +19,8 @@ from kvfuse.errors import EngineError, NotFound, Stale
 from kvfuse.remote.records.decorators import Delayed
 from kvfuse.volume import engines, format, schema
 from kvfuse.volume.api import ROOT_INODE, Changes
-from kvfuse.volume.content import STAGED_CHUNKS_MAX
 from kvfuse.volume.volume import Volume, run_volume
+from kvfuse.volume.writing import STAGED_CHUNKS_MAX
 
 COMMIT_SECONDS = 0.001
 
@@ -377,7 +377,7 @@ async def test_a_dead_journal_is_an_error_not_a_wait(chaos: Chaos, monkeypatch: 
                 await volume.sync()
 
 
-def broken() -> list[object]:
+def broken(*_: object) -> list[object]:
     raise ValueError("not foreseen")
 
 
@@ -465,7 +465,7 @@ async def test_a_file_that_lost_its_name_between_lookup_and_open(chaos: Chaos) -
         assert bytes(await volume.read(handle, 0, 5000)) == b"x" * 5000
         await volume.release(handle)
         await volume.sync()
-        assert await volume.journal.free(), "space is needed"
+        assert await volume.journal.free(trio.current_time()), "space is needed"
         with pytest.raises(Stale):
             await volume.open(node.ino, os.O_RDONLY, CALLER)
         with pytest.raises(Stale):

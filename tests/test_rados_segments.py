@@ -323,23 +323,97 @@ def primary_of(ceph: CephServers, store: RadosSegments, index: int) -> int:
     return ceph.primary(object_name(1, index).decode(), store.options.namespace)
 
 
+def osds_of(ceph: CephServers, store: RadosSegments, index: int) -> list[int]:
+    """All that have a replica."""
+    name = object_name(1, index).decode()
+    found: list[int] = ceph.command("osd", "map", ceph.settings.pool, name, store.options.namespace)["acting"]
+    return found
+
+
 async def test_a_stalled_osd_keeps_nobody_beyond_the_deadline(ceph: CephServers, store: RadosSegments) -> None:
     await store.write([Transfer(1, 0, b"before")])
     async with opened(store.options, deadline=0.5, hedge_delay=0.0) as hasty:
         assert await read(hasty, 0, 6) == b"before"
         with stalled(ceph, primary_of(ceph, store, 0)) as wake:
-            for call in (
-                lambda: hasty.write([Transfer(1, 0, b"during")]),
-                lambda: read(hasty, 0, 6),
-                lambda: hasty.zero(1, 0, 6),
-            ):
-                began = time.monotonic()
-                with pytest.raises(EngineTimeout, match=r"00000001\.00000000.*within 0.5 s"):
-                    await call()
-                assert 0.5 <= time.monotonic() - began < 2
+            began = time.monotonic()
+            with pytest.raises(EngineTimeout, match=r"00000001\.00000000.*within 0.5 s"):
+                await hasty.write([Transfer(1, 0, b"during")])
+            assert 0.5 <= time.monotonic() - began < 2
             wake()
+        await until_heard(hasty)
         await store.write([Transfer(1, 0, b"after!")])
         assert await read(hasty, 0, 6) == b"after!"
+
+
+async def until_heard(store: RadosSegments) -> None:
+    """Wait, for a cluster that is whole, until an object that was silent is asked again."""
+    with trio.fail_after(PATIENCE_S):
+        while True:
+            try:
+                await read(store, 0, 1)
+            except EngineTimeout:
+                await trio.sleep(0.01)
+            else:
+                return
+
+
+async def test_a_silent_object_is_waited_for_once(ceph: CephServers, store: RadosSegments) -> None:
+    """Whoever asks for it later hears so at once; others are served. It is asked again when its server is back."""
+    primary = primary_of(ceph, store, 0)
+    elsewhere = next(index for index in range(1, 16) if primary not in osds_of(ceph, store, index)) * OBJECT_SIZE
+    await store.write([Transfer(1, 0, b"before")])
+    async with opened(store.options, deadline=1.0, hedge_delay=0.0) as hasty:
+        assert await read(hasty, 0, 6) == b"before"
+        with stalled(ceph, primary) as wake:
+            with pytest.raises(EngineTimeout, match="within 1 s"):
+                await hasty.write([Transfer(1, 0, b"during"), Transfer(1, elsewhere, b"during")])
+            began = time.monotonic()
+            for call in (
+                lambda: hasty.write([Transfer(1, elsewhere, b"never!"), Transfer(1, 0, b"never!")]),
+                lambda: hasty.zero(1, 0, 6),
+                lambda: read(hasty, 0, 6),
+            ):
+                with pytest.raises(EngineTimeout, match=r"00000001\.00000000.*has not answered for"):
+                    await call()
+            assert await read(hasty, elsewhere, 6) == b"during"
+            assert time.monotonic() - began < 0.5
+            wake()
+        await until_heard(hasty)
+        await hasty.write([Transfer(1, 0, b"after!")])
+        assert await read(hasty, 0, 6) == b"after!"
+
+
+async def test_a_read_that_replicas_refuse_ends_in_time(ceph: CephServers, store: RadosSegments) -> None:
+    """librados asks the stalled one again, in a way that cannot be cancelled: that may keep nobody, nor the memory."""
+    primary = primary_of(ceph, store, 0)
+    offsets = [index * OBJECT_SIZE for index in range(16) if primary_of(ceph, store, index) == primary]
+    async with opened(store.options, deadline=1.0, hedge_delay=0.1) as hasty:
+        await hasty.write([Transfer(1, offset, b"just written") for offset in offsets])
+        buffers = [bytearray(12) for _ in offsets]
+        with stalled(ceph, primary) as wake:
+            began = time.monotonic()
+            with pytest.raises(EngineTimeout):
+                await hasty.read([Transfer(1, offset, buffer) for offset, buffer in zip(offsets, buffers, strict=True)])
+            assert time.monotonic() - began < 2
+            assert hasty.counters.hedges >= len(offsets)
+            buffers[0][:] = b"x" * 12
+            wake()
+        await until_heard(hasty)
+        assert buffers[0] == b"x" * 12
+        assert await read(hasty, 0, 12) == b"just written"
+
+
+async def test_a_store_closes_while_replies_are_outstanding(ceph: CephServers, store: RadosSegments) -> None:
+    async with opened(store.options, deadline=0.5, hedge_delay=0.1) as hasty:
+        await hasty.write([Transfer(1, 0, b"just written")])
+        with stalled(ceph, primary_of(ceph, store, 0)):
+            for _ in range(3):
+                with pytest.raises(EngineTimeout):
+                    await read(hasty, 0, 12)
+            began = time.monotonic()
+            await hasty.aclose()
+            assert time.monotonic() - began < 3
+    assert await read(store, 0, 12) == b"just written"
 
 
 @pytest.mark.parametrize("how", ["late", "cancelled"])

@@ -10,7 +10,7 @@ import trio.testing
 from volume_lab import Chaos, Disk, MemoryRecords, lab_options
 
 from kvfuse.errors import EngineError
-from kvfuse.volume.shared_records import CALLS_MAX, SharedRecords
+from kvfuse.volume.shared.records import CALLS_MAX, SharedRecords
 
 
 def make(deadline: float = 1.0) -> tuple[SharedRecords, Chaos]:

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import random
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
 import trio
 import trio.testing
 from lease_lab import LEASE, REUSE, Client, World, pieces_of
+from shared_lab import until
 from volume_lab import MIB, Disk, lab_options
 
 from kvfuse.errors import EngineError, NoSpace
-from kvfuse.volume import leases, schema
+from kvfuse.volume import schema
 from kvfuse.volume.numbers import SharedNumberRange
 from kvfuse.volume.schema import NOBODY, Holder
+from kvfuse.volume.shared import leases
 
 
 def world(rng: random.Random, slabs: int = 16) -> World:
@@ -41,15 +43,6 @@ def held_by(world: World, client: int) -> set[int]:
     return {slab for slab, holder in holders(world).items() if holder.client == client}
 
 
-async def until(is_so: Callable[[], bool]) -> None:
-    """Look every hundredth of a simulated second."""
-    for _ in range(10_000):
-        if is_so():
-            return
-        await trio.sleep(0.01)
-    raise AssertionError("it never was so")
-
-
 async def fill(client: Client, nursery: trio.Nursery, count: int = 1000) -> list[bytes]:
     """Pieces of a whole slab each, until there is no room."""
     keys = []
@@ -66,7 +59,7 @@ async def test_a_client_has_slabs_before_anybody_asks(
 ) -> None:
     async with joined(world(rng, 64), 1, 2) as (one, two):
         for client in (one, two):
-            assert 1 <= client.core.slabs.free_slab_count <= leases.AHEAD
+            assert 1 <= client.core.slabs.free_slab_count <= 64 // leases.AHEAD_SHARE
             assert held_by(one.world, client.number) == set(client.core.slabs.free_slabs())
         assert held_by(one.world, 1).isdisjoint(held_by(one.world, 2))
         one.world.check()
@@ -87,6 +80,15 @@ async def test_one_who_writes_steadily_does_not_wait_for_slabs(
         for _ in range(80):
             await client.make(nursery, 300 << 10)
         assert not asked
+
+
+async def test_slabs_are_taken_many_at_once(autojump_clock: trio.testing.MockClock, rng: random.Random) -> None:
+    async with joined(world(rng, 600), 1) as (client,), trio.open_nursery() as nursery:
+        counters = client.core.records.counters
+        before = counters.gets + counters.scans
+        assert len(await fill(client, nursery, 200)) == 200
+        assert len(held_by(client.world, 1)) >= 200
+        assert counters.gets + counters.scans - before <= 12
 
 
 async def test_a_volume_can_be_filled_by_any_of_its_clients(
@@ -112,7 +114,7 @@ async def test_slabs_that_stay_free_are_given_back(autojump_clock: trio.testing.
             assert await client.remove(key)
         assert len(held_by(client.world, 1)) >= 30
         await trio.sleep(REUSE + 3 * leases.IDLE_SECONDS)
-        assert len(held_by(client.world, 1)) <= leases.AHEAD
+        assert len(held_by(client.world, 1)) <= 64 // leases.AHEAD_SHARE
         assert holders(client.world)[0].epoch >= 1, "who comes next goes on counting"
         assert client.leases.space()[0] == client.core.geometry.data_size
 

@@ -12,7 +12,7 @@ from volume_lab import MIB, Chaos, Disk, MemoryRecords, lab_options
 from kvfuse.remote.records.api import Change
 from kvfuse.volume import schema
 from kvfuse.volume.schema import NOBODY, Holder
-from kvfuse.volume.slab_view import SlabView
+from kvfuse.volume.shared.slab_view import SlabView
 
 
 @pytest.fixture

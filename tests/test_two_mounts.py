@@ -6,6 +6,7 @@ import errno
 import hashlib
 import os
 import random
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -172,6 +173,102 @@ def test_a_removed_file_is_readable_where_it_is_open(folders: tuple[Path, Path],
         for number in range(20):
             (folders[0] / f"other-{number}").write_bytes(rng.randbytes(200_000))
         assert file.read() == data
+
+
+def test_what_one_renames_or_replaces_the_other_sees_at_once(folders: tuple[Path, Path]) -> None:
+    """Also of names that a mount changed itself, which it answers for without a question."""
+    for number in range(20):
+        one, two = folders if number % 2 else folders[::-1]
+        put(one, "name", b"of one")
+        put(two, "name", b"of two, which is longer")
+        assert (one / "name").stat().st_size == 23, number
+        assert (one / "name").read_bytes() == b"of two, which is longer"
+        put(one, "name", b"of one")
+        (two / "name").rename(two / "moved")
+        assert not (one / "name").exists()
+        assert (one / "moved").read_bytes() == b"of one"
+        (one / "moved").unlink()
+        with pytest.raises(FileNotFoundError):
+            (two / "moved").read_bytes()
+
+
+def test_every_change_is_seen_by_the_other_at_once(folders: tuple[Path, Path]) -> None:
+    """Looks follow changes within milliseconds, often enough to meet what may still be believed."""
+    for number in range(10):
+        here, there = folders if number % 2 else folders[::-1]
+        (here / "folder").mkdir()
+        assert (there / "folder").is_dir()
+        assert [path.name for path in there.iterdir()] == ["folder"]
+        (here / "folder").chmod(0o711)
+        assert (there / "folder").stat().st_mode & 0o777 == 0o711
+        (here / "folder" / "file").write_bytes(b"one")
+        (there / "folder" / "file").chmod(0o600)
+        assert (here / "folder" / "file").stat().st_mode & 0o777 == 0o600
+        os.truncate(here / "folder" / "file", 2)
+        assert (there / "folder" / "file").read_bytes() == b"on"
+        os.link(there / "folder" / "file", there / "folder" / "link")
+        assert (here / "folder" / "file").stat().st_nlink == 2
+        (here / "folder" / "file").unlink()
+        assert not (there / "folder" / "file").exists()
+        (there / "folder").rename(there / "moved")
+        assert not (here / "folder").exists()
+        assert not (here / "folder" / "link").exists()
+        assert (here / "moved" / "link").read_bytes() == b"on"
+        with pytest.raises(FileNotFoundError):
+            (here / "folder" / "new").write_bytes(b"lost")
+        (here / "folder").mkdir()
+        assert os.listdir(there / "folder") == []
+        (here / "folder").rmdir()
+        assert not (there / "folder").exists()
+        (there / "moved" / "link").unlink()
+        (there / "moved").rmdir()
+        assert not (here / "moved").exists()
+
+
+def test_a_path_leads_where_the_other_mount_let_it_lead(folders: tuple[Path, Path]) -> None:
+    for number in range(20):
+        one, two = folders if number % 2 else folders[::-1]
+        (one / "above" / "folder").mkdir(parents=True)
+        (one / "above" / "folder" / "file").write_bytes(b"before")
+        assert (two / "above" / "folder" / "file").read_bytes() == b"before"
+        (one / "above").rename(one / "away")
+        with pytest.raises(FileNotFoundError):
+            (two / "above" / "folder" / "file").read_bytes()
+        (one / "above" / "folder").mkdir(parents=True)
+        (one / "above" / "folder" / "file").write_bytes(b"after")
+        assert (two / "above" / "folder" / "file").read_bytes() == b"after", number
+        assert (two / "away" / "folder" / "file").read_bytes() == b"before"
+        (two / "above" / "folder" / "file").unlink()
+        assert os.listdir(one / "above" / "folder") == []
+        shutil.rmtree(one / "above")
+        with pytest.raises(FileNotFoundError):
+            os.listdir(two / "above")
+        shutil.rmtree(two / "away")
+
+
+def test_descriptors_go_with_what_they_opened(folders: tuple[Path, Path]) -> None:
+    """Whatever its names are elsewhere by now: no call by descriptor is told that it is stale."""
+    one, two = folders
+    (one / "folder").mkdir()
+    put(one / "folder", "file", b"bytes")
+    directory = os.open(one / "folder", os.O_DIRECTORY | os.O_RDONLY)
+    with (one / "folder" / "file").open("r+b") as file:
+        for number in range(20):
+            here, there = ("folder", "away")[:: 1 - 2 * (number % 2)]
+            (two / here).rename(two / there)
+            assert os.fstat(directory).st_ino == (one / there).stat().st_ino, number
+            assert os.fstat(file.fileno()).st_size == 5
+            with open("other", "xb", opener=partial(os.open, dir_fd=directory)) as other:
+                other.write(b"%d" % number)
+            assert sorted(os.listdir(directory)) == ["file", "other"]
+            assert (two / there / "other").read_bytes() == b"%d" % number
+            os.unlink("other", dir_fd=directory)
+        put(two / there, "file", b"of two")
+        file.write(b"x")
+        file.flush()
+        assert os.fstat(file.fileno()).st_size == 5
+        assert (one / there / "file").read_bytes() == b"of two"
+    os.close(directory)
 
 
 def has(path: Path, text: str) -> bool:

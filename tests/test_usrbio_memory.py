@@ -14,6 +14,8 @@ from ring_calls import PATIENCE_S, SIZE, done
 
 from kvfuse.usrbio.client import Client, Iov
 
+pytestmark = pytest.mark.engines("lmdb+file")  # about memory that is shared with clients: below it one pair is enough
+
 
 def check_wrapped(client: Client, iov: Iov, memory: np.ndarray, path: Path, data: bytes) -> None:
     """Read into ``memory`` and write from it through the iov, alone and as columns."""

@@ -9,10 +9,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from mounting import KvfuseMount, wait_until
 from ring_lab import wait_for_rings
 
 from kvfuse.usrbio.client import Disconnected, connect
+
+pytestmark = pytest.mark.engines("lmdb+file")  # about memory that is shared with clients: below it one pair is enough
 
 ROUNDS = 12
 

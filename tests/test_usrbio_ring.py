@@ -374,6 +374,7 @@ def test_packed_keys_come_back(rng: random.Random) -> None:
 def test_messages_come_back_and_others_are_refused() -> None:
     message = Message(4, 17, -13, (1, 2, 3, 4, 5, 1 << 63), "why")
     assert Message.unpack(message.pack()) == message
+    assert Message.unpack(Message(4, 17, text="of \udcff").pack()).text == "of ?", "a name that is no text"
     for broken in (b"", message.pack()[:63], message.pack() + bytes(2000)):
         with pytest.raises(ValueError):
             Message.unpack(broken)

@@ -3,143 +3,29 @@
 from __future__ import annotations
 
 import errno
-import mmap
 import os
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pytest
+from worker_lab import CHUNK, FILE, HOLED, IOV, IOV_SIZE, MIB, Lab, entries, worker_lab
 
-from kvfuse.checksum import GRANULE_SIZE, granule_checksums
+from kvfuse.checksum import GRANULE_SIZE
 from kvfuse.usrbio import reads
-from kvfuse.usrbio.call import Call
 from kvfuse.usrbio.memory import Pool, Share
-from kvfuse.usrbio.registry import Iov, Namespace, OpenFile
-from kvfuse.usrbio.ring import Entries, RingMemory
-from kvfuse.usrbio.wire import SQE, Layout, Op, Priority
-from kvfuse.usrbio.worker import Worker
+from kvfuse.usrbio.ring import Entries
+from kvfuse.usrbio.wire import Op
 from kvfuse.volume.core import ReadEpochs
-from kvfuse.volume.maps import ContentMap, MapRow, Source
-
-MIB = 1 << 20
-CHUNK = 4 * GRANULE_SIZE
-FILE, HOLED, IOV = 1, 2, 3
-IOV_SIZE = 2 * MIB
-
-
-@dataclass
-class Registered:
-    """A connection with two files and an iov, and no event loop: calls are only noted."""
-
-    files: dict[int, OpenFile] = field(default_factory=dict)
-    iovs: dict[int, Iov] = field(default_factory=dict)
-    namespaces: dict[int, Namespace] = field(default_factory=dict)
-    share: Share = field(default_factory=lambda: Share(Pool(MIB)))
-    calls: list[Call] = field(default_factory=list)
-    failures: list[str] = field(default_factory=list)
-    at_start: Callable[[], object] = lambda: None
-
-    def start(self, worker: Worker, calls: list[Call]) -> None:
-        self.calls += calls
-        self.at_start()
-
-    def in_loop(self, function: Callable[[], object]) -> None:
-        function()
-
-    def cancel(self, worker: Worker, call: Call) -> None:
-        worker.complete(call, -errno.ENOENT)
-
-    def pin(self, block: Any) -> int:
-        raise AssertionError("nothing is pinned here")
-
-    def unpin(self, pin: int) -> None:
-        raise AssertionError("nothing is pinned here")
-
-    def allocate(self, namespace: Namespace, size: int) -> Any:
-        raise AssertionError("nothing is put here")
-
-    def failed(self, reason: str) -> None:
-        self.failures.append(reason)
-
-
-@dataclass
-class Lab:
-    """A worker that the test drives itself, and the client's end of its ring."""
-
-    worker: Worker
-    client: RingMemory
-    registered: Registered
-    content: bytes
-    """of FILE; HOLED has the same, with zeros in its second chunk"""
-
-    def submit(self, rows: Entries) -> None:
-        self.client.sq.write(rows)
-        self.client.sq.publish(len(rows))
-
-    def results(self) -> list[tuple[int, int]]:
-        """Completions that came, as (user_data, result)."""
-        count = self.client.cq.given - self.client.cq.position
-        rows = self.client.cq.read(count)
-        self.client.cq.take(count)
-        return [(int(row["user_data"]), int(row["result"])) for row in rows]
-
-    def run(self, rows: Entries) -> list[tuple[int, int]]:
-        self.submit(rows)
-        while self.worker.step():
-            pass
-        return self.results()
-
-    def iov_bytes(self, offset: int, length: int) -> bytes:
-        return self.registered.iovs[IOV].bytes[offset : offset + length].tobytes()
-
-
-def entries(count: int, **columns: Any) -> Entries:
-    """SQEs, by default reads of FILE into neighbouring pages, numbered."""
-    rows = np.zeros(count, SQE)
-    rows["op"], rows["handle"], rows["iov"], rows["length"] = Op.READ, FILE, IOV, 4096
-    rows["iov_offset"] = np.arange(count) * 4096
-    rows["user_data"] = np.arange(count)
-    for name, value in columns.items():
-        rows[name] = value
-    return rows
-
-
-def shared(size: int, *, sealed: bool) -> int:
-    """A memfd; one that may not be sealed is as a file in /dev/shm."""
-    descriptor = os.memfd_create("test", os.MFD_CLOEXEC | (os.MFD_ALLOW_SEALING if sealed else 0))
-    os.ftruncate(descriptor, size)
-    return descriptor
+from kvfuse.volume.maps import MapRow
 
 
 @pytest.fixture(params=[True, False], ids=["sealed", "not sealed"])
 def lab(request: pytest.FixtureRequest, rng: random.Random) -> Iterator[Lab]:
-    content = rng.randbytes(3 * CHUNK + 12345)
-    descriptor = shared(len(content) + 4096, sealed=True)
-    os.pwrite(descriptor, content, 4096)
-    image = np.frombuffer(mmap.mmap(descriptor, 0, prot=mmap.PROT_READ), np.uint8)
-    source = Source(descriptor, image)
-    registered = Registered()
-    for handle in (FILE, HOLED):
-        shown = ContentMap(handle, CHUNK, len(content))
-        for index in range(4):
-            part = content[index * CHUNK : (index + 1) * CHUNK]
-            sums = granule_checksums(memoryview(part))
-            shown.rows[index] = MapRow(source, 4096 + index * CHUNK, len(part), sums)
-        if handle == HOLED:
-            shown.rows[1] = MapRow(None, 0, 0)
-        registered.files[handle] = OpenFile(None, handle, True, False, shown)
-    registered.iovs[IOV] = Iov(shared(IOV_SIZE, sealed=request.param), IOV_SIZE)
-    memory, ring_descriptor = RingMemory.create(Layout.of(64, 4096))
-    bells = [os.eventfd(0, os.EFD_NONBLOCK) for _ in range(2)]
-    yield Lab(
-        Worker(registered, memory, bells[0], bells[1], -1), RingMemory.attach(ring_descriptor), registered, content
-    )
-    for number in (descriptor, ring_descriptor, *bells):
-        os.close(number)
+    with worker_lab(rng, sealed=request.param) as lab:
+        yield lab
 
 
 def test_reads_as_columns_and_one_by_one_give_the_same(lab: Lab, rng: random.Random) -> None:
@@ -251,63 +137,6 @@ def test_entries_that_write_into_the_same_bytes_are_refused(lab: Lab, rng: rando
                     and places[number] < places[other] + lengths[other]
                     for other in range(count)
                 )
-
-
-def test_high_comes_before_normal_before_low_and_low_does_not_starve(lab: Lab) -> None:
-    kinds = {Priority.HIGH: 0, Priority.NORMAL: 1, Priority.LOW: 2}
-    order = [Priority.LOW, Priority.NORMAL, Priority.HIGH] * 5
-    done = lab.run(entries(15, priority=[int(kind) for kind in order]))
-    assert [kinds[order[number]] for number, _ in done] == [0] * 5 + [1] * 5 + [2] * 5
-    lab.submit(entries(1, priority=Priority.LOW, user_data=1000))
-    finished = False
-    for turn in range(20):
-        lab.submit(entries(1, priority=Priority.HIGH, user_data=turn))
-        lab.worker.step()
-        finished = finished or any(number == 1000 for number, _ in lab.results())
-    assert finished, "twenty turns of higher ones, and the low one still waits"
-
-
-def test_no_more_is_taken_than_completions_have_room_for(lab: Lab) -> None:
-    lab.submit(entries(64))
-    while lab.worker.step():
-        pass
-    lab.submit(entries(64))
-    while lab.worker.step():
-        pass
-    assert lab.client.sq.taken == 64, "64 completions are unread: there is room for none"
-    assert len(lab.results()) == 64
-    while lab.worker.step():
-        pass
-    assert len(lab.results()) == 64
-    assert not lab.registered.failures
-
-
-def test_a_cancel_concerns_what_was_submitted_before_it(lab: Lab) -> None:
-    """Not an entry behind it that has the same number, whatever their priorities."""
-    for priority in Priority:
-        rows = entries(4, priority=Priority.LOW, user_data=[7, 8, 7, 8])
-        rows["op"][1], rows["offset"][1], rows["priority"][1] = Op.CANCEL, 7, priority
-        assert lab.run(rows) == [(7, -errno.ECANCELED), (8, 0), (7, 4096), (8, 4096)]
-        assert lab.run(rows[1:]) == [(8, -errno.ENOENT), (7, 4096), (8, 4096)]
-
-
-def test_a_cancelled_entry_that_waits_is_never_served(lab: Lab) -> None:
-    lab.submit(entries(3, priority=Priority.LOW))
-    lab.submit(entries(1, op=Op.CANCEL, offset=1, priority=Priority.HIGH, user_data=9))
-    while lab.worker.step():
-        pass
-    done = dict(lab.results())
-    assert done == {0: 4096, 1: -errno.ECANCELED, 2: 4096, 9: 0}
-    assert dict(lab.run(entries(1, op=Op.CANCEL, offset=1, user_data=9))) == {9: -errno.ENOENT}
-
-
-def test_an_entry_whose_time_is_over_is_not_served(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
-    moments = iter([0.0] + [1.0] * 1000)
-    monkeypatch.setattr("time.monotonic", lambda: next(moments))
-    timeouts = [0, 500_000, 2_000_000] * 5
-    done = lab.run(entries(15, timeout_us=timeouts))
-    for number, result in done:
-        assert result == (-errno.ETIMEDOUT if timeouts[number] == 500_000 else 4096)
 
 
 @pytest.mark.parametrize("word", [16, 32])

@@ -24,7 +24,7 @@ from kvfuse.config import Options
 from kvfuse.errors import EngineError, NoSpace, NotFound
 from kvfuse.remote.records.api import RecordLimits
 from kvfuse.remote.records.lmdb import LIMITS
-from kvfuse.volume import content
+from kvfuse.volume import writing
 from kvfuse.volume.api import RENAME_EXCHANGE, ROOT_INODE, Changes, Handle
 from kvfuse.volume.volume import Volume
 
@@ -447,7 +447,7 @@ async def take_snapshots(
 @pytest.fixture
 def small_rewrites(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of this test are small: let them be changed in place all the same."""
-    monkeypatch.setattr(content, "REWRITE_SIZE_MAX", 8192)
+    monkeypatch.setattr(writing, "REWRITE_SIZE_MAX", 8192)
 
 
 @pytest.mark.parametrize("strict", [False, True], ids=["relaxed", "strict"])

@@ -58,6 +58,8 @@ class Disk:
     version: int = 0
     segments: dict[int, bytearray] = field(default_factory=dict)
     shared: bool = False
+    mappable: bool = False
+    """segments can be mapped, as those of a shared file system can; if not shared, they always can"""
     watches: weakref.WeakSet[MemoryWatch] = field(default_factory=weakref.WeakSet)
     """of all stores of this disk"""
     fences: bool = False
@@ -283,7 +285,7 @@ class MemorySegments(SegmentStore):
     """The contract of ``segments/api.py`` over ``Disk.segments``."""
 
     def __init__(self, disk: Disk, chaos: Chaos) -> None:
-        mappable = not disk.shared
+        mappable = disk.mappable or not disk.shared
         super().__init__(SegmentLimits(1, overwrite=True, preallocates=True, mappable=mappable, registers=False))
         self.disk = disk
         self.chaos = chaos

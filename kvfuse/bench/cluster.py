@@ -81,6 +81,7 @@ def _storing(blocks: BlockSet, stored: list[BlockSet], *, fsync: bool = False) -
 
     def side(number: int) -> dict[str, float]:
         mine = replace(blocks, label=f"{blocks.label}-{number}")
+        mine.make_folders()  # what counts are blocks: a folder is stored once
         before = daemon_stats(mine.root)
         row = {RATE: mine.store(fsync=fsync, until_synced=mine.size >= SYNCED_SIZE_MIN)}
         mine.sync_last()

@@ -37,13 +37,17 @@ class BlockSet:
         """The same blocks through another mount."""
         return replace(self, root=root)
 
+    def make_folders(self) -> None:
+        """Those of all writers, as far as they are not there."""
+        for folder in self._folders():
+            folder.mkdir(parents=True, exist_ok=True)
+
     def store(self, *, fsync: bool = False, until_synced: bool = False) -> float:
         """Blocks a second: temporary name, write, close, rename. Their bytes are made beforehand.
 
         ``fsync``: of each before its close. ``until_synced``: the time ends when each was fsynced after its rename.
         """
-        for folder in self._folders():
-            folder.mkdir(parents=True, exist_ok=True)
+        self.make_folders()
         parts = [[(path, bytes(data)) for path, data in self._contents(writer)] for writer in range(self.writer_count)]
 
         def store_part(part: Sequence[tuple[str, bytes]]) -> None:

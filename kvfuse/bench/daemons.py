@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from kvfuse.cluster.process import signals_later
 from kvfuse.errors import MountError
 from kvfuse.sizes import KIB, MIB
 
@@ -70,16 +71,15 @@ def _mounted(command: Sequence[str], mountpoint: Path) -> Iterator[Daemon]:
     """Run ``command``, which mounts ``mountpoint`` and serves it until SIGTERM. MountError where it does not."""
     mountpoint.mkdir(parents=True, exist_ok=True)
     start = time.perf_counter()
-    with tempfile.TemporaryFile() as log:
-        try:
-            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
-        except OSError as error:
-            raise MountError(f"{command[0]} cannot be started: {error.strerror}") from error
-        try:
-            _wait_until_mounted(process, mountpoint, log.fileno())
-            yield Daemon(mountpoint, process.pid, time.perf_counter() - start)
-        finally:
-            _end(process)
+    with tempfile.TemporaryFile() as log, contextlib.ExitStack() as stack:
+        with signals_later():
+            try:
+                process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+            except OSError as error:
+                raise MountError(f"{command[0]} cannot be started: {error.strerror}") from error
+            stack.callback(_end, process)
+        _wait_until_mounted(process, mountpoint, log.fileno())
+        yield Daemon(mountpoint, process.pid, time.perf_counter() - start)
 
 
 def _wait_until_mounted(process: subprocess.Popen[bytes], mountpoint: Path, log: int) -> None:

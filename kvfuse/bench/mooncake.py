@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from kvfuse.bench.batches import Timing
+from kvfuse.cluster.process import signals_later
 from kvfuse.errors import KvfuseError
 
 PROGRAM = Path(__file__).with_name("mooncake_store.py")
@@ -95,15 +96,15 @@ def mooncake_store(python: Path, segment_size: int, buffer_size: int) -> Iterato
 
 @contextlib.contextmanager
 def _running(command: Sequence[str], stdout: IO[bytes] | int, log: IO[bytes]) -> Iterator[subprocess.Popen[bytes]]:
-    try:
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=stdout, stderr=log, cwd="/")
-    except OSError as error:
-        raise KvfuseError(f"{command[0]}: {error.strerror}") from error
-    with process:
-        try:
-            yield process
-        finally:
-            process.kill()
+    with contextlib.ExitStack() as stack:
+        with signals_later():
+            try:
+                process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=stdout, stderr=log, cwd="/")
+            except OSError as error:
+                raise KvfuseError(f"{command[0]}: {error.strerror}") from error
+            stack.enter_context(process)
+            stack.callback(process.kill)
+        yield process
 
 
 def _wait_for_port(port: int, process: subprocess.Popen[bytes]) -> None:

@@ -62,7 +62,9 @@ def exit_status(error: KvfuseError) -> int:
 
 
 def describe(error: Exception) -> tuple[str, int]:
-    """The line and the exit status that any failure of a command ends in."""
+    """The line and the exit status that any failure of a command ends in; of several at once, the first one's."""
+    while isinstance(error, ExceptionGroup):
+        error = error.exceptions[0]
     if isinstance(error, KvfuseError):
         return str(error), exit_status(error)
     if isinstance(error, OSError) and error.strerror:

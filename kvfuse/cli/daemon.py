@@ -15,8 +15,9 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
@@ -25,6 +26,9 @@ from kvfuse.cli.mounts import ANSWER_SECONDS, ask_health
 from kvfuse.cli.volumes import ensure_volume
 from kvfuse.config import Effective, LogOptions
 from kvfuse.errors import EngineTimeout, KvfuseError
+
+if TYPE_CHECKING:
+    from kvfuse.fs.doors import Door
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +51,12 @@ def run(effective: Effective, point: Path, announce: Callable[[], None], log_fil
     if made := ensure_volume(effective.options):
         click.echo(made, err=True)
     start_logging(effective.options.log, log_file)
-    trio.run(_serve, effective, point, announce)
+    try:
+        trio.run(_serve, effective, point, announce)
+    except Exception as error:
+        if not isinstance(error, KvfuseError):  # a mistake of ours: whoever reads the log wants to know where
+            log.exception("the daemon failed")
+        raise
 
 
 async def _serve(effective: Effective, point: Path, announce: Callable[[], None]) -> None:
@@ -57,7 +66,7 @@ async def _serve(effective: Effective, point: Path, announce: Callable[[], None]
     from kvfuse.usrbio.service import serve_rings
 
     options = effective.options
-    doors = [serve_rings] if options.usrbio.enabled else []
+    doors: list[Door] = [partial(serve_rings, options=options.usrbio)] if options.usrbio.enabled else []
 
     def ready() -> None:
         log.info("%s is mounted on %s", options.title, point)
@@ -179,7 +188,7 @@ def _report_failure(error: BaseException, writer: int) -> int:
     if os.environ.get("KVFUSE_DEBUG"):
         traceback.print_exception(error)
     if log.hasHandlers():  # before there is a log, the parent alone says it
-        log.error("%s", message, exc_info=not isinstance(error, KvfuseError))
+        log.error("%s", message)
     try:
         os.write(writer, json.dumps({"message": message, "exit_status": exit_status}).encode() + b"\n")
     except OSError:  # closed: it was ready before it failed

@@ -168,10 +168,13 @@ class EtcdServers:
         self._call(0, "auth/user/grant", {"user": name, "role": name}, token)
 
     def compact(self) -> None:
-        """Forget all history but the present."""
+        """Forget all history but the present, on every member: all have to run."""
         token = self._root_token() if self.settings.root_password else ""
-        revision = self._call(0, "kv/range", {"key": _base64(b"\0"), "limit": 1}, token)["header"]["revision"]
-        self._call(0, "kv/compaction", {"revision": revision, "physical": True}, token)
+        anything = {"key": _base64(b"\0"), "limit": 1}
+        revision = self._call(0, "kv/range", anything, token)["header"]["revision"]
+        self._call(0, "kv/compaction", {"revision": revision}, token)
+        for index in range(len(self._ports)):  # a linearizable read comes after all that was agreed upon before
+            self._call(index, "kv/range", anything, token)
 
     def _url(self, port: int) -> str:
         return f"{'https' if self.settings.tls else 'http'}://127.0.0.1:{port}"

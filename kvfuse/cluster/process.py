@@ -15,9 +15,10 @@ import select
 import signal
 import socket
 import subprocess
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from kvfuse.errors import ClusterError
@@ -63,7 +64,7 @@ class Server:
         """Start it in a session of its own, so that it outlives the terminal. It may not answer yet."""
         if self.pid:
             raise ClusterError(f"{self.name} is running already (pid {self.pid})")
-        with self.log.open("ab") as log:
+        with self.log.open("ab") as log, signals_later():
             try:
                 self._child = subprocess.Popen(
                     self.command,
@@ -75,7 +76,7 @@ class Server:
                 )
             except OSError as error:
                 raise ClusterError(f"{self.name} cannot be started: {error}") from error
-        self._pid_file.write_text(f"{self._child.pid} {_start_time(self._child.pid)}\n")
+            self._pid_file.write_text(f"{self._child.pid} {_start_time(self._child.pid)}\n")
 
     def wait_ready(self, is_ready: Callable[[], bool], patience: float = START_SECONDS) -> None:
         """Wait until ``is_ready``; ClusterError with the end of its log when it ended before, or after ``patience``."""
@@ -107,6 +108,29 @@ class Server:
         if not wait_until(lambda: not self.pid, patience):
             self.kill(signal.SIGKILL)
         self._pid_file.unlink(missing_ok=True)
+
+
+@contextmanager
+def signals_later() -> Iterator[None]:
+    """Signals that end or unwind this process take effect after the body.
+
+    For starting a process: one that came while the child begins would leave a process that nobody knows.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield  # Python's handlers run in the main thread only
+        return
+    came: list[int] = []
+    kept = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    kept = {number: handler for number, handler in kept.items() if handler not in (signal.SIG_IGN, None)}
+    try:
+        for number in kept:
+            signal.signal(number, lambda number, frame: came.append(number))
+        yield
+    finally:
+        for number, handler in kept.items():
+            signal.signal(number, handler)
+        for caught in came:
+            signal.raise_signal(caught)
 
 
 def wait_until(condition: Callable[[], bool], patience: float) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import functools
 import json
 import logging
@@ -22,6 +23,7 @@ import kvfuse
 from kvfuse.config import MountOptions, Options
 from kvfuse.errors import MountError
 from kvfuse.fs.doors import Door, Doors
+from kvfuse.fs.guarding import Guarding
 from kvfuse.fs.kernel import FuseKernelCache
 from kvfuse.fs.ops import KvfuseOperations
 from kvfuse.fs.virtual import VirtualFolder
@@ -68,10 +70,10 @@ async def serve(
                     scope.shield = True
                     words = kernel_options(options.mount, source or Path(options.title))
                     operations = make_operations(volume, options)
-                    kernel = FuseKernelCache(volume.kernel_knows, operations.absences)
+                    kernel = FuseKernelCache(volume.kernel_knows, operations.names, operations.absences)
                     volume.tell(kernel)
                     opened = Doors(doors, volume, kernel, mountpoint, operations.admit_binder)
-                    session = _Session(mountpoint, options.mount, opened)
+                    session = _Session(mountpoint, options.mount, opened, Guarding(mountpoint))
                     with _mounted(session, operations, words):
                         await _answer(session, stop, on_ready)
             nursery.cancel_scope.cancel()
@@ -155,8 +157,11 @@ class _Session:
     mountpoint: Path
     options: MountOptions
     doors: Doors
+    guarding: Guarding
+    is_ending: bool = False
+    """by a word of ours, not because somebody unmounted it"""
     detached: bool = False
-    """this process took the mount out of the mount table"""
+    """the mount is not in the mount table any more"""
 
     @property
     def is_read_only_late(self) -> bool:
@@ -174,10 +179,11 @@ def _mounted(session: _Session, operations: KvfuseOperations, words: set[str]) -
         pyfuse3.init(operations, os.fspath(point), words)
     except RuntimeError as error:
         raise MountError(f"{point} cannot be mounted ({error}); 'kvfuse doctor' tells what is missing") from error
-    try:
-        yield
-    finally:
-        pyfuse3.close(unmount=not session.detached)
+    with session.guarding:
+        try:
+            yield
+        finally:
+            pyfuse3.close(unmount=not session.detached)
 
 
 async def _answer(session: _Session, stop: trio.Event, on_ready: Callable[[], None]) -> None:
@@ -185,13 +191,29 @@ async def _answer(session: _Session, stop: trio.Event, on_ready: Callable[[], No
     async with trio.open_nursery() as nursery:
         nursery.start_soon(_announce, session, on_ready, nursery)
         nursery.start_soon(_end_when_told, stop, session, nursery.cancel_scope)
-        await pyfuse3.main(min_tasks=IDLE_TASKS, max_tasks=TASKS_MAX)
+        try:
+            await _main_loop()
+            session.detached |= not session.is_ending  # or else the loop would go on
+        finally:
+            await _let_go(session)
         nursery.cancel_scope.cancel()
 
 
+async def _main_loop() -> None:
+    """Return when the mount is gone."""
+    try:
+        await pyfuse3.main(min_tasks=IDLE_TASKS, max_tasks=TASKS_MAX)
+    except* OSError as group:
+        # What the kernel answers, instead of "no such device", where the mount went while it handed a request over.
+        _, others = group.split(lambda error: isinstance(error, OSError) and error.errno == errno.ECONNABORTED)
+        if others is not None:
+            raise others from None
+
+
 async def _announce(session: _Session, on_ready: Callable[[], None], nursery: trio.Nursery) -> None:
-    """Wait until the mount answers, raise its read-ahead, open the doors, say that it is ready."""
+    """Wait until the mount answers, have it guarded, raise its read-ahead, open the doors, say that it is ready."""
     status = await trio.to_thread.run_sync(os.stat, session.mountpoint)
+    session.guarding.start(status.st_dev)
     if session.options.read_ahead:
         _set_read_ahead(status.st_dev, session.options.read_ahead)
     if session.doors:
@@ -237,6 +259,7 @@ def _set_read_ahead(device: int, size: int) -> None:
 async def _end_when_told(stop: trio.Event, session: _Session, scope: trio.CancelScope) -> None:
     """Wait for ``stop``, then see to it that the main loop ends: each step is for what the one before left."""
     await stop.wait()
+    session.is_ending = True
     with trio.move_on_after(END_SECONDS):
         await session.doors.close()
         if await _detach(session):
@@ -245,6 +268,13 @@ async def _end_when_told(stop: trio.Event, session: _Session, scope: trio.Cancel
     await trio.sleep(END_SECONDS)  # for requests under way
     log.error("%s: requests are still not answered after %g s: they are given up", session.mountpoint, END_SECONDS)
     scope.cancel()
+
+
+async def _let_go(session: _Session) -> None:
+    """Nobody answers any more: let all who wait for that know. A thread of ours may wait for one of them (`guard`)."""
+    if session.guarding.abort() and not session.detached:  # and libfuse would take it for unmounted
+        with trio.move_on_after(END_SECONDS, shield=True):
+            await _detach(session)
 
 
 async def _detach(session: _Session) -> bool:

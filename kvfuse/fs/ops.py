@@ -25,7 +25,7 @@ from pyfuse3 import EntryAttributes, FileInfo, FUSEError, ReaddirToken, RequestC
 
 from kvfuse import errors
 from kvfuse.errnos import errno_of
-from kvfuse.fs.kernel import Absences
+from kvfuse.fs.kernel import LISTING_SECONDS, Kept
 from kvfuse.fs.virtual import FOLDER_INODE, FOLDER_NAME, VirtualFolder, is_virtual
 from kvfuse.volume.api import NAME_MAX, ROOT_INODE, Attributes, Caller, Changes, Handle, VolumeApi
 
@@ -37,6 +37,8 @@ LISTING_BATCH = 128
 """entries asked of the volume at once: about what fits the 32 KiB buffer of a getdents call"""
 INFO_XATTR = b"kvfuse.info"
 """reading it of any inode gives ``volume.info`` as JSON; it is not listed"""
+ROOT_XATTRS = b"trusted."
+"""Only root sees these: the kernel refuses the others, but leaves lists to us"""
 
 
 def _guard(ino: int) -> None:
@@ -71,7 +73,7 @@ def answered(handler: Handler[P, R]) -> Handler[P, R]:
 class KvfuseOperations(pyfuse3.Operations):
     """Answers the kernel's requests from ``volume``, and those for MNT/.kvfuse from ``virtual``. Timeouts in seconds.
 
-    ``absences``: where the kernel was told that a name is absent.
+    ``names``, ``absences``: where the kernel was told of a name, or that it is absent, and to keep that.
     A file's handle is the volume's; a directory's is its inode number, so open directories hold nothing.
     """
 
@@ -89,12 +91,12 @@ class KvfuseOperations(pyfuse3.Operations):
         self._virtual = virtual
         self._handles: dict[int, Handle] = {}
         self._entry = EntryAttributes()
-        self._entry_timeout = entry_timeout
-        self._entry.attr_timeout = attr_timeout
+        self.names = Kept(entry_timeout, LISTING_SECONDS)
+        self._attr_timeout = attr_timeout
         self._entry.st_blksize = BLOCK_SIZE
         self._absent = EntryAttributes()  # inode 0: the kernel remembers that the name does not exist
         self._absent.entry_timeout = negative_timeout
-        self.absences = Absences(negative_timeout)
+        self.absences = Kept(negative_timeout)
         self._file_info = FileInfo()
         self.unexpected_error_count = 0
 
@@ -109,7 +111,8 @@ class KvfuseOperations(pyfuse3.Operations):
     def _reply(self, attributes: Attributes, directory: int = ROOT_INODE) -> EntryAttributes:
         """``directory``: of the name that this answers for, if it does."""
         entry = self._entry
-        entry.entry_timeout = self._entry_timeout if self._may_keep(directory) else 0.0
+        entry.entry_timeout = self.names.note(directory) if self._may_keep(directory) else 0.0
+        entry.attr_timeout = self._attr_timeout if self._volume.may_keep_attributes(attributes.ino) else 0.0
         entry.st_ino = attributes.ino
         entry.st_mode = attributes.mode
         entry.st_nlink = attributes.nlink
@@ -319,6 +322,8 @@ class KvfuseOperations(pyfuse3.Operations):
 
     @answered
     async def opendir(self, inode: int, ctx: RequestContext) -> int:
+        if not is_virtual(inode):
+            await self._volume.open_directory(inode)
         return inode
 
     @answered
@@ -370,7 +375,6 @@ class KvfuseOperations(pyfuse3.Operations):
             raise errors.NoAttribute(os.fsdecode(name))
         if name == INFO_XATTR:
             return json.dumps(await self._volume.info(inode)).encode()
-        _refuse_system_xattr(name)
         return await self._volume.get_xattr(inode, name)
 
     @answered
@@ -378,17 +382,16 @@ class KvfuseOperations(pyfuse3.Operations):
         _guard(inode)
         if name == INFO_XATTR:
             raise errors.NotPermitted(f"{os.fsdecode(name)} is the daemon's own")
-        _refuse_system_xattr(name)
         await self._volume.set_xattr(inode, name, value)
 
     @answered
     async def listxattr(self, inode: int, ctx: RequestContext) -> Sequence[bytes]:
-        return [] if is_virtual(inode) else await self._volume.list_xattrs(inode)
+        names = [] if is_virtual(inode) else await self._volume.list_xattrs(inode)
+        return names if ctx.uid == 0 else [name for name in names if not name.startswith(ROOT_XATTRS)]
 
     @answered
     async def removexattr(self, inode: int, name: bytes, ctx: RequestContext) -> None:
         _guard(inode)
-        _refuse_system_xattr(name)
         await self._volume.remove_xattr(inode, name)
 
     # -- the whole -----------------------------------------------------------------------------------
@@ -404,9 +407,3 @@ class KvfuseOperations(pyfuse3.Operations):
         figures.f_ffree = figures.f_favail = space.files_free
         figures.f_namemax = NAME_MAX
         return figures
-
-
-def _refuse_system_xattr(name: bytes) -> None:
-    """Access control lists are not offered: stored but not enforced, they would promise what nobody keeps."""
-    if name.startswith(b"system."):
-        raise errors.Unsupported(os.fsdecode(name))

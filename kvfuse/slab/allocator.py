@@ -18,7 +18,7 @@ with the slots before it in that call already moved.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
@@ -203,11 +203,15 @@ class Allocator:
 
     # -- the durable image -------------------------------------------------------------------------
 
-    def take_dirty(self) -> list[SlabState]:
-        """The images of all slabs whose durable slots changed since the last call, ordered by slab."""
-        states = [self._image(slab) for slab in sorted(self._dirty)]
-        self._dirty.clear()
-        return states
+    def take_dirty(self, wanted: Set[int] = frozenset(), others_max: int | None = None) -> list[SlabState]:
+        """The images of slabs whose durable slots changed since theirs was given, ordered by slab.
+
+        All those of ``wanted``, and of the others ``others_max`` at most (None: all).
+        """
+        others = sorted(self._dirty - wanted)[:others_max]
+        given = sorted([*(self._dirty & wanted), *others])
+        self._dirty.difference_update(given)
+        return [self._image(slab) for slab in given]
 
     def mark_dirty(self, slabs: Iterable[int]) -> None:
         """What ``take_dirty`` gave of these slabs was not recorded: give it again."""

@@ -65,8 +65,9 @@ class _Lane:
     def scratch(self, size: int) -> Iov:
         """At least ``size`` bytes."""
         if self._scratch is None or self._scratch.size < size:
-            if self._scratch is not None:
-                self._scratch.close()
+            old, self._scratch = self._scratch, None  # the larger one may be refused
+            if old is not None:
+                old.close()
             self._scratch = self._client.iov(1 << max(size - 1, 4095).bit_length())
         return self._scratch
 
@@ -155,16 +156,14 @@ class BlockStore:
         """As `get` for each."""
         encoded = _encode(keys)
         found: list[memoryview | None] = [None] * len(encoded)
-        elsewhere: dict[int, int] = {}
+        left = list(range(len(encoded)))
+        give_up = monotonic() + self._deadline
         with self._lane() as lane:
-            for start in range(0, len(encoded), self._entries):
-                self._get_views(lane, encoded[start : start + self._entries], start, found, elsewhere)
-            if elsewhere:
-                buffers = [np.empty(size, np.uint8) for size in elsewhere.values()]
-                sizes = self._move_on(lane, Op.GET, [encoded[index] for index in elsewhere], buffers)
-                _raise_unless(sizes, MISSES | {EMSGSIZE})  # EMSGSIZE: it was replaced in between
-                for index, buffer, size in zip(elsewhere, buffers, sizes.tolist(), strict=True):
-                    found[index] = buffer[:size].data.toreadonly() if size >= 0 else None
+            while left and monotonic() < give_up:
+                elsewhere: dict[int, int] = {}
+                for start in range(0, len(left), self._entries):
+                    self._get_views(lane, encoded, left[start : start + self._entries], found, elsewhere)
+                left = self._get_copies(lane, encoded, elsewhere, found)
         return found
 
     def exists(self, keys: Sequence[Key]) -> Found:
@@ -210,21 +209,34 @@ class BlockStore:
         return np.concatenate(answers) if answers else np.zeros(0, np.bool_)
 
     def _get_views(
-        self, lane: _Lane, keys: list[bytes], start: int, found: list[memoryview | None], elsewhere: dict[int, int]
-    ) -> None:
-        """Fill in what is in shared memory, and what is empty; note the sizes of other blocks."""
-        nowhere = [None] * len(keys)
-        numbers = np.arange(len(keys))
-        lane.ring.prep_gets(nowhere, 0, self.namespace, keys, 0, numbers, view=True, **self._terms)
-        completions = self._finish(lane.ring, len(keys))
-        for number, result in enumerate(completions["result"].tolist()):
+        self, lane: _Lane, keys: list[bytes], numbers: list[int], found: list[memoryview | None],
+        elsewhere: dict[int, int],
+    ) -> None:  # fmt: skip
+        """Fill in what is in shared memory, and what is empty; note the sizes of other blocks. By their ``numbers``."""
+        nowhere, order = [None] * len(numbers), np.arange(len(numbers))
+        asked = [keys[number] for number in numbers]
+        lane.ring.prep_gets(nowhere, 0, self.namespace, asked, 0, order, view=True, **self._terms)
+        completions = self._finish(lane.ring, len(numbers))
+        for place, (number, result) in enumerate(zip(numbers, completions["result"].tolist(), strict=True)):
             if result == 0:
-                found[start + number] = memoryview(b"")
+                found[number] = memoryview(b"")
             elif result > 0:
-                found[start + number] = lane.ring.view(completions[number])
+                found[number] = lane.ring.view(completions[place])
             elif result == -EMSGSIZE:
-                elsewhere[start + number] = int(completions[number]["offset"])
+                elsewhere[number] = int(completions[place]["offset"])
         _raise_unless(completions["result"], MISSES | {EMSGSIZE})
+
+    def _get_copies(
+        self, lane: _Lane, keys: list[bytes], sizes: dict[int, int], found: list[memoryview | None]
+    ) -> list[int]:
+        """Fill in blocks of these sizes. The numbers of those that a larger one has taken the place of by now."""
+        buffers = [np.empty(size, np.uint8) for size in sizes.values()]
+        results = self._move_on(lane, Op.GET, [keys[number] for number in sizes], buffers)
+        _raise_unless(results, MISSES | {EMSGSIZE})
+        for number, buffer, result in zip(sizes, buffers, results.tolist(), strict=True):
+            if result >= 0:
+                found[number] = buffer[:result].data.toreadonly()
+        return [number for number, result in zip(sizes, results.tolist(), strict=True) if result == -EMSGSIZE]
 
     def _move(self, op: Op, keys: Sequence[Key], buffers: Sequence[object]) -> Sizes:
         with self._lane() as lane:

@@ -1,10 +1,12 @@
-"""Operations of a ring: an entry as it was submitted, and a call that the event loop does."""
+"""Operations of a ring: an entry as it was submitted, a call that the event loop does, and what it did."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import trio
 
 from kvfuse.usrbio.memory import Share
 from kvfuse.usrbio.registry import Iov, Namespace, OpenFile
@@ -67,6 +69,21 @@ class Call:
     ended: bool = False
 
 
+class Done(NamedTuple):
+    """A call that changed something, and what that was."""
+
+    call: Call
+    result: int
+    content: int = 0
+    """inode whose bytes changed"""
+    directory: int = 0
+    """inode of the directory whose names changed"""
+    names: Sequence[tuple[bytes, int]] = ()
+    """names, and the inodes they meant before; 0: nothing"""
+    found: Sequence[bool] | None = None
+    """of a call with many keys: the answer for each"""
+
+
 class Refused(Exception):
     """An entry that is answered with this errno and nothing else."""
 
@@ -104,3 +121,22 @@ class Tables(Protocol):
 
     def failed(self, reason: str) -> None:
         """The client broke its ring: disconnect it. Any thread."""
+
+
+async def in_ring_thread(worker: Worker, job: Callable[[], bool]) -> bool:
+    """What ``job`` says, called by the ring thread; False if that has ended."""
+    done = trio.Event()
+    token = trio.lowlevel.current_trio_token()
+    results: list[bool] = []
+
+    def run() -> None:
+        results.append(False)
+        try:
+            results[0] = job()
+        finally:
+            token.run_sync_soon(done.set)
+
+    if not worker.run_here(run):
+        return False
+    await done.wait()
+    return results[0]

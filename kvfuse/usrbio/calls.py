@@ -12,12 +12,10 @@ from __future__ import annotations
 
 import errno
 import logging
-import os
-import stat
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -26,13 +24,13 @@ import trio
 
 from kvfuse import errors
 from kvfuse.errnos import errno_of
-from kvfuse.usrbio.call import PIECE, Call
+from kvfuse.usrbio.block_calls import BlockCalls
+from kvfuse.usrbio.call import PIECE, Call, Done, in_ring_thread
 from kvfuse.usrbio.memory import Share
-from kvfuse.usrbio.registry import Iov, Namespace, OpenFile, Peer
+from kvfuse.usrbio.registry import Iov, OpenFile, Peer
 from kvfuse.usrbio.wire import Op
 from kvfuse.usrbio.worker import Worker
-from kvfuse.volume.api import Caller, KernelCache
-from kvfuse.volume.blocks import Binding
+from kvfuse.volume.api import KernelCache
 from kvfuse.volume.maps import ContentMap
 from kvfuse.volume.volume import Volume
 
@@ -45,21 +43,6 @@ class _Row(NamedTuple):
     worker: Worker
     call: Call
     scope: trio.CancelScope
-
-
-class _Done(NamedTuple):
-    """A call that changed something, and what that was."""
-
-    call: Call
-    result: int
-    content: int = 0
-    """inode whose bytes changed"""
-    directory: int = 0
-    """inode of the directory whose names changed"""
-    names: Sequence[tuple[bytes, int]] = ()
-    """names, and the inodes they meant before; 0: nothing"""
-    found: Sequence[bool] | None = None
-    """of a call with many keys: the answer for each"""
 
 
 @dataclass
@@ -75,8 +58,22 @@ class Calls:
     """by ring and user_data, oldest first"""
     _puts: deque[_Row] = field(default_factory=deque)
     """that wait for the one before; empty when none is under way"""
-    _done: dict[Worker, deque[_Done]] = field(default_factory=dict)
+    _done: dict[Worker, deque[Done]] = field(default_factory=dict)
     """of which the kernel has to hear before they are completed"""
+
+    def __post_init__(self) -> None:
+        blocks = BlockCalls(self.volume, self.peer, self._finish, self._read_here)
+        self.caller = blocks.caller
+        self._handlers: dict[int, Callable[[Worker, Call], Awaitable[None]]] = {
+            Op.READ: self._read,
+            Op.WRITE: self._write,
+            Op.FSYNC: self._fsync,
+            Op.GET: blocks.get,
+            Op.PUT: blocks.put,
+            Op.EXISTS: blocks.exists,
+            Op.DELETE: blocks.delete,
+            Op.PREFETCH: blocks.prefetch,
+        }
 
     def start(self, worker: Worker, calls: list[Call]) -> None:
         """A task for each call; writes of one file, and puts that are not waited for, share one: it is much cheaper.
@@ -105,14 +102,16 @@ class Calls:
         """Small writes of one file: together, as far as they can be; the others one by one."""
         written = [False] * len(rows)
         if len(rows) > 1:
-            with _answering(rows[0].worker, *[row.call for row in rows]):
+            try:
                 async with self._using(rows[0].call):
                     writes = [(row.call.entry.offset, row.call.data) for row in rows]
                     written = await self.volume.write_in_slots(file.handle, writes)
+            except Exception as error:
+                _answer(error, rows[0].worker, *[row.call for row in rows])
         others = []
         for row, done in zip(rows, written, strict=True):  # before any wait, in which this may be cancelled
             if done:
-                self._finish(row.worker, _Done(row.call, row.call.entry.length, content=file.ino))
+                self._finish(row.worker, Done(row.call, row.call.entry.length, content=file.ino))
                 self._ended(row)
             else:
                 others.append(row)
@@ -137,12 +136,12 @@ class Calls:
 
     async def settled(self, worker: Worker, iov: Iov) -> None:
         """Return when nothing that is under way for a ring can write into the iov any more."""
-        await _in_ring_thread(worker, lambda: True)  # what the thread served before is a call of ours now
+        await in_ring_thread(worker, lambda: True)  # what the thread served before is a call of ours now
         for row in self._of(worker):
             if row.call.iov is iov:
                 row.scope.cancel()
                 worker.give_up(row.call, errno.ECANCELED)
-        await _in_ring_thread(worker, lambda: True)  # and it is not at one of those any more
+        await in_ring_thread(worker, lambda: True)  # and it is not at one of those any more
 
     def end(self, worker: Worker) -> None:
         """Cancel what is under way for a ring that has stopped."""
@@ -217,8 +216,10 @@ class Calls:
             nursery.cancel_scope.cancel()
 
     async def _do(self, worker: Worker, call: Call) -> None:
-        with _answering(worker, call):
-            await HANDLERS[Op(call.entry.op)](self, worker, call)
+        try:
+            await self._handlers[call.entry.op](worker, call)
+        except Exception as error:
+            _answer(error, worker, call)
 
     # -- files ---------------------------------------------------------------------------------------
 
@@ -235,7 +236,7 @@ class Calls:
         end = min(offset + length, content.size)
         if end > offset:
             await self.volume.show(handle, offset // content.chunk_size, (end - 1) // content.chunk_size)
-        return await _in_ring_thread(worker, lambda: worker.server.read_again(call))
+        return await in_ring_thread(worker, lambda: worker.server.read_again(call))
 
     async def _read_here(self, worker: Worker, call: Call, handle: Any, offset: int, length: int) -> None:
         iov, iov_offset = call.iov, call.entry.iov_offset
@@ -263,21 +264,21 @@ class Calls:
             except trio.Cancelled:  # some of it may be done
                 self._off_loop(worker, lambda: self.kernel.drop_content(file.ino))
                 raise
-        self._finish(worker, _Done(call, written, content=file.ino))
+        self._finish(worker, Done(call, written, content=file.ino))
 
     async def _fsync(self, worker: Worker, call: Call) -> None:
         async with self._using(call) as file:
             await self.volume.fsync(file.handle)
         worker.complete(call, 0)
 
-    def _finish(self, worker: Worker, done: _Done) -> None:
+    def _finish(self, worker: Worker, done: Done) -> None:
         """Complete a call after the kernel has dropped what is no longer true; many at once where they come fast."""
         queue = self._done.setdefault(worker, deque())
         queue.append(done)
         if len(queue) == 1:  # else whoever is to take the one before takes this, too
             self._off_loop(worker, lambda: self._tell_kernel(worker, queue))
 
-    def _tell_kernel(self, worker: Worker, queue: deque[_Done]) -> None:
+    def _tell_kernel(self, worker: Worker, queue: deque[Done]) -> None:
         """Not in the event loop: it may wait for the kernel."""
         rows = []
         while queue:
@@ -306,117 +307,14 @@ class Calls:
         if not worker.run_here(job):
             self.nursery.start_soon(_in_any_thread, job)
 
-    # -- blocks --------------------------------------------------------------------------------------
 
-    async def _get(self, worker: Worker, call: Call) -> None:
-        namespace = call.namespace
-        assert namespace is not None
-        await self._check(namespace, 1)
-        binding = await self._bind(namespace, call.names[0])
-        handle = await self.volume.open(binding.ino, os.O_RDONLY, self.caller())
-        try:
-            size = binding.map.size
-            if size > 0:
-                await self.volume.show(handle, 0, (size - 1) // binding.map.chunk_size)
-            if await _in_ring_thread(worker, lambda: worker.server.get_again(call)):
-                return
-            size = handle.node.size
-            if size > call.entry.length:
-                worker.complete(call, -errno.EMSGSIZE, size)
-            elif not size:
-                worker.complete(call, 0)
-            else:
-                await self._read_here(worker, call, handle, 0, size)
-        finally:
-            with trio.CancelScope(shield=True):
-                await self.volume.release(handle)
-
-    async def _bind(self, namespace: Namespace, name: bytes) -> Binding:
-        """What the name means, if this peer may read it. NotFound, PermissionDenied."""
-        binding = await self.volume.blocks.bind(namespace.ino, name)
-        if binding is None:
-            raise errors.NotFound(os.fsdecode(name))
-        if not self.peer.may(binding, 4):
-            raise errors.PermissionDenied(f"{os.fsdecode(name)} may not be read")
-        namespace.remember(name, binding)
-        return binding
-
-    async def _put(self, worker: Worker, call: Call) -> None:
-        entry, namespace, name = call.entry, call.namespace, call.names[0]
-        assert namespace is not None
-        await self._check(namespace, 3)
-        await self._check_sticky(namespace, call.names)
-        old = await self.volume.blocks.put(namespace.ino, name, call.data, self.caller(), namespace.mode)
-        self._finish(worker, _Done(call, entry.length, directory=namespace.ino, names=[(name, old)]))
-
-    async def _exists(self, worker: Worker, call: Call) -> None:
-        namespace = call.namespace
-        assert namespace is not None
-        await self._check(namespace, 1)
-        found = await self.volume.blocks.exists(namespace.ino, list(call.names))
-        if call.entry.flags and False in found:
-            first = found.index(False)
-            found = [True] * first + [False] * (len(found) - first)
-        worker.server.answer_keys(call, found)
-
-    async def _delete(self, worker: Worker, call: Call) -> None:
-        namespace = call.namespace
-        assert namespace is not None
-        await self._check(namespace, 3)
-        await self._check_sticky(namespace, call.names)
-        with trio.CancelScope(shield=True):  # given up in the middle, nobody would know what the kernel has to drop
-            inodes = await self.volume.blocks.delete(namespace.ino, call.names)
-
-        gone = [row for row in zip(call.names, inodes, strict=True) if row[1]]
-        found = [ino != 0 for ino in inodes]
-        self._finish(worker, _Done(call, 0, directory=namespace.ino, names=gone, found=found))
-
-    async def _prefetch(self, worker: Worker, call: Call) -> None:
-        namespace = call.namespace
-        assert namespace is not None
-        await self._check(namespace, 1)
-        readable = []
-        for name in call.names:
-            binding = await self.volume.blocks.bind(namespace.ino, name)
-            if binding is not None and self.peer.may(binding, 4):
-                readable.append(name)
-        loaded = dict(zip(readable, await self.volume.blocks.prefetch(namespace.ino, readable), strict=True))
-        worker.server.answer_keys(call, [loaded.get(name, False) for name in call.names])
-
-    def caller(self) -> Caller:
-        return Caller(self.peer.uid, self.peer.gid, self.peer.pid)
-
-    async def _check(self, namespace: Namespace, wanted: int) -> None:
-        """PermissionDenied or ReadOnly, unless the peer may use the directory so: 1 search, 2 write."""
-        directory = await self.volume.attributes(namespace.ino)
-        namespace.may_list = self.peer.may(directory, 4)
-        if not self.peer.may(directory, wanted):
-            raise errors.PermissionDenied("the namespace's directory does not allow it")
-        if wanted & 2 and namespace.read_only:
-            raise errors.ReadOnly("the mount is bound read-only there")
-
-    async def _check_sticky(self, namespace: Namespace, names: Sequence[bytes]) -> None:
-        """PermissionDenied for taking names from somebody else in a directory with the sticky bit."""
-        directory = await self.volume.attributes(namespace.ino)
-        if not directory.mode & stat.S_ISVTX or self.peer.uid in (0, directory.uid):
-            return
-        for name in names:
-            old = (await self.volume.lookups.find(namespace.ino, name)).node
-            if old is not None and old.uid != self.peer.uid:
-                raise errors.PermissionDenied(f"{os.fsdecode(name)} is somebody else's, and the directory sticky")
-
-
-@contextmanager
-def _answering(worker: Worker, *calls: Call) -> Iterator[None]:
-    """End the calls with the errno of whatever is raised."""
-    try:
-        yield
-    except Exception as error:
-        number = error.errno if isinstance(error, OSError) else errno_of(error)
-        if number is None:
-            log.exception("%s failed", Op(calls[0].entry.op).name)
-        for call in calls:
-            worker.complete(call, -(number or errno.EIO))
+def _answer(error: Exception, worker: Worker, *calls: Call) -> None:
+    """End the calls with the errno of what was raised."""
+    number = error.errno if isinstance(error, OSError) else errno_of(error)
+    if number is None:
+        log.error("%s failed", Op(calls[0].entry.op).name, exc_info=error)
+    for call in calls:
+        worker.complete(call, -(number or errno.EIO))
 
 
 def _directory(call: Call) -> int:
@@ -427,34 +325,3 @@ def _directory(call: Call) -> int:
 async def _in_any_thread(job: Callable[[], None]) -> None:
     with trio.CancelScope(shield=True):
         await trio.to_thread.run_sync(job)
-
-
-async def _in_ring_thread(worker: Worker, job: Callable[[], bool]) -> bool:
-    """What ``job`` says, called by the ring thread; False if that has ended."""
-    done = trio.Event()
-    token = trio.lowlevel.current_trio_token()
-    results: list[bool] = []
-
-    def run() -> None:
-        results.append(False)
-        try:
-            results[0] = job()
-        finally:
-            token.run_sync_soon(done.set)
-
-    if not worker.run_here(run):
-        return False
-    await done.wait()
-    return results[0]
-
-
-HANDLERS: dict[Op, Callable[[Calls, Worker, Call], Awaitable[None]]] = {
-    Op.READ: Calls._read,
-    Op.WRITE: Calls._write,
-    Op.FSYNC: Calls._fsync,
-    Op.GET: Calls._get,
-    Op.PUT: Calls._put,
-    Op.EXISTS: Calls._exists,
-    Op.DELETE: Calls._delete,
-    Op.PREFETCH: Calls._prefetch,
-}

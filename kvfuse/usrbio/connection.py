@@ -139,22 +139,29 @@ class Client:
     # -- the end, and a new start --------------------------------------------------------------------
 
     def reconnect(self) -> None:
-        """Connect again, and register everything again: the same objects go on working.
+        """Connect again, and register everything again: the same objects go on working. Where the connection stands, as
+        another thread was faster, nothing is done.
 
         What rings had under way is forgotten; each ring starts anew at its next use. A file whose path is gone, or
         is another file's now, answers EBADF from here on; a namespace is made again. Disconnected while there is no
         daemon.
         """
         with self._lock:
+            if not self.session.has_ended:
+                return
             try:
                 session = Session(find_mount(self.mount), self._deadline)
             except FileNotFoundError as error:
                 raise Disconnected(str(error)) from None
             self.session.close()
-            for iov in self._iovs:
-                iov.register(session)
-            for named in self._named:
-                named.register_again(session)
+            try:
+                for iov in self._iovs:
+                    iov.register(session)
+                for named in self._named:
+                    named.register_again(session)
+            except BaseException:
+                session.close()
+                raise
             self.session = session
 
     def close(self) -> None:

@@ -63,10 +63,15 @@ class Iov:
     def register(self, session: Session) -> None:
         """With the daemon of ``session``, instead of any before. OSError where it does not take such memory."""
         self.handle = 0
-        size = os.fstat(self._descriptor).st_size
-        reply, _ = session.request(Request.ADD_IOV, size, descriptors=[self._descriptor])
+        reply, _ = session.request(Request.ADD_IOV, self.base + self.size, descriptors=[self._descriptor])
         self._session, self.handle = session, reply.values[0]
         self.writable = bool(reply.values[1]) and self.array.flags.writeable
+
+    def at(self, offset: int) -> int:
+        """Where a byte of the array is in the registered memory. ValueError before its start."""
+        if offset < 0:
+            raise ValueError(f"the offset {offset} in an iov")
+        return self.base + offset
 
     def to_mirror(self, offset: int, size: int) -> None:
         """Let the daemon see these bytes as they are now."""

@@ -32,6 +32,11 @@ SECONDS = 10.0
 THREADS_MAX = 64
 """that may wait for the kernel at once; some perhaps for ever, for a file system that never answers"""
 CLONE_FILES = 0x400
+THREAD_NAME = "kvfuse-usher"
+
+
+class NotTaken(TimeoutError):
+    """Too much is waited for already: the message and its descriptor are where they were."""
 
 
 class Usher:
@@ -46,7 +51,7 @@ class Usher:
         self._free = threading.Semaphore(THREADS_MAX)
         self._waiters = trio.CapacityLimiter(THREADS_MAX)
         self._ready = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="kvfuse-usher", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=THREAD_NAME, daemon=True)
 
     def __enter__(self) -> Self:
         """Waits for the thread, for a moment."""
@@ -61,13 +66,13 @@ class Usher:
     async def inspect(self, stream: trio.socket.SocketType, check: Callable[[int], T]) -> T:
         """What ``check`` says of the one descriptor that comes with the next message of a socket, which is taken.
 
-        The descriptor is closed on return. InvalidArgument where none came, or several; TimeoutError; what ``check``
-        raises.
+        The descriptor is closed on return. InvalidArgument where none came, or several; NotTaken, TimeoutError; what
+        ``check`` raises.
         """
         return await self._call([stream.fileno()], lambda own: _inspect(own[0], check))
 
     async def memory(self, stream: trio.socket.SocketType) -> int:
-        """The descriptor of shared memory that comes with the next message. OSError EINVAL for anything else."""
+        """The descriptor of shared memory that comes with the next message. As `inspect`; OSError EINVAL for others."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with ours, theirs:
             descriptors = [stream.fileno(), theirs.fileno()]
@@ -78,13 +83,15 @@ class Usher:
     async def _call(self, descriptors: list[int], call: Callable[[list[int]], T]) -> T:
         """``call`` in a thread with the other table, with its copies of ``descriptors``. After a timeout it goes on."""
         if not self._free.acquire(blocking=False):
-            raise TimeoutError(errno.ETIMEDOUT, f"{THREADS_MAX} descriptors are waited for already")
+            raise NotTaken(errno.ETIMEDOUT, f"{THREADS_MAX} descriptors are waited for already")
         done = threading.Event()
         results: list[T] = []
         failures: list[Exception] = []
 
         def run(own: list[int]) -> None:
             try:
+                if not own:
+                    raise NotTaken(errno.ETIMEDOUT, "there is no thread to look at the descriptor")
                 results.append(call(own))
             except Exception as error:  # whatever it is, it is raised where it is waited for
                 failures.append(error)
@@ -120,7 +127,11 @@ class Usher:
                 if not data:
                     return
                 run = self._calls.pop(int.from_bytes(data, "little"))
-                threading.Thread(target=run, args=(descriptors,), name="kvfuse-usher", daemon=True).start()
+                try:
+                    threading.Thread(target=run, args=(descriptors,), name=THREAD_NAME, daemon=True).start()
+                except RuntimeError:  # the machine has none for us
+                    _close_all(descriptors)
+                    run([])
 
 
 def _pass_on(channel: int, descriptor: int) -> None:

@@ -34,7 +34,7 @@ _SEAL_FUTURE_WRITE = 0x10
 GROUPS_MAX = 256
 """what `getsockopt` takes"""
 BINDINGS_MAX = 100_000
-"""keys of one namespace that a connection remembers"""
+"""keys that a connection remembers, of all its namespaces"""
 
 
 @dataclass(frozen=True)
@@ -85,6 +85,22 @@ class OpenFile:
 
 
 @dataclass(eq=False)
+class Remembered:
+    """How many keys the namespaces of a connection remember together. Event loop only."""
+
+    count: int = 0
+    namespaces: set[Namespace] = field(default_factory=set)
+
+    def make_room(self) -> None:
+        """For one more: where there are too many, all are forgotten, and asked for anew."""
+        if self.count >= BINDINGS_MAX:
+            for namespace in self.namespaces:
+                namespace.bindings = {}
+            self.namespaces.clear()
+            self.count = 0
+
+
+@dataclass(eq=False)
 class Namespace:
     """A registered directory, whose files are blocks."""
 
@@ -99,10 +115,13 @@ class Namespace:
     """the peer may, as far as known, find out every name; else it must not see blocks that it did not name"""
     bindings: dict[bytes, Binding] = field(default_factory=dict)
     """file name -> what it meant, which this peer may read; to be asked whether it is still valid"""
+    remembered: Remembered = field(default_factory=Remembered)
+    """of all namespaces of the connection"""
 
     def remember(self, name: bytes, binding: Binding) -> None:
-        if len(self.bindings) >= BINDINGS_MAX:
-            self.bindings = {}
+        self.remembered.make_room()
+        self.remembered.namespaces.add(self)
+        self.remembered.count += name not in self.bindings
         self.bindings[name] = binding
 
 
@@ -128,11 +147,11 @@ class Iov:
         self.is_sealed = bool(seals & fcntl.F_SEAL_SHRINK)
         access = mmap.PROT_READ | (mmap.PROT_WRITE if self.writable else 0)
         self._mapping = mmap.mmap(descriptor, size, prot=access)
-        self.descriptor = descriptor
         self.bytes: Bytes = np.frombuffer(self._mapping, np.uint8)
         self.view = memoryview(self._mapping)
         self.rows: Bytes = self.bytes[: size - size % 4096].reshape(-1, 4096)
         """the whole pages"""
+        self.descriptor = descriptor
 
     def read(self, offset: int, target: Bytes) -> None:
         """Copy ``len(target)`` bytes from ``offset`` out of it. OSError EFAULT, if the memory went away."""

@@ -45,7 +45,7 @@ class Ring(Submission):
         """File bytes into the iov. Result: how many, fewer than ``length`` at the end of the file."""
         self._need_room(1)
         ticket = self._place(
-            Op.READ, file.handle, iov.handle, offset, iov.base + iov_offset, length,
+            Op.READ, file.handle, iov.handle, offset, iov.at(iov_offset), length,
             user_data=user_data, priority=priority, timeout=timeout,
         )  # fmt: skip
         if iov.mirror is not None:
@@ -58,7 +58,7 @@ class Ring(Submission):
         """Bytes of the iov into the file. Result: how many."""
         self._need_room(1)
         self._place(
-            Op.WRITE, file.handle, iov.handle, offset, iov.base + iov_offset, length,
+            Op.WRITE, file.handle, iov.handle, offset, iov.at(iov_offset), length,
             user_data=user_data, priority=priority, timeout=timeout,
         )  # fmt: skip
         if iov.mirror is not None:
@@ -90,7 +90,7 @@ class Ring(Submission):
         priority: Priority, timeout: float | None,
     ) -> int:  # fmt: skip
         count = max(map(np.size, (iov_offsets, offsets, lengths, user_data)))
-        places = np.asarray(iov_offsets, np.uint64)
+        places = _places(iov_offsets)
         self._need_room(count)
         tickets = self._place_columns(
             count, user_data, timeout, op=op, priority=priority, handle=file.handle, iov=iov.handle,
@@ -167,11 +167,11 @@ class Ring(Submission):
     ) -> None:  # fmt: skip
         self._need_cells([key])
         self._need_room(1)
-        iov_handle, base = (0, 0) if iov is None else (iov.handle, iov.base)
+        iov_handle, place = (0, iov_offset) if iov is None else (iov.handle, iov.at(iov_offset))
         key_offset = self._tickets.next() * KEY_CELL
         self._aux_bytes[key_offset : key_offset + len(key)] = key
         ticket = self._place(
-            op, namespace.handle, iov_handle, 0, base + iov_offset, length,
+            op, namespace.handle, iov_handle, 0, place, length,
             user_data=user_data, priority=priority, timeout=timeout, flags=Flag.VIEW if view else 0,
             key_offset=key_offset, key_length=len(key),
         )  # fmt: skip
@@ -189,7 +189,7 @@ class Ring(Submission):
         key_sizes = self._need_cells(keys)
         handles = np.fromiter((iov.handle if iov is not None else 0 for iov in iovs), np.uint32, count)
         bases = np.fromiter((iov.base if iov is not None else 0 for iov in iovs), np.uint64, count)
-        places = np.asarray(iov_offsets, np.uint64)
+        places = _places(iov_offsets)
         self._need_room(count)
         tickets = self._tickets.next_many(count)
         self._key_cells[tickets] = np.array(keys, f"S{KEY_CELL}").view(np.uint8).reshape(count, KEY_CELL)
@@ -307,3 +307,11 @@ class Ring(Submission):
 
     async def __aexit__(self, *_: object) -> None:
         await aio.in_thread(self.close)
+
+
+def _places(offsets: Column) -> npt.NDArray[np.uint64]:
+    """Offsets in iovs, as `Iov.at` takes them one by one."""
+    numbers = np.asarray(offsets)
+    if numbers.dtype.kind != "u" and numbers.size and numbers.min() < 0:
+        raise ValueError(f"the offset {numbers.min()} in an iov")
+    return numbers.astype(np.uint64)

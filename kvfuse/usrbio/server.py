@@ -16,13 +16,13 @@ import numpy.typing as npt
 
 from kvfuse.usrbio import reads
 from kvfuse.usrbio.call import PIECE, Answer, Call, Entry, Refused, Short, Tables
+from kvfuse.usrbio.columns import LOW_HALF, as_words, find_overlaps, may_overlap, same
 from kvfuse.usrbio.keys import file_name, file_names
 from kvfuse.usrbio.registry import Iov, Namespace
 from kvfuse.usrbio.ring import Entries
 from kvfuse.usrbio.wire import (
     CQE_STRUCT,
     FILE_OPS,
-    IOV_SIZE_MAX,
     KEY_SIZE_MAX,
     KEYS_MAX,
     LENGTH_MAX,
@@ -40,6 +40,8 @@ COLUMNS_MIN = 24
 """Entries in a batch from which they are served as columns."""
 LARGE = 256 << 10
 """Bytes of an operation from which it is not kept back for those behind it."""
+PUTS_SIZE = 4 << 20
+"""Bytes of puts from which they are not: to pass on a few together costs less than it wins to begin with the first"""
 OFFSET_MAX = 1 << 62
 CALL_SIZE = 8 << 10
 """Bytes that the task of a call takes, about."""
@@ -48,7 +50,6 @@ KEY_SIZE = 100
 TIMEOUT_US_MAX = (1 << 32) - 1
 """in an SQE's last word; the bits above are reserved"""
 OPS = frozenset(map(int, Op))
-_LOW_HALF = np.uint64(0xFFFFFFFF)
 _VIEW = int(Flag.VIEW)  # plain numbers: arithmetic with flags is slow
 _PREFIX = int(Flag.PREFIX)
 
@@ -74,11 +75,12 @@ class Server:
         """Serve what was taken from the queue at ``taken_at`` (monotonic seconds). What waits for memory comes back."""
         if len(rows) >= COLUMNS_MIN:
             rows = self._serve_columns(self._without_overlaps(rows), taken_at)
-        elif len(rows) > 1 and _may_overlap(rows):
+        elif len(rows) > 1 and may_overlap(rows):
             rows = self._without_overlaps(rows)
         calls: list[Call] = []
         done: list[bytes] = []
         waiting: list[int] = []
+        kept_size = 0
         for number, fields in enumerate(SQE_STRUCT.iter_unpack(rows.tobytes())):
             entry = Entry._make(fields)
             try:
@@ -92,9 +94,10 @@ class Server:
                 continue
             if answer is not None:
                 done.append(CQE_STRUCT.pack(entry.user_data, *answer))
-            if entry.length >= LARGE:  # it is not kept back for those behind it
+            kept_size += entry.length
+            if entry.length >= LARGE and (entry.op != Op.PUT or kept_size >= PUTS_SIZE):
                 self._pass_on(done, calls)
-                done, calls = [], []
+                done, calls, kept_size = [], [], 0
         self._pass_on(done, calls)
         return rows[waiting] if waiting else rows[:0]
 
@@ -106,27 +109,9 @@ class Server:
 
     def _without_overlaps(self, rows: Entries) -> Entries:
         """Refuse entries whose bytes would land where those of another one of this batch do."""
-        if len(rows) < 2:
+        refused = find_overlaps(rows, self._tables.iovs)
+        if not len(refused):
             return rows
-        words = as_words(rows)
-        starts, ends = words[:, 3], words[:, 3] + words[:, 4]
-        if bool((starts[1:] >= ends[:-1]).all()) and bool((ends >= starts).all()) and _same(words[:, 1] & _LOW_HALF):
-            return rows  # one after the other, as most are
-        ops = rows["op"]
-        iovs, iov_numbers = np.unique(rows["iov"], return_inverse=True)
-        found = [self._tables.iovs.get(iov) for iov in iovs.tolist()]
-        sizes = np.array([iov.size if iov is not None else 0 for iov in found], np.uint64)[iov_numbers]
-        starts, lengths = words[:, 3], words[:, 4]
-        is_inside = (lengths <= sizes) & (starts <= sizes - np.minimum(lengths, sizes))  # others are refused for that
-        chosen = np.flatnonzero(((ops == Op.READ) | (ops == Op.GET)) & is_inside)
-        starts = iov_numbers[chosen].astype(np.uint64) * np.uint64(IOV_SIZE_MAX) + starts[chosen]
-        ends = starts + lengths[chosen]
-        order = np.argsort(starts, kind="stable")
-        starts, ends = starts[order], ends[order]
-        bad = np.flatnonzero((starts[1:] < np.maximum.accumulate(ends)[:-1]) & (ends[1:] > starts[1:])) + 1
-        if not len(bad):
-            return rows
-        refused = chosen[order[bad]]
         self._worker.post(rows["user_data"][refused], np.full(len(refused), -errno.EINVAL))
         return np.delete(rows, refused)
 
@@ -135,8 +120,8 @@ class Server:
         if not self._op_mask >> Op.READ & 1:
             return rows
         words = as_words(rows)
-        kinds = words[:, 0], words[:, 1] & _LOW_HALF
-        if _same(kinds[0]) and _same(kinds[1]):
+        kinds = words[:, 0], words[:, 1] & LOW_HALF
+        if same(kinds[0]) and same(kinds[1]):
             done = self._serve_reads(words, taken_at)
             return rows if done is None else rows[~done] if not done.all() else rows[:0]
         left = np.ones(len(rows), bool)
@@ -399,24 +384,3 @@ class Server:
             return Answer(0)
         self._tables.cancel(self._worker, call)
         return None
-
-
-def as_words(rows: Entries) -> npt.NDArray[np.uint64]:
-    """SQEs as rows of eight numbers each: comparing and copying those is much faster than fields."""
-    return rows.view(np.uint64).reshape(len(rows), 8)
-
-
-def _same(column: npt.NDArray[np.uint64]) -> bool:
-    return bool((column == column[0]).all())
-
-
-def _may_overlap(rows: Entries) -> bool:
-    """A few entries are not in the order of places that do not touch. Without numpy, which is slow for so few."""
-    reach, iov = 0, -1
-    for fields in SQE_STRUCT.iter_unpack(rows.tobytes()):
-        entry = Entry._make(fields)
-        if entry.op == Op.READ or entry.op == Op.GET:
-            if entry.iov_offset < reach or iov not in (-1, entry.iov):
-                return True
-            reach, iov = entry.iov_offset + entry.length, entry.iov
-    return False

@@ -1,60 +1,34 @@
-"""The daemon's side of the control socket: who is connected, and what each connection has registered.
+"""The daemon's side of the control socket: who is connected, and what all clients together may have.
 
-A connection is the lifetime of everything it registered. When it ends - closed, killed, or broken - its rings stop
-first, then its calls are cancelled, then its files, memory and pins go.
+`requests.py` serves each of them.
 """
 
 from __future__ import annotations
 
-import array
 import errno
-import itertools
 import logging
-import os
 import resource
 import socket
 import threading
 from collections import Counter
-from collections.abc import Awaitable, Callable
-from contextlib import ExitStack, closing
-from functools import partial
-from typing import Any, TypeVar
+from contextlib import closing
 
 import trio
 
 from kvfuse import errors
-from kvfuse.errnos import errno_of
-from kvfuse.usrbio import registry
-from kvfuse.usrbio.call import Call, Tables
-from kvfuse.usrbio.calls import Calls
+from kvfuse.config import UsrbioOptions
+from kvfuse.usrbio.accounts import Accounts
 from kvfuse.usrbio.memory import Pool, Share
 from kvfuse.usrbio.passing import Usher
-from kvfuse.usrbio.registry import Iov, Namespace, OpenFile, Peer
-from kvfuse.usrbio.ring import RingMemory
-from kvfuse.usrbio.wire import (
-    ENTRIES_MAX,
-    IOV_SIZE_MAX,
-    LENGTH_MAX,
-    MESSAGE_SIZE_MAX,
-    VERSION,
-    Access,
-    Layout,
-    Message,
-    Request,
-)
-from kvfuse.usrbio.worker import THREAD_NAME, Worker
+from kvfuse.usrbio.requests import Connection
+from kvfuse.usrbio.wire import LENGTH_MAX
+from kvfuse.usrbio.worker import THREAD_NAME
 from kvfuse.volume.api import KernelCache
-from kvfuse.volume.tier import ReadClass
 from kvfuse.volume.volume import Volume
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
 
 CONNECTIONS_MAX = 1024
-THINGS_MAX = 65536
-"""files, iovs, namespaces and pins of one connection"""
-RINGS_MAX = 256
-"""rings of one connection: each has a thread"""
 ALL_RINGS_MAX = 1024
 DESCRIPTORS_OF_RING = 5
 DESCRIPTORS_OF_IOV = 2
@@ -71,12 +45,16 @@ async def serve_rings(
     kernel: KernelCache,
     device: int,
     *,
+    options: UsrbioOptions | None = None,
     task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
 ) -> None:
-    """Serve clients that connect to ``listener``, until cancelled. ``device``: st_dev of the mount's files."""
+    """Serve clients that connect to ``listener``, until cancelled. ``device``: st_dev of the mount's files.
+
+    ``options``: the limits of users; None: the default ones.
+    """
     accepting = trio.socket.from_stdlib_socket(listener.dup())
     with accepting, Usher() as usher:
-        clients = _Clients(volume, kernel, device, usher)
+        clients = Clients(volume, kernel, device, usher, options or UsrbioOptions())
         volume.sections["rings"] = clients.statistics
         async with trio.open_nursery() as nursery:
             task_status.started()
@@ -99,15 +77,16 @@ async def _accept(listener: trio.socket.SocketType) -> trio.socket.SocketType:
             return stream
 
 
-class _Clients:
+class Clients:
     """All that are connected, and what they share: the volume, and the limits of this process."""
 
-    def __init__(self, volume: Volume, kernel: KernelCache, device: int, usher: Usher) -> None:
+    def __init__(self, volume: Volume, kernel: KernelCache, device: int, usher: Usher, options: UsrbioOptions) -> None:
         self.volume = volume
         self.kernel = kernel
         self.device = device
         self.usher = usher
         self.pool = Pool(MEMORY_SIZE)
+        self.accounts = Accounts(options)
         self._connections: set[Connection] = set()
         self._descriptors_max = resource.getrlimit(resource.RLIMIT_NOFILE)[0] * 3 // 4
 
@@ -119,6 +98,8 @@ class _Clients:
                 return
             try:
                 await self._serve(stream)
+            except* errors.QuotaExceeded as group:
+                log.warning("a client was turned away: %s", group.exceptions[0])
             except* OSError as group:
                 log.info("a client's connection failed: %s", group.exceptions[0])
             except* Exception as group:  # its own connection ends; all others go on
@@ -149,328 +130,3 @@ class _Clients:
             counts.update(connection.counts())
         threads = sum(thread.name == THREAD_NAME for thread in threading.enumerate())
         return {**counts, "threads": threads, "memory_bytes": MEMORY_SIZE - self.pool.free}
-
-
-class _Ring:
-    """A ring of a connection, and its thread. ``shown``: the client's descriptors, to be closed once they are sent."""
-
-    def __init__(self, tables: Tables, layout: Layout, op_mask: int, shown: list[int]) -> None:
-        with ExitStack() as undo:
-            memory, descriptor = RingMemory.create(layout)
-            shown.append(descriptor)
-            own_bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-            undo.callback(os.close, own_bell)
-            shown.append(os.dup(own_bell))
-            listening, client_bell = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-            shown.append(listening)
-            undo.callback(os.close, client_bell)
-            self.worker = Worker(tables, memory, own_bell, client_bell, op_mask)
-            undo.callback(self.worker.close)
-            try:
-                self.worker.thread.start()
-            except RuntimeError as error:
-                raise OSError(errno.EAGAIN, str(error)) from error
-            self._descriptors = undo.pop_all()
-
-    def close(self) -> None:
-        """After its thread has ended."""
-        self._descriptors.close()
-
-
-class Connection:
-    """One client. It is the `worker.Tables` of its rings' threads."""
-
-    def __init__(self, clients: _Clients, stream: trio.socket.SocketType, nursery: trio.Nursery, share: Share) -> None:
-        self.peer = Peer.of(stream)
-        self.files: dict[int, OpenFile] = {}
-        self.iovs: dict[int, Iov] = {}
-        self.namespaces: dict[int, Namespace] = {}
-        self._clients = clients
-        self._volume = clients.volume
-        self._stream = stream
-        self._device = clients.device
-        self.share = share
-        self._calls = Calls(clients.volume, clients.kernel, self.peer, nursery, self.share)
-        self._rings: dict[int, _Ring] = {}
-        self._handles = itertools.count(1)
-        self._greeted = False
-        self._has_next = False
-        """a message was looked at, but not taken"""
-        self._token = trio.lowlevel.current_trio_token()
-        self._scope = trio.CancelScope()
-        self._pins: dict[int, Any] = {}
-        self._arenas: set[int] = set()
-        self._pin_numbers = itertools.count(1)
-        self._pin_lock = threading.Lock()
-
-    # -- the control socket --------------------------------------------------------------------------
-
-    async def run(self) -> None:
-        """Answer requests until the client goes, or breaks something. Then reap all it had."""
-        try:
-            with self._scope:
-                while await self._answer_one():
-                    pass
-        finally:
-            with trio.CancelScope(shield=True):
-                await self._reap()
-
-    async def _answer_one(self) -> bool:
-        """False when the client is gone, or sends what is no message."""
-        data, _, flags, _ = await self._stream.recvmsg(MESSAGE_SIZE_MAX + 1, 0, socket.MSG_PEEK)
-        self._has_next = True
-        shown: list[int] = []
-        try:
-            if not data:
-                return False
-            message = Message.unpack(data)
-            reply, shown = await self._answer(message, bool(flags & socket.MSG_CTRUNC))
-            await self._drop_next()
-            await self._reply(reply, shown)
-        except ValueError as error:
-            log.info("a client is disconnected: %s", error)
-            return False
-        finally:
-            _close_all(shown)
-        return True
-
-    async def _drop_next(self) -> None:
-        """Take the message that was looked at, if nobody took it with its descriptor. What else came never arrives."""
-        if self._has_next:
-            self._has_next = False
-            await self._stream.recv(1)
-
-    async def _answer(self, message: Message, has_descriptors: bool) -> tuple[Message, list[int]]:
-        """(reply, descriptors to send and then to close)."""
-        try:
-            kind = Request(message.request)
-            if not self._greeted and kind is not Request.HELLO:
-                raise errors.InvalidArgument("the first message is HELLO")
-            if has_descriptors != (kind in (Request.ADD_FILE, Request.ADD_IOV, Request.OPEN_NAMESPACE)):
-                raise errors.InvalidArgument(
-                    f"{kind.name} came {'with' if has_descriptors else 'without'} a descriptor"
-                )
-            values, sent = await HANDLERS[kind](self, message.values)
-        except (errors.KvfuseError, OSError, ValueError) as error:
-            number = (error.errno if isinstance(error, OSError) else errno_of(error)) or errno.EINVAL
-            return Message(message.request, message.number, -number, text=str(error)), []
-        return Message(message.request, message.number, 0, values), sent
-
-    async def _reply(self, reply: Message, descriptors: list[int]) -> None:
-        ancillary = []
-        if descriptors:
-            ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors).tobytes())]
-        await self._stream.sendmsg([reply.pack()], ancillary)
-
-    async def _inspect(self, check: Callable[[int], T]) -> T:
-        """What a check says of the descriptor that came with the request."""
-        self._has_next = False
-        return await self._clients.usher.inspect(self._stream, check)
-
-    def _check_room(self, things: dict[int, Any], count_max: int) -> None:
-        if len(things) >= count_max:
-            raise errors.InvalidArgument(f"{count_max} of these are registered already")
-
-    # -- requests ------------------------------------------------------------------------------------
-
-    async def _hello(self, values: tuple[int, ...]) -> Answer:
-        if values[0] != VERSION:
-            raise errors.Unsupported(f"version {values[0]} is not offered, but {VERSION} is")
-        self._greeted = True
-        return (VERSION, os.getpid(), ENTRIES_MAX), []
-
-    async def _add_file(self, values: tuple[int, ...]) -> Answer:
-        self._check_room(self.files, THINGS_MAX)
-        if not 0 < values[0] <= Access.READ | Access.WRITE:
-            raise errors.InvalidArgument(f"access {values[0]} is none")
-        access = Access(values[0])
-        ino = await self._inspect(partial(registry.check_file, device=self._device, access=access))
-        flags = {Access.READ: os.O_RDONLY, Access.WRITE: os.O_WRONLY}.get(access, os.O_RDWR)
-        volume_handle = await self._volume.open(ino, flags, self._calls.caller())
-        handle = next(self._handles)
-        shown = self._volume.content_map(volume_handle)
-        self.files[handle] = OpenFile(
-            volume_handle, ino, bool(access & Access.READ), bool(access & Access.WRITE), shown
-        )
-        return (handle, ino, volume_handle.node.size), []
-
-    async def _drop_file(self, values: tuple[int, ...]) -> Answer:
-        file = self.files.pop(values[0], None)
-        if file is None:
-            raise errors.BadHandle(f"file {values[0]} is not registered")
-        with trio.CancelScope(shield=True):  # `_reap` does not know of it any more
-            await self._calls.release(file)
-        return (), []
-
-    async def _add_iov(self, values: tuple[int, ...]) -> Answer:
-        self._check_room(self.iovs, THINGS_MAX)
-        self._clients.check_room()
-        if not 0 < values[0] <= IOV_SIZE_MAX:
-            raise errors.InvalidArgument(f"an iov of {values[0]} bytes")
-        self._has_next = False
-        descriptor = await self._clients.usher.memory(self._stream)
-        try:
-            iov = Iov(descriptor, values[0])
-        except BaseException:
-            os.close(descriptor)
-            raise
-        handle = next(self._handles)
-        self.iovs[handle] = iov
-        return (handle, iov.writable), []
-
-    async def _drop_iov(self, values: tuple[int, ...]) -> Answer:
-        iov = self.iovs.pop(values[0], None)
-        if iov is None:
-            raise errors.BadHandle(f"iov {values[0]} is not registered")
-        for ring in list(self._rings.values()):
-            await self._calls.settled(ring.worker, iov)
-        last = [iov]
-        del iov
-        await _drop_memory(last)
-        return (), []
-
-    async def _add_ring(self, values: tuple[int, ...]) -> Answer:
-        self._check_room(self._rings, RINGS_MAX)
-        self._clients.check_room()
-        layout = Layout.of(values[0], values[1])
-        handle = next(self._handles)
-        shown: list[int] = []
-        try:
-            ring = self._rings[handle] = _Ring(self, layout, values[2] or -1, shown)
-        except BaseException:
-            _close_all(shown)
-            raise
-        self._volume.core.reads.threads.add(ring.worker)
-        return (handle, layout.size), shown
-
-    async def _drop_ring(self, values: tuple[int, ...]) -> Answer:
-        ring = self._rings.pop(values[0], None)
-        if ring is None:
-            raise errors.BadHandle(f"ring {values[0]} is not registered")
-        with trio.CancelScope(shield=True):  # `_reap` does not know of it any more
-            await self._end(ring)
-        return (), []
-
-    async def _end(self, ring: _Ring) -> None:
-        ring.worker.stop()
-        await trio.to_thread.run_sync(ring.worker.thread.join)
-        self._volume.core.reads.threads.discard(ring.worker)
-        self._calls.end(ring.worker)
-        ring.close()
-
-    async def _open_namespace(self, values: tuple[int, ...]) -> Answer:
-        self._check_room(self.namespaces, THINGS_MAX)
-        ino, read_only = await self._inspect(partial(registry.check_directory, device=self._device))
-        directory = await self._volume.attributes(ino)
-        gid = directory.gid if directory.mode & 0o2000 else self.peer.gid
-        handle = next(self._handles)
-        self.namespaces[handle] = Namespace(ino, values[0] & 0o777, gid, read_only)
-        return (handle, ino), []
-
-    async def _close_namespace(self, values: tuple[int, ...]) -> Answer:
-        if self.namespaces.pop(values[0], None) is None:
-            raise errors.BadHandle(f"namespace {values[0]} is not open")
-        return (), []
-
-    async def _map_arena(self, values: tuple[int, ...]) -> Answer:
-        if values[0] not in self._arenas:
-            raise errors.PermissionDenied(f"arena {values[0]} holds nothing that you were given")
-        descriptor = self._volume.core.tier.arena_descriptor(values[0])
-        return (os.fstat(descriptor).st_size,), [descriptor]
-
-    def counts(self) -> dict[str, int]:
-        """How much of what is registered."""
-        return {
-            "files": len(self.files),
-            "iovs": len(self.iovs),
-            "namespaces": len(self.namespaces),
-            "rings": len(self._rings),
-            "pins": len(self._pins),
-        }
-
-    # -- for the rings' threads ----------------------------------------------------------------------
-
-    def start(self, worker: Worker, calls: list[Call]) -> None:
-        self.in_loop(self._calls.start, worker, calls)
-
-    def cancel(self, worker: Worker, call: Call) -> None:
-        self.in_loop(self._calls.cancel, worker, call)
-
-    def in_loop(self, function: Callable[..., object], *arguments: object) -> None:
-        try:
-            self._token.run_sync_soon(function, *arguments)
-        except trio.RunFinishedError:
-            pass  # the daemon ends: nobody waits for an answer
-
-    def pin(self, block: Any) -> int:
-        with self._pin_lock:
-            if len(self._pins) >= THINGS_MAX:
-                return 0
-            number = next(self._pin_numbers)
-            self._pins[number] = block
-            self._arenas.add(block.arena)
-            return number
-
-    def unpin(self, pin: int) -> None:
-        with self._pin_lock:
-            self._pins.pop(pin, None)
-
-    def allocate(self, namespace: Namespace, size: int) -> Any:
-        read_class = ReadClass(namespace.ino, self.peer.uid, namespace.gid, namespace.mode & 0o444)
-        return self._volume.core.tier.allocate(size, read_class) if size else None
-
-    def failed(self, reason: str) -> None:
-        log.info("a client is disconnected: %s", reason)
-        self.in_loop(self._scope.cancel)
-
-    # -- the end -------------------------------------------------------------------------------------
-
-    async def _reap(self) -> None:
-        for ring in self._rings.values():
-            ring.worker.stop()
-        for ring in self._rings.values():
-            await self._end(ring)
-        self._rings.clear()
-        self._calls.close()
-        for file in self.files.values():
-            await self._calls.release(file)
-        self.files.clear()
-        self.namespaces.clear()
-        iovs = list(self.iovs.values())
-        self.iovs.clear()
-        await _drop_memory(iovs)
-        with self._pin_lock:
-            self._pins.clear()
-
-
-async def _drop_memory(iovs: list[Iov]) -> None:
-    """In a thread: memory that nobody else has is given back to the machine here, 0.2 s for each GiB."""
-
-    def drop() -> None:
-        for iov in iovs:
-            iov.close()
-        iovs.clear()
-
-    await trio.to_thread.run_sync(drop)
-
-
-def _close_all(descriptors: list[int]) -> None:
-    for descriptor in descriptors:
-        os.close(descriptor)
-
-
-Answer = tuple[tuple[int, ...], list[int]]
-"""values of a reply, and descriptors to be sent with it"""
-Handler = Callable[[Connection, tuple[int, ...]], Awaitable[Answer]]
-HANDLERS: dict[Request, Handler] = {
-    Request.HELLO: Connection._hello,
-    Request.ADD_FILE: Connection._add_file,
-    Request.DROP_FILE: Connection._drop_file,
-    Request.ADD_IOV: Connection._add_iov,
-    Request.DROP_IOV: Connection._drop_iov,
-    Request.ADD_RING: Connection._add_ring,
-    Request.DROP_RING: Connection._drop_ring,
-    Request.OPEN_NAMESPACE: Connection._open_namespace,
-    Request.CLOSE_NAMESPACE: Connection._close_namespace,
-    Request.MAP_ARENA: Connection._map_arena,
-}

@@ -7,6 +7,7 @@ files, iovs, rings and pins. Requests are answered in order; each has a deadline
 from __future__ import annotations
 
 import os
+import select
 import socket
 import stat
 import threading
@@ -85,6 +86,7 @@ class Session:
             except TimeoutError:
                 raise TimeoutError(f"the daemon did not answer within {self._deadline:g} s") from None
             except (OSError, ValueError) as error:
+                self.close()
                 raise Disconnected(f"the daemon is gone: {error}") from error
         if reply.status < 0:
             _close_all(received)
@@ -126,9 +128,13 @@ class Session:
         """Read-only bytes of an arena. ``pin`` goes to `unpins` when the last reference to them is gone."""
         bytes_ = self._arenas.get(arena)
         if bytes_ is None:
-            bytes_ = self._arenas[arena] = self._map_arena(arena)
+            try:
+                bytes_ = self._arenas[arena] = self._map_arena(arena)
+            except BaseException:
+                self.unpins.append(pin)
+                raise
         if offset + size > len(bytes_):
-            raise Disconnected(f"a view of {size} bytes at {offset} of an arena of {len(bytes_)}")
+            raise self.broken(f"a view of {size} bytes at {offset} of an arena of {len(bytes_)}")
         exporter = bytes_[offset : offset + size]
         self._views[pin] = weakref.ref(exporter, partial(self._unpin, pin))
         return exporter.data
@@ -150,6 +156,21 @@ class Session:
             self._hang_up()
 
     # -- the end -------------------------------------------------------------------------------------
+
+    @property
+    def has_ended(self) -> bool:
+        """It is closed, or the daemon has hung up."""
+        try:
+            poll = select.poll()
+            poll.register(self._socket, 0)  # a hangup is reported whatever one asks for
+            return self._closing or bool(poll.poll(0))
+        except ValueError:  # the socket is closed
+            return True
+
+    def broken(self, what: str) -> Disconnected:
+        """The error to raise where the daemon does what the protocol does not allow: nothing more is asked of it."""
+        self.close()
+        return Disconnected(f"the daemon does not keep to the protocol: {what}")
 
     def close(self) -> None:
         """End the connection; while views are alive it stays, so that nothing else takes the place of their bytes."""

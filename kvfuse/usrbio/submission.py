@@ -9,13 +9,13 @@ import os
 import struct
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from errno import EAGAIN
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from kvfuse.errors import Disconnected
 from kvfuse.usrbio.ring import Bell, Entries, RingMemory
 from kvfuse.usrbio.session import Session
 from kvfuse.usrbio.spans import Spans
@@ -72,7 +72,7 @@ class Submission:
             waiter = Waiter(memory.cq, Bell(memory.words, Word.CLIENT_SLEEPS, client_bell), descriptors[-1])
         except ValueError as error:
             _close_all(descriptors)
-            raise Disconnected(f"the daemon does not keep to the protocol: {error}") from error
+            raise session.broken(str(error)) from error
         except BaseException:
             _close_all(descriptors)
             raise
@@ -122,7 +122,7 @@ class Submission:
         self._follow()
         untaken = self._sq.position - self._sq.taken
         if not 0 <= untaken <= self._place_count:
-            raise Disconnected("the daemon does not keep to the protocol: it took entries that nobody gave")
+            raise self._session.broken("it took entries that nobody gave")
         if count > min(self._tickets.free, self._place_count - untaken - self._prepared):
             raise BlockingIOError(EAGAIN, f"{self.in_flight} of the ring's {self.entries} entries are under way")
 
@@ -179,7 +179,10 @@ class Submission:
         if not unpins:
             return 0
         room = self._place_count - (self._sq.position - self._sq.taken) - self._prepared
-        pins = [unpins.popleft() for _ in range(min(room, len(unpins)))]
+        pins: list[int] = []
+        with suppress(IndexError):  # other rings take of them, too
+            while len(pins) < room:
+                pins.append(unpins.popleft())
         rows = np.zeros(len(pins), SQE)
         rows["op"] = Op.RELEASE
         rows["offset"] = pins
@@ -218,7 +221,7 @@ class Submission:
         """Completions to be reaped."""
         count = self._cq.given - self._cq.position
         if not 0 <= count <= self.entries - self._tickets.free:
-            raise Disconnected("the daemon does not keep to the protocol: it completed entries that nobody gave")
+            raise self._session.broken("it completed entries that nobody gave")
         return count
 
     def _reap(self, max_results: int | None) -> Entries:
@@ -230,7 +233,7 @@ class Submission:
         try:
             tickets, rows["user_data"] = self._tickets.give_back(rows["user_data"])
         except ValueError as error:
-            raise Disconnected(f"the daemon does not keep to the protocol: {error}") from error
+            raise self._session.broken(str(error)) from error
         if self._endings:
             self._end(tickets, rows)
         if not self._prepared and len(self._session.unpins) > self.entries // 2:

@@ -10,8 +10,9 @@ from kvfuse.errors import Disconnected
 from kvfuse.usrbio import aio
 from kvfuse.usrbio.ring import Bell, Queue
 
-SPIN_NS = 100_000
-"""a sleep and the wakening cost about as much; longer waits are slept through from the start"""
+SPIN_NS = 300_000
+"""Two sleeps and wakenings cost about as much: this one's, and that of the daemon, which finds nothing to do meanwhile.
+Longer waits are slept through from the start."""
 REMEMBERED_NS = 1_000_000
 """the longest wait that is remembered as such, so that one long wait does not outweigh many short ones"""
 TRIAL_WAITS = 16

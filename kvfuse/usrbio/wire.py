@@ -260,7 +260,10 @@ class Message(NamedTuple):
 
     def pack(self) -> bytes:
         values = (*self.values, *(0,) * (6 - len(self.values)))
-        return MESSAGE.pack(self.request, self.number, self.status, *values) + self.text.encode()[:TEXT_SIZE_MAX]
+        return (
+            MESSAGE.pack(self.request, self.number, self.status, *values)
+            + self.text.encode(errors="replace")[:TEXT_SIZE_MAX]
+        )
 
     @classmethod
     def unpack(cls, data: bytes) -> Message:

@@ -13,15 +13,16 @@ import select
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from kvfuse.usrbio.call import Call, Tables
+from kvfuse.usrbio.columns import as_words
 from kvfuse.usrbio.ring import Bell, Entries, RingMemory
-from kvfuse.usrbio.server import Server, as_words
+from kvfuse.usrbio.server import Server
 from kvfuse.usrbio.wire import CQE, CQE_STRUCT, Op, Priority, Word
 
 log = logging.getLogger(__name__)
@@ -31,7 +32,7 @@ TURN_BYTES = 16 << 20
 """What is served before higher priorities are looked for again."""
 THREAD_NAME = "kvfuse-ring"
 LOW_TURN = 8
-"""Each so manieth turn goes to the lowest priority that waits."""
+"""Each so manieth turn goes to the priority that has waited for longest."""
 SPIN_SECONDS = 100e-6
 """How long it looks for more before it sleeps, while submissions come faster than that."""
 FULL_SECONDS = 0.01
@@ -64,6 +65,8 @@ class Worker:
         self._waiting: dict[int, deque[_Waiting]] = {kind: deque() for kind in CLASSES}
         self._inbox: deque[Callable[[], None]] = deque()
         self._turn = 0
+        self._served_at = dict.fromkeys(reversed(CLASSES), 0)
+        """priority -> the last turn that it had; the lowest first"""
         self.server = Server(self, tables, memory.aux, op_mask)
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         """wakes the thread from within the daemon: of the bell the client has a descriptor, too, and may empty it"""
@@ -87,9 +90,11 @@ class Worker:
         os.eventfd_write(self._wake, 1)
 
     def close(self) -> None:
-        """After the thread has ended: let go of the ring's memory, and of its descriptors."""
+        """After the thread has ended: let go of the ring's memory, its descriptors, and pins that nobody heard of."""
         with self._lock:  # who comes later finds the ring stopped, and touches nothing
             self.server.close()
+            unread = min(max(self._cq.position - self._cq.taken, 0), len(self._cq))
+            self._unpin([self._cq.place(self._cq.position - number - 1) for number in range(unread)])
             del self._memory, self._sq, self._cq, self._own_bell, self._client_bell
         self._poll.close()
         os.close(self._wake)
@@ -203,10 +208,10 @@ class Worker:
         count = sq.given - sq.position
         if not count:
             return
-        unread = cq.position - cq.taken
+        unread, under_way = self._claims()
         if not 0 <= count <= len(sq) or not 0 <= unread <= len(cq) or not self._memory.header_is_whole():
             raise Broken("the ring's header or indices were overwritten")
-        count = min(count, len(cq) - unread - self._under_way)
+        count = min(count, len(cq) - unread - under_way)
         if count <= 0:
             return
         rows = sq.read(count)
@@ -236,16 +241,17 @@ class Worker:
 
     def _serve_turn(self) -> bool:
         """Serve some of the highest priority that waits. False when nothing does, or there is no memory for any."""
-        queues = [queue for queue in self._waiting.values() if queue]
+        kinds = [kind for kind in CLASSES if self._waiting[kind]]
         self._turn += 1
         if self._turn % LOW_TURN == 0:
-            queues.reverse()
+            kinds = [kind for kind in sorted(self._served_at, key=self._served_at.__getitem__) if kind in kinds]
         self._is_short = False
-        for queue in queues:
-            for _ in range(len(queue)):
-                if self._serve_some(queue):
+        for kind in kinds:
+            for _ in range(len(self._waiting[kind])):
+                if self._serve_some(self._waiting[kind]):
+                    self._served_at[kind] = self._turn
                     return True
-        self._is_short = bool(queues)
+        self._is_short = bool(kinds)
         return False
 
     def _serve_some(self, queue: deque[_Waiting]) -> bool:
@@ -290,9 +296,14 @@ class Worker:
             return True
         if self._sq.given == self._sq.position:
             return False
-        return self._under_way + self._cq.position - self._cq.taken < len(self._cq)
+        return sum(self._claims()) < len(self._cq)
 
     # -- completions ---------------------------------------------------------------------------------
+
+    def _claims(self) -> tuple[int, int]:
+        """Places of the completion queue that are not free: (unread, of entries under way), both of one moment."""
+        with self._lock:  # what another thread posts goes from one to the other
+            return self._cq.position - self._cq.taken, self._under_way
 
     def post(self, user_data: npt.ArrayLike, results: npt.ArrayLike) -> None:
         """Post many completions: their numbers, and their results."""
@@ -306,9 +317,18 @@ class Worker:
 
     def publish(self, completions: bytes, count: int) -> None:
         """Post completions that are packed already."""
+        rows = np.frombuffer(completions, CQE, count)
         with self._lock:
             if not self.stopped:
-                self._publish(np.frombuffer(completions, CQE, count))
+                self._publish(rows)
+            else:
+                self._unpin(rows)
+
+    def _unpin(self, rows: Iterable[np.void]) -> None:
+        """Nobody will read these completions."""
+        for row in rows:
+            if row["pin"]:
+                self._tables.unpin(int(row["pin"]))
 
     def _publish(self, rows: Entries) -> None:
         """Under the lock: give completions to the client, and wake it if it sleeps."""

@@ -123,6 +123,9 @@ class VolumeApi(Protocol[H]):
     def may_keep(self, directory: int) -> bool:
         """The kernel may remember names in a directory: nobody else changes them, or it is told soon after."""
 
+    def may_keep_attributes(self, ino: int) -> bool:
+        """The kernel may remember what it is told of an inode. False: it asks again before it shows them."""
+
     async def attributes(self, ino: int) -> Attributes: ...
     async def set_attributes(self, ino: int, changes: Changes, caller: Caller) -> Attributes:
         """Also clears setuid and setgid where POSIX asks for it; ``size`` truncates or extends."""
@@ -141,6 +144,9 @@ class VolumeApi(Protocol[H]):
     async def remove_directory(self, parent: int, name: bytes) -> None: ...
     async def rename(self, parent: int, name: bytes, new_parent: int, new_name: bytes, flags: int) -> None:
         """``flags``: 0, RENAME_NOREPLACE or RENAME_EXCHANGE; anything else InvalidArgument."""
+
+    async def open_directory(self, ino: int) -> None:
+        """A directory is about to be listed. Stale, where its path leads to another one by now."""
 
     async def list_directory(self, ino: int, after: int, limit: int) -> list[DirEntry]:
         """Up to ``limit`` entries after the cookie ``after`` (0: from the start), without "." and "..".

@@ -8,7 +8,7 @@ whoever saw it valid after a copy has a block that the name meant at some time d
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -18,6 +18,7 @@ import trio
 from kvfuse import errors
 from kvfuse.slab.allocator import Slot
 from kvfuse.volume.api import NAME_MAX, ROOT_INODE, VIRTUAL_NAME, Caller
+from kvfuse.volume.chunk import Chunk, Staged
 from kvfuse.volume.content import Content
 from kvfuse.volume.core import Core
 from kvfuse.volume.flush import Flusher
@@ -26,13 +27,15 @@ from kvfuse.volume.lookup import Found, Lookup
 from kvfuse.volume.mapper import Mapper
 from kvfuse.volume.maps import SIZE_UNKNOWN, ContentMap
 from kvfuse.volume.names import Names
-from kvfuse.volume.node import Chunk, Node, Staged
+from kvfuse.volume.node import Node
 from kvfuse.volume.tier import ReadClass, TierBlock
 
 log = logging.getLogger(__name__)
 
 PREFETCH_PEERS = 8
 """Blocks that are read into the tier at the same time."""
+DELETE_PEERS = 128
+"""Names of a call that are removed at the same time: they share round trips to the store, and commits."""
 
 
 class Binding:
@@ -108,7 +111,10 @@ class Blocks:
         if binding is not None and binding.map.size != SIZE_UNKNOWN:
             return binding
         node = (await self.lookup.find(directory, name)).node if len(name) <= NAME_MAX else None
-        self._unbind(directory, name)  # its map has ended; or somebody else was faster
+        binding = self._bindings.get((directory, name))
+        if binding is not None and node is not None and binding.map is node.map:
+            return binding  # somebody else was faster: whom it was given to may be about to use it
+        self._unbind(directory, name)  # its map has ended
         if node is None or not node.is_file:
             return None
         if len(self._bindings) >= self.binding_count_max:
@@ -157,31 +163,29 @@ class Blocks:
         self.counters.asked += len(names)
         return await self.lookup.exist(directory, names)
 
-    async def prefetch(self, directory: int, names: Sequence[bytes]) -> list[bool]:
+    async def prefetch(
+        self, directory: int, names: Sequence[bytes], may_read: Callable[[Binding], bool] = lambda binding: True
+    ) -> list[bool]:
         """Read blocks into the shared-memory tier: which of them are there now.
 
-        Those are not that are absent or empty, ever had two names (their readers are not those of one directory), are
-        being written, cannot be read, or for which there is no room.
+        Those are not that are absent or empty, that ``may_read`` forbids, ever had two names (their readers are not
+        those of one directory), are being written, cannot be read, or for which there is no room.
         """
         loaded = [False] * len(names)
-        rest = iter(enumerate(names))
 
-        async def load() -> None:
-            for number, name in rest:
-                try:
-                    loaded[number] = await self._load(directory, name)
-                except errors.OperationError as error:
-                    log.warning("block %r could not be read into the tier: %s", name, error)
+        async def load(number: int, name: bytes) -> None:
+            try:
+                loaded[number] = await self._load(directory, name, may_read)
+            except errors.OperationError as error:
+                log.warning("block %r could not be read into the tier: %s", name, error)
 
-        async with trio.open_nursery() as nursery:
-            for _ in range(min(PREFETCH_PEERS, len(names))):
-                nursery.start_soon(load)
+        await _for_each(names, load, PREFETCH_PEERS)
         return loaded
 
-    async def _load(self, directory: int, name: bytes) -> bool:
+    async def _load(self, directory: int, name: bytes, may_read: Callable[[Binding], bool]) -> bool:
         binding = await self.bind(directory, name)
         node = self.core.nodes.get(binding.ino) if binding is not None else None
-        if binding is None or node is None:
+        if binding is None or node is None or not may_read(binding):
             return False
         if self.core.tier.find(node.ino) is not None:
             return True
@@ -224,8 +228,9 @@ class Blocks:
             self.core.tier.keep(node.ino, data)
         self.counters.puts += 1
         self.counters.put_bytes += len(content)
-        with trio.CancelScope(shield=True):  # it is done: the caller has to hear what was replaced
-            await self.names.publish(folder, node)
+        if self.names.publish_waits(folder):
+            with trio.CancelScope(shield=True):  # it is done: the caller has to hear what was replaced
+                await self.names.publish(folder, node)
         return found.node.ino if found.node is not None else 0
 
     def waits(self, directory: int) -> bool:
@@ -237,15 +242,15 @@ class Blocks:
         """(directory, what the name means, slots for each chunk): all true until the next await."""
         if self.flusher.staged_bytes > self.flusher.staging_size:
             await self.flusher.wait_for_room()
-        for is_last in (False, True):
+        began = trio.current_time()
+        while True:
             folder, found = await self.names.find_replaceable(directory, name)
             try:
                 return folder, found, self._reserve(size, self.core.chunk_size_in(folder))
             except errors.NoSpace:
-                if is_last or not await self.journal.free():
+                if not await self.journal.free(began):
                     raise
                 await self.core.reads.passed()
-        raise AssertionError("the second attempt returns or raises")
 
     def _reserve(self, size: int, chunk_size: int) -> list[list[Slot]]:
         """Slots for each chunk of a file. NoSpace leaves everything as it was."""
@@ -276,23 +281,21 @@ class Blocks:
     async def delete(self, directory: int, names: Sequence[bytes]) -> list[int]:
         """Remove files: the inode of each that was there and is gone, 0 for what is absent or a directory.
 
-        Waits for the store where a name is not known, and in strict folders once for the commit. ReadOnly, NotFound.
+        Waits for the store where a name is not known, and in strict folders for the commit. After an error, which is
+        raised, some of them may be gone. ReadOnly, NotFound.
         """
         self._check_writable()
-        removed = []
-        nodes = []
-        for name in names:
-            try:
-                _, node = await self.names.unlink(directory, name)
-            except (errors.NotFound, errors.NameTooLong, errors.IsADirectory):
-                removed.append(0)
-            else:
-                removed.append(node.ino)
-                nodes.append(node)
-        if nodes:
-            self.counters.deletes += len(nodes)
-            await self.names.publish(await self.lookup.directory(directory), *nodes)
-        return removed
+        gone: dict[int, Node] = {}
+
+        async def remove(number: int, name: bytes) -> None:
+            with suppress(errors.NotFound, errors.NameTooLong, errors.IsADirectory):
+                _, gone[number] = await self.names.unlink(directory, name)
+
+        await _for_each(names, remove, DELETE_PEERS)
+        if gone:
+            self.counters.deletes += len(gone)
+            await self.names.publish(await self.lookup.directory(directory), *gone.values())
+        return [gone[number].ino if number in gone else 0 for number in range(len(names))]
 
     def _check_writable(self) -> None:
         if self.core.read_only:
@@ -313,3 +316,27 @@ class Blocks:
 def _is_quiet(node: Node) -> bool:
     """Nobody changes the file's bytes now, in a way that says so only at the start or the end."""
     return not node.writers and node.lock is None
+
+
+async def _for_each(names: Sequence[bytes], job: Callable[[int, bytes], Awaitable[None]], peer_count: int) -> None:
+    """Call ``job`` with the place and the name of each, ``peer_count`` at a time.
+
+    After an OperationError no further one is begun; it is raised when those under way have ended.
+    """
+    rest = iter(enumerate(names))
+    failures: list[errors.OperationError] = []
+
+    async def work() -> None:
+        for number, name in rest:
+            try:
+                await job(number, name)
+            except errors.OperationError as error:
+                failures.append(error)
+            if failures:
+                return
+
+    async with trio.open_nursery() as nursery:
+        for _ in range(min(peer_count, len(names))):
+            nursery.start_soon(work)
+    if failures:
+        raise failures[0]

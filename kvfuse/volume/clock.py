@@ -10,8 +10,15 @@ import time
 
 _CLOCK_REALTIME_COARSE = 5
 """of Linux's time.h; the standard library does not name it"""
+TIME_MIN, TIME_MAX = -(1 << 63), (1 << 63) - 1
+"""nanoseconds since the epoch that records have room for: the years 1677 to 2262"""
 
 
 def now() -> int:
     """Nanoseconds since the epoch, at the last tick."""
     return time.clock_gettime_ns(_CLOCK_REALTIME_COARSE)
+
+
+def storable(moment: int) -> int:
+    """The nearest time that can be stored, as file systems do with what is out of their range."""
+    return min(max(moment, TIME_MIN), TIME_MAX)

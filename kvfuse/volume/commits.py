@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import AsyncIterator, Collection, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -16,7 +16,7 @@ import trio
 
 from kvfuse.errors import EngineError, KvfuseError
 from kvfuse.remote.records.api import ABSENT, RecordLimits, RecordStore, Versioned
-from kvfuse.volume.transaction import Transaction
+from kvfuse.volume.shared.transaction import Transaction
 
 RESERVED_OPERATIONS = 3
 """of a commit in a shared volume: the member and the sequence record are expected, the latter is put"""
@@ -118,6 +118,11 @@ class Committer:
         self._turn = trio.Lock()
         self._waiting: deque[_Waiting] = deque()
         self._work = trio.Event()
+        self._peers = 0
+        """callers that come again and again at the same time, by those whom the last commits served"""
+        self._commit_seconds = 0.0
+        """that the last one took"""
+        self._gathered = trio.Event()
         self._unknown: _Group | None = None
         """its outcome is not known"""
         self._stopped = False
@@ -136,6 +141,8 @@ class Committer:
         waiting = _Waiting(transaction)
         self._waiting.append(waiting)
         self._work.set()
+        if len(self._waiting) >= self._peers:
+            self._gathered.set()
         try:
             await waiting.done.wait()
         finally:
@@ -152,6 +159,7 @@ class Committer:
                 await self._work.wait()
                 self._work = trio.Event()
                 while self._waiting:
+                    await self._meet()
                     async with self.turn():
                         if self._waiting:
                             await self._send_alone()
@@ -161,6 +169,17 @@ class Committer:
                 _finish(waiting, error=EngineError("nothing is committed any more"))
             self._waiting.clear()
 
+    async def _meet(self) -> None:
+        """Let those come back who were served together lately, for as long as a commit takes at most.
+
+        Each commit costs all members of the store, and us, about the same whatever it carries. A batch that comes
+        meanwhile takes along who waits.
+        """
+        if 0 < len(self._waiting) < self._peers:
+            self._gathered = trio.Event()
+            with trio.move_on_after(self._commit_seconds):
+                await self._gathered.wait()
+
     async def _send_alone(self) -> None:
         try:
             await self.resolve()
@@ -169,10 +188,8 @@ class Committer:
                 _finish(waiting, error=error)
             self._waiting.clear()
             return
-        try:
+        with suppress(EngineError):  # those whom it concerns were told
             await self._send(None, durable=False)
-        except EngineError:
-            pass  # those whom it concerns were told
 
     # -- sending -------------------------------------------------------------------------------------
 
@@ -193,6 +210,7 @@ class Committer:
         group = self._gather(batch)
         while batch is not None or group.members:
             changes = group.changes
+            began = trio.current_time()
             try:
                 version = await self.records.commit(changes.puts, changes.deletes, changes.expect, durable=durable)
                 found = {} if version else await self._look(changes.expect)
@@ -200,6 +218,8 @@ class Committer:
                 self._interrupted(group, error)
                 raise
             if version:
+                self._peers = max(len(group.members), self._peers - 1)
+                self._commit_seconds = trio.current_time() - began
                 self._applied(group, version)
                 return Outcome(version, {})
             self.conflicts += 1

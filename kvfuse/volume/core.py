@@ -20,9 +20,10 @@ from kvfuse.slab.allocator import Allocator, Slot
 from kvfuse.slab.layout import Geometry, Superblock
 from kvfuse.volume import schema
 from kvfuse.volume.api import ROOT_INODE
+from kvfuse.volume.chunk import COMMITTED, DISCARDED, FRESH, Extent
 from kvfuse.volume.grace import Grace
 from kvfuse.volume.known import KnownNames
-from kvfuse.volume.node import COMMITTED, DISCARDED, FRESH, Extent, Node, Nodes
+from kvfuse.volume.node import Node, Nodes
 from kvfuse.volume.numbers import NumberRange
 from kvfuse.volume.places import Places
 from kvfuse.volume.tier import SharedTier

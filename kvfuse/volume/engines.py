@@ -105,6 +105,7 @@ def rados_options(options: Options) -> RadosOptions:
         object_size=segments.object_size,
         deadline=segments.deadline,
         in_flight_max=segments.in_flight_max,
+        hedge_delay=segments.hedge_delay,
     )
 
 

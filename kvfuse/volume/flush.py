@@ -1,50 +1,38 @@
-"""Staged bytes on their way to slots: checksums, slot headers, batched writes.
+"""Staged bytes on their way to slots: checksums, batched writes.
 
 One batch is written at a time; whatever is staged meanwhile joins the next. Bytes are written before
-any record names them (`Journal` sees to that), headers with their bytes.
+any record names them (`Journal` sees to that), headers (`headers`) with their bytes.
 
-A header makes its slot self-describing. Behind it, or in the slot's unused end, stands a *description*
-of the file - path, owner, mode, size - so that a volume can be rebuilt from its segments alone.
+Bytes that could not be written stay staged, and are tried again. But nobody waits for more than one deadline: who
+waits while a write is late is told, whether it was his or one that had to come first.
 """
 
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import msgspec
 import trio
 
-from kvfuse.checksum import CHECKSUM_SIZE, GRANULE_SIZE, crc32c, extent_checksum, granule_checksums
-from kvfuse.errors import EngineError
+from kvfuse.checksum import GRANULE_SIZE, granule_checksums
+from kvfuse.errors import EngineError, EngineTimeout
 from kvfuse.remote.segments.api import Transfer
 from kvfuse.slab import layout
 from kvfuse.slab.allocator import Slot
-from kvfuse.volume.core import Core
+from kvfuse.volume.chunk import FRESH, Chunk, Extent, Staged
 from kvfuse.volume.grace import Give
-from kvfuse.volume.node import FRESH, Chunk, Extent, Node, Staged
+from kvfuse.volume.headers import HeaderRow, HeaderWriter
+from kvfuse.volume.node import Node
 
 log = logging.getLogger(__name__)
 
 BATCH_BYTES = 64 << 20
 """Staged bytes written in one call to the segment engine."""
-
-
-class Description(msgspec.Struct, array_like=True, frozen=True):
-    """What a slot says of the file it belongs to; enough to make the file anew."""
-
-    path: bytes
-    mode: int
-    uid: int
-    gid: int
-    size: int
-    mtime: int
-    chunk_size: int
-    stored: int
-    """bytes in slots, if they were known: a file of which fewer are found is not whole"""
+PAUSE_MIN = 0.1
+PAUSE_MAX = 0.5
+"""Seconds between attempts after failed writes: of the first, and at most."""
 
 
 class _Item(NamedTuple):
@@ -57,21 +45,24 @@ class _Item(NamedTuple):
     extents: list[Extent]
 
 
-class HeaderRow(NamedTuple):
-    """One slot header to be written."""
+class _Turn:
+    """One run over what is full, which some wait for."""
 
-    extent: Extent
-    node: Node
-    chunk_index: int
-    piece_offset: int
-    state: int
+    __slots__ = ("ended", "error")
+
+    def __init__(self) -> None:
+        self.ended = trio.Event()
+        self.error: EngineError | None = None
+
+    def end(self, error: EngineError | None = None) -> None:
+        self.error = self.error or error
+        self.ended.set()
 
 
 @dataclass
-class Flusher:
-    """Writes staged chunks and slot headers. ``staging_size``: bytes that may be staged before writers wait."""
+class Flusher(HeaderWriter):
+    """Writes staged chunks and their headers. ``staging_size``: bytes that may be staged before writers wait."""
 
-    core: Core
     staging_size: int
     staged_bytes: int = 0
     dropped_size: int = 0
@@ -79,15 +70,24 @@ class Flusher:
     _full: dict[tuple[int, int], tuple[Node, int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self._lock = trio.Lock()
         self._work = trio.Event()
         self._room = trio.Event()
+        self._turn = _Turn()
+        """the next one"""
+        self._failed = trio.Event()
+        self._error: EngineError | None = None
+        """of the turn that failed last"""
+        self._late: EngineTimeout | None = None
+        """the last write that was"""
         self._is_over = False
 
     def give_up(self) -> None:
         """What is staged will never be written: nobody waits for that any more."""
         self._is_over = True
         self._room.set()
+        self._turn.end()
 
     # -- staging accounts ----------------------------------------------------------------------------
 
@@ -130,14 +130,34 @@ class Flusher:
         return self.staged_bytes > self.staging_size // 2
 
     async def wait_for_room(self) -> None:
-        """Return when less is staged than may be. Everything staged is being written meanwhile."""
+        """Return when less is staged than may be. Everything staged is being written meanwhile.
+
+        EngineError where that failed; it stays staged, and will be tried again.
+        """
+        failed = self._failed
         while self.staged_bytes > self.staging_size:
             if self._is_over:
                 raise EngineError("nothing is written any more")
+            if failed.is_set() and self._error is not None:
+                raise self._error
             room = self._room
             self._work.set()
             with trio.move_on_after(0.1):
                 await room.wait()
+
+    async def write_out(self, node: Node) -> None:
+        """Return when what is staged was written, together with what others bring meanwhile; or could not be.
+
+        EngineTimeout where the engine let a deadline pass meanwhile: then it need not be asked for another one.
+        """
+        staged = [index for index, chunk in node.chunks.items() if chunk.staged is not None]
+        for index in staged:
+            self.chunk_is_full(node, index)
+        if staged and not self._is_over:
+            turn = self._turn
+            await turn.ended.wait()
+            if isinstance(turn.error, EngineTimeout):
+                raise turn.error
 
     async def settled(self) -> None:
         """Return when the batch that is being written now has been."""
@@ -146,17 +166,36 @@ class Flusher:
 
     async def run(self) -> None:
         """Write full chunks as they come, everything when too much is staged; for ever."""
+        pause = PAUSE_MIN
         while True:
             await self._work.wait()
             self._work = trio.Event()
             full, self._full = self._full, {}
+            turn, self._turn = self._turn, _Turn()
             try:
                 await self._flush_chunks(list(full.values()))
                 if self.staged_bytes > self.staging_size:
                     await self.flush([node for node in self.core.nodes if node.staged_count])
             except EngineError as error:
-                log.error("staged bytes could not be written, they stay in memory: %s", error)
-                await trio.sleep(0.1)
+                if self._error is None:
+                    log.error("staged bytes could not be written, they stay in memory: %s", error)
+                self._tell(turn, error)
+                await trio.sleep(pause)
+                pause = min(2 * pause, PAUSE_MAX)
+            else:
+                self._error, pause = None, PAUSE_MIN
+            finally:
+                turn.end()
+
+    def _tell(self, turn: _Turn, error: EngineError) -> None:
+        """A turn failed. Who waits for the next one is told, too, where that took a deadline."""
+        self._error = error
+        self._failed.set()
+        self._failed = trio.Event()
+        turn.end(error)
+        if isinstance(error, EngineTimeout):
+            late, self._turn = self._turn, _Turn()
+            late.end(error)
 
     # -- writing -------------------------------------------------------------------------------------
 
@@ -178,7 +217,11 @@ class Flusher:
         await self._describe([node for node in nodes if node.nlink and node.described is not None])
 
     async def _flush_chunks(self, chunks: Sequence[tuple[Node, int]]) -> None:
+        """EngineTimeout also where another batch, which had to be waited for, was late: a deadline is enough."""
+        before = self._late
         async with self._lock:
+            if self._late is not None and self._late is not before:
+                raise self._late
             start = 0
             while start < len(chunks):
                 end, size = start, 0
@@ -213,7 +256,9 @@ class Flusher:
         try:
             await self.core.make_segments({transfer.segment for transfer in transfers})
             await self.core.segments.write([*transfers, *self._header_transfers(rows)])
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, EngineTimeout):
+                self._late = error
             for item in items:
                 self._keep_staged(item)
             raise
@@ -287,119 +332,3 @@ class Flusher:
         node.born.extend(item.extents)
         if item.chunk_index == 0:
             node.described = self._identity(node)
-
-    # -- headers -------------------------------------------------------------------------------------
-
-    def _header_transfers(self, rows: Sequence[HeaderRow]) -> list[Transfer]:
-        """Headers and descriptions of a batch of slots, as ranges to be written."""
-        geometry = self.core.geometry
-        descriptions = [self._place(row) for row in rows]
-        table = layout.pack_headers(
-            len(rows),
-            state=[row.state for row in rows],
-            length=[row.extent.length for row in rows],
-            slot_size=[row.extent.slot_size for row in rows],
-            generation=[row.extent.generation for row in rows],
-            fingerprints=b"".join([self.core.fingerprint(row.node.ino, row.chunk_index) for row in rows]),
-            inode=[row.node.ino for row in rows],
-            chunk=[row.chunk_index for row in rows],
-            piece_offset=[row.piece_offset for row in rows],
-            checksum=[_checksum(row.extent) for row in rows],
-            time=int(time.time()),
-            descriptor_length=[len(text) for text, _ in descriptions],
-            descriptor_place=[place for _, place in descriptions],
-        ).tobytes()
-        transfers = []
-        for number, (row, (text, place)) in enumerate(zip(rows, descriptions, strict=True)):
-            header = table[number * layout.HEADER_SIZE : (number + 1) * layout.HEADER_SIZE]
-            extent = row.extent
-            if place == layout.DESCRIPTOR_BEHIND_HEADER:
-                header += text
-            elif place == layout.DESCRIPTOR_AT_SLOT_END:
-                segment, offset = self.core.locate(extent.addr)
-                transfers.append(Transfer(segment, offset + extent.slot_size - len(text), text))
-            transfers.append(Transfer(*geometry.locate_header(extent.addr, extent.slot_size), header))
-        return transfers
-
-    def _place(self, row: HeaderRow) -> tuple[bytes, int]:
-        """The description of the row's file, with its checksum, and where it fits."""
-        if row.piece_offset or not row.node.nlink:
-            return b"", layout.DESCRIPTOR_NONE
-        node = row.node
-        text = msgspec.msgpack.encode(
-            Description(
-                self.core.path_of(node),
-                node.mode,
-                node.uid,
-                node.gid,
-                node.size,
-                node.mtime,
-                node.chunk_size,
-                node.stored_length(),
-            )
-        )
-        text += crc32c(text).to_bytes(4, "little")
-        extent = row.extent
-        if len(text) <= self.core.geometry.header_stride(extent.slot_size) - layout.HEADER_SIZE:
-            return text, layout.DESCRIPTOR_BEHIND_HEADER
-        if len(text) <= extent.slot_size - extent.length:
-            return text, layout.DESCRIPTOR_AT_SLOT_END
-        return b"", layout.DESCRIPTOR_NONE
-
-    @staticmethod
-    def _identity(node: Node) -> tuple[int, bytes, int, int, int, int]:
-        return (node.parent, node.name, node.mode, node.uid, node.gid, node.size)
-
-    async def _describe(self, nodes: Sequence[Node]) -> None:
-        """Write the headers again of files that were renamed, or grew, since they were written."""
-        rows = []
-        for node in nodes:
-            identity = self._identity(node)
-            chunk = node.chunks.get(0)
-            if identity != node.described and chunk is not None and chunk.extents:
-                node.described = identity
-                extent = chunk.extents[0]
-                if not self.core.slabs.holds(self.core.geometry.slab_of(extent.addr)):
-                    continue  # another host may free the slot, and use it again
-                rows.append(
-                    HeaderRow(extent, node, 0, 0, layout.STATE_SEALED if extent.checksums else layout.STATE_UNSEALED)
-                )
-        if rows:
-            with self.core.reads.reading():  # a slot that is given up meanwhile is nobody else's yet
-                await self.core.segments.write(self._header_transfers(rows))
-
-    async def write_header(self, node: Node, index: int, extent: Extent) -> None:
-        """The state or length of an extent changed in place."""
-        offset = 0
-        for other in node.chunks[index].extents:
-            if other is extent:
-                break
-            offset += other.length
-        row = HeaderRow(extent, node, index, offset, _state(extent))
-        with self.core.reads.reading():
-            await self.core.segments.write(self._header_transfers([row]))
-
-    async def mark_free(self, slots: Sequence[Slot]) -> None:
-        """Say in the headers that slots are free, before anyone may use them again.
-
-        A header that could not be written is only a block too many after a rebuild: logged, no error.
-        """
-        free = bytes(layout.HEADER_SIZE)
-        geometry = self.core.geometry
-        try:
-            await self.core.segments.write(
-                [Transfer(*geometry.locate_header(slot.addr, slot.size), free) for slot in slots]
-            )
-        except EngineError as error:
-            log.warning("headers of %d freed slots could not be written: %s", len(slots), error)
-
-
-def _state(extent: Extent) -> int:
-    return layout.STATE_SEALED if extent.checksums else layout.STATE_UNSEALED
-
-
-def _checksum(extent: Extent) -> int:
-    """Of all the extent's bytes; 0 where it is unsealed."""
-    if len(extent.checksums) == CHECKSUM_SIZE:
-        return int.from_bytes(extent.checksums, "little")
-    return extent_checksum(extent.checksums, extent.length) if extent.checksums else 0

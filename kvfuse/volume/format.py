@@ -33,8 +33,8 @@ from kvfuse.slab import layout
 from kvfuse.slab.layout import Geometry, Superblock
 from kvfuse.volume import engines, schema
 from kvfuse.volume.api import FIRST_INODE, ROOT_INODE
-from kvfuse.volume.member import Member, membership
 from kvfuse.volume.node import Node
+from kvfuse.volume.shared.member import Member, membership
 
 SUPERBLOCK_FILE = "superblock"
 LOCK_FILE = "lock"

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import stat
 import struct
-import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
@@ -25,8 +24,16 @@ from kvfuse.slab.image import SlabState
 from kvfuse.slab.layout import Geometry
 from kvfuse.volume import format, schema
 from kvfuse.volume.api import FILE_SIZE_MAX, ROOT_INODE
-from kvfuse.volume.fsck_shared import read_shared
+from kvfuse.volume.fsck_compare import (
+    check_counters,
+    check_reachable,
+    check_segments,
+    compare_inodes,
+    compare_slabs,
+    with_links,
+)
 from kvfuse.volume.holding import hold
+from kvfuse.volume.shared.fsck import read_shared
 
 SCAN_ROWS = 2000
 REPAIR_ROUNDS = 8
@@ -166,11 +173,11 @@ class Check:
         await self._read_rest()
         await read_shared(self)
         await self._settle_contested()
-        self._compare_inodes()
-        self._check_reachable()
-        self._compare_slabs()
-        await self._check_counters()
-        await self._check_segments()
+        compare_inodes(self)
+        check_reachable(self)
+        compare_slabs(self)
+        await check_counters(self)
+        await check_segments(self)
         if verify:
             await self._verify_data()
         return self.report
@@ -251,7 +258,7 @@ class Check:
                 self.inline.add(entry.ino)
                 self.report.files += 1
                 if entry.nlink != 1:
-                    mended = schema.encode_entry_inline(_replace(entry, nlink=1))
+                    mended = schema.encode_entry_inline(with_links(entry, nlink=1))
                     self.problem(f"{name!r} in directory {parent}: {entry.nlink} links instead of 1", {row.key: mended})
                 self._claim(entry, row.key, name)
 
@@ -369,115 +376,6 @@ class Check:
         rows, valid = layout.parse_headers(table, layout.HEADER_SIZE, 1)
         return (int(rows[0]["inode"]), int(rows[0]["generation"])) if valid[0] else None
 
-    # -- comparing -----------------------------------------------------------------------------------
-
-    def _compare_inodes(self) -> None:
-        for ino, inode in self.inodes.items():
-            record = inode.record
-            key = schema.inode_key(ino)
-            if stat.S_ISDIR(record.mode):
-                self.report.directories += 1
-                links = 2 + inode.subdirectories
-                if not inode.has_times:
-                    now = time.time_ns()
-                    self.problem(
-                        f"directory {ino} has no times", {schema.times_key(ino): schema.encode_times(now, now, now)}
-                    )
-                if ino != ROOT_INODE and inode.names and record.parent != inode.parent:
-                    mended = {key: schema.encode_inode(_replace(record, parent=inode.parent, nlink=links))}
-                    self.problem(f"directory {ino} is in {inode.parent}, not in {record.parent}", mended)
-                    continue
-            else:
-                self.report.files += 1
-                links = inode.names
-            if not inode.names and ino != ROOT_INODE:
-                lost = schema.entry_key(ROOT_INODE, b"lost+found.%d" % ino)
-                self.problem(f"inode {ino} has no name", {lost: schema.encode_entry_reference(ino)})
-            elif record.nlink != links:
-                mended = {key: schema.encode_inode(_replace(record, nlink=links))}
-                self.problem(f"inode {ino} has {record.nlink} links recorded, but {links}", mended)
-        for ino, difference in self.far_blocks.items():
-            if difference and ino in self.far_files:
-                text = f"inode {ino}: its chunk records hold {difference:+} units of 512 bytes"
-                self.problem(text, deletes=self.far_files[ino])
-        if ROOT_INODE not in self.inodes:
-            self.problem("the root directory does not exist: 'kvfuse fsck --rebuild' recovers the blocks")
-
-    def _check_reachable(self) -> None:
-        """Every directory is below the root: one that is below itself goes to the root."""
-        reachable = {ROOT_INODE}
-        for ino, inode in self.inodes.items():
-            path: list[int] = []
-            while ino not in reachable and ino in self.inodes and ino not in path and inode.entry is not None:
-                path.append(ino)
-                ino = inode.parent
-                inode = self.inodes.get(ino, inode)
-            if ino in path and (entry := self.inodes[ino].entry) is not None:
-                lost = schema.entry_key(ROOT_INODE, b"lost+found.%d" % ino)
-                self.problem(f"directory {ino} is below itself", {lost: entry.value}, [entry.key])
-            reachable.update(path)
-
-    def _compare_slabs(self) -> None:
-        """Durable slots that no file has are leaked. They are freed when nothing else is left to be mended."""
-        is_last = self.report.clean
-        for state in self.slabs.durable_images():
-            count = self.geometry.slots_per_slab(state.slot_size)
-            bitmap = bytearray(state.bitmap)
-            leaked = 0
-            for index in range(count):
-                addr = state.slab * self.geometry.slab_size + index * state.slot_size
-                if bitmap[index >> 3] >> (index & 7) & 1 and addr not in self.owners and addr not in self.freed:
-                    bitmap[index >> 3] &= ~(1 << (index & 7))
-                    leaked += 1
-            if leaked:
-                key = schema.slab_key(state.slab)
-                text = f"slab {state.slab}: {leaked} slots of {state.slot_size} bytes are allocated, but to no file"
-                if not is_last:
-                    self.problem(text)
-                elif any(bitmap):
-                    self.problem(text, {key: schema.encode_slab(state.slot_size, bytes(bitmap))})
-                else:
-                    self.problem(text, deletes=[key])
-
-    async def _check_counters(self) -> None:
-        keys = [schema.COUNTER_INODE, schema.COUNTER_GENERATION, schema.COUNTER_FILES]
-        *rows, exact = await self.records.get([*keys, schema.EXACT_SIZES])
-        found = [schema.decode_u64(row.value) if row is not None and len(row.value) == 8 else 0 for row in rows]
-        inode_max = max([*self.inodes, *self.inline, *self.orphans], default=0)
-        generation_max = min(self.generation_max, 1 << 62)  # a damaged record may say anything
-        if found[0] <= inode_max:
-            mended = {keys[0]: schema.encode_u64(inode_max + schema.COUNTER_RANGE)}
-            self.problem(f"the next inode would be {found[0]}, but {inode_max} exists", mended)
-        if found[1] <= generation_max:
-            mended = {keys[1]: schema.encode_u64(generation_max + schema.COUNTER_RANGE)}
-            self.problem(f"the next generation would be {found[1]}, but {generation_max} exists", mended)
-        if exact is None or len(exact.value) % 8:
-            self.problem("the volume's exact slot sizes are not recorded", {schema.EXACT_SIZES: schema.encode_u64s(())})
-        files = self.report.files + self.report.directories
-        counted = found[2] + sum(self.counted.values())
-        if counted != files:
-            # A crash leaves it so. It is a figure for statfs, which nothing depends on.
-            self.report.notes.append(f"{counted} inodes are counted, {files} exist")
-            self.recount = {keys[2]: schema.encode_u64(files), **dict.fromkeys(self.counted, schema.encode_count(0))}
-
-    async def _check_segments(self) -> None:
-        """Every slab that is used lies in a segment that exists, with its size."""
-        used = Counter(self.geometry.locate(addr)[0] for addr in self.owners)
-        present = {info.segment: info.size for info in await self.segments.list()}
-        for segment, extents in sorted(used.items()):
-            size = self.geometry.segment_size(segment)
-            if present.get(segment) != size:
-                found = f"has {present[segment]} bytes" if segment in present else "does not exist"
-                self.problem(f"segment {segment} {found} instead of {size}: {extents} extents are lost")
-                continue
-            image = bytearray(layout.SUPERBLOCK_SIZE)
-            await self.segments.read([Transfer(segment, 0, image)])
-            try:
-                if layout.parse_superblock(image).segment != segment:
-                    self.problem(f"segment {segment} holds the header of another segment")
-            except VolumeError as error:
-                self.problem(f"segment {segment}: {error}")
-
     # -- data ----------------------------------------------------------------------------------------
 
     async def _verify_data(self) -> None:
@@ -498,14 +396,6 @@ class Check:
                 self.problem(f"inode {ino}: its bytes in segment {segment} at {offset} are wrong", deletes=keys)
             self.report.verified_bytes += extent.length
             self.progress("bytes", self.report.verified_bytes, total)
-
-
-def _replace(record: schema.InodeRecord, *, nlink: int, parent: int | None = None) -> schema.InodeRecord:
-    values = {name: getattr(record, name) for name in record.__struct_fields__}
-    values["nlink"] = nlink
-    if parent is not None:
-        values["parent"] = parent
-    return schema.InodeRecord(**values)
 
 
 def _check_fields(record: schema.InodeRecord, *, inline: bool = False) -> None:

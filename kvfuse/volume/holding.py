@@ -13,7 +13,7 @@ from kvfuse.remote.records.api import RecordStore
 from kvfuse.remote.segments.api import SegmentStore
 from kvfuse.slab.layout import Superblock
 from kvfuse.volume import engines, format
-from kvfuse.volume.member import FencedRecords, FencedSegments, Member, is_mounted, memberships
+from kvfuse.volume.shared.member import FencedRecords, FencedSegments, Member, is_mounted, memberships
 
 LOCK_WAIT = 30.0
 """Seconds to wait for a daemon that flushes after its mount was taken away."""

@@ -22,22 +22,25 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from kvfuse.errors import EngineError, KvfuseError
+from kvfuse.errors import EngineError, EngineTimeout, KvfuseError
 from kvfuse.volume import schema
 from kvfuse.volume.batch import Batch
 from kvfuse.volume.commits import Committer
-from kvfuse.volume.conflicts import Conflicts
 from kvfuse.volume.grace import Give
 from kvfuse.volume.node import Node, check_remembered
-from kvfuse.volume.shared_journal import SharedJournal
+from kvfuse.volume.pending import is_held, settlers
+from kvfuse.volume.shared.conflicts import Conflicts
+from kvfuse.volume.shared.journal import SharedJournal
 
 if TYPE_CHECKING:
-    from kvfuse.volume.transaction import Transaction
+    from kvfuse.volume.shared.transaction import Transaction
 
 log = logging.getLogger(__name__)
 
 RETRY_DELAYS = (0.05, 0.1, 0.2, 0.5, 1.0)
 """Seconds between attempts after failed commits; the last goes on."""
+ROOM_SECONDS = 1.0
+"""and a grace: for how long a call goes on asking for room, while others take what becomes free"""
 
 
 class _Waiter:
@@ -82,18 +85,24 @@ class Journal(SharedJournal):
         self._commit_seconds = 0.0
         """that it took"""
         self._gathered = trio.Event()
+        self._freeing = trio.Lock()
         self._failures = 0
         self._stopped = False
+        self._durable_epoch = 0
+        """of the last commit that was synced, and all before it with it"""
 
     # -- waiting -------------------------------------------------------------------------------------
 
     async def commit(self, *nodes: Node, durable: bool = False) -> None:
         """Return when all that changed before the call is in the store, with the bytes of ``nodes``.
 
+        At once, where these are durable as they are.
         A cancelled caller leaves the commit to happen. Raises what the engines raise; the changes then stay
         visible here and are tried again.
         """
         check_remembered(*nodes)
+        if durable and nodes and all(self._is_durable(node) for node in nodes):
+            return
         self._force(nodes)
         if self._stopped:
             raise EngineError("nothing is committed any more")
@@ -107,11 +116,17 @@ class Journal(SharedJournal):
         if waiter.error is not None:
             raise waiter.error
 
+    def _is_durable(self, node: Node) -> bool:
+        """A synced commit has the file as it is here, or came after the one that has. Of others that is not known."""
+        if node.changed or node.committing or node.nlink == 0 or not node.is_file:
+            return False
+        return (node.stored_epoch or self.epoch) <= self._durable_epoch
+
     def _force(self, nodes: Iterable[Node]) -> None:
         """Have these, and what is tied to them, in the next commit even while they are being written."""
-        for node in self._with_tied(nodes):
-            if node.changed:
-                node.forced = True
+        for member in self._with_tied(settler for node in nodes for settler in settlers(node)):
+            if member.changed:
+                member.forced = True
 
     async def untie(self, *nodes: Node) -> bool:
         """Have what is tied committed, before one of the two is renamed or removed; False when nothing was.
@@ -126,11 +141,14 @@ class Journal(SharedJournal):
             return False
         return True
 
-    async def free(self) -> bool:
+    async def free(self, began: float) -> bool:
         """Have more room: what was given up a moment ago, by a commit where it takes one; else slabs of nobody.
 
-        False if there is nothing to be had.
+        True: some of what was on its way has become free, which may be too little, or have gone to others: try again.
+        False if there is nothing to be had, or the call that ``began`` then has waited for all that was on its way.
         """
+        if trio.current_time() > began + self.core.grace.seconds + ROOM_SECONDS:
+            return False
         if await self.more():
             return True
         free_before = self.core.slabs.free_bytes
@@ -140,6 +158,7 @@ class Journal(SharedJournal):
         if self.flusher.dropped_size:
             await self.flusher.settled()  # slots that are being written in vain are given up only then
         await self.commit(*self._giving_up())
+        await self._freed()
         return True
 
     @property
@@ -151,6 +170,7 @@ class Journal(SharedJournal):
     async def sync(self) -> None:
         """All that changed before the call is durable, open files included."""
         await self.commit(*self._dirty, durable=True)
+        await self._freed()
 
     async def transact(self, transaction: Transaction) -> bool:
         """Have a transaction in the store; False when an expected version had moved. See `Committer.transact`."""
@@ -187,7 +207,8 @@ class Journal(SharedJournal):
                 await self._commit_batch()
                 self._failures = 0
             except EngineError as error:
-                log.warning("a commit failed and will be repeated: %s", error)
+                level = logging.DEBUG if self._failures else logging.WARNING
+                log.log(level, "a commit failed and will be repeated until it succeeds: %s", error)
                 delay = RETRY_DELAYS[min(self._failures, len(RETRY_DELAYS) - 1)]
                 self._failures += 1
                 with trio.move_on_after(delay):
@@ -228,9 +249,12 @@ class Journal(SharedJournal):
                     await self.core.segments.sync()
                 if not await self._send(batch, durable):
                     waiters = []
-            await self._free_settled()
+                elif durable:
+                    self._note_durable(waiters)
         except BaseException as error:
             self.counters.commit_failures += 1
+            if isinstance(error, EngineTimeout):
+                waiters = list(self._waiters)  # who came meanwhile has no second deadline to wait for
             told = error if isinstance(error, KvfuseError) else EngineError("nothing is committed any more")
             for waiter in waiters:
                 waiter.error = told
@@ -241,6 +265,13 @@ class Journal(SharedJournal):
             self._waiters = [waiter for waiter in self._waiters if waiter not in waiters]
             for waiter in waiters:
                 waiter.done.set()
+        await self._free_settled()
+
+    def _note_durable(self, waiters: list[_Waiter]) -> None:
+        """A synced commit came after all that is stored of these waiters' files."""
+        for node in {node for waiter in waiters for node in waiter.nodes}:
+            if not (node.changed or node.committing):
+                node.stored_epoch = self.epoch
 
     def _take_waiters(self, early: list[_Waiter]) -> list[_Waiter]:
         """Who is served by this commit: those who came before the flush, and later ones with no bytes to be written."""
@@ -272,7 +303,7 @@ class Journal(SharedJournal):
         await self.committer.resolve()
         if batch.version:
             self._sent = None
-            self._settle(batch)
+            self._settle(batch, durable=False)
             self.doubt(batch.draft.records)
         elif self.core.shared:
             self._sent = self._settling = None
@@ -300,20 +331,23 @@ class Journal(SharedJournal):
                         self._force(waiter.nodes)
                     return False
         self._sent = None
-        self._settle(batch)
+        self._settle(batch, durable)
         return True
 
     # -- when it is in the store ---------------------------------------------------------------------
 
-    def _settle(self, batch: Batch) -> None:
+    def _settle(self, batch: Batch, durable: bool) -> None:
         """Forget the overlay that the commit carried."""
         self.epoch += 1
+        if durable:
+            self._durable_epoch = self.epoch
         self._sent_extra = {}
         for directory in batch.times:
             directory.times_changed = directory in self._times
         for node in batch.nodes:
             node.committing = False
             node.stored = True
+            node.stored_epoch = self.epoch
         if self.core.shared:
             self._settle_versions(batch)
         for parent, name, change in batch.names:
@@ -340,21 +374,30 @@ class Journal(SharedJournal):
         batch = self._settling
         if batch is None:
             return
-        freed = [extent.slot for extent in batch.freed]
-        unborn = [extent.slot for extent in batch.unborn]
-        if freed or unborn:
-            await self.flusher.mark_free([*freed, *unborn])
-            reclaim: Give = self.core.slabs.reclaim
-            cancel: Give = self.core.slabs.cancel
-            if self.core.shared:  # what was under way to these slots when they were freed may still arrive
-                reclaim, cancel = self.core.grace.later(reclaim), self.core.grace.later(cancel)
-            self.core.reads.retire(reclaim, freed)
-            self.core.reads.retire(cancel, unborn)
-        self._settling = None
+        async with self._freeing:
+            freed = [extent.slot for extent in batch.freed]
+            unborn = [extent.slot for extent in batch.unborn]
+            if freed or unborn:
+                await self.flusher.mark_free([*freed, *unborn])
+                reclaim: Give = self.core.slabs.reclaim
+                cancel: Give = self.core.slabs.cancel
+                if self.core.shared:  # what was under way to these slots when they were freed may still arrive
+                    reclaim, cancel = self.core.grace.later(reclaim), self.core.grace.later(cancel)
+                self.core.reads.retire(reclaim, freed)
+                self.core.reads.retire(cancel, unborn)
+            self._settling = None
+
+    async def _freed(self) -> None:
+        """Return when the slots are free that a commit gave up which has just returned."""
+        async with self._freeing:
+            pass
 
 
 def _is_served(waiter: _Waiter, batch: Batch) -> bool:
-    """The batch has what the waiter waits for, as far as it is not open for writing."""
+    """The batch has what the waiter waits for, as far as it is not open for writing.
+
+    An inode without names is gone from the store only when whoever took its name is there.
+    """
     if not waiter.nodes:
         return batch.left_serial is None or waiter.serial < batch.left_serial
-    return batch.late.isdisjoint(waiter.nodes)
+    return not any(is_held(node, batch.late) for node in waiter.nodes)

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvfuse.volume import schema
+from kvfuse.volume.shared.shelf import Shelf
 
 INODES_MAX = 20_000
 """Names whose inode is kept."""
@@ -102,12 +103,15 @@ class KnownNames:
         self._inodes: dict[tuple[int, bytes], int] = {}
         self._versions: dict[tuple[int, bytes], int] = {}
         self._directories: dict[int, _Directory] = {}
+        self.shelf = Shelf()
+        """records of names that were not asked for, where others write the store, too"""
 
     def clear(self) -> None:
         """Nothing is known any more."""
         self._inodes.clear()
         self._versions.clear()
         self._directories.clear()
+        self.shelf.clear()
 
     def version(self, parent: int, name: bytes) -> int:
         """Of the commit that said last what the name means, where others write the store, too; 0: not known."""
@@ -139,6 +143,7 @@ class KnownNames:
         elif self._versions:
             self._versions.pop((parent, name), None)
         self._inodes[parent, name] = ino
+        self.shelf.drop(parent, name)
 
     def drop(self, parent: int, name: bytes, version: int = 0) -> None:
         """The name means nothing, or another inode.
@@ -146,6 +151,7 @@ class KnownNames:
         ``version``: of the commit that made it so, where others write the store, too: an answer of the store that is
         older is known by it.
         """
+        self.shelf.drop(parent, name)
         self._inodes.pop((parent, name), None)
         if version:
             self._set_version(parent, name, version)
@@ -167,6 +173,7 @@ class KnownNames:
 
     def settle(self, parent: int, name: bytes, present: bool) -> None:
         """A commit put or deleted the name's record."""
+        self.shelf.drop(parent, name)
         directory = self._directories.get(parent)
         if directory is not None:
             if present:
@@ -192,6 +199,11 @@ class KnownNames:
             directory.hashes.add(hash(schema.split_entry_key(key)[2]))
         directory.after = keys[-1] if keys else directory.after
         directory.complete = last
+
+    def count(self, parent: int) -> int:
+        """Stored names of a directory that are known, if only by their hashes."""
+        directory = self._directories.get(parent)
+        return len(directory.hashes) if directory is not None else 0
 
     def _add(self, ino: int, directory: _Directory) -> _Directory:
         if len(self._directories) >= DIRECTORIES_MAX:

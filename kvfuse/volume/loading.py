@@ -16,9 +16,9 @@ from kvfuse.volume import schema
 from kvfuse.volume.api import ROOT_INODE
 from kvfuse.volume.core import Core
 from kvfuse.volume.grace import Grace
-from kvfuse.volume.member import Member
 from kvfuse.volume.node import Nodes
 from kvfuse.volume.numbers import NumberRange, SharedNumberRange
+from kvfuse.volume.shared.member import Member
 from kvfuse.volume.tier import SharedTier
 
 REUSE_SECONDS_MIN = 1.0

@@ -3,14 +3,11 @@
 A name is looked for in the journal's overlay, then among what is known (`known`), then in the record store. A
 read of the store may wait; what it says is used only if no commit was settled meanwhile (`Journal.epoch`).
 
-Where other hosts write the store, too, versions say what is newer, and folders that publish strictly are asked for each
-time: what a host closed before, the next lookup here sees. Relaxed folders are answered from what a watch keeps
-true (`coherence`). While the store is away, what is known is told.
+Where other hosts write the store, too, `shared.lookup` finds names.
 """
 
 from __future__ import annotations
 
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -22,10 +19,8 @@ from kvfuse.volume.core import Core
 from kvfuse.volume.journal import Journal
 from kvfuse.volume.node import Node
 from kvfuse.volume.pending import NameChange
-from kvfuse.volume.refresh import Refresher
-
-LEARN_ROWS = 256
-"""Entries read from a directory each time that a name is missed in it, until all are known."""
+from kvfuse.volume.shared.learning import LEARN_ROWS, Learning
+from kvfuse.volume.shared.refresh import Refresher
 
 
 class Found(NamedTuple):
@@ -52,8 +47,7 @@ class Lookup:
 
     def __post_init__(self) -> None:
         self.refresher = Refresher(self.core, self.content)
-        self.is_watched = False
-        """what other hosts change is told here soon after"""
+        self.learning = Learning(self.core, self.journal, self.refresher)
 
     # -- finding -------------------------------------------------------------------------------------
 
@@ -65,10 +59,19 @@ class Lookup:
 
     def asks(self, parent: int) -> bool:
         """Names in the directory are asked for at the store each time, whatever is known of them."""
-        if not self.core.shared:
-            return False
-        directory = self.core.nodes.get(parent)
-        return directory is None or not self.is_watched or self.is_strict(directory)
+        return False
+
+    def is_doubtful(self, ino: int) -> bool:
+        """The kernel has to ask for the attributes of the inode once more before it believes what it was told."""
+        return False
+
+    async def current(self, ino: int) -> Node:
+        """As `node`, of an inode that a system call came to by its path."""
+        return await self.node(ino)
+
+    async def current_directory(self, ino: int) -> Node:
+        """As `directory`, likewise."""
+        return await self.directory(ino)
 
     async def node(self, ino: int) -> Node:
         """The inode in memory. Stale, when it is gone."""
@@ -106,10 +109,6 @@ class Lookup:
         """What ``name`` in ``parent`` means now: true until the caller's next await."""
         if len(name) > NAME_MAX:
             raise errors.NameTooLong(f"a name of {len(name)} bytes: at most {NAME_MAX} are allowed")
-        if self.core.shared:
-            with suppress(errors.EngineError):  # what is known is told all the same
-                await self.directory(parent)  # which says whether to ask
-            return await self.find_shared(parent, name, is_fresh=self.asks(parent))
         core = self.core
         while True:
             change = self.journal.find(parent, name)
@@ -124,7 +123,7 @@ class Lookup:
                 return Found(None, False, None, epoch)
             record = (await core.records.get([schema.entry_key(parent, name)]))[0]
             if record is None:
-                await self._learn(parent)
+                await self.learning.read_page(parent)
             if self.journal.find(parent, name) is not None or epoch != self.journal.epoch:
                 continue
             if record is None:
@@ -143,88 +142,6 @@ class Lookup:
             node.parent, node.name = parent, name
             core.known.note(parent, name, node.ino)
             return Found(node, True, None, epoch)
-
-    # -- finding where others write the store, too ---------------------------------------------------
-
-    def known(self, parent: int, name: bytes) -> Found | None:
-        """What the name means as far as is known here, without asking."""
-        change = self.journal.find(parent, name)
-        if change is not None:
-            return Found(change.node, change.stored, change, self.journal.epoch, change.version)
-        ino = self.core.known.inode(parent, name)
-        node = self.core.nodes.get(ino) if ino is not None else None
-        if node is not None and node.own_record:
-            return Found(node, True, None, self.journal.epoch, self.core.known.version(parent, name))
-        if node is not None:
-            if (node.parent, node.name) != (parent, name):
-                return None  # it was renamed elsewhere, and the news of this name are still to come
-            return Found(node, True, None, self.journal.epoch, node.version)
-        if self.core.known.is_absent(parent, name):
-            return Found(None, False, None, self.journal.epoch)
-        return None
-
-    async def find_shared(self, parent: int, name: bytes, *, is_fresh: bool) -> Found:
-        """As `find`. ``is_fresh``: ask the store, whatever is known; what is known counts where it does not answer.
-
-        A name that was changed here while the store was asked is looked for again. EngineError.
-        """
-        while True:
-            found = self.known(parent, name)
-            if found is not None and (found.change or not is_fresh):
-                return found
-            try:
-                asked = await self._ask(parent, name)
-            except errors.EngineError:
-                found = self.known(parent, name)
-                if found is None:
-                    raise
-                return found
-            if asked is not None:
-                return asked
-
-    async def _ask(self, parent: int, name: bytes) -> Found | None:
-        """What the store says a name means; None where it was changed here meanwhile, or between two questions.
-
-        An inode with a record of its own costs a second question, unless it is known which one it is.
-        """
-        known = self.core.known
-        before = known.version(parent, name)
-        guess = known.inode(parent, name) or 0
-        entry, own, times = await self.core.records.get(
-            [schema.entry_key(parent, name), schema.inode_key(guess), schema.times_key(guess)]
-        )
-        record = schema.decode_entry(entry.value) if entry is not None else None
-        if isinstance(record, int) and record != guess:
-            own, times = await self.core.records.get([schema.inode_key(record), schema.times_key(record)])
-        version = entry.version if entry is not None else 0
-        if self.journal.find(parent, name) is not None or known.version(parent, name) not in (before, version):
-            return None
-        if record is None:
-            return await self._absent(parent, name)
-        if isinstance(record, schema.InodeRecord):
-            node = self.refresher.take(record, version, (parent, name), own=False)
-        elif own is not None:
-            node = self.refresher.take(schema.decode_inode(own.value), own.version, (parent, name), own=True)
-            if times is not None:
-                self.refresher.take_times(node, times.value)
-        elif record != guess:
-            known.note(parent, name, record)  # the next answer is of one moment
-            return None
-        else:
-            raise errors.Stale(f"{name!r} in directory {parent} means inode {record}, which has no record")
-        if not node.own_record and node.version > version:
-            return None  # it has left the name since
-        known.note(parent, name, node.ino, version)
-        return Found(node, True, None, self.journal.epoch, version if node.own_record else node.version)
-
-    async def _absent(self, parent: int, name: bytes) -> Found | None:
-        """The store has no such name. In relaxed folders more is read, so that the next name need not be asked for."""
-        self.core.known.drop(parent, name)
-        if not self.asks(parent):
-            await self._learn(parent)
-            if self.journal.find(parent, name) is not None or self.core.known.inode(parent, name) is not None:
-                return None
-        return Found(None, False, None, self.journal.epoch)
 
     async def renew(self, node: Node) -> None:
         """Bring an inode up to what the store says, unless it was changed here. Stale, if it is not where it was."""
@@ -251,7 +168,7 @@ class Lookup:
             found = self.core.known.stored(parent, names)
             if found is None:
                 rows = await self.core.records.get([schema.entry_key(parent, name) for name in names])
-                await self._learn(parent, max(LEARN_ROWS, 4 * len(names)))
+                await self.learning.read_page(parent, max(LEARN_ROWS, 4 * len(names)))
                 if epoch != self.journal.epoch:
                     continue
                 found = [row is not None for row in rows]
@@ -262,16 +179,6 @@ class Lookup:
                     for stored, change in zip(found, changed, strict=True)
                 ]
             return found
-
-    async def _learn(self, parent: int, row_count: int = LEARN_ROWS) -> None:
-        """Read a page of a directory in which a name was missed, so that later ones need not be asked for."""
-        after = self.core.known.next_page(parent)
-        if after is None:
-            return
-        epoch = self.journal.epoch
-        rows = await self.core.records.scan(schema.entry_prefix(parent), after, row_count)
-        if epoch == self.journal.epoch and self.core.known.next_page(parent) == after:
-            self.core.known.learn(parent, [row.key for row in rows], last=len(rows) < row_count)
 
     def holds(self, parent: int, name: bytes, found: Found) -> bool:
         """What `find` said is still so, although the caller has waited since."""
@@ -359,21 +266,26 @@ class Lookup:
         if self.core.shared:
             await self._read_own([entry for entry in page.values() if isinstance(entry, int)])
         for cookie, name in sorted([(schema.name_hash(name), name) for name in page]):
-            entry = page[name]
-            if isinstance(entry, int):
-                try:
-                    node = await self.node(entry)
-                except errors.Stale:
-                    continue  # removed while we were looking
-                if not (self.core.shared and node.is_directory):  # where that is its record says, which may be newer
-                    node.parent, node.name = ino, name
-            elif isinstance(entry, Node):
-                node = entry
-            else:
-                node = self.core.nodes.get(entry.ino) or self._shown(entry, ino, name)
-            if node.nlink:
+            node = await self._entry_node(page[name], ino, name)
+            if node is None or not node.nlink:  # removed while we were looking; perhaps another took the name
+                node = (await self.find(ino, name)).node
+            if node is not None and node.nlink:
                 entries.append(DirEntry(name, cookie, node))
         return entries
+
+    async def _entry_node(self, entry: Node | schema.InodeRecord | int, parent: int, name: bytes) -> Node | None:
+        """The inode of a listed name; None where it is gone."""
+        if isinstance(entry, Node):
+            return entry
+        if isinstance(entry, schema.InodeRecord):
+            return self.core.nodes.get(entry.ino) or self._shown(entry, parent, name)
+        try:
+            node = await self.node(entry)
+        except errors.Stale:
+            return None
+        if not (self.core.shared and node.is_directory):  # where that is its record says, which may be newer
+            node.parent, node.name = parent, name
+        return node
 
     async def _read_own(self, inodes: list[int]) -> None:
         """Have inodes with records of their own in memory, as they are now, by one question."""

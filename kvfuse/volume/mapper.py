@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvfuse.errors import Stale
+from kvfuse.volume.chunk import DISCARDED, Chunk
 from kvfuse.volume.content import Content
 from kvfuse.volume.core import Core
 from kvfuse.volume.maps import ContentMap, MapRow, Sources
-from kvfuse.volume.node import DISCARDED, Chunk, Node
+from kvfuse.volume.node import Node
 
 
 @dataclass
@@ -62,6 +63,8 @@ class Mapper:
         extent = chunk.extents[0]
         if extent.state == DISCARDED:
             return None  # a damaged volume: the slot may become another file's, and nobody would hide the row
+        if self.core.shared:
+            return None  # the news that another host frees the slot may be late: each read has to be verified
         segment, start = self.core.locate(extent.addr)
         source = self._sources.get(segment)
         if source is None:

@@ -24,9 +24,9 @@ from kvfuse.volume.content import Content
 from kvfuse.volume.core import Core
 from kvfuse.volume.journal import Journal
 from kvfuse.volume.lookup import Found, Lookup
-from kvfuse.volume.merging import Merger
 from kvfuse.volume.node import Node
 from kvfuse.volume.removal import Removal
+from kvfuse.volume.shared.merging import Merger
 
 
 @dataclass
@@ -44,7 +44,7 @@ class Names:
         if self.core.shared:
             self.journal.helpers.append(self.removal.run_later)
             self.journal.reap, self.journal.free_later = self.reap, self.removal.later
-            self.journal.merger = Merger(self.content).merge
+            self.journal.merger = Merger(self.content, self.lookup.refresher).merge
             self.content.renew = self.journal.renew = self.lookup.renew
 
     # -- publishing ----------------------------------------------------------------------------------
@@ -60,6 +60,10 @@ class Names:
             await self.journal.commit(*nodes)
         elif self.journal.crowded:
             await self.journal.commit()
+
+    def publish_waits(self, directory: Node) -> bool:
+        """`publish` has something to wait for."""
+        return self.is_strict(directory) or self.journal.crowded
 
     # -- creating ------------------------------------------------------------------------------------
 

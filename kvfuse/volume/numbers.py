@@ -8,7 +8,7 @@ from functools import partial
 from kvfuse.errors import EngineError
 from kvfuse.remote.records.api import RecordStore
 from kvfuse.volume import schema
-from kvfuse.volume.transaction import Transaction
+from kvfuse.volume.shared.transaction import Transaction
 
 ATTEMPTS_MAX = 20
 """Times that others may be faster before a range is given up."""

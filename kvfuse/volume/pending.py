@@ -5,7 +5,7 @@ Every operation changes memory at once and marks here what it changed. Nothing i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -155,8 +155,9 @@ class Pending:
         """Let ``name`` mean ``node``, or nothing. ``stored``: the store has a record of the name now, of ``version``.
 
         ``moved``: the inode that the name meant, where it means nothing now. ``leaves``: the inode that the name meant,
-        where that was its last one.
+        where that was its last one. EngineError, and nothing is changed, where the membership is over.
         """
+        check_remembered(*[one for one in (node, moved, leaves) if one is not None])
         self.renaming(parent, name)
         names = self.overlay.setdefault(parent, {})
         previous = names.get(name)
@@ -291,8 +292,16 @@ class Pending:
         }
 
 
+def settlers(node: Node | None) -> Iterator[Node]:
+    """Whoever settles what the inode has: itself, and where it has no names any more, who took its name.
+
+    Until the last of them is in the store, the name may mean the inode there.
+    """
+    while node is not None:
+        yield node
+        node = node.heir if node.nlink == 0 else None
+
+
 def is_held(moved: Node | None, late: set[Node]) -> bool:
     """An inode that left its name is not yet in the store elsewhere; or what it had is freed by a later heir."""
-    while moved is not None and moved not in late:
-        moved = moved.heir if moved.nlink == 0 else None
-    return moved is not None
+    return any(node in late for node in settlers(moved))

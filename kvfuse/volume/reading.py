@@ -6,19 +6,26 @@ A read that waits for an engine may find, when it is back, that the extent is an
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
+import trio
 
 from kvfuse.checksum import GRANULE_SIZE, crc32c, granule_checksums
 from kvfuse.errors import Corrupt
 from kvfuse.remote.segments.api import Transfer
 from kvfuse.volume import schema
+from kvfuse.volume.chunk import COMMITTED, DISCARDED, Chunk, Extent
 from kvfuse.volume.core import Core
-from kvfuse.volume.node import COMMITTED, DISCARDED, Chunk, Extent, Node
+from kvfuse.volume.fetching import Fetcher
+from kvfuse.volume.node import Node
 
 log = logging.getLogger(__name__)
+
+READS_MAX = 8
+"""Extents that one call reads side by side, where each is a round trip."""
 
 
 async def _keep(node: Node) -> None:
@@ -32,6 +39,8 @@ class ContentReader:
     core: Core
     renew: Callable[[Node], Awaitable[None]] = field(default=_keep, kw_only=True)
     """brings an inode up to what other hosts have stored; Stale, if it is gone"""
+    fetcher: Fetcher | None = field(default=None, kw_only=True)
+    """where each read of the engine is a round trip, and nothing is written in place"""
 
     # -- chunks --------------------------------------------------------------------------------------
 
@@ -84,6 +93,17 @@ class ContentReader:
 
     # -- reading -------------------------------------------------------------------------------------
 
+    def opened(self, node: Node) -> None:
+        """A file is opened of which the kernel has no bytes: those at its start will be asked for."""
+        chunk = node.chunks.get(0)
+        if self.fetcher is not None and chunk is not None and chunk.staged is None and chunk.extents:
+            self.fetcher.opened(node, chunk.extents[0])
+
+    def closed(self, node: Node) -> None:
+        """Nobody has the file open any more."""
+        if self.fetcher is not None:
+            self.fetcher.closed(node)
+
     async def read(self, node: Node, offset: int, size: int) -> bytes | bytearray | memoryview:
         """Bytes at ``offset``, short at the end of the file; a view of the segment where that is possible."""
         end = min(offset + size, node.size)
@@ -113,29 +133,56 @@ class ContentReader:
         """Fill ``target`` from all the chunks and extents that it covers."""
         end = offset + len(target)
         position = offset
+        parts = []
         while position < end:
             index, start = divmod(position, node.chunk_size)
             length = min(end - position, node.chunk_size - start)
             part = target[position - offset : position - offset + length]
-            chunk = await self.chunk(node, index)
-            if chunk is not None and chunk.staged is not None:
-                part[:] = chunk.staged.read(start, start + length)
-            elif chunk is not None:
-                await self._read_chunk(node, index, chunk, start, part)
-            else:
-                _clear(part)
+            parts.append(partial(self._read_part, node, index, start, part))
             position += length
+        await self._do_all(parts)
+
+    async def _read_part(self, node: Node, index: int, start: int, target: memoryview) -> None:
+        """Fill ``target`` from one chunk, or with zeros where there is none."""
+        chunk = await self.chunk(node, index)
+        if chunk is not None and chunk.staged is not None:
+            target[:] = chunk.staged.read(start, start + len(target))
+        elif chunk is not None:
+            await self._read_chunk(node, index, chunk, start, target)
+        else:
+            _clear(target)
+
+    async def _do_all(self, reads: Sequence[Callable[[], Awaitable[None]]]) -> None:
+        """Side by side, where each may be a round trip: so a call waits for about one, and for one deadline."""
+        if self.core.shared and len(reads) > 1:
+            await _side_by_side(reads)
+        else:
+            for read in reads:
+                await read()
 
     async def _read_chunk(self, node: Node, index: int, chunk: Chunk, start: int, target: memoryview) -> None:
+        """Fill ``target`` from the extents. While one is read others may be given up: then the file is read anew."""
         piece_start = 0
-        for extent in list(chunk.extents):
+        pieces = []
+        for extent in chunk.extents:
             low = max(start, piece_start)
             high = min(start + len(target), piece_start + extent.length)
             if low < high:
-                data = await self._read_extent(node, index, extent, low - piece_start, high - low)
-                target[low - start : high - start] = data
+                part = target[low - start : high - start]
+                pieces.append(partial(self._read_piece, node, index, extent, low - piece_start, low, part))
             piece_start += extent.length
+        await self._do_all(pieces)
         _clear(target[max(0, piece_start - start) :])
+
+    async def _read_piece(
+        self, node: Node, index: int, extent: Extent, start: int, chunk_start: int, target: memoryview
+    ) -> None:
+        """Fill ``target`` with what begins at ``start`` of an extent, at ``chunk_start`` of its chunk."""
+        if _is_current(node, index, extent):
+            target[:] = await self._read_extent(node, index, extent, start, len(target))
+        else:
+            again = await self.read(node, index * node.chunk_size + chunk_start, len(target))
+            target[:] = bytes(again).ljust(len(target), b"\0")
 
     async def _read_extent(
         self, node: Node, index: int, extent: Extent, start: int, length: int
@@ -177,32 +224,43 @@ class ContentReader:
         return buffer[start - low : start - low + length]
 
     async def _read_shared(self, node: Node, index: int, extent: Extent, start: int, length: int) -> memoryview | bytes:
-        """Where others free slots, too: from the engine, verified each time.
+        """Where others free slots, too: what was fetched, else from the engine, verified each time.
 
         Bytes that are wrong may be those of a slot's next life: the inode is read anew once. Meanwhile it may change.
         """
+        offset = _offset_of(node, index, extent) + start
+        checksums = extent.checksums
+
+        def is_same() -> bool:
+            return _is_current(node, index, extent) and extent.checksums is checksums
+
+        data = await self.fetcher.read(node, extent, start, length) if self.fetcher is not None else None
+        if data is None and is_same():
+            try:
+                data = await self._read_verified(node, extent, start, length, is_same)
+            except Corrupt:
+                await self.renew(node)
+                data = await self._read_verified(node, extent, start, length, is_same) if is_same() else None
+        if data is not None and is_same():
+            return data
+        again = await self.read(node, offset, length)
+        return bytes(again).ljust(length, b"\0")
+
+    async def _read_verified(
+        self, node: Node, extent: Extent, start: int, length: int, is_same: Callable[[], bool]
+    ) -> memoryview | None:
+        """Bytes of an extent, from the engine. None where it is no longer the same. Corrupt where they are wrong."""
         low = start // GRANULE_SIZE * GRANULE_SIZE
         high = min(-(-(start + length) // GRANULE_SIZE) * GRANULE_SIZE, extent.length)
         segment, file_offset = self.core.locate(extent.addr)
-        offset = _offset_of(node, index, extent) + start
-        for is_last in (False, True):
-            buffer = memoryview(bytearray(high - low))
-            with self.core.reads.reading():
-                await self.core.segments.read([Transfer(segment, file_offset + low, buffer)])
-            if _is_current(node, index, extent):
-                extent.verified = 0
-                try:
-                    self._verify(node, extent, buffer, low)
-                except Corrupt:
-                    if is_last:
-                        raise
-                    await self.renew(node)
-                else:
-                    return buffer[start - low : start - low + length]
-            if not _is_current(node, index, extent):
-                again = await self.read(node, offset, length)
-                return bytes(again).ljust(length, b"\0")
-        raise AssertionError("the second attempt returns or raises")
+        buffer = np.empty(high - low, np.uint8).data
+        with self.core.reads.reading():
+            await self.core.segments.read([Transfer(segment, file_offset + low, buffer)])
+        if not is_same():
+            return None
+        extent.verified = 0
+        self._verify(node, extent, buffer, low)
+        return buffer[start - low : start - low + length]
 
     def check_extent(self, extent: schema.ExtentRecord, data: memoryview) -> None:
         """Corrupt, unless these are the extent's bytes."""
@@ -227,6 +285,26 @@ class ContentReader:
                     log.error(message)
                     raise Corrupt(message)
                 extent.verified |= 1 << number
+
+
+async def _side_by_side(reads: Sequence[Callable[[], Awaitable[None]]]) -> None:
+    """The first error ends the others, and is raised."""
+    errors: list[Exception] = []
+    turns = trio.Semaphore(READS_MAX)
+    async with trio.open_nursery() as nursery:
+
+        async def run(read: Callable[[], Awaitable[None]]) -> None:
+            async with turns:
+                try:
+                    await read()
+                except Exception as error:  # as the caller would get it, were they done one by one
+                    errors.append(error)
+                    nursery.cancel_scope.cancel()
+
+        for read in reads:
+            nursery.start_soon(run, read)
+    if errors:
+        raise errors[0]
 
 
 def _is_current(node: Node, index: int, extent: Extent) -> bool:

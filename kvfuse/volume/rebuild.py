@@ -26,8 +26,8 @@ from kvfuse.slab import layout
 from kvfuse.slab.layout import Geometry, Superblock
 from kvfuse.volume import engines, format, schema
 from kvfuse.volume.api import FIRST_INODE, ROOT_INODE
-from kvfuse.volume.flush import Description
-from kvfuse.volume.member import FencedRecords, membership
+from kvfuse.volume.headers import Description
+from kvfuse.volume.shared.member import FencedRecords, membership
 
 LOST_FOUND = b"lost+found"
 COMMIT_ROWS = 1000

@@ -15,10 +15,11 @@ import trio
 
 from kvfuse.errors import EngineError
 from kvfuse.volume import schema
+from kvfuse.volume.chunk import Extent
 from kvfuse.volume.content import Content
 from kvfuse.volume.core import Core
 from kvfuse.volume.journal import Journal
-from kvfuse.volume.node import Extent, Node
+from kvfuse.volume.node import Node
 
 log = logging.getLogger(__name__)
 
@@ -163,12 +164,7 @@ class Removal:
 
     async def take_apart(self, node: Node) -> None:
         """Free everything of an inode without names and handles. A crash, or an error, leaves it an orphan."""
-        heirs = []
-        heir = node.heir
-        while heir is not None:
-            heirs.append(heir)
-            heir = heir.heir
-        await self.journal.commit(node, *heirs)  # now the store knows it as an orphan
+        await self.journal.commit(node)  # now the store knows it as an orphan
         count = self.journal.chunk_count_max
         while self.is_large(node):
             attributes = sorted(node.xattr_names)[:count]

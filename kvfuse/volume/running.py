@@ -20,8 +20,8 @@ from kvfuse.volume.core import Core
 from kvfuse.volume.holding import Held
 from kvfuse.volume.loading import load_core
 from kvfuse.volume.node import Node
-from kvfuse.volume.parts import Parts
-from kvfuse.volume.shared_records import SharedRecords
+from kvfuse.volume.shared.parts import Parts
+from kvfuse.volume.shared.records import SharedRecords
 
 FINISH_ATTEMPTS = 3
 REJOIN_SECONDS = 0.5
@@ -44,7 +44,7 @@ class RunningVolume:
 
     def __init__(self, parts: Parts, options: Options, nursery: trio.Nursery, held: Held) -> None:
         self.read_only = parts.core.read_only
-        self.atime = options.mount.atime
+        self.atime = options.mount.atime and not options.mount.read_only
         self.sections: dict[str, Callable[[], object]] = {}
         """what doors add to `stats`, by name"""
         self._options = options
@@ -133,9 +133,12 @@ class RunningVolume:
         former = self.parts
         await former.abandon()
         log.error("the lease of the volume was lost, and all that was not stored by then: joining again")
+        core = former.core
         while self.parts is former:
             try:
-                await self._join_again(former.core)
+                parts = await self._join_again(core)
+                core = parts.core  # which has what it took over, also when it does not come to run
+                await self._run_again(parts)
             except (errors.EngineError, errors.VolumeError) as error:
                 log.warning("the volume cannot be joined again yet: %s", error)
                 await trio.sleep(REJOIN_SECONDS)
@@ -144,12 +147,15 @@ class RunningVolume:
             self.lookups.refresher.news.name(parent, name)
             self.lookups.refresher.news.content(ino)
 
-    async def _join_again(self, former: Core) -> None:
+    async def _join_again(self, former: Core) -> Parts:
         assert self._held.again is not None
         self._held = held = await self._held.again()
         parts = await make_parts(self._options, held, former)
         if self._kernel is not None and parts.coherence is not None:
             parts.coherence.tell(self._kernel)
+        return parts
+
+    async def _run_again(self, parts: Parts) -> None:
         try:
             await self._nursery.start(parts.run)
         except BaseException:

@@ -45,7 +45,7 @@ COOKIE_MIN = 16
 _U64 = struct.Struct(">Q")
 _NAME_HEAD = struct.Struct(">cQ")
 _ENTRY_HEAD = struct.Struct(">cQQ")
-_TIMES = struct.Struct(">QQQ")
+_TIMES = struct.Struct(">qqq")
 _SLAB_KEY = struct.Struct(">cI")
 _SLAB_HEAD = struct.Struct(">I")
 _CLIENT_KEY = struct.Struct(">cQ")
@@ -393,9 +393,14 @@ def encode_entry_reference(ino: int) -> bytes:
     return b"R" + _U64.pack(ino)
 
 
+def is_inline(value: bytes) -> bool:
+    """The value of an entry has the inode itself."""
+    return value[:1] == b"I"
+
+
 def decode_entry(value: bytes) -> InodeRecord | int:
     """An inline inode, or the number of an inode with a record of its own."""
-    if value[:1] == b"I":
+    if is_inline(value):
         return _decode_inode(memoryview(value)[1:])
     return int(_U64.unpack_from(value, 1)[0])
 

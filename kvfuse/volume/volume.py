@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import logging
 import os
 import stat
 import time
@@ -18,14 +19,16 @@ from kvfuse.config import Options
 from kvfuse.remote.records.api import RecordStore
 from kvfuse.remote.segments.api import SegmentStore
 from kvfuse.slab.layout import Superblock
-from kvfuse.volume import clock
+from kvfuse.volume import clock, effects
 from kvfuse.volume.api import ROOT_INODE, Caller, Changes, DirEntry, KernelCache, Space
 from kvfuse.volume.holding import Held, hold
 from kvfuse.volume.maps import ContentMap
-from kvfuse.volume.member import Member
 from kvfuse.volume.node import Node, check_remembered
-from kvfuse.volume.refresh import is_quiet
 from kvfuse.volume.running import RunningVolume, make_parts
+from kvfuse.volume.shared.member import Member
+from kvfuse.volume.shared.refresh import is_quiet
+
+log = logging.getLogger(__name__)
 
 _handle_ids = itertools.count(1)
 
@@ -116,30 +119,33 @@ class Volume(RunningVolume):
         if self.coherence is not None:
             self.coherence.tell(kernel)
 
+    def may_keep_attributes(self, ino: int) -> bool:
+        return not self.lookups.is_doubtful(ino)
+
     async def attributes(self, ino: int) -> Node:
-        return await self.lookups.node(ino)
+        return await self.lookups.current(ino)
 
     async def set_attributes(self, ino: int, changes: Changes, caller: Caller) -> Node:
         self._check_writable()
-        node = await self.lookups.node(ino)
+        node = await self.lookups.current(ino)
         if changes.size is not None:
             if not node.is_file:
                 raise errors.InvalidArgument(f"inode {ino} is no file: it has no size to set")
             _check_content(node)
             await self.content.truncate(node, changes.size)
-            if caller.uid != 0:
-                _drop_privileges(node)
         if (changes.mode, changes.uid, changes.gid) != (None, None, None):
             self.blocks.readers_change(node)
+        if changes.mode is not None:
+            node.mode = stat.S_IFMT(node.mode) | changes.mode
+        if changes.size is not None and caller.uid != 0:
+            effects.lose_privileges(node)  # the kernel sends a mode along, which keeps some of them
         if changes.uid is not None or changes.gid is not None:
             node.uid = node.uid if changes.uid is None else changes.uid
             node.gid = node.gid if changes.gid is None else changes.gid
             if not node.is_directory:
-                _drop_privileges(node)
-        if changes.mode is not None:
-            node.mode = stat.S_IFMT(node.mode) | changes.mode
-        node.atime = node.atime if changes.atime is None else changes.atime
-        node.mtime = node.mtime if changes.mtime is None else changes.mtime
+                effects.lose_privileges(node, by_root=caller.uid == 0)
+        node.atime = node.atime if changes.atime is None else clock.storable(changes.atime)
+        node.mtime = node.mtime if changes.mtime is None else clock.storable(changes.mtime)
         node.ctime = clock.now()
         only_size = dataclasses.replace(changes, size=None, mtime=None, ctime=None) == Changes()
         self.journal.touch(node, forced=not only_size)
@@ -180,9 +186,11 @@ class Volume(RunningVolume):
         return node
 
     async def read_symlink(self, ino: int) -> bytes:
-        node = await self.lookups.node(ino)
+        node = await self.lookups.current(ino)
         if not stat.S_ISLNK(node.mode):
             raise errors.InvalidArgument(f"inode {ino} is no symbolic link")
+        if self.atime:
+            effects.accessed(node)
         return node.target
 
     async def unlink(self, parent: int, name: bytes) -> None:
@@ -200,23 +208,29 @@ class Volume(RunningVolume):
         source, target, node = await self.names.rename(parent, name, new_parent, new_name, flags)
         await self.names.publish(source if self.names.is_strict(source) else target, node)
 
+    async def open_directory(self, ino: int) -> None:
+        await self.lookups.current_directory(ino)
+
     async def list_directory(self, ino: int, after: int, limit: int) -> list[DirEntry]:
+        if self.atime and not after:
+            effects.accessed(await self.lookups.directory(ino))
         return await self.lookups.list_directory(ino, after, limit)
 
     # -- files ---------------------------------------------------------------------------------------
 
     async def open(self, ino: int, flags: int, caller: Caller) -> FileHandle:
-        node = await self.lookups.node(ino)
+        node = await self.lookups.current(ino)
         if node.is_directory:
             raise errors.IsADirectory(f"inode {ino} is a directory")
         _check_content(node)
-        writes = flags & os.O_ACCMODE != os.O_RDONLY or flags & os.O_TRUNC
-        if writes:
+        if flags & os.O_ACCMODE != os.O_RDONLY or flags & os.O_TRUNC:
             self._check_writable()
         handle = self._open(node, flags, caller)
         if flags & os.O_TRUNC:
             try:
                 await self.content.truncate(node, 0)
+                if not handle.privileged:
+                    effects.lose_privileges(node)
             except BaseException:
                 with trio.CancelScope(shield=True):
                     await self.release(handle)
@@ -228,6 +242,8 @@ class Volume(RunningVolume):
         node.handles += 1
         if self.coherence is not None:
             handle.cache_valid = self.coherence.opened(node)
+            if handle.readable and not handle.cache_valid:
+                self.content.opened(node)
         self.core.unnamed.pop(node.ino, None)
         node.writers += handle.writable
         return handle
@@ -268,8 +284,8 @@ class Volume(RunningVolume):
         counters = self.core.counters
         counters.reads += 1
         counters.read_bytes += byte_count
-        if self.atime and node.atime <= node.mtime:
-            node.atime = clock.now()  # kept in memory until something else is stored, as with lazytime
+        if self.atime:
+            effects.accessed(node)
 
     def content_map(self, handle: FileHandle | Node) -> ContentMap:
         return self.mapper.map_of(_node_of(handle))
@@ -293,9 +309,8 @@ class Volume(RunningVolume):
         return written
 
     def _wrote(self, handle: FileHandle, count: int, byte_count: int) -> None:
-        node = handle.node
-        if node.mode & (stat.S_ISUID | stat.S_ISGID) and not handle.privileged:
-            _drop_privileges(node)
+        if not handle.privileged:
+            effects.lose_privileges(handle.node)
         self.core.counters.writes += count
         self.core.counters.written_bytes += byte_count
 
@@ -303,6 +318,8 @@ class Volume(RunningVolume):
         node = await self._current(handle) if handle.writable else handle.node
         changed = node.changed or node.committing
         if handle.writable and changed and node.nlink and self.names.is_strict(await self._folder(node)):
+            if self.core.shared:  # while a commit is under way that others wait for
+                await self.flusher.write_out(node)
             await self.journal.commit(node)
 
     async def _folder(self, node: Node) -> Node:
@@ -315,9 +332,7 @@ class Volume(RunningVolume):
     async def fsync(self, handle: FileHandle) -> None:
         if self.read_only:
             return
-        node = await self._current(handle)
-        if node.nlink:
-            await self.journal.commit(node, durable=True)
+        await self.journal.commit(await self._current(handle), durable=True)
 
     async def fsync_directory(self, ino: int) -> None:
         if not self.read_only:
@@ -341,6 +356,8 @@ class Volume(RunningVolume):
     def _let_go(self, node: Node) -> None:
         """Nobody uses this handle any more; the last one of an unlinked file takes the file along."""
         node.handles -= 1
+        if not node.handles:
+            self.content.closed(node)
         if node.nlink or node.handles or (self.coherence is not None and self.coherence.let_go(node)):
             return
         if self.names.knows_all(node):
@@ -368,8 +385,8 @@ class Volume(RunningVolume):
         """The last writer of a file that was changed in place closed it."""
         try:
             await self.content.seal(node)
-        except errors.EngineError:
-            pass  # it stays unsealed: read without verification, as its record says
+        except errors.EngineError as error:
+            log.warning("inode %d stays unsealed, so it is read without verification: %s", node.ino, error)
         finally:
             self._let_go(node)
 
@@ -461,11 +478,3 @@ def _check_content(node: Node) -> None:
     """
     if node.reaped:
         raise errors.Stale(f"inode {node.ino} was removed")
-
-
-def _drop_privileges(node: Node) -> None:
-    """Writing to a program, or giving it away, takes its setuid and setgid bits."""
-    mode = node.mode & ~stat.S_ISUID
-    if mode & stat.S_IXGRP:
-        mode &= ~stat.S_ISGID
-    node.mode = mode

@@ -16,6 +16,9 @@ from kvfuse.volume.node import Node
 
 XATTR_NAME_MAX = 255
 XATTR_VALUE_MAX = 64 << 10
+NAMESPACES = (b"user", b"trusted", b"security")
+"""An attribute's name is one of these, a dot, and more. "system" is not among them: access control lists that are
+stored but not enforced would promise what nobody keeps."""
 
 _PUBLISH_FLAGS = {b"strict": schema.FLAG_STRICT, b"relaxed": schema.FLAG_RELAXED}
 _PUBLISH_MASK = schema.FLAG_STRICT | schema.FLAG_RELAXED
@@ -72,6 +75,15 @@ SETTINGS = {
 """``publish``: "strict" or "relaxed". ``chunk_size``: bytes that one chunk covers, of files made later."""
 
 
+def _check_name(name: bytes) -> None:
+    """Unsupported for a name outside the namespaces, InvalidArgument for that of one alone."""
+    namespace, dot, rest = name.partition(b".")
+    if namespace not in NAMESPACES or not dot:
+        raise errors.Unsupported(f"attribute {name!r}: its name must begin with 'user.', 'trusted.' or 'security.'")
+    if not rest:
+        raise errors.InvalidArgument(f"attribute {name!r}: nothing follows the namespace")
+
+
 @dataclass
 class Xattrs:
     """See the module."""
@@ -81,7 +93,8 @@ class Xattrs:
     lookups: Lookup
 
     async def get(self, ino: int, name: bytes) -> bytes:
-        node = await self.lookups.node(ino)
+        _check_name(name)
+        node = await self.lookups.current(ino)
         setting = SETTINGS.get(name)
         found: bytes | None = None
         if setting is not None:
@@ -99,8 +112,9 @@ class Xattrs:
         return found
 
     async def set(self, ino: int, name: bytes, value: bytes) -> Node:
-        node = await self.lookups.node(ino)
-        if not name or len(name) > XATTR_NAME_MAX or len(value) > XATTR_VALUE_MAX:
+        _check_name(name)
+        node = await self.lookups.current(ino)
+        if len(name) > XATTR_NAME_MAX or len(value) > XATTR_VALUE_MAX:
             raise errors.AttributeTooLarge(
                 f"attribute {name!r} of {len(value)} bytes:"
                 f" at most {XATTR_NAME_MAX} bytes of name, {XATTR_VALUE_MAX} of value"
@@ -119,7 +133,7 @@ class Xattrs:
         return self._changed(node)
 
     async def list(self, ino: int) -> list[bytes]:
-        node = await self.lookups.node(ino)
+        node = await self.lookups.current(ino)
         names: set[bytes] = set()
         if node.is_directory:
             names.update(name for name, setting in SETTINGS.items() if setting.get(self.core, node) is not None)

@@ -1,6 +1,7 @@
 """open() as it makes, finds, truncates and refuses."""
 
 import errno
+import fcntl
 import os
 import socket
 import stat
@@ -111,6 +112,17 @@ def test_appending_ignores_the_position(folder: Path) -> None:
         os.lseek(fd, 0, os.SEEK_SET)
         os.write(fd, b"+end")
     assert path.read_bytes() == b"start+end"
+
+
+def test_appending_can_be_switched_off(folder: Path) -> None:
+    path = folder / "log"
+    with opened(path, os.O_CREAT | os.O_RDWR | os.O_APPEND) as fd:
+        os.write(fd, b"start")
+        fcntl.fcntl(fd, fcntl.F_SETFL, 0)
+        os.pwrite(fd, b"S", 0)
+        fcntl.fcntl(fd, fcntl.F_SETFL, os.O_APPEND)
+        os.write(fd, b"+end")
+    assert path.read_bytes() == b"Start+end"
 
 
 def test_nofollow_refuses_a_symlink(folder: Path) -> None:

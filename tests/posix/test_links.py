@@ -37,12 +37,12 @@ def test_links_in_different_directories(folder: Path) -> None:
     assert (folder / "b" / "link").read_bytes() == b"x"
 
 
-def test_a_thousand_links(folder: Path) -> None:
+def test_three_hundred_links(folder: Path) -> None:
     (folder / "file").write_bytes(b"x")
-    for number in range(1000):
+    for number in range(300):
         os.link(folder / "file", folder / f"link{number}")
-    assert os.stat(folder / "file").st_nlink == 1001
-    for number in range(1000):
+    assert os.stat(folder / "file").st_nlink == 301
+    for number in range(300):
         os.unlink(folder / f"link{number}")
     assert os.stat(folder / "file").st_nlink == 1
 

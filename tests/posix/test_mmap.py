@@ -19,6 +19,19 @@ def test_a_shared_mapping_is_written_to_the_file(folder: Path) -> None:
     assert path.read_bytes() == content
 
 
+def test_a_mapping_beside_a_descriptor_for_appends_is_written_in_place(folder: Path) -> None:
+    """The kernel writes pages back through any descriptor that may write."""
+    path = folder / "file"
+    with opened(path, os.O_CREAT | os.O_RDWR | os.O_APPEND) as fd:
+        os.write(fd, bytes(8192))
+        with mmap.mmap(fd, 8192) as mapped:
+            mapped[5:8] = b"abc"
+            mapped.flush()
+        os.write(fd, b"end")
+        assert os.fstat(fd).st_size == 8195
+    assert path.read_bytes() == b"abc".rjust(8, b"\0").ljust(8192, b"\0") + b"end"
+
+
 def test_msync_makes_it_visible_to_direct_reads(folder: Path) -> None:
     path = folder / "file"
     path.write_bytes(bytes(SIZE))

@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 
 import pytest
+from engine_pairs import Engines
 from posix_calls import fails, opened
 
 NAMES = [
@@ -83,16 +84,17 @@ def test_statfs_tells_sizes_and_limits(folder: Path) -> None:
     assert 0 < figures.f_favail <= figures.f_ffree <= figures.f_files
 
 
-def test_statfs_counts_what_is_used_and_freed(folder: Path) -> None:
+def test_statfs_counts_what_is_used_and_freed(folder: Path, engines: Engines) -> None:
     size = 32 << 20
     with opened(folder, os.O_RDONLY) as fd:
         os.fsync(fd)  # what earlier tests removed is counted as free from now on
+    slack = 64 * 4096 if engines.is_shared else 0  # others may read it still: it becomes free a while later, or now
     before = os.statvfs(folder)
     with opened(folder / "file", os.O_CREAT | os.O_WRONLY) as fd:
         os.write(fd, os.urandom(size))
         os.fsync(fd)
     used = os.statvfs(folder)
-    assert (before.f_bfree - used.f_bfree) * 4096 >= size
+    assert (before.f_bfree - used.f_bfree) * 4096 >= size - slack
     assert before.f_ffree - used.f_ffree >= 1
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from mounting import KvfuseMount
 from posix_calls import UTIME_NOW, UTIME_OMIT, opened, utimensat
 
 CLOCK_TICK_NS = 20_000_000
@@ -37,6 +38,40 @@ def test_times_before_1970_and_after_2038(folder: Path, seconds: int) -> None:
     os.utime(folder / "file", ns=(seconds * 10**9 + 5, seconds * 10**9 + 7))
     status = os.stat(folder / "file")
     assert (status.st_atime_ns, status.st_mtime_ns) == (seconds * 10**9 + 5, seconds * 10**9 + 7)
+
+
+READS: dict[str, tuple[Callable[[Path], object], Callable[[Path], object]]] = {
+    "file": (lambda path: path.write_bytes(b"content"), Path.read_bytes),
+    "symlink": (lambda path: path.symlink_to("target"), os.readlink),
+    "directory": (os.mkdir, os.listdir),
+}
+"""what is read -> how it is made, and read"""
+SECONDS_MAX = (1 << 63) // 10**9
+"""the last second, and before 1970 the first, that nanoseconds in 64 bits have room for"""
+
+
+@pytest.mark.root
+@pytest.mark.kvfuse_only
+@pytest.mark.parametrize("kind", READS)
+def test_times_of_any_range_are_stored(mount: KvfuseMount, kind: str) -> None:
+    """What no record has room for becomes the nearest time that one has."""
+    make, _ = READS[kind]
+    moments = [-1, -2_000_000_000, (1 << 32) + 1, SECONDS_MAX, SECONDS_MAX + 1, 1 << 62, -SECONDS_MAX - 2, -(1 << 62)]
+    for seconds in moments:
+        path = mount.point / f"{seconds}"
+        make(path)
+        utimensat(path, (seconds, 7), (seconds, 9), follow=False)
+        with opened(mount.point, os.O_RDONLY) as fd:
+            os.fsync(fd)
+    mount.unmount()
+    mount.mount()
+    for seconds in moments:
+        status = os.lstat(mount.point / f"{seconds}")
+        found = status.st_atime_ns, status.st_mtime_ns
+        if abs(seconds) < SECONDS_MAX:
+            assert found == (seconds * 10**9 + 7, seconds * 10**9 + 9)
+        else:
+            assert {moment // 10**9 for moment in found} <= {SECONDS_MAX, -SECONDS_MAX - 1}
 
 
 def test_one_time_can_be_left_alone(folder: Path) -> None:
@@ -163,6 +198,25 @@ def test_reading_moves_neither_mtime_nor_ctime(folder: Path) -> None:
     before = times(path)
     path.read_bytes()
     assert times(path) == before
+
+
+@pytest.mark.parametrize("kind", READS)
+@pytest.mark.parametrize("of_old", ["mtime", "ctime"])
+def test_reading_moves_an_access_time_that_is_not_the_latest(folder: Path, kind: str, of_old: str) -> None:
+    make, read = READS[kind]
+    path = folder / "it"
+    make(path)
+    mtime = 3_000_000_000 if of_old == "mtime" else 1_000_000_000
+    os.utime(path, ns=(2_000_000_000, mtime), follow_symlinks=False)
+    if kind == "file":
+        with opened(path) as fd:
+            os.fsync(fd)
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)  # what the kernel has cached tells no file system
+    before = time.time_ns() - CLOCK_TICK_NS
+    changed = times(path)
+    read(path)
+    assert os.lstat(path).st_atime_ns >= before
+    assert times(path) == changed
 
 
 def test_a_touched_file_does_not_become_older(folder: Path) -> None:

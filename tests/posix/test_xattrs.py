@@ -98,6 +98,27 @@ def test_user_attributes_of_symlinks_and_fifos_are_refused(folder: Path) -> None
             os.setxattr(folder / name, "user.name", b"value", follow_symlinks=False)
 
 
+@pytest.mark.parametrize(
+    ("name", "number"),
+    [
+        ("other.name", errno.EOPNOTSUPP),
+        ("user", errno.EOPNOTSUPP),
+        ("users.name", errno.EOPNOTSUPP),
+        ("user.", errno.EINVAL),
+        ("security.", errno.EINVAL),
+    ],
+)
+def test_names_outside_the_namespaces_are_refused(path: Path, name: str, number: int) -> None:
+    before = os.listxattr(path)
+    for flags in (0, os.XATTR_CREATE, os.XATTR_REPLACE):
+        with fails(number):
+            os.setxattr(path, name, b"value", flags)
+    for call in (os.getxattr, os.removexattr):
+        with fails(number):
+            call(path, name)
+    assert os.listxattr(path) == before
+
+
 @pytest.mark.root
 def test_trusted_attributes_are_for_root(path: Path) -> None:
     os.setxattr(path, "trusted.name", b"value")
@@ -108,6 +129,8 @@ def test_trusted_attributes_are_for_root(path: Path) -> None:
             os.getxattr(path, "trusted.name")
         with fails(errno.EPERM):
             os.setxattr(path, "trusted.name", b"other")
+        assert "trusted.name" not in os.listxattr(path)
+    assert "trusted.name" in os.listxattr(path)
 
 
 @pytest.mark.root

@@ -34,7 +34,8 @@ from kvfuse.errors import ConfigError, EngineError, EngineTimeout
 from kvfuse.remote.records import etcd_wire as wire
 from kvfuse.remote.records.api import Change, Lease, Record, RecordLimits, RecordStore, Versioned
 from kvfuse.remote.records.etcd_client import CLOSE_SECONDS, Compacted, EtcdClient, EtcdOptions, LeaseGone
-from kvfuse.remote.records.etcd_watch import EtcdWatch
+from kvfuse.remote.records.etcd_gets import SharedGets
+from kvfuse.remote.records.etcd_watch import EtcdFeed
 
 __all__ = ["EtcdLease", "EtcdOptions", "EtcdRecords"]
 
@@ -127,7 +128,8 @@ class EtcdRecords(RecordStore):
         self._client = EtcdClient(options)
         self._turns = trio.Lock()  # fair: commits are applied in the order of the calls
         self._marker: _Marker | None = None
-        self._watches: list[EtcdWatch] = []
+        self._feed = EtcdFeed(self._client, self._base)
+        self._gets = SharedGets(self._get_now, options.operations_max)
 
     @classmethod
     async def open(cls, options: EtcdOptions) -> Self:
@@ -142,9 +144,14 @@ class EtcdRecords(RecordStore):
         return store
 
     async def get(self, keys: Sequence[bytes]) -> list[Versioned | None]:
-        """As the contract says; one round trip for every ``operations_max`` keys, all at one revision."""
+        """As the contract says; one round trip for every ``operations_max`` keys, all at one revision.
+
+        Shared with others that are called at the same time.
+        """
         if any(not 0 < len(key) <= self.limits.key_size_max for key in keys):
             raise ValueError(f"a key is empty or longer than {self.limits.key_size_max} bytes")
+        if 0 < len(keys) <= self._options.operations_max:
+            return await self._gets.get(keys)
         for _ in range(SNAPSHOT_TRIES):
             rows: list[Versioned | None] = []
             revision = 0
@@ -156,6 +163,10 @@ class EtcdRecords(RecordStore):
                 continue
             return rows
         raise EngineError(f"etcd was compacted {SNAPSHOT_TRIES} times while {len(keys)} keys were read")
+
+    async def _get_now(self, keys: Sequence[bytes]) -> list[Versioned | None]:
+        rows, _ = await self._get(keys, 0)
+        return rows
 
     async def _get(self, keys: Sequence[bytes], revision: int) -> tuple[list[Versioned | None], int]:
         """Rows as they were at a revision (0: now), and that revision."""
@@ -286,10 +297,13 @@ class EtcdRecords(RecordStore):
         return marker
 
     def watch(self, prefix: bytes) -> AsyncIterator[Change]:
-        """As the contract says: from the newest revision that an answer has told this store of."""
-        watch = EtcdWatch(self._client, self._base, prefix)
-        self._watches.append(watch)
-        return watch
+        """As the contract says: from the newest revision that an answer has told this store of.
+
+        All watches share one stream, of all changes.
+        """
+        if self._feed.failure is not None:
+            self._feed = EtcdFeed(self._client, self._base)
+        return self._feed.watch(prefix)
 
     async def lease(self, ttl: float) -> Lease:
         """A lease of whole seconds, two at the least; ``ttl`` of what is returned says how many."""
@@ -326,8 +340,7 @@ class EtcdRecords(RecordStore):
         Not cancelled: it takes as long as the deadlines of the calls under way, at the most.
         """
         with trio.CancelScope(shield=True):
-            for watch in self._watches:
-                await watch.aclose()
+            await self._feed.aclose()
             async with self._turns:  # after the commits that were called before
                 if self._client.closed:
                     return

@@ -3,7 +3,9 @@
 **Attempts.** A call is sent to one member; when that does not answer within ``ATTEMPT_SHARE`` of the call's deadline,
 cannot be reached, or has no leader, it is sent again to another, after a short jittered pause and with a little
 more time, until the deadline (``EngineTimeout``). So every call must be harmless when sent twice; a commit is, by its
-marker. What a member had passed to a leader that then died is lost: hence more than two attempts.
+marker. What a member had passed to a leader that then died is lost: hence more than two attempts. While answers
+take long, or after a call that got none, the attempts are fewer and longer: a cluster that is only slow answers those,
+and is not asked more for being slow.
 
 **Endpoints.** Calls stay with one member as long as it answers. One that failed is not asked again for a time that
 doubles with each failure in a row, unless all have failed: then the one whose time ends first is.
@@ -35,9 +37,14 @@ _A = TypeVar("_A", bound=wire.Answer)
 
 ATTEMPT_SHARE = 0.1
 """of a call's deadline that the first member may take to answer"""
-ATTEMPT_GROWTH = 1.1
+ATTEMPT_GROWTH = 1.3
 """how much longer each further attempt may take: a slow cluster is not asked in vain again and again"""
-PROBE_SHARE = 2 * ATTEMPT_SHARE
+SLOW_SHARE_MAX = 0.4
+"""the same at most, where answers took long or calls got none: so long a cluster may take that is only slow"""
+SLOW_DECAY = 0.8
+"""of that after each quick answer"""
+PROBE_ATTEMPTS = 2
+"""So many times as long a member may take that is asked whether it is there, or to begin an answer without an end."""
 PAUSE_SECONDS_MIN = 0.02
 PAUSE_SECONDS_MAX = 0.25
 SHUN_SECONDS_MIN = 0.5
@@ -118,8 +125,10 @@ class Endpoint:
     failure_count: int = 0
     failed_at: float = -math.inf
     shunned_until: float = -math.inf
+    answered_at: float = -math.inf
 
     def answered(self) -> None:
+        self.answered_at = trio.current_time()
         self.failure_count = 0
         self.shunned_until = -math.inf
 
@@ -148,6 +157,8 @@ class EtcdClient:
         self._endpoints = [Endpoint(url.rstrip("/")) for url in options.endpoints]
         random.shuffle(self._endpoints)  # clients spread over the members
         self._current = self._endpoints[0]
+        self._share = ATTEMPT_SHARE
+        """of a call's deadline that its first attempt has"""
         self._token = ""
         self._login_lock = trio.Lock()
         self._call_count = 0
@@ -164,7 +175,7 @@ class EtcdClient:
         body = wire.encode(message)
         unsure = False
         pause = PAUSE_SECONDS_MIN
-        patience = self.options.deadline * ATTEMPT_SHARE
+        patience = self._patience
         reason = "no answer"
         with self._counted():
             try:
@@ -180,6 +191,7 @@ class EtcdClient:
                         patience *= ATTEMPT_GROWTH
             except trio.TooSlowError:
                 seconds = self.options.deadline
+                self._answered(seconds)
                 raise EngineTimeout(f"etcd did not answer {method} within {seconds:g} s; at last: {reason}") from None
             except EngineFull as error:
                 if unsure:
@@ -190,14 +202,14 @@ class EtcdClient:
         """That this very member answers, and with the present state."""
         message = wire.encode(wire.Range(key, limit=1, keys_only=True))
         try:
-            await self._attempt(endpoint, "kv/range", message, wire.RANGE, self.options.deadline * PROBE_SHARE)
+            await self._attempt(endpoint, "kv/range", message, wire.RANGE, self._patience * PROBE_ATTEMPTS)
         except Unanswered:
             return False
         return True
 
     async def stream(self, endpoint: Endpoint, method: str, message: wire.Message) -> httpx.Response:
         """Begin an answer without an end. The caller closes it. Unanswered when it does not begin."""
-        patience = self.options.deadline * PROBE_SHARE
+        patience = self._patience * PROBE_ATTEMPTS
         headers = await self._headers(endpoint, patience)
         request = self._request(endpoint, method, wire.encode(message), headers)
         with self._attempting(endpoint, patience):
@@ -228,10 +240,21 @@ class EtcdClient:
             await self._idle.wait()
         await self._http.aclose()
 
+    @property
+    def _patience(self) -> float:
+        """Seconds that the first attempt of a call has."""
+        return self.options.deadline * self._share
+
+    def _answered(self, seconds: float) -> None:
+        """An answer took so long, or did not come: what comes next may take twice that."""
+        share = max(2 * seconds / self.options.deadline, SLOW_DECAY * self._share)
+        self._share = min(max(share, ATTEMPT_SHARE), SLOW_SHARE_MAX)
+
     # -- one attempt ----------------------------------------------------------------------------------
 
     async def _attempt(self, endpoint: Endpoint, method: str, body: bytes, decoder: Decoder[_A], patience: float) -> _A:
         """One member's answer, within ``patience`` seconds (twice that with a login)."""
+        began = trio.current_time()
         headers = await self._headers(endpoint, patience)
         response = await self._post(endpoint, method, body, headers, patience)
         if response.status_code != httpx.codes.OK:
@@ -240,6 +263,7 @@ class EtcdClient:
         if isinstance(answer, wire.KeepaliveAnswer) and answer.error is not None:
             self._raise_refusal(endpoint, wire.Refusal(error=answer.error), headers)
         endpoint.answered()
+        self._answered(trio.current_time() - began)
         self.revision = max(self.revision, answer.header.revision)
         return answer
 

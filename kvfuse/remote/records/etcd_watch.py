@@ -1,17 +1,21 @@
-"""A watch that outlives the members it hears from: it resumes at the revision after the last one it has shown.
+"""The changes of a store, by one stream for all its watches, which outlives the members it hears from.
 
-Nothing runs beside the reader: its own wait opens the stream, reads it, and looks after the member, so a
-reader that is cancelled or stays away loses nothing - the next wait goes on where the last one ended.
+The stream resumes at the revision after the last one that it has shown. Nothing runs beside the readers of the watches:
+one of those that wait reads for all, opens the stream, and looks after the member. A reader that is cancelled loses
+nothing: another goes on, or the next wait does. One that stays away while others read finds what came meanwhile.
 
 A stream says nothing while nothing changes, and would say nothing either if its member were stopped or cut off.
-So while the reader waits, the member is asked something every ``PROBE_SECONDS``; one that does not answer is left.
+So while somebody waits, a member that answers no other call either is asked something every ``PROBE_SECONDS``; one that
+does not answer that is left.
 
-While no member can be reached the watch waits: whoever must know that asks the store something.
+While no member can be reached the watches wait: whoever must know that asks the store something.
 """
 
 from __future__ import annotations
 
+import math
 import random
+import weakref
 from collections import deque
 from collections.abc import AsyncIterator
 
@@ -36,6 +40,8 @@ from kvfuse.remote.records.etcd_client import (
 )
 
 PROBE_SECONDS = 1.0
+BACKLOG_MAX = 1 << 16
+"""changes that a watch holds for a reader who has not come for them"""
 LINE_SIZE_MAX = 256 << 20
 """bytes of one message: far more than etcd puts into one"""
 
@@ -74,89 +80,129 @@ class _Stream:
             await self._response.aclose()
 
 
-class EtcdWatch(AsyncIterator[Change]):
-    """Changes of the keys that start with ``base + prefix``, shown without ``base``. For one reader at a time."""
+class EtcdFeed:
+    """All changes of the keys that start with ``base``, for the watches of one store."""
 
-    def __init__(self, client: EtcdClient, base: bytes, prefix: bytes) -> None:
+    def __init__(self, client: EtcdClient, base: bytes) -> None:
+        self.base = base
+        self.closed = client.closed
+        self.failure: EngineError | None = None
+        """why all its watches have ended: a new one needs another feed"""
         self._client = client
-        self._base = base
-        self._start = base + prefix
-        self._revision_next = client.revision + 1
-        self._changes: deque[Change] = deque()
-        self._stream: _Stream | None = None
-        self._failure: EngineError | None = None
-        self._pause = PAUSE_SECONDS_MIN
-        self._closed = client.closed
-        self._scope = trio.CancelScope()
+        self._revision_next = 0
+        self._watches: weakref.WeakSet[EtcdWatch] = weakref.WeakSet()
+        self._waiting: dict[EtcdWatch, trio.Event] = {}
+        """those that somebody else reads for"""
         self._reading = trio.Lock()
+        self._scope = trio.CancelScope()
+        self._stream: _Stream | None = None
+        self._heard_at = -math.inf
+        self._pause = PAUSE_SECONDS_MIN
 
-    async def __anext__(self) -> Change:
-        while not self._changes:
-            if self._closed:
-                raise StopAsyncIteration
-            if self._failure is not None:
-                raise self._failure
-            await self._receive()
-        return self._changes.popleft()
+    def watch(self, prefix: bytes) -> EtcdWatch:
+        """Changes from the newest revision on that an answer has told the client of."""
+        revision = self._client.revision + 1
+        if not self._watches:
+            self._revision_next = revision  # what came before is for nobody, and may not be kept any more
+        watch = EtcdWatch(self, self.base + prefix, revision)
+        self._watches.add(watch)
+        return watch
 
     async def aclose(self) -> None:
-        """End it, also under a reader that waits. Idempotent."""
-        self._closed = True
+        """End all watches, also under a reader that waits. Idempotent."""
+        self.closed = True
         self._scope.cancel()
+        for woken in self._waiting.values():
+            woken.set()
         async with self._reading:
             await self._leave()
 
-    async def _receive(self) -> None:
-        """Take in one message, or pause after a failed attempt to get one."""
-        async with self._reading:
-            if self._closed:
-                return
-            with trio.CancelScope() as self._scope:
-                await self._receive_one()
+    # -- readers -------------------------------------------------------------------------------------
 
-    async def _receive_one(self) -> None:
-        try:
-            message = await self._next_message()
-        except Unanswered:
-            await self._leave()
-            await trio.sleep(self._pause * random.uniform(0.5, 1.0))
-            self._pause = min(2 * self._pause, PAUSE_SECONDS_MAX)
+    async def wait(self, watch: EtcdWatch) -> None:
+        """Return when there may be something new for ``watch``: read for all, unless somebody else does."""
+        if self._reading.locked():
+            await self._wait_for_reader(watch)
             return
-        except BaseException:  # cancelled, in the middle of a message: the stream cannot be read on
-            await self._leave()
-            raise
-        self._pause = PAUSE_SECONDS_MIN
-        if not self._take(message):
-            await self._leave()
+        self._reading.acquire_nowait()
+        try:
+            with trio.CancelScope() as self._scope:
+                if not self.closed:
+                    await self._read(watch)
+        finally:
+            self._reading.release()
+            self._hand_over()
 
-    async def _leave(self) -> None:
-        stream, self._stream = self._stream, None
-        if stream is not None:
-            await stream.aclose()
+    async def _wait_for_reader(self, watch: EtcdWatch) -> None:
+        woken = self._waiting[watch] = trio.Event()
+        try:
+            await woken.wait()
+        finally:
+            del self._waiting[watch]
+            if not self._reading.locked():
+                self._hand_over()  # it was this one's turn to read, and it may have been cancelled
 
-    async def _next_message(self) -> wire.WatchAnswer:
-        if self._stream is None:
-            self._stream = await self._open()
-        stream = self._stream
-        message: wire.WatchAnswer | None = None
-        broken = Unanswered(f"{stream.endpoint.url} is silent", sent=True)
+    def _hand_over(self) -> None:
+        """Somebody who waits is to read on."""
+        for woken in self._waiting.values():
+            if not woken.is_set():
+                woken.set()
+                return
+
+    def _show(self, change: Change) -> None:
+        for watch in self._watches:
+            if watch.offer(change) and (woken := self._waiting.get(watch)) is not None:
+                woken.set()
+
+    def _fail(self, error: EngineError) -> None:
+        self.failure = error
+        for woken in self._waiting.values():
+            woken.set()
+
+    # -- the stream ----------------------------------------------------------------------------------
+
+    async def _read(self, watch: EtcdWatch) -> None:
+        """Take in messages until there is something for ``watch``, whatever becomes of members meanwhile."""
+        while not watch.has_news:
+            try:
+                if self._stream is None:
+                    self._stream = await self._open()
+                await self._listen(self._stream, watch)
+            except Unanswered:
+                await self._leave()
+                if self.failure is None:
+                    await trio.sleep(self._pause * random.uniform(0.5, 1.0))
+                    self._pause = min(2 * self._pause, PAUSE_SECONDS_MAX)
+            except BaseException:  # cancelled, in the middle of a message: the stream cannot be read on
+                await self._leave()
+                raise
+
+    async def _listen(self, stream: _Stream, watch: EtcdWatch) -> None:
+        """Unanswered when the stream ends, or its member does not answer."""
+        ended: Unanswered | None = Unanswered(f"{stream.endpoint.url} is silent", sent=True)
+        self._heard_at = trio.current_time()
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._guard, stream.endpoint, nursery.cancel_scope)
             try:
-                message = await stream.next_message()
+                while not watch.has_news:
+                    self._take(await stream.next_message())
+                    self._heard_at = trio.current_time()
+                    self._pause = PAUSE_SECONDS_MIN
+                ended = None
             except Unanswered as error:
-                broken = error
+                ended = error
             nursery.cancel_scope.cancel()
-        if message is None:
-            raise broken
-        return message
+        if ended is not None:
+            raise ended
 
     async def _guard(self, endpoint: Endpoint, scope: trio.CancelScope) -> None:
-        """Ask the member now and then; cancel ``scope`` when it does not answer, or refuses."""
+        """Ask a silent member now and then; cancel ``scope`` when it does not answer, or refuses."""
         while True:
             await trio.sleep(PROBE_SECONDS)
+            if trio.current_time() < max(self._heard_at, endpoint.answered_at) + PROBE_SECONDS / 2:
+                continue
             try:
-                alive = await self._client.probe(endpoint, self._start)
+                alive = await self._client.probe(endpoint, self.base)
             except EngineError:
                 alive = False
             if not alive:
@@ -164,39 +210,81 @@ class EtcdWatch(AsyncIterator[Change]):
 
     async def _open(self) -> _Stream:
         endpoint = self._client.choose()
-        create = wire.WatchCreate(self._start, wire.prefix_end(self._start), self._revision_next, progress_notify=True)
+        end = wire.prefix_end(self.base)
+        create = wire.WatchCreate(self.base, end, self._revision_next, progress_notify=True)
         try:
             return _Stream(endpoint, await self._client.stream(endpoint, "watch", wire.WatchCall(create)))
         except EngineError as error:
-            self._failure = error
+            self._fail(error)
             raise Unanswered(str(error), sent=False) from error
 
-    def _take(self, message: wire.WatchAnswer) -> bool:
-        """Keep what a message shows. False: the stream ends here."""
+    async def _leave(self) -> None:
+        stream, self._stream = self._stream, None
+        if stream is not None:
+            await stream.aclose()
+
+    # -- messages ------------------------------------------------------------------------------------
+
+    def _take(self, message: wire.WatchAnswer) -> None:
+        """Show what a message tells. Unanswered: the stream ends here."""
         result = message.result
         if result is None:
-            self._judge(message.error or wire.StreamError("an empty message", UNAVAILABLE))
-            return False
+            raise self._judged(message.error or wire.StreamError("an empty message", UNAVAILABLE))
         self._client.revision = max(self._client.revision, result.header.revision)
         if result.canceled:
-            self._judge(_cancel_error(result))
-            return False
+            raise self._judged(_cancel_error(result))
         for event in result.events:
             value = None if event.type == "DELETE" else event.kv.value
-            self._changes.append(Change(event.kv.key[len(self._base) :], value, event.kv.mod_revision))
+            self._show(Change(event.kv.key, value, event.kv.mod_revision))
         if result.events:
             self._revision_next = result.events[-1].kv.mod_revision + 1
         elif not result.created:  # it says that there was nothing until here
             self._revision_next = max(self._revision_next, result.header.revision + 1)
-        return True
 
-    def _judge(self, error: wire.StreamError) -> None:
-        """End the watch where another member would say the same."""
+    def _judged(self, error: wire.StreamError) -> Unanswered:
+        """The end of the stream; of all watches, where another member would say the same."""
         if error.grpc_code == OUT_OF_RANGE:
             text = f"the changes since revision {self._revision_next} are no longer kept: read the state anew"
-            self._failure = EngineError(text)
+            self._fail(EngineError(text))
         elif error.grpc_code not in UNSURE_CODES | {UNAUTHENTICATED}:
-            self._failure = EngineError(f"etcd ended the watch of {self._start!r}: {error.message}")
+            self._fail(EngineError(f"etcd ended the watch of {self.base!r}: {error.message}"))
+        return Unanswered(error.message, sent=True)
+
+
+class EtcdWatch(AsyncIterator[Change]):
+    """Changes of the keys that start with ``start``, without the feed's ``base``. For one reader at a time."""
+
+    def __init__(self, feed: EtcdFeed, start: bytes, version_min: int) -> None:
+        self._feed = feed
+        self._start = start
+        self._version_min = version_min
+        self._changes: deque[Change] = deque()
+        self._failure: EngineError | None = None
+
+    @property
+    def has_news(self) -> bool:
+        """There is a change to show, or the end."""
+        return bool(self._changes or self._failure or self._feed.failure) or self._feed.closed
+
+    def offer(self, change: Change) -> bool:
+        """Keep a change of any key, if it is one to show."""
+        if not change.key.startswith(self._start) or change.version < self._version_min or self._failure is not None:
+            return False
+        if len(self._changes) >= BACKLOG_MAX:
+            self._changes.clear()
+            self._failure = EngineError(f"the watch fell {BACKLOG_MAX} changes behind: read the state anew")
+        else:
+            self._changes.append(change._replace(key=change.key[len(self._feed.base) :]))
+        return True
+
+    async def __anext__(self) -> Change:
+        while not self._changes:
+            if self._feed.closed:
+                raise StopAsyncIteration
+            if failure := self._failure or self._feed.failure:
+                raise failure
+            await self._feed.wait(self)
+        return self._changes.popleft()
 
 
 def _cancel_error(result: wire.WatchResult) -> wire.StreamError:

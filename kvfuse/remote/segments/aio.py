@@ -4,7 +4,14 @@ librados announces each operation in a thread of its own. The callback there onl
 once for all that ended meanwhile; everything else happens in the event loop.
 
 A call ends when all of its operations ended: librados then touches no memory of the caller any more. One that is
-cancelled or late cancels them first, which they obey at once, whatever the servers do.
+cancelled or late cancels them first, which they obey at once, whatever the servers do. Only *spare* reads, into memory
+of their own, may go on behind it: hedges, and probes.
+
+An object of which an operation was late is *silent*: it is not waited for again until a probe of it is answered. A
+stopped server would else cost each call a deadline, for as long as the cluster takes to name another. The probe is
+under way all the time, as librados sends it again to whoever the cluster map names then; so its answer comes, and
+the object is asked again, as soon as that can do any good. Meanwhile changes are refused at once, and reads asked of
+all replicas at once: a replica that has the bytes answers immediately.
 """
 
 from __future__ import annotations
@@ -13,6 +20,7 @@ import errno
 import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TypeVar
 
 import trio
@@ -20,7 +28,7 @@ import trio
 from kvfuse.errors import EngineTimeout
 from kvfuse.remote.segments import librados
 from kvfuse.remote.segments.api import SegmentCounters
-from kvfuse.remote.segments.objects import ReadRequest, Request
+from kvfuse.remote.segments.objects import ReadRequest, Request, SpareRead
 
 _T = TypeVar("_T")
 
@@ -34,6 +42,12 @@ HEDGE_SHARE = 0.1
 """Hedges beyond the first few stay below this share of all operations: a merely busy cluster gets no more work."""
 
 
+SPARE_BYTES_MAX = 64 << 20
+"""Memory of spare reads: those that a replica refused keep theirs until the silent server is heard of."""
+CLOSE_SECONDS = 1.0
+"""for which closing waits for spare reads that were cancelled"""
+
+
 class _Call:
     """Requests that are waited for together, and their operations that did not end yet."""
 
@@ -45,15 +59,35 @@ class _Call:
         self.completions: dict[int, int] = {}
         """tag -> completion, of all operations that were started; released when none is in flight"""
         self.idle = trio.Event()
+        self.hedges: list[_Spare] = []
+        self.is_late = False
+        self.is_over = False
+        """its memory is the caller's again"""
 
     def ended(self, tag: int, code: int) -> None:
         request = self.in_flight.pop(tag)
-        if request.ended(tag, code):
+        request.ended(code)
+        self.look_at(request)
+        if not self.in_flight:
+            self.idle.set()
+
+    def look_at(self, request: Request) -> None:
+        """It may be answered now."""
+        if request.code is not None:
             self.unanswered.discard(request)
         if not self.unanswered:
             self.answered.set()
-        if not self.in_flight:
-            self.idle.set()
+
+
+class _Spare:
+    """A spare read under way, and what is to be done with its answer."""
+
+    def __init__(self, read: SpareRead, answered: Callable[[int], None]) -> None:
+        self.read = read
+        self.answered = answered
+        self.completion = 0
+        self.is_held = False
+        """a thread cancels it, and releases it then"""
 
 
 class Dispatcher:
@@ -78,7 +112,14 @@ class Dispatcher:
         self.hedge_delay = hedge_delay
         self.counters = counters
         self._tags = itertools.count(1)
-        self._calls: dict[int, _Call] = {}
+        self._under_way: dict[int, Callable[[int], None]] = {}
+        """tag -> what is to be done with the answer"""
+        self._spares: set[_Spare] = set()
+        self._spare_bytes = 0
+        self._spares_ended = trio.Event()
+        self._silent: dict[bytes, float] = {}
+        """object -> since when"""
+        self._late_hedges = 0
         self._ended: deque[tuple[int, int]] = deque()
         self._loop = trio.lowlevel.current_trio_token()
         self._threads = trio.CapacityLimiter(THREADS_MAX)
@@ -89,7 +130,11 @@ class Dispatcher:
         self._pool = await self.in_thread(lambda: librados.Pool.connect(self.place, self._callback))
 
     async def aclose(self) -> None:
-        """Nothing may be under way."""
+        """No call may be under way. Spare reads that cannot be cancelled end with the connection."""
+        await self._cancel((), list(self._spares))
+        with trio.move_on_after(CLOSE_SECONDS):
+            while self._spares:
+                await self._spares_ended.wait()
         await self.in_thread(self._pool.close)
 
     async def available_bytes(self) -> int | None:
@@ -112,8 +157,11 @@ class Dispatcher:
         """Have every request answered. EngineError of the first that failed, EngineTimeout; others may have been done.
 
         Reads are filled with zeros where objects have no bytes. Requests are started in order, and those on
-        one object done in that order.
+        one object done in that order. Nothing is started where one of them would change a silent object.
         """
+        for request in requests if self._silent else ():
+            if request.name in self._silent and not (self.hedge_delay and isinstance(request, ReadRequest)):
+                raise EngineTimeout(self._what(request) + self._silence_of(request))
         for first in range(0, len(requests), self.in_flight_max):
             await self._perform_together(requests[first : first + self.in_flight_max])
 
@@ -121,8 +169,9 @@ class Dispatcher:
         call = _Call(requests)
         try:
             await self._sized(sum(request.copied_bytes for request in requests), lambda: self._start(call, requests))
-            with trio.move_on_after(self.deadline):
+            with trio.move_on_after(self.deadline) as patience:
                 await self._wait(call)
+            call.is_late = patience.cancelled_caught
         finally:
             await self._let_go(call)
         self._check(call)
@@ -142,53 +191,127 @@ class Dispatcher:
         for request in requests:
             tag = next(self._tags)
             call.in_flight[tag] = request
-            self._calls[tag] = call
+            self._under_way[tag] = partial(call.ended, tag)
             try:
                 call.completions[tag] = request.start(self._pool, tag)
             except BaseException:
-                del call.in_flight[tag], self._calls[tag]
+                del call.in_flight[tag], self._under_way[tag]
                 raise
         self.counters.operations += len(requests)
 
     async def _wait(self, call: _Call) -> None:
-        """Until all is answered, with hedges for reads that are late."""
+        """Until all is answered, with hedges for reads that are late. Less long where a silent object stays silent."""
+        silent = [read for read in call.requests if isinstance(read, ReadRequest) and read.name in self._silent]
+        if silent:
+            self._hedge(call, silent * HEDGES_MAX)
+            with trio.move_on_after(self.hedge_delay):
+                await call.answered.wait()
+            if not call.unanswered.isdisjoint(silent):
+                return
         for _ in range(HEDGES_MAX if self.hedge_delay else 0):
             with trio.move_on_after(self.hedge_delay):
                 await call.answered.wait()
                 return
-            allowed = HEDGES_FREE + int(HEDGE_SHARE * self.counters.operations) - self.counters.hedges
-            late = [request for request in call.unanswered if request.hedgeable][: max(allowed, 0)]
-            self.counters.hedges += len(late)
-            self._start(call, late)
+            allowed = HEDGES_FREE + int(HEDGE_SHARE * self.counters.operations) - self._late_hedges
+            late = [read for read in call.unanswered if isinstance(read, ReadRequest)][: max(allowed, 0)]
+            self._late_hedges += len(late)
+            self._hedge(call, late)
         await call.answered.wait()
+
+    # -- spare reads ---------------------------------------------------------------------------------
+
+    def _hedge(self, call: _Call, reads: Sequence[ReadRequest]) -> None:
+        """Ask other replicas, too, as far as there is memory for their answers."""
+        for read in reads:
+            hedge = read.hedge()
+            if self._spare_bytes + hedge.byte_count <= SPARE_BYTES_MAX:
+                self.counters.hedges += 1
+                call.hedges.append(self._start_spare(hedge, partial(self._hedge_ended, call, read, hedge)))
+
+    def _hedge_ended(self, call: _Call, read: ReadRequest, hedge: SpareRead, code: int) -> None:
+        if not call.is_over:
+            read.hedge_ended(hedge, code)
+            call.look_at(read)
+
+    def _start_spare(self, read: SpareRead, answered: Callable[[int], None]) -> _Spare:
+        spare = _Spare(read, answered)
+        tag = next(self._tags)
+        spare.completion = read.start(self._pool, tag)
+        self._under_way[tag] = partial(self._spare_ended, spare)  # what is announced is taken up after this
+        self._spares.add(spare)
+        self._spare_bytes += read.byte_count
+        self.counters.operations += 1
+        return spare
+
+    def _spare_ended(self, spare: _Spare, code: int) -> None:
+        self._spares.discard(spare)
+        self._spare_bytes -= spare.read.byte_count
+        if not spare.is_held:
+            self._pool.release(spare.completion)
+        self._spares_ended.set()
+        self._spares_ended = trio.Event()
+        spare.answered(code)
+
+    def _watch(self, name: bytes) -> None:
+        """An object did not answer in time: it is silent until it does."""
+        if name not in self._silent:
+            self._start_spare(SpareRead(name, [(0, 1)]), partial(self._heard, name))
+            self._silent[name] = trio.current_time() - self.deadline
+
+    def _heard(self, name: bytes, code: int) -> None:
+        del self._silent[name]
+
+    # -- when it is over -----------------------------------------------------------------------------
 
     async def _let_go(self, call: _Call) -> None:
         """Returns when none of the call's operations is under way, however it ended."""
         with trio.CancelScope(shield=True):
-            if call.in_flight:
-                late = [call.completions[tag] for tag in call.in_flight]
+            hedges = [spare for spare in call.hedges if spare in self._spares]
+            if call.in_flight or hedges:
                 call.idle = trio.Event()  # anew: between two starts there may have been nothing under way
-                await self.in_thread(lambda: self._cancel(late))
+                await self._cancel([call.completions[tag] for tag in call.in_flight], hedges)
                 if call.in_flight:
                     await call.idle.wait()
+        call.is_over = True
         for completion in call.completions.values():
             self._pool.release(completion)
 
-    def _cancel(self, completions: Sequence[int]) -> None:
-        for completion in completions:
-            self._pool.cancel(completion)
+    async def _cancel(self, completions: Sequence[int], spares: Sequence[_Spare]) -> None:
+        """Have operations end that can be ended. ``completions`` are released by whoever started them."""
+
+        def cancel() -> None:
+            for completion in [*completions, *[spare.completion for spare in spares]]:
+                self._pool.cancel(completion)
+
+        for spare in spares:
+            spare.is_held = True
+        await self.in_thread(cancel)
+        for spare in spares:
+            spare.is_held = False
+            if spare not in self._spares:
+                self._pool.release(spare.completion)
 
     def _check(self, call: _Call) -> None:
-        """EngineError where a request was not answered, or failed."""
+        """EngineError where a request was not answered, or failed. What was late is silent from now on."""
+        late = [request for request in call.requests if _is_unanswered(request)]
+        if call.is_late:
+            for request in late:
+                self._watch(request.name)
+        if late:
+            request = min(late, key=lambda request: request.name not in self._silent)
+            why = f": no answer within {self.deadline:g} s" if call.is_late else self._silence_of(request)
+            unknown = "" if isinstance(request, ReadRequest) else "; whether it was done is unknown"
+            raise EngineTimeout(self._what(request) + why + unknown)
         for request in call.requests:
-            what = f"{request.verb} object {request.name.decode()} ({self.place})"
-            if request in call.unanswered or request.code == -errno.ECANCELED:
-                raise EngineTimeout(
-                    f"{what}: no answer within {self.deadline:g} s"
-                    + ("" if request.hedgeable else "; whether it was done is unknown")
-                )
             if request.failure:
-                raise librados.engine_error(request.failure, what)
+                raise librados.engine_error(request.failure, self._what(request))
+
+    def _what(self, request: Request) -> str:
+        return f"{request.verb} object {request.name.decode()} ({self.place})"
+
+    def _silence_of(self, request: Request) -> str:
+        seconds = trio.current_time() - self._silent.get(request.name, trio.current_time())
+        return f": the object has not answered for {seconds:.1f} s; it is asked again when it answers a probe"
 
     def _announce(self, completion: int, tag: int) -> None:
         """In a thread of librados."""
@@ -198,7 +321,11 @@ class Dispatcher:
     def _take_ended(self) -> None:
         while self._ended:
             completion, tag = self._ended.popleft()
-            self._calls.pop(tag).ended(tag, self._pool.code(completion))
+            self._under_way.pop(tag)(self._pool.code(completion))
+
+
+def _is_unanswered(request: Request) -> bool:
+    return request.code is None or request.code == -errno.ECANCELED
 
 
 def _fill(reads: Sequence[ReadRequest]) -> None:

@@ -11,6 +11,8 @@ import errno
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 
+import numpy as np
+
 from kvfuse.remote.segments.api import Transfer
 from kvfuse.remote.segments.direct import address_of
 from kvfuse.remote.segments.librados import BALANCE_READS, Pool, Range, ReadResults
@@ -40,8 +42,6 @@ class Request(ABC):
     """One operation on one object. ``code`` is its answer: None until there is one, negative errno for a failure."""
 
     verb: str
-    hedgeable = False
-    """it may be asked of another replica at the same time"""
 
     def __init__(self, name: bytes) -> None:
         self.name = name
@@ -56,10 +56,9 @@ class Request(ABC):
     def start(self, pool: Pool, tag: int) -> int:
         """Begin; returns librados' completion."""
 
-    def ended(self, tag: int, code: int) -> bool:
-        """The operation with this tag answered; whether that answers the request."""
+    def ended(self, code: int) -> None:
+        """It was answered."""
         self.code = code
-        return True
 
     @property
     def failure(self) -> int:
@@ -71,32 +70,38 @@ class ReadRequest(Request):
     """Fills each piece's view. Absent bytes are left alone until ``fill``."""
 
     verb = "reading"
-    hedgeable = True
 
     def __init__(self, name: bytes, pieces: Sequence[Piece]) -> None:
         super().__init__(name)
         self._pieces = pieces
         self._ranges = [Range(piece.offset, address_of(piece.view), piece.view.nbytes) for piece in pieces]
-        self._results: dict[int, ReadResults] = {}
-        self._first_tag = 0
+        self._results = ReadResults(len(pieces))
         self.lengths: Sequence[int] = ()
         """bytes that each piece got, once it was answered"""
 
     def start(self, pool: Pool, tag: int) -> int:
-        """Begin; every start but the first asks any replica. All of them fill the same views with the same bytes."""
-        results = self._results[tag] = ReadResults(len(self._ranges))
-        self._first_tag = self._first_tag or tag
-        return pool.start_read(self.name, self._ranges, results, tag, 0 if tag == self._first_tag else BALANCE_READS)
+        return pool.start_read(self.name, self._ranges, self._results, tag)
 
-    def ended(self, tag: int, code: int) -> bool:
-        """A failed hedge answers nothing: the first try will."""
-        results = self._results[tag]
-        code = min(code, results.code)
-        if self.code is not None or (code < 0 and tag != self._first_tag and code != -errno.ENOENT):
-            return False
-        self.code = code
-        self.lengths = results.lengths if code >= 0 else [0] * len(self._ranges)
-        return True
+    def ended(self, code: int) -> None:
+        """What comes after a hedge was faster has put the same bytes where they are."""
+        if self.code is None:
+            self._answered(code, self._results)
+
+    def hedge(self) -> SpareRead:
+        """The same, of any replica."""
+        return SpareRead(self.name, [(piece.offset, piece.view.nbytes) for piece in self._pieces], BALANCE_READS)
+
+    def hedge_ended(self, hedge: SpareRead, code: int) -> None:
+        """A failed hedge answers nothing: the first try will. Nor does one that comes too late."""
+        code = min(code, hedge.results.code)
+        if self.code is None and (code >= 0 or code == -errno.ENOENT):
+            for piece, view in zip(self._pieces, hedge.views, strict=True):
+                piece.view[:] = view
+            self._answered(code, hedge.results)
+
+    def _answered(self, code: int, results: ReadResults) -> None:
+        self.code = min(code, results.code)
+        self.lengths = results.lengths if self.code >= 0 else [0] * len(self._ranges)
 
     @property
     def failure(self) -> int:
@@ -111,6 +116,34 @@ class ReadRequest(Request):
         for (_, address, length), got in zip(self._ranges, self.lengths, strict=True):
             if got < length:
                 ctypes.memset(address + got, 0, length - got)
+
+
+class SpareRead:
+    """Ranges of one object read into memory of its own, so that nobody has to wait for its end.
+
+    For there is no end to be had of some: a read that a replica refused is sent anew by librados, to the first one
+    and under a number that nobody is told, and can then not be cancelled.
+    """
+
+    def __init__(self, name: bytes, spans: Sequence[tuple[int, int]], flags: int = 0) -> None:
+        self.name = name
+        self.byte_count = sum(length for _, length in spans)
+        self.results = ReadResults(len(spans))
+        memory = np.empty(self.byte_count, np.uint8).data
+        self.views: list[memoryview] = []
+        """one for each (offset, length) of ``spans``"""
+        self._flags = flags
+        self._ranges: list[Range] = []
+        start = 0
+        for offset, length in spans:
+            view = memory[start : start + length]
+            self.views.append(view)
+            self._ranges.append(Range(offset, address_of(view), length))
+            start += length
+
+    def start(self, pool: Pool, tag: int) -> int:
+        """Begin; returns librados' completion."""
+        return pool.start_read(self.name, self._ranges, self.results, tag, self._flags)
 
 
 class WriteRequest(Request):
@@ -132,9 +165,7 @@ class WriteRequest(Request):
         return 0 if self._exclusive and self.code == -errno.EEXIST else super().failure
 
     def start(self, pool: Pool, tag: int) -> int:
-        runs = [
-            (offset, views[0] if len(views) == 1 else memoryview(b"".join(views))) for offset, views in self._runs()
-        ]
+        runs = [(offset, _joined(views)) for offset, views in self._runs()]
         ranges = [Range(offset, address_of(view), view.nbytes) for offset, view in runs]
         return pool.start_write(self.name, ranges, tag, exclusive=self._exclusive)
 

@@ -13,6 +13,8 @@
 * A read that is late by ``hedge_delay`` is also asked of another replica. That one answers only while it holds the
   first one's promise (most of the heartbeat grace), and only what it knows to be whole everywhere: not what was written
   last in that placement group. So hedges help readers of settled blocks through a short stall, and nobody else.
+* An object that was late is not waited for again until it answers a probe (`aio`): so a stalled OSD costs one deadline,
+  and not one for each call, until the cluster names another.
 
 Hosts that share a volume agree elsewhere (in the record store) on who creates, removes or writes what. This
 store only promises that a segment which another host created is found.

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import random
-from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 
 import trio
@@ -20,10 +19,10 @@ from kvfuse.errors import EngineError
 from kvfuse.remote.records.api import Lease, Record, RecordStore, Versioned
 from kvfuse.remote.records.decorators import RecordDecorator
 
-CALLS_MAX = 2
+CALLS_MAX = 1
 """Calls of `get` under way at once; what comes meanwhile shares the next one."""
 OWN_MAX = 4096
-"""Commits of our own that are kept for a watch that lags behind."""
+"""Commits of our own that are told from those of others: a watch may lag behind by so many."""
 PROBE_SECONDS = (0.05, 1.0)
 """Pause between probes of a store that is away: of the first, and at most."""
 PROBE_KEY = b"ninode"
@@ -57,7 +56,7 @@ class SharedRecords(RecordDecorator):
         super().__init__(inner)
         self._calls = trio.Semaphore(CALLS_MAX)
         self._questions: list[_Question] = []
-        self._own: deque[int] = deque(maxlen=OWN_MAX)
+        self._own: dict[int, None] = {}
         self._committing: set[trio.Event] = set()
         self._reason: EngineError | None = None
         self._went_away = trio.Event()
@@ -167,11 +166,17 @@ class SharedRecords(RecordDecorator):
         try:
             version = await self.inner.commit(puts, deletes, expect, durable=durable, lease=lease)
             if version:
-                self._own.append(version)
+                self._own[version] = None
+                if len(self._own) > OWN_MAX:
+                    del self._own[next(iter(self._own))]
             return version
         finally:
             self._committing.discard(returned)
             returned.set()
+
+    def made(self, version: int) -> bool:
+        """This client made the commit of ``version``, lately, and heard of that."""
+        return version in self._own
 
     async def is_own(self, version: int) -> bool:
         """This client made the commit of ``version``. Waits for commits that are under way, which may be the one.

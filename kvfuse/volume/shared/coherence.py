@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 import random
 from dataclasses import asdict, dataclass, field
+from weakref import WeakSet
 
 import trio
 
@@ -24,11 +25,11 @@ from kvfuse.volume import schema
 from kvfuse.volume.api import ROOT_INODE, KernelCache
 from kvfuse.volume.core import Core
 from kvfuse.volume.journal import Journal
-from kvfuse.volume.lookup import Lookup
-from kvfuse.volume.member import Member
 from kvfuse.volume.node import Node
-from kvfuse.volume.refresh import is_quiet
-from kvfuse.volume.shared_records import SharedRecords
+from kvfuse.volume.shared.lookup import SharedLookup
+from kvfuse.volume.shared.member import Member
+from kvfuse.volume.shared.records import SharedRecords
+from kvfuse.volume.shared.refresh import is_quiet
 
 RETRY_SECONDS = 0.5
 """Longest pause before a watch that ended is begun anew."""
@@ -53,13 +54,15 @@ class Coherence:
     core: Core
     records: SharedRecords
     journal: Journal
-    lookup: Lookup
+    lookup: SharedLookup
     member: Member
     counters: CoherenceCounters = field(default_factory=CoherenceCounters)
 
     def __post_init__(self) -> None:
         self.news = self.lookup.refresher.news
         self._merger, self.journal.merger = self.journal.merger, self._merge
+        self._unsure_ends: WeakSet[Node] = WeakSet()
+        """files that others may have changed: the kernel may have taken an older end for theirs"""
         self._held: dict[int, Node] = {}
         """removed files that are open here: they have, or will have, an h record"""
         self._changed_holds: dict[int, bool] = {}
@@ -140,6 +143,8 @@ class Coherence:
                     self.news.name(parent, name)
             elif ino is not None:
                 core.known.note(parent, name, ino, change.version)
+        if change.value is not None:
+            core.known.shelf.put(parent, name, change.value, change.version)
         if isinstance(entry, schema.InodeRecord):
             self._take_record(entry, change.version, parent, name, own=False)
 
@@ -187,14 +192,20 @@ class Coherence:
         """A file is opened: whether what the kernel cached of its bytes is true. From now on it is."""
         places = self.core.places
         is_valid = places.content_version(node.ino) > 0
+        if not is_valid and node.size:
+            self._unsure_ends.add(node)
         places.set_content_version(node.ino, max(node.version, 1))
         return is_valid
 
     def append_offset(self, node: Node, offset: int) -> int:
-        """Where an append goes that the kernel wants at ``offset``: it may not know yet how far others got."""
-        if offset < node.size:
-            self._content_differs(node)
-        return max(offset, node.size)
+        """Where bytes go that the kernel wants at ``offset`` by a descriptor for appends: it may not know yet how far
+        others got. Where they had no hand in it the kernel means what it says: bytes of a mapping come by any
+        descriptor that may write, and O_APPEND can be taken away.
+        """
+        if offset >= node.size or (node not in self._unsure_ends and self.core.places.content_version(node.ino)):
+            return offset
+        self._content_differs(node)
+        return node.size
 
     def _content_differs(self, node: Node) -> None:
         """Bytes are not, or not where, the kernel cached them."""

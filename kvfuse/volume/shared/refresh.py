@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from kvfuse.volume import schema
 from kvfuse.volume.content import Content
 from kvfuse.volume.core import Core
-from kvfuse.volume.kernel_news import KernelNews
 from kvfuse.volume.node import Node
+from kvfuse.volume.shared.kernel_news import KernelNews
 
 
 @dataclass

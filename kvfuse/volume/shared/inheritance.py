@@ -12,8 +12,9 @@ Looked for at the start and whenever a client goes, until nothing is left of tho
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import trio
 
@@ -21,14 +22,16 @@ from kvfuse.errors import EngineError
 from kvfuse.remote.records.api import ABSENT, Record
 from kvfuse.volume import schema
 from kvfuse.volume.core import Core
-from kvfuse.volume.freed import JournalPart
 from kvfuse.volume.schema import NOBODY
-from kvfuse.volume.slab_view import SlabView
-from kvfuse.volume.transaction import Transaction
+from kvfuse.volume.shared.freed import JournalPart
+from kvfuse.volume.shared.slab_view import SlabView
+from kvfuse.volume.shared.transaction import Transaction
 
 CLAIMS_MAX = 32
 """Orphan records that are claimed at the same time."""
 SCAN_ROWS = 1000
+FENCE_PAUSE_SECONDS = 10.0
+"""Before a client is cut off that could not be: others wait meanwhile, and a grace does as well."""
 
 log = logging.getLogger(__name__)
 
@@ -48,15 +51,19 @@ class Inheritance:
         self.is_behind = True
         """there may be something of clients that are gone"""
         self._fenced: dict[int, bool] = {}
+        self._not_fenced: dict[int, float] = {}
+        """clients that could not be cut off -> when that is tried again"""
 
     # -- writes --------------------------------------------------------------------------------------
 
     async def fence(self, client: int) -> bool:
         """Have the segment engine cut off a client, if that is gone; once each. False: its writes may still happen.
 
-        EngineError where the record store does not answer.
+        At once, where that was tried lately. EngineError where the record store does not answer.
         """
         if client not in self._fenced:
+            if trio.current_time() < self._not_fenced.get(client, 0.0):
+                return False
             keys = [schema.member_key(client), schema.sequence_key(client)]
             member, sequence = await self.core.records.get(keys)
             if member is not None or sequence is None:
@@ -65,8 +72,13 @@ class Inheritance:
                 self._fenced[client] = await self.core.segments.fence(sequence.value)
             except EngineError as error:
                 log.warning("a client that is gone could not be cut off, its slabs rest for a while: %s", error)
+                self._not_fenced[client] = trio.current_time() + FENCE_PAUSE_SECONDS
                 return False
         return self._fenced[client]
+
+    async def fence_all(self, clients: Iterable[int]) -> None:
+        """As `fence`, side by side: they wait for the engine together, and nobody for them."""
+        await _side_by_side([partial(self.fence, client) for client in clients])
 
     # -- records -------------------------------------------------------------------------------------
 
@@ -94,23 +106,7 @@ class Inheritance:
     async def _claim_orphans(self) -> None:
         rows = [row for row in await self._rows(b"o") if self._is_ours(schema.decode_orphan(row.value).remover)]
         for start in range(0, len(rows), CLAIMS_MAX):
-            await self._claim_all(rows[start : start + CLAIMS_MAX])
-
-    async def _claim_all(self, rows: Sequence[Record]) -> None:
-        """Side by side: they share commits. The first error is raised when all have ended."""
-        errors: list[EngineError] = []
-
-        async def claim(row: Record) -> None:
-            try:
-                await self._claim(row)
-            except EngineError as error:
-                errors.append(error)
-
-        async with trio.open_nursery() as nursery:
-            for row in rows:
-                nursery.start_soon(claim, row)
-        if errors:
-            raise errors[0]
+            await _side_by_side([partial(self._claim, row) for row in rows[start : start + CLAIMS_MAX]])
 
     async def _claim(self, row: Record) -> None:
         """Make an orphan record this client's. One that moved meanwhile is somebody else's business."""
@@ -133,3 +129,33 @@ class Inheritance:
             expect = {row.key: row.version, schema.member_key(client): ABSENT}
             await self.journal.transact(Transaction(expect, deletes=[row.key]))
             self._fenced.pop(client, None)
+            self._not_fenced.pop(client, None)
+
+    async def count_files_of(self, client: int) -> None:
+        """Add the count of a client that is gone, or leaves, to the common one. A figure: who loses leaves it."""
+        keys = [schema.COUNTER_FILES, schema.files_key(client)]
+        common, own = await self.core.records.get(keys)
+        if common is None or own is None:
+            return
+        total = schema.decode_u64(common.value) + schema.decode_count(own.value)
+        expect = {keys[0]: common.version, keys[1]: own.version}
+        if client != self.core.client:
+            expect[schema.member_key(client)] = ABSENT
+        await self.journal.transact(Transaction(expect, {keys[0]: schema.encode_u64(max(total, 0))}, [keys[1]]))
+
+
+async def _side_by_side(calls: Sequence[Callable[[], Awaitable[object]]]) -> None:
+    """They share round trips and commits. The first error is raised when all have ended."""
+    errors: list[EngineError] = []
+
+    async def run(call: Callable[[], Awaitable[object]]) -> None:
+        try:
+            await call()
+        except EngineError as error:
+            errors.append(error)
+
+    async with trio.open_nursery() as nursery:
+        for call in calls:
+            nursery.start_soon(run, call)
+    if errors:
+        raise errors[0]

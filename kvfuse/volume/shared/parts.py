@@ -16,18 +16,20 @@ from kvfuse.config import Options
 from kvfuse.errors import EngineError
 from kvfuse.volume import schema
 from kvfuse.volume.blocks import Blocks
-from kvfuse.volume.coherence import Coherence
 from kvfuse.volume.content import Content
 from kvfuse.volume.core import Core
+from kvfuse.volume.fetching import Fetcher
 from kvfuse.volume.flush import Flusher
 from kvfuse.volume.journal import Journal
-from kvfuse.volume.leases import SlabLeases
 from kvfuse.volume.lookup import Lookup
 from kvfuse.volume.mapper import Mapper
-from kvfuse.volume.member import Member
 from kvfuse.volume.names import Names
-from kvfuse.volume.shared_names import SharedNames
-from kvfuse.volume.shared_records import SharedRecords
+from kvfuse.volume.shared.coherence import Coherence
+from kvfuse.volume.shared.leases import SlabLeases
+from kvfuse.volume.shared.lookup import SharedLookup
+from kvfuse.volume.shared.member import Member
+from kvfuse.volume.shared.names import SharedNames
+from kvfuse.volume.shared.records import SharedRecords
 from kvfuse.volume.xattrs import Xattrs
 
 log = logging.getLogger(__name__)
@@ -42,9 +44,7 @@ class Parts:
         self.journal = Journal(core, self.flusher, options.publish.window)
         self.content = Content(core, self.journal, self.flusher)
         self.mapper = Mapper(core, self.content)
-        self.lookups = Lookup(core, self.journal, self.content)
-        names = Names if member is None else SharedNames
-        self.names = names(core, self.journal, self.content, self.lookups)
+        self.lookups, self.names = self._make_names()
         self.journal.make_room = self.names.reap_unnamed
         self.blocks = Blocks(
             core,
@@ -62,13 +62,22 @@ class Parts:
         """where others have the volume open, too"""
         self.leases: SlabLeases | None = None
         """likewise"""
-        if member is not None and isinstance(core.records, SharedRecords):
+        if member is not None and isinstance(core.records, SharedRecords) and isinstance(self.lookups, SharedLookup):
+            self.content.fetcher = Fetcher(core)
             self.leases = SlabLeases(core, self.journal)
             self.leases.inheritance.free_later = self.journal.free_later
             self.journal.more = self.leases.more
             self.coherence = Coherence(core, core.records, self.journal, self.lookups, member)
         self._scope = trio.CancelScope()
         self._ended = trio.Event()
+
+    def _make_names(self) -> tuple[Lookup, Names]:
+        core, journal, content = self.core, self.journal, self.content
+        if isinstance(core.records, SharedRecords):
+            shared = SharedLookup(core, journal, content, core.records)
+            return shared, SharedNames(core, journal, content, shared)
+        lookups = Lookup(core, journal, content)
+        return lookups, Names(core, journal, content, lookups)
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Write, commit and follow other hosts until `stop`; from its start on also when the caller is cancelled.
@@ -90,6 +99,8 @@ class Parts:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self.flusher.run)
             nursery.start_soon(self.journal.run)
+            if self.content.fetcher is not None:
+                nursery.start_soon(self.content.fetcher.run)
             if self.coherence is not None and self.leases is not None:
                 nursery.start_soon(self.coherence.run)
                 await nursery.start(self.leases.run)

@@ -17,9 +17,9 @@ import trio
 
 from kvfuse.slab.image import SlabState
 from kvfuse.volume import schema
-from kvfuse.volume.node import COMMITTED, Extent
+from kvfuse.volume.chunk import COMMITTED, Extent
 from kvfuse.volume.schema import FreedSlot
-from kvfuse.volume.transaction import Transaction
+from kvfuse.volume.shared.transaction import Transaction
 
 if TYPE_CHECKING:
     from kvfuse.volume.core import Core

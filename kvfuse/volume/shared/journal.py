@@ -8,8 +8,10 @@ from dataclasses import dataclass, field
 
 from kvfuse.errors import EngineError, NoSpace, Stale
 from kvfuse.volume import schema
-from kvfuse.volume.batch import Batch, BatchBuilder
-from kvfuse.volume.node import Extent, Node
+from kvfuse.volume.batch import Batch
+from kvfuse.volume.building import BatchBuilder
+from kvfuse.volume.chunk import Extent
+from kvfuse.volume.node import Node
 from kvfuse.volume.pending import NameChange
 
 Merge = Callable[[Node, schema.InodeRecord, int], Awaitable[None]]
@@ -99,6 +101,11 @@ class SharedJournal(BatchBuilder):
         self._ties = [tie for tie in self._ties if node not in tie]
         node.changed = node.forced = node.times_changed = False
         node.extra = {}
+
+    def give_up_times(self, ino: int, current: Node | None) -> None:
+        """Of a directory that memory dropped, or has anew as ``current``: others have changed it since."""
+        for directory in [directory for directory in self._times if directory.ino == ino and directory is not current]:
+            self._forget(directory)
 
     def _changes_of(self, node: Node) -> list[tuple[int, bytes, NameChange]]:
         return [
@@ -195,6 +202,7 @@ class SharedJournal(BatchBuilder):
         version, known = batch.version, self.core.known
         for node, record in batch.draft.records.items():
             node.version, node.base = version, record
+            known.shelf.drop(node.parent, node.name)
             node.appends, node.cut_size = node.appends and node.size > record.size, None
             change = None if node.own_record else self.find(node.parent, node.name)
             if change is not None and not change.sent:

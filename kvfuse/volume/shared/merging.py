@@ -14,8 +14,10 @@ from kvfuse.errors import EngineError, NoSpace
 from kvfuse.remote.records.api import Versioned
 from kvfuse.remote.segments.api import Transfer
 from kvfuse.volume import schema
+from kvfuse.volume.chunk import FRESH, Chunk, Extent, Staged
 from kvfuse.volume.content import Content
-from kvfuse.volume.node import FRESH, Chunk, Extent, Node, Staged
+from kvfuse.volume.node import Node
+from kvfuse.volume.shared.refresh import Refresher
 
 ATTEMPTS_MAX = 100
 
@@ -28,6 +30,7 @@ class Merger:
     """See the module."""
 
     content: Content
+    refresher: Refresher
 
     async def merge(self, node: Node, record: schema.InodeRecord, version: int) -> None:
         """Bring a changed inode up to ``record``, which another host stored. EngineError: to be tried again.
@@ -67,9 +70,12 @@ class Merger:
     def _merge_attributes(self, node: Node, record: schema.InodeRecord, version: int) -> None:
         base = node.base or record
         node.nlink += record.nlink - base.nlink
-        for field in ("mode", "uid", "gid", "flags", "chunk_size", "target"):
-            if getattr(node, field) == getattr(base, field):
-                setattr(node, field, getattr(record, field))
+        fields = ("mode", "uid", "gid", "flags", "chunk_size", "target")
+        taken = {field: getattr(record, field) for field in fields if getattr(node, field) == getattr(base, field)}
+        if any(taken.get(field, getattr(node, field)) != getattr(node, field) for field in ("mode", "uid", "gid")):
+            self.refresher.readers_change(node)
+        for field, value in taken.items():
+            setattr(node, field, value)
         # Later than theirs: by this others see that chunks with records of their own were changed once more.
         node.mtime, node.ctime = max(node.mtime, record.mtime + 1), max(node.ctime, record.ctime)
         if node.is_directory and record.parent != base.parent:

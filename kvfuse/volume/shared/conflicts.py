@@ -3,7 +3,8 @@
 The commit is *recalled* first: everything in it is pending again. Then each key that had moved is looked at:
 
 * A name: the later replaces the earlier. What has the name now leaves it with our change, as what was there before
-  would have. A directory, or a file with several names, stays: then ours is lost, and counted.
+  would have. A directory, or a file with several names, stays: then ours is lost, and counted. Who removed a file here
+  did not mean the one that has the name now: that stays, too.
 * An inode: both changes are put together (`merging`). One that another host renamed is followed; one that was removed
   is lost here, as if it had been unlinked while it was open.
 * A directory into which names were put: its new version is expected from now on; if it is gone, so are they.
@@ -21,7 +22,8 @@ import trio
 
 from kvfuse.volume import schema
 from kvfuse.volume.batch import Batch, Taken
-from kvfuse.volume.node import COMMITTED, FRESH, Extent, Node
+from kvfuse.volume.chunk import COMMITTED, FRESH, Extent
+from kvfuse.volume.node import Node
 from kvfuse.volume.pending import NameChange
 
 if TYPE_CHECKING:
@@ -122,6 +124,9 @@ class Conflicts:
             log.warning("%r in directory %d: another host was faster, ours is lost", name, parent)
             self._give_up(parent, name, change)
             return
+        if change.node is None and change.moved is not None and entry is not None and entry.ino != change.moved.ino:
+            self._give_up(parent, name, change)
+            return
         journal.stays(parent, name, change)  # what had the name is not ours to remove any more
         change.stored, change.version = row is not None, row.version if row is not None else 0
         ours = change.node
@@ -139,6 +144,7 @@ class Conflicts:
 
     async def _resolve_inode(self, key: bytes, row: Versioned | None) -> None:
         node = self.core.nodes.get(schema.key_inode(key)) or self.journal.folders.get(schema.key_inode(key))
+        self.journal.give_up_times(schema.key_inode(key), node)
         if node is None:
             return
         if row is not None:

@@ -6,10 +6,6 @@ folders three things go through the journal, which publishes them later: new reg
 as the store does not know them, and the removal of a regular file's only name, by itself or by a new file that takes
 it. So what the store has, or is about to have, never stands elsewhere in memory: renaming it is waited for.
 
-The first attempt is built from what is known here, which a watch keeps up to date: mostly the commit is the only
-round trip. After a refused one, or instead of one that would fail, the store is asked: what is answered as an error was
-read there.
-
 A name is put into a directory with its record expected. Who removes a directory puts a mark into that record first,
 looks whether it is empty, and then removes it expecting the marked record. So a name that came before the mark is seen,
 and who comes later has to take the mark away, with which the removal fails. A mark that was left behind harms nobody.
@@ -17,27 +13,19 @@ and who comes later has to take the mark away, with which the removal fails. A m
 
 from __future__ import annotations
 
-import random
 import stat
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple
-
-import trio
 
 from kvfuse import errors
 from kvfuse.volume import clock, schema
-from kvfuse.volume.api import LINK_MAX, NAME_MAX, RENAME_EXCHANGE, RENAME_NOREPLACE, ROOT_INODE, SYMLINK_MAX, Caller
-from kvfuse.volume.draft import Draft
+from kvfuse.volume.api import LINK_MAX, RENAME_EXCHANGE, RENAME_NOREPLACE, ROOT_INODE, SYMLINK_MAX, Caller
 from kvfuse.volume.lookup import Found
-from kvfuse.volume.names import Names
 from kvfuse.volume.node import Node
-
-ATTEMPTS_MAX = 100
-"""Of a change that others are always faster than. Each refusal means that somebody else got on."""
-PAUSE_SECONDS = 0.002
-"""Longest pause after the first refusals, a random part of it; it grows to sixteen times that."""
+from kvfuse.volume.shared.attempts import Attempts
+from kvfuse.volume.shared.draft import Draft
+from kvfuse.volume.shared.lookup import check_name
+from kvfuse.volume.shared.paths import outlive_beliefs
 
 
 class _Rename(NamedTuple):
@@ -60,7 +48,7 @@ class _Ends(NamedTuple):
 
 
 @dataclass
-class SharedNames(Names):
+class SharedNames(Attempts):
     """See the module."""
 
     async def publish(self, directory: Node, *nodes: Node) -> None:
@@ -68,101 +56,8 @@ class SharedNames(Names):
         pending = [node for node in nodes if node.nlink and (node.changed or node.committing or not node.stored)]
         if pending or not self.is_strict(directory):
             await super().publish(directory, *pending)
-
-    # -- attempts ------------------------------------------------------------------------------------
-
-    async def _attempt(self, plan: Callable[[bool], Awaitable[Draft]], what: bytes) -> None:
-        """Build a change and commit it until it is not refused. ``plan`` is told whether to ask the store."""
-        for attempt in range(ATTEMPTS_MAX):
-            try:
-                draft = await plan(attempt > 0)
-            except errors.EngineError:
-                raise
-            except errors.OperationError:
-                if attempt:
-                    raise
-                continue
-            if draft.is_empty:
-                return
-            if not draft.is_stale and await self._commit(draft):
-                return
-            await trio.sleep(random.random() * PAUSE_SECONDS * min(1 + attempt, 16))
-        raise errors.EngineError(f"{what!r}: others changed the same names {ATTEMPTS_MAX} times in a row")
-
-    async def _commit(self, draft: Draft) -> bool:
-        return await self.journal.transact(draft.transaction(partial(self._applied, draft)))
-
-    def _applied(self, draft: Draft, version: int) -> None:
-        """Names and inodes are so in the store: let everybody here know."""
-        core = self.core
-        for node in draft.made:
-            core.nodes.add(node)
-            core.file_count += 1
-            core.counters.creates += 1
-            if node.is_directory:
-                core.known.made(node.ino)
-        for parent, name, meant in draft.names:
-            self.journal.renaming(parent, name)
-            if core.known.version(parent, name) > version:
-                continue  # it was read since, as another host has changed it once more
-            core.known.settle(parent, name, meant is not None)
-            if meant is None:
-                core.known.drop(parent, name, version)
-            else:
-                core.known.note(parent, name, meant.ino, version)
-                core.places.set(meant.ino, parent, name)
-            directory = core.nodes.get(parent)
-            if directory is not None:
-                self._changed(directory)
-        for node in draft.removed:
-            self._gone(node)
-
-    async def _settled(self, *nodes: Node) -> None:
-        """Have in the store what was changed in these inodes: a transaction is built from what is there."""
-        changed = [node for node in nodes if node.nlink and (node.changed or node.committing or not node.version)]
-        if changed:
-            await self.journal.commit(*changed)
-
-    async def _directory(self, ino: int, is_fresh: bool) -> Node:
-        """A directory into which names may be put. NotFound where it was removed."""
-        directory = await self.lookup.directory(ino)
-        await self._settled(directory)
-        try:
-            while is_fresh or directory.flags & schema.FLAG_LEAVING:
-                await self.lookup.renew(directory)
-                if not directory.flags & schema.FLAG_LEAVING or await self._mark(directory, leaving=False):
-                    break
-        except errors.Stale:
-            raise errors.NotFound(f"directory {ino} was removed") from None
-        return directory
-
-    async def _mark(self, directory: Node, *, leaving: bool) -> int:
-        """Say in its record that a directory is about to be removed, or that it is not.
-
-        Returns the version of the record then; 0 where it has changed meanwhile, and nothing was done.
-        """
-        draft = Draft(self.core.client)
-        change = draft.change(directory)
-        flag = schema.FLAG_LEAVING
-        change.set(flags=change.record.flags | flag if leaving else change.record.flags & ~flag)
-        marked = [0]
-        await self.journal.transact(draft.transaction(marked.append))
-        return marked[-1]
-
-    async def _find(self, parent: int, name: bytes, is_fresh: bool) -> Found:
-        """What a name means in the store; where that was not asked, as far as is known. Names that wait are stored."""
-        while True:
-            change = self.journal.find(parent, name)
-            if change is not None:
-                await self.journal.commit(*[node for node in (change.node, change.moved) if node is not None])
-                continue
-            found = None if is_fresh else self.lookup.known(parent, name)
-            if found is None and not is_fresh:
-                return Found(None, False, None, self.journal.epoch)
-            if found is None or (found.node is not None and not found.version):
-                found = await self.lookup.find_shared(parent, name, is_fresh=True)
-            if found.change is None:
-                return found
+        if directory in nodes and self.is_strict(directory):  # its own attributes
+            await outlive_beliefs()
 
     # -- creating ------------------------------------------------------------------------------------
 
@@ -174,7 +69,7 @@ class SharedNames(Names):
         directory = await self._directory(parent, is_fresh=False)
         if stat.S_ISREG(mode) and not self.is_strict(directory):
             return await super().create(parent, name, mode, caller, rdev=rdev, target=target)
-        _check_name(name)
+        check_name(name)
         ino = self.core.inodes.next()
         made: list[Node] = []
 
@@ -212,10 +107,10 @@ class SharedNames(Names):
         return await super().find_replaceable(parent, name)
 
     async def link(self, ino: int, parent: int, name: bytes) -> tuple[Node, Node]:
-        node = await self.lookup.node(ino)
+        node = await self.lookup.current(ino)
         if node.is_directory:
             raise errors.NotPermitted(f"inode {ino} is a directory: it has one name only")
-        _check_name(name)
+        check_name(name)
         directory = await self._directory(parent, is_fresh=False)
 
         async def plan(is_fresh: bool) -> Draft:
@@ -264,6 +159,7 @@ class SharedNames(Names):
                 await self._settled(node)
             gone[:] = [node]
             draft = Draft(self.core.client)
+            draft.expect_all(await self.lookup.path_versions(parent, is_fresh))
             draft.name(parent, name, found.version, None)
             draft.unlink(node, clock.now())
             return draft
@@ -295,6 +191,7 @@ class SharedNames(Names):
             await self._have_left(node, name)
             gone[:] = [node]
             draft = Draft(self.core.client)
+            draft.expect_all(await self.lookup.path_versions(parent, is_fresh))
             draft.name(parent, name, found.version, None)
             draft.remove_directory(node)
             draft.enter(folder, directory_count=-1)
@@ -302,6 +199,8 @@ class SharedNames(Names):
 
         await self._attempt(plan, name)
         self.core.counters.removes += 1
+        if self.is_strict(directory):
+            await outlive_beliefs()
         return directory, gone[0]
 
     async def _check_empty(self, directory: Node, name: bytes) -> None:
@@ -324,17 +223,6 @@ class SharedNames(Names):
                     return
             await self.lookup.renew(directory)
 
-    def _gone(self, node: Node) -> None:
-        """The last name of an inode went, in the store."""
-        self.core.file_count -= 1
-        self.core.tier.drop(node.ino)
-        if node.is_directory:
-            self.core.tier.retire(node.ino)
-            self.core.known.removed(node.ino)
-            self.core.nodes.drop(node.ino)
-        else:
-            self.journal.removed(node)
-
     # -- renaming ------------------------------------------------------------------------------------
 
     async def rename(
@@ -346,7 +234,7 @@ class SharedNames(Names):
         moved = await self._rename_new(move)
         if moved is not None:
             return moved
-        _check_name(new_name)
+        check_name(new_name)
         ends: list[_Ends] = []
 
         async def plan(is_fresh: bool) -> Draft:
@@ -355,10 +243,13 @@ class SharedNames(Names):
 
         await self._attempt(plan, name)
         self.core.counters.renames += 1
-        old, new, source, _ = ends[0]
+        old, new, source, target = ends[0]
         assert source.node is not None
         if old is not new:
             self.forget_copy(source.node)
+        is_strict = self.is_strict(old) or self.is_strict(new)
+        if is_strict and any(end.node is not None and end.node.is_directory for end in (source, target)):
+            await outlive_beliefs()
         return old, new, source.node
 
     async def _rename_new(self, move: _Rename) -> tuple[Node, Node, Node] | None:
@@ -413,6 +304,9 @@ class SharedNames(Names):
             raise errors.Exists(f"{move.new_name!r} exists")
         if other is node:
             return draft
+        draft.expect_all(await self.lookup.path_versions(move.parent, is_fresh))
+        if move.new_parent != move.parent:
+            draft.expect_all(await self.lookup.path_versions(move.new_parent, is_fresh))
         await self._expect_outside(draft, node, ends.new, is_fresh)
         now = clock.now()
         if other is not None and is_exchange:
@@ -465,8 +359,3 @@ class SharedNames(Names):
 def _is_plain(node: Node | None) -> bool:
     """A regular file that never had two names: relaxed folders publish its name later."""
     return node is not None and node.is_file and not node.own_record
-
-
-def _check_name(name: bytes) -> None:
-    if len(name) > NAME_MAX:
-        raise errors.NameTooLong(f"a name of {len(name)} bytes: at most {NAME_MAX} are allowed")

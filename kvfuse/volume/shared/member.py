@@ -140,6 +140,9 @@ class Member:
     async def leave(self) -> None:
         """Stop renewing and give the lease back, so that nobody waits for it to run out."""
         self._renewing.cancel()
+        if self.lost.is_set():
+            return
+        self.lost.set()
         try:
             await self.lease.revoke()
         except EngineError as error:
@@ -159,13 +162,18 @@ async def membership(
 async def memberships(
     records: RecordStore, lease_seconds: float, title: str, mountpoint: str = "", *, alone: bool = True
 ) -> AsyncIterator[Callable[[], Awaitable[Member]]]:
-    """What makes one a client, and another client when the lease was lost; the last one leaves at the end."""
+    """What makes one a client, and another client when that one's lease was lost, or it could not begin its work.
+
+    The one before leaves then, the last one at the end: nobody renews the lease of a client that does nothing.
+    """
     last: Member | None = None
     try:
         async with trio.open_nursery() as nursery:
 
             async def join() -> Member:
                 nonlocal last
+                if last is not None:
+                    await last.leave()
                 last = await Member.join(records, lease_seconds, mountpoint, title, alone=alone)
                 nursery.start_soon(last.keep)
                 return last

@@ -33,15 +33,19 @@ from kvfuse.remote.records.api import ABSENT, Change
 from kvfuse.slab.image import SlabState
 from kvfuse.volume import schema
 from kvfuse.volume.core import Core
-from kvfuse.volume.freed import FreedSlots, JournalPart
-from kvfuse.volume.inheritance import Inheritance
 from kvfuse.volume.numbers import SharedNumberRange
 from kvfuse.volume.schema import NOBODY, Holder
-from kvfuse.volume.slab_view import Seen, SlabView
-from kvfuse.volume.transaction import Transaction
+from kvfuse.volume.shared.freed import FreedSlots, JournalPart
+from kvfuse.volume.shared.inheritance import Inheritance
+from kvfuse.volume.shared.slab_view import Seen, SlabView
+from kvfuse.volume.shared.transaction import Transaction
 
-AHEAD, AHEAD_MAX = 8, 64
-"""Free slabs held ahead of need: at first, and after writers had to wait again and again."""
+AHEAD = 8
+"""Free slabs held ahead of need, at the least,"""
+AHEAD_SIZE = 256 << 20
+"""and bytes in them, at first: to take slabs costs three questions, however many they are."""
+AHEAD_GROWTH = 8
+"""So many times that many after writers had to wait again and again."""
 AHEAD_SHARE = 4
 """No client holds more of them than this part of its share of the slabs that nobody holds."""
 PARTIAL_MAX = 4
@@ -81,7 +85,8 @@ class SlabLeases:
         """held slabs that are not granted yet -> when they may be"""
         self._grants = 0
         """slabs granted since the start"""
-        self._ahead = AHEAD
+        self._ahead_min = max(AHEAD, AHEAD_SIZE // core.geometry.slab_size)
+        self._ahead = self._ahead_min
         self._opened = 0
         """free slabs that came into use since the last look for idle ones"""
         self._idle: set[int] = set()
@@ -114,6 +119,7 @@ class SlabLeases:
         for slab in self._held:
             if slabs.holds(slab):
                 used_elsewhere -= view.use(slab).slot_size * view.use(slab).slots_used
+        used_elsewhere -= sum(view.freed_bytes(slab) for slab in view.freed if not slabs.holds(slab))
         slabs_elsewhere = self.core.geometry.slab_count - slabs.slab_count
         free = slabs_elsewhere * self.core.geometry.slab_size - used_elsewhere + slabs.free_bytes + slabs.pending_bytes
         files = sum(count for client, count in view.files.items() if client != self.core.client)
@@ -148,7 +154,7 @@ class SlabLeases:
             nursery.start_soon(self.view.run)
             nursery.start_soon(self.core.grace.run)
             await self.view.ready.wait()
-            await self._tend()
+            await self._begin()
             task_status.started()
             while True:
                 with trio.move_on_after(self._pause()):
@@ -167,11 +173,26 @@ class SlabLeases:
         ripe = min(self._coming.values(), default=float("inf"))
         return max(min(TICK_SECONDS, ripe - trio.current_time()), 0)
 
+    async def _begin(self) -> None:
+        """Have slabs and numbers. What clients left that are gone is seen to later, unless nothing else is free.
+
+        To cut them off takes seconds, and this one may be among those who were away together.
+        """
+        async with self._turn:
+            await self._take_ahead()
+            await self._ripen()
+        if not self.core.slabs.free_slab_count:
+            await self._tend()
+        await self._fill_numbers()
+        self._wake()
+
     async def _tend(self) -> None:
+        gone = self.view.gone()
+        if self.core.client not in gone:  # nobody cuts off himself
+            await self.inheritance.fence_all([client for client in gone if client in self.view.held_counts])
         async with self._turn:
             await self._adopt()
-            if self._is_short:
-                await self._take_empty(self._target - self.core.slabs.free_slab_count)
+            await self._take_ahead()
             await self._ripen()
             await self._return_idle()
             if self.freed.is_behind:
@@ -189,7 +210,7 @@ class SlabLeases:
         async with self._turn:
             try:
                 await self._give_back(sorted(self._held))
-                await self._count_files_of(self.core.client)
+                await self.inheritance.count_files_of(self.core.client)
             except EngineError as error:
                 log.warning("slabs were not given back, others take them when the lease has ended: %s", error)
 
@@ -205,6 +226,10 @@ class SlabLeases:
     def _is_short(self) -> bool:
         return self.core.slabs.free_slab_count < (self._target + 1) // 2
 
+    async def _take_ahead(self) -> None:
+        if self._is_short:
+            await self._take_empty(self._target - self.core.slabs.free_slab_count)
+
     async def more(self, length: int = 0) -> bool:
         """Have more room, for an extent of ``length`` bytes that found none. False: there is none to be had now.
 
@@ -215,7 +240,7 @@ class SlabLeases:
         async with self._turn:
             if self._grants > grants:
                 return True  # they came while it was another's turn
-            self._ahead = min(2 * self._ahead, AHEAD_MAX)
+            self._ahead = min(2 * self._ahead, AHEAD_GROWTH * self._ahead_min)
             wanted = max(self._target - self.core.slabs.free_slab_count, 1)
             if not await self._take_empty(wanted) and not await self._take(self._partial(length)):
                 for client in self.view.gone():
@@ -262,7 +287,7 @@ class SlabLeases:
         idle = [slab for slab in free if slab in self._idle]
         surplus = min(len(idle), len(free) - self._target)
         if not self._opened:
-            self._ahead = AHEAD
+            self._ahead = self._ahead_min
         self._looked, self._opened, self._idle = trio.current_time(), 0, set(free)
         for slab in idle[len(idle) - max(surplus, 0) :]:
             self.core.slabs.withdraw(slab)
@@ -372,16 +397,4 @@ class SlabLeases:
             slabs = self.view.held_by(client)
             await self._take([slab for slab in slabs if is_left or self.heir(slab) == self.core.client])
             if client in self.view.files and (is_left or self.heir(client) == self.core.client):
-                await self._count_files_of(client)
-
-    async def _count_files_of(self, client: int) -> None:
-        """Add the count of a client that is gone, or leaves, to the common one. A figure: who loses leaves it."""
-        keys = [schema.COUNTER_FILES, schema.files_key(client)]
-        common, own = await self.core.records.get(keys)
-        if common is None or own is None:
-            return
-        total = schema.decode_u64(common.value) + schema.decode_count(own.value)
-        expect = {keys[0]: common.version, keys[1]: own.version}
-        if client != self.core.client:
-            expect[schema.member_key(client)] = ABSENT
-        await self.journal.transact(Transaction(expect, {keys[0]: schema.encode_u64(max(total, 0))}, [keys[1]]))
+                await self.inheritance.count_files_of(client)

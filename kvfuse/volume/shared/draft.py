@@ -6,14 +6,14 @@ those may have changes that the journal will store later, with bytes that have n
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import msgspec
 
 from kvfuse.remote.records.api import ABSENT
 from kvfuse.volume import schema
 from kvfuse.volume.node import Node
-from kvfuse.volume.transaction import Transaction
+from kvfuse.volume.shared.transaction import Transaction
 
 
 class InodeChange:
@@ -74,6 +74,11 @@ class Draft:
     def _expect_key(self, key: bytes, version: int) -> None:
         if self._expect.setdefault(key, version) != version:
             self.is_stale = True
+
+    def expect_all(self, versions: Mapping[bytes, int]) -> None:
+        """Records that must be as they are known here."""
+        for key, version in versions.items():
+            self._expect_key(key, version)
 
     def expect(self, node: Node) -> None:
         """The inode must be stored as it is known here."""
@@ -148,6 +153,8 @@ class Draft:
         change.set(nlink=0)
         self._remove(change)
         self._deletes.add(schema.times_key(node.ino))
+        if change.record.flags & schema.FLAG_XATTRS:  # they go with the orphan record, as those of a file
+            self._puts[schema.orphan_key(node.ino)] = schema.encode_orphan(change.record, self.client)
 
     def _remove(self, change: InodeChange) -> None:
         if change.own:

@@ -1,0 +1,155 @@
+"""A commit of what is pending, drafted and applied to memory: both between two awaits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvfuse.volume import schema
+from kvfuse.volume.batch import Batch, Draft, Taken
+from kvfuse.volume.chunk import COMMITTED, FRESH, Extent
+from kvfuse.volume.drafting import Drafting
+from kvfuse.volume.node import Node
+
+if TYPE_CHECKING:
+    from kvfuse.slab.allocator import Slot
+
+
+@dataclass
+class BatchBuilder(Drafting):
+    """See the module."""
+
+    def _build(self, flushed: set[Node]) -> Batch:
+        """A commit of everything that changed, but for nodes with bytes that no slot has: they come next time.
+
+        What was flushed and staged anew during the flush goes in as it was flushed, and stays changed.
+        """
+        self._new_count = self._extra_size = 0
+        batch = Batch(late=self._late(flushed))
+        draft = self._draft_all(batch.late) if self._may_fit() else None
+        if draft is None or not draft.has_room(Draft(), self.core.records.limits):
+            draft = self._draft_some(batch)
+        self._apply(draft, batch)
+        return batch
+
+    def _may_fit(self) -> bool:
+        """Unless it is clear from the numbers that not everything has room in one commit."""
+        return len(self._dirty) + len(self._extra) <= self.core.records.limits.commit_operations_max
+
+    # -- applying ------------------------------------------------------------------------------------
+
+    def _apply(self, draft: Draft, batch: Batch) -> None:
+        """Memory is as if the commit were in the store, but for what `_settle` does then."""
+        late = batch.late
+        if self.core.shared:
+            batch.ties = list(self._ties)
+            gone = dict.fromkeys(draft.gone)
+            batch.taken = [_taken(node, node in gone) for node in {**dict.fromkeys(draft.nodes), **gone}]
+            batch.expect, batch.draft = draft.expect, draft
+        self._ties = [tie for tie in self._ties if not late.isdisjoint(tie)] if late else []
+        self._linked_count = len(self._ties)
+        dead: list[Extent] = []
+        for node in draft.nodes:
+            self._apply_node(node, dead)
+        for node in draft.gone:
+            dead += self._dead_of_gone(node)
+            node.extra, node.dead = {}, []
+            del self._gone[node]
+        for _, _, change in draft.names:
+            change.sent = True
+        for node in draft.nodes:
+            node.changed = bool(node.staged_count and node.nlink)
+            if not node.changed:
+                del self._dirty[node]
+        for key in draft.extra:
+            self._extra.pop(key, None)
+        self._sent_extra = draft.extra
+        if batch.left_serial is None:
+            self._times = {}
+            dead += self.core.dead
+            self.core.dead = []
+        else:
+            for directory in draft.times:
+                del self._times[directory]
+            dead += draft.dead
+            del self.core.dead[: len(draft.dead)]
+            late.update(self._attributed(self._extra))
+        batch.puts, batch.deletes = draft.puts, draft.deletes
+        batch.nodes, batch.times, batch.names, batch.vacated = draft.nodes, draft.times, draft.names, draft.vacated
+        batch.unborn, self.core.unborn = self.core.unborn, []
+        if batch.too_large:
+            self.core.dead += dead  # its records go in several commits: none of them may find a slot free already
+        else:
+            batch.freed = self._release(dead)
+        self._put_slabs(batch, None if batch.too_large else draft)
+
+    def _release(self, dead: list[Extent]) -> list[Extent]:
+        """Those whose slots leave the durable image with this commit."""
+        slabs = self.core.slabs
+        if not self.core.shared:
+            slabs.release([extent.slot for extent in dead])
+            return dead
+        released = []
+        for extent in dead:  # the slot of one that another host gave up, too, may be released already
+            if self._is_mine(extent) and slabs.is_durable(extent.addr):
+                extent.slot_size = slabs.slot_size(extent.addr)
+                slabs.release([extent.slot])
+                released.append(extent)
+        return released
+
+    def _attributed(self, keys: Iterable[bytes]) -> list[Node]:
+        """Inodes that some of these records are attributes of."""
+        inos = {schema.key_inode(key) for key in keys if key.startswith(schema.XATTR_PREFIX)}
+        return [node for node in map(self.core.nodes.get, inos) if node is not None]
+
+    def _apply_node(self, node: Node, dead: list[Extent]) -> None:
+        node.forced = False
+        node.committing = True
+        node.extra = {}
+        if not node.nlink:
+            return
+        if self.core.shared:
+            _begin_base(node)
+        node.dirty_chunks = frozenset()
+        if node.born:
+            fresh: list[Slot] = []
+            for extent in node.born:
+                if extent.state == FRESH:
+                    extent.state = COMMITTED
+                    fresh.append(extent.slot)
+            node.born.clear()
+            self.core.slabs.commit(fresh)
+            self.counters.blocks += 1
+        if node.dead:
+            dead += node.dead
+            node.dead.clear()
+
+    def _put_slabs(self, batch: Batch, draft: Draft | None) -> None:
+        """The bitmaps and counters that changed. ``draft``: which bitmaps have to be in this commit; None: all.
+
+        Of a commit that was recalled there may be others, as they are stored: those go as far as there is room.
+        """
+        wanted, others_max = (draft.slabs, draft.slab_room(self.core.records.limits)) if draft else (set(), None)
+        for key, value in self.core.take_counters().items():
+            if value is not None:
+                batch.puts[key] = value
+        for state in self.core.slabs.take_dirty(wanted, others_max):
+            if state.slot_size:
+                batch.puts[schema.slab_key(state.slab)] = schema.encode_slab(state.slot_size, state.bitmap)
+            else:
+                batch.deletes.add(schema.slab_key(state.slab))
+
+
+def _taken(node: Node, is_gone: bool) -> Taken:
+    chunks = [(chunk, chunk.base, chunk.dirty) for chunk in node.chunks.values() if chunk.base is not None]
+    born = [extent for extent in node.born if extent.state == FRESH and node.nlink]
+    return Taken(node, node.forced, node.extra, born, list(node.dead), node.dirty_chunks, chunks, is_gone)
+
+
+def _begin_base(node: Node) -> None:
+    """What is stored of each chunk is from now on what this commit says."""
+    for chunk in node.chunks.values():
+        if chunk.base is not None:
+            chunk.base = None if chunk.staged is None else tuple([extent.record() for extent in chunk.extents])
+            chunk.dirty = [] if chunk.staged is None else chunk.dirty

@@ -1,0 +1,140 @@
+"""What a check finds when it has read all records: inodes against their names, slabs against extents, counters."""
+
+from __future__ import annotations
+
+import stat
+import time
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from kvfuse.errors import VolumeError
+from kvfuse.remote.segments.api import Transfer
+from kvfuse.slab import layout
+from kvfuse.volume import schema
+from kvfuse.volume.api import ROOT_INODE
+
+if TYPE_CHECKING:
+    from kvfuse.volume.fsck import Check
+
+
+def compare_inodes(check: Check) -> None:
+    """Links, names and times of every inode against the names that were seen."""
+    for ino, inode in check.inodes.items():
+        record = inode.record
+        key = schema.inode_key(ino)
+        if stat.S_ISDIR(record.mode):
+            check.report.directories += 1
+            links = 2 + inode.subdirectories
+            if not inode.has_times:
+                now = time.time_ns()
+                check.problem(
+                    f"directory {ino} has no times", {schema.times_key(ino): schema.encode_times(now, now, now)}
+                )
+            if ino != ROOT_INODE and inode.names and record.parent != inode.parent:
+                mended = {key: schema.encode_inode(with_links(record, parent=inode.parent, nlink=links))}
+                check.problem(f"directory {ino} is in {inode.parent}, not in {record.parent}", mended)
+                continue
+        else:
+            check.report.files += 1
+            links = inode.names
+        if not inode.names and ino != ROOT_INODE:
+            lost = schema.entry_key(ROOT_INODE, b"lost+found.%d" % ino)
+            check.problem(f"inode {ino} has no name", {lost: schema.encode_entry_reference(ino)})
+        elif record.nlink != links:
+            mended = {key: schema.encode_inode(with_links(record, nlink=links))}
+            check.problem(f"inode {ino} has {record.nlink} links recorded, but {links}", mended)
+    for ino, difference in check.far_blocks.items():
+        if difference and ino in check.far_files:
+            text = f"inode {ino}: its chunk records hold {difference:+} units of 512 bytes"
+            check.problem(text, deletes=check.far_files[ino])
+    if ROOT_INODE not in check.inodes:
+        check.problem("the root directory does not exist: 'kvfuse fsck --rebuild' recovers the blocks")
+
+
+def check_reachable(check: Check) -> None:
+    """Every directory is below the root: one that is below itself goes to the root."""
+    reachable = {ROOT_INODE}
+    for ino, inode in check.inodes.items():
+        path: list[int] = []
+        while ino not in reachable and ino in check.inodes and ino not in path and inode.entry is not None:
+            path.append(ino)
+            ino = inode.parent
+            inode = check.inodes.get(ino, inode)
+        if ino in path and (entry := check.inodes[ino].entry) is not None:
+            lost = schema.entry_key(ROOT_INODE, b"lost+found.%d" % ino)
+            check.problem(f"directory {ino} is below itself", {lost: entry.value}, [entry.key])
+        reachable.update(path)
+
+
+def compare_slabs(check: Check) -> None:
+    """Durable slots that no file has are leaked. They are freed when nothing else is left to be mended."""
+    is_last = check.report.clean
+    for state in check.slabs.durable_images():
+        count = check.geometry.slots_per_slab(state.slot_size)
+        bitmap = bytearray(state.bitmap)
+        leaked = 0
+        for index in range(count):
+            addr = state.slab * check.geometry.slab_size + index * state.slot_size
+            if bitmap[index >> 3] >> (index & 7) & 1 and addr not in check.owners and addr not in check.freed:
+                bitmap[index >> 3] &= ~(1 << (index & 7))
+                leaked += 1
+        if leaked:
+            key = schema.slab_key(state.slab)
+            text = f"slab {state.slab}: {leaked} slots of {state.slot_size} bytes are allocated, but to no file"
+            if not is_last:
+                check.problem(text)
+            elif any(bitmap):
+                check.problem(text, {key: schema.encode_slab(state.slot_size, bytes(bitmap))})
+            else:
+                check.problem(text, deletes=[key])
+
+
+async def check_counters(check: Check) -> None:
+    """Numbers that are given next are not in use; what statfs counts is what there is."""
+    keys = [schema.COUNTER_INODE, schema.COUNTER_GENERATION, schema.COUNTER_FILES]
+    *rows, exact = await check.records.get([*keys, schema.EXACT_SIZES])
+    found = [schema.decode_u64(row.value) if row is not None and len(row.value) == 8 else 0 for row in rows]
+    inode_max = max([*check.inodes, *check.inline, *check.orphans], default=0)
+    generation_max = min(check.generation_max, 1 << 62)  # a damaged record may say anything
+    if found[0] <= inode_max:
+        mended = {keys[0]: schema.encode_u64(inode_max + schema.COUNTER_RANGE)}
+        check.problem(f"the next inode would be {found[0]}, but {inode_max} exists", mended)
+    if found[1] <= generation_max:
+        mended = {keys[1]: schema.encode_u64(generation_max + schema.COUNTER_RANGE)}
+        check.problem(f"the next generation would be {found[1]}, but {generation_max} exists", mended)
+    if exact is None or len(exact.value) % 8:
+        check.problem("the volume's exact slot sizes are not recorded", {schema.EXACT_SIZES: schema.encode_u64s(())})
+    files = check.report.files + check.report.directories
+    counted = found[2] + sum(check.counted.values())
+    if counted != files:
+        # A crash leaves it so. It is a figure for statfs, which nothing depends on.
+        check.report.notes.append(f"{counted} inodes are counted, {files} exist")
+        check.recount = {keys[2]: schema.encode_u64(files), **dict.fromkeys(check.counted, schema.encode_count(0))}
+
+
+async def check_segments(check: Check) -> None:
+    """Every slab that is used lies in a segment that exists, with its size."""
+    used = Counter(check.geometry.locate(addr)[0] for addr in check.owners)
+    present = {info.segment: info.size for info in await check.segments.list()}
+    for segment, extents in sorted(used.items()):
+        size = check.geometry.segment_size(segment)
+        if present.get(segment) != size:
+            found = f"has {present[segment]} bytes" if segment in present else "does not exist"
+            check.problem(f"segment {segment} {found} instead of {size}: {extents} extents are lost")
+            continue
+        image = bytearray(layout.SUPERBLOCK_SIZE)
+        await check.segments.read([Transfer(segment, 0, image)])
+        try:
+            if layout.parse_superblock(image).segment != segment:
+                check.problem(f"segment {segment} holds the header of another segment")
+        except VolumeError as error:
+            check.problem(f"segment {segment}: {error}")
+
+
+def with_links(record: schema.InodeRecord, *, nlink: int, parent: int | None = None) -> schema.InodeRecord:
+    """The record with another number of links, and in another directory."""
+    values = {name: getattr(record, name) for name in record.__struct_fields__}
+    values["nlink"] = nlink
+    if parent is not None:
+        values["parent"] = parent
+    return schema.InodeRecord(**values)

@@ -1,0 +1,63 @@
+"""Pages of folders in which a name was missed, so that the next ones need not be asked for.
+
+A page tells which names there are (`KnownNames`). Where other hosts write the store, too, it is kept on the shelf as
+well: whoever comes to a folder that others filled reads it in pages, not by one question for each name.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvfuse.volume import schema
+from kvfuse.volume.core import Core
+from kvfuse.volume.journal import Journal
+from kvfuse.volume.node import Node
+from kvfuse.volume.shared.refresh import Refresher
+from kvfuse.volume.shared.shelf import RECORDS_MAX
+
+LEARN_ROWS = 256
+"""Entries read from a directory each time that a name is missed in it, until all are known."""
+SHELVED_MAX = RECORDS_MAX // 2
+"""Names of a folder that are read for the sake of their records: of a larger one most would be gone before use."""
+
+
+@dataclass
+class Learning:
+    """See the module."""
+
+    core: Core
+    journal: Journal
+    refresher: Refresher
+
+    def pays(self, directory: int) -> bool:
+        """A name is to be asked for: to read a page of its folder instead is likely to answer this one, and more."""
+        known = self.core.known
+        return known.next_page(directory) is not None and known.count(directory) < SHELVED_MAX
+
+    async def read_page(self, directory: int, row_count: int = LEARN_ROWS) -> None:
+        """Read the next page of a directory, if there is one. What changes meanwhile is asked for later."""
+        known = self.core.known
+        after = known.next_page(directory)
+        if after is None:
+            return
+        epoch = self.journal.epoch
+        with known.shelf.reading() as page:
+            rows = await self.core.records.scan(schema.entry_prefix(directory), after, row_count)
+            if epoch == self.journal.epoch and known.next_page(directory) == after:
+                known.learn(directory, [row.key for row in rows], last=len(rows) < row_count)
+                if self.core.shared:
+                    page.keep(rows)
+
+    def shelved(self, directory: int, name: bytes) -> Node | None:
+        """The inode that a name means by a record that came before anybody asked for it; None: it has to be asked."""
+        known = self.core.known
+        row = known.shelf.take(directory, name)
+        if row is None or row.version < known.version(directory, name):
+            return None
+        record = schema.decode_entry(row.value)
+        assert isinstance(record, schema.InodeRecord)
+        node = self.refresher.take(record, row.version, (directory, name), own=False)
+        if node.own_record or node.version != row.version:
+            return None
+        known.note(directory, name, node.ino, row.version)
+        return node

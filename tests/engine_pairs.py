@@ -1,0 +1,56 @@
+"""The pairs of engines on which the tests of a mount run: each is one more parameter of the fixture ``engines``.
+
+A further pair joins with a function that says how its volumes are mounted, and a line in ``PAIRS``.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import pytest
+from mounting import KvfuseMount, shared_conf, temporary_mount
+
+
+@dataclass(frozen=True)
+class Engines:
+    """How volumes of one pair are mounted."""
+
+    words: tuple[str, ...]
+    """-o words"""
+    new_conf: Callable[[Path], Path] | None = None
+    """writes the mount.conf of a volume that was never there into a folder; None: the volume is a folder itself"""
+
+    @property
+    def is_shared(self) -> bool:
+        """Other hosts may mount the same volume."""
+        return self.new_conf is not None
+
+    @contextmanager
+    def mounted(self, words: Sequence[str]) -> Iterator[KvfuseMount]:
+        """An empty volume with ``words``, mounted. It must be clean at the end."""
+        with tempfile.TemporaryDirectory(prefix="kvfuse-conf-") as folder:
+            source = self.new_conf(Path(folder)) if self.new_conf else None
+            with temporary_mount((*words, *self.words), source=source) as mount:
+                yield mount
+
+
+def _lmdb_file(request: pytest.FixtureRequest) -> Engines:
+    return Engines(("records.engine=lmdb", "segments.engine=file"))
+
+
+def _etcd_rados(request: pytest.FixtureRequest, publish: str) -> Engines:
+    etcd, ceph = request.getfixturevalue("etcd"), request.getfixturevalue("ceph")
+    return Engines((f"publish={publish}",), lambda folder: shared_conf(folder, etcd, ceph))
+
+
+PAIRS: dict[str, Callable[[pytest.FixtureRequest], Engines]] = {
+    "lmdb+file": _lmdb_file,
+    "etcd+rados": partial(_etcd_rados, publish="strict"),
+    "etcd+rados-relaxed": partial(_etcd_rados, publish="relaxed"),
+}
+"""name of a pair -> what mounts its volumes, on servers that are started when the first test asks for them"""

@@ -1,0 +1,212 @@
+"""Mounts as users of the command line see them: from ``kvfuse mount`` to the end of the daemon, whatever ends it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from cli_lab import CAPACITY, ROOT, Place, assert_fails, is_running, kvfuse, wait_for_end
+from mounting import KVFUSE, PATIENCE_S
+
+from kvfuse.cli import mounts
+
+BROKEN = """
+import kvfuse.fs.mount
+async def serve(*arguments, **options):
+    raise RuntimeError("a mistake of ours")
+kvfuse.fs.mount.serve = serve
+import kvfuse.cli
+kvfuse.cli.main()
+"""
+ABORTED = """
+import errno, pyfuse3
+main = pyfuse3.main
+async def main_until_aborted(*arguments, **options):
+    await main(*arguments, **options)
+    raise ExceptionGroup("workers", [OSError(errno.ECONNABORTED, "the connection went while a request was read")])
+pyfuse3.main = main_until_aborted
+import kvfuse.cli
+kvfuse.cli.main()
+"""
+
+
+def test_from_mount_to_umount(place: Place) -> None:
+    pid = place.mount()
+    file = place.point / "a file"
+    file.write_bytes(b"x" * 100_000)
+
+    rows = json.loads(kvfuse("status", "--json").stdout)
+    row = next(row for row in rows if row["mountpoint"] == str(place.point))
+    assert (row["source"], row["problem"], row["read_only"]) == (str(place.volume), None, False)
+    assert 32 << 20 < row["space"]["size"] <= 64 << 20
+    table = kvfuse("status", place.volume).stdout
+    assert re.search(rf"{place.point} +{place.volume} +rw .* {pid} +ok, answers in", table)
+
+    assert json.loads(kvfuse("stats", place.point, "--json").stdout)["pid"] == pid
+    assert re.search(rf"pid +{pid}\b", kvfuse("stats", place.point).stdout)
+    os.sync()
+    assert json.loads(kvfuse("info", file, "--json").stdout)["size"] == 100_000
+    assert re.search(r"size +100,000", kvfuse("info", file).stdout)
+
+    done = kvfuse("umount", place.point)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert not is_running(pid), "umount waits for the daemon"
+    assert not place.is_mounted
+    assert list(place.point.iterdir()) == []
+
+    place.mount("-o", "ro")
+    assert file.read_bytes() == b"x" * 100_000
+    with pytest.raises(OSError, match="Read-only file system"):
+        file.write_bytes(b"y")
+    assert kvfuse("umount", place.point).returncode == 0
+    log = (place.volume / "log").read_text()
+    assert log.count(f"{place.volume} is mounted on {place.point}") == 2
+    assert log.count("is unmounted, everything is written") == 2
+
+
+def test_a_mount_conf_as_the_source(place: Place) -> None:
+    conf = place.base / "mount.conf"
+    log = place.base / "kv.log"
+    conf.write_text(f'[volume]\npath = "volume"\ncapacity = "64MiB"\n[log]\nlevel = "debug"\nfile = "{log}"\n')
+    done = kvfuse("mount", "mount.conf", "mnt", cwd=place.base)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == f"made the volume {place.volume} with a capacity of 64MiB\n"
+    row = mounts.kvfuse_mount_at(place.point)
+    assert row.source == str(conf), "mount -a finds out by this that it is mounted"
+    assert json.loads(kvfuse("status", conf, "--json").stdout)[0]["mountpoint"] == str(place.point)
+    assert kvfuse("umount", "mnt", cwd=place.base).returncode == 0
+    assert "is mounted on" in log.read_text()
+    assert not (place.volume / "log").exists()
+
+
+def test_the_volume_is_the_daemons_alone(place: Place) -> None:
+    place.mount()
+    modes = {path.name: path.stat().st_mode & 0o077 for path in (place.volume, *place.volume.rglob("*"))}
+    assert not any(modes.values()), modes
+
+
+def test_a_second_daemon_is_refused(place: Place) -> None:
+    pid = place.mount()
+    assert_fails(kvfuse("mount", place.volume, place.point), 5, f"is mounted already, from {place.volume}")
+    elsewhere = place.base / "elsewhere"
+    elsewhere.mkdir()
+    done = kvfuse("mount", place.volume, elsewhere)
+    assert_fails(done, 4, f"in use by process {pid} .*{place.point}")
+    assert mounts.top_mount(elsewhere) is None
+    assert_fails(kvfuse("format", place.volume, "--force", "--capacity", "64MiB"), 4, f"in use by process {pid}")
+    assert place.pid == pid, "the first goes on"
+
+
+def test_a_busy_mount(place: Place) -> None:
+    pid = place.mount()
+    with (place.point / "open").open("wb") as file:
+        done = kvfuse("umount", place.point)
+        assert_fails(done, 4, rf"is busy: .* in use by \S+ \({os.getpid()}\); --lazy")
+        assert place.pid == pid
+        assert kvfuse("umount", place.point, "--lazy").returncode == 0
+        assert not place.is_mounted
+        file.write(b"written after it was detached")
+    wait_for_end(pid)
+    place.mount()
+    assert (place.point / "open").read_bytes() == b"written after it was detached"
+
+
+def test_a_daemon_that_died(place: Place) -> None:
+    pid = place.mount()
+    os.kill(pid, signal.SIGKILL)
+    wait_for_end(pid)
+    done = kvfuse("status", place.point)
+    assert done.returncode == 1
+    assert f"dead: its daemon is gone; type: kvfuse umount {place.point}" in done.stdout
+
+    done = kvfuse("mount", place.volume, place.point)
+    assert done.returncode == 0
+    assert done.stderr == f"kvfuse: detached what a daemon that died had left mounted on {place.point}\n"
+    pid = place.pid
+    os.kill(pid, signal.SIGKILL)
+    wait_for_end(pid)
+    assert kvfuse("umount", place.point).returncode == 0
+    assert not place.is_mounted
+
+
+def test_a_daemon_that_hangs_hangs_nobody_else(place: Place) -> None:
+    pid = place.mount()
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        done = kvfuse("status", place.point)
+        assert done.returncode == 1
+        assert "hangs: no answer within 5 s" in done.stdout
+        done = kvfuse("umount", place.point)
+        assert (done.returncode, place.is_mounted) == (0, False)
+        assert "does not answer" in done.stderr
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    wait_for_end(pid)
+
+
+def in_foreground(place: Place, *command: str) -> subprocess.Popen[str]:
+    """A daemon that has mounted; its output is a pipe."""
+    words = ["mount", str(place.volume), str(place.point), "--foreground", "-o", CAPACITY]
+    daemon = subprocess.Popen([*command, *words], stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    assert daemon.stderr
+    said = ""
+    while "mounted on" not in said:
+        said = daemon.stderr.readline()
+        assert said, "it ended"
+    return daemon
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_flushes_and_unmounts(place: Place, number: signal.Signals) -> None:
+    with in_foreground(place, *KVFUSE) as daemon:
+        try:
+            (place.point / "file").write_text("kept\n")
+            daemon.send_signal(number)
+            _, rest = daemon.communicate(timeout=PATIENCE_S)
+        finally:
+            daemon.kill()
+    assert daemon.returncode == 0, rest
+    assert not place.is_mounted
+    place.mount()
+    assert (place.point / "file").read_text() == "kept\n"
+
+
+def test_an_unmount_while_a_request_is_read_is_one_like_any_other(place: Place) -> None:
+    """The kernel then answers the reader with another error."""
+    with in_foreground(place, sys.executable, "-c", ABORTED) as daemon:
+        try:
+            (place.point / "file").write_text("kept\n")
+            subprocess.run(["umount", place.point], check=True)
+            _, rest = daemon.communicate(timeout=PATIENCE_S)
+        finally:
+            daemon.kill()
+    assert daemon.returncode == 0, rest
+    place.mount()
+    assert (place.point / "file").read_text() == "kept\n"
+
+
+@pytest.mark.parametrize("words", [["--foreground"], []], ids=["foreground", "background"])
+def test_a_mistake_of_ours_is_in_the_log(place: Place, words: list[str]) -> None:
+    command = [sys.executable, "-c", BROKEN, "mount", str(place.volume), str(place.point), *words, "-o", CAPACITY]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, cwd=ROOT, check=False)
+    assert done.returncode == 1
+    assert "kvfuse: internal error: RuntimeError: a mistake of ours" in done.stderr
+    logged = done.stderr + (place.volume / "log").read_text() if not words else done.stderr
+    assert logged.count("the daemon failed") == 1
+    assert "in serve" in logged
+
+
+def test_the_daemon_lets_go_of_everything_it_was_started_with(place: Place) -> None:
+    """Its terminal, its working directory and its output: else the shell, or a pipe's reader, would wait for it."""
+    pid = place.mount()
+    links = {int(path.name): os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir()}
+    assert links[0] == "/dev/null"
+    assert links[1] == links[2] == str(place.volume / "log")
+    assert os.readlink(f"/proc/{pid}/cwd") == "/"
+    assert os.getsid(pid) == pid

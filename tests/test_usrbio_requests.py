@@ -1,0 +1,103 @@
+"""What a client is answered where the daemon has no thread to look at the descriptor that it sent."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from errno import ETIMEDOUT
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+from volume_lab import MIB, Disk, lab_options, opened
+
+from kvfuse.usrbio import passing
+from kvfuse.usrbio.service import serve_rings
+from kvfuse.usrbio.wire import MESSAGE_SIZE_MAX, VERSION, Message, Request
+
+PATIENCE_S = 20.0
+
+
+class Asking:
+    """A client that looks at every message that comes."""
+
+    def __init__(self, stream: trio.socket.SocketType) -> None:
+        self._stream = stream
+
+    async def ask(self, request: Request, number: int, value: int, descriptor: int | None = None) -> Message:
+        data = Message(request, number, values=(value,)).pack()
+        if descriptor is None:
+            await self._stream.send(data)
+        else:
+            rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptor.to_bytes(4, "little"))]
+            await self._stream.sendmsg([data], rights)
+        with trio.fail_after(PATIENCE_S):
+            return Message.unpack(await self._stream.recv(MESSAGE_SIZE_MAX))
+
+
+@asynccontextmanager
+async def asking(folder: Path) -> AsyncIterator[Asking]:
+    """The client of a daemon without a mount."""
+    kernel: Any = None
+    options = lab_options(capacity=16 * MIB)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(str(folder / "socket"))
+        listener.listen()
+        listener.setblocking(False)
+        async with opened(Disk.format(options), options) as volume, trio.open_nursery() as nursery:
+            await nursery.start(serve_rings, volume, listener, kernel, 0)
+            with trio.socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stream:
+                await stream.connect(str(folder / "socket"))
+                client = Asking(stream)
+                assert (await client.ask(Request.HELLO, 1, VERSION)).status == 0
+                yield client
+            nursery.cancel_scope.cancel()
+
+
+@pytest.fixture
+def memory() -> Iterator[int]:
+    descriptor = os.memfd_create("memory")
+    os.ftruncate(descriptor, 4096)
+    yield descriptor
+    os.close(descriptor)
+
+
+async def check_one_answer_each(client: Asking, memory: int) -> None:
+    """Each request is answered once, the refused one, too, and with its own number."""
+    refused = await client.ask(Request.ADD_IOV, 2, 4096, memory)
+    assert (refused.number, refused.status) == (2, -ETIMEDOUT)
+    other = await client.ask(Request.DROP_IOV, 3, 12345)
+    assert other.number == 3
+
+
+async def test_a_request_that_is_refused_as_too_many_wait_is_answered_once(
+    tmp_path: Path, memory: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with asking(tmp_path) as client:
+        assert (await client.ask(Request.ADD_IOV, 9, 4096, memory)).status == 0
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Semaphore, "acquire", lambda *_, **__: False)
+            await check_one_answer_each(client, memory)
+        assert (await client.ask(Request.ADD_IOV, 4, 4096, memory)).number == 4
+
+
+async def test_a_machine_without_threads_refuses_and_goes_on(
+    tmp_path: Path, memory: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = threading.Thread.start
+
+    def start_or_not(thread: threading.Thread) -> None:
+        if thread.name == passing.THREAD_NAME:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    async with asking(tmp_path) as client:
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", start_or_not)
+            await check_one_answer_each(client, memory)
+        answer = await client.ask(Request.ADD_IOV, 4, 4096, memory)
+        assert (answer.number, answer.status) == (4, 0)
