@@ -26,6 +26,7 @@ from kvfuse.fs.doors import Door, Doors
 from kvfuse.fs.guarding import Guarding
 from kvfuse.fs.kernel import FuseKernelCache
 from kvfuse.fs.ops import KvfuseOperations
+from kvfuse.fs.turns import take_turns
 from kvfuse.fs.virtual import VirtualFolder
 from kvfuse.volume.api import VolumeApi
 from kvfuse.volume.volume import open_volume
@@ -201,6 +202,7 @@ async def _answer(session: _Session, stop: trio.Event, on_ready: Callable[[], No
 
 async def _main_loop() -> None:
     """Return when the mount is gone."""
+    take_turns()
     try:
         await pyfuse3.main(min_tasks=IDLE_TASKS, max_tasks=TASKS_MAX)
     except* OSError as group:

@@ -1,0 +1,116 @@
+"""Whose turn it is to read the next request of the kernel.
+
+pyfuse3 has a few workers; one holds a lock and waits for the kernel, the others wait for the lock. trio's lock is fair:
+it is handed to the one that waits longest. So every request changed workers, and the one that had just answered - and
+could have read the next request at once - went to the end of the queue: two scheduling passes a request, which cost
+more than most requests do. Here the lock goes to who asks first. A worker whose request did not make it wait keeps its
+turn; the next one takes over when it does wait.
+
+pyfuse3 looks up what it needs of trio in its own attribute ``trio``, so that asyncio can stand there
+(`pyfuse3.asyncio.enable`). That is where `take_turns` puts this.
+"""
+
+from __future__ import annotations
+
+import functools
+import select
+import time
+from types import SimpleNamespace, TracebackType
+
+import pyfuse3
+import trio
+
+TURN_SECONDS = 0.0005
+"""How long workers may answer one request after the other before the event loop's other tasks have theirs."""
+SPIN_SECONDS = 100e-6
+"""How long a worker looks for the next request before it sleeps: a caller with many small ones needs less than that
+between them, and to sleep and be woken takes as long and more."""
+REMEMBERED_SECONDS = 20 * SPIN_SECONDS
+"""the longest wait that is remembered as such, so that one long wait does not outweigh many short ones"""
+TRIAL_WAITS = 16
+"""Each so manieth wait is awake although the last ones were long: sleeping makes short ones long, and hides them."""
+
+
+class TurnLock:
+    """``async with`` of `trio.Lock`, without fairness, and without a checkpoint where it is free. Of one event loop.
+
+    While it is free and somebody waits, one of those is on its way to take it: it may find that another was faster.
+    """
+
+    def __init__(self) -> None:
+        self._is_held = False
+        self._waiting: list[trio.lowlevel.Task] = []
+        self._is_one_coming = False
+
+    async def __aenter__(self) -> None:
+        while self._is_held:
+            task = trio.lowlevel.current_task()
+            self._waiting.append(task)
+            await trio.lowlevel.wait_task_rescheduled(functools.partial(self._leave, task))
+            self._is_one_coming = False
+        self._is_held = True
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._is_held = False
+        if self._waiting and not self._is_one_coming:
+            self._is_one_coming = True
+            trio.lowlevel.reschedule(self._waiting.pop())  # the last one: its memory is warm
+
+    def _leave(self, task: trio.lowlevel.Task, _: object) -> trio.lowlevel.Abort:
+        self._waiting.remove(task)
+        return trio.lowlevel.Abort.SUCCEEDED
+
+
+class Requests:
+    """Waits for the kernel's requests: a short while awake where they come quickly, else asleep."""
+
+    def __init__(self) -> None:
+        self._poll = select.poll()
+        self._descriptor = -1
+        self._turn_began = 0.0
+        self._usual = 0.0
+        """what waits took lately, in seconds"""
+        self._slept = 0
+        """waits since the last one awake"""
+
+    async def wait(self, descriptor: int) -> None:
+        """`trio.lowlevel.wait_readable`, but the other tasks may not get a turn where a request comes at once."""
+        if descriptor != self._descriptor:
+            self._poll = select.poll()
+            self._poll.register(descriptor, select.POLLIN)
+            self._descriptor = descriptor
+        began = time.perf_counter()
+        if self._poll.poll(0) or self._comes_soon(began):
+            if time.perf_counter() - self._turn_began < TURN_SECONDS:
+                return
+            await trio.lowlevel.checkpoint()
+            self._turn_began = time.perf_counter()
+        else:
+            await trio.lowlevel.wait_readable(descriptor)
+            self._turn_began = time.perf_counter()
+            self._learn(self._turn_began - began)
+
+    def _comes_soon(self, began: float) -> bool:
+        """Look for a request for a while, if that pays. Each look lets threads run."""
+        if self._usual > SPIN_SECONDS and self._slept < TRIAL_WAITS:
+            self._slept += 1
+            return False
+        self._slept = 0
+        while time.perf_counter() - began < SPIN_SECONDS:
+            if self._poll.poll(0):
+                self._usual = 0.0
+                return True
+        return False
+
+    def _learn(self, took: float) -> None:
+        self._usual += (min(took, REMEMBERED_SECONDS) - self._usual) / 4
+
+
+def take_turns() -> None:
+    """Have pyfuse3's workers take turns as said above. To be called before `pyfuse3.main`; again does nothing."""
+    names = vars(pyfuse3)
+    if names["trio"] is trio:
+        lowlevel = SimpleNamespace(**{**vars(trio.lowlevel), "wait_readable": Requests().wait})
+        names["trio"] = SimpleNamespace(**{**vars(trio), "Lock": TurnLock, "lowlevel": lowlevel})
