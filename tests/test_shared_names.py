@@ -10,12 +10,12 @@ import pytest
 import trio
 import trio.testing
 from records_audit import Audit
-from shared_lab import as_by_path, eventually, exists, hosts, look, make, names_in, until_node, volumes
+from shared_lab import as_by_path, eventually, exists, hosts, look, make, names_in, quiet, until_node, volumes
 from volume_lab import CALLER, Chaos, Disk, lab_options
 
 from kvfuse import errors
 from kvfuse.volume import schema
-from kvfuse.volume.api import RENAME_EXCHANGE, RENAME_NOREPLACE, ROOT_INODE
+from kvfuse.volume.api import RENAME_EXCHANGE, RENAME_NOREPLACE, ROOT_INODE, Changes
 from kvfuse.volume.volume import Volume
 
 
@@ -42,6 +42,25 @@ async def test_a_name_made_on_one_is_seen_on_the_other(
         await two.remove_directory(ROOT_INODE, b"folder")
         assert not await exists(one, b"folder")
         await until_nlink(one, 2)
+
+
+async def test_late_news_of_a_directory_do_not_take_its_access_time_back(
+    rng: random.Random, autojump_clock: trio.testing.MockClock
+) -> None:
+    """It was listed here since it was stored. Times that another host set are taken as they are."""
+    async with hosts(rng, 2, strict=False) as (one, two):
+        folder = await one.make_directory(ROOT_INODE, b"folder", 0o755, CALLER)
+        await one.set_attributes(folder.ino, Changes(atime=2_000_000_000, mtime=3_000_000_000), CALLER)
+        await quiet(one, two)
+        stored = schema.encode_times(folder.atime, folder.mtime, folder.ctime)
+        await one.list_directory(folder.ino, 0, 100)
+        listed = folder.atime
+        assert listed > 3_000_000_000
+        one.lookups.refresher.take_times(folder, stored)
+        assert folder.atime == listed
+        await two.set_attributes((await look(two, b"folder")).ino, Changes(atime=1_000_000_000), CALLER)
+        await quiet(one, two)
+        assert (await look(one, b"folder")).atime == 1_000_000_000
 
 
 async def test_of_many_who_create_one_name_exactly_one_does(

@@ -72,12 +72,14 @@ class Refresher:
         self.news.content(node.ino)
 
     def take_times(self, node: Node, value: bytes) -> None:
-        """A directory's times, of which the latest holds."""
+        """A directory's times, of which the latest holds. What is known here already may come again, and late."""
         atime, mtime, ctime = schema.decode_times(value)
-        if not node.times_changed:
-            node.atime, node.mtime, node.ctime = atime, mtime, ctime
-        else:
+        if node.times_changed:
             node.mtime, node.ctime = max(node.mtime, mtime), max(node.ctime, ctime)
+        elif (mtime, ctime) == (node.mtime, node.ctime):
+            node.atime = max(node.atime, atime)  # it moves without being stored (`effects.accessed`)
+        else:
+            node.atime, node.mtime, node.ctime = atime, mtime, ctime
         self.news.attributes(node.ino)
 
 
