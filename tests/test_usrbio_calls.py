@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import AsyncIterator, Callable, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import trio
@@ -74,6 +75,128 @@ async def test_the_kernel_hears_of_what_was_written_although_its_neighbour_is_ca
         nursery.cancel_scope.cancel()
     assert INODE in dropped
     assert writes[1] in worker.completed
+
+
+class PuttingVolume:
+    """Puts are done at once, but for those of ``stuck`` names, which wait until they are let go."""
+
+    def __init__(self, *stuck: bytes) -> None:
+        self.blocks = self
+        self.begun: list[bytes] = []
+        self.stuck = dict.fromkeys(stuck, trio.Event())
+
+    async def attributes(self, ino: int) -> SimpleNamespace:
+        return SimpleNamespace(ino=ino, uid=0, gid=0, mode=0o40755)
+
+    def waits(self, directory: int) -> bool:
+        return False
+
+    async def put(self, directory: int, name: bytes, *_: object) -> int:
+        self.begun.append(name)
+        if name in self.stuck:
+            await self.stuck[name].wait()
+        return 0
+
+
+class PutWorker(IdleWorker):
+    """A ring that counts how often its thread was woken, and what was given up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wake_count = 0
+        self.given_up: list[bytes] = []
+
+    def run_here(self, job: Callable[[], None]) -> bool:
+        self.wake_count += 1
+        return not self.stopped and super().run_here(job)
+
+    def give_up(self, call: Call, number: int, then: Callable[[], object] = lambda: None) -> None:
+        if not call.ended:
+            self.given_up.append(call.names[0])
+        call.ended = True
+        then()
+
+    def complete(self, call: Call, result: int) -> None:
+        assert (call.entry.op, result) == (Op.CANCEL, 0)
+
+    @property
+    def names(self) -> list[bytes]:
+        return [call.names[0] for call in self.completed]
+
+
+def puts_of(names: str) -> list[Call]:
+    namespace = Namespace(ROOT_INODE, 0o644, 0)
+    return [
+        Call(
+            Entry(Op.PUT, 0, 0, 1, 1, 1, 0, 0, 1, 0, ord(name), 0, 0),
+            float("inf"),
+            namespace=namespace,
+            names=(name.encode(),),
+            data=b"x",
+        )
+        for name in names
+    ]
+
+
+def cancel_of(name: str) -> Call:
+    return Call(Entry(Op.CANCEL, 0, 0, 0, 0, 0, ord(name), 0, 0, 0, 0, 0, 0), float("inf"))
+
+
+@contextlib.asynccontextmanager
+async def calls_of(volume: Any) -> AsyncIterator[Calls]:
+    kernel: Any = SimpleNamespace(drop_name=lambda *_: None, drop_attributes=lambda *_: None)
+    async with trio.open_nursery() as nursery:
+        yield Calls(volume, kernel, Peer(1, 0, 0, frozenset()), nursery, Share(Pool(1 << 20)))
+        await trio.testing.wait_all_tasks_blocked()
+
+
+async def test_puts_that_need_no_wait_wake_the_thread_of_their_ring_once() -> None:
+    volume, first, second = PuttingVolume(), PutWorker(), PutWorker()
+    async with calls_of(volume) as calls:
+        calls.start(cast(Any, first), puts_of("abcd"))
+        calls.start(cast(Any, second), puts_of("ef"))
+        calls.start(cast(Any, first), puts_of("gh"))
+    assert (first.names, second.names) == ([b"a", b"b", b"c", b"d", b"g", b"h"], [b"e", b"f"])
+    assert (first.wake_count, second.wake_count) == (1, 1)
+
+
+async def test_a_ring_hears_of_its_puts_while_the_next_one_waits() -> None:
+    volume, worker = PuttingVolume(b"c"), PutWorker()
+    async with calls_of(volume) as calls:
+        calls.start(cast(Any, worker), puts_of("abcd"))
+        await trio.testing.wait_all_tasks_blocked()
+        assert worker.names == [b"a", b"b"]
+        volume.stuck[b"c"].set()
+    assert worker.names == [b"a", b"b", b"c", b"d"]
+
+
+@pytest.mark.parametrize(("cancelled", "begun"), [("b", "abcd"), ("c", "abd"), ("d", "abc"), ("bc", "abd")])
+async def test_a_cancelled_put_leaves_the_others_alone(cancelled: str, begun: str) -> None:
+    """The one that is under way ends; one that waits for its turn is never begun."""
+    volume, worker = PuttingVolume(b"b"), PutWorker()
+    async with calls_of(volume) as calls:
+        calls.start(cast(Any, worker), puts_of("abcd"))
+        await trio.testing.wait_all_tasks_blocked()
+        for name in cancelled:
+            calls.cancel(cast(Any, worker), cancel_of(name))
+        await trio.testing.wait_all_tasks_blocked()
+        volume.stuck[b"b"].set()
+    assert b"".join(worker.given_up).decode() == cancelled
+    assert b"".join(volume.begun).decode() == begun
+    assert worker.names == [name.encode() for name in "abcd" if name not in cancelled]
+
+
+async def test_puts_of_a_ring_that_stopped_are_not_begun() -> None:
+    """Those of another one of the same client are."""
+    volume, stopping, other = PuttingVolume(b"b"), PutWorker(), PutWorker()
+    async with calls_of(volume) as calls:
+        calls.start(cast(Any, stopping), puts_of("abc"))
+        calls.start(cast(Any, other), puts_of("de"))
+        await trio.testing.wait_all_tasks_blocked()
+        stopping.stopped = True
+        calls.end(cast(Any, stopping))
+    assert volume.begun == [b"a", b"b", b"d", b"e"]
+    assert other.names == [b"d", b"e"]
 
 
 class AwaitedWorker(IdleWorker):

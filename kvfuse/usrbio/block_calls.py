@@ -17,6 +17,7 @@ from kvfuse.usrbio.registry import Namespace, Peer
 from kvfuse.usrbio.worker import Worker
 from kvfuse.volume.api import Caller
 from kvfuse.volume.blocks import Binding
+from kvfuse.volume.node import Node
 from kvfuse.volume.volume import Volume
 
 
@@ -81,8 +82,7 @@ class BlockCalls:
     async def put(self, worker: Worker, call: Call) -> None:
         entry, namespace, name = call.entry, call.namespace, call.names[0]
         assert namespace is not None
-        await self._check(namespace, 3)
-        await self._check_sticky(namespace, call.names)
+        await self._check_sticky(await self._check(namespace, 3), call.names)
         old = await self.volume.blocks.put(namespace.ino, name, call.data, self.caller(), namespace.mode)
         self.finish(worker, Done(call, entry.length, directory=namespace.ino, names=[(name, old)]))
 
@@ -99,8 +99,7 @@ class BlockCalls:
     async def delete(self, worker: Worker, call: Call) -> None:
         namespace = call.namespace
         assert namespace is not None
-        await self._check(namespace, 3)
-        await self._check_sticky(namespace, call.names)
+        await self._check_sticky(await self._check(namespace, 3), call.names)
         with trio.CancelScope(shield=True):  # given up in the middle, nobody would know what the kernel has to drop
             inodes = await self.volume.blocks.delete(namespace.ino, call.names)
 
@@ -118,21 +117,21 @@ class BlockCalls:
     def caller(self) -> Caller:
         return Caller(self.peer.uid, self.peer.gid, self.peer.pid)
 
-    async def _check(self, namespace: Namespace, wanted: int) -> None:
-        """PermissionDenied or ReadOnly, unless the peer may use the directory so: 1 search, 2 write."""
+    async def _check(self, namespace: Namespace, wanted: int) -> Node:
+        """The directory. PermissionDenied or ReadOnly, unless the peer may use it so: 1 search, 2 write."""
         directory = await self.volume.attributes(namespace.ino)
         namespace.may_list = self.peer.may(directory, 4)
         if not self.peer.may(directory, wanted):
             raise errors.PermissionDenied("the namespace's directory does not allow it")
         if wanted & 2 and namespace.read_only:
             raise errors.ReadOnly("the mount is bound read-only there")
+        return directory
 
-    async def _check_sticky(self, namespace: Namespace, names: Sequence[bytes]) -> None:
+    async def _check_sticky(self, directory: Node, names: Sequence[bytes]) -> None:
         """PermissionDenied for taking names from somebody else in a directory with the sticky bit."""
-        directory = await self.volume.attributes(namespace.ino)
         if not directory.mode & stat.S_ISVTX or self.peer.uid in (0, directory.uid):
             return
         for name in names:
-            old = (await self.volume.lookups.find(namespace.ino, name)).node
+            old = (await self.volume.lookups.find(directory.ino, name)).node
             if old is not None and old.uid != self.peer.uid:
                 raise errors.PermissionDenied(f"{os.fsdecode(name)} is somebody else's, and the directory sticky")

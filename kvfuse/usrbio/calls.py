@@ -18,7 +18,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import trio
 
@@ -37,12 +37,17 @@ from kvfuse.volume.volume import Volume
 log = logging.getLogger(__name__)
 
 
-class _Row(NamedTuple):
-    """A call that is under way, and what cancels it."""
+@dataclass(eq=False, slots=True)
+class _Row:
+    """A call that is under way, and what cancels it; None: it has not begun, and does not once it has ended."""
 
     worker: Worker
     call: Call
-    scope: trio.CancelScope
+    scope: trio.CancelScope | None = None
+
+    def cancel(self) -> None:
+        if self.scope is not None:
+            self.scope.cancel()
 
 
 @dataclass
@@ -60,6 +65,8 @@ class Calls:
     """that wait for the one before; empty when none is under way"""
     _done: dict[Worker, deque[Done]] = field(default_factory=dict)
     """of which the kernel has to hear before they are completed"""
+    _kept: dict[Worker, deque[Done]] | None = None
+    """those of ``_done`` that no thread was told of yet, while puts are done one after the other without a wait"""
 
     def __post_init__(self) -> None:
         blocks = BlockCalls(self.volume, self.peer, self._finish, self._read_here)
@@ -85,7 +92,7 @@ class Calls:
             return
         writes: dict[OpenFile, list[_Row]] = {}
         for call in calls:
-            row = _Row(worker, call, trio.CancelScope())
+            row = _Row(worker, call)
             self._under_way.setdefault((worker, call.entry.user_data), []).append(row)
             if call.deadline == float("inf") and call.entry.op == Op.WRITE and call.file is not None:
                 writes.setdefault(call.file, []).append(row)
@@ -119,19 +126,39 @@ class Calls:
             await self._run(row)
 
     async def _run_puts(self) -> None:
+        """One after the other, in a scope that they share: to enter one takes a good part of what a put takes.
+
+        Rings hear of those together that were done without a wait: to wake a thread for each takes as long again.
+        """
+        self._kept = {}
+        self.nursery.start_soon(self._tell_kept)  # at the first wait
         while self._puts:
-            try:
-                await self._run(self._puts[0])
-            finally:
-                if self._puts:
-                    self._puts.popleft()
+            with trio.CancelScope() as scope:
+                while self._puts and not scope.cancel_called:
+                    row = self._puts[0]
+                    row.scope = scope
+                    try:
+                        if not (row.call.ended or row.worker.stopped):
+                            await self._do(row.worker, row.call)
+                    finally:
+                        self._ended(row)
+                        if self._puts:
+                            self._puts.popleft()
+            if scope.cancelled_caught:
+                row.worker.give_up(row.call, errno.ECANCELED)
+        await self._tell_kept()
+
+    async def _tell_kept(self) -> None:
+        kept, self._kept = self._kept, None
+        for worker, queue in (kept or {}).items():
+            self._off_loop(worker, partial(self._tell_kernel, worker, queue))
 
     def cancel(self, worker: Worker, call: Call) -> None:
         found = self._under_way.get((worker, call.entry.offset))
         if not found or found[0].call.ended:
             worker.complete(call, -errno.ENOENT)
             return
-        found[0].scope.cancel()
+        found[0].cancel()
         worker.give_up(found[0].call, errno.ECANCELED, lambda: worker.complete(call, 0))
 
     async def settled(self, worker: Worker, iov: Iov) -> None:
@@ -139,14 +166,14 @@ class Calls:
         await in_ring_thread(worker, lambda: True)  # what the thread served before is a call of ours now
         for row in self._of(worker):
             if row.call.iov is iov:
-                row.scope.cancel()
+                row.cancel()
                 worker.give_up(row.call, errno.ECANCELED)
         await in_ring_thread(worker, lambda: True)  # and it is not at one of those any more
 
     def end(self, worker: Worker) -> None:
         """Cancel what is under way for a ring that has stopped."""
         for row in self._of(worker):
-            row.scope.cancel()
+            row.cancel()
 
     def close(self) -> None:
         """When no ring is left: keep nothing that keeps a client's memory."""
@@ -180,10 +207,11 @@ class Calls:
                     await self.volume.release(file.handle)
 
     async def _run(self, row: _Row) -> None:
-        worker, call, scope = row
+        worker, call = row.worker, row.call
         try:
-            with scope:
-                if call.ended:
+            with trio.CancelScope() as scope:
+                row.scope = scope
+                if call.ended or worker.stopped:
                     pass
                 elif call.deadline < float("inf"):
                     await self._do_until(worker, call)
@@ -275,8 +303,12 @@ class Calls:
         """Complete a call after the kernel has dropped what is no longer true; many at once where they come fast."""
         queue = self._done.setdefault(worker, deque())
         queue.append(done)
-        if len(queue) == 1:  # else whoever is to take the one before takes this, too
-            self._off_loop(worker, lambda: self._tell_kernel(worker, queue))
+        if len(queue) > 1:
+            return  # whoever is to take the one before takes this, too
+        if self._kept is not None:
+            self._kept[worker] = queue
+        else:
+            self._off_loop(worker, partial(self._tell_kernel, worker, queue))
 
     def _tell_kernel(self, worker: Worker, queue: deque[Done]) -> None:
         """Not in the event loop: it may wait for the kernel."""
