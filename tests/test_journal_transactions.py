@@ -158,7 +158,7 @@ async def test_nothing_happens_twice_whatever_fails(disk: Disk, chaos: Chaos, rn
                 nursery.start_soon(add)
         chaos.commit_error = 0
         assert await committer.transact(Transaction({}, {b"last": b""}))
-    assert applied == int(disk.records[number_key].value) > 20
+    assert applied == int(disk.records[number_key].value) > 0
 
 
 async def test_a_transaction_goes_along_with_the_journals_batch(chaos: Chaos) -> None:
