@@ -90,7 +90,7 @@ class Lookup:
             if own is not None:
                 node = self._materialise(schema.decode_inode(own.value), own.version, parent, name, own=True)
                 if times is not None:
-                    node.atime, node.mtime, node.ctime = schema.decode_times(times.value)
+                    self.refresher.take_times(node, times.value, times.version)
             elif entry and entry[0] is not None:
                 record = schema.decode_entry(entry[0].value)
                 if isinstance(record, schema.InodeRecord) and record.ino == ino:
@@ -150,7 +150,7 @@ class Lookup:
         if own is not None:
             self.refresher.take(schema.decode_inode(own.value), own.version, (node.parent, node.name), own=True)
             if times is not None:
-                self.refresher.take_times(node, times.value)
+                self.refresher.take_times(node, times.value, times.version)
             return
         record = schema.decode_entry(entry.value) if entry is not None else None
         if not isinstance(record, schema.InodeRecord) or record.ino != node.ino:
@@ -295,7 +295,7 @@ class Lookup:
             if own is not None:
                 node = self._materialise(schema.decode_inode(own.value), own.version, 0, b"", own=True)
                 if times is not None:
-                    self.refresher.take_times(node, times.value)
+                    self.refresher.take_times(node, times.value, times.version)
 
     def _listed(self, record: schema.InodeRecord, version: int, parent: int, name: bytes) -> Node:
         """The node of a row that was just read, which may be newer than what is in memory."""

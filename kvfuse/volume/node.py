@@ -73,6 +73,7 @@ class Node:
         "target",
         "tier",
         "times_changed",
+        "times_version",
         "uid",
         "version",
         "writers",
@@ -144,6 +145,8 @@ class Node:
         """a directory's times are not in the store yet"""
         self.lock: trio.Lock | None = None
         self.recent = True
+        self.times_version = 0
+        """of the record of a directory's times that memory has, or had before they were changed here"""
         self.version = 0
         """of the record that the inode stands in, where others write the store, too; 0: it is not stored"""
         self.base: schema.InodeRecord | None = None

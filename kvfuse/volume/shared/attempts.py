@@ -64,6 +64,7 @@ class Attempts(Names):
             core.file_count += 1
             core.counters.creates += 1
             if node.is_directory:
+                node.times_version = version
                 core.known.made(node.ino)
         for parent, name, meant in draft.names:
             self.journal.renaming(parent, name)

@@ -186,7 +186,7 @@ class Coherence:
         """Our own, too: what was read before it may be older."""
         directory = self.core.nodes.get(schema.key_inode(change.key))
         if directory is not None and change.value is not None:
-            self.lookup.refresher.take_times(directory, change.value)
+            self.lookup.refresher.take_times(directory, change.value, change.version)
 
     def opened(self, node: Node) -> bool:
         """A file is opened: whether what the kernel cached of its bytes is true. From now on it is."""

@@ -200,6 +200,8 @@ class SharedJournal(BatchBuilder):
     def _settle_versions(self, batch: Batch) -> None:
         """The commit is in the store: what is stored has its version."""
         version, known = batch.version, self.core.known
+        for directory in batch.times if not batch.too_large else ():  # else another part's version may be its own
+            directory.times_version = version
         for node, record in batch.draft.records.items():
             node.version, node.base = version, record
             known.shelf.drop(node.parent, node.name)

@@ -280,7 +280,7 @@ class SharedLookup(Lookup):
             told = Told(schema.decode_inode(own.value), own.version, (parent, name), own=True)
             node = self.refresher.take(told.record, told.version, told.place, own=True)
             if times is not None:
-                self.refresher.take_times(node, times.value)
+                self.refresher.take_times(node, times.value, times.version)
         elif record != guess:
             known.note(parent, name, record)  # the next answer is of one moment
             return None

@@ -71,11 +71,15 @@ class Refresher:
         self.core.places.set_content_version(node.ino, 0)
         self.news.content(node.ino)
 
-    def take_times(self, node: Node, value: bytes) -> None:
-        """A directory's times, of which the latest holds. What is known here already may come again, and late."""
+    def take_times(self, node: Node, value: bytes, version: int) -> None:
+        """A directory's times. What is known here already comes again, and late, as news of what this host stored."""
+        if version <= node.times_version:
+            return
+        node.times_version = version
         atime, mtime, ctime = schema.decode_times(value)
-        if node.times_changed:
-            node.mtime, node.ctime = max(node.mtime, mtime), max(node.ctime, ctime)
+        if node.times_changed:  # of two changes at the same time the later one holds
+            if ctime > node.ctime:
+                node.mtime, node.ctime = mtime, ctime
         elif (mtime, ctime) == (node.mtime, node.ctime):
             node.atime = max(node.atime, atime)  # it moves without being stored (`effects.accessed`)
         else:
