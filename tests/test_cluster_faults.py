@@ -27,6 +27,7 @@ from kvfuse.cluster.etcd import EtcdServers
 from kvfuse.remote.records.api import Record
 from kvfuse.usrbio.client import BlockStore
 from kvfuse.volume import engines, schema
+from kvfuse.volume.shared.member import RENEWALS
 
 pytestmark = pytest.mark.root
 
@@ -39,8 +40,10 @@ CALL_MAX = 2 * DEADLINE + SLACK
 """of a call of the file system: it waits for one store, then for the other, and for neither twice"""
 STOPPED = 4 * DEADLINE
 """for which an OSD is: longer than the cluster takes to count it as down"""
-STALL_MAX = 3.0
+STALL_MAX = 3.0 + SLACK
 """for which a killed OSD, or leader, may keep anybody waiting"""
+OUTAGE_MAX = LEASE * (1 - 1 / RENEWALS) - DEADLINE
+"""for which no lease is renewed, and no write fails yet: after that one could outlast the lease, and is not begun"""
 ADOPTED_MAX = LEASE + 5.0
 """from the death of a client until others may use its slabs"""
 
@@ -179,7 +182,7 @@ def test_the_killed_leader_of_etcd_is_hardly_noticed(cluster: Cluster, seed: int
         cluster.etcd.restart(leader)
         work.wait_progress(0, 1)
     assert gap < STALL_MAX
-    assert not work.errors(0, 1), work.failed()
+    assert not work.errors(0, 1) or gap > OUTAGE_MAX, work.failed()
 
 
 def test_a_killed_osd_is_hardly_noticed(cluster: Cluster, seed: int) -> None:
@@ -208,7 +211,7 @@ def test_a_daemon_and_the_leader_are_killed_at_once(cluster: Cluster, seed: int)
         wait_adopted(cluster, client, start)
         cluster.etcd.restart(leader)
     assert gap < STALL_MAX  # a new leader gives every lease its whole time again: adoption takes that much longer
-    assert not work.errors(1), work.failed()
+    assert not work.errors(1) or gap > OUTAGE_MAX, work.failed()
 
 
 def test_a_daemon_and_an_osd_are_killed_at_once(cluster: Cluster, seed: int) -> None:
