@@ -101,6 +101,13 @@ def etcd() -> Iterator[EtcdServers]:
 
 
 @pytest.fixture(scope="session")
+def etcd_alone() -> Iterator[EtcdServers]:
+    """One member, for what is not about members: with three, most of the time of two cores is theirs."""
+    with etcd_cluster(members=1) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
 def ceph() -> Iterator[CephServers]:
     """One monitor and three OSDs on loopback, started when the first test asks for them."""
     with ceph_cluster() as servers:

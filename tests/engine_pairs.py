@@ -44,7 +44,7 @@ def _lmdb_file(request: pytest.FixtureRequest) -> Engines:
 
 
 def _etcd_rados(request: pytest.FixtureRequest, publish: str) -> Engines:
-    etcd, ceph = request.getfixturevalue("etcd"), request.getfixturevalue("ceph")
+    etcd, ceph = request.getfixturevalue("etcd_alone"), request.getfixturevalue("ceph")
     return Engines((f"publish={publish}",), lambda folder: shared_conf(folder, etcd, ceph))
 
 
