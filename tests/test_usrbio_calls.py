@@ -83,7 +83,7 @@ class PuttingVolume:
     def __init__(self, *stuck: bytes) -> None:
         self.blocks = self
         self.begun: list[bytes] = []
-        self.stuck = dict.fromkeys(stuck, trio.Event())
+        self.stuck = {name: trio.Event() for name in stuck}
 
     async def attributes(self, ino: int) -> SimpleNamespace:
         return SimpleNamespace(ino=ino, uid=0, gid=0, mode=0o40755)
