@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 
-from mounting import PATIENCE_S, KvfuseMount, wait_until
+from mounting import PATIENCE_S, KvfuseMount
 from posix_calls import opened
 
 from kvfuse.usrbio import hf3fs
@@ -56,20 +55,3 @@ def rings(mount: KvfuseMount, entries: int = 8) -> tuple[hf3fs.ioring, hf3fs.ior
 def run(ring: hf3fs.ioring, count: int) -> list[int]:
     """Submit, and the results of ``count`` operations."""
     return [done.result for done in ring.submit().wait(min_results=count, timeout=PATIENT)]
-
-
-def thread_states(pid: int) -> set[str]:
-    """The letters of all threads: R runs, S sleeps, T is stopped, D waits in the kernel for one that is."""
-    rows = [stat.read_text() for stat in Path(f"/proc/{pid}/task").glob("*/stat")]
-    return {row.rpartition(")")[2].split()[0] for row in rows}
-
-
-@contextmanager
-def stopped(mount: KvfuseMount) -> Iterator[None]:
-    """The daemon answers nobody."""
-    try:
-        os.kill(mount.pid, signal.SIGSTOP)
-        wait_until(lambda: thread_states(mount.pid) <= {"T", "D"}, "the daemon stops")
-        yield
-    finally:
-        os.kill(mount.pid, signal.SIGCONT)

@@ -7,12 +7,13 @@ import os
 import secrets
 import select
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from kvfuse.cluster.ceph import CephServers
@@ -31,6 +32,31 @@ def wait_until(condition: Callable[[], bool], what: str) -> None:
         if time.monotonic() > deadline:
             raise AssertionError(f"{what}: still not after {PATIENCE_S:g} s")
         select.select([], [], [], 0.01)
+
+
+def _thread_states(pid: int) -> set[str]:
+    """The letters of all threads: R runs, S sleeps, T is stopped, D waits in the kernel for one that is."""
+    states = set()
+    for stat in Path(f"/proc/{pid}/task").glob("*/stat"):
+        with suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
+            states.add(stat.read_text().rpartition(")")[2].split()[0])
+    return states
+
+
+def stop_process(pid: int) -> None:
+    """SIGSTOP, and wait until it holds: after the signal a thread on another processor still runs for a while."""
+    os.kill(pid, signal.SIGSTOP)
+    wait_until(lambda: _thread_states(pid) <= {"T", "D"}, f"process {pid} to stop")
+
+
+@contextmanager
+def stopped(pid: int) -> Iterator[None]:
+    """The process does nothing meanwhile."""
+    try:
+        stop_process(pid)
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
 
 
 def _mount_rows() -> list[str]:

@@ -2,13 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
-
-from mounting import KvfuseMount
-
 from kvfuse.usrbio.client import Ring
 
 PATIENCE_S = 20.0
@@ -22,14 +15,3 @@ def done(ring: Ring, count: int = 1) -> dict[int, int]:
     rows = ring.wait(count, PATIENCE_S)
     assert len(rows) == count, f"{len(rows)} of {count} completed"
     return dict(zip(rows["user_data"].tolist(), rows["result"].tolist(), strict=True))
-
-
-@contextmanager
-def stopped(mount: KvfuseMount) -> Iterator[None]:
-    """The daemon does not run meanwhile."""
-    os.kill(mount.pid, signal.SIGSTOP)
-    os.waitid(os.P_PID, mount.pid, os.WSTOPPED | os.WNOWAIT)
-    try:
-        yield
-    finally:
-        os.kill(mount.pid, signal.SIGCONT)

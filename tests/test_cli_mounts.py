@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from cli_lab import CAPACITY, ROOT, Place, assert_fails, is_running, kvfuse, wait_for_end
-from mounting import KVFUSE, PATIENCE_S
+from mounting import KVFUSE, PATIENCE_S, stopped
 
 from kvfuse.cli import mounts
 
@@ -137,16 +137,13 @@ def test_a_daemon_that_died(place: Place) -> None:
 
 def test_a_daemon_that_hangs_hangs_nobody_else(place: Place) -> None:
     pid = place.mount()
-    os.kill(pid, signal.SIGSTOP)
-    try:
+    with stopped(pid):
         done = kvfuse("status", place.point)
         assert done.returncode == 1
         assert "hangs: no answer within 5 s" in done.stdout
         done = kvfuse("umount", place.point)
         assert (done.returncode, place.is_mounted) == (0, False)
         assert "does not answer" in done.stderr
-    finally:
-        os.kill(pid, signal.SIGCONT)
     wait_for_end(pid)
 
 

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import pytest
 import trio
 from fault_load import IN_TIME, Load, block, heal, version_of
-from mounting import KvfuseMount, shared_conf, wait_until
+from mounting import KvfuseMount, shared_conf, stop_process, wait_until
 from ring_lab import stats
 
 from kvfuse import config
@@ -289,7 +289,7 @@ def test_a_daemon_that_wakes_after_its_lease_commits_nothing_of_before(cluster: 
     sleeper, survivor = cluster.mounts
     client = cluster.client(sleeper)
     with load(cluster, seed) as work:
-        os.kill(sleeper.pid, signal.SIGSTOP)
+        stop_process(sleeper.pid)
         work.forget(0)
         wait_until(lambda: client not in cluster.slabs().pids, "the end of its lease")
         work.wait_progress(1)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TextIO
 
 import pytest
-from mounting import KVFUSE, PATIENCE_S, KvfuseMount, shared_conf, temporary_mount, wait_until
+from mounting import KVFUSE, PATIENCE_S, KvfuseMount, shared_conf, stopped, temporary_mount, wait_until
 from stuck_daemon import NAME, STUCK_DAEMON
 
 from kvfuse.cluster.etcd import EtcdServers
@@ -173,15 +173,12 @@ def test_callers_are_let_go_when_the_daemon_is_told_to_end() -> None:
 def test_callers_of_a_stopped_daemon_are_let_go_by_hand() -> None:
     """From inside nothing can be done; from outside ``umount -f`` does."""
     with temporary_mount(WORDS) as mount, cleaned_up(mount):
-        os.kill(mount.pid, signal.SIGSTOP)
-        try:
+        with stopped(mount.pid):
             caller = Caller((mount.point / "name").touch)
             assert not caller.has_ended(FOREVER_S)
             subprocess.run(["umount", "-f", str(mount.point)], check=False, timeout=PATIENCE_S, capture_output=True)
             assert caller.has_ended(LET_GO_S)
             assert caller.error
-        finally:
-            os.kill(mount.pid, signal.SIGCONT)
         mount.wait(0)
         subprocess.run(["umount", "-lq", str(mount.point)], check=False)
 

@@ -6,16 +6,15 @@ import contextlib
 import errno
 import os
 import random
-import signal
 import threading
 import time
 from pathlib import Path
 
 import pytest
-from hf3fs_lab import KIB, MIB, PATIENT, iovec_of, registered, rings, run, stopped
+from hf3fs_lab import KIB, MIB, PATIENT, iovec_of, registered, rings, run
 from hypothesis import given
 from hypothesis import strategies as st
-from mounting import PATIENCE_S, KvfuseMount, wait_until
+from mounting import PATIENCE_S, KvfuseMount, stop_process, stopped, wait_until
 from posix_calls import fails
 
 from kvfuse.usrbio import hf3fs
@@ -157,7 +156,7 @@ def test_a_timeout_makes_a_short_list_and_the_rest_comes_later(shared_mount: Kvf
     iov = iovec_of(shared_mount, 10 * PART)
     with registered(ten_parts, os.O_RDONLY) as fd:
         slices = prepare_parts(reads, iov, fd, range(2))
-        with stopped(shared_mount):
+        with stopped(shared_mount.pid):
             started = time.monotonic()
             assert reads.submit().wait(min_results=2, timeout=0.05) == []
             assert reads.wait(min_results=1, timeout=0) == []
@@ -174,7 +173,7 @@ def test_what_came_too_late_is_never_taken_for_something_new(shared_mount: Kvfus
     iov = iovec_of(shared_mount, 10 * PART)
     with registered(ten_parts, os.O_RDONLY) as fd:
         for _ in range(10):
-            with stopped(shared_mount):
+            with stopped(shared_mount.pid):
                 old = prepare_parts(reads, iov, fd, range(3))
                 assert reads.submit().wait(min_results=3, timeout=0.01) == []
                 results = [each.result for each in old]
@@ -193,7 +192,7 @@ def test_what_could_not_even_be_sent_is_given_up_too(shared_mount: KvfuseMount, 
     reads, _ = rings(shared_mount, 10)
     iov = iovec_of(shared_mount, 10 * PART)
     with registered(ten_parts, os.O_RDONLY) as fd:
-        with stopped(shared_mount):
+        with stopped(shared_mount.pid):
             for index in range(4):
                 slices = prepare_parts(reads, iov, fd, range(index, index + 1))
                 assert reads.submit().wait(min_results=1, timeout=0.01) == []
@@ -319,7 +318,7 @@ def test_a_daemon_that_dies_is_noticed_and_the_next_one_served(mount: KvfuseMoun
     reads, _ = rings(mount)
     iov = iovec_of(mount, 100)
     reads.prepare(iov[:], True, fd, 0)
-    os.kill(mount.pid, signal.SIGSTOP)
+    stop_process(mount.pid)
     reads.submit()
     started = time.monotonic()
     mount.kill()

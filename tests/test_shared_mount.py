@@ -6,7 +6,6 @@ import errno
 import json
 import os
 import re
-import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +13,7 @@ from pathlib import Path
 import pytest
 import trio
 from cluster_lab import etcd_cluster
-from mounting import KVFUSE, KvfuseMount, shared_conf, temporary_mount, wait_until
+from mounting import KVFUSE, KvfuseMount, shared_conf, stopped, temporary_mount, wait_until
 
 from kvfuse import config
 from kvfuse.cluster.ceph import CephServers
@@ -140,12 +139,9 @@ def test_a_daemon_that_was_stopped_for_too_long_goes_on_as_another_client(conf: 
         write(mount.point / "before", 70_001)
         late = (mount.point / "late").open("wb", buffering=0)  # from here on no process is forked: it would close this
         late.write(content(70_001))
-        os.kill(mount.pid, signal.SIGSTOP)
-        try:
+        with stopped(mount.pid):
             write(other.point / "meanwhile", 70_001)
             wait_until(lambda: client_count(conf) == 1, "the end of the lease")
-        finally:
-            os.kill(mount.pid, signal.SIGCONT)
         wait_until(lambda: client_count(conf) == 2, "the new lease")
         with pytest.raises(OSError, match="Input/output error"):
             os.fsync(late.fileno())

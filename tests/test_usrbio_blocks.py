@@ -14,8 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from mounting import KvfuseMount, wait_until
-from ring_calls import stopped
+from mounting import KvfuseMount, stopped, wait_until
 
 from kvfuse.usrbio.client import BlockStore, Client, Disconnected, connect, file_name
 
@@ -280,7 +279,7 @@ def test_a_daemon_that_says_nothing_is_no_hang(mount: KvfuseMount) -> None:
     ):
         store.put("key", b"x" * 1000)
         hasty.get_into("key", bytearray(1000))  # it has its ring, and memory, from here on
-        with stopped(mount):
+        with stopped(mount.pid):
             started = time.monotonic()
             with pytest.raises(Disconnected):
                 hasty.get_into("key", bytearray(1000))

@@ -17,8 +17,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import trio
-from mounting import KvfuseMount
-from ring_calls import PATIENCE_S, SIZE, done, stopped
+from mounting import KvfuseMount, stop_process, stopped
+from ring_calls import PATIENCE_S, SIZE, done
 
 from kvfuse.usrbio.client import Client, Disconnected, File, Op, Priority, connect
 from kvfuse.usrbio.wire import CQE, Word
@@ -127,7 +127,7 @@ def test_a_wait_ends_at_its_timeout_and_results_come_later(mount: KvfuseMount, d
     (mount.point / "f").write_bytes(data)
     with connect(mount.point) as client, client.iov(100) as iov, client.ring(8) as ring:
         file = client.file(mount.point / "f")
-        with stopped(mount):
+        with stopped(mount.pid):
             ring.prep_read(iov, 0, file, 0, 100, user_data=5)
             ring.submit()
             started = time.monotonic()
@@ -166,7 +166,7 @@ def test_cancelled_entries_complete(mount: KvfuseMount, data: bytes) -> None:
     (mount.point / "f").write_bytes(data)
     with connect(mount.point) as client, client.iov(SIZE) as iov, client.ring(8) as ring:
         file = client.file(mount.point / "f")
-        with stopped(mount):
+        with stopped(mount.pid):
             ring.prep_read(iov, 0, file, 0, SIZE, user_data=1)
             ring.prep_cancel(1, user_data=2)
             ring.submit()
@@ -345,7 +345,7 @@ async def read_under_a_loop(mount: KvfuseMount, data: bytes) -> None:
                 rows = await ring.wait_async(timeout=PATIENCE_S)
                 assert rows["result"].tolist() == [1000]
                 assert bytes(iov.buffer[:1000]) == data[10:1010]
-            with stopped(mount):
+            with stopped(mount.pid):
                 other.prep_read(iov, 0, file, 0, 1)
                 other.submit()
                 assert len(await other.wait_async(timeout=0.05)) == 0
@@ -359,7 +359,7 @@ async def test_waiting_under_trio(mount: KvfuseMount, data: bytes) -> None:
     with connect(mount.point) as client, client.iov(10) as iov:
         file = client.file(mount.point / "f")
         async with client.ring(8) as ring, client.ring(8) as second, trio.open_nursery() as nursery:
-            with stopped(mount):
+            with stopped(mount.pid):
                 for each in (ring, second):
                     each.prep_read(iov, 0, file, 0, 10)
                     each.submit()
@@ -382,7 +382,7 @@ def test_waiting_under_asyncio(mount: KvfuseMount, data: bytes) -> None:
 
 def test_a_silent_daemon_is_a_timeout_and_late_replies_are_thrown_away(mount: KvfuseMount) -> None:
     with connect(mount.point, deadline=0.5) as client:
-        with stopped(mount), pytest.raises(TimeoutError):
+        with stopped(mount.pid), pytest.raises(TimeoutError):
             client.ring(8)
         for _ in range(3):
             client.ring(8).close()
@@ -411,7 +411,7 @@ def test_after_a_kill_everything_works_again_once_reconnected(mount: KvfuseMount
         iov, plain, ring = client.iov(1000), client.wrap(np.zeros(100, np.uint8)), client.ring(8)
         file, gone, replaced = (client.file(mount.point / name, "r") for name in ("f", "gone", "replaced"))
         namespace = client.namespace("blocks")
-        os.kill(mount.pid, signal.SIGSTOP)
+        stop_process(mount.pid)
         ring.prep_read(iov, 0, file, 0, 10)
         ring.submit()
         assert kill_soon(mount, lambda: ring.wait(timeout=PATIENCE_S)) < 1.0
@@ -438,7 +438,7 @@ async def test_an_async_wait_notices_the_daemons_death(mount: KvfuseMount, data:
     (mount.point / "f").write_bytes(data)
     with connect(mount.point) as client, client.iov(10) as iov:
         file, ring = client.file(mount.point / "f"), client.ring(8)
-        with stopped(mount):
+        with stopped(mount.pid):
             ring.prep_read(iov, 0, file, 0, 10)
             ring.submit()
             os.kill(mount.pid, signal.SIGKILL)

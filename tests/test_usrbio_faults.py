@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from mounting import PATIENCE_S, KvfuseMount, temporary_mount, wait_until
+from mounting import PATIENCE_S, KvfuseMount, stop_process, stopped, temporary_mount, wait_until
 from ring_clients import BLOCKS, GONE, OPERATIONS, prepare
 from ring_lab import Process, nothing_left_behind, stats, wait_for_rings, witness
 
@@ -189,7 +189,7 @@ def test_a_killed_daemon_is_noticed_at_once(mount: KvfuseMount) -> None:
 
 def test_a_killed_daemon_is_noticed_by_who_waits_for_what_will_never_come(mount: KvfuseMount) -> None:
     with workers(mount) as made:
-        os.kill(mount.pid, signal.SIGSTOP)
+        stop_process(mount.pid)
         started = time.monotonic()
         mount.kill()
         check_notices(made, started)
@@ -240,8 +240,7 @@ def test_a_daemon_that_stands_still_makes_nobody_wait_beyond_his_deadline(mount:
     with connect(mount.point, deadline=0.3) as client, BlockStore(mount.point, "blocks", deadline=0.3) as store:
         store.put(b"a", b"1")
         iov, file, ring = client.iov(4096), client.file(mount.point / "f", "rw"), client.ring(8)
-        os.kill(mount.pid, signal.SIGSTOP)
-        try:
+        with stopped(mount.pid):
             started = time.monotonic()
             ring.prep_read(iov, 0, file, 0, 4096, user_data=5)
             ring.submit()
@@ -251,8 +250,6 @@ def test_a_daemon_that_stands_still_makes_nobody_wait_beyond_his_deadline(mount:
             with pytest.raises(Disconnected):  # it must not be taken for a miss: the daemon may still write
                 store.get_into(b"a", np.zeros(1, np.uint8))
             assert time.monotonic() - started < 0.3 + 0.3 + 0.3 + 1.0 + 3 * NOTICE_S
-        finally:
-            os.kill(mount.pid, signal.SIGCONT)
         assert ring.wait(1, PATIENCE_S)["user_data"].tolist() == [5]  # nothing is lost
         client.iov(4096).close()
         store.client.reconnect()

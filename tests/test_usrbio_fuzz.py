@@ -6,14 +6,13 @@ import contextlib
 import fcntl
 import os
 import random
-import signal
 import socket
 import threading
 from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from mounting import FOREGROUND, KvfuseMount, temporary_mount, wait_until
+from mounting import FOREGROUND, KvfuseMount, stopped, temporary_mount, wait_until
 from ring_clients import content
 from ring_fuzzer import SECRET
 from ring_lab import Process, RawClient, RawRing, nothing_left_behind, resident_size, stats, wait_for_rings, witness
@@ -436,8 +435,7 @@ def test_a_file_system_that_hangs_is_its_users_trouble_alone() -> None:
         descriptor = os.open(hanging.point, os.O_RDONLY)
         with nothing_left_behind(mount), connect(mount.point) as client, client.iov(4096) as iov:
             file, ring = client.file(mount.point / "file", "rw"), client.ring(8)
-            os.kill(hanging.pid, signal.SIGSTOP)
-            try:
+            with stopped(hanging.pid):
                 hogs = [RawClient(mount.point) for _ in range(HANGING)]
                 for hog in hogs:
                     message = Message(Request.ADD_FILE, 1, values=(1,))
@@ -450,8 +448,6 @@ def test_a_file_system_that_hangs_is_its_users_trouble_alone() -> None:
                     (mount.point / "other").write_bytes(b"x")
                     client.iov(4096).close()
                     client.ring(8).close()
-            finally:
-                os.kill(hanging.pid, signal.SIGCONT)
             for hog in hogs:
                 assert hog.receive()[0].status == -9
                 hog.socket.close()
