@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
@@ -105,6 +107,7 @@ class PutWorker(IdleWorker):
         super().__init__()
         self.wake_count = 0
         self.given_up: list[bytes] = []
+        self.reasons: set[int] = set()
 
     def run_here(self, job: Callable[[], None]) -> bool:
         self.wake_count += 1
@@ -113,6 +116,7 @@ class PutWorker(IdleWorker):
     def give_up(self, call: Call, number: int, then: Callable[[], object] = lambda: None) -> None:
         if not call.ended:
             self.given_up.append(call.names[0])
+            self.reasons.add(number)
         call.ended = True
         then()
 
@@ -124,12 +128,12 @@ class PutWorker(IdleWorker):
         return [call.names[0] for call in self.completed]
 
 
-def puts_of(names: str) -> list[Call]:
+def puts_of(names: str, deadline: float = float("inf")) -> list[Call]:
     namespace = Namespace(ROOT_INODE, 0o644, 0)
     return [
         Call(
             Entry(Op.PUT, 0, 0, 1, 1, 1, 0, 0, 1, 0, ord(name), 0, 0),
-            float("inf"),
+            deadline,
             namespace=namespace,
             names=(name.encode(),),
             data=b"x",
@@ -148,12 +152,17 @@ async def calls_of(volume: Any) -> AsyncIterator[Calls]:
     async with trio.open_nursery() as nursery:
         yield Calls(volume, kernel, Peer(1, 0, 0, frozenset()), nursery, Share(Pool(1 << 20)))
         await trio.testing.wait_all_tasks_blocked()
+        nursery.cancel_scope.cancel()
 
 
-async def test_puts_that_need_no_wait_wake_the_thread_of_their_ring_once() -> None:
+@pytest.mark.parametrize("seconds", [60.0, float("inf")])
+async def test_puts_that_need_no_wait_wake_the_thread_of_their_ring_once(
+    seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvfuse.usrbio.calls.PUTS_SECONDS", 60.0)  # a slow machine takes more than a turn
     volume, first, second = PuttingVolume(), PutWorker(), PutWorker()
     async with calls_of(volume) as calls:
-        calls.start(cast(Any, first), puts_of("abcd"))
+        calls.start(cast(Any, first), puts_of("abcd", time.monotonic() + seconds))
         calls.start(cast(Any, second), puts_of("ef"))
         calls.start(cast(Any, first), puts_of("gh"))
     assert (first.names, second.names) == ([b"a", b"b", b"c", b"d", b"g", b"h"], [b"e", b"f"])
@@ -184,6 +193,37 @@ async def test_a_cancelled_put_leaves_the_others_alone(cancelled: str, begun: st
     assert b"".join(worker.given_up).decode() == cancelled
     assert b"".join(volume.begun).decode() == begun
     assert worker.names == [name.encode() for name in "abcd" if name not in cancelled]
+
+
+async def test_puts_have_turns_between_which_others_have_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvfuse.usrbio.calls.PUTS_SECONDS", 0.0)
+    volume, worker = PuttingVolume(), PutWorker()
+    begun_before: list[int] = []
+    async with calls_of(volume) as calls:
+        calls.start(cast(Any, worker), puts_of("abcd"))
+        for _ in range(4):
+            await trio.lowlevel.checkpoint()
+            begun_before.append(len(volume.begun))
+    assert worker.names == [b"a", b"b", b"c", b"d"]
+    assert begun_before[0] < 4
+
+
+@pytest.mark.parametrize(("late", "begun"), [("b", "abcd"), ("c", "abd"), ("cd", "ab"), ("bcd", "ab")])
+async def test_a_put_is_given_up_at_its_deadline(late: str, begun: str, autojump_clock: trio.testing.MockClock) -> None:
+    """The one that is under way ends; one that waits for its turn is never begun."""
+    volume, worker = PuttingVolume(b"b"), PutWorker()
+    async with calls_of(volume) as calls:
+        deadline = time.monotonic() + 5.0
+        for name in "abcd":
+            calls.start(cast(Any, worker), puts_of(name, deadline if name in late else float("inf")))
+        await trio.sleep(4.0)
+        assert worker.given_up == []
+        await trio.sleep(2.0)
+        assert b"".join(worker.given_up).decode() == late
+        volume.stuck[b"b"].set()
+    assert worker.reasons == {errno.ETIMEDOUT}
+    assert b"".join(volume.begun).decode() == begun
+    assert worker.names == [name.encode() for name in "abcd" if name not in late]
 
 
 async def test_puts_of_a_ring_that_stopped_are_not_begun() -> None:

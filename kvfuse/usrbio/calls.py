@@ -26,6 +26,7 @@ from kvfuse import errors
 from kvfuse.errnos import errno_of
 from kvfuse.usrbio.block_calls import BlockCalls
 from kvfuse.usrbio.call import PIECE, Call, Done, in_ring_thread
+from kvfuse.usrbio.deadlines import Deadlines
 from kvfuse.usrbio.memory import Share
 from kvfuse.usrbio.registry import Iov, OpenFile, Peer
 from kvfuse.usrbio.wire import Op
@@ -35,6 +36,9 @@ from kvfuse.volume.maps import ContentMap
 from kvfuse.volume.volume import Volume
 
 log = logging.getLogger(__name__)
+
+PUTS_SECONDS = 2e-3
+"""how long puts that need no wait keep the event loop"""
 
 
 @dataclass(eq=False, slots=True)
@@ -71,6 +75,7 @@ class Calls:
     def __post_init__(self) -> None:
         blocks = BlockCalls(self.volume, self.peer, self._finish, self._read_here)
         self.caller = blocks.caller
+        self._deadlines: Deadlines[_Row] = Deadlines(self.nursery, _expire)
         self._handlers: dict[int, Callable[[Worker, Call], Awaitable[None]]] = {
             Op.READ: self._read,
             Op.WRITE: self._write,
@@ -94,9 +99,11 @@ class Calls:
         for call in calls:
             row = _Row(worker, call)
             self._under_way.setdefault((worker, call.entry.user_data), []).append(row)
-            if call.deadline == float("inf") and call.entry.op == Op.WRITE and call.file is not None:
+            if call.deadline < float("inf"):
+                self._deadlines.add(row, call.deadline)
+            if call.entry.op == Op.WRITE and call.file is not None:
                 writes.setdefault(call.file, []).append(row)
-            elif call.deadline < float("inf") or call.entry.op != Op.PUT or self.volume.blocks.waits(_directory(call)):
+            elif call.entry.op != Op.PUT or self.volume.blocks.waits(_directory(call)):
                 self.nursery.start_soon(self._run, row)
             else:
                 self._puts.append(row)
@@ -129,10 +136,12 @@ class Calls:
         """One after the other, in a scope that they share: to enter one takes a good part of what a put takes.
 
         Rings hear of those together that were done without a wait: to wake a thread for each takes as long again.
+        After a turn of them others of the event loop have theirs.
         """
-        self._kept = {}
-        self.nursery.start_soon(self._tell_kept)  # at the first wait
         while self._puts:
+            self._kept = {}
+            self.nursery.start_soon(self._tell_kept)  # at the first wait
+            turn_end = time.perf_counter() + PUTS_SECONDS
             with trio.CancelScope() as scope:
                 while self._puts and not scope.cancel_called:
                     row = self._puts[0]
@@ -144,9 +153,13 @@ class Calls:
                         self._ended(row)
                         if self._puts:
                             self._puts.popleft()
+                    if time.perf_counter() > turn_end:
+                        break
             if scope.cancelled_caught:
                 row.worker.give_up(row.call, errno.ECANCELED)
-        await self._tell_kept()
+            await self._tell_kept()
+            if self._puts:
+                await trio.lowlevel.checkpoint()
 
     async def _tell_kept(self) -> None:
         kept, self._kept = self._kept, None
@@ -178,6 +191,7 @@ class Calls:
     def close(self) -> None:
         """When no ring is left: keep nothing that keeps a client's memory."""
         self._under_way.clear()
+        self._deadlines.clear()
         self._puts.clear()
         self._done.clear()
 
@@ -211,11 +225,7 @@ class Calls:
         try:
             with trio.CancelScope() as scope:
                 row.scope = scope
-                if call.ended or worker.stopped:
-                    pass
-                elif call.deadline < float("inf"):
-                    await self._do_until(worker, call)
-                else:
+                if not (call.ended or worker.stopped):
                     await self._do(worker, call)
         finally:
             self._ended(row)
@@ -223,25 +233,13 @@ class Calls:
             worker.give_up(call, errno.ECANCELED)
 
     def _ended(self, row: _Row) -> None:
+        self._deadlines.remove(row)
         key = (row.worker, row.call.entry.user_data)
         rows = [other for other in self._under_way.pop(key, ()) if other is not row]
         if rows:
             self._under_way[key] = rows
         row.call.data = None
         self.share.give(row.call.size)
-
-    async def _do_until(self, worker: Worker, call: Call) -> None:
-        """Answer at the deadline, also where what is under way cannot be cancelled at once."""
-        async with trio.open_nursery() as nursery:
-
-            async def expire() -> None:
-                await trio.sleep(max(0.0, call.deadline - time.monotonic()))
-                worker.give_up(call, errno.ETIMEDOUT)
-                nursery.cancel_scope.cancel()
-
-            nursery.start_soon(expire)
-            await self._do(worker, call)
-            nursery.cancel_scope.cancel()
 
     async def _do(self, worker: Worker, call: Call) -> None:
         try:
@@ -338,6 +336,12 @@ class Calls:
         """Call ``job``, which may wait for the kernel, in the ring's thread; in any other one if that has ended."""
         if not worker.run_here(job):
             self.nursery.start_soon(_in_any_thread, job)
+
+
+def _expire(row: _Row) -> None:
+    """Answer at the deadline, also where what is under way cannot be cancelled at once."""
+    row.worker.give_up(row.call, errno.ETIMEDOUT)
+    row.cancel()
 
 
 def _answer(error: Exception, worker: Worker, *calls: Call) -> None:

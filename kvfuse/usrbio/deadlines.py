@@ -1,0 +1,57 @@
+"""Deadlines of what is under way: one timer for all, as a task for each would take longer than most calls do."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+import trio
+
+T = TypeVar("T")
+
+
+class Deadlines(Generic[T]):
+    """Calls ``expire`` with whatever is not taken out before its time. Event loop only.
+
+    The timer is a task of ``nursery``, from the first deadline on; it ends with the nursery.
+    """
+
+    def __init__(self, nursery: trio.Nursery, expire: Callable[[T], None]) -> None:
+        self._nursery = nursery
+        self._expire = expire
+        self._due: dict[T, float] = {}
+        """in the event loop's time, which runs as the monotonic clock does, from another start"""
+        self._offset = trio.current_time() - time.monotonic()
+        self._alarm = float("inf")
+        """when the timer looks; what it was set for may be gone by then"""
+        self._sleep: trio.CancelScope | None = None
+
+    def add(self, item: T, deadline: float) -> None:
+        """``deadline``: monotonic seconds."""
+        due = self._due[item] = deadline + self._offset
+        if due >= self._alarm:
+            return
+        self._alarm = due
+        if self._sleep is None:
+            self._sleep = trio.CancelScope()
+            self._nursery.start_soon(self._run)
+        self._sleep.deadline = due
+
+    def remove(self, item: T) -> None:
+        """It has ended; nothing happens where it had no deadline."""
+        self._due.pop(item, None)
+
+    def clear(self) -> None:
+        self._due.clear()
+
+    async def _run(self) -> None:
+        while self._sleep is not None:
+            with self._sleep:
+                await trio.sleep_forever()
+            now = trio.current_time()
+            for item in [item for item, due in self._due.items() if due <= now]:
+                del self._due[item]
+                self._expire(item)
+            self._alarm = min(self._due.values(), default=float("inf"))
+            self._sleep = trio.CancelScope(deadline=self._alarm)
