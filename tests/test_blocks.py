@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Sequence
+from itertools import pairwise
 
 import pytest
 import trio
@@ -22,6 +24,7 @@ from kvfuse.errors import (
     ReadOnly,
     Stale,
 )
+from kvfuse.remote.segments.api import Transfer
 from kvfuse.volume.api import ROOT_INODE, Caller
 from kvfuse.volume.known import KnownNames
 
@@ -193,6 +196,29 @@ async def test_relaxed_puts_share_a_commit(disk: Disk, options: Options, chaos: 
             await put(volume, b"%d" % number, b"data")
         await volume.sync()
         assert chaos.commits <= commits + 2
+
+
+@pytest.mark.parametrize("size", [4096, CHUNK])
+async def test_blocks_that_are_stored_together_are_few_writes(
+    disk: Disk, options: Options, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their slots lie side by side, and so do what the slots say of them: a system call for each run of bytes."""
+    written: list[tuple[int, int, int]] = []
+    async with opened(disk, options) as volume:
+        write = volume.core.segments.write
+
+        async def noted(batch: Sequence[Transfer]) -> None:
+            written.extend((segment, offset, offset + len(buffer)) for segment, offset, buffer in batch)
+            await write(batch)
+
+        monkeypatch.setattr(volume.core.segments, "write", noted)
+        for number in range(64):
+            await put(volume, b"%03d" % number, bytes(size))
+        await volume.sync()
+    written.sort()
+    runs = 1 + sum(before[2] != after[1] for before, after in pairwise(written))
+    assert len(written) > 2 * 64
+    assert runs < 10
 
 
 # -- exists -------------------------------------------------------------------------------------------

@@ -44,7 +44,7 @@ class ReadClass(NamedTuple):
 class Memory:
     """One memfd, mapped writable here and by nobody else."""
 
-    __slots__ = ("bytes", "descriptor", "resident")
+    __slots__ = ("address", "bytes", "descriptor", "resident")
 
     def __init__(self, size: int) -> None:
         self.descriptor = os.memfd_create("kvfuse-tier", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -56,6 +56,7 @@ class Memory:
         except BaseException:
             os.close(self.descriptor)
             raise
+        self.address: int = self.bytes.ctypes.data
         weakref.finalize(self.bytes, os.close, self.descriptor)  # every view of the bytes keeps it open
         self.resident = 0
         """bytes from the start that were touched, and so take memory"""
@@ -121,7 +122,7 @@ class _Lease:
     def __init__(self, arena: Arena, slot: int, size: int) -> None:
         self.arena = arena
         self.slot = slot
-        address = arena.memory.bytes.ctypes.data + slot * arena.kind.slot_size
+        address = arena.memory.address + slot * arena.kind.slot_size
         self.__array_interface__ = {"data": (address, False), "shape": (size,), "typestr": "|u1", "version": 3}
 
     def __del__(self) -> None:

@@ -82,8 +82,8 @@ class HeaderWriter:
         for number, (row, (text, place)) in enumerate(zip(rows, descriptions, strict=True)):
             header = table[number * layout.HEADER_SIZE : (number + 1) * layout.HEADER_SIZE]
             extent = row.extent
-            if place == layout.DESCRIPTOR_BEHIND_HEADER:
-                header += text
+            if place == layout.DESCRIPTOR_BEHIND_HEADER:  # up to the next one: those of neighbours are one write then
+                header = (header + text).ljust(geometry.header_stride(extent.slot_size), b"\0")
             elif place == layout.DESCRIPTOR_AT_SLOT_END:
                 segment, offset = self.core.locate(extent.addr)
                 transfers.append(Transfer(segment, offset + extent.slot_size - len(text), text))

@@ -26,6 +26,7 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Self, TypeVar
 
@@ -40,6 +41,8 @@ from kvfuse.remote.segments.direct import BLOCK_SIZE
 from kvfuse.remote.segments.fileio import Run, SegmentFile
 
 _T = TypeVar("_T")
+_place = itemgetter(0, 1)
+"""(segment, offset) of a transfer"""
 
 FILE_NAME = re.compile(r"([0-9a-f]{8})(?:\.[0-9a-f]+)?\.(seg|new)")
 """A segment, or one whose creation did not end."""
@@ -249,17 +252,20 @@ class FileSegments(SegmentStore):
 
     def _runs(self, batch: Sequence[Transfer], in_use: contextlib.ExitStack, *, writable: bool) -> Sequence[Run]:
         """The batch as few runs of neighbouring bytes, whose files stay open as long as ``in_use``."""
-        runs = []
-        for segment, offset, buffer in batch:
+        runs: list[Run] = []
+        for segment, offset, buffer in sorted(batch, key=_place):
             view = memoryview(buffer)
             file = self._checked(segment, offset, view.nbytes)
             if writable and view.readonly:
                 raise ValueError(f"a buffer to read into is not writable (segment {segment}, offset {offset})")
-            if view.nbytes:
-                runs.append(fileio.Run(file, offset, view.cast("B")))
+            if not view.nbytes:
+                continue
+            view = view.cast("B")
+            if not (runs and runs[-1].takes(file, offset, view)):
+                runs.append(Run(file, offset, view))
         for file in {run.file for run in runs}:
             in_use.enter_context(file)
-        return fileio.merged(runs)
+        return runs
 
     def _read_resident(self, runs: Sequence[Run]) -> Sequence[Run]:
         """Read what needs no waiting; return what is left, whole runs or their rest."""

@@ -10,7 +10,7 @@ import os
 import secrets
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -120,21 +120,20 @@ class Run:
         self.transfer_count = 1
         self.bounces = file.is_direct and not direct.is_aligned(offset, view)
 
-    def takes(self, other: Run) -> bool:
-        """Whether ``other`` continues this run."""
-        return (
-            other.file is self.file
-            and other.offset == self.offset + self.length
-            and len(self.views) < IOV_MAX
-            and not self.bounces
-            and not other.bounces
-        )
-
-    def append(self, other: Run) -> None:
-        """Go on with ``other``, which this run takes."""
-        self.views += other.views
-        self.length += other.length
-        self.transfer_count += other.transfer_count
+    def takes(self, file: SegmentFile, offset: int, view: memoryview) -> bool:
+        """Go on with these bytes, if they continue this run; False if not."""
+        if (
+            offset != self.offset + self.length
+            or file is not self.file
+            or len(self.views) >= IOV_MAX
+            or self.bounces
+            or (file.is_direct and not direct.is_aligned(offset, view))
+        ):
+            return False
+        self.views.append(view)
+        self.length += view.nbytes
+        self.transfer_count += 1
+        return True
 
     def advance(self, byte_count: int) -> None:
         """The first ``byte_count`` bytes are done."""
@@ -147,17 +146,6 @@ class Run:
         del self.views[:done]
         if byte_count:
             self.views[0] = self.views[0][byte_count:]
-
-
-def merged(runs: Iterable[Run]) -> list[Run]:
-    """Ordered by place, neighbours joined."""
-    result: list[Run] = []
-    for run in sorted(runs, key=lambda run: (run.file.segment, run.offset)):
-        if result and result[-1].takes(run):
-            result[-1].append(run)
-        else:
-            result.append(run)
-    return result
 
 
 def read_resident(run: Run) -> bool:
