@@ -1,4 +1,4 @@
-"""Outside exercisers on the mount: fio verifies every block it wrote, stress-ng its own stressors."""
+"""Outside exercisers on the mount: fio verifies every block it wrote, stress-ng its own; others end at what fails."""
 
 from __future__ import annotations
 
@@ -67,3 +67,48 @@ def test_stress_ng_finds_no_fault(folder: Path, name: str) -> None:
     assert done.returncode == 0, output
     assert "successful run completed" in output
     assert "fail:" not in output, output
+
+
+POSTMARK = """
+set location {folder}
+set number 50
+set transactions 100
+set size 500 200000
+run
+quit
+"""
+"""mail and news: small files are made, read, appended to and removed"""
+
+
+@pytest.mark.skipif(shutil.which("dbench") is None, reason="dbench is not installed")
+def test_a_file_server_is_served(folder: Path) -> None:
+    """dbench does as the clients of one do, and ends at the first answer that is not theirs."""
+    done = run("dbench", "-D", folder, "-t", "4", "4")
+    assert "Throughput" in done
+
+
+@pytest.mark.skipif(shutil.which("fs_mark") is None, reason="fs_mark is not installed")
+@pytest.mark.parametrize("sync", range(7))
+def test_files_are_synced_in_every_way(folder: Path, sync: int) -> None:
+    """None; fsync before the close; sync() after all; and in the ways that fs_mark has between them."""
+    (folder / "made").mkdir()  # it takes short paths only
+    done = run("fs_mark", "-d", "made", "-n", "20", "-s", "20000", "-t", "2", "-S", str(sync), "-k", cwd=folder)
+    assert done.splitlines()[-1].split()[1:3] == ["40", "20000"]
+    assert [path.stat().st_size for path in (folder / "made").iterdir()] == 40 * [20_000]
+
+
+@pytest.mark.skipif(shutil.which("postmark") is None, reason="postmark is not installed")
+def test_a_mail_server_is_served(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "config").write_text(POSTMARK.format(folder=folder))
+    done = run("postmark", tmp_path / "config")
+    assert "seconds total" in done
+    assert "Error" not in done
+    assert not any(folder.iterdir())
+
+
+def run(*command: str | Path, cwd: Path | None = None) -> str:
+    """What a tool that succeeds prints."""
+    words = [str(word) for word in command]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=240, cwd=cwd)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
