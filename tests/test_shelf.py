@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import trio
@@ -13,6 +14,7 @@ from shared_lab import eventually, exists, get, put, quiet, volumes
 from volume_lab import CALLER, MIB, Disk, lab_options
 
 from kvfuse.config import Options
+from kvfuse.errors import EngineTimeout
 from kvfuse.remote.records.api import Record
 from kvfuse.volume import schema
 from kvfuse.volume.api import ROOT_INODE
@@ -68,6 +70,73 @@ async def test_a_folder_that_was_filled_before_is_read_in_pages(
         for name in names:
             assert await get(two, name) == name
         assert questions(two) - before == 1
+
+
+async def test_names_that_are_missed_side_by_side_take_one_page(
+    disk: Disk,
+    options: Options,
+    rng: random.Random,
+    autojump_clock: trio.testing.MockClock,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As where a ring puts many blocks into a folder that others filled."""
+    async with volumes(disk, options, 1, rng) as (one,):
+        for number in range(40):
+            await put(one, b"%d" % number, b"x")
+    async with volumes(disk, options, 2, rng) as (_, two):
+        await eventually(lambda: is_relaxed(two))
+        await quiet(two)
+        scan, scans = two.core.records.scan, 0
+
+        async def slow(*arguments: Any) -> Sequence[Record]:
+            nonlocal scans
+            scans += 1
+            await trio.sleep(0.01)
+            return await scan(*arguments)
+
+        monkeypatch.setattr(two.core.records, "scan", slow)
+        async with trio.open_nursery() as nursery:
+            for number in range(40):
+                nursery.start_soon(put, two, b"new %d" % number, b"y")
+        assert scans == 1
+        assert await get(two, b"new 39") == b"y"
+        assert await get(two, b"39") == b"x"
+
+
+async def test_who_waits_for_a_page_hears_that_it_did_not_come(
+    disk: Disk,
+    options: Options,
+    rng: random.Random,
+    autojump_clock: trio.testing.MockClock,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A deadline of the store is waited for once."""
+    async with volumes(disk, options, 1, rng) as (one,):
+        await put(one, b"name", b"x")
+    async with volumes(disk, options, 2, rng) as (_, two):
+        await eventually(lambda: is_relaxed(two))
+        await quiet(two)
+        refused: list[int] = []
+
+        async def silent(*_: object) -> Sequence[Record]:
+            await trio.sleep(3.0)
+            raise EngineTimeout("no answer within 3 s")
+
+        async def miss(number: int) -> None:
+            with pytest.raises(EngineTimeout):
+                await two.lookup(ROOT_INODE, b"absent %d" % number)
+            refused.append(number)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(two.core.records, "scan", silent)
+            patch.setattr(two.core.records, "get", silent)
+            began = trio.current_time()
+            async with trio.open_nursery() as nursery:
+                for number in range(8):
+                    nursery.start_soon(miss, number)
+            assert trio.current_time() - began < 4.0
+        assert len(refused) == 8
+        assert await get(two, b"name") == b"x"
 
 
 async def is_relaxed(volume: Volume) -> bool:

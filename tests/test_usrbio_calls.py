@@ -169,30 +169,47 @@ async def test_puts_that_need_no_wait_wake_the_thread_of_their_ring_once(
     assert (first.wake_count, second.wake_count) == (1, 1)
 
 
-async def test_a_ring_hears_of_its_puts_while_the_next_one_waits() -> None:
-    volume, worker = PuttingVolume(b"c"), PutWorker()
+async def test_puts_do_not_wait_for_one_that_waits() -> None:
+    """Nor for those that wait after it; and rings hear of those that are done."""
+    volume, worker = PuttingVolume(b"b", b"d"), PutWorker()
     async with calls_of(volume) as calls:
-        calls.start(cast(Any, worker), puts_of("abcd"))
+        calls.start(cast(Any, worker), puts_of("abcde"))
         await trio.testing.wait_all_tasks_blocked()
-        assert worker.names == [b"a", b"b"]
-        volume.stuck[b"c"].set()
-    assert worker.names == [b"a", b"b", b"c", b"d"]
+        assert worker.names == [b"a", b"c", b"e"]
+        calls.start(cast(Any, worker), puts_of("fg"))
+        await trio.testing.wait_all_tasks_blocked()
+        assert worker.names == [b"a", b"c", b"e", b"f", b"g"]
+        volume.stuck[b"d"].set()
+        await trio.testing.wait_all_tasks_blocked()
+        calls.start(cast(Any, worker), puts_of("hi"))
+        await trio.testing.wait_all_tasks_blocked()
+        volume.stuck[b"b"].set()
+    assert b"".join(worker.names) == b"acefgdhib"
 
 
-@pytest.mark.parametrize(("cancelled", "begun"), [("b", "abcd"), ("c", "abd"), ("d", "abc"), ("bc", "abd")])
-async def test_a_cancelled_put_leaves_the_others_alone(cancelled: str, begun: str) -> None:
-    """The one that is under way ends; one that waits for its turn is never begun."""
-    volume, worker = PuttingVolume(b"b"), PutWorker()
+@pytest.mark.parametrize("cancelled", ["b", "c", "bc"])
+async def test_a_cancelled_put_leaves_the_others_alone(cancelled: str) -> None:
+    volume, worker = PuttingVolume(b"b", b"c"), PutWorker()
     async with calls_of(volume) as calls:
         calls.start(cast(Any, worker), puts_of("abcd"))
         await trio.testing.wait_all_tasks_blocked()
         for name in cancelled:
             calls.cancel(cast(Any, worker), cancel_of(name))
         await trio.testing.wait_all_tasks_blocked()
-        volume.stuck[b"b"].set()
+        for stuck in volume.stuck.values():
+            stuck.set()
     assert b"".join(worker.given_up).decode() == cancelled
-    assert b"".join(volume.begun).decode() == begun
-    assert worker.names == [name.encode() for name in "abcd" if name not in cancelled]
+    assert b"".join(volume.begun) == b"abcd"
+    assert sorted(worker.names) == [name.encode() for name in "abcd" if name not in cancelled]
+
+
+async def test_a_put_that_is_cancelled_before_its_turn_is_never_begun() -> None:
+    volume, worker = PuttingVolume(), PutWorker()
+    async with calls_of(volume) as calls:
+        calls.start(cast(Any, worker), puts_of("abcd"))
+        calls.cancel(cast(Any, worker), cancel_of("c"))
+    assert worker.given_up == [b"c"]
+    assert volume.begun == [b"a", b"b", b"d"]
 
 
 async def test_puts_have_turns_between_which_others_have_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,34 +225,47 @@ async def test_puts_have_turns_between_which_others_have_theirs(monkeypatch: pyt
     assert begun_before[0] < 4
 
 
-@pytest.mark.parametrize(("late", "begun"), [("b", "abcd"), ("c", "abd"), ("cd", "ab"), ("bcd", "ab")])
-async def test_a_put_is_given_up_at_its_deadline(late: str, begun: str, autojump_clock: trio.testing.MockClock) -> None:
-    """The one that is under way ends; one that waits for its turn is never begun."""
-    volume, worker = PuttingVolume(b"b"), PutWorker()
+@pytest.mark.parametrize("late", ["b", "c", "bc", "bcd"])
+async def test_a_put_is_given_up_at_its_deadline(late: str, autojump_clock: trio.testing.MockClock) -> None:
+    volume, worker = PuttingVolume(b"b", b"c", b"d"), PutWorker()
     async with calls_of(volume) as calls:
         deadline = time.monotonic() + 5.0
-        for name in "abcd":
+        for name in "abcde":
             calls.start(cast(Any, worker), puts_of(name, deadline if name in late else float("inf")))
         await trio.sleep(4.0)
         assert worker.given_up == []
         await trio.sleep(2.0)
-        assert b"".join(worker.given_up).decode() == late
-        volume.stuck[b"b"].set()
+        assert b"".join(sorted(worker.given_up)).decode() == late
+        for stuck in volume.stuck.values():
+            stuck.set()
     assert worker.reasons == {errno.ETIMEDOUT}
-    assert b"".join(volume.begun).decode() == begun
-    assert worker.names == [name.encode() for name in "abcd" if name not in late]
+    assert b"".join(volume.begun) == b"abcde"
+    assert sorted(worker.names) == [name.encode() for name in "abcde" if name not in late]
 
 
 async def test_puts_of_a_ring_that_stopped_are_not_begun() -> None:
     """Those of another one of the same client are."""
-    volume, stopping, other = PuttingVolume(b"b"), PutWorker(), PutWorker()
+    volume, stopping, other = PuttingVolume(), PutWorker(), PutWorker()
     async with calls_of(volume) as calls:
         calls.start(cast(Any, stopping), puts_of("abc"))
         calls.start(cast(Any, other), puts_of("de"))
+        stopping.stopped = True
+        calls.end(cast(Any, stopping))
+    assert volume.begun == [b"d", b"e"]
+    assert other.names == [b"d", b"e"]
+
+
+async def test_puts_that_wait_end_with_their_ring() -> None:
+    volume, stopping, other = PuttingVolume(b"b"), PutWorker(), PutWorker()
+    async with calls_of(volume) as calls:
+        calls.start(cast(Any, stopping), puts_of("abc"))
         await trio.testing.wait_all_tasks_blocked()
         stopping.stopped = True
         calls.end(cast(Any, stopping))
-    assert volume.begun == [b"a", b"b", b"d", b"e"]
+        await trio.testing.wait_all_tasks_blocked()
+        calls.start(cast(Any, other), puts_of("de"))
+    assert volume.begun == [b"a", b"b", b"c", b"d", b"e"]
+    assert stopping.names == [b"a", b"c"]
     assert other.names == [b"d", b"e"]
 
 

@@ -54,6 +54,13 @@ class _Row:
             self.scope.cancel()
 
 
+@dataclass(eq=False, slots=True)
+class _Runner:
+    """A task that does puts one after the other. ``busy``: it is at one, and waits whenever another task runs."""
+
+    busy: bool = False
+
+
 @dataclass
 class Calls:
     """The calls of one connection. ``nursery``: their tasks run in it, and end with it."""
@@ -66,7 +73,9 @@ class Calls:
     _under_way: dict[tuple[Worker, int], list[_Row]] = field(default_factory=dict)
     """by ring and user_data, oldest first"""
     _puts: deque[_Row] = field(default_factory=deque)
-    """that wait for the one before; empty when none is under way"""
+    """not yet begun"""
+    _runner: _Runner | None = None
+    """who takes of them"""
     _done: dict[Worker, deque[Done]] = field(default_factory=dict)
     """of which the kernel has to hear before they are completed"""
     _kept: dict[Worker, deque[Done]] | None = None
@@ -107,8 +116,7 @@ class Calls:
                 self.nursery.start_soon(self._run, row)
             else:
                 self._puts.append(row)
-                if len(self._puts) == 1:
-                    self.nursery.start_soon(self._run_puts)
+        self._see_to_puts()
         for file, rows in writes.items():
             self.nursery.start_soon(self._run_writes, file, rows)
 
@@ -132,34 +140,48 @@ class Calls:
         for row in others:
             await self._run(row)
 
-    async def _run_puts(self) -> None:
+    def _see_to_puts(self) -> None:
+        """Have a task for puts that were not begun: not one that waits itself."""
+        if self._puts and (self._runner is None or self._runner.busy):
+            self._runner = _Runner()
+            self.nursery.start_soon(self._run_puts, self._runner)
+
+    async def _run_puts(self, runner: _Runner) -> None:
         """One after the other, in a scope that they share: to enter one takes a good part of what a put takes.
 
         Rings hear of those together that were done without a wait: to wake a thread for each takes as long again.
-        After a turn of them others of the event loop have theirs.
+        Where one has to wait, another task goes on with the rest; after a turn of them others have theirs.
         """
-        while self._puts:
+        while self._puts and self._runner is runner:
             self._kept = {}
-            self.nursery.start_soon(self._tell_kept)  # at the first wait
+            self.nursery.start_soon(self._at_a_wait)
             turn_end = time.perf_counter() + PUTS_SECONDS
             with trio.CancelScope() as scope:
-                while self._puts and not scope.cancel_called:
-                    row = self._puts[0]
+                while self._puts and self._runner is runner and not scope.cancel_called:
+                    row = self._puts.popleft()
                     row.scope = scope
+                    runner.busy = True
                     try:
                         if not (row.call.ended or row.worker.stopped):
                             await self._do(row.worker, row.call)
                     finally:
+                        runner.busy = False
                         self._ended(row)
-                        if self._puts:
-                            self._puts.popleft()
                     if time.perf_counter() > turn_end:
                         break
             if scope.cancelled_caught:
                 row.worker.give_up(row.call, errno.ECANCELED)
-            await self._tell_kept()
-            if self._puts:
-                await trio.lowlevel.checkpoint()
+            if self._runner is runner:
+                await self._tell_kept()
+                if self._puts:
+                    await trio.lowlevel.checkpoint()
+        if self._runner is runner:
+            self._runner = None
+
+    async def _at_a_wait(self) -> None:
+        """The task that does puts lets others have their turn."""
+        await self._tell_kept()
+        self._see_to_puts()
 
     async def _tell_kept(self) -> None:
         kept, self._kept = self._kept, None

@@ -6,8 +6,11 @@ well: whoever comes to a folder that others filled reads it in pages, not by one
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+import trio
+
+from kvfuse import errors
 from kvfuse.volume import schema
 from kvfuse.volume.core import Core
 from kvfuse.volume.journal import Journal
@@ -17,8 +20,18 @@ from kvfuse.volume.shared.shelf import RECORDS_MAX
 
 LEARN_ROWS = 256
 """Entries read from a directory each time that a name is missed in it, until all are known."""
+LEARN_ROWS_MAX = 2048
+"""Where the store is remote a page is as large as what was read before it, up to this: its round trips count."""
 SHELVED_MAX = RECORDS_MAX // 2
 """Names of a folder that are read for the sake of their records: of a larger one most would be gone before use."""
+
+
+@dataclass
+class _Page:
+    """One that is being read."""
+
+    done: trio.Event = field(default_factory=trio.Event)
+    error: errors.EngineError | None = None
 
 
 @dataclass
@@ -29,17 +42,43 @@ class Learning:
     journal: Journal
     refresher: Refresher
 
+    def __post_init__(self) -> None:
+        self._pages: dict[int, _Page] = {}
+        """by directory"""
+
     def pays(self, directory: int) -> bool:
         """A name is to be asked for: to read a page of its folder instead is likely to answer this one, and more."""
         known = self.core.known
         return known.next_page(directory) is not None and known.count(directory) < SHELVED_MAX
 
     async def read_page(self, directory: int, row_count: int = LEARN_ROWS) -> None:
-        """Read the next page of a directory, if there is one. What changes meanwhile is asked for later."""
+        """Read the next page of a directory, if there is one. What changes meanwhile is asked for later.
+
+        Who comes while one is being read waits for it, and for its error: all who miss names side by side take one.
+        """
+        page = self._pages.get(directory)
+        if page is not None:
+            await page.done.wait()
+            if page.error is not None:
+                raise page.error
+            return
+        page = self._pages[directory] = _Page()
+        try:
+            await self._read_page(directory, row_count)
+        except errors.EngineError as error:
+            page.error = error
+            raise
+        finally:
+            del self._pages[directory]
+            page.done.set()
+
+    async def _read_page(self, directory: int, row_count: int) -> None:
         known = self.core.known
         after = known.next_page(directory)
         if after is None:
             return
+        if self.core.shared:
+            row_count = max(row_count, min(known.count(directory), LEARN_ROWS_MAX))
         epoch = self.journal.epoch
         with known.shelf.reading() as page:
             rows = await self.core.records.scan(schema.entry_prefix(directory), after, row_count)
