@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import random
+import time
+
+import numpy as np
 
 from kvfuse.volume import known, schema
 from kvfuse.volume.known import HashSet, KnownNames
@@ -24,6 +27,22 @@ def test_a_hash_set_is_a_set(rng: random.Random) -> None:
             assert len(numbers) == len(model)
             assert all((value in numbers) is (value in model) for value in population)
             assert numbers.contain(population) == [value in model for value in population]
+
+
+def test_a_large_set_is_not_sorted_anew_for_a_few_changes(rng: random.Random) -> None:
+    """A folder of many blocks: whoever stores the next ones must not stop the daemon. Beside Python's set."""
+    values = np.frombuffer(rng.randbytes(3_200_000), np.int64).tolist()
+    numbers: HashSet | set[int]
+    seconds = []
+    for numbers in (set(), HashSet()):
+        started = time.perf_counter()
+        for value in values:
+            numbers.add(value)
+        for value in values[::10]:
+            numbers.discard(value)
+        seconds.append(time.perf_counter() - started)
+        assert len(numbers) == 360_000
+    assert seconds[1] < 40 * seconds[0], f"{seconds[1]:.2f} s, where a set takes {seconds[0]:.2f} s"
 
 
 def test_a_new_directory_is_known_wholly() -> None:

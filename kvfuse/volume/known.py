@@ -76,9 +76,10 @@ class HashSet:
         if len(self._added) + len(self._removed) <= RECENT_MAX:
             return
         merged = np.frombuffer(self._sorted, np.int64) if self._sorted else np.empty(0, np.int64)
-        if self._removed:
-            merged = np.setdiff1d(merged, np.array(list(self._removed), np.int64), assume_unique=True)
-        merged = np.union1d(merged, np.array(list(self._added), np.int64))
+        # Nothing is sorted anew: numpy's set functions would stop the daemon for as long as a million names take.
+        merged = np.delete(merged, np.searchsorted(merged, np.array(list(self._removed), np.int64)))
+        added = np.sort(np.array(list(self._added), np.int64))
+        merged = np.insert(merged, np.searchsorted(merged, added), added)
         self._sorted = array("q", merged.tobytes())
         self._added.clear()
         self._removed.clear()
