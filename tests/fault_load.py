@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import itertools
+import math
 import os
 import random
 import signal
@@ -28,6 +29,8 @@ from kvfuse.cluster.ceph import CephServers
 from kvfuse.cluster.etcd import EtcdServers
 
 BLOCKS = 6
+NEWS_S = 1.0
+"""how long news of another host may take on a busy machine"""
 """names that each writer replaces in turn"""
 RECORD_SIZE = 4096
 """of the log"""
@@ -82,10 +85,13 @@ class Load:
         self.wrong: list[BaseException] = []
         self.stored: dict[str, int] = {}
         """block -> the last version that was acknowledged"""
+        self.acknowledged: dict[str, list[tuple[float, int]]] = {}
+        """block -> (when, version) of all of them"""
         self.begun: dict[str, int] = {}
         """block -> the last version that may be there"""
         self.logged: Counter[int] = Counter()
         """mount -> records of its log that were synced"""
+        self._silent_from = math.inf
         self._dead: set[int] = set()
         self._under_way: dict[int, tuple[int, str, float]] = {}
         self._seed = seed
@@ -113,6 +119,18 @@ class Load:
     def forget(self, mount: int) -> None:
         """This daemon is about to die: its threads end with it."""
         self._dead.add(mount)
+
+    @contextmanager
+    def silence(self) -> Iterator[None]:
+        """The record store falls silent: what hosts did not hear of each other by then they do not know meanwhile.
+
+        Cached names and blocks are still read.
+        """
+        self._silent_from = time.monotonic()
+        try:
+            yield
+        finally:
+            self._silent_from = math.inf
 
     # -- what the test asks --------------------------------------------------------------------------
 
@@ -205,13 +223,14 @@ class Load:
         self.begun[name] = version
         self._call(mount, "rename", lambda: temporary.rename(self.folders[mount] / name))
         self.stored[name] = version
+        self.acknowledged.setdefault(name, []).append((time.monotonic(), version))
 
     def _read(self, mount: int, rng: random.Random) -> None:
         name = rng.choice([*self.stored, ""])
         if not name:
             self._end.wait(0.01)
             return
-        least = self.stored[name]
+        least = self._least(mount, name)
         file = self._call(mount, "open", lambda: os.open(self.folders[mount] / name, os.O_RDONLY))
         with self._closing(mount, file):
             data = b""
@@ -219,6 +238,13 @@ class Load:
                 data += part  # fewer where the bytes behind could not be read: then it is asked for them again
         version = version_of(name, data)
         assert least <= version <= self.begun[name], f"{name}: read {version}, acknowledged {least}"
+
+    def _least(self, mount: int, name: str) -> int:
+        """The version that a read on the mount has to show, or a later one."""
+        if self._silent_from == math.inf or name.startswith(f"block-{mount}-"):
+            return self.stored[name]
+        heard_until = self._silent_from - NEWS_S
+        return max((version for when, version in self.acknowledged[name] if when < heard_until), default=1)
 
     def _log(self, mount: int, rng: random.Random) -> None:
         path = self.folders[mount] / f"log-{mount}"

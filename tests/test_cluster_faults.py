@@ -275,11 +275,13 @@ def test_a_follower_of_etcd_is_stopped_for_longer_than_the_deadline(cluster: Clu
 
 def test_all_of_etcd_is_stopped_for_longer_than_the_deadline(cluster: Cluster, seed: int) -> None:
     with load(cluster, seed) as work:
+        work.wait_progress(0, 1, blocks=40)  # all names are known to both
         start = time.monotonic()
-        cluster.signal_members(signal.SIGSTOP)
-        wait_until(lambda: time.monotonic() > start + DEADLINE + LEASE, "the deadline")
-        cluster.signal_members(signal.SIGCONT)
-        took = work.wait_progress(0, 1)
+        with work.silence():
+            cluster.signal_members(signal.SIGSTOP)
+            wait_until(lambda: time.monotonic() > start + DEADLINE + LEASE, "the deadline")
+            cluster.signal_members(signal.SIGCONT)
+            took = work.wait_progress(0, 1)
         report("all members stopped", work, start, 0, 1)
         print(f"all goes on {took:.2f} s after they woke")
 

@@ -61,7 +61,7 @@ STRESS_S = 4
 def test_stress_ng_finds_no_fault(folder: Path, name: str) -> None:
     stressors = [argument for stressor in STRESSORS[name].split() for argument in (f"--{stressor}", "1")]
     command = ["stress-ng", *stressors, "--verify", "--timeout", f"{STRESS_S}s", "--temp-path", str(folder)]
-    sizes = ["--hdd-bytes", "16m", "--mmap-bytes", "16m", "--iomix-bytes", "16m"]
+    sizes = ["--hdd-bytes", "16m", "--mmap-bytes", "16m", "--msync-bytes", "16m", "--iomix-bytes", "16m"]
     done = subprocess.run([*command, *sizes], capture_output=True, text=True, check=False, timeout=240)
     output = done.stdout + done.stderr
     assert done.returncode == 0, output
