@@ -29,9 +29,9 @@ from kvfuse.cluster.ceph import CephServers
 from kvfuse.cluster.etcd import EtcdServers
 
 BLOCKS = 6
+"""names that each writer replaces in turn"""
 NEWS_S = 1.0
 """how long news of another host may take on a busy machine"""
-"""names that each writer replaces in turn"""
 RECORD_SIZE = 4096
 """of the log"""
 SIZES = (4096, 70_001, 300_000)

@@ -23,7 +23,7 @@ def count_collections(generation: int) -> int:
 
 
 def test_a_mounted_daemon_does_not_search_all_it_knows_for_garbage_again_and_again() -> None:
-    """100,000 files are known, of a few objects each: with Python's own thresholds that takes a dozen full searches."""
+    """100,000 files are known, of a few objects each: with Python's own thresholds that takes several full searches."""
     calm_collector()
     before = [count_collections(generation) for generation in range(3)]
     kept = [[[number]] for number in range(300_000)]

@@ -9,9 +9,13 @@ from pathlib import Path
 
 import pytest
 
+
+def needs(tool: str) -> pytest.MarkDecorator:
+    """scripts/test, and so CI, installs all of them: one is missing only where somebody runs pytest by himself."""
+    return pytest.mark.skipif(shutil.which(tool) is None, reason=f"{tool} is not installed")
+
+
 pytestmark = [
-    # scripts/test installs it: it is missing only where somebody runs pytest by himself
-    pytest.mark.skipif(shutil.which("fio") is None, reason="fio is not installed"),
     pytest.mark.engines("lmdb+file", "etcd+rados"),  # bytes go the same way in both publishing modes
 ]
 
@@ -34,6 +38,7 @@ FIO_JOBS: dict[str, list[str]] = {
 COMMON = ["--name=job", "--verify=crc32c", "--verify_fatal=1", "--do_verify=1", "--output-format=json"]
 
 
+@needs("fio")
 @pytest.mark.parametrize("name", FIO_JOBS)
 def test_fio_reads_what_it_wrote(folder: Path, name: str, seed: int) -> None:
     arguments = [*COMMON, *FIO_JOBS[name], f"--directory={folder}", f"--randseed={seed}", "--fallocate=none"]
@@ -56,7 +61,7 @@ STRESSORS = {
 STRESS_S = 4
 
 
-@pytest.mark.skipif(shutil.which("stress-ng") is None, reason="stress-ng is not installed")
+@needs("stress-ng")
 @pytest.mark.parametrize("name", STRESSORS)
 def test_stress_ng_finds_no_fault(folder: Path, name: str) -> None:
     stressors = [argument for stressor in STRESSORS[name].split() for argument in (f"--{stressor}", "1")]
@@ -80,14 +85,14 @@ quit
 """mail and news: small files are made, read, appended to and removed"""
 
 
-@pytest.mark.skipif(shutil.which("dbench") is None, reason="dbench is not installed")
+@needs("dbench")
 def test_a_file_server_is_served(folder: Path) -> None:
     """dbench does as the clients of one do, and ends at the first answer that is not theirs."""
     done = run("dbench", "-D", folder, "-t", "4", "4")
     assert "Throughput" in done
 
 
-@pytest.mark.skipif(shutil.which("fs_mark") is None, reason="fs_mark is not installed")
+@needs("fs_mark")
 @pytest.mark.parametrize("sync", range(7))
 def test_files_are_synced_in_every_way(folder: Path, sync: int) -> None:
     """None; fsync before the close; sync() after all; and in the ways that fs_mark has between them."""
@@ -97,7 +102,7 @@ def test_files_are_synced_in_every_way(folder: Path, sync: int) -> None:
     assert [path.stat().st_size for path in (folder / "made").iterdir()] == 40 * [20_000]
 
 
-@pytest.mark.skipif(shutil.which("postmark") is None, reason="postmark is not installed")
+@needs("postmark")
 def test_a_mail_server_is_served(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "config").write_text(POSTMARK.format(folder=folder))
     done = run("postmark", tmp_path / "config")

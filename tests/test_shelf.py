@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -20,6 +21,8 @@ from kvfuse.volume import schema
 from kvfuse.volume.api import ROOT_INODE
 from kvfuse.volume.shared.shelf import Shelf
 from kvfuse.volume.volume import Volume
+
+FILLED = [b"%d" % number for number in range(40)]
 
 
 @pytest.fixture
@@ -41,6 +44,18 @@ def record(name: bytes, version: int, value: bytes = b"I") -> Record:
     return Record(schema.entry_key(1, name), value, version)
 
 
+@asynccontextmanager
+async def newcomer(disk: Disk, options: Options, rng: random.Random) -> AsyncIterator[Volume]:
+    """A volume whose root was filled (FILLED: each name has itself as its content) by one that is gone."""
+    async with volumes(disk, options, 1, rng) as (one,):
+        for name in FILLED:
+            await put(one, name, name)
+    async with volumes(disk, options, 2, rng) as (_, volume):
+        await eventually(lambda: is_relaxed(volume))
+        await quiet(volume)  # it also asks for what those left who are gone
+        yield volume
+
+
 async def test_names_that_the_watch_told_of_are_not_asked_for(
     disk: Disk, options: Options, rng: random.Random, autojump_clock: trio.testing.MockClock
 ) -> None:
@@ -59,17 +74,11 @@ async def test_names_that_the_watch_told_of_are_not_asked_for(
 async def test_a_folder_that_was_filled_before_is_read_in_pages(
     disk: Disk, options: Options, rng: random.Random, autojump_clock: trio.testing.MockClock
 ) -> None:
-    names = [b"%d" % number for number in range(40)]
-    async with volumes(disk, options, 1, rng) as (one,):
-        for name in names:
-            await put(one, name, name)
-    async with volumes(disk, options, 2, rng) as (_, two):
-        await eventually(lambda: is_relaxed(two))
-        await quiet(two)  # it also asks for what those left who are gone
-        before = questions(two)
-        for name in names:
-            assert await get(two, name) == name
-        assert questions(two) - before == 1
+    async with newcomer(disk, options, rng) as volume:
+        before = questions(volume)
+        for name in FILLED:
+            assert await get(volume, name) == name
+        assert questions(volume) - before == 1
 
 
 async def test_names_that_are_missed_side_by_side_take_one_page(
@@ -80,13 +89,8 @@ async def test_names_that_are_missed_side_by_side_take_one_page(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As where a ring puts many blocks into a folder that others filled."""
-    async with volumes(disk, options, 1, rng) as (one,):
-        for number in range(40):
-            await put(one, b"%d" % number, b"x")
-    async with volumes(disk, options, 2, rng) as (_, two):
-        await eventually(lambda: is_relaxed(two))
-        await quiet(two)
-        scan, scans = two.core.records.scan, 0
+    async with newcomer(disk, options, rng) as volume:
+        scan, scans = volume.core.records.scan, 0
 
         async def slow(*arguments: Any) -> Sequence[Record]:
             nonlocal scans
@@ -94,13 +98,13 @@ async def test_names_that_are_missed_side_by_side_take_one_page(
             await trio.sleep(0.01)
             return await scan(*arguments)
 
-        monkeypatch.setattr(two.core.records, "scan", slow)
+        monkeypatch.setattr(volume.core.records, "scan", slow)
         async with trio.open_nursery() as nursery:
-            for number in range(40):
-                nursery.start_soon(put, two, b"new %d" % number, b"y")
+            for name in FILLED:
+                nursery.start_soon(put, volume, b"new " + name, b"y")
         assert scans == 1
-        assert await get(two, b"new 39") == b"y"
-        assert await get(two, b"39") == b"x"
+        assert await get(volume, b"new 39") == b"y"
+        assert await get(volume, b"39") == b"39"
 
 
 async def test_who_waits_for_a_page_hears_that_it_did_not_come(
@@ -111,11 +115,7 @@ async def test_who_waits_for_a_page_hears_that_it_did_not_come(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A deadline of the store is waited for once."""
-    async with volumes(disk, options, 1, rng) as (one,):
-        await put(one, b"name", b"x")
-    async with volumes(disk, options, 2, rng) as (_, two):
-        await eventually(lambda: is_relaxed(two))
-        await quiet(two)
+    async with newcomer(disk, options, rng) as volume:
         refused: list[int] = []
 
         async def silent(*_: object) -> Sequence[Record]:
@@ -124,19 +124,19 @@ async def test_who_waits_for_a_page_hears_that_it_did_not_come(
 
         async def miss(number: int) -> None:
             with pytest.raises(EngineTimeout):
-                await two.lookup(ROOT_INODE, b"absent %d" % number)
+                await volume.lookup(ROOT_INODE, b"absent %d" % number)
             refused.append(number)
 
         with monkeypatch.context() as patch:
-            patch.setattr(two.core.records, "scan", silent)
-            patch.setattr(two.core.records, "get", silent)
+            patch.setattr(volume.core.records, "scan", silent)
+            patch.setattr(volume.core.records, "get", silent)
             began = trio.current_time()
             async with trio.open_nursery() as nursery:
                 for number in range(8):
                     nursery.start_soon(miss, number)
             assert trio.current_time() - began < 4.0
         assert len(refused) == 8
-        assert await get(two, b"name") == b"x"
+        assert await get(volume, b"39") == b"39"
 
 
 async def is_relaxed(volume: Volume) -> bool:
