@@ -8,7 +8,7 @@ import random
 import pytest
 import trio
 import trio.testing
-from shared_lab import hosts, until
+from shared_lab import check_disk, hosts, joined, open_path, until, volumes
 from volume_lab import CALLER, MIB, Chaos, Disk, check, lab_options, opened
 
 from kvfuse.errors import NoSpace
@@ -132,3 +132,57 @@ async def test_room_that_comes_back_piece_by_piece(
             await volume.blocks.put(ROOT_INODE, b"new data", memoryview(bytes(MIB)), CALLER, 0o644)
         else:
             await write(volume, b"new data")
+
+
+async def empty(volume: Volume, names: list[bytes]) -> None:
+    for name in names:
+        await volume.unlink(ROOT_INODE, name)
+
+
+@pytest.mark.parametrize("strict", [True, False], ids=["strict", "relaxed"])
+async def test_a_client_alone_fills_again_what_it_emptied(
+    rng: random.Random, strict: bool, autojump_clock: trio.testing.MockClock
+) -> None:
+    """Nobody else can be reading what it removed: nothing has to rest."""
+    async with hosts(rng, 1, [Chaos(rng)], capacity=16 * MIB, strict=strict) as (volume,):
+        first = await fill(volume)
+        for _ in range(3):
+            await empty(volume, first)
+            began = trio.current_time()
+            assert await fill(volume) == first
+            assert trio.current_time() - began < volume.core.grace.seconds
+
+
+async def test_the_next_client_fills_what_the_last_one_emptied(
+    rng: random.Random, autojump_clock: trio.testing.MockClock
+) -> None:
+    options = lab_options(capacity=16 * MIB)
+    disk = Disk.format(options, shared=True)
+    async with volumes(disk, options, 1, rng, [Chaos(rng)]) as (volume,):
+        names = await fill(volume)
+        await empty(volume, names)
+    assert not any(key[:1] == b"o" for key in disk.records), "it left removed files behind"
+    async with joined(disk, options, 2, Chaos(rng)) as volume:
+        assert await fill(volume) == names
+    await check_disk(disk)
+
+
+async def test_a_client_among_others_waits_until_they_can_have_said_what_they_read(
+    rng: random.Random, autojump_clock: trio.testing.MockClock
+) -> None:
+    """One of them has a removed file open: that stays. A write does not wait for it, once that is known."""
+    async with hosts(rng, 2, [Chaos(rng), Chaos(rng)], capacity=16 * MIB) as (one, two):
+        names = await fill(one)
+        await one.sync()
+        kept = await open_path(two, names[3])
+        before = bytes(await two.read(kept, 0, MIB))
+        await empty(one, names)
+        again = await fill(one)
+        assert len(again) >= len(names) - 1
+        assert await two.read(kept, 0, MIB) == before
+        began = trio.current_time()
+        with pytest.raises(NoSpace):
+            await write(one, b"too much")
+        assert trio.current_time() - began < 1
+        await one.unlink(ROOT_INODE, b"too much")
+        await two.release(kept)

@@ -11,6 +11,8 @@ COMMITTED = 1
 """The extent's slot is in a commit that was sent: giving it up takes another commit."""
 DISCARDED = 2
 """The extent is given up."""
+RESTED = 3
+"""It was given up with its inode, whom nobody else can be reading any more."""
 
 
 class Extent:

@@ -138,6 +138,8 @@ class Core:
     """this one among those of a shared volume"""
     grace: Grace = field(default_factory=lambda: Grace(0.0))
     """of freed slots of a shared volume"""
+    is_alone: Callable[[], bool] = field(default=lambda: False)
+    """no other client of a shared volume is known of: nobody else reads, as far as has been heard"""
     places: Places = field(default_factory=Places)
     known: KnownNames = field(default_factory=KnownNames)
     reads: ReadEpochs = field(default_factory=ReadEpochs)

@@ -25,6 +25,7 @@ import trio
 from kvfuse.errors import EngineError, EngineTimeout, KvfuseError
 from kvfuse.volume import schema
 from kvfuse.volume.batch import Batch
+from kvfuse.volume.chunk import RESTED, Extent
 from kvfuse.volume.commits import Committer
 from kvfuse.volume.grace import Give
 from kvfuse.volume.node import Node, check_remembered
@@ -68,6 +69,8 @@ class Journal(SharedJournal):
     """gives up what is only kept in case that somebody asks"""
     more: Callable[[], Awaitable[bool]] = _no_more
     """in a shared volume: takes slabs that nobody holds"""
+    hurry: Callable[[], Awaitable[bool]] = _no_more
+    """in a shared volume: has what was removed freed, when that may be"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -147,14 +150,21 @@ class Journal(SharedJournal):
         True: some of what was on its way has become free, which may be too little, or have gone to others: try again.
         False if there is nothing to be had, or the call that ``began`` then has waited for all that was on its way.
         """
-        if trio.current_time() > began + self.core.grace.seconds + ROOM_SECONDS:
+        end = began + self.core.grace.seconds + ROOM_SECONDS
+        if trio.current_time() > end:
             return False
         if await self.more():
             return True
         free_before = self.core.slabs.free_bytes
         self.make_room()
         if not (self.freeing_bytes or self.core.slabs.pending_bytes or self.core.reads.has_retired):
-            return self.core.slabs.free_bytes > free_before  # staged bytes have slots that no commit knows
+            if self.core.slabs.free_bytes > free_before:  # staged bytes have slots that no commit knows
+                return True
+            if self.core.shared and (self._gone or self._name_count):
+                await self.commit()  # only then is it known what was removed
+            with trio.move_on_at(end):
+                return await self.hurry()
+            return False
         if self.flusher.dropped_size:
             await self.flusher.settled()  # slots that are being written in vain are given up only then
         await self.commit(*self._giving_up())
@@ -375,17 +385,21 @@ class Journal(SharedJournal):
         if batch is None:
             return
         async with self._freeing:
-            freed = [extent.slot for extent in batch.freed]
-            unborn = [extent.slot for extent in batch.unborn]
-            if freed or unborn:
-                await self.flusher.mark_free([*freed, *unborn])
-                reclaim: Give = self.core.slabs.reclaim
-                cancel: Give = self.core.slabs.cancel
-                if self.core.shared:  # what was under way to these slots when they were freed may still arrive
-                    reclaim, cancel = self.core.grace.later(reclaim), self.core.grace.later(cancel)
-                self.core.reads.retire(reclaim, freed)
-                self.core.reads.retire(cancel, unborn)
+            if batch.freed or batch.unborn:
+                await self.flusher.mark_free([extent.slot for extent in (*batch.freed, *batch.unborn)])
+                self._retire(self.core.slabs.reclaim, batch.freed)
+                self._retire(self.core.slabs.cancel, batch.unborn)
             self._settling = None
+
+    def _retire(self, give: Give, extents: list[Extent]) -> None:
+        """Let slots be used again: where another host may be reading them, a grace later.
+
+        One that has just come, and was not heard of yet, finds out by the checksums.
+        """
+        are_shared = self.core.shared and not self.core.is_alone()
+        resting = [extent.slot for extent in extents if extent.state != RESTED] if are_shared else []
+        self.core.reads.retire(self.core.grace.later(give), resting)
+        self.core.reads.retire(give, [extent.slot for extent in extents if not are_shared or extent.state == RESTED])
 
     async def _freed(self) -> None:
         """Return when the slots are free that a commit gave up which has just returned."""

@@ -44,6 +44,7 @@ class Names:
         if self.core.shared:
             self.journal.helpers.append(self.removal.run_later)
             self.journal.reap, self.journal.free_later = self.reap, self.removal.later
+            self.journal.hurry = self.removal.hurry
             self.journal.merger = Merger(self.content, self.lookup.refresher).merge
             self.content.renew = self.journal.renew = self.lookup.renew
 

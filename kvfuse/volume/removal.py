@@ -7,15 +7,16 @@ one the orphan record. So a crash between two pieces leaves a smaller orphan, fo
 from __future__ import annotations
 
 import logging
+import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import trio
 
 from kvfuse.errors import EngineError
 from kvfuse.volume import schema
-from kvfuse.volume.chunk import Extent
+from kvfuse.volume.chunk import RESTED, Extent
 from kvfuse.volume.content import Content
 from kvfuse.volume.core import Core
 from kvfuse.volume.journal import Journal
@@ -27,6 +28,8 @@ FREED_MAX = 64
 """Removed inodes that are looked at together."""
 RETRY_SECONDS = 0.5
 """after a commit that failed"""
+ALONE_SECONDS = 0.5
+"""How long what a client removed stays that is alone: to free many together costs less."""
 
 
 @dataclass
@@ -40,8 +43,14 @@ class Removal:
 
     def __post_init__(self) -> None:
         self._later: deque[tuple[float, int]] = deque()
-        """(time to look at it, inode)"""
+        """(when it was removed, inode) of what is still to be looked at"""
+        self._open: deque[tuple[float, int]] = deque()
+        """(when it was found to be open, inode)"""
         self._later_work = trio.Event()
+        self._is_wanted = False
+        """somebody has no room"""
+        self._looked = trio.Event()
+        """set, and replaced by a new one, after each look"""
         self._waiting: dict[Node, None] = {}
         self._work = trio.Event()
 
@@ -76,36 +85,95 @@ class Removal:
     # -- in a shared volume --------------------------------------------------------------------------
 
     def later(self, ino: int) -> None:
-        """This client removed the inode, in the store: it is freed when nobody has it open, here or elsewhere."""
-        self._later.append((trio.current_time() + self.core.grace.seconds, ino))
+        """This client removed the inode, in the store: it is freed when nobody has it open, here or elsewhere.
+
+        Who has it open elsewhere says so within a grace. Where there is nobody else that need not be waited for.
+        """
+        self._later.append((trio.current_time(), ino))
+        if len(self._later) == 1:
+            self._later_work.set()
+
+    async def hurry(self) -> bool:
+        """There is no room: return when more of what was removed has been freed; False if none is about to be."""
+        if not self._later:
+            return False
+        self._is_wanted = True
         self._later_work.set()
+        await self._looked.wait()
+        return True
 
     async def run_later(self) -> None:
-        """Free what was removed a while ago, for ever. An open file is looked at again after as long."""
+        """Free what was removed a while ago, for ever. An open file is looked at again a grace later."""
         while True:
-            while self._later:
-                await trio.sleep_until(self._later[0][0])
-                inos: list[int] = []
-                while self._later and len(inos) < FREED_MAX and self._later[0][0] <= trio.current_time():
-                    inos.append(self._later.popleft()[1])
-                try:
-                    await self._free_unheld(inos)
-                except EngineError as error:
-                    log.warning("%d removed inodes are not freed yet: %s", len(inos), error)
-                    for ino in inos:
-                        self.later(ino)
             self._later_work = trio.Event()
-            await self._later_work.wait()
+            with trio.move_on_at(self._due()):
+                await self._later_work.wait()
+            inos = self._take_due()
+            if not inos:
+                continue
+            try:
+                await self._free_unheld(inos)
+            except EngineError as error:
+                log.warning("%d removed inodes are not freed yet: %s", len(inos), error)
+                await self._put_back(inos.items())
+            finally:
+                self._looked.set()
+                self._looked = trio.Event()
 
-    async def _free_unheld(self, inos: list[int]) -> None:
+    @property
+    def _rest_seconds(self) -> float:
+        """How long what was removed stays."""
+        if not self.core.is_alone():
+            return self.core.grace.seconds
+        return 0.0 if self._is_wanted else ALONE_SECONDS
+
+    def _due(self) -> float:
+        """When the next inode is to be looked at."""
+        removed = self._later[0][0] + self._rest_seconds if self._later else math.inf
+        found_open = self._open[0][0] + self.core.grace.seconds if self._open else math.inf
+        return min(removed, found_open)
+
+    def _take_due(self) -> dict[int, float]:
+        """Some inodes that are to be looked at now -> when they were removed, or found to be open."""
+        now = trio.current_time()
+        taken: dict[int, float] = {}
+        for waiting, rest in ((self._later, self._rest_seconds), (self._open, self.core.grace.seconds)):
+            while waiting and len(taken) < FREED_MAX and waiting[0][0] + rest <= now:
+                since, ino = waiting.popleft()
+                taken[ino] = since
+        if not self._later:
+            self._is_wanted = False
+        return taken
+
+    async def _put_back(self, items: Iterable[tuple[int, float]]) -> None:
+        """These could not be looked at now."""
+        self._later.extendleft((since, ino) for ino, since in reversed(list(items)))
+        await trio.sleep(RETRY_SECONDS)
+
+    async def _free_unheld(self, inos: dict[int, float]) -> None:
+        """Free those that nobody has open. ``inos``: as of `_take_due`.
+
+        Who was here when they were removed is a member still, or can read no more: so members are asked for first.
+        """
+        if await self._are_others():
+            rested = trio.current_time() - self.core.grace.seconds
+            early = {ino: since for ino, since in inos.items() if since > rested}
+            if early:  # somebody came of whom nothing had been heard here
+                await self._put_back(early.items())
+                inos = {ino: since for ino, since in inos.items() if ino not in early}
         held = await self._held()
-        rows = await self.core.records.get([schema.orphan_key(ino) for ino in inos])
+        rows = await self.core.records.get([schema.orphan_key(ino) for ino in inos]) if inos else []
         for ino, row in zip(inos, rows, strict=True):
             known = self.core.nodes.get(ino)
             if ino in held or (known is not None and known.handles):
-                self.later(ino)
+                self._open.append((trio.current_time(), ino))
             elif row is not None:
                 await self.free_orphan(schema.decode_orphan(row.value), row.version)
+
+    async def _are_others(self) -> bool:
+        """Other clients have the volume."""
+        rows = await self.core.records.scan(b"m", limit=2)
+        return any(schema.key_client(row.key) != self.core.client for row in rows)
 
     async def _held(self) -> set[int]:
         """Removed inodes that some client has open."""
@@ -153,13 +221,13 @@ class Removal:
         for start in range(0, len(items), count):
             for key, extents in items[start : start + count]:
                 node.extra[key] = None
-                node.dead += extents
+                node.dead += _rested(extents)
             if start + count < len(items):
                 self.journal.left(node)
                 await self.journal.commit(node)
         node.extra[schema.orphan_key(node.ino)] = None
         for chunk in node.chunks.values():
-            node.dead += chunk.extents
+            node.dead += _rested(chunk.extents)
         self.journal.left(node)
 
     async def take_apart(self, node: Node) -> None:
@@ -184,3 +252,10 @@ class Removal:
 def _far_chunks(node: Node) -> list[int]:
     """Chunks with records of their own."""
     return sorted(index for index in node.chunks if index >= schema.INLINE_CHUNKS)
+
+
+def _rested(extents: Iterable[Extent]) -> Iterable[Extent]:
+    """Extents that nobody reads any more: their slots may be written again as soon as that is committed."""
+    for extent in extents:
+        extent.state = RESTED
+        yield extent

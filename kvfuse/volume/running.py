@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from typing import Any
 
 import trio
@@ -24,6 +25,8 @@ from kvfuse.volume.shared.parts import Parts
 from kvfuse.volume.shared.records import SharedRecords
 
 FINISH_ATTEMPTS = 3
+FREE_SECONDS = 5.0
+"""At the end, for what was removed and has still to be freed; the next client sees to the rest."""
 REJOIN_SECONDS = 0.5
 """Pause before the next attempt to join a volume again."""
 
@@ -115,6 +118,7 @@ class RunningVolume:
         try:
             if not self.read_only and not self.parts.is_over:
                 await self._store_all()
+                await self._free_removed()
                 await self.parts.leave()
         finally:
             self.parts.stop()
@@ -175,3 +179,10 @@ class RunningVolume:
             else:
                 return
         await self.journal.sync()
+
+    async def _free_removed(self) -> None:
+        """Leave no removed files behind, where that takes no grace."""
+        if self.core.is_alone():
+            with trio.move_on_after(FREE_SECONDS), suppress(errors.EngineError):
+                while await self.names.removal.hurry():
+                    await self.journal.commit()

@@ -50,6 +50,7 @@ class Inheritance:
     def __post_init__(self) -> None:
         self.is_behind = True
         """there may be something of clients that are gone"""
+        self._turn = trio.Lock()
         self._fenced: dict[int, bool] = {}
         self._not_fenced: dict[int, float] = {}
         """clients that could not be cut off -> when that is tried again"""
@@ -82,15 +83,17 @@ class Inheritance:
 
     # -- records -------------------------------------------------------------------------------------
 
-    async def settle(self) -> None:
-        """Take over what is there now. EngineError leaves the rest to be done again."""
-        self.is_behind = False
-        try:
-            await self._claim_orphans()
-            await self._drop_sequences()
-        except EngineError:
-            self.is_behind = True
-            raise
+    async def settle(self) -> bool:
+        """Take over what is there now; True if there were removed files. EngineError: the rest is done again."""
+        async with self._turn:
+            self.is_behind = False
+            try:
+                count = await self._claim_orphans()
+                await self._drop_sequences()
+            except EngineError:
+                self.is_behind = True
+                raise
+        return count > 0
 
     def _is_ours(self, client: int) -> bool:
         return client not in self.view.members and self.heir(client) == self.core.client
@@ -103,10 +106,11 @@ class Inheritance:
             after = rows[-1].key
         return found
 
-    async def _claim_orphans(self) -> None:
+    async def _claim_orphans(self) -> int:
         rows = [row for row in await self._rows(b"o") if self._is_ours(schema.decode_orphan(row.value).remover)]
         for start in range(0, len(rows), CLAIMS_MAX):
             await _side_by_side([partial(self._claim, row) for row in rows[start : start + CLAIMS_MAX]])
+        return len(rows)
 
     async def _claim(self, row: Record) -> None:
         """Make an orphan record this client's. One that moved meanwhile is somebody else's business."""

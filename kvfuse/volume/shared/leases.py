@@ -100,6 +100,7 @@ class SlabLeases:
         self._turn = trio.Lock()
         self._work = trio.Event()
         core.slabs.slab_opened = self._slab_opened
+        core.is_alone = self._is_alone
         ranges = (core.inodes, core.generations)
         self._numbers = [numbers for numbers in ranges if isinstance(numbers, SharedNumberRange)]
         for numbers in self._numbers:
@@ -124,6 +125,9 @@ class SlabLeases:
         free = slabs_elsewhere * self.core.geometry.slab_size - used_elsewhere + slabs.free_bytes + slabs.pending_bytes
         files = sum(count for client, count in view.files.items() if client != self.core.client)
         return free, view.files_counted + files + self.core.file_count
+
+    def _is_alone(self) -> bool:
+        return self.view.ready.is_set() and self.view.members == {self.core.client}
 
     def _wake(self) -> None:
         self._work.set()
@@ -234,7 +238,8 @@ class SlabLeases:
         """Have more room, for an extent of ``length`` bytes that found none. False: there is none to be had now.
 
         True: try again. Free slabs of nobody first, then such in use with slots of the size; then what a
-        client held that is gone. What waits for its grace is waited for. EngineError where the store does not answer.
+        client held that is gone, and the files that it had removed. What waits for its grace is waited for.
+        EngineError where the store does not answer.
         """
         grants = self._grants
         async with self._turn:
@@ -246,7 +251,9 @@ class SlabLeases:
                 for client in self.view.gone():
                     await self._take(self.view.held_by(client))
             await self._ripen()
-        return self._grants > grants or await self._wait_for_grace()
+        if self._grants > grants or await self._wait_for_grace():
+            return True
+        return self.inheritance.is_behind and await self.inheritance.settle()
 
     async def _wait_for_grace(self) -> bool:
         """Until a slab or some slots have waited long enough. False: none is waiting."""
