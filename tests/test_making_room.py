@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Iterable
 
 import pytest
 import trio
 import trio.testing
-from shared_lab import check_disk, hosts, joined, open_path, until, volumes
+from shared_lab import check_disk, hosts, joined, open_path, quiet, read, until, volumes
 from volume_lab import CALLER, MIB, Chaos, Disk, check, lab_options, opened
 
 from kvfuse.errors import NoSpace
@@ -186,3 +187,46 @@ async def test_a_client_among_others_waits_until_they_can_have_said_what_they_re
         assert trio.current_time() - began < 1
         await one.unlink(ROOT_INODE, b"too much")
         await two.release(kept)
+
+
+async def test_what_another_client_removed_makes_room_for_one_that_waits(
+    rng: random.Random, autojump_clock: trio.testing.MockClock
+) -> None:
+    async with hosts(rng, 2, [Chaos(rng), Chaos(rng)], capacity=16 * MIB) as (one, two):
+        names = await fill(one)
+        await quiet(one, two)
+        await empty(two, names)
+        await quiet(two)
+        assert len(await fill(one)) >= len(names) - 1
+
+
+async def test_late_news_of_a_freed_slot_do_not_free_its_next_life(
+    rng: random.Random, autojump_clock: trio.testing.MockClock
+) -> None:
+    """A slot that has rested is written again at once: an answer that was under way then still has its f record."""
+    options = lab_options(capacity=16 * MIB)
+    disk = Disk.format(options, shared=True)
+    async with volumes(disk, options, 2, rng, [Chaos(rng), Chaos(rng)]) as (one, two):
+        names = await fill(one)
+        await quiet(one, two)
+        heard: dict[bytes, None] = {}
+        assert one.leases is not None
+        hint = one.leases.freed.hint
+
+        def listen(keys: Iterable[bytes]) -> None:
+            keys = list(keys)
+            heard.update(dict.fromkeys(keys))
+            hint(keys)
+
+        one.leases.freed.hint = listen  # type: ignore[method-assign]
+        await empty(two, names)
+        await quiet(two)
+        names = await fill(one)
+        await one.sync()
+        assert heard
+        disk.apply(dict.fromkeys(heard, b"rested"), ())
+        hint(heard)
+        await quiet(one)
+        disk.apply({}, heard)
+        for name in names:
+            assert await read(one, name) == name * (MIB // len(name))

@@ -121,6 +121,8 @@ class Batch(Changes):
     taken: list[Taken] = field(default_factory=list)
     """in a shared volume: of each inode what a refused commit has to give back"""
     ties: list[tuple[Node, Node]] = field(default_factory=list)
+    is_unsure: bool = False
+    """headers of the slots that it frees could not be written, and may be later"""
     too_large: bool = False
     """it is one unit, and more than a commit may be: it goes in several"""
 

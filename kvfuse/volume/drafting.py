@@ -14,7 +14,7 @@ import msgspec
 
 from kvfuse.volume import schema
 from kvfuse.volume.batch import Batch, Draft, Place, Unit
-from kvfuse.volume.chunk import Extent
+from kvfuse.volume.chunk import RESTED, Extent
 from kvfuse.volume.node import Node
 from kvfuse.volume.pending import NameChange, Pending, is_held, settlers
 
@@ -88,7 +88,9 @@ class Drafting(Pending):
             for extent in extents:
                 slab = self.core.geometry.slab_of(extent.addr)
                 if not self.core.slabs.holds(slab):
-                    draft.puts[schema.freed_key(slab, extent.addr, extent.generation)] = b""
+                    has_rested = extent.state == RESTED
+                    key = schema.freed_key(slab, extent.addr, extent.generation)
+                    draft.puts[key] = schema.RESTED_SLOT if has_rested else b""
             extents = [extent for extent in extents if self._is_mine(extent)]
         self._draft_slabs(draft, extents)
 

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 import trio
 
 from kvfuse.errors import EngineError, EngineTimeout, KvfuseError
+from kvfuse.slab.allocator import Slot
 from kvfuse.volume import schema
 from kvfuse.volume.batch import Batch
 from kvfuse.volume.chunk import RESTED, Extent
@@ -386,20 +387,26 @@ class Journal(SharedJournal):
             return
         async with self._freeing:
             if batch.freed or batch.unborn:
-                await self.flusher.mark_free([extent.slot for extent in (*batch.freed, *batch.unborn)])
-                self._retire(self.core.slabs.reclaim, batch.freed)
-                self._retire(self.core.slabs.cancel, batch.unborn)
+                try:
+                    await self.flusher.mark_free([extent.slot for extent in (*batch.freed, *batch.unborn)])
+                except EngineError:
+                    batch.is_unsure = True
+                    raise
+                self._retire(self.core.slabs.reclaim, batch.freed, batch)
+                self._retire(self.core.slabs.cancel, batch.unborn, batch)
             self._settling = None
 
-    def _retire(self, give: Give, extents: list[Extent]) -> None:
-        """Let slots be used again: where another host may be reading them, a grace later.
+    def _retire(self, give: Give, extents: list[Extent], batch: Batch) -> None:
+        """Let slots be used again: a grace later where another host may be reading them, or a write may still arrive.
 
-        One that has just come, and was not heard of yet, finds out by the checksums.
+        A host that has just come, and was not heard of yet, finds out by the checksums.
         """
-        are_shared = self.core.shared and not self.core.is_alone()
-        resting = [extent.slot for extent in extents if extent.state != RESTED] if are_shared else []
+        at_once, resting = [extent.slot for extent in extents], list[Slot]()
+        if self.core.shared and (batch.is_unsure or not self.core.is_alone()):
+            at_once = [extent.slot for extent in extents if extent.state == RESTED and not batch.is_unsure]
+            resting = [extent.slot for extent in extents if extent.state != RESTED or batch.is_unsure]
+        self.core.reads.retire(give, at_once)
         self.core.reads.retire(self.core.grace.later(give), resting)
-        self.core.reads.retire(give, [extent.slot for extent in extents if not are_shared or extent.state == RESTED])
 
     async def _freed(self) -> None:
         """Return when the slots are free that a commit gave up which has just returned."""

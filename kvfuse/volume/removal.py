@@ -28,6 +28,10 @@ FREED_MAX = 64
 """Removed inodes that are looked at together."""
 RETRY_SECONDS = 0.5
 """after a commit that failed"""
+OTHERS_MAX = 1000
+"""orphan records that are looked at for what others free"""
+OTHERS_SECONDS = 0.2
+"""between two looks"""
 ALONE_SECONDS = 0.5
 """How long what a client removed stays that is alone: to free many together costs less."""
 
@@ -49,6 +53,8 @@ class Removal:
         self._later_work = trio.Event()
         self._is_wanted = False
         """somebody has no room"""
+        self._others: dict[bytes, float] = {}
+        """orphan record of another client's -> when it was first seen, by who had no room"""
         self._looked = trio.Event()
         """set, and replaced by a new one, after each look"""
         self._waiting: dict[Node, None] = {}
@@ -96,10 +102,26 @@ class Removal:
     async def hurry(self) -> bool:
         """There is no room: return when more of what was removed has been freed; False if none is about to be."""
         if not self._later:
-            return False
+            return await self._hurry_others()
         self._is_wanted = True
         self._later_work.set()
         await self._looked.wait()
+        return True
+
+    async def _hurry_others(self) -> bool:
+        """The same of what other clients removed: a while has to pass. EngineError.
+
+        What stays longer is open somewhere, and nobody waits for it a second time.
+        """
+        if self.core.is_alone():
+            return False
+        now = trio.current_time()
+        rows = await self.core.records.scan(b"o", limit=OTHERS_MAX)
+        seen = {key: self._others.get(key, now) for key, _, _ in rows}
+        self._others = seen
+        if not any(now - since <= self.core.grace.seconds for since in seen.values()):
+            return False
+        await trio.sleep(OTHERS_SECONDS)
         return True
 
     async def run_later(self) -> None:

@@ -15,7 +15,8 @@ n     name of a counter or list                u64, or several
       of a shared volume:
 m     client u64                               a client that is alive: host, pid, mount point (under its lease)
 l     slab u32                                 client u64 who holds the slab (0: nobody), epoch u64
-f     slab u32, addr u64, generation u64       nothing: the slot is to be freed by who holds its slab
+f     slab u32, addr u64, generation u64       "rested", or nothing: the slot is to be freed by who holds its slab;
+                                               rested: nobody can be reading it any more
 h     inode u64, client u64                    nothing: the client has the removed file open (under its lease)
 k     client u64                               who it is to the segment engine; the version counts its commits
 q     client u64                               i64: inodes that the client made, less those that it removed
@@ -290,6 +291,10 @@ def holder_key(slab: int) -> bytes:
 def key_slab(key: bytes) -> int:
     """The slab in an s, l or f key."""
     return int(_SLAB_KEY.unpack_from(key)[1])
+
+
+RESTED_SLOT = b"rested"
+"""value of an f record"""
 
 
 def freed_key(slab: int, addr: int, generation: int) -> bytes:

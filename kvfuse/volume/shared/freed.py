@@ -2,9 +2,9 @@
 
 Who takes an extent out of an inode and does not hold its slab puts an *f record* in that very commit. Who holds the
 slab sees it by a watch, or finds it when he takes the slab; takes the slot out of the slab's image and deletes the f
-record in one commit; and lets the slot be used again a grace later. So an f record always names a durable slot of just
-that generation, and it is looked at afresh (`get`) before anything is done: a change that a watch brings
-late is never taken for one of the slot's next life.
+record in one commit; and lets the slot be used again, a grace later where somebody may be reading it. So an f record
+always names a durable slot of just that generation; it is looked at afresh (`get`) before anything is done, and once: a
+change that a watch brings late is never taken for one of the slot's next life.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import trio
 
 from kvfuse.slab.image import SlabState
 from kvfuse.volume import schema
-from kvfuse.volume.chunk import COMMITTED, Extent
+from kvfuse.volume.chunk import COMMITTED, RESTED, Extent
 from kvfuse.volume.schema import FreedSlot
 from kvfuse.volume.shared.transaction import Transaction
 
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from kvfuse.volume.core import Core
 
 SCAN_ROWS = 1000
+SEEN_GRACES = 2
+"""For so many graces it is remembered which f records were seen to."""
 
 
 class JournalPart(Protocol):
@@ -45,12 +47,20 @@ class FreedSlots:
         self.journal = journal
         self._hints: dict[bytes, None] = {}
         """f records to look at"""
+        self._seen_to: dict[bytes, float] = {}
+        """those that were handed to the journal -> when; in that order"""
         self._batch = core.records.limits.commit_operations_max // 4
         """f records handed to the journal at once; with their slabs' records they fit into one commit"""
 
     def hint(self, keys: Iterable[bytes]) -> None:
-        """Look at these f records soon."""
-        self._hints.update(dict.fromkeys(keys))
+        """Look at these f records soon. Each is seen to once: told of it again, its slot may be in its next life."""
+        self._hints.update(dict.fromkeys(key for key in keys if key not in self._seen_to))
+
+    def granted(self, keys: Iterable[bytes]) -> None:
+        """These were found of a slab in which nobody has allocated since: look at them, whatever was before."""
+        for key in keys:
+            self._seen_to.pop(key, None)
+            self._hints[key] = None
 
     @property
     def is_behind(self) -> bool:
@@ -75,14 +85,22 @@ class FreedSlots:
             self._hints.pop(key, None)
             freed = schema.split_freed_key(key)
             if row is not None and self.core.slabs.holds(freed.slab):
-                self._free(key, freed)
+                self._free(key, freed, has_rested=row.value == schema.RESTED_SLOT)
+        self._forget(trio.current_time() - SEEN_GRACES * self.core.grace.seconds)
 
-    def _free(self, key: bytes, freed: FreedSlot) -> None:
+    def _free(self, key: bytes, freed: FreedSlot, *, has_rested: bool) -> None:
         """The slot and its f record go with the journal's next batch; it does so once, however often it is told."""
         if self.core.slabs.is_durable(freed.addr):
             slot_size = self.core.slabs.slot_size(freed.addr)
-            self.core.dead.append(Extent(freed.addr, slot_size, slot_size, freed.generation, b"", COMMITTED))
+            state = RESTED if has_rested else COMMITTED
+            self.core.dead.append(Extent(freed.addr, slot_size, slot_size, freed.generation, b"", state))
         self.journal.put(key, None)
+        self._seen_to[key] = trio.current_time()
+
+    def _forget(self, before: float) -> None:
+        """No answer that is still to come is so old that it has these f records."""
+        while self._seen_to and next(iter(self._seen_to.values())) < before:
+            del self._seen_to[next(iter(self._seen_to))]
 
     # -- taking a slab -------------------------------------------------------------------------------
 

@@ -362,7 +362,7 @@ class SlabLeases:
             await self.freed.drop_stale(states, found)
             for state in states:
                 self._grant(state)
-                self.freed.hint(found.get(state.slab, ()))
+                self.freed.granted(found.get(state.slab, ()))
 
     def _grant(self, state: SlabState) -> None:
         del self._coming[state.slab]
