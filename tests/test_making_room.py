@@ -230,3 +230,15 @@ async def test_late_news_of_a_freed_slot_do_not_free_its_next_life(
         disk.apply({}, heard)
         for name in names:
             assert await read(one, name) == name * (MIB // len(name))
+
+
+async def test_room_in_slabs_that_another_client_holds_comes_round(
+    rng: random.Random, autojump_clock: trio.testing.MockClock
+) -> None:
+    """It removed nothing itself: what is removed from its slabs it needs no more, and others have no other."""
+    async with hosts(rng, 2, [Chaos(rng), Chaos(rng)], capacity=16 * MIB) as (one, two):
+        names = await fill(one)
+        await quiet(one, two)
+        await empty(two, names)
+        await quiet(two)
+        assert len(await fill(two)) >= len(names) // 2

@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 
 RETRY_DELAYS = (0.05, 0.1, 0.2, 0.5, 1.0)
 """Seconds between attempts after failed commits; the last goes on."""
-ROOM_SECONDS = 1.0
+ROOM_SECONDS = 3.0
 """and a grace: for how long a call goes on asking for room, while others take what becomes free"""
 
 

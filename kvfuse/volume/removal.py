@@ -32,6 +32,8 @@ OTHERS_MAX = 1000
 """orphan records that are looked at for what others free"""
 OTHERS_SECONDS = 0.2
 """between two looks"""
+RETURN_SECONDS = 2.5
+"""from the removal of an orphan record until the slabs that its client needs no more are everybody's, at the most"""
 ALONE_SECONDS = 0.5
 """How long what a client removed stays that is alone: to free many together costs less."""
 
@@ -55,6 +57,8 @@ class Removal:
         """somebody has no room"""
         self._others: dict[bytes, float] = {}
         """orphan record of another client's -> when it was first seen, by who had no room"""
+        self._coming_until = -math.inf
+        """when what was freed in slabs of others, or by them, has come round"""
         self._looked = trio.Event()
         """set, and replaced by a new one, after each look"""
         self._waiting: dict[Node, None] = {}
@@ -102,24 +106,26 @@ class Removal:
     async def hurry(self) -> bool:
         """There is no room: return when more of what was removed has been freed; False if none is about to be."""
         if not self._later:
-            return await self._hurry_others()
+            return await self._await_others()
         self._is_wanted = True
         self._later_work.set()
         await self._looked.wait()
         return True
 
-    async def _hurry_others(self) -> bool:
-        """The same of what other clients removed: a while has to pass. EngineError.
+    async def _await_others(self) -> bool:
+        """The same of what other clients free or give back: a while passes. False, if that is nothing. EngineError.
 
-        What stays longer is open somewhere, and nobody waits for it a second time.
+        What they removed, and is still there after a grace, is open somewhere: nobody waits for that again.
         """
         if self.core.is_alone():
             return False
         now = trio.current_time()
         rows = await self.core.records.scan(b"o", limit=OTHERS_MAX)
-        seen = {key: self._others.get(key, now) for key, _, _ in rows}
-        self._others = seen
-        if not any(now - since <= self.core.grace.seconds for since in seen.values()):
+        theirs = [row.key for row in rows if schema.decode_orphan(row.value).remover != self.core.client]
+        self._others = {key: self._others.get(key, now) for key in theirs}
+        if any(now - since <= self.core.grace.seconds for since in self._others.values()):
+            self._coming_until = now + RETURN_SECONDS
+        elif now > self._coming_until:
             return False
         await trio.sleep(OTHERS_SECONDS)
         return True
@@ -183,6 +189,7 @@ class Removal:
             if early:  # somebody came of whom nothing had been heard here
                 await self._put_back(early.items())
                 inos = {ino: since for ino, since in inos.items() if ino not in early}
+            self._coming_until = trio.current_time() + RETURN_SECONDS
         held = await self._held()
         rows = await self.core.records.get([schema.orphan_key(ino) for ino in inos]) if inos else []
         for ino, row in zip(inos, rows, strict=True):

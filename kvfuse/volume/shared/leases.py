@@ -55,7 +55,9 @@ WINDOW = 4
 ATTEMPTS_MAX = 3
 TICK_SECONDS = 1.0
 IDLE_SECONDS = 5.0
-"""A slab that was free that long is given back, if it is one too many."""
+"""A slab that was free that long is given back, if it is one too many;"""
+SCARCE_SECONDS = 0.5
+"""if nobody has any other, that long."""
 SPREAD_SECONDS = 1.0
 """What a client that is gone held is first offered to one survivor each, then to all."""
 ADOPTION_GRACE_MAX = 3.0
@@ -288,7 +290,8 @@ class SlabLeases:
 
     async def _return_idle(self) -> None:
         """Give back slabs that were free for a while and are not needed: all of them, where others may want them."""
-        if trio.current_time() < self._looked + IDLE_SECONDS:
+        is_scarce = not self.view.unheld_count and not self._is_alone()
+        if trio.current_time() < self._looked + (SCARCE_SECONDS if is_scarce else IDLE_SECONDS):
             return
         free = self.core.slabs.free_slabs()
         idle = [slab for slab in free if slab in self._idle]
