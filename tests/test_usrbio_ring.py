@@ -263,6 +263,9 @@ def test_tickets_are_unique_and_give_the_callers_numbers_back(rng: random.Random
             busy |= zip(taken, numbers, strict=True)
         elif busy:
             chosen = rng.sample(sorted(busy), min(max(count, 1), len(busy)))
+            if len(chosen) == 1 and rng.random() < 0.5:
+                assert tickets.give_back_one(chosen[0]) == busy.pop(chosen[0])
+                continue
             given_back, numbers = tickets.give_back(np.array(chosen, np.uint64))
             assert given_back.tolist() == chosen
             assert numbers.tolist() == [busy.pop(ticket) for ticket in chosen]
@@ -276,6 +279,9 @@ def test_a_ticket_that_is_not_taken_or_comes_twice_is_refused(numbers: list[int]
     tickets.give_back(np.array([3], np.uint64))
     with pytest.raises(ValueError):
         tickets.give_back(np.array(numbers, np.uint64))
+    if len(numbers) == 1:
+        with pytest.raises(ValueError):
+            tickets.give_back_one(numbers[0])
 
 
 def test_the_oldest_of_equal_numbers_is_found() -> None:

@@ -114,6 +114,7 @@ def test_nonsense_is_refused_and_its_neighbours_are_served(lab: Lab, number: int
     done = dict(lab.run(rows))
     assert done.pop(7) == -number
     assert set(done.values()) == {4096}
+    assert lab.run(rows[7:8]) == [(7, -number)], "alone it is refused as well"
     assert lab.run(entries(1)) == [(0, 4096)], "the ring lives on"
 
 
@@ -193,6 +194,21 @@ def test_entries_wait_for_memory(lab: Lab) -> None:
     assert sorted(call.entry.user_data for call in lab.registered.calls) == list(range(8))
     assert len(lab.results()) == 8
     assert lab.registered.share.take(MIB)  # all of it came back
+
+
+def test_an_entry_that_came_alone_waits_for_memory(lab: Lab) -> None:
+    """And can be cancelled then; those that come later wait behind it, or are served beside it."""
+    for number in range(5):
+        assert lab.run(writes(lab, 1, 300 << 10, user_data=number)) == []
+    assert len(lab.registered.calls) == 3
+    assert sorted(lab.run(entries(1, op=Op.CANCEL, offset=3, user_data=9))) == [(3, -errno.ECANCELED), (9, 0)]
+    assert lab.run(entries(1, user_data=100)) == [(100, 4096)]
+    call = lab.registered.calls[0]
+    lab.worker.complete(call, 300 << 10)
+    lab.registered.share.give(call.size)
+    while lab.worker.step():
+        pass
+    assert [call.entry.user_data for call in lab.registered.calls] == [0, 1, 2, 4]
 
 
 def test_who_waits_for_memory_can_be_cancelled_and_runs_out_of_time(lab: Lab) -> None:

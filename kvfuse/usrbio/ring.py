@@ -76,7 +76,8 @@ class Queue:
     def __init__(self, words: memoryview, entries: Entries, head: Word, tail: Word) -> None:
         self._words = words
         self._entries = entries
-        self._raw = entries.view(np.uint64).reshape(len(entries), -1)  # as plain numbers copies are much faster
+        self._bytes = entries.view(np.uint8).data
+        self._size = entries.itemsize
         self._head = int(head)
         self._tail = int(tail)
         self._mask = len(entries) - 1
@@ -100,12 +101,15 @@ class Queue:
 
     def write(self, rows: Entries, ahead: int = 0) -> None:
         """Put rows behind what was published and the ``ahead`` written since. The caller knows that there is room."""
-        raw = rows.view(np.uint64).reshape(len(rows), rows.itemsize // 8)
-        start = (self.position + ahead) & self._mask
-        first = min(len(raw), len(self._raw) - start)
-        self._raw[start : start + first] = raw[:first]
-        if first < len(raw):
-            self._raw[: len(raw) - first] = raw[first:]
+        self.write_packed(rows.tobytes(), ahead)
+
+    def write_packed(self, packed: bytes, ahead: int = 0) -> None:
+        """`write` of entries as bytes."""
+        start = ((self.position + ahead) & self._mask) * self._size
+        first = min(len(packed), len(self._bytes) - start)
+        self._bytes[start : start + first] = packed[:first]
+        if first < len(packed):
+            self._bytes[: len(packed) - first] = packed[first:]
 
     def publish(self, count: int) -> None:
         """Give ``count`` written entries to the consumer."""
@@ -123,13 +127,19 @@ class Queue:
 
     def read(self, count: int) -> Entries:
         """A copy of the next ``count`` entries."""
-        start = self.position & self._mask
-        first = min(count, len(self._raw) - start)
-        raw = np.empty((count, self._raw.shape[1]), np.uint64)
-        raw[:first] = self._raw[start : start + first]
-        if first < count:
-            raw[first:] = self._raw[: count - first]
-        return raw.view(self._entries.dtype).reshape(count)
+        return self.unpacked(self.read_packed(count))
+
+    def read_packed(self, count: int) -> bytearray:
+        """`read` as bytes."""
+        start, size = (self.position & self._mask) * self._size, count * self._size
+        packed = bytearray(self._bytes[start : start + size])
+        if len(packed) < size:
+            packed += self._bytes[: size - len(packed)]
+        return packed
+
+    def unpacked(self, packed: bytearray) -> Entries:
+        """The array over what `read_packed` gave."""
+        return np.frombuffer(packed, self._entries.dtype)
 
     def take(self, count: int) -> None:
         """Let the producer use the places of ``count`` entries that were read."""

@@ -84,11 +84,7 @@ class Server:
         for number, fields in enumerate(SQE_STRUCT.iter_unpack(rows.tobytes())):
             entry = Entry._make(fields)
             try:
-                answer = self._serve_one(entry, taken_at, calls)
-            except Refused as refusal:
-                answer = Answer(-refusal.number)
-            except OSError as error:
-                answer = Answer(-(error.errno or errno.EIO))
+                answer = self._answer(entry, taken_at, calls)
             except Short:
                 waiting.append(number)
                 continue
@@ -100,6 +96,19 @@ class Server:
                 done, calls, kept_size = [], [], 0
         self._pass_on(done, calls)
         return rows[waiting] if waiting else rows[:0]
+
+    def serve_one(self, entry: Entry, taken_at: float) -> bool:
+        """As `serve`, of an entry that came alone. False: it has to wait for memory."""
+        calls: list[Call] = []
+        try:
+            answer = self._answer(entry, taken_at, calls)
+        except Short:
+            return False
+        if answer is not None:
+            self._worker.publish(CQE_STRUCT.pack(entry.user_data, *answer), 1)
+        if calls:
+            self._tables.start(self._worker, calls)
+        return True
 
     def _pass_on(self, done: list[bytes], calls: list[Call]) -> None:
         if done:
@@ -173,8 +182,17 @@ class Server:
             self._worker.post(user_data[done], results[done])
         return done
 
-    def _serve_one(self, entry: Entry, taken_at: float, calls: list[Call]) -> Answer | None:
-        """The answer to an entry, or None: it is in ``calls``, or has no completion. Refused, OSError."""
+    def _answer(self, entry: Entry, taken_at: float, calls: list[Call]) -> Answer | None:
+        """As `_serve`; what was wrong is an answer, too. Short."""
+        try:
+            return self._serve(entry, taken_at, calls)
+        except Refused as refusal:
+            return Answer(-refusal.number)
+        except OSError as error:
+            return Answer(-(error.errno or errno.EIO))
+
+    def _serve(self, entry: Entry, taken_at: float, calls: list[Call]) -> Answer | None:
+        """The answer to an entry, or None: it is in ``calls``, or has no completion. Refused, OSError, Short."""
         op = entry.op
         if op == Op.RELEASE:
             self._worker.pass_over()

@@ -30,6 +30,8 @@ KEY_CELL = 256
 """bytes of the aux area that each ticket has for its key; behind the cells are spans for many keys and results"""
 SPANS_SIZE = 1 << 20
 TIMEOUT_US_MAX = (1 << 32) - 1
+_TICKET = struct.Struct("<Q")
+"""the first word of a CQE"""
 
 Ending = Callable[[int, bool], None]
 """what is to be done when an entry completes: (result, whether it was answered with a view)"""
@@ -228,10 +230,17 @@ class Submission:
         count = self._given() if max_results is None else min(self._given(), max_results)
         if not count:
             return np.zeros(0, CQE)
-        rows = self._cq.read(count)
+        packed = self._cq.read_packed(count)
         self._cq.take(count)
+        rows = self._cq.unpacked(packed)
         try:
-            tickets, rows["user_data"] = self._tickets.give_back(rows["user_data"])
+            if count == 1:  # what waits for each by itself waits for every microsecond
+                (ticket,) = _TICKET.unpack_from(packed)
+                _TICKET.pack_into(packed, 0, self._tickets.give_back_one(ticket))
+                tickets = [ticket]
+            else:
+                numbers, rows["user_data"] = self._tickets.give_back(rows["user_data"])
+                tickets = numbers.tolist() if self._endings else []
         except ValueError as error:
             raise self._session.broken(str(error)) from error
         if self._endings:
@@ -240,9 +249,9 @@ class Submission:
             self._publish(self._place_releases())  # where every submit fills the ring, none has room for them
         return rows
 
-    def _end(self, tickets: Numbers, rows: Entries) -> None:
+    def _end(self, tickets: Sequence[int], rows: Entries) -> None:
         results, arenas = rows["result"].tolist(), rows["arena"].tolist()
-        for ticket, result, arena in zip(tickets.tolist(), results, arenas, strict=True):
+        for ticket, result, arena in zip(tickets, results, arenas, strict=True):
             ending = self._endings.pop(ticket, None)
             if ending is not None:
                 ending(result, arena != 0)

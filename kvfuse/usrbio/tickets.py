@@ -70,6 +70,15 @@ class Tickets:
         self.free += len(tickets)
         return tickets, self._user_data[tickets]
 
+    def give_back_one(self, number: int) -> int:
+        """As `give_back`, of one completion: its ``user_data``."""
+        if number >= len(self._one_busy) or not self._one_busy[number]:
+            raise ValueError("an entry completed that is not under way")
+        self._one_busy[number] = False
+        self._one_of_stack[self.free] = number
+        self.free += 1
+        return self._one_user_data[number]
+
     def find(self, user_data: int) -> int | None:
         """The oldest taken ticket with that ``user_data``."""
         found = np.flatnonzero(self._busy & (self._user_data == user_data))

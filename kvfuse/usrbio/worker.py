@@ -19,11 +19,11 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvfuse.usrbio.call import Call, Tables
+from kvfuse.usrbio.call import Call, Entry, Tables
 from kvfuse.usrbio.columns import as_words
 from kvfuse.usrbio.ring import Bell, Entries, RingMemory
 from kvfuse.usrbio.server import Server
-from kvfuse.usrbio.wire import CQE, CQE_STRUCT, Op, Priority, Word
+from kvfuse.usrbio.wire import CQE, CQE_STRUCT, SQE, SQE_STRUCT, Op, Priority, Word
 
 log = logging.getLogger(__name__)
 
@@ -63,6 +63,8 @@ class Worker:
         self._under_way = 0
         """entries taken and not completed"""
         self._waiting: dict[int, deque[_Waiting]] = {kind: deque() for kind in CLASSES}
+        self._single: tuple[Entry, float] | None = None
+        """an entry that came alone, and when it was taken: its turn comes before any other's"""
         self._inbox: deque[Callable[[], None]] = deque()
         self._turn = 0
         self._served_at = dict.fromkeys(reversed(CLASSES), 0)
@@ -123,8 +125,7 @@ class Worker:
             if call.ended or self.stopped:
                 return False
             call.ended = True
-            row = CQE_STRUCT.pack(call.entry.user_data, result, offset, arena, pin)
-            self._publish(np.frombuffer(row, CQE))
+            self._publish(CQE_STRUCT.pack(call.entry.user_data, result, offset, arena, pin), 1)
             return True
 
     def complete_many(self, rows: list[tuple[Call, int]]) -> None:
@@ -136,7 +137,7 @@ class Worker:
             for call, _ in rows:
                 call.ended = True
             packed = b"".join([CQE_STRUCT.pack(call.entry.user_data, result, 0, 0, 0) for call, result in rows])
-            self._publish(np.frombuffer(packed, CQE))
+            self._publish(packed, len(rows))
 
     def give_up(self, call: Call, number: int, then: Callable[[], object] = lambda: None) -> None:
         """End an operation with an errno before it is done - once the ring thread is not at it - and call ``then``."""
@@ -214,13 +215,17 @@ class Worker:
         count = min(count, len(cq) - unread - under_way)
         if count <= 0:
             return
-        rows = sq.read(count)
+        packed = sq.read_packed(count)
         sq.take(count)
         with self._lock:
             self._under_way += count
         now = time.monotonic()
+        if count == 1 and packed[0] != Op.CANCEL and not any(self._waiting.values()):
+            self._single = Entry._make(SQE_STRUCT.unpack(packed)), now
+            return
+        rows = sq.unpacked(packed)
         start = 0
-        for cancel in np.flatnonzero(rows["op"] == Op.CANCEL).tolist():  # at once: it concerns what came before, alone
+        for cancel in _cancels(packed):  # at once: it concerns what came before, alone
             self._line_up(rows[start:cancel], now)
             self.server.serve(rows[cancel : cancel + 1], now)
             start = cancel + 1
@@ -230,7 +235,7 @@ class Worker:
         """Let entries wait for their turn."""
         if not len(rows):
             return
-        if not (as_words(rows)[:, 0] & _PRIORITY_BITS).any():
+        if not np.count_nonzero(as_words(rows)[:, 0] & _PRIORITY_BITS):
             self._waiting[Priority.NORMAL].append(_Waiting(rows, taken_at))
             return
         priorities = rows["priority"]
@@ -241,6 +246,11 @@ class Worker:
 
     def _serve_turn(self) -> bool:
         """Serve some of the highest priority that waits. False when nothing does, or there is no memory for any."""
+        if self._single is not None:
+            (entry, taken_at), self._single = self._single, None
+            if self.server.serve_one(entry, taken_at):
+                return True
+            self._line_up(np.frombuffer(SQE_STRUCT.pack(*entry), SQE), taken_at)
         kinds = [kind for kind in CLASSES if self._waiting[kind]]
         self._turn += 1
         if self._turn % LOW_TURN == 0:
@@ -313,16 +323,15 @@ class Worker:
         words[:, 1] = results.view(np.uint64)
         with self._lock:
             if len(words) and not self.stopped:
-                self._publish(words.view(CQE).reshape(len(words)))
+                self._publish(words.tobytes(), len(words))
 
-    def publish(self, completions: bytes, count: int) -> None:
+    def publish(self, packed: bytes, count: int) -> None:
         """Post completions that are packed already."""
-        rows = np.frombuffer(completions, CQE, count)
         with self._lock:
             if not self.stopped:
-                self._publish(rows)
+                self._publish(packed, count)
             else:
-                self._unpin(rows)
+                self._unpin(np.frombuffer(packed, CQE))
 
     def _unpin(self, rows: Iterable[np.void]) -> None:
         """Nobody will read these completions."""
@@ -330,11 +339,11 @@ class Worker:
             if row["pin"]:
                 self._tables.unpin(int(row["pin"]))
 
-    def _publish(self, rows: Entries) -> None:
+    def _publish(self, packed: bytes, count: int) -> None:
         """Under the lock: give completions to the client, and wake it if it sleeps."""
-        self._cq.write(rows)
-        self._cq.publish(len(rows))
-        self._under_way -= len(rows)
+        self._cq.write_packed(packed)
+        self._cq.publish(count)
+        self._under_way -= count
         self._client_bell.ring()
 
     # -- for the server --------------------------------------------------------------------------------
@@ -356,6 +365,12 @@ class Worker:
                     self.post([user_data], [-errno.ECANCELED])
                     return True
         return False
+
+
+def _cancels(packed: bytearray) -> list[int]:
+    """Which entries are CANCEL."""
+    ops = packed[:: SQE.itemsize]
+    return [number for number, op in enumerate(ops) if op == Op.CANCEL] if Op.CANCEL in ops else []
 
 
 class Broken(Exception):
