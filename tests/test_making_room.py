@@ -242,3 +242,21 @@ async def test_room_in_slabs_that_another_client_holds_comes_round(
         await empty(two, names)
         await quiet(two)
         assert len(await fill(two)) >= len(names) // 2
+
+
+@pytest.mark.parametrize("number", range(8))
+async def test_whenever_a_client_leaves_alone_nothing_removed_stays(
+    seed: int, number: int, autojump_clock: trio.testing.MockClock
+) -> None:
+    """Also in the middle of freeing it."""
+    rng = random.Random(seed + number)
+    options = lab_options(capacity=64 * MIB, chunk=64 << 10)
+    disk = Disk.format(options, shared=True)
+    async with volumes(disk, options, 1, rng, [Chaos(rng, delay=0.05)]) as (volume,):
+        names = [b"%08d" % index for index in range(200)]
+        for name in names:
+            await write(volume, name, size=4096)
+        await volume.sync()
+        await empty(volume, names)
+        await trio.sleep(rng.random() * 2)
+    assert not any(key[:1] in (b"o", b"s") for key in disk.records)

@@ -55,6 +55,8 @@ class Removal:
         self._later_work = trio.Event()
         self._is_wanted = False
         """somebody has no room"""
+        self._is_looking = False
+        """some are looked at just now"""
         self._others: dict[bytes, float] = {}
         """orphan record of another client's -> when it was first seen, by who had no room"""
         self._coming_until = -math.inf
@@ -105,7 +107,7 @@ class Removal:
 
     async def hurry(self) -> bool:
         """There is no room: return when more of what was removed has been freed; False if none is about to be."""
-        if not self._later:
+        if not (self._later or self._is_looking):
             return await self._await_others()
         self._is_wanted = True
         self._later_work.set()
@@ -139,12 +141,14 @@ class Removal:
             inos = self._take_due()
             if not inos:
                 continue
+            self._is_looking = True
             try:
                 await self._free_unheld(inos)
             except EngineError as error:
                 log.warning("%d removed inodes are not freed yet: %s", len(inos), error)
                 await self._put_back(inos.items())
             finally:
+                self._is_looking = False
                 self._looked.set()
                 self._looked = trio.Event()
 

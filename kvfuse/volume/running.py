@@ -185,4 +185,5 @@ class RunningVolume:
         if self.core.is_alone():
             with trio.move_on_after(FREE_SECONDS), suppress(errors.EngineError):
                 while await self.names.removal.hurry():
-                    await self.journal.commit()
+                    pass
+                await self.journal.sync()
