@@ -34,13 +34,13 @@ _POLYNOMIAL = 0x82F63B78
 _crcmod_extend: Callable[[bytes, int], int] = crcmod.predefined.mkPredefinedCrcFun("crc-32c")
 
 
-def _extend_hardware(value: int, data: np.ndarray) -> int:
+def _extend_hardware(value: int, data: bytes | np.ndarray) -> int:
     checksum: int = google_crc32c.extend(value, data)
     return checksum
 
 
-def _extend_portable(value: int, data: np.ndarray) -> int:
-    return _crcmod_extend(data.tobytes(), value)
+def _extend_portable(value: int, data: bytes | np.ndarray) -> int:
+    return _crcmod_extend(bytes(data), value)
 
 
 _extend = _extend_hardware if google_crc32c.implementation == "c" else _extend_portable
@@ -48,15 +48,16 @@ _extend = _extend_hardware if google_crc32c.implementation == "c" else _extend_p
 
 def crc32c(buffer: Buffer, value: int = 0) -> int:
     """Checksum of ``buffer`` (C-contiguous) as the continuation of bytes whose checksum is ``value``."""
-    # The C function takes bytes and arrays but refuses bytearray and memoryview: always show it an array.
-    return _extend(value, np.frombuffer(buffer, np.uint8))
+    # The C function takes bytes and arrays but refuses bytearray and memoryview: show it an array of those.
+    return _extend(value, buffer if isinstance(buffer, bytes) else np.frombuffer(buffer, np.uint8))
 
 
 def granule_checksums(buffer: Buffer) -> bytes:
     """The checksums of every started granule of ``buffer``: 4 bytes each, little endian."""
     data = np.frombuffer(buffer, np.uint8)
     starts = range(0, len(data), GRANULE_SIZE)
-    return np.array([_extend(0, data[start : start + GRANULE_SIZE]) for start in starts], "<u4").tobytes()
+    checksums = [_extend(0, data[start : start + GRANULE_SIZE]) for start in starts]
+    return b"".join([checksum.to_bytes(CHECKSUM_SIZE, "little") for checksum in checksums])
 
 
 def extent_checksum(granules: bytes, length: int) -> int:

@@ -24,6 +24,7 @@ import pytest
 import trio
 from crash_client import KINDS, LARGE_PIECE, PAGE, PAGES, block, page, stream
 from mounting import PATIENCE_S, KvfuseMount, wait_until
+from posix_calls import opened
 
 from kvfuse.config import Options, VolumeOptions
 from kvfuse.volume.fsck import fsck
@@ -43,6 +44,8 @@ class Client:
         self.folder = folder
         self._log = log
         folder.mkdir()
+        with opened(folder.parent, os.O_RDONLY) as descriptor:  # it is there, however soon the daemon is killed
+            os.fsync(descriptor)
         log.touch()
         command = [sys.executable, str(CLIENT), kind, str(folder), str(seed), str(log)]
         self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL)

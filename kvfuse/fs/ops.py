@@ -108,10 +108,11 @@ class KvfuseOperations(pyfuse3.Operations):
         """The door's own counters and gauges."""
         return {"open_handle_count": len(self._handles), "unexpected_error_count": self.unexpected_error_count}
 
-    def _reply(self, attributes: Attributes, directory: int = ROOT_INODE) -> EntryAttributes:
-        """``directory``: of the name that this answers for, if it does."""
+    def _reply(self, attributes: Attributes, directory: int | None = None) -> EntryAttributes:
+        """``directory``: of the name that this answers for, if it does; else nobody reads how long to keep the name."""
         entry = self._entry
-        entry.entry_timeout = self.names.note(directory) if self._may_keep(directory) else 0.0
+        if directory is not None:
+            entry.entry_timeout = self.names.note(directory) if self._may_keep(directory) else 0.0
         entry.attr_timeout = self._attr_timeout if self._volume.may_keep_attributes(attributes.ino) else 0.0
         entry.st_ino = attributes.ino
         entry.st_mode = attributes.mode
@@ -146,9 +147,9 @@ class KvfuseOperations(pyfuse3.Operations):
     async def lookup(self, parent_inode: int, name: bytes, ctx: RequestContext) -> EntryAttributes:
         try:
             if is_virtual(parent_inode):
-                return self._reply(await self._lookup_virtual(parent_inode, name))
+                return self._reply(await self._lookup_virtual(parent_inode, name), parent_inode)
             if parent_inode == ROOT_INODE and name == FOLDER_NAME:
-                return self._reply(self._virtual.attributes(FOLDER_INODE))
+                return self._reply(self._virtual.attributes(FOLDER_INODE), parent_inode)
             return self._reply(await self._volume.lookup(parent_inode, name), parent_inode)
         except errors.NotFound:
             if not self._may_keep(parent_inode):
@@ -188,7 +189,7 @@ class KvfuseOperations(pyfuse3.Operations):
     @answered
     async def mknod(self, parent_inode: int, name: bytes, mode: int, rdev: int, ctx: RequestContext) -> EntryAttributes:
         if parent_inode == FOLDER_INODE:
-            return self._reply(self._virtual.make_socket(name, mode, ctx.pid))
+            return self._reply(self._virtual.make_socket(name, mode, ctx.pid), parent_inode)
         self._virtual.guard_name(parent_inode, name)
         caller = Caller(ctx.uid, ctx.gid, ctx.pid)
         return self._reply(await self._volume.make_node(parent_inode, name, mode, rdev, caller), parent_inode)
@@ -243,7 +244,9 @@ class KvfuseOperations(pyfuse3.Operations):
 
     @answered
     async def getattr(self, inode: int, ctx: RequestContext) -> EntryAttributes:
-        return self._reply(await self._attributes(inode))
+        if is_virtual(inode):
+            return self._reply(self._virtual.attributes(inode))
+        return self._reply(await self._volume.attributes(inode))
 
     async def _attributes(self, ino: int) -> Attributes:
         return self._virtual.attributes(ino) if is_virtual(ino) else await self._volume.attributes(ino)

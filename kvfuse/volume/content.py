@@ -40,7 +40,8 @@ class Content(ContentWriter):
         for index in sorted([index for index in node.chunks if index >= keep], reverse=True):
             node.set_size(min(node.size, (index + 1) * node.chunk_size))
             node.flushed_size = min(node.flushed_size, node.size)
-            await self._commit_if_many(node)
+            if self._is_many(node):
+                await self._commit_so_far(node)
             if index in node.chunks:
                 self.drop_chunk(node, index)
         node.set_size(size)

@@ -73,7 +73,8 @@ class Flusher(HeaderWriter):
         super().__post_init__()
         self._lock = trio.Lock()
         self._work = trio.Event()
-        self._room = trio.Event()
+        self._room: trio.Event | None = None
+        """of those who wait for it, if somebody does"""
         self._turn = _Turn()
         """the next one"""
         self._failed = trio.Event()
@@ -86,7 +87,7 @@ class Flusher(HeaderWriter):
     def give_up(self) -> None:
         """What is staged will never be written: nobody waits for that any more."""
         self._is_over = True
-        self._room.set()
+        self._made_room()
         self._turn.end()
 
     # -- staging accounts ----------------------------------------------------------------------------
@@ -106,8 +107,12 @@ class Flusher(HeaderWriter):
             self.staged_bytes -= chunk.staged.length
             node.staged_count -= 1
             chunk.staged = None
+            self._made_room()
+
+    def _made_room(self) -> None:
+        if self._room is not None:
             self._room.set()
-            self._room = trio.Event()
+            self._room = None
 
     def drop(self, staged: Staged) -> None:
         """What is being written is no longer wanted: its slots come back when it was."""
@@ -140,6 +145,8 @@ class Flusher(HeaderWriter):
                 raise EngineError("nothing is written any more")
             if failed.is_set() and self._error is not None:
                 raise self._error
+            if self._room is None:
+                self._room = trio.Event()
             room = self._room
             self._work.set()
             with trio.move_on_after(0.1):

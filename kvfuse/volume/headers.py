@@ -40,6 +40,9 @@ class Description(msgspec.Struct, array_like=True, frozen=True):
     """bytes in slots, if they were known: a file of which fewer are found is not whole"""
 
 
+_encode = msgspec.msgpack.Encoder().encode
+
+
 class HeaderRow(NamedTuple):
     """One slot header to be written."""
 
@@ -95,7 +98,7 @@ class HeaderWriter:
         if row.piece_offset or not row.node.nlink:
             return b"", layout.DESCRIPTOR_NONE
         node = row.node
-        text = msgspec.msgpack.encode(
+        text = _encode(
             Description(
                 self.core.path_of(node),
                 node.mode,

@@ -139,7 +139,7 @@ class Journal(SharedJournal):
         """
         if self._linked_count >= self._linked_max:
             await self.commit(*self._dirty)
-        elif self._is_tied(nodes):
+        elif self._ties and self._is_tied(nodes):
             await self.commit(*nodes)
         else:
             return False

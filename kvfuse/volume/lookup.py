@@ -67,7 +67,7 @@ class Lookup:
 
     async def current(self, ino: int) -> Node:
         """As `node`, of an inode that a system call came to by its path."""
-        return await self.node(ino)
+        return self.core.nodes.get(ino) or await self.node(ino)
 
     async def current_directory(self, ino: int) -> Node:
         """As `directory`, likewise."""
@@ -100,7 +100,7 @@ class Lookup:
         return node
 
     async def directory(self, ino: int) -> Node:
-        node = await self.node(ino)
+        node = self.core.nodes.get(ino) or await self.node(ino)
         if not node.is_directory:
             raise errors.NotADirectory(f"inode {ino} is no directory")
         return node

@@ -393,7 +393,7 @@ class Names:
                 if self._needs_loading(other):
                     await self.load_for_removal(other)
                     continue
-            if await self._is_inside(target_directory, node) or (
+            if (node.is_directory and await self._is_inside(target_directory, node)) or (
                 flags == RENAME_EXCHANGE and other is not None and await self._is_inside(source_directory, other)
             ):
                 raise errors.InvalidArgument(f"directory {name!r} cannot go into itself")
@@ -422,7 +422,8 @@ class Names:
         self._move(node, source_directory, target_directory, new_name)
         self.journal.set_name(new_parent, new_name, node, target.stored, version=target.version)
         self._changed(source_directory)
-        self._changed(target_directory)
+        if target_directory is not source_directory:
+            self._changed(target_directory)
         return source_directory, target_directory, node
 
     async def _check_replace(self, node: Node, other: Node, new_name: bytes, flags: int) -> None:

@@ -111,7 +111,8 @@ class Pending:
 
     def touch(self, node: Node, *, forced: bool = False) -> None:
         """``node`` changed; ``forced``: it belongs into the next commit even while it is being written."""
-        check_remembered(node)
+        if node.forgotten:
+            check_remembered(node)
         if forced:
             node.forced = True
         if not node.changed and node.nlink:
@@ -123,7 +124,8 @@ class Pending:
 
     def touch_times(self, directory: Node) -> None:
         """Only the times of a directory changed: a put that expects nothing and conflicts with nobody's."""
-        check_remembered(directory)
+        if directory.forgotten:
+            check_remembered(directory)
         directory.times_changed = True
         self._times[directory] = None
         self._wake()
@@ -157,7 +159,9 @@ class Pending:
         ``moved``: the inode that the name meant, where it means nothing now. ``leaves``: the inode that the name meant,
         where that was its last one. EngineError, and nothing is changed, where the membership is over.
         """
-        check_remembered(*[one for one in (node, moved, leaves) if one is not None])
+        for one in (node, moved, leaves):
+            if one is not None and one.forgotten:
+                check_remembered(one)
         self.renaming(parent, name)
         names = self.overlay.setdefault(parent, {})
         previous = names.get(name)
@@ -256,7 +260,7 @@ class Pending:
     def _wake(self) -> None:
         if not self._work.is_set():
             self._work.set()
-        if self._is_full:
+        if self._new_count >= self._batch_max:
             self._urgent.set()
 
     @property
@@ -304,4 +308,4 @@ def settlers(node: Node | None) -> Iterator[Node]:
 
 def is_held(moved: Node | None, late: set[Node]) -> bool:
     """An inode that left its name is not yet in the store elsewhere; or what it had is freed by a later heir."""
-    return any(node in late for node in settlers(moved))
+    return moved is not None and any(node in late for node in settlers(moved))

@@ -38,7 +38,7 @@ class _Page:
 
     def set(self, slot: int, parent: int, name: bytes) -> None:
         self.parents[slot] = parent
-        if self.name(slot) != name:
+        if self.lengths[slot] != len(name) or self.name(slot) != name:
             self.wasted += self.lengths[slot]
             self.offsets[slot] = len(self.names)
             self.lengths[slot] = len(name)

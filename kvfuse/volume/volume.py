@@ -294,7 +294,7 @@ class Volume(RunningVolume):
         await self.mapper.show(await self._current(handle), first, last)
 
     async def write(self, handle: FileHandle, offset: int, data: bytes | memoryview) -> int:
-        node = await self._current(handle)
+        node = await self._current(handle) if handle.node.forgotten else handle.node
         if handle.appends and self.coherence is not None:
             offset = self.coherence.append_offset(node, offset)
         written = await self.content.write(node, offset, data, appends=handle.appends) if data else 0

@@ -67,7 +67,8 @@ class ContentWriter(ContentReader):
             raise FileTooLarge(f"inode {node.ino}: offset {end} is beyond what a file may have")
         if self.flusher.staged_bytes > self.flusher.staging_size:
             await self.flusher.wait_for_room()
-        await self._commit_if_many(node)
+        if self._is_many(node):
+            await self._commit_so_far(node)
         if self.core.shared:
             _note_append(node, end, appends=appends)
         index, start = divmod(offset, node.chunk_size)
@@ -130,7 +131,8 @@ class ContentWriter(ContentReader):
             length = min(len(data) - position, node.chunk_size - start)
             part = data if length == len(data) else view[position : position + length]
             try:
-                await self._commit_if_many(node)
+                if self._is_many(node):
+                    await self._commit_so_far(node)
                 await self._write_part(node, index, start, part)
             except NoSpace:
                 if position:
@@ -140,14 +142,14 @@ class ContentWriter(ContentReader):
             node.set_size(max(node.size, offset + position))
         return position
 
-    async def _commit_if_many(self, node: Node) -> None:
-        """Have a file's changed chunks in the store, before there are more than one commit may carry.
+    def _is_many(self, node: Node) -> bool:
+        """A file's changed chunks are to be in the store, before there are more than one commit may carry."""
+        return node.staged_count + len(node.dirty_chunks) >= self.journal.chunk_count_max and node.nlink > 0
 
-        The file is then as if it had been written, or cut, so far.
-        """
-        if node.staged_count + len(node.dirty_chunks) >= self.journal.chunk_count_max and node.nlink:
-            self.journal.touch(node, forced=True)
-            await self.journal.commit(node)
+    async def _commit_so_far(self, node: Node) -> None:
+        """The file is then as if it had been written, or cut, so far."""
+        self.journal.touch(node, forced=True)
+        await self.journal.commit(node)
 
     async def _write_part(self, node: Node, index: int, start: int, data: bytes | memoryview) -> None:
         began = trio.current_time()
@@ -216,7 +218,7 @@ class ContentWriter(ContentReader):
 
     def _reserve(self, staged: Staged, length: int) -> None:
         """Have slots for ``length`` bytes; NoSpace leaves the slots there were."""
-        if length <= staged.capacity and staged.slots:
+        if staged.slots and length <= staged.capacity:
             return
         slabs = self.core.slabs
         try:

@@ -208,13 +208,13 @@ class LmdbRecords(RecordStore):
 
     async def _stage(self, transaction: _Transaction) -> bool:
         """Check and put in chunks, the loop standing still during each. False: a version had moved."""
-        self._writer.run_parked(transaction.begin)
-        for start in range(0, transaction.operation_count, PARKED_OPERATIONS_MAX):
-            if start > 0:
-                await trio.lowlevel.checkpoint()
-            if not self._writer.run_parked(transaction.step, start, start + PARKED_OPERATIONS_MAX):
-                return False
-        return True
+        stop = PARKED_OPERATIONS_MAX
+        is_as_expected = self._writer.run_parked(transaction.begin, stop)
+        while is_as_expected and stop < transaction.operation_count:
+            await trio.lowlevel.checkpoint()
+            is_as_expected = self._writer.run_parked(transaction.step, stop, stop + PARKED_OPERATIONS_MAX)
+            stop += PARKED_OPERATIONS_MAX
+        return is_as_expected
 
     def _commit_error(self, transaction: _Transaction, error: lmdb.Error) -> EngineError:
         """EngineFull only where nothing was done: LMDB writes the meta page last."""
@@ -249,12 +249,14 @@ class _Transaction:
         self.committed = False
         self.changes: list[Change] = []
 
-    def begin(self) -> None:
+    def begin(self, stop: int) -> bool:
+        """Have the store's write lock, and do the operations before ``stop``."""
         self._transaction = self._environment.begin(write=True)
         self.id = self._transaction.id()
+        return self.step(0, stop)
 
     def step(self, start: int, stop: int) -> bool:
-        """Do operations start..stop: first come the expectations, then the changes."""
+        """Do operations start..stop: first come the expectations, then the changes. False: a version had moved."""
         for key, version in self._expect[start:stop]:
             value = self._transaction.get(key)
             if (ABSENT if value is None else _version(value)) != version:
