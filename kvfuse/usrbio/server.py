@@ -104,10 +104,7 @@ class Server:
             answer = self._answer(entry, taken_at, calls)
         except Short:
             return False
-        if answer is not None:
-            self._worker.publish(CQE_STRUCT.pack(entry.user_data, *answer), 1)
-        if calls:
-            self._tables.start(self._worker, calls)
+        self._pass_on([CQE_STRUCT.pack(entry.user_data, *answer)] if answer is not None else [], calls)
         return True
 
     def _pass_on(self, done: list[bytes], calls: list[Call]) -> None:

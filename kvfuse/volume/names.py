@@ -393,7 +393,7 @@ class Names:
                 if self._needs_loading(other):
                     await self.load_for_removal(other)
                     continue
-            if (node.is_directory and await self._is_inside(target_directory, node)) or (
+            if await self._is_inside(target_directory, node) or (
                 flags == RENAME_EXCHANGE and other is not None and await self._is_inside(source_directory, other)
             ):
                 raise errors.InvalidArgument(f"directory {name!r} cannot go into itself")

@@ -260,7 +260,7 @@ class Pending:
     def _wake(self) -> None:
         if not self._work.is_set():
             self._work.set()
-        if self._new_count >= self._batch_max:
+        if self._is_full:
             self._urgent.set()
 
     @property
