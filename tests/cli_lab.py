@@ -14,7 +14,7 @@ from pathlib import Path
 
 from mounting import KVFUSE, PATIENCE_S, wait_until
 
-from kvfuse import config
+from kvfuse import config, mounttable
 from kvfuse.cli import mounts
 
 CAPACITY = "capacity=64MiB"
@@ -69,7 +69,7 @@ class Place:
 
     @property
     def is_mounted(self) -> bool:
-        return mounts.top_mount(self.point) is not None
+        return mounttable.top_mount(self.point) is not None
 
     def tree(self) -> dict[str, bytes]:
         """Everything in the volume's folder but the log and the lock, which say who tried."""

@@ -14,7 +14,7 @@ import pytest
 from cli_lab import CAPACITY, ROOT, Place, assert_fails, daemons_of, kvfuse
 from mounting import KVFUSE, PATIENCE_S
 
-from kvfuse import checksum
+from kvfuse import checksum, mounttable
 from kvfuse.cli import COMMANDS, EXIT_STATUS, checks, describe, doctor, mounts
 from kvfuse.cli.stats import rate_rows
 from kvfuse.errors import ConfigError, EngineTimeout, KvfuseError, MountError, VolumeBusy, VolumeError
@@ -230,7 +230,7 @@ MOUNTINFO = r"""
 
 
 def test_mountinfo() -> None:
-    rows = mounts.parse_mountinfo(MOUNTINFO)
+    rows = mounttable.parse_mountinfo(MOUNTINFO)
     assert [(str(row.point), row.file_system, row.source, row.read_only) for row in rows] == [
         ("/", "ext4", "/dev/vda", False),
         ("/mnt/a b", "fuse.kvfuse", "/srv/k\\v", False),
@@ -238,14 +238,15 @@ def test_mountinfo() -> None:
         ("/mnt/c", "tmpfs", "tmpfs", False),
     ]
     assert rows[1].device == "0:39"
+    assert rows[1].st_dev == os.makedev(0, 39)
 
 
 def test_the_mount_on_top_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mounts, "all_mounts", lambda: mounts.parse_mountinfo(MOUNTINFO))
-    top = mounts.top_mount(Path("/mnt/c/"))
+    monkeypatch.setattr(mounttable, "all_mounts", lambda: mounttable.parse_mountinfo(MOUNTINFO))
+    top = mounttable.top_mount(Path("/mnt/c/"))
     assert top
     assert top.file_system == "tmpfs"
-    assert mounts.top_mount(Path("/mnt/d")) is None
+    assert mounttable.top_mount(Path("/mnt/d")) is None
     with pytest.raises(MountError, match="a mount of tmpfs, not of kvfuse"):
         mounts.kvfuse_mount_at(Path("/mnt/c"))
 

@@ -14,6 +14,7 @@ import pytest
 from cli_lab import CAPACITY, ROOT, Place, assert_fails, is_running, kvfuse, wait_for_end
 from mounting import KVFUSE, PATIENCE_S, stopped
 
+from kvfuse import mounttable
 from kvfuse.cli import mounts
 
 BROKEN = """
@@ -98,7 +99,7 @@ def test_a_second_daemon_is_refused(place: Place) -> None:
     elsewhere.mkdir()
     done = kvfuse("mount", place.volume, elsewhere)
     assert_fails(done, 4, f"in use by process {pid} .*{place.point}")
-    assert mounts.top_mount(elsewhere) is None
+    assert mounttable.top_mount(elsewhere) is None
     assert_fails(kvfuse("format", place.volume, "--force", "--capacity", "64MiB"), 4, f"in use by process {pid}")
     assert place.pid == pid, "the first goes on"
 

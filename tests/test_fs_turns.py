@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import subprocess
@@ -11,9 +12,11 @@ from pathlib import Path
 
 import pytest
 import trio
+from mounting import temporary_mount
 
 from kvfuse.fs import turns
-from kvfuse.fs.turns import TurnLock
+from kvfuse.fs.turns import TurnLock, read_again
+from kvfuse.usrbio.client import BlockStore
 
 WORKERS = 12
 ROUNDS = 2_000
@@ -39,6 +42,45 @@ trio.run(barefs.serve, sys.argv[1])
 print(taken)
 """
 """A file system of pyfuse3's that says in the end how often a worker wanted to read a request."""
+
+KILLINGS = 150
+KILLING = """
+import os, random, signal, sys
+
+folder, seed = sys.argv[1:]
+rng = random.Random(seed)
+
+def ask(name):
+    try:
+        os.stat(f"{folder}/{name}")
+    except FileNotFoundError:
+        pass
+
+def begin(number):
+    reader, writer = os.pipe()
+    caller = os.fork()
+    if caller == 0:
+        for count in range(1 << 30):
+            ask(f"{os.getpid()}.{count}")
+            if count == 0:
+                os.write(writer, b"x")
+        os._exit(0)
+    os.read(reader, 1)
+    os.close(reader)
+    os.close(writer)
+    return caller
+
+for line in sys.stdin:
+    callers = [begin(number) for number in range(3)]
+    for count in range(rng.randrange(50)):
+        ask(f"{line.strip()}.{count}")
+    for caller in callers:
+        os.kill(caller, signal.SIGKILL)
+    for caller in callers:
+        os.waitpid(caller, 0)
+    print("killed", flush=True)
+"""
+"""For each line of its input: processes ask for absent names of a folder, and are killed meanwhile."""
 
 
 async def test_one_holds_it_and_all_get_it_in_the_end(rng: random.Random) -> None:
@@ -136,6 +178,57 @@ async def test_without_a_request_it_waits() -> None:
         await requests.wait(reader)  # it is still there
     os.close(reader)
     os.close(writer)
+
+
+async def test_a_request_that_went_meanwhile_is_not_read(readable: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others' turn comes between the look and the read."""
+    monkeypatch.setattr(turns, "TURN_SECONDS", 0.0)
+    requests = turns.Requests()
+    with trio.move_on_after(0) as scope:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(requests.wait, readable)
+            nursery.start_soon(trio.testing.wait_all_tasks_blocked)
+            assert os.read(readable, 2) == b"x"
+    assert scope.cancelled_caught, "it said that there is something to read"
+    with pytest.raises(BlockingIOError):
+        os.read(readable, 1)
+
+
+async def test_a_loop_that_found_nothing_to_read_begins_again() -> None:
+    outcomes: list[OSError | None] = [
+        BlockingIOError(errno.EAGAIN, "fuse_session_receive_buf failed with Resource temporarily unavailable"),
+        None,
+        BlockingIOError(errno.EAGAIN, "an operation's own"),
+        OSError(errno.EIO, "fuse_session_receive_buf failed with Input/output error"),
+    ]
+
+    @read_again
+    async def loop(*arguments: object) -> None:
+        assert arguments == ("nursery", 1, 2)
+        if error := outcomes.pop(0):
+            raise error
+
+    await loop("nursery", 1, 2)
+    for message in ("own", "Input/output"):
+        with pytest.raises(OSError, match=message):
+            await loop("nursery", 1, 2)
+    assert outcomes == []
+
+
+@pytest.mark.root
+def test_callers_that_are_killed_stop_nobody(seed: int) -> None:
+    """Their requests may go before they are read. Rings ask the kernel for nothing that would wake the daemon."""
+    with temporary_mount(["volume.capacity=64MiB"]) as mount, BlockStore(mount.point, "blocks", deadline=20.0) as store:
+        store.put(b"a", b"1")
+        command = [sys.executable, "-c", KILLING, mount.point, str(seed)]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as killing:
+            assert killing.stdin is not None
+            assert killing.stdout is not None
+            for number in range(KILLINGS):
+                print(number, file=killing.stdin, flush=True)
+                assert killing.stdout.readline() == "killed\n"
+                assert store.exists([b"a"]).tolist() == [True]
+            killing.stdin.close()
 
 
 def test_pyfuse3_takes_turns(tmp_path: Path) -> None:

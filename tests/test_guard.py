@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -21,6 +22,7 @@ import pytest
 from mounting import KVFUSE, PATIENCE_S, KvfuseMount, shared_conf, stopped, temporary_mount, wait_until
 from stuck_daemon import NAME, STUCK_DAEMON
 
+from kvfuse import mounttable
 from kvfuse.cluster.etcd import EtcdServers
 from kvfuse.fs import guarding
 from kvfuse.fs.guard import is_dying
@@ -34,6 +36,21 @@ LET_GO_S = 3.0
 """within which every caller gets an error once the daemon was killed"""
 FOREVER_S = 2.0
 """after which a caller is taken to wait for ever"""
+
+
+MUTE_DAEMON = """
+import trio
+from door_daemon import main
+from kvfuse.fs.ops import KvfuseOperations
+
+async def ask(*arguments):
+    print("asked", flush=True)
+    await trio.sleep_forever()
+
+KvfuseOperations.getattr = ask
+main([])
+"""
+"""A daemon that does not even answer itself: ``VOLUME POINT``."""
 
 
 class Caller:
@@ -142,6 +159,24 @@ def test_callers_are_let_go_when_the_daemon_is_killed(end: signal.Signals) -> No
         print(f"let go after {time.monotonic() - killed:.3f} s")
         wait_until(lambda: is_gone(pid), "the end of the guard")
         check_is_dead(mount, end)
+
+
+def test_a_daemon_that_waits_for_itself_from_the_start_can_be_killed(tmp_path: Path) -> None:
+    """Its own first request is one that the kernel lets nobody leave."""
+    point = tmp_path / "mnt"
+    point.mkdir()
+    command = [sys.executable, "-c", MUTE_DAEMON, tmp_path / "volume", point]
+    environment = {**os.environ, "PYTHONPATH": os.path.dirname(__file__)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as daemon, ExitStack() as end:
+        assert daemon.stdout is not None
+        assert daemon.stdout.readline() == "asked\n"
+        mounted = mounttable.top_mount(point)
+        assert mounted is not None
+        switch = end.enter_context(open(open_switch(mounted.st_dev), "w"))
+        end.callback(subprocess.run, ["umount", "-l", point], check=True)
+        end.callback(switch.write, "1")
+        daemon.kill()
+        assert daemon.wait(PATIENCE_S) == -signal.SIGKILL
 
 
 def test_without_the_guard_they_would_wait_for_ever() -> None:

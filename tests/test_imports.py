@@ -13,18 +13,19 @@ import kvfuse
 PACKAGE = Path(kvfuse.__file__).parent
 
 BASE = {"errors", "checksum", "sizes"}
-DOOR = BASE | {"config", "errnos", "volume"}
+DOOR = BASE | {"config", "errnos", "mounttable", "volume"}
 
 ROOMS: dict[str, set[str]] = {
     "errors": set(),
     "errnos": {"errors"},
     "sizes": set(),
+    "mounttable": set(),
     "checksum": {"errors"},
     "options": {"errors", "sizes"},
     "config": {"errors", "sizes", "options"},
     "slab": BASE,
     "remote": BASE,
-    "volume": BASE | {"config", "slab", "remote"},
+    "volume": BASE | {"config", "mounttable", "slab", "remote"},
     "fs": DOOR,
     "usrbio": DOOR,
     "target": DOOR | {"remote"},

@@ -6,18 +6,17 @@ import ctypes
 import errno
 import json
 import os
-import re
 import shutil
 import subprocess
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from kvfuse.cli import MountBusy
 from kvfuse.errors import EngineTimeout, MountError
+from kvfuse.mounttable import Mounted, all_mounts, top_mount
 
 FILE_SYSTEM = "fuse.kvfuse"
 ANSWER_SECONDS = 5.0
@@ -32,53 +31,8 @@ _UMOUNT_NOFOLLOW = 8
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class Mounted:
-    """One row of /proc/self/mountinfo."""
-
-    point: Path
-    file_system: str
-    source: str
-    device: str
-    """MAJOR:MINOR"""
-    read_only: bool
-
-
-def _unescape(field: str) -> str:
-    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), field)
-
-
-def parse_mountinfo(text: str) -> list[Mounted]:
-    """Rows in the order of mounting: where several share a point, the last is on top."""
-    rows = []
-    for line in text.splitlines():
-        before, _, after = line.partition(" - ")
-        device, _root, point, options = before.split(" ")[2:6]
-        file_system, source, *_ = after.split(" ")
-        point, source = (
-            _unescape(field).encode("latin-1").decode("utf-8", "surrogateescape") for field in (point, source)
-        )
-        rows.append(Mounted(Path(point), file_system, source, device, "ro" in options.split(",")))
-    return rows
-
-
-def all_mounts() -> list[Mounted]:
-    return parse_mountinfo(Path("/proc/self/mountinfo").read_bytes().decode("latin-1"))
-
-
 def kvfuse_mounts() -> list[Mounted]:
     return [row for row in all_mounts() if row.file_system == FILE_SYSTEM]
-
-
-def top_mount(point: Path) -> Mounted | None:
-    """What is mounted at exactly this path, without touching it (its daemon may hang)."""
-    rows = all_mounts()
-    plain = Path(os.path.abspath(point))
-    for candidate in (plain, Path(os.path.realpath(plain.parent)) / plain.name):
-        at_point = [row for row in rows if row.point == candidate]
-        if at_point:
-            return at_point[-1]
-    return None
 
 
 def kvfuse_mount_at(point: Path) -> Mounted:

@@ -1,4 +1,4 @@
-"""The daemon's side of its guard (`guard`): started once the mount answers, dismissed when it is gone."""
+"""The daemon's side of its guard (`guard`): started with the mount, dismissed when it is gone."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class Guarding:
     def start(self, device: int) -> None:
         """Guard the mount with this st_dev. Where that cannot be, the log says so: the mount does without.
 
-        It is for the thread of the event loop, whose end the guard is told of. It waits, a few milliseconds, until the
-        interpreter is started.
+        To be called before any thread of the daemon asks the mount for something, and by that of the event loop, whose
+        end the guard is told of. It waits, a few milliseconds, until the interpreter is started.
         """
         command = [sys.executable, "-I", "-S", guard.__file__, str(os.getpid()), os.fspath(self._mountpoint)]
         try:

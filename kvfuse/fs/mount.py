@@ -28,6 +28,7 @@ from kvfuse.fs.kernel import FuseKernelCache
 from kvfuse.fs.ops import KvfuseOperations
 from kvfuse.fs.turns import take_turns
 from kvfuse.fs.virtual import VirtualFolder
+from kvfuse.mounttable import top_mount
 from kvfuse.volume.api import VolumeApi
 from kvfuse.volume.volume import open_volume
 
@@ -174,6 +175,7 @@ class _Session:
 def _mounted(session: _Session, operations: KvfuseOperations, words: set[str]) -> Iterator[None]:
     """Mount, and leave no mount behind however the body ends."""
     point = session.mountpoint
+    plain_point = os.path.realpath(point)  # once it is mounted, that is a question to ourselves
     if session.is_read_only_late:
         words = words - {"ro"}
     try:
@@ -182,6 +184,8 @@ def _mounted(session: _Session, operations: KvfuseOperations, words: set[str]) -
         raise MountError(f"{point} cannot be mounted ({error}); 'kvfuse doctor' tells what is missing") from error
     with session.guarding:
         try:
+            if row := top_mount(Path(plain_point)):
+                session.guarding.start(row.st_dev)
             yield
         finally:
             pyfuse3.close(unmount=not session.detached)
@@ -213,9 +217,8 @@ async def _main_loop() -> None:
 
 
 async def _announce(session: _Session, on_ready: Callable[[], None], nursery: trio.Nursery) -> None:
-    """Wait until the mount answers, have it guarded, raise its read-ahead, open the doors, say that it is ready."""
+    """Wait until the mount answers, raise its read-ahead, open the doors, say that it is ready."""
     status = await trio.to_thread.run_sync(os.stat, session.mountpoint)
-    session.guarding.start(status.st_dev)
     if session.options.read_ahead:
         _set_read_ahead(status.st_dev, session.options.read_ahead)
     if session.doors:

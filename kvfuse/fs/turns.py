@@ -6,15 +6,22 @@ could have read the next request at once - went to the end of the queue: two sch
 more than most requests do. Here the lock goes to who asks first. A worker whose request did not make it wait keeps its
 turn; the next one takes over when it does wait.
 
+A request can go before it is read: its caller was killed, or it was the word that the caller of another one, answered
+just now, had got a signal. Who then reads would wait in the kernel, event loop and all threads of Python with it,
+until somebody asks for something. So the descriptor does not block, and is looked at again after each wait.
+
 pyfuse3 looks up what it needs of trio in its own attribute ``trio``, so that asyncio can stand there
 (`pyfuse3.asyncio.enable`). That is where `take_turns` puts this.
 """
 
 from __future__ import annotations
 
+import errno
 import functools
+import os
 import select
 import time
+from collections.abc import Awaitable, Callable
 from types import SimpleNamespace, TracebackType
 
 import pyfuse3
@@ -76,21 +83,28 @@ class Requests:
         """waits since the last one awake"""
 
     async def wait(self, descriptor: int) -> None:
-        """`trio.lowlevel.wait_readable`, but the other tasks may not get a turn where a request comes at once."""
+        """`trio.lowlevel.wait_readable`, but the other tasks may not get a turn where a request comes at once.
+
+        From here on nobody waits in a read of ``descriptor``.
+        """
         if descriptor != self._descriptor:
+            os.set_blocking(descriptor, False)
             self._poll = select.poll()
             self._poll.register(descriptor, select.POLLIN)
             self._descriptor = descriptor
-        began = time.perf_counter()
-        if self._poll.poll(0) or self._comes_soon(began):
-            if time.perf_counter() - self._turn_began < TURN_SECONDS:
+        while True:
+            began = time.perf_counter()
+            if self._poll.poll(0) or self._comes_soon(began):
+                if time.perf_counter() - self._turn_began < TURN_SECONDS:
+                    return
+                await trio.lowlevel.checkpoint()
+                self._turn_began = time.perf_counter()
+            else:
+                await trio.lowlevel.wait_readable(descriptor)
+                self._turn_began = time.perf_counter()
+                self._learn(self._turn_began - began)
+            if self._poll.poll(0):  # it has not gone meanwhile
                 return
-            await trio.lowlevel.checkpoint()
-            self._turn_began = time.perf_counter()
-        else:
-            await trio.lowlevel.wait_readable(descriptor)
-            self._turn_began = time.perf_counter()
-            self._learn(self._turn_began - began)
 
     def _comes_soon(self, began: float) -> bool:
         """Look for a request for a while, if that pays. Each look lets threads run."""
@@ -108,9 +122,32 @@ class Requests:
         self._usual += (min(took, REMEMBERED_SECONDS) - self._usual) / 4
 
 
+SessionLoop = Callable[..., Awaitable[None]]
+"""A worker of pyfuse3's: reads and answers requests until the mount is gone."""
+
+
+def read_again(loop: SessionLoop) -> SessionLoop:
+    """``loop``, begun again where the request went in the instant between the last look at it and the read.
+
+    What the loop says then leaves its buffer behind: that must be rare.
+    """
+
+    @functools.wraps(loop)
+    async def wrapped(*arguments: object) -> None:
+        while True:
+            try:
+                return await loop(*arguments)
+            except BlockingIOError as error:
+                if error.errno != errno.EAGAIN or "fuse_session_receive_buf" not in str(error):
+                    raise  # an operation's
+
+    return wrapped
+
+
 def take_turns() -> None:
     """Have pyfuse3's workers take turns as said above. To be called before `pyfuse3.main`; again does nothing."""
     names = vars(pyfuse3)
     if names["trio"] is trio:
         lowlevel = SimpleNamespace(**{**vars(trio.lowlevel), "wait_readable": Requests().wait})
         names["trio"] = SimpleNamespace(**{**vars(trio), "Lock": TurnLock, "lowlevel": lowlevel})
+        names["_session_loop"] = read_again(names["_session_loop"])

@@ -9,11 +9,12 @@ from typing import NamedTuple
 
 from kvfuse.config import Options
 from kvfuse.errors import EngineError, VolumeError
+from kvfuse.mounttable import top_mount
 from kvfuse.remote.records.api import RecordStore
 from kvfuse.remote.segments.api import SegmentStore
 from kvfuse.slab.layout import Superblock
 from kvfuse.volume import engines, format
-from kvfuse.volume.shared.member import FencedRecords, FencedSegments, Member, is_mounted, memberships
+from kvfuse.volume.shared.member import FencedRecords, FencedSegments, Member, memberships
 
 LOCK_WAIT = 30.0
 """Seconds to wait for a daemon that flushes after its mount was taken away."""
@@ -102,4 +103,4 @@ def _check_records(path: Path) -> None:
 def _is_closing(path: Path) -> bool:
     """Somebody holds the volume whose mount is gone: a daemon that still flushes."""
     mountpoint = str(format.holder(path).get("mountpoint", ""))
-    return bool(mountpoint) and not is_mounted(mountpoint)
+    return bool(mountpoint) and top_mount(Path(mountpoint)) is None

@@ -21,6 +21,7 @@ from typing import Self, TypeVar
 import trio
 
 from kvfuse.errors import EngineError, EngineTimeout, VolumeBusy
+from kvfuse.mounttable import top_mount
 from kvfuse.remote.records.api import ABSENT, Lease, RecordStore
 from kvfuse.remote.records.decorators import RecordDecorator
 from kvfuse.remote.segments.api import SegmentStore
@@ -230,14 +231,7 @@ def _is_ending(said: MemberRecord) -> bool:
         return False
     if not Path(f"/proc/{said.pid}").exists():
         return True
-    return bool(said.mountpoint) and not is_mounted(said.mountpoint)
-
-
-def is_mounted(mountpoint: str) -> bool:
-    """By the mount table: no mount is touched, it may hang."""
-    escaped = mountpoint.replace("\\", "\\134").replace(" ", "\\040").replace("\t", "\\011").replace("\n", "\\012")
-    lines = Path("/proc/self/mountinfo").read_text(errors="surrogateescape").splitlines()
-    return any(line.split(" ")[4] == escaped for line in lines)
+    return bool(said.mountpoint) and top_mount(Path(said.mountpoint)) is None
 
 
 class FencedRecords(RecordDecorator):

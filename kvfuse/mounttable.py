@@ -1,0 +1,59 @@
+"""What is mounted where, by the kernel's table: no mount is touched, as its daemon may hang."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Mounted:
+    """One row of /proc/self/mountinfo."""
+
+    point: Path
+    file_system: str
+    source: str
+    device: str
+    """MAJOR:MINOR"""
+    read_only: bool
+
+    @property
+    def st_dev(self) -> int:
+        """What stat(2) says of its files."""
+        return os.makedev(*map(int, self.device.split(":")))
+
+
+def _unescape(field: str) -> str:
+    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), field)
+
+
+def parse_mountinfo(text: str) -> list[Mounted]:
+    """Rows in the order of mounting: where several share a point, the last is on top."""
+    rows = []
+    for line in text.splitlines():
+        before, _, after = line.partition(" - ")
+        device, _root, point, options = before.split(" ")[2:6]
+        file_system, source, *_ = after.split(" ")
+        point, source = (
+            _unescape(field).encode("latin-1").decode("utf-8", "surrogateescape") for field in (point, source)
+        )
+        rows.append(Mounted(Path(point), file_system, source, device, "ro" in options.split(",")))
+    return rows
+
+
+def all_mounts() -> list[Mounted]:
+    """Those of this process's mount namespace."""
+    return parse_mountinfo(Path("/proc/self/mountinfo").read_bytes().decode("latin-1"))
+
+
+def top_mount(point: Path) -> Mounted | None:
+    """What is mounted at exactly this path, without touching it (its daemon may hang)."""
+    rows = all_mounts()
+    plain = Path(os.path.abspath(point))
+    for candidate in (plain, Path(os.path.realpath(plain.parent)) / plain.name):
+        at_point = [row for row in rows if row.point == candidate]
+        if at_point:
+            return at_point[-1]
+    return None
