@@ -7,6 +7,9 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+LINKS_MAX = 40
+"""that are followed, as many as the kernel follows"""
+
 
 @dataclass(frozen=True)
 class Mounted:
@@ -49,11 +52,17 @@ def all_mounts() -> list[Mounted]:
 
 
 def top_mount(point: Path) -> Mounted | None:
-    """What is mounted at exactly this path, without touching it (its daemon may hang)."""
+    """What is mounted at this path, or where it leads to as a symbolic link. The mount is not touched."""
     rows = all_mounts()
-    plain = Path(os.path.abspath(point))
-    for candidate in (plain, Path(os.path.realpath(plain.parent)) / plain.name):
-        at_point = [row for row in rows if row.point == candidate]
+    path = os.path.abspath(point)
+    for _ in range(LINKS_MAX):
+        folder, name = os.path.split(path)
+        plain = os.path.join(os.path.realpath(folder), name)
+        at_point = [row for row in rows if row.point in (Path(path), Path(plain))]
         if at_point:
             return at_point[-1]
+        try:
+            path = os.path.normpath(os.path.join(os.path.dirname(plain), os.readlink(plain)))
+        except OSError:  # not a link
+            return None
     return None

@@ -251,6 +251,23 @@ def test_the_mount_on_top_counts(monkeypatch: pytest.MonkeyPatch) -> None:
         mounts.kvfuse_mount_at(Path("/mnt/c"))
 
 
+def test_links_lead_to_a_mount(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    point = tmp_path / "real" / "point"
+    row = f"40 29 0:39 / {point} rw - fuse.kvfuse /srv/v rw"
+    monkeypatch.setattr(mounttable, "all_mounts", lambda: mounttable.parse_mountinfo(row))
+    (tmp_path / "folder").symlink_to("real")
+    (tmp_path / "first").symlink_to("./second")
+    (tmp_path / "second").symlink_to(tmp_path / "folder" / "point")
+    (tmp_path / "round").symlink_to("round")
+    (tmp_path / "real").mkdir()
+    for name in ("real/point", "folder/point", "folder/../real/point", "first", "second"):
+        top = mounttable.top_mount(tmp_path / name)
+        assert top is not None, name
+        assert top.point == point
+    for name in ("real", "folder", "round", "absent", "first/x"):
+        assert mounttable.top_mount(tmp_path / name) is None, name
+
+
 def test_a_question_has_a_deadline(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)

@@ -26,7 +26,6 @@ from kvfuse.volume.journal import Journal
 from kvfuse.volume.lookup import Found, Lookup
 from kvfuse.volume.node import Node
 from kvfuse.volume.removal import Removal
-from kvfuse.volume.shared.merging import Merger
 
 
 @dataclass
@@ -41,12 +40,6 @@ class Names:
     def __post_init__(self) -> None:
         self.removal = Removal(self.core, self.journal, self.content, self.reap)
         self.journal.helpers.append(self.removal.run)
-        if self.core.shared:
-            self.journal.helpers.append(self.removal.run_later)
-            self.journal.reap, self.journal.free_later = self.reap, self.removal.later
-            self.journal.hurry = self.removal.hurry
-            self.journal.merger = Merger(self.content, self.lookup.refresher).merge
-            self.content.renew = self.journal.renew = self.lookup.renew
 
     # -- publishing ----------------------------------------------------------------------------------
 
@@ -311,7 +304,7 @@ class Names:
     def _removed_shared(self, node: Node) -> None:
         """As `_removed`, of a file with one name: where it is stored, its orphan record comes with the name's change.
 
-        Whoever has it open may read on. Its slots are freed later, by what is stored of it (`Removal.later`).
+        Whoever has it open may read on. Its slots are freed later, by what is stored of it (`Removed`).
         """
         self.core.tier.drop(node.ino)
         node.dead = []  # they are in the record that is stored, and go with it

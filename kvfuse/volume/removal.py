@@ -7,16 +7,13 @@ one the orphan record. So a crash between two pieces leaves a smaller orphan, fo
 from __future__ import annotations
 
 import logging
-import math
-from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import trio
 
 from kvfuse.errors import EngineError
 from kvfuse.volume import schema
-from kvfuse.volume.chunk import RESTED, Extent
 from kvfuse.volume.content import Content
 from kvfuse.volume.core import Core
 from kvfuse.volume.journal import Journal
@@ -24,18 +21,8 @@ from kvfuse.volume.node import Node
 
 log = logging.getLogger(__name__)
 
-FREED_MAX = 64
-"""Removed inodes that are looked at together."""
 RETRY_SECONDS = 0.5
 """after a commit that failed"""
-OTHERS_MAX = 1000
-"""orphan records that are looked at for what others free"""
-OTHERS_SECONDS = 0.2
-"""between two looks"""
-RETURN_SECONDS = 2.5
-"""from the removal of an orphan record until the slabs that its client needs no more are everybody's, at the most"""
-ALONE_SECONDS = 0.5
-"""How long what a client removed stays that is alone: to free many together costs less."""
 
 
 @dataclass
@@ -48,21 +35,6 @@ class Removal:
     reap: Callable[[Node], None]
 
     def __post_init__(self) -> None:
-        self._later: deque[tuple[float, int]] = deque()
-        """(when it was removed, inode) of what is still to be looked at"""
-        self._open: deque[tuple[float, int]] = deque()
-        """(when it was found to be open, inode)"""
-        self._later_work = trio.Event()
-        self._is_wanted = False
-        """somebody has no room"""
-        self._is_looking = False
-        """some are looked at just now"""
-        self._others: dict[bytes, float] = {}
-        """orphan record of another client's -> when it was first seen, by who had no room"""
-        self._coming_until = -math.inf
-        """when what was freed in slabs of others, or by them, has come round"""
-        self._looked = trio.Event()
-        """set, and replaced by a new one, after each look"""
         self._waiting: dict[Node, None] = {}
         self._work = trio.Event()
 
@@ -70,7 +42,7 @@ class Removal:
         """More records go with the inode than a commit should carry beside others. Everything must be loaded."""
         count_max = self.journal.chunk_count_max
         count = len(node.chunks) - schema.INLINE_CHUNKS + len(node.xattr_names)
-        return count > count_max and len(_far_chunks(node)) + len(node.xattr_names) > count_max
+        return count > count_max and len(far_chunks(node)) + len(node.xattr_names) > count_max
 
     def begin(self, node: Node) -> None:
         """Take a large inode apart that has no names, and no handles. Nobody gets at its bytes any more."""
@@ -94,175 +66,6 @@ class Removal:
                     continue
                 del self._waiting[node]
 
-    # -- in a shared volume --------------------------------------------------------------------------
-
-    def later(self, ino: int) -> None:
-        """This client removed the inode, in the store: it is freed when nobody has it open, here or elsewhere.
-
-        Who has it open elsewhere says so within a grace. Where there is nobody else that need not be waited for.
-        """
-        self._later.append((trio.current_time(), ino))
-        if len(self._later) == 1:
-            self._later_work.set()
-
-    async def hurry(self) -> bool:
-        """There is no room: return when more of what was removed has been freed; False if none is about to be."""
-        if not (self._later or self._is_looking):
-            return await self._await_others()
-        self._is_wanted = True
-        self._later_work.set()
-        await self._looked.wait()
-        return True
-
-    async def _await_others(self) -> bool:
-        """The same of what other clients free or give back: a while passes. False, if that is nothing. EngineError.
-
-        What they removed, and is still there after a grace, is open somewhere: nobody waits for that again.
-        """
-        if self.core.is_alone():
-            return False
-        now = trio.current_time()
-        rows = await self.core.records.scan(b"o", limit=OTHERS_MAX)
-        theirs = [row.key for row in rows if schema.decode_orphan(row.value).remover != self.core.client]
-        self._others = {key: self._others.get(key, now) for key in theirs}
-        if any(now - since <= self.core.grace.seconds for since in self._others.values()):
-            self._coming_until = now + RETURN_SECONDS
-        elif now > self._coming_until:
-            return False
-        await trio.sleep(OTHERS_SECONDS)
-        return True
-
-    async def run_later(self) -> None:
-        """Free what was removed a while ago, for ever. An open file is looked at again a grace later."""
-        while True:
-            self._later_work = trio.Event()
-            with trio.move_on_at(self._due()):
-                await self._later_work.wait()
-            inos = self._take_due()
-            if not inos:
-                continue
-            self._is_looking = True
-            try:
-                await self._free_unheld(inos)
-            except EngineError as error:
-                log.warning("%d removed inodes are not freed yet: %s", len(inos), error)
-                await self._put_back(inos.items())
-            finally:
-                self._is_looking = False
-                self._looked.set()
-                self._looked = trio.Event()
-
-    @property
-    def _rest_seconds(self) -> float:
-        """How long what was removed stays."""
-        if not self.core.is_alone():
-            return self.core.grace.seconds
-        return 0.0 if self._is_wanted else ALONE_SECONDS
-
-    def _due(self) -> float:
-        """When the next inode is to be looked at."""
-        removed = self._later[0][0] + self._rest_seconds if self._later else math.inf
-        found_open = self._open[0][0] + self.core.grace.seconds if self._open else math.inf
-        return min(removed, found_open)
-
-    def _take_due(self) -> dict[int, float]:
-        """Some inodes that are to be looked at now -> when they were removed, or found to be open."""
-        now = trio.current_time()
-        taken: dict[int, float] = {}
-        for waiting, rest in ((self._later, self._rest_seconds), (self._open, self.core.grace.seconds)):
-            while waiting and len(taken) < FREED_MAX and waiting[0][0] + rest <= now:
-                since, ino = waiting.popleft()
-                taken[ino] = since
-        if not self._later:
-            self._is_wanted = False
-        return taken
-
-    async def _put_back(self, items: Iterable[tuple[int, float]]) -> None:
-        """These could not be looked at now."""
-        self._later.extendleft((since, ino) for ino, since in reversed(list(items)))
-        await trio.sleep(RETRY_SECONDS)
-
-    async def _free_unheld(self, inos: dict[int, float]) -> None:
-        """Free those that nobody has open. ``inos``: as of `_take_due`.
-
-        Who was here when they were removed is a member still, or can read no more: so members are asked for first.
-        """
-        if await self._are_others():
-            rested = trio.current_time() - self.core.grace.seconds
-            early = {ino: since for ino, since in inos.items() if since > rested}
-            if early:  # somebody came of whom nothing had been heard here
-                await self._put_back(early.items())
-                inos = {ino: since for ino, since in inos.items() if ino not in early}
-            self._coming_until = trio.current_time() + RETURN_SECONDS
-        held = await self._held()
-        rows = await self.core.records.get([schema.orphan_key(ino) for ino in inos]) if inos else []
-        for ino, row in zip(inos, rows, strict=True):
-            known = self.core.nodes.get(ino)
-            if ino in held or (known is not None and known.handles):
-                self._open.append((trio.current_time(), ino))
-            elif row is not None:
-                await self.free_orphan(schema.decode_orphan(row.value), row.version)
-
-    async def _are_others(self) -> bool:
-        """Other clients have the volume."""
-        rows = await self.core.records.scan(b"m", limit=2)
-        return any(schema.key_client(row.key) != self.core.client for row in rows)
-
-    async def _held(self) -> set[int]:
-        """Removed inodes that some client has open."""
-        held: set[int] = set()
-        after = b""
-        while rows := await self.core.records.scan(b"h", after):
-            held.update(schema.split_open_key(row.key)[0] for row in rows)
-            after = rows[-1].key
-        return held
-
-    async def free_orphan(self, record: schema.InodeRecord, version: int) -> None:
-        """Free all that an orphan record stands for. It must be this client's, or one whose remover is gone.
-
-        ``version``: of the orphan record, which is expected with all that is freed.
-        """
-        known = self.core.nodes.get(record.ino)
-        if known is not None:
-            known.reaped = True
-            known.end_map()
-            self.core.nodes.drop(record.ino)
-        node = self.content.restore_chunks(Node.from_record(record), record)
-        node.nlink, node.version = 0, version
-        await self.content.load_all(node)
-        items: list[tuple[bytes, list[Extent]]] = [(key, []) for key in await self._attributes(node)]
-        for index in _far_chunks(node):
-            items.append((schema.chunk_key(node.ino, index), node.chunks.pop(index).extents))
-        await self._free_pieces(node, items)
-
-    async def _attributes(self, node: Node) -> list[bytes]:
-        keys: list[bytes] = []
-        after = b""
-        while node.flags & schema.FLAG_XATTRS and (
-            rows := await self.core.records.scan(schema.xattr_prefix(node.ino), after)
-        ):
-            keys += [row.key for row in rows]
-            after = rows[-1].key
-        return keys
-
-    async def _free_pieces(self, node: Node, items: list[tuple[bytes, list[Extent]]]) -> None:
-        """Delete records, and free the extents that each names, as many as a commit may carry beside others.
-
-        The orphan record goes last, with the extents that it names.
-        """
-        count = self.journal.chunk_count_max
-        for start in range(0, len(items), count):
-            for key, extents in items[start : start + count]:
-                node.extra[key] = None
-                node.dead += _rested(extents)
-            if start + count < len(items):
-                self.journal.left(node)
-                await self.journal.commit(node)
-        node.extra[schema.orphan_key(node.ino)] = None
-        for chunk in node.chunks.values():
-            node.dead += _rested(chunk.extents)
-        self.journal.left(node)
-
     async def take_apart(self, node: Node) -> None:
         """Free everything of an inode without names and handles. A crash, or an error, leaves it an orphan."""
         await self.journal.commit(node)  # now the store knows it as an orphan
@@ -271,7 +74,7 @@ class Removal:
             attributes = sorted(node.xattr_names)[:count]
             node.xattr_names -= frozenset(attributes)
             node.extra.update({schema.xattr_key(node.ino, name): None for name in attributes})
-            for index in _far_chunks(node)[-(count - len(attributes)) :] if len(attributes) < count else []:
+            for index in far_chunks(node)[-(count - len(attributes)) :] if len(attributes) < count else []:
                 self.content.drop_chunk(node, index)
                 node.extra[schema.chunk_key(node.ino, index)] = None
                 del node.chunks[index]
@@ -282,13 +85,6 @@ class Removal:
         await self.journal.commit(node)
 
 
-def _far_chunks(node: Node) -> list[int]:
+def far_chunks(node: Node) -> list[int]:
     """Chunks with records of their own."""
     return sorted(index for index in node.chunks if index >= schema.INLINE_CHUNKS)
-
-
-def _rested(extents: Iterable[Extent]) -> Iterable[Extent]:
-    """Extents that nobody reads any more: their slots may be written again as soon as that is committed."""
-    for extent in extents:
-        extent.state = RESTED
-        yield extent

@@ -184,6 +184,6 @@ class RunningVolume:
         """Leave no removed files behind, where that takes no grace."""
         if self.core.is_alone():
             with trio.move_on_after(FREE_SECONDS), suppress(errors.EngineError):
-                while await self.names.removal.hurry():
+                while await self.journal.hurry():
                     pass
                 await self.journal.sync()

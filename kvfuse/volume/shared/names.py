@@ -25,7 +25,9 @@ from kvfuse.volume.node import Node
 from kvfuse.volume.shared.attempts import Attempts
 from kvfuse.volume.shared.draft import Draft
 from kvfuse.volume.shared.lookup import check_name
+from kvfuse.volume.shared.merging import Merger
 from kvfuse.volume.shared.paths import outlive_beliefs
+from kvfuse.volume.shared.removed import Removed
 
 
 class _Rename(NamedTuple):
@@ -50,6 +52,14 @@ class _Ends(NamedTuple):
 @dataclass
 class SharedNames(Attempts):
     """See the module."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        removed = Removed(self.core, self.journal, self.content)
+        self.journal.helpers.append(removed.run)
+        self.journal.reap, self.journal.free_later, self.journal.hurry = self.reap, removed.later, removed.hurry
+        self.journal.merger = Merger(self.content, self.lookup.refresher).merge
+        self.content.renew = self.journal.renew = self.lookup.renew
 
     async def publish(self, directory: Node, *nodes: Node) -> None:
         """As there. What a transaction brought into the store waits for nothing."""
