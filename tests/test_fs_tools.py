@@ -96,10 +96,14 @@ def test_a_file_server_is_served(folder: Path) -> None:
 @pytest.mark.parametrize("sync", range(7))
 def test_files_are_synced_in_every_way(folder: Path, sync: int) -> None:
     """None; fsync before the close; sync() after all; and in the ways that fs_mark has between them."""
-    (folder / "made").mkdir()  # it takes short paths only
-    done = run("fs_mark", "-d", "made", "-n", "20", "-s", "20000", "-t", "2", "-S", str(sync), "-k", cwd=folder)
+    made = ["one", "two"]  # it takes short paths only, and its workers may draw the same names
+    for name in made:
+        (folder / name).mkdir()
+    folders = [word for name in made for word in ("-d", name)]
+    done = run("fs_mark", *folders, "-n", "20", "-s", "20000", "-t", "2", "-S", str(sync), "-k", cwd=folder)
     assert done.splitlines()[-1].split()[1:3] == ["40", "20000"]
-    assert [path.stat().st_size for path in (folder / "made").iterdir()] == 40 * [20_000]
+    for name in made:
+        assert [path.stat().st_size for path in (folder / name).iterdir()] == 20 * [20_000]
 
 
 @needs("postmark")

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import pyfuse3
 import pytest
 import trio
 from mounting import temporary_mount
@@ -165,6 +166,22 @@ async def test_the_other_tasks_have_their_turn(readable: int, monkeypatch: pytes
             await requests.wait(readable)
         assert (others - before >= 99) if turn == 0 else (others == before)
         nursery.cancel_scope.cancel()
+
+
+async def test_another_mount_has_requests_of_its_own(readable: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its descriptor may have the number of one that is closed; it must not block either."""
+
+    async def loop() -> None: ...
+
+    names = vars(pyfuse3)
+    monkeypatch.setitem(names, "trio", trio)
+    monkeypatch.setitem(names, "_session_loop", loop)
+    for _ in range(2):
+        os.set_blocking(readable, True)
+        turns.take_turns()
+        await names["trio"].lowlevel.wait_readable(readable)
+        assert not os.get_blocking(readable)
+    assert names["_session_loop"].__wrapped__ is loop
 
 
 async def test_without_a_request_it_waits() -> None:

@@ -145,9 +145,10 @@ def read_again(loop: SessionLoop) -> SessionLoop:
 
 
 def take_turns() -> None:
-    """Have pyfuse3's workers take turns as said above. To be called before `pyfuse3.main`; again does nothing."""
+    """Have pyfuse3's workers take turns as said above. To be called before each `pyfuse3.main`."""
     names = vars(pyfuse3)
     if names["trio"] is trio:
-        lowlevel = SimpleNamespace(**{**vars(trio.lowlevel), "wait_readable": Requests().wait})
-        names["trio"] = SimpleNamespace(**{**vars(trio), "Lock": TurnLock, "lowlevel": lowlevel})
         names["_session_loop"] = read_again(names["_session_loop"])
+    # New ones for each mount: its descriptor may have the number of the last one's.
+    lowlevel = SimpleNamespace(**{**vars(trio.lowlevel), "wait_readable": Requests().wait})
+    names["trio"] = SimpleNamespace(**{**vars(trio), "Lock": TurnLock, "lowlevel": lowlevel})
