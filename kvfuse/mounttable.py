@@ -53,16 +53,17 @@ def all_mounts() -> list[Mounted]:
 
 def top_mount(point: Path) -> Mounted | None:
     """What is mounted at this path, or where it leads to as a symbolic link. The mount is not touched."""
-    rows = all_mounts()
+    on_top = {str(row.point): row for row in all_mounts()}
     path = os.path.abspath(point)
     for _ in range(LINKS_MAX):
+        if path in on_top:
+            return on_top[path]
         folder, name = os.path.split(path)
-        plain = os.path.join(os.path.realpath(folder), name)
-        at_point = [row for row in rows if row.point in (Path(path), Path(plain))]
-        if at_point:
-            return at_point[-1]
+        path = os.path.join(os.path.realpath(folder), name)
+        if path in on_top:
+            return on_top[path]
         try:
-            path = os.path.normpath(os.path.join(os.path.dirname(plain), os.readlink(plain)))
+            path = os.path.normpath(os.path.join(os.path.dirname(path), os.readlink(path)))
         except OSError:  # not a link
             return None
     return None

@@ -186,6 +186,8 @@ def _mounted(session: _Session, operations: KvfuseOperations, words: set[str]) -
         try:
             if row := top_mount(Path(plain_point)):
                 session.guarding.start(row.st_dev)
+            else:
+                log.warning("%s has no guard: it is not in the mount table", point)
             yield
         finally:
             pyfuse3.close(unmount=not session.detached)
