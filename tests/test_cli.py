@@ -55,6 +55,12 @@ def test_a_command_that_is_not_installed_breaks_no_other() -> None:
     assert kvfuse("version").returncode == 0
 
 
+def test_the_version_is_told_as_an_option_too() -> None:
+    for option in ("--version", "-V"):
+        done = kvfuse(option)
+        assert (done.returncode, done.stdout) == (0, kvfuse("version").stdout.splitlines(keepends=True)[0])
+
+
 @pytest.mark.parametrize(
     ("arguments", "exit_status", "message"),
     [

@@ -11,6 +11,7 @@ from typing import IO, Any
 
 import click
 
+from kvfuse import __version__
 from kvfuse.errors import ConfigError, KvfuseError, MountError, VolumeBusy, VolumeError
 
 
@@ -108,6 +109,7 @@ class Commands(click.Group):
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(__version__, "-V", "--version", prog_name="kvfuse", message="%(prog)s %(version)s")
 def cli() -> None:
     """A file system for KV caches: many blocks in a few large preallocated segments.
 
