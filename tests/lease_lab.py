@@ -71,6 +71,7 @@ class Pieces:
     work: trio.Event = field(default_factory=trio.Event)
     is_over: bool = False
     """the lease was lost, with what was not committed by then"""
+    is_committing: bool = False
 
     def put(self, key: bytes, value: bytes | None) -> None:
         self.extra[key] = value
@@ -93,6 +94,7 @@ class Pieces:
         born = self.born
         try:
             await self._commit_batch()
+            self.is_committing = False
         except EngineError:
             self.is_over = True
         for _, event in born.values():
@@ -101,6 +103,7 @@ class Pieces:
     async def _commit_batch(self) -> None:
         """Build, send, settle."""
         async with self.committer.turn():
+            self.is_committing = True
             slabs = self.core.slabs
             born, self.born = self.born, {}
             removed, self.removed = self.removed, {}
@@ -111,6 +114,8 @@ class Pieces:
                 changes.puts[key] = _PIECE.pack(extent.addr, extent.slot_size, extent.generation)
                 changes.expect[key] = ABSENT
             slabs.commit([extent.slot for extent, _ in born.values()])
+            theirs = [extent for extent, _ in removed.values() if not self.holds(extent)]  # given back since
+            changes.puts.update({self.freed_key(extent): b"" for extent in theirs})
             released = self.release([*dead, *(extent for extent, _ in removed.values())])
             changes.deletes.update(key for key, value in extra.items() if value is None)
             changes.puts.update({key: value for key, value in extra.items() if value is not None})
@@ -133,11 +138,17 @@ class Pieces:
                 assert lost.keys() <= removed.keys(), "only removals may be too late"
                 for key in lost:  # somebody else removed it, and has put an f record
                     extent, _ = removed.pop(key)
-                    slab = self.core.geometry.slab_of(extent.addr)
-                    changes.deletes.add(schema.freed_key(slab, extent.addr, extent.generation))
+                    if changes.puts.pop(self.freed_key(extent), None) is None:
+                        changes.deletes.add(self.freed_key(extent))
                     del changes.expect[key]
                     changes.deletes.discard(key)
             self.core.reads.retire(self.core.grace.later(slabs.reclaim), released)
+
+    def holds(self, extent: Extent) -> bool:
+        return self.core.slabs.holds(self.core.geometry.slab_of(extent.addr))
+
+    def freed_key(self, extent: Extent) -> bytes:
+        return schema.freed_key(self.core.geometry.slab_of(extent.addr), extent.addr, extent.generation)
 
     def release(self, extents: list[Extent]) -> list[Slot]:
         """One that others freed may be among them twice, or released already."""

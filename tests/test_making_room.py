@@ -29,12 +29,12 @@ async def write(volume: Volume, name: bytes, parts: int = 1, size: int = MIB) ->
     return node.ino
 
 
-async def fill(volume: Volume) -> list[bytes]:
+async def fill(volume: Volume, size: int = MIB, start: int = 0) -> list[bytes]:
     names: list[bytes] = []
     while True:
-        name = b"%08d" % len(names)
+        name = b"%08d" % (start + len(names))
         try:
-            await write(volume, name)
+            await write(volume, name, size=size)
         except NoSpace:
             await volume.unlink(ROOT_INODE, name)
             return names
@@ -200,10 +200,38 @@ async def test_what_a_client_removed_from_slabs_of_another_makes_room(
         await quiet(one, two)
         await empty(two, names)
         await quiet(two)
-        if who == "holder":
-            assert len(await fill(one)) >= len(names) - 1
-        else:
-            assert len(await fill(two)) >= len(names) // 2
+        assert len(await fill(one if who == "holder" else two)) >= len(names) - 1
+
+
+@pytest.mark.parametrize("delay", [0.5, 1.0])
+async def test_what_is_freed_by_and_by_in_slabs_of_another_makes_room(
+    rng: random.Random, delay: float, autojump_clock: trio.testing.MockClock
+) -> None:
+    """He goes on giving back what he needs no more, also while some of that is still nobody's."""
+    chaos = [Chaos(rng, delay=delay), Chaos(rng, delay=delay)]
+    async with hosts(rng, 2, chaos, capacity=200 * MIB) as (one, two):
+        names = await fill(one)
+        await quiet(one, two)
+        await empty(two, names)
+        assert len(await fill(two)) >= len(names) - 1
+
+
+@pytest.mark.parametrize("size", [64 << 10, 256 << 10])
+async def test_half_of_a_full_volume_becomes_free_in_slabs_of_one_who_does_not_need_it(
+    rng: random.Random, size: int, autojump_clock: trio.testing.MockClock
+) -> None:
+    """No slab is wholly free: others get those that are partly used, and he gets the bytes of his files from them."""
+    async with hosts(rng, 2, [Chaos(rng), Chaos(rng)], capacity=16 * MIB) as (one, two):
+        names = await fill(one, size)
+        await quiet(one, two)
+        await empty(two, names[::2])
+        made = await fill(two, size, start=10_000)
+        assert len(made) >= len(names[::2]) - MIB // size
+        for volume, name in zip((one, two) * len(names), names[1::2] + made, strict=False):
+            assert await read(volume, name) == name * (size // len(name))
+        await empty(one, names[1::2])
+        assert len(await fill(one, size, start=20_000)) >= len(names[1::2]) - MIB // size
+        await quiet(one, two)
 
 
 async def test_late_news_of_a_freed_slot_do_not_free_its_next_life(

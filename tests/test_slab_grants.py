@@ -110,11 +110,21 @@ class Clients:
             self.holders[slab] = None
             self.events["withdrawn"] += bool(state.slot_size)
 
+    def is_partly_free(self, slab: int) -> bool:
+        """It is in use, with some slots free and all others durable."""
+        slots = {slot: state for slot, state in self.states.items() if self.slab_of(slot) == slab}
+        if not slots or any(state != DURABLE for state in slots.values()):
+            return False
+        return len(slots) < GEOMETRY.slots_per_slab(next(iter(slots)).size)
+
     def check(self) -> None:
         for client, allocator in enumerate(self.allocators):
             self.record(client)
             slabs = [slab for slab, holder in self.holders.items() if holder == client]
             used = sum(slot.size for slot in self.states if self.holders[self.slab_of(slot)] == client)
+            may_go = allocator.partly_free()
+            assert may_go.keys() == {slab for slab in slabs if self.is_partly_free(slab)}
+            assert sum(may_go.values()) <= allocator.free_bytes
             statistics = allocator.statistics()
             assert allocator.slab_count == len(slabs)
             assert allocator.used_bytes == statistics.used_bytes == used

@@ -201,6 +201,21 @@ class Allocator:
         """Free slabs that were granted one by one, and may be withdrawn; ascending."""
         return sorted(set(self._returned) - self._dirty)
 
+    def partly_free(self) -> dict[int, int]:
+        """Slabs in use that were granted one by one, have free slots and may be withdrawn -> free bytes in them.
+
+        Looks at every slab in use.
+        """
+        return {
+            slab.index: slab.free_count * slab.slot_size
+            for slab in self._slabs.values()
+            if slab.free_count
+            and slab.index in self._granted
+            and slab.index not in self._dirty
+            and ALLOCATED not in slab.states
+            and PENDING not in slab.states
+        }
+
     # -- the durable image -------------------------------------------------------------------------
 
     def take_dirty(self, wanted: Set[int] = frozenset(), others_max: int | None = None) -> list[SlabState]:

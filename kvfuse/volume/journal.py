@@ -178,6 +178,11 @@ class Journal(SharedJournal):
         settling = self._settling.unborn if self._settling is not None else []
         return super().freeing_bytes + sum([extent.slot_size for extent in settling])
 
+    @property
+    def is_committing(self) -> bool:
+        """See `JournalPart`."""
+        return self._settling is not None
+
     async def sync(self) -> None:
         """All that changed before the call is durable, open files included."""
         await self.commit(*self._dirty, durable=True)

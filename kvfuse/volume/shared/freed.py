@@ -32,6 +32,10 @@ SEEN_GRACES = 2
 class JournalPart(Protocol):
     """What is asked of a `Journal`."""
 
+    @property
+    def is_committing(self) -> bool:
+        """A batch was built, with images of slabs, and it is not known yet that these are in the store."""
+
     def put(self, key: bytes, value: bytes | None) -> None:
         """Have a record changed by the next batch, and with it the images of slabs that changed by then."""
 

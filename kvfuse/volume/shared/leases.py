@@ -37,6 +37,7 @@ from kvfuse.volume.numbers import SharedNumberRange
 from kvfuse.volume.schema import NOBODY, Holder
 from kvfuse.volume.shared.freed import FreedSlots, JournalPart
 from kvfuse.volume.shared.inheritance import Inheritance
+from kvfuse.volume.shared.shares import Shares
 from kvfuse.volume.shared.slab_view import Seen, SlabView
 from kvfuse.volume.shared.transaction import Transaction
 
@@ -57,7 +58,7 @@ TICK_SECONDS = 1.0
 IDLE_SECONDS = 5.0
 """A slab that was free that long is given back, if it is one too many;"""
 SCARCE_SECONDS = 0.5
-"""if nobody has any other, that long."""
+"""if there are fewer of nobody than this client has, that long."""
 SPREAD_SECONDS = 1.0
 """What a client that is gone held is first offered to one survivor each, then to all."""
 ADOPTION_GRACE_MAX = 3.0
@@ -81,6 +82,7 @@ class SlabLeases:
         self.view = SlabView(core.records, core.geometry, self._noticed)
         self.freed = FreedSlots(core, journal)
         self.inheritance = Inheritance(core, journal, self.view, self.heir)
+        self.shares = Shares(core, self.view)
         self._held: dict[int, Seen] = {}
         """slabs whose l record names this client"""
         self._coming: dict[int, float] = {}
@@ -103,6 +105,7 @@ class SlabLeases:
         self._work = trio.Event()
         core.slabs.slab_opened = self._slab_opened
         core.is_alone = self._is_alone
+        core.is_owed_room = self.shares.is_owed
         ranges = (core.inodes, core.generations)
         self._numbers = [numbers for numbers in ranges if isinstance(numbers, SharedNumberRange)]
         for numbers in self._numbers:
@@ -289,17 +292,24 @@ class SlabLeases:
         return slabs[:PARTIAL_MAX]
 
     async def _return_idle(self) -> None:
-        """Give back slabs that were free for a while and are not needed: all of them, where others may want them."""
-        is_scarce = not self.view.unheld_count and not self._is_alone()
+        """Give back slabs that were free for a while and are not needed: all of them, where others may want them.
+
+        There also of those that are partly used, see `Shares`.
+        """
+        free = self.core.slabs.free_slabs()
+        has_surplus = self.shares.surplus > 0 and not self._is_alone()
+        is_scarce = has_surplus or (self.view.unheld_count < len(free) and not self._is_alone())
         if trio.current_time() < self._looked + (SCARCE_SECONDS if is_scarce else IDLE_SECONDS):
             return
-        free = self.core.slabs.free_slabs()
         idle = [slab for slab in free if slab in self._idle]
         surplus = min(len(idle), len(free) - self._target)
         if not self._opened:
             self._ahead = self._ahead_min
         self._looked, self._opened, self._idle = trio.current_time(), 0, set(free)
-        for slab in idle[len(idle) - max(surplus, 0) :]:
+        given = idle[len(idle) - max(surplus, 0) :]
+        if has_surplus and not self.journal.is_committing:
+            given += self.shares.to_give()
+        for slab in given:
             self.core.slabs.withdraw(slab)
         unused = self._held.keys() - self._coming.keys() - self._damaged
         await self._give_back(sorted(slab for slab in unused if not self.core.slabs.holds(slab)))
@@ -376,6 +386,7 @@ class SlabLeases:
             log.error("slab %d is not used, 'kvfuse fsck' mends what can be: %s", state.slab, error)
         else:
             self._grants += 1
+            self.shares.came()
 
     async def _give_back(self, slabs: Sequence[int]) -> None:
         """Slabs in which this client allocates no more are nobody's. After an EngineError: to be tried again."""

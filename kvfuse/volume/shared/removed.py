@@ -94,7 +94,7 @@ class Removed:
         self._others = {key: self._others.get(key, now) for key in theirs}
         if any(now - since <= self.core.grace.seconds for since in self._others.values()):
             self._coming_until = now + RETURN_SECONDS
-        elif now > self._coming_until:
+        elif now > self._coming_until and not self.core.is_owed_room():
             return False
         await trio.sleep(OTHERS_SECONDS)
         return True

@@ -76,6 +76,8 @@ class SlabView:
         """client -> slabs that it holds"""
         self._unheld_start = 0
         """slabs below are held"""
+        self._unheld_used = 0
+        """bytes of durable slots in slabs that nobody holds"""
 
     # -- questions -----------------------------------------------------------------------------------
 
@@ -100,6 +102,11 @@ class SlabView:
     def unheld_count(self) -> int:
         """Slabs that nobody holds."""
         return self.geometry.slab_count - self.held_counts.total()
+
+    @property
+    def unheld_free_bytes(self) -> int:
+        """Bytes in slabs that nobody holds and that are no durable slots."""
+        return self.unheld_count * self.geometry.slab_size - self._unheld_used
 
     def unheld(self) -> Iterator[int]:
         """Slabs that nobody holds, ascending."""
@@ -202,6 +209,8 @@ class SlabView:
         seen = Seen(schema.decode_holder(value), version) if value is not None else NEVER_HELD
         before = self.seen(slab).holder.client
         self.holders[slab] = seen
+        used = self.use(slab).slot_size * self.use(slab).slots_used
+        self._unheld_used += used * ((seen.holder.client == NOBODY) - (before == NOBODY))
         if before != NOBODY:
             self.held_counts[before] -= 1
             if not self.held_counts[before]:
@@ -219,7 +228,10 @@ class SlabView:
             if state.slot_size:
                 use = Use(state.slot_size, int(durable_slots(state, self.geometry).sum()))
         before = self.uses.pop(slab, UNUSED)
-        self.used_bytes += use.slot_size * use.slots_used - before.slot_size * before.slots_used
+        added = use.slot_size * use.slots_used - before.slot_size * before.slots_used
+        self.used_bytes += added
+        if self.seen(slab).holder.client == NOBODY:
+            self._unheld_used += added
         if use.slots_used:
             self.uses[slab] = use
 
