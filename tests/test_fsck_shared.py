@@ -29,7 +29,7 @@ def forget_file(records: Records, name: bytes) -> schema.ExtentRecord:
     (extent,) = inline(records, name).chunks[0]
     for key in [key for key in records if key[:1] == b"d" and schema.split_entry_key(key)[2] == name]:
         del records[key]
-    records[schema.COUNTER_FILES] = schema.encode_u64(schema.decode_u64(records[schema.COUNTER_FILES]) - 1)
+    records[schema.COUNTER_FILES] = schema.encode_count(schema.decode_count(records[schema.COUNTER_FILES]) - 1)
     return extent
 
 
@@ -120,8 +120,8 @@ async def test_what_clients_that_are_gone_leave_is_no_error(tree: Tree) -> None:
             schema.InodeRecord(1 << 40, 0o100644, 0, 0, 0, 0, 0, 0, 0, 1 << 20, (), 0, 0, b"", 0, 0), CLIENT
         )
         records[schema.COUNTER_INODE] = schema.encode_u64(1 << 41)
-        count = schema.decode_u64(records[schema.COUNTER_FILES])
-        records[schema.COUNTER_FILES] = schema.encode_u64(count + 2)
+        count = schema.decode_count(records[schema.COUNTER_FILES])
+        records[schema.COUNTER_FILES] = schema.encode_count(count + 2)
         records[schema.files_key(CLIENT)] = schema.encode_count(-3)
         records[schema.files_key(CLIENT + 1)] = schema.encode_count(1)
 

@@ -282,3 +282,24 @@ async def test_whenever_a_client_leaves_alone_nothing_removed_stays(
         await empty(volume, names)
         await trio.sleep(rng.random() * 2)
     assert not any(key[:1] in (b"o", b"s") for key in disk.records)
+
+
+async def test_who_removed_what_others_made_may_leave_first(
+    rng: random.Random, autojump_clock: trio.testing.MockClock
+) -> None:
+    """How many files there are is told to the last, and to who comes later."""
+    options = lab_options(capacity=16 * MIB)
+    disk = Disk.format(options, shared=True)
+    async with joined(disk, options, 1, Chaos(rng)) as maker:
+        async with joined(disk, options, 2, Chaos(rng)) as remover:
+            for number in range(10):
+                await write(maker, b"%08d" % number, size=4096)
+            await quiet(maker, remover)
+            await empty(remover, [b"%08d" % number for number in range(9)])
+            await quiet(maker, remover)
+            free = maker.space().free // 4096
+            assert [volume.space().files - free for volume in (maker, remover)] == [2, 2], "the root directory, and one"
+        await quiet(maker)
+        assert maker.space().files - maker.space().free // 4096 == 2
+    report = await check(disk)
+    assert not report.notes, report.notes

@@ -228,7 +228,7 @@ async def test_files_of_a_client_that_is_gone_are_counted_once(
         assert one.leases.space()[1] == two.leases.space()[1] == 8
         await trio.sleep(LEASE + 5)
         assert schema.files_key(3) not in one.world.disk.records
-        assert schema.decode_u64(one.world.disk.records[schema.COUNTER_FILES].value) == 8
+        assert schema.decode_count(one.world.disk.records[schema.COUNTER_FILES].value) == 8
         assert one.leases.space()[1] == two.leases.space()[1] == 8
 
 

@@ -178,7 +178,7 @@ class Core:
             if self.shared:
                 changed[schema.files_key(self.client)] = schema.encode_count(self.file_count)
             else:
-                changed[schema.COUNTER_FILES] = schema.encode_u64(self.file_count)
+                changed[schema.COUNTER_FILES] = schema.encode_count(self.file_count)
         return changed
 
     def recall_counters(self) -> None:

@@ -279,7 +279,7 @@ def first_records(options: Options) -> dict[bytes, bytes]:
         schema.times_key(ROOT_INODE): schema.encode_times(now, now, now),
         schema.COUNTER_INODE: schema.encode_u64(FIRST_INODE),
         schema.COUNTER_GENERATION: schema.encode_u64(1),
-        schema.COUNTER_FILES: schema.encode_u64(1),
+        schema.COUNTER_FILES: schema.encode_count(1),
         schema.EXACT_SIZES: schema.encode_u64s(options.volume.exact_sizes),
     }
 

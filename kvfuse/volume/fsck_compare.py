@@ -93,7 +93,7 @@ async def check_counters(check: Check) -> None:
     """Numbers that are given next are not in use; what statfs counts is what there is."""
     keys = [schema.COUNTER_INODE, schema.COUNTER_GENERATION, schema.COUNTER_FILES]
     *rows, exact = await check.records.get([*keys, schema.EXACT_SIZES])
-    found = [schema.decode_u64(row.value) if row is not None and len(row.value) == 8 else 0 for row in rows]
+    found = [schema.decode_u64(row.value) if row is not None and len(row.value) == 8 else 0 for row in rows[:2]]
     inode_max = max([*check.inodes, *check.inline, *check.orphans], default=0)
     generation_max = min(check.generation_max, 1 << 62)  # a damaged record may say anything
     if found[0] <= inode_max:
@@ -105,11 +105,12 @@ async def check_counters(check: Check) -> None:
     if exact is None or len(exact.value) % 8:
         check.problem("the volume's exact slot sizes are not recorded", {schema.EXACT_SIZES: schema.encode_u64s(())})
     files = check.report.files + check.report.directories
-    counted = found[2] + sum(check.counted.values())
+    common = schema.decode_count(rows[2].value) if rows[2] is not None and len(rows[2].value) == 8 else 0
+    counted = common + sum(check.counted.values())
     if counted != files:
         # A crash leaves it so. It is a figure for statfs, which nothing depends on.
         check.report.notes.append(f"{counted} inodes are counted, {files} exist")
-        check.recount = {keys[2]: schema.encode_u64(files), **dict.fromkeys(check.counted, schema.encode_count(0))}
+        check.recount = {keys[2]: schema.encode_count(files), **dict.fromkeys(check.counted, schema.encode_count(0))}
 
 
 async def check_segments(check: Check) -> None:

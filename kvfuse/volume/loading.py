@@ -72,7 +72,7 @@ async def _load_values(
 ) -> Core:
     """``values``: of the counters, the root directory, the exact sizes. ``is_alone``: all slabs are this client's."""
     geometry = superblock.geometry
-    inode, generation, files = [schema.decode_u64(value) for value in values[:3]]
+    inode, generation = [schema.decode_u64(value) for value in values[:2]]
     sizes = {*schema.decode_u64s(values[4]), *options.volume.exact_sizes}
     exact_sizes = {-(-size // PAGE_SIZE) * PAGE_SIZE for size in sizes if size <= geometry.slab_size}
     slabs = Allocator(geometry, exact_sizes, granted=is_alone)
@@ -99,7 +99,7 @@ async def _load_values(
         read_only=options.mount.read_only,
         inodes=NumberRange(schema.COUNTER_INODE, inode),
         generations=NumberRange(schema.COUNTER_GENERATION, generation),
-        file_count=files,
+        file_count=schema.decode_count(values[2]),
     )
 
 

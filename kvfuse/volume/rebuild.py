@@ -322,7 +322,7 @@ class _Rebuild:
         puts.update(self._slab_records(slots))
         puts[schema.COUNTER_INODE] = schema.encode_u64(inode_next + schema.COUNTER_RANGE)
         puts[schema.COUNTER_GENERATION] = schema.encode_u64(self.generation_max + schema.COUNTER_RANGE)
-        puts[schema.COUNTER_FILES] = schema.encode_u64(len(self.files) + len(directories))
+        puts[schema.COUNTER_FILES] = schema.encode_count(len(self.files) + len(directories))
         await format.commit_in_parts(records, puts)
         await records.commit({}, durable=True)
 

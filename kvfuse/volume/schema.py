@@ -10,7 +10,7 @@ c     inode u64, chunk index u64               extents of a chunk that has no ro
 x     inode u64, attribute name                value of an extended attribute
 s     slab u32                                 slot size u32, bitmap: the slab's allocation state
 o     inode u64                                inode of an unlinked file, and (shared) the client that removed it
-n     name of a counter or list                u64, or several
+n     name of a counter or list                u64, or several; of the count of files i64
 
       of a shared volume:
 m     client u64                               a client that is alive: host, pid, mount point (under its lease)

@@ -136,16 +136,19 @@ class Inheritance:
             self._not_fenced.pop(client, None)
 
     async def count_files_of(self, client: int) -> None:
-        """Add the count of a client that is gone, or leaves, to the common one. A figure: who loses leaves it."""
+        """Add the count of a client that is gone, or leaves, to the common one. A figure: who loses leaves it.
+
+        Either may be below 0: who removed what another client made that is still here.
+        """
         keys = [schema.COUNTER_FILES, schema.files_key(client)]
         common, own = await self.core.records.get(keys)
         if common is None or own is None:
             return
-        total = schema.decode_u64(common.value) + schema.decode_count(own.value)
+        total = schema.decode_count(common.value) + schema.decode_count(own.value)
         expect = {keys[0]: common.version, keys[1]: own.version}
         if client != self.core.client:
             expect[schema.member_key(client)] = ABSENT
-        await self.journal.transact(Transaction(expect, {keys[0]: schema.encode_u64(max(total, 0))}, [keys[1]]))
+        await self.journal.transact(Transaction(expect, {keys[0]: schema.encode_count(total)}, [keys[1]]))
 
 
 async def _side_by_side(calls: Sequence[Callable[[], Awaitable[object]]]) -> None:

@@ -129,7 +129,7 @@ class SlabLeases:
         slabs_elsewhere = self.core.geometry.slab_count - slabs.slab_count
         free = slabs_elsewhere * self.core.geometry.slab_size - used_elsewhere + slabs.free_bytes + slabs.pending_bytes
         files = sum(count for client, count in view.files.items() if client != self.core.client)
-        return free, view.files_counted + files + self.core.file_count
+        return free, max(view.files_counted + files + self.core.file_count, 1)
 
     def _is_alone(self) -> bool:
         return self.view.ready.is_set() and self.view.members == {self.core.client}

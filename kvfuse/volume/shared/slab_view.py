@@ -242,7 +242,7 @@ class SlabView:
             self.files[schema.key_client(key)] = schema.decode_count(value)
 
     def _apply_counter(self, key: bytes, value: bytes | None, version: int) -> None:
-        self.files_counted = schema.decode_u64(value) if value is not None else 0
+        self.files_counted = schema.decode_count(value) if value is not None else 0
 
     _APPLY = {
         b"m": _apply_member,
