@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import io
+import mmap
 import os
 import random
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from pathlib import Path
 
 import pytest
 from filling import KIB, MIB, anonymous_bytes, block_bytes, check_blocks, fill, free_bytes, total_bytes, write_block
@@ -22,6 +24,14 @@ def small_mount(capacity: int = CAPACITY) -> AbstractContextManager[KvfuseMount]
 @pytest.fixture
 def pool() -> Iterator[KvfuseMount]:
     with small_mount() as mount:
+        yield mount
+
+
+@pytest.fixture
+def chunked() -> Iterator[KvfuseMount]:
+    with temporary_mount(
+        [f"volume.capacity={CAPACITY}", "volume.segment_size=32MiB", "volume.chunk_size=1MiB"]
+    ) as mount:
         yield mount
 
 
@@ -143,6 +153,39 @@ def test_truncation_and_names_work_on_a_full_volume(pool: KvfuseMount) -> None:
     os.truncate(first, 0)
     (pool.point / "renamed").unlink()
     assert write_block(pool.point / "more", b"x" * 900_000)
+
+
+def sparse_end_of_a_chunk(pool: KvfuseMount) -> tuple[Path, int]:
+    """A file on a volume without room: it has bytes up to a chunk's end, and a hole behind."""
+    path = pool.point / "sparse"
+    path.write_bytes(bytes([1]) * MIB)
+    os.truncate(path, 2 * MIB)
+    fill(pool.point, lambda: MIB)
+    fill_small(pool)
+    return path, MIB
+
+
+def test_mapped_bytes_that_have_no_room_are_an_error(chunked: KvfuseMount) -> None:
+    """The kernel takes a short answer to its writeback for success: the rest would be lost and nobody told."""
+    path, end = sparse_end_of_a_chunk(chunked)
+    with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as mapped:
+        mapped[end - 4096 : end + 4096] = bytes([2]) * 8192
+        with pytest.raises(OSError, match="No space left"):
+            mapped.flush()
+
+
+@pytest.mark.parametrize("size", [2 * MIB, MIB], ids=["inside", "extending"])
+def test_direct_writes_that_have_no_room_say_so(chunked: KvfuseMount, size: int) -> None:
+    """A short answer to one the kernel would make EIO."""
+    path, end = sparse_end_of_a_chunk(chunked)
+    os.truncate(path, size)
+    descriptor = os.open(path, os.O_RDWR | os.O_DIRECT)
+    try:
+        with mmap.mmap(-1, 8192) as buffer, pytest.raises(OSError, match="No space left"):
+            os.pwrite(descriptor, buffer, end - 4096)
+    finally:
+        os.close(descriptor)
+    assert path.stat().st_size == size
 
 
 def test_open_with_truncation_makes_room_for_what_follows(pool: KvfuseMount) -> None:

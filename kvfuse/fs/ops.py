@@ -299,7 +299,7 @@ class KvfuseOperations(pyfuse3.Operations):
 
     @answered
     async def write(self, fh: int, off: int, buf: bytes) -> int:
-        return await self._volume.write(self._handles[fh], off, buf)
+        return await self._volume.write(self._handles[fh], off, buf, by_kernel=True)
 
     @answered
     async def flush(self, fh: int) -> None:

@@ -170,8 +170,11 @@ class VolumeApi(Protocol[H]):
     async def show(self, handle: H, first: int, last: int) -> None:
         """Have in the content map what can be shown of the chunks ``first``..``last``; for the rest, `read_into`."""
 
-    async def write(self, handle: H, offset: int, data: bytes | memoryview) -> int:
-        """Takes all of ``data`` (kept, not copied, where possible: it must never change). NoSpace, FileTooLarge."""
+    async def write(self, handle: H, offset: int, data: bytes | memoryview, *, by_kernel: bool = False) -> int:
+        """Takes ``data`` (kept, not copied, where possible: it must never change); how much of it had room.
+
+        NoSpace, FileTooLarge. ``by_kernel``: short only where the file grows, and by a handle that is not direct.
+        """
 
     async def write_in_slots(self, handle: H, writes: Sequence[tuple[int, memoryview]]) -> list[bool]:
         """Many small writes (offset, data) in one call of the engine, as far as nothing else is to be done for them.

@@ -36,7 +36,7 @@ _handle_ids = itertools.count(1)
 class FileHandle:
     """An open file; see `api.Handle`."""
 
-    __slots__ = ("appends", "cache_valid", "id", "node", "privileged", "readable", "writable")
+    __slots__ = ("appends", "cache_valid", "direct", "id", "node", "privileged", "readable", "writable")
 
     def __init__(self, node: Node, flags: int, caller: Caller) -> None:
         self.id = next(_handle_ids)
@@ -45,6 +45,7 @@ class FileHandle:
         self.readable = mode != os.O_WRONLY
         self.writable = mode != os.O_RDONLY
         self.appends = bool(flags & os.O_APPEND)
+        self.direct = bool(flags & os.O_DIRECT)
         self.privileged = caller.uid == 0
         self.cache_valid = True
         """no other host has changed the content since the kernel cached it; what other doors change they tell it"""
@@ -293,12 +294,16 @@ class Volume(RunningVolume):
     async def show(self, handle: FileHandle | Node, first: int, last: int) -> None:
         await self.mapper.show(await self._current(handle), first, last)
 
-    async def write(self, handle: FileHandle, offset: int, data: bytes | memoryview) -> int:
+    async def write(self, handle: FileHandle, offset: int, data: bytes | memoryview, *, by_kernel: bool = False) -> int:
         node = await self._current(handle) if handle.node.forgotten else handle.node
         if handle.appends and self.coherence is not None:
             offset = self.coherence.append_offset(node, offset)
+        size = node.size
         written = await self.content.write(node, offset, data, appends=handle.appends) if data else 0
         self._wrote(handle, 1, written)
+        if by_kernel and written < len(data) and (handle.direct or offset + len(data) <= size):
+            # It would take this for all of the mapped pages that it writes back, and make EIO of a direct write.
+            raise errors.NoSpace(f"inode {node.ino}: room for {written} of {len(data)} bytes")
         return written
 
     async def write_in_slots(self, handle: FileHandle, writes: Sequence[tuple[int, memoryview]]) -> list[bool]:
