@@ -303,3 +303,20 @@ async def test_who_removed_what_others_made_may_leave_first(
         assert maker.space().files - maker.space().free // 4096 == 2
     report = await check(disk)
     assert not report.notes, report.notes
+
+
+async def test_all_who_have_no_room_look_together_at_what_others_free(
+    rng: random.Random, autojump_clock: trio.testing.MockClock
+) -> None:
+    async with hosts(rng, 2, [Chaos(rng), Chaos(rng)], capacity=16 * MIB) as (one, two):
+        await fill(one)
+        await quiet(one, two)
+        two.core.is_owed_room = lambda: True
+        counters = two.core.records.counters
+        before = counters.scans
+        with trio.move_on_after(5):
+            async with trio.open_nursery() as nursery:
+                for number in range(50):
+                    nursery.start_soon(write, two, b"%08d" % (10_000 + number))
+        assert 5 <= counters.scans - before < 100
+        await quiet(one, two)

@@ -58,6 +58,10 @@ class Removed:
         """some are looked at just now"""
         self._others: dict[bytes, float] = {}
         """orphan record of another client's -> when it was first seen, by who had no room"""
+        self._others_look: trio.Event | None = None
+        """somebody looks at what others free just now: set when he has"""
+        self._is_coming = False
+        """what the last look said"""
         self._coming_until = -math.inf
         """when what was freed in slabs of others, or by them, has come round"""
         self._looked = trio.Event()
@@ -82,7 +86,21 @@ class Removed:
         return True
 
     async def _await_others(self) -> bool:
-        """The same of what other clients free or give back: a while passes. False, if that is nothing. EngineError.
+        """The same of what other clients free or give back. All who have no room wait for one look."""
+        if self._others_look is not None:
+            await self._others_look.wait()
+            return self._is_coming
+        self._others_look = look = trio.Event()
+        self._is_coming = True  # who looks may be cancelled: then another one does
+        try:
+            self._is_coming = await self._look_at_others()
+            return self._is_coming
+        finally:
+            self._others_look = None
+            look.set()
+
+    async def _look_at_others(self) -> bool:
+        """A while passes, in which others may free something. False: they are not about to. EngineError.
 
         What they removed, and is still there after a grace, is open somewhere: nobody waits for that again.
         """
