@@ -157,12 +157,15 @@ def test_the_doctor_names_what_is_missing(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     monkeypatch.setattr(checks, "FUSE_CONF", tmp_path / "fuse.conf")
-    monkeypatch.setattr(doctor, "installed_version", lambda name: None if name == "lmdb" else "1")
+    versions = {"lmdb": None, "msgspec": "0.9.1", "numpy": "1.26"}
+    monkeypatch.setattr(doctor, "installed_version", lambda name: versions.get(name, "99.0.1rc1"))
     found = {row.name: row for check in doctor.CHECKS for row in check()}
     assert found["/dev/fuse"][1:] == (doctor.MISSING, "/dev/fuse is missing", "modprobe fuse")
     assert found["fusermount3"].state == doctor.MISSING
     assert found["fusermount3"].remedy == "apt-get install fuse3"
-    assert (found["lmdb"].state, found["trio"].state) == (doctor.MISSING, doctor.OK)
+    assert [found[name].state for name in ("lmdb", "numpy", "trio")] == [doctor.MISSING, doctor.OK, doctor.OK]
+    assert found["msgspec"][1:3] == (doctor.MISSING, "0.9.1 is too old")
+    assert "msgspec>=" in found["msgspec"].remedy
     assert "pip install" in found["lmdb"].remedy
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import resource
 import shutil
 import socket
 import sys
 import time
+import tomllib
 from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
@@ -17,6 +19,7 @@ from urllib.parse import urlsplit
 
 import click
 
+import kvfuse
 from kvfuse import config
 from kvfuse.cli import checks
 from kvfuse.cli.console import print_json, print_table
@@ -49,31 +52,30 @@ def check_python() -> Iterator[Finding]:
     """The interpreter and the packages that kvfuse declares."""
     yield Finding("python", OK, platform.python_version() + f", {sys.executable}")
     for requirement in _requirements():
-        name = requirement.split(">=")[0]
+        name, _, needed = requirement.partition(">=")
         found = installed_version(name)
-        remedy = "" if found else f"{sys.executable} -m pip install '{requirement}'"
-        yield Finding(name, OK if found else MISSING, found or "not installed", remedy)
+        remedy = f"{sys.executable} -m pip install '{requirement}'"
+        if found is None:
+            yield Finding(name, MISSING, "not installed", remedy)
+        elif _numbers(found) < _numbers(needed):
+            yield Finding(name, MISSING, f"{found} is too old", remedy)
+        else:
+            yield Finding(name, OK, found)
 
 
 def _requirements() -> list[str]:
-    """What the installed package needs at run time, as "name>=version"."""
+    """What kvfuse needs at run time, as "name>=version"."""
     try:
         declared = metadata.requires("kvfuse") or []
     except metadata.PackageNotFoundError:  # run from a source tree
-        declared = [
-            "pyfuse3",
-            "trio",
-            "numpy",
-            "sortedcontainers",
-            "google-crc32c",
-            "crcmod",
-            "lmdb",
-            "msgspec",
-            "httpx",
-            "click",
-            "rich",
-        ]
+        project = tomllib.loads((Path(kvfuse.__file__).parents[1] / "pyproject.toml").read_text())["project"]
+        declared = project["dependencies"]
     return [requirement for requirement in declared if "extra ==" not in requirement]
+
+
+def _numbers(version: str) -> list[int]:
+    """Of "1.20.3rc1": 1, 20, 3."""
+    return [int(number) for number in re.findall(r"(?:^|\.)(\d+)", version)]
 
 
 def check_kernel() -> Iterator[Finding]:
