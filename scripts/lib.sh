@@ -68,9 +68,10 @@ _find_python() {
 # Sets PYTHON to an interpreter of at least 3.11 that can make virtual environments and build extensions.
 ensure_python() {
     if ! PYTHON=$(_find_python); then
-        # Ubuntu 22.04: its python3 is 3.10, but 3.11 is one package away.
-        command -v apt-get >/dev/null || die "python 3.11 or newer is needed; $(python3 --version 2>&1) is too old"
-        ensure_system_packages python3.11
+        command -v apt-get >/dev/null || die "python 3.11 or newer is needed: $(python3 --version 2>&1)"
+        # A small image has none at all; of Ubuntu 22.04 python3 is 3.10, but 3.11 is one package away.
+        ensure_system_packages python3
+        PYTHON=$(_find_python) || ensure_system_packages python3.11
         PYTHON=$(_find_python) || die "python 3.11 or newer is needed; this system offers no package of it"
     fi
     local version
