@@ -146,7 +146,7 @@ class Reader:
         granules = np.minimum(offsets // table.unit, len(table.starts) - 1)
         within = offsets - granules * table.unit
         starts = table.starts[granules]
-        if starts.min() < 0:
+        if np.min(starts) < 0:
             table.learn(granules[starts < 0])
             starts = table.starts[granules]
         row = content.rows.get(int(granules[0]) * table.unit // content.chunk_size)

@@ -205,8 +205,9 @@ class Ring(Submission):
         if not self._cells_size:
             raise ValueError("the ring was made for file operations only")
         sizes = np.fromiter(map(len, keys), np.uint32, len(keys))
-        if len(sizes) and not (sizes.min() >= 1 and sizes.max() <= KEY_SIZE_MAX):
-            raise ValueError(f"a key has 1 to {KEY_SIZE_MAX} bytes, not {sizes.min()} or {sizes.max()}")
+        size_min, size_max = (np.min(sizes), np.max(sizes)) if len(sizes) else (1, 1)
+        if not (size_min >= 1 and size_max <= KEY_SIZE_MAX):
+            raise ValueError(f"a key has 1 to {KEY_SIZE_MAX} bytes, not {size_min} or {size_max}")
         return sizes
 
     def _prep_many(

@@ -59,7 +59,7 @@ class Tickets:
 
     def give_back(self, numbers: UserData) -> tuple[Numbers, UserData]:
         """(tickets, the ``user_data`` of each) of completions. ValueError for one not taken, or given back twice."""
-        if numbers.max() >= len(self._busy):
+        if np.max(numbers) >= len(self._busy):
             raise ValueError("an entry completed that nobody prepared")
         tickets = numbers.astype(np.intp)
         self._busy[tickets] = False
