@@ -51,6 +51,30 @@ def all_mounts() -> list[Mounted]:
     return parse_mountinfo(Path("/proc/self/mountinfo").read_bytes().decode("latin-1"))
 
 
+def seen_elsewhere(mounted: Mounted) -> str | None:
+    """Where a file system is mounted besides, in words: a path of ours, or a process that has mounts of its own."""
+
+    def is_copy(row: Mounted) -> bool:
+        return (row.device, row.file_system, row.source) == (mounted.device, mounted.file_system, mounted.source)
+
+    for row in filter(is_copy, all_mounts()):
+        return str(row.point)
+    looked_at = {os.readlink("/proc/self/ns/mnt")}
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            namespace = os.readlink(process / "ns/mnt")
+            if namespace in looked_at:
+                continue
+            rows = parse_mountinfo((process / "mountinfo").read_bytes().decode("latin-1"))
+            name = (process / "comm").read_text().strip()
+        except OSError:  # it has ended, or is somebody else's
+            continue
+        looked_at.add(namespace)
+        for row in filter(is_copy, rows):
+            return f"{row.point} in the mount namespace of process {process.name} ({name})"
+    return None
+
+
 def top_mount(point: Path) -> Mounted | None:
     """What is mounted at this path, or where it leads to as a symbolic link. The mount is not touched."""
     on_top = {str(row.point): row for row in all_mounts()}

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from cli_lab import CAPACITY, ROOT, Place, assert_fails, is_running, kvfuse, wait_for_end
-from mounting import KVFUSE, PATIENCE_S, stopped
+from mounting import KVFUSE, PATIENCE_S, stopped, wait_until
 
 from kvfuse import mounttable
 from kvfuse.cli import mounts
@@ -116,6 +116,27 @@ def test_a_busy_mount(place: Place) -> None:
     wait_for_end(pid)
     place.mount()
     assert (place.point / "open").read_bytes() == b"written after it was detached"
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("where", ["a path", "a namespace"])
+def test_a_mount_that_is_somewhere_else_too(place: Place, tmp_path: Path, where: str) -> None:
+    """The daemon goes on for those who see it there: who unmounts is told so, and does not wait for them."""
+    pid = place.mount()
+    if where == "a path":
+        subprocess.run(["mount", "--bind", place.point, tmp_path], check=True)
+        done = kvfuse("umount", place.point)
+        message = re.escape(str(tmp_path))
+        subprocess.run(["umount", tmp_path], check=True)
+    else:
+        command = ["unshare", "--mount", "--propagation", "private", "cat"]
+        with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
+            wait_until(lambda: Path(f"/proc/{process.pid}/comm").read_text() == "cat\n", "the namespace")
+            done = kvfuse("umount", place.point)
+            message = rf"namespace of process {process.pid} \(cat\)"
+    assert_fails(done, 4, f"unmounted here, but still mounted at .*{message}")
+    assert not place.is_mounted
+    wait_for_end(pid)
 
 
 def test_a_daemon_that_died(place: Place) -> None:

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import os
 import select
+import time
 from pathlib import Path
 from typing import Any
 
 import click
 
-from kvfuse.cli import Failure
+from kvfuse.cli import Failure, MountBusy
 from kvfuse.cli.mounts import detach, kvfuse_mount_at, read_virtual
 from kvfuse.errors import MountError
+from kvfuse.mounttable import Mounted, seen_elsewhere
+
+LOOK_SECONDS = 1.0
+"""between two looks at what may keep a daemon from ending"""
 
 
 def _follow(pid: Any) -> int | None:
@@ -22,10 +27,17 @@ def _follow(pid: Any) -> int | None:
         return None
 
 
-def _wait_until_gone(daemon: int, seconds: float) -> bool:
+def _wait_until_gone(daemon: int, mounted: Mounted, timeout: float) -> bool:
+    """False after ``timeout`` seconds. MountBusy where the daemon goes on for who has the file system mounted too."""
     poll = select.poll()
     poll.register(daemon, select.POLLIN)
-    return bool(poll.poll(seconds * 1000))
+    end = time.monotonic() + timeout
+    while not poll.poll(1000 * max(min(LOOK_SECONDS, end - time.monotonic()), 0)):
+        if where := seen_elsewhere(mounted):
+            raise MountBusy(f"it is unmounted here, but still mounted at {where}: its daemon serves it there")
+        if time.monotonic() >= end:
+            return False
+    return True
 
 
 @click.command()
@@ -49,7 +61,8 @@ def umount(mountpoint: Path, lazy: bool, timeout: float) -> None:
     Example:
       kvfuse umount /mnt/kv
     """
-    point = kvfuse_mount_at(mountpoint).point
+    mounted = kvfuse_mount_at(mountpoint)
+    point = mounted.point
     try:
         pid = read_virtual(point, "stats").get("pid")
     except MountError as error:
@@ -59,7 +72,7 @@ def umount(mountpoint: Path, lazy: bool, timeout: float) -> None:
     daemon = _follow(pid)
     try:
         detach(point, lazy=lazy)
-        if daemon is not None and not lazy and not _wait_until_gone(daemon, timeout):
+        if daemon is not None and not lazy and not _wait_until_gone(daemon, mounted, timeout):
             raise Failure(f"{point} is unmounted, but its daemon (pid {pid}) still writes after {timeout:g} s")
     finally:
         if daemon is not None:
