@@ -82,7 +82,7 @@ set size 500 200000
 run
 quit
 """
-"""mail and news: small files are made, read, appended to and removed. Names of over 80 bytes would overflow a buffer."""
+"""mail and news: small files are made, read, appended to and removed. Names over 80 bytes would overflow a buffer."""
 
 
 @needs("dbench")
