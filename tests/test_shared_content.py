@@ -129,6 +129,25 @@ async def test_an_open_sees_what_another_host_closed_beside_bytes_that_nobody_cl
         two.forget(handle.node.ino, 1)
 
 
+async def test_what_two_hosts_changes_were_put_together_to_goes_on_growing(
+    rng: random.Random, autojump_clock: trio.testing.MockClock
+) -> None:
+    data = rng.randbytes(1000)
+    async with hosts(rng, 2, strict=False, capacity=16 * MIB, chunk=CHUNK) as (one, two):
+        await put(one, b"file", data)
+        await quiet(one, two)
+        ino = (await two.lookup(ROOT_INODE, b"file")).ino
+        handle = await two.open(ino, os.O_RDWR, CALLER)
+        await two.write(handle, 500, b"own")
+        await write_at(one, b"file", 0, b"theirs")
+        await quiet(one)
+        await two.release(await two.open(ino, os.O_RDONLY, CALLER))
+        assert await two.write(handle, 1000, b"and more") == 8
+        await two.release(handle)
+        await quiet(two, one)
+        assert await get(one, b"file") == b"theirs" + data[6:500] + b"own" + data[503:] + b"and more"
+
+
 @pytest.mark.parametrize("strict", [True, False], ids=["strict", "relaxed"])
 async def test_appends_of_all_hosts_are_there_once(
     rng: random.Random, autojump_clock: trio.testing.MockClock, strict: bool

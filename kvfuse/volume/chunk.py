@@ -52,7 +52,10 @@ class Staged:
 
     def __init__(self) -> None:
         self.pieces: list[bytes | bytearray | memoryview] = []
-        """all but a bytearray are the writer's, and never change"""
+        """A bytearray grows and changes, so nobody else ever has a view of it while it may; the rest stay as they are.
+
+        What an engine has read into is none: a frame that a traceback keeps alive may still have views of it.
+        """
         self.length = 0
         self.slots: list[Slot] = []
         self.writing = False

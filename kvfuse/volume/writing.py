@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
+import numpy as np
 import trio
 
 from kvfuse.checksum import GRANULE_SIZE, granule_checksums
@@ -267,8 +268,8 @@ class ContentWriter(ContentReader):
     async def _stage_existing(self, node: Node, index: int, chunk: Chunk) -> None:
         """Stage a copy of the chunk's bytes; the slots they are in are given up when the copy has its own."""
         extents = chunk.extents
-        buffer = bytearray(chunk.length)
-        await self._read_chunk(node, index, chunk, 0, memoryview(buffer))
+        buffer = np.empty(chunk.length, np.uint8).data
+        await self._read_chunk(node, index, chunk, 0, buffer)
         if chunk.staged is not None or chunk.extents is not extents or node.chunks.get(index) is not chunk:
             return
         staged = Staged()

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
+import numpy as np
+
 from kvfuse.errors import EngineError, NoSpace
 from kvfuse.remote.records.api import Versioned
 from kvfuse.remote.segments.api import Transfer
@@ -20,6 +22,8 @@ from kvfuse.volume.node import Node
 from kvfuse.volume.shared.refresh import Refresher
 
 ATTEMPTS_MAX = 100
+
+Bytes = bytes | memoryview
 
 Theirs = dict[int, tuple[schema.ExtentRecord, ...]]
 """chunk -> its extents as they are stored now"""
@@ -71,11 +75,13 @@ class Merger:
         base = node.base or record
         node.nlink += record.nlink - base.nlink
         fields = ("mode", "uid", "gid", "flags", "chunk_size", "target")
+        made = record.flags & (schema.FLAG_XATTRS | schema.FLAG_CHUNK_RECORDS)  # records that only a flag tells of
         taken = {field: getattr(record, field) for field in fields if getattr(node, field) == getattr(base, field)}
         if any(taken.get(field, getattr(node, field)) != getattr(node, field) for field in ("mode", "uid", "gid")):
             self.refresher.readers_change(node)
         for field, value in taken.items():
             setattr(node, field, value)
+        node.flags |= made
         # Later than theirs: by this others see that chunks with records of their own were changed once more.
         node.mtime, node.ctime = max(node.mtime, record.mtime + 1), max(node.ctime, record.ctime)
         if node.is_directory and record.parent != base.parent:
@@ -119,21 +125,18 @@ class Merger:
                     found.append(index)
         return found
 
-    async def _read_both(
-        self, node: Node, index: int, theirs: tuple[schema.ExtentRecord, ...]
-    ) -> tuple[bytearray, bytearray]:
+    async def _read_both(self, node: Node, index: int, theirs: tuple[schema.ExtentRecord, ...]) -> tuple[Bytes, Bytes]:
         """(bytes of the chunk as another host stored it, the same as it is here)."""
         chunk = node.chunks[index]
-        ours = bytearray(chunk.staged.length if chunk.staged is not None else chunk.length)
+        ours: Bytes
         if chunk.staged is not None:
-            ours[:] = chunk.staged.read(0, chunk.staged.length)
+            ours = bytes(chunk.staged.read(0, chunk.staged.length))
         else:
-            ours[:] = await self._read_extents([extent.record() for extent in chunk.extents])
+            ours = await self._read_extents([extent.record() for extent in chunk.extents])
         return await self._read_extents(list(theirs)), ours
 
-    async def _read_extents(self, extents: list[schema.ExtentRecord]) -> bytearray:
-        buffer = bytearray(sum(extent.length for extent in extents))
-        view = memoryview(buffer)
+    async def _read_extents(self, extents: list[schema.ExtentRecord]) -> memoryview:
+        view = np.empty(sum(extent.length for extent in extents), np.uint8).data
         transfers, start = [], 0
         for extent in extents:
             transfers.append(Transfer(*self.content.core.locate(extent.addr), view[start : start + extent.length]))
@@ -144,8 +147,7 @@ class Merger:
         for extent in extents:
             self.content.check_extent(extent, view[start : start + extent.length])
             start += extent.length
-        view.release()
-        return buffer
+        return view
 
     async def _read_tail(self, node: Node, record: schema.InodeRecord) -> bytes:
         """Bytes that were appended here, if the other host has changed the end of the file."""
@@ -157,7 +159,7 @@ class Merger:
     # -- putting together: nothing waits -------------------------------------------------------------
 
     def _merge_chunks(
-        self, node: Node, record: schema.InodeRecord, theirs: Theirs, read: dict[int, tuple[bytearray, bytearray]]
+        self, node: Node, record: schema.InodeRecord, theirs: Theirs, read: dict[int, tuple[Bytes, Bytes]]
     ) -> None:
         base = node.base
         assert base is not None
@@ -216,12 +218,13 @@ class Merger:
         node: Node,
         index: int,
         extents: tuple[schema.ExtentRecord, ...],
-        merged: bytearray,
-        ours: bytearray,
+        stored: Bytes,
+        ours: Bytes,
         appended_from: int | None,
     ) -> None:
         """A chunk that both changed: what was written here stands over what is stored now, and is staged anew."""
         chunk, start = node.chunks[index], index * node.chunk_size
+        merged = bytearray(stored)
         laid: list[tuple[int, int]] = []
         for low, high in chunk.dirty:
             end = min(high, len(ours))
