@@ -108,6 +108,18 @@ class Audit:
                 problems.append(f"directory {ino} has {names[ino]} names")
             if schema.orphan_key(ino) in records:
                 problems.append(f"inode {ino} has a name, and is an orphan")
+        return problems + self._attribute_problems(inodes)
+
+    def _attribute_problems(self, inodes: Mapping[int, schema.InodeRecord]) -> list[str]:
+        """Every attribute is of an inode that says it has some: else nobody removes it, and nobody finds it."""
+        problems = []
+        for ino in {schema.key_inode(key) for key in self.disk.records if key[:1] == schema.XATTR_PREFIX}:
+            orphan = self.disk.records.get(schema.orphan_key(ino))
+            record = self._fact(schema.orphan_key(ino), orphan).inode if orphan is not None else inodes.get(ino)
+            if record is None:
+                problems.append(f"an attribute of inode {ino}, which is not there")
+            elif not record.flags & schema.FLAG_XATTRS:
+                problems.append(f"inode {ino} has an attribute, and does not say so")
         return problems
 
     def _fact(self, key: bytes, row: Versioned) -> _Facts:

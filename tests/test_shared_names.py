@@ -10,12 +10,26 @@ import pytest
 import trio
 import trio.testing
 from records_audit import Audit
-from shared_lab import as_by_path, eventually, exists, hosts, look, make, names_in, quiet, until_node, volumes
+from shared_lab import (
+    as_by_path,
+    eventually,
+    exists,
+    get,
+    hosts,
+    look,
+    make,
+    names_in,
+    put,
+    quiet,
+    until_node,
+    volumes,
+)
 from volume_lab import CALLER, Chaos, Disk, lab_options
 
 from kvfuse import errors
 from kvfuse.volume import schema
 from kvfuse.volume.api import RENAME_EXCHANGE, RENAME_NOREPLACE, ROOT_INODE, Changes
+from kvfuse.volume.shared.lookup import SharedLookup
 from kvfuse.volume.volume import Volume
 
 
@@ -272,10 +286,14 @@ class Walk:
     """One client that does things at random in a small tree which others change, too."""
 
     NAMES = (b"a", b"b", b"c", b"d")
+    KINDS = ("make", "make", "mkdir", "link", "symlink", "unlink", "rmdir", "rename", "rename", "list")
+    CHANGES = ("set", "set", "unset", "chmod", "write")
+    """of what has a name already"""
 
-    def __init__(self, volume: Volume, rng: random.Random) -> None:
+    def __init__(self, volume: Volume, rng: random.Random, kinds: tuple[str, ...] = KINDS) -> None:
         self.volume = volume
         self.rng = rng
+        self.kinds = kinds
         self.done = 0
 
     async def somewhere(self) -> int:
@@ -291,7 +309,7 @@ class Walk:
     async def step(self) -> None:
         volume, rng = self.volume, self.rng
         parent, name = await self.somewhere(), rng.choice(self.NAMES)
-        kind = rng.choice(("make", "make", "mkdir", "link", "symlink", "unlink", "rmdir", "rename", "rename", "list"))
+        kind = rng.choice(self.kinds)
         if kind == "make":
             handle, _ = await volume.create(parent, name, 0o644, CALLER, os.O_RDWR)
             await volume.write(handle, 0, name * rng.randrange(1, 3000))
@@ -311,6 +329,21 @@ class Walk:
         elif kind == "rename":
             flags = rng.choice((0, 0, RENAME_NOREPLACE, RENAME_EXCHANGE))
             await volume.rename(parent, name, await self.somewhere(), rng.choice(self.NAMES), flags)
+        elif kind == "set":
+            node = await volume.lookup(parent, name)
+            await volume.set_xattr(node.ino, b"user." + rng.choice(self.NAMES), name)
+        elif kind == "unset":
+            node = await volume.lookup(parent, name)
+            await volume.remove_xattr(node.ino, b"user." + rng.choice(self.NAMES))
+        elif kind == "chmod":
+            node = await volume.lookup(parent, name)
+            await volume.set_attributes(node.ino, Changes(mode=rng.choice((0o600, 0o640, 0o755))), CALLER)
+        elif kind == "write":
+            node = await volume.lookup(parent, name)
+            if node.is_file:
+                handle = await volume.open(node.ino, os.O_RDWR, CALLER)
+                await volume.write(handle, rng.randrange(3000), name * rng.randrange(1, 3000))
+                await volume.release(handle)
         else:
             await volume.list_directory(parent, 0, 100)
 
@@ -334,13 +367,15 @@ async def tree_of(volume: Volume, ino: int = ROOT_INODE) -> dict[bytes, object]:
     return found
 
 
-async def walk_at_random(rng: random.Random, *, strict: bool, step_count: int = 150) -> None:
+async def walk_at_random(
+    rng: random.Random, *, strict: bool, step_count: int = 150, kinds: tuple[str, ...] = Walk.KINDS
+) -> None:
     """Three clients change a tree; what the records say is looked at after each commit, and by a check at the end."""
     options = lab_options(strict=strict, capacity=64 << 20)
     disk = Disk.format(options, shared=True)
     audit = Audit.attach(disk)
     async with volumes(disk, options, 3, rng) as all_volumes:
-        walks = [Walk(volume, random.Random(rng.random())) for volume in all_volumes]
+        walks = [Walk(volume, random.Random(rng.random()), kinds) for volume in all_volumes]
         async with trio.open_nursery() as nursery:
             for walk in walks:
                 nursery.start_soon(walk.run, step_count)
@@ -365,6 +400,14 @@ async def test_all_agree_on_a_tree_that_three_changed_at_random(
     rng: random.Random, autojump_clock: trio.testing.MockClock, run: int, strict: bool
 ) -> None:
     await walk_at_random(rng, strict=strict)
+
+
+@pytest.mark.parametrize("strict", [True, False], ids=["strict", "relaxed"])
+@pytest.mark.parametrize("run", range(6))
+async def test_what_has_names_is_changed_at_random_by_three(
+    rng: random.Random, autojump_clock: trio.testing.MockClock, run: int, strict: bool
+) -> None:
+    await walk_at_random(rng, strict=strict, kinds=Walk.KINDS + Walk.CHANGES)
 
 
 @pytest.mark.parametrize("seed", [4, 9, 10, 14, 18, 28, 77, 86, 1091, 1224, 2017, 2091, 2120, 3045])
@@ -414,6 +457,83 @@ async def test_a_file_that_came_under_a_name_before_our_removal_did_stays(
             assert await names_in(volume) == [b"a"]
             assert (await look(volume, b"a")).ino == other
         assert schema.orphan_key(other) not in disk.records
+
+
+@pytest.mark.parametrize("run", range(8))
+async def test_two_files_that_were_changed_under_one_name_keep_their_own(
+    rng: random.Random, autojump_clock: trio.testing.MockClock, run: int
+) -> None:
+    """The commit of the first is refused when the second one was changed, too: both are thought to have the name."""
+    options = lab_options()
+    disk = Disk.format(options, shared=True)
+    Audit.attach(disk)
+    chaos = [Chaos(random.Random(0)), Chaos(random.Random(0)), Chaos(rng, delay=1.0)]
+    async with volumes(disk, options, 3, rng, chaos) as (one, two, three), trio.open_nursery() as nursery:
+        first = await make(one, b"name")
+        await quiet(one, two, three)
+        await three.lookup(ROOT_INODE, b"name")
+        await three.set_attributes(first, Changes(mode=0o600), CALLER)
+        await one.rename(ROOT_INODE, b"name", ROOT_INODE, b"other", 0)
+        await trio.sleep(0.001)  # two has heard of it
+        second = await make(two, b"name")
+        await two.sync()
+        nursery.start_soon(three.sync)
+
+        async def has_heard() -> bool:
+            return (await three.lookup(ROOT_INODE, b"name")).ino == second
+
+        await eventually(has_heard)
+        await three.set_attributes(second, Changes(mode=0o640), CALLER)
+        await quiet(three, one, two)
+        for volume in (one, two, three):
+            found = [(await look(volume, name)) for name in (b"other", b"name")]
+            assert [(node.ino, node.mode & 0o777) for node in found] == [(first, 0o600), (second, 0o640)]
+
+
+async def test_a_file_that_comes_into_a_folder_while_its_path_is_checked_stays(
+    rng: random.Random, autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with hosts(rng, 2, strict=True) as (one, two):
+        folder = (await one.make_directory(ROOT_INODE, b"folder", 0o755, CALLER)).ino
+        await quiet(one, two)
+        await two.lookup(ROOT_INODE, b"folder")
+        lookups = one.lookups
+        assert isinstance(lookups, SharedLookup)
+        check_path = lookups.path_versions
+
+        async def check_slowly(directory: int, is_fresh: bool) -> dict[bytes, int]:
+            found = await check_path(directory, is_fresh)
+            if not await exists(two, b"file", folder):
+                await make(two, b"file", folder)
+                await quiet(two, one)
+            return found
+
+        monkeypatch.setattr(lookups, "path_versions", check_slowly)
+        with pytest.raises(errors.NotEmpty):
+            await one.remove_directory(ROOT_INODE, b"folder")
+        assert await names_in(one, folder) == [b"file"]
+
+
+async def test_a_removed_file_that_turns_out_to_live_on_has_its_bytes(
+    rng: random.Random, autojump_clock: trio.testing.MockClock
+) -> None:
+    options = lab_options()
+    disk = Disk.format(options, shared=True)
+    Audit.attach(disk)
+    async with volumes(disk, options, 2, rng, [Chaos(random.Random(0)) for _ in range(2)]) as (one, two):
+        await put(one, b"name", b"bytes" * 1000)
+        await quiet(one, two)
+        ino = (await two.lookup(ROOT_INODE, b"name")).ino
+        await two.unlink(ROOT_INODE, b"name")  # in memory, for a while
+        await one.rename(ROOT_INODE, b"name", ROOT_INODE, b"other", 0)
+        await trio.sleep(0.01)
+        two.names.reap_unnamed()  # as who has no room does
+        await two.sync()
+        await two.set_attributes((await look(two, b"other")).ino, Changes(mode=0o600), CALLER)
+        await quiet(two, one)
+        assert (await look(one, b"other")).ino == ino
+        for volume in (one, two):
+            assert await get(volume, b"other") == b"bytes" * 1000
 
 
 async def test_a_folder_is_removed_after_the_names_that_left_it(

@@ -257,6 +257,8 @@ class Journal(SharedJournal):
                 node.flushed_size = node.size
             await self.flusher.flush(flushed)
             async with self.committer.turn():
+                if self.core.shared:
+                    await self.conflicts.untangle()
                 waiters = self._take_waiters(waiters)
                 self._sent = self._settling = batch = self._build(set(flushed))
                 waiters = self._leave_late(waiters, batch)

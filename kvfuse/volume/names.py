@@ -307,6 +307,7 @@ class Names:
         Whoever has it open may read on. Its slots are freed later, by what is stored of it (`Removed`).
         """
         self.core.tier.drop(node.ino)
+        self.journal.withdraw_attributes(node)
         node.dead = []  # they are in the record that is stored, and go with it
         if node.handles:
             return
@@ -352,7 +353,7 @@ class Names:
             node.extra[schema.orphan_key(node.ino)] = None
         self._pass_on(node, heir)
         if not self.core.places.known(node.ino):
-            self.core.nodes.drop(node.ino)
+            self.core.nodes.drop(node)
 
     def _reap_shared(self, node: Node) -> None:
         """Free what no record names; the rest is freed by its orphan record."""
@@ -360,10 +361,8 @@ class Names:
         node.reaped = True
         self.content.drop_all(node)
         node.dead = []
-        if not (node.version or node.committing):
-            self.journal.withdraw([schema.xattr_key(node.ino, name) for name in node.xattr_names])
         if not self.core.places.known(node.ino):
-            self.core.nodes.drop(node.ino)
+            self.core.nodes.drop(node)
 
     # -- renaming ------------------------------------------------------------------------------------
 

@@ -329,9 +329,11 @@ class Nodes:
             self._evict(64)
         return node
 
-    def drop(self, ino: int) -> None:
-        self._nodes.pop(ino, None)
-        self._evicted.pop(ino, None)
+    def drop(self, node: Node) -> None:
+        """Whatever of the inode is asked for next is read anew. Nothing happens where that was done already."""
+        if (self._nodes.get(node.ino) or self._evicted.get(node.ino)) is node:
+            self._nodes.pop(node.ino, None)
+            self._evicted.pop(node.ino, None)
 
     def forget_all(self) -> None:
         """The membership is over for all of them, and for those that operations under way still add."""

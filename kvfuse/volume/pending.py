@@ -225,6 +225,19 @@ class Pending:
         for key in keys:
             self._extra.pop(key, None)
 
+    def withdraw_attributes(self, node: Node) -> None:
+        """The inode was removed: what is pending of its attributes is not put, or taken away by the next commit.
+
+        Its orphan record, which says whether there are attributes to be removed, need not know of these.
+        """
+        if not node.flags & schema.FLAG_XATTRS:
+            return
+        prefix = schema.xattr_prefix(node.ino)
+        self.withdraw([key for key in self._extra if key.startswith(prefix)])
+        for key, value in self._sent_extra.items():
+            if value is not None and key.startswith(prefix):  # that commit may be refused: then it is pending again
+                self._extra[key] = None
+
     def pending_puts(self, prefix: bytes) -> dict[bytes, bytes | None]:
         """What `put` was told of keys that begin with ``prefix`` and the store does not know yet."""
         return {key: value for key, value in {**self._sent_extra, **self._extra}.items() if key.startswith(prefix)}

@@ -103,7 +103,7 @@ class Volume(RunningVolume):
         if node is not None:
             if not node.reaped:
                 self.names.reap(node)
-            self.core.nodes.drop(ino)
+            self.core.nodes.drop(node)
 
     def remember(self, parent: int, entry: DirEntry) -> None:
         self.core.places.add(entry.attributes.ino, parent, entry.name)
@@ -376,7 +376,7 @@ class Volume(RunningVolume):
         self.core.unnamed[node.ino] = node
         if not self.core.places.known(node.ino):
             self.names.reap(node)
-            self.core.nodes.drop(node.ino)
+            self.core.nodes.drop(node)
 
     async def _load_and_reap(self, node: Node) -> None:
         try:

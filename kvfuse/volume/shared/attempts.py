@@ -94,10 +94,11 @@ class Attempts(Names):
             self.core.tier.retire(node.ino)
             self.core.known.removed(node.ino)
             node.reaped = True
+            self.journal.withdraw_attributes(node)
             if node.flags & schema.FLAG_XATTRS:
                 self.journal.free_later(node.ino)
             if not self.core.places.known(node.ino):  # or somebody here may be in it
-                self.core.nodes.drop(node.ino)
+                self.core.nodes.drop(node)
         else:
             self.journal.removed(node)
 

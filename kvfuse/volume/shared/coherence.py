@@ -163,8 +163,9 @@ class Coherence:
         if node is not None and node.is_directory:
             self.core.known.removed(ino)
             self.core.tier.retire(ino)
+            self.journal.withdraw_attributes(node)
             node.nlink = 0
-            self.core.nodes.drop(ino)
+            self.core.nodes.drop(node)
             self.news.attributes(ino)
 
     def _take_record(self, record: schema.InodeRecord, version: int, parent: int, name: bytes, *, own: bool) -> None:
@@ -236,7 +237,7 @@ class Coherence:
         """Nobody can ask for the file any more: what only memory has of it is given up."""
         self.core.tier.drop(node.ino)
         self.journal.reap(node)
-        self.core.nodes.drop(node.ino)
+        self.core.nodes.drop(node)
 
     def hold(self, node: Node) -> None:
         """The file is open here and has no name: nobody may free its bytes."""
@@ -289,7 +290,7 @@ class Coherence:
         for node in [node for node in core.nodes if not node.busy and not node.is_directory]:
             node.end_map()
             core.tier.drop(node.ino)
-            core.nodes.drop(node.ino)
+            core.nodes.drop(node)
         core.places.distrust_all()
         for ino, parent, name in core.places:
             self.news.name(parent, name)
@@ -306,4 +307,4 @@ class Coherence:
             if removed is not None:
                 self._take_removed(node.ino)
             elif node.is_directory:
-                self.core.nodes.drop(node.ino)
+                self.core.nodes.drop(node)

@@ -5,6 +5,7 @@ The commit is *recalled* first: everything in it is pending again. Then each key
 * A name: the later replaces the earlier. What has the name now leaves it with our change, as what was there before
   would have. A directory, or a file with several names, stays: then ours is lost, and counted. Who removed a file here
   did not mean the one that has the name now: that stays, too.
+* Two inodes with one name here: who is elsewhere in the store is followed. This is seen before a commit, too.
 * An inode: both changes are put together (`merging`). One that another host renamed is followed; one that was removed
   is lost here, as if it had been unlinked while it was open.
 * A directory into which names were put: its new version is expected from now on; if it is gone, so are they.
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING
 
 import trio
 
+from kvfuse.remote.records.api import ABSENT
 from kvfuse.volume import schema
 from kvfuse.volume.batch import Batch, Taken
 from kvfuse.volume.chunk import COMMITTED, FRESH, Extent
@@ -99,21 +101,43 @@ class Conflicts:
             elif key[:1] == b"o":
                 self.journal.freed_elsewhere(schema.key_inode(key))
 
+    async def untangle(self) -> None:
+        """Before a commit is built: two inodes that were changed here have one name.
+
+        So another host has renamed one, or removed it, and that was not heard of in time: both records have one key, so
+        what the commit expects of the one it would overwrite with the other. EngineError.
+        """
+        while keys := self._contested():
+            rows = await self.core.records.get(keys)
+            for key, row in zip(keys, rows, strict=True):
+                await self._resolve_entry(key, row)
+
+    def _contested(self) -> list[bytes]:
+        claims: set[tuple[int, bytes]] = set()
+        contested: set[tuple[int, bytes]] = set()
+        for node in [node for node in self.journal.changed_inline() if node.nlink]:
+            place = (node.parent, node.name)
+            change = self.journal.find(*place)
+            if place in claims or (change is not None and change.node is not node):
+                contested.add(place)
+            claims.add(place)
+        return [schema.entry_key(*place) for place in contested]
+
     async def _resolve_entry(self, key: bytes, row: Versioned | None) -> None:
         parent, _, name = schema.split_entry_key(key)
-        change = self.journal.find(parent, name)
-        if change is not None:
-            self._resolve_name(parent, name, change, row)
-            return
-        changed = [node for node in self.journal.changed_inline() if node.nlink]
-        node = next((node for node in changed if (node.parent, node.name) == (parent, name)), None)
-        if node is None:
-            return
         entry = schema.decode_entry(row.value) if row is not None else None
-        if row is not None and isinstance(entry, schema.InodeRecord) and entry.ino == node.ino:
-            await self.journal.merge(node, entry, row.version)
-        else:
-            await self._follow(node)
+        for node in self.journal.changed_inline():
+            change = self.journal.find(parent, name)
+            is_ours = change is not None and change.node is node
+            if not node.nlink or (node.parent, node.name) != (parent, name) or is_ours:
+                continue
+            if row is None or not isinstance(entry, schema.InodeRecord) or entry.ino != node.ino:
+                await self._follow(node)
+            elif change is None:
+                await self.journal.merge(node, entry, row.version)
+        change = self.journal.find(parent, name)
+        if change is not None and change.version != (row.version if row is not None else ABSENT):
+            self._resolve_name(parent, name, change, row)
 
     def _resolve_name(self, parent: int, name: bytes, change: NameChange, row: Versioned | None) -> None:
         """The name means something else in the store than when it was changed here."""

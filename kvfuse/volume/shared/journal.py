@@ -66,6 +66,7 @@ class SharedJournal(BatchBuilder):
 
     def removed(self, node: Node) -> None:
         """A transaction took the last name of a file away: the store has its orphan record, of this client."""
+        self.withdraw_attributes(node)
         self._forget(node)
         self.free_later(node.ino)
         if not node.handles:
@@ -83,6 +84,7 @@ class SharedJournal(BatchBuilder):
         if not node.version and node.nlink:
             self.core.file_count -= 1  # nobody ever got to know it
         node.nlink = 0
+        self.withdraw_attributes(node)
         self._forget(node)
         if not node.handles:
             self.reap(node)
@@ -135,10 +137,9 @@ class SharedJournal(BatchBuilder):
 
     def revive(self, node: Node) -> None:
         """An inode that was removed here is alive: it is read anew, and open files go on with what is read then."""
-        self.core.unnamed.pop(node.ino, None)
         if node.reaped or not node.handles:
-            node.end_map()
-            self.core.nodes.drop(node.ino)
+            self.reap(node)
+            self.core.nodes.drop(node)
 
     def replaces(self, change: NameChange, record: schema.InodeRecord, version: int) -> None:
         """The change takes the name from this inode, which got it elsewhere: it is removed with it."""

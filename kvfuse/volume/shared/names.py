@@ -59,6 +59,7 @@ class SharedNames(Attempts):
         self.journal.helpers.append(removed.run)
         self.journal.reap, self.journal.free_later, self.journal.hurry = self.reap, removed.later, removed.hurry
         self.journal.merger = Merger(self.content, self.lookup.refresher).merge
+        self.lookup.refresher.revive = self.journal.revive
         self.content.renew = self.journal.renew = self.lookup.renew
 
     async def publish(self, directory: Node, *nodes: Node) -> None:
@@ -198,10 +199,11 @@ class SharedNames(Attempts):
                 raise errors.NotFound(f"{name!r} does not exist in directory {parent}")
             if not node.is_directory:
                 raise errors.NotADirectory(f"{name!r} is no directory")
-            await self._have_left(node, name)
+            versions = await self.lookup.path_versions(parent, is_fresh)
+            await self._have_left(node, name)  # nothing waits after it: news of a name in it would pass for the mark
             gone[:] = [node]
             draft = Draft(self.core.client)
-            draft.expect_all(await self.lookup.path_versions(parent, is_fresh))
+            draft.expect_all(versions)
             draft.name(parent, name, found.version, None)
             draft.remove_directory(node)
             draft.enter(folder, directory_count=-1)

@@ -25,6 +25,8 @@ class Refresher:
     news: KernelNews = field(default_factory=KernelNews)
     readers_change: Callable[[Node], None] = lambda node: None
     """is told before other people may read an inode than before"""
+    revive: Callable[[Node], None] = lambda node: None
+    """as `SharedJournal.revive`"""
 
     def take(self, record: schema.InodeRecord, version: int, place: tuple[int, bytes], *, own: bool) -> Node:
         """The node of a record that was just read. ``place``: the name that led to it; ``own``: the record is its own.
@@ -32,6 +34,9 @@ class Refresher:
         What the node says already is not older than the record, or it is brought up to it.
         """
         node = self.core.nodes.get(record.ino)
+        if node is not None and not node.nlink and version > node.version:
+            self.revive(node)  # another host renamed it before our removal came
+            node = self.core.nodes.get(record.ino)
         if node is None:
             node = self.content.restore_chunks(Node.from_record(record), record)
             node.own_record, node.version, node.base = own, version, record

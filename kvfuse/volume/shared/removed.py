@@ -211,7 +211,7 @@ class Removed:
         if known is not None:
             known.reaped = True
             known.end_map()
-            self.core.nodes.drop(record.ino)
+            self.core.nodes.drop(known)
         node = self.content.restore_chunks(Node.from_record(record), record)
         node.nlink, node.version = 0, version
         await self.content.load_all(node)
