@@ -24,11 +24,12 @@ from shared_lab import (
     until_node,
     volumes,
 )
+from shared_walk import OF_FILES, OF_HANDLES, OF_NAMES, walk_at_random
 from volume_lab import CALLER, Chaos, Disk, lab_options
 
 from kvfuse import errors
 from kvfuse.volume import schema
-from kvfuse.volume.api import RENAME_EXCHANGE, RENAME_NOREPLACE, ROOT_INODE, Changes
+from kvfuse.volume.api import RENAME_EXCHANGE, ROOT_INODE, Changes
 from kvfuse.volume.shared.lookup import SharedLookup
 from kvfuse.volume.volume import Volume
 
@@ -282,118 +283,6 @@ async def test_exchanged_names_are_both_there_all_the_time(
                 assert (await seeing.lookup(ROOT_INODE, b"folder")).nlink == (3 if number % 2 == 0 else 2)
 
 
-class Walk:
-    """One client that does things at random in a small tree which others change, too."""
-
-    NAMES = (b"a", b"b", b"c", b"d")
-    KINDS = ("make", "make", "mkdir", "link", "symlink", "unlink", "rmdir", "rename", "rename", "list")
-    CHANGES = ("set", "set", "unset", "chmod", "write")
-    """of what has a name already"""
-
-    def __init__(self, volume: Volume, rng: random.Random, kinds: tuple[str, ...] = KINDS) -> None:
-        self.volume = volume
-        self.rng = rng
-        self.kinds = kinds
-        self.done = 0
-
-    async def somewhere(self) -> int:
-        """A directory, up to three levels down."""
-        ino = ROOT_INODE
-        for _ in range(self.rng.randrange(4)):
-            node = await self.volume.lookup(ino, self.rng.choice(self.NAMES))
-            if not node.is_directory:
-                break
-            ino = node.ino
-        return ino
-
-    async def step(self) -> None:
-        volume, rng = self.volume, self.rng
-        parent, name = await self.somewhere(), rng.choice(self.NAMES)
-        kind = rng.choice(self.kinds)
-        if kind == "make":
-            handle, _ = await volume.create(parent, name, 0o644, CALLER, os.O_RDWR)
-            await volume.write(handle, 0, name * rng.randrange(1, 3000))
-            await volume.flush(handle)
-            await volume.release(handle)
-        elif kind == "mkdir":
-            await volume.make_directory(parent, name, 0o755, CALLER)
-        elif kind == "symlink":
-            await volume.make_symlink(parent, name, b"target", CALLER)
-        elif kind == "link":
-            node = await volume.lookup(await self.somewhere(), rng.choice(self.NAMES))
-            await volume.link(node.ino, parent, name)
-        elif kind == "unlink":
-            await volume.unlink(parent, name)
-        elif kind == "rmdir":
-            await volume.remove_directory(parent, name)
-        elif kind == "rename":
-            flags = rng.choice((0, 0, RENAME_NOREPLACE, RENAME_EXCHANGE))
-            await volume.rename(parent, name, await self.somewhere(), rng.choice(self.NAMES), flags)
-        elif kind == "set":
-            node = await volume.lookup(parent, name)
-            await volume.set_xattr(node.ino, b"user." + rng.choice(self.NAMES), name)
-        elif kind == "unset":
-            node = await volume.lookup(parent, name)
-            await volume.remove_xattr(node.ino, b"user." + rng.choice(self.NAMES))
-        elif kind == "chmod":
-            node = await volume.lookup(parent, name)
-            await volume.set_attributes(node.ino, Changes(mode=rng.choice((0o600, 0o640, 0o755))), CALLER)
-        elif kind == "write":
-            node = await volume.lookup(parent, name)
-            if node.is_file:
-                handle = await volume.open(node.ino, os.O_RDWR, CALLER)
-                await volume.write(handle, rng.randrange(3000), name * rng.randrange(1, 3000))
-                await volume.release(handle)
-        else:
-            await volume.list_directory(parent, 0, 100)
-
-    async def run(self, steps: int) -> None:
-        for _ in range(steps):
-            try:
-                await self.step()
-                self.done += 1
-            except errors.EngineError:
-                raise
-            except errors.OperationError:
-                pass  # others were faster, or it made no sense
-
-
-async def tree_of(volume: Volume, ino: int = ROOT_INODE) -> dict[bytes, object]:
-    """name -> tree of a directory, or (inode, number of names, size)"""
-    found: dict[bytes, object] = {}
-    for row in await volume.list_directory(ino, 0, 100):
-        node = await volume.lookup(ino, row.name)
-        found[row.name] = await tree_of(volume, node.ino) if node.is_directory else (node.ino, node.nlink, node.size)
-    return found
-
-
-async def walk_at_random(
-    rng: random.Random, *, strict: bool, step_count: int = 150, kinds: tuple[str, ...] = Walk.KINDS
-) -> None:
-    """Three clients change a tree; what the records say is looked at after each commit, and by a check at the end."""
-    options = lab_options(strict=strict, capacity=64 << 20)
-    disk = Disk.format(options, shared=True)
-    audit = Audit.attach(disk)
-    async with volumes(disk, options, 3, rng) as all_volumes:
-        walks = [Walk(volume, random.Random(rng.random()), kinds) for volume in all_volumes]
-        async with trio.open_nursery() as nursery:
-            for walk in walks:
-                nursery.start_soon(walk.run, step_count)
-        assert sum(walk.done for walk in walks) > step_count / 3
-        for volume in all_volumes:
-            await volume.sync()
-
-        async def agree() -> bool:
-            try:
-                trees = [await tree_of(volume) for volume in all_volumes]
-            except (errors.NotFound, errors.Stale):
-                return False  # the news of a change came between two questions
-            return trees[0] == trees[1] == trees[2]
-
-        await eventually(agree)
-    assert audit.commit_count > 20
-
-
 @pytest.mark.parametrize("strict", [True, False], ids=["strict", "relaxed"])
 @pytest.mark.parametrize("run", range(6))
 async def test_all_agree_on_a_tree_that_three_changed_at_random(
@@ -402,12 +291,16 @@ async def test_all_agree_on_a_tree_that_three_changed_at_random(
     await walk_at_random(rng, strict=strict)
 
 
+KINDS = {"files": OF_NAMES + OF_FILES, "open files": OF_NAMES + OF_FILES + OF_HANDLES}
+
+
 @pytest.mark.parametrize("strict", [True, False], ids=["strict", "relaxed"])
+@pytest.mark.parametrize("kinds", KINDS)
 @pytest.mark.parametrize("run", range(6))
-async def test_what_has_names_is_changed_at_random_by_three(
-    rng: random.Random, autojump_clock: trio.testing.MockClock, run: int, strict: bool
+async def test_all_agree_on_files_that_three_changed_at_random(
+    rng: random.Random, autojump_clock: trio.testing.MockClock, run: int, kinds: str, strict: bool
 ) -> None:
-    await walk_at_random(rng, strict=strict, kinds=Walk.KINDS + Walk.CHANGES)
+    await walk_at_random(rng, KINDS[kinds], strict=strict)
 
 
 @pytest.mark.parametrize("seed", [4, 9, 10, 14, 18, 28, 77, 86, 1091, 1224, 2017, 2091, 2120, 3045])

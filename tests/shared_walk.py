@@ -1,0 +1,192 @@
+"""Clients that do things at random in one small tree, at the same time, and agree on it in the end."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Awaitable, Callable
+
+import trio
+from records_audit import Audit
+from shared_lab import eventually, volumes
+from volume_lab import CALLER, Disk, lab_options
+
+from kvfuse import errors
+from kvfuse.volume.api import RENAME_EXCHANGE, RENAME_NOREPLACE, ROOT_INODE, Changes
+from kvfuse.volume.volume import FileHandle, Volume
+
+NAMES = (b"a", b"b", b"c", b"d")
+OF_NAMES = ("make", "make", "mkdir", "link", "symlink", "unlink", "rmdir", "rename", "rename", "list")
+OF_FILES = ("set", "set", "unset", "chmod", "write")
+"""what is done to something by its name"""
+OF_HANDLES = ("hold", "hold", "write_held", "write_held", "append_held", "cut_held", "fsync_held", "drop", "drop")
+"""to files that stay open for a while"""
+
+
+class Walk:
+    """One client. ``kinds``: what it does, as often as each is named."""
+
+    def __init__(self, volume: Volume, rng: random.Random, kinds: tuple[str, ...]) -> None:
+        self.volume = volume
+        self.rng = rng
+        self.kinds = kinds
+        self.handles: list[FileHandle] = []
+        self.done = 0
+
+    async def somewhere(self) -> int:
+        """A directory, up to three levels down."""
+        ino = ROOT_INODE
+        for _ in range(self.rng.randrange(4)):
+            node = await self.volume.lookup(ino, self.rng.choice(NAMES))
+            if not node.is_directory:
+                break
+            ino = node.ino
+        return ino
+
+    async def run(self, steps: int) -> None:
+        for _ in range(steps):
+            try:
+                parent, name = await self.somewhere(), self.rng.choice(NAMES)
+                step: Callable[[int, bytes], Awaitable[None]] = getattr(self, self.rng.choice(self.kinds))
+                await step(parent, name)
+                self.done += 1
+            except errors.EngineError:
+                raise
+            except errors.OperationError:
+                pass  # others were faster, or it made no sense
+        for handle in self.handles:
+            await self.volume.release(handle)
+
+    # -- names ---------------------------------------------------------------------------------------
+
+    async def make(self, parent: int, name: bytes) -> None:
+        handle, _ = await self.volume.create(parent, name, 0o644, CALLER, os.O_RDWR)
+        await self.volume.write(handle, 0, self.data(name))
+        await self.volume.flush(handle)
+        await self.volume.release(handle)
+
+    async def mkdir(self, parent: int, name: bytes) -> None:
+        await self.volume.make_directory(parent, name, 0o755, CALLER)
+
+    async def symlink(self, parent: int, name: bytes) -> None:
+        await self.volume.make_symlink(parent, name, b"target", CALLER)
+
+    async def link(self, parent: int, name: bytes) -> None:
+        node = await self.volume.lookup(await self.somewhere(), self.rng.choice(NAMES))
+        await self.volume.link(node.ino, parent, name)
+
+    async def unlink(self, parent: int, name: bytes) -> None:
+        await self.volume.unlink(parent, name)
+
+    async def rmdir(self, parent: int, name: bytes) -> None:
+        await self.volume.remove_directory(parent, name)
+
+    async def rename(self, parent: int, name: bytes) -> None:
+        flags = self.rng.choice((0, 0, RENAME_NOREPLACE, RENAME_EXCHANGE))
+        await self.volume.rename(parent, name, await self.somewhere(), self.rng.choice(NAMES), flags)
+
+    async def list(self, parent: int, name: bytes) -> None:
+        await self.volume.list_directory(parent, 0, 100)
+
+    # -- what has a name -----------------------------------------------------------------------------
+
+    async def set(self, parent: int, name: bytes) -> None:
+        node = await self.volume.lookup(parent, name)
+        await self.volume.set_xattr(node.ino, b"user." + self.rng.choice(NAMES), name)
+
+    async def unset(self, parent: int, name: bytes) -> None:
+        node = await self.volume.lookup(parent, name)
+        await self.volume.remove_xattr(node.ino, b"user." + self.rng.choice(NAMES))
+
+    async def chmod(self, parent: int, name: bytes) -> None:
+        node = await self.volume.lookup(parent, name)
+        await self.volume.set_attributes(node.ino, Changes(mode=self.rng.choice((0o600, 0o640, 0o755))), CALLER)
+
+    async def write(self, parent: int, name: bytes) -> None:
+        handle = await self.open(parent, name)
+        await self.volume.write(handle, self.rng.randrange(3000), self.data(name))
+        await self.volume.release(handle)
+
+    # -- what is open --------------------------------------------------------------------------------
+
+    async def hold(self, parent: int, name: bytes) -> None:
+        self.handles.append(await self.open(parent, name))
+
+    async def write_held(self, parent: int, name: bytes) -> None:
+        await self.volume.write(self.held(), self.rng.randrange(9000), self.data(name))
+
+    async def append_held(self, parent: int, name: bytes) -> None:
+        handle = self.held()
+        await self.volume.write(handle, handle.node.size, self.data(name))
+
+    async def cut_held(self, parent: int, name: bytes) -> None:
+        await self.volume.set_attributes(self.held().node.ino, Changes(size=self.rng.randrange(9000)), CALLER)
+
+    async def fsync_held(self, parent: int, name: bytes) -> None:
+        await self.volume.fsync(self.held())
+
+    async def drop(self, parent: int, name: bytes) -> None:
+        handle = self.held()
+        self.handles.remove(handle)
+        await self.volume.release(handle)
+
+    async def open(self, parent: int, name: bytes) -> FileHandle:
+        """A regular file: of others the kernel opens none here."""
+        node = await self.volume.lookup(parent, name)
+        if not node.is_file:
+            raise errors.InvalidArgument("no regular file")
+        return await self.volume.open(node.ino, os.O_RDWR, CALLER)
+
+    def held(self) -> FileHandle:
+        if not self.handles:
+            raise errors.InvalidArgument("nothing is open")
+        return self.rng.choice(self.handles)
+
+    def data(self, name: bytes) -> bytes:
+        return name * self.rng.randrange(1, 3000)
+
+
+async def tree_of(volume: Volume, ino: int = ROOT_INODE) -> dict[bytes, object]:
+    """name -> tree of a directory, or (inode, number of names, mode, size), and the bytes of a file"""
+    found: dict[bytes, object] = {}
+    for row in await volume.list_directory(ino, 0, 100):
+        node = await volume.lookup(ino, row.name)
+        if node.is_directory:
+            found[row.name] = await tree_of(volume, node.ino)
+        elif node.is_file:
+            handle = await volume.open(node.ino, os.O_RDONLY, CALLER)
+            try:
+                data = bytes(await volume.read(handle, 0, 1 << 20))
+            finally:
+                await volume.release(handle)
+            found[row.name] = node.ino, node.nlink, node.mode, node.size, data
+        else:
+            found[row.name] = node.ino, node.nlink, node.mode
+    return found
+
+
+async def walk_at_random(
+    rng: random.Random, kinds: tuple[str, ...] = OF_NAMES, *, strict: bool, step_count: int = 150
+) -> None:
+    """Three clients change a tree; what the records say is looked at after each commit, and by a check at the end."""
+    options = lab_options(strict=strict, capacity=64 << 20)
+    disk = Disk.format(options, shared=True)
+    audit = Audit.attach(disk)
+    async with volumes(disk, options, 3, rng) as all_volumes:
+        walks = [Walk(volume, random.Random(rng.random()), kinds) for volume in all_volumes]
+        async with trio.open_nursery() as nursery:
+            for walk in walks:
+                nursery.start_soon(walk.run, step_count)
+        assert sum(walk.done for walk in walks) > step_count / 10
+        for volume in all_volumes:
+            await volume.sync()
+
+        async def agree() -> bool:
+            try:
+                trees = [await tree_of(volume) for volume in all_volumes]
+            except (errors.NotFound, errors.Stale):
+                return False  # the news of a change came between two questions
+            return trees[0] == trees[1] == trees[2]
+
+        await eventually(agree)
+    assert audit.commit_count > 20
