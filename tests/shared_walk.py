@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from functools import partial
 
 import trio
 from records_audit import Audit
 from shared_lab import eventually, volumes
-from volume_lab import CALLER, Disk, lab_options
+from volume_lab import CALLER, Chaos, Disk, lab_options
 
 from kvfuse import errors
 from kvfuse.volume.api import RENAME_EXCHANGE, RENAME_NOREPLACE, ROOT_INODE, Changes
@@ -43,7 +45,8 @@ class Walk:
             ino = node.ino
         return ino
 
-    async def run(self, steps: int) -> None:
+    async def run(self, steps: int, *, may_fail: bool = False) -> None:
+        """``may_fail``: the engines do at times."""
         for _ in range(steps):
             try:
                 parent, name = await self.somewhere(), self.rng.choice(NAMES)
@@ -51,7 +54,8 @@ class Walk:
                 await step(parent, name)
                 self.done += 1
             except errors.EngineError:
-                raise
+                if not may_fail:
+                    raise
             except errors.OperationError:
                 pass  # others were faster, or it made no sense
         for handle in self.handles:
@@ -165,21 +169,43 @@ async def tree_of(volume: Volume, ino: int = ROOT_INODE) -> dict[bytes, object]:
     return found
 
 
+async def sync(volume: Volume) -> None:
+    """What is left of the last failures is told once."""
+    for _ in range(10):
+        with suppress(errors.EngineError):
+            await volume.sync()
+        await trio.sleep(0.2)
+    await volume.sync()
+
+
 async def walk_at_random(
-    rng: random.Random, kinds: tuple[str, ...] = OF_NAMES, *, strict: bool, step_count: int = 150
+    rng: random.Random,
+    kinds: tuple[str, ...] = OF_NAMES,
+    *,
+    strict: bool,
+    step_count: int = 150,
+    faults: float = 0.0,
 ) -> None:
-    """Three clients change a tree; what the records say is looked at after each commit, and by a check at the end."""
+    """Three clients change a tree; what the records say is looked at after each commit, and by a check at the end.
+
+    ``faults``: probability of a call of an engine to fail; half of the commits that do are done all the same.
+    """
     options = lab_options(strict=strict, capacity=64 << 20)
     disk = Disk.format(options, shared=True)
     audit = Audit.attach(disk)
-    async with volumes(disk, options, 3, rng) as all_volumes:
+    chaos = [Chaos(random.Random(rng.random()), delay=0.5) for _ in range(3)]
+    async with volumes(disk, options, 3, rng, chaos) as all_volumes:
         walks = [Walk(volume, random.Random(rng.random()), kinds) for volume in all_volumes]
+        for one in chaos:
+            one.commit_error = one.write_error = faults
         async with trio.open_nursery() as nursery:
             for walk in walks:
-                nursery.start_soon(walk.run, step_count)
+                nursery.start_soon(partial(walk.run, step_count, may_fail=faults > 0))
         assert sum(walk.done for walk in walks) > step_count / 10
+        for one in chaos:
+            one.commit_error = one.write_error = 0.0
         for volume in all_volumes:
-            await volume.sync()
+            await sync(volume)
 
         async def agree() -> bool:
             try:

@@ -303,6 +303,14 @@ async def test_all_agree_on_files_that_three_changed_at_random(
     await walk_at_random(rng, KINDS[kinds], strict=strict)
 
 
+@pytest.mark.parametrize("strict", [True, False], ids=["strict", "relaxed"])
+@pytest.mark.parametrize("run", range(6))
+async def test_all_agree_on_files_that_three_changed_while_engines_failed(
+    rng: random.Random, autojump_clock: trio.testing.MockClock, run: int, strict: bool
+) -> None:
+    await walk_at_random(rng, KINDS["open files"], strict=strict, faults=0.1)
+
+
 @pytest.mark.parametrize("seed", [4, 9, 10, 14, 18, 28, 77, 86, 1091, 1224, 2017, 2091, 2120, 3045])
 async def test_all_agree_on_a_tree_where_they_did_not_once(autojump_clock: trio.testing.MockClock, seed: int) -> None:
     await walk_at_random(random.Random(seed), strict=False)
@@ -405,6 +413,28 @@ async def test_a_file_that_comes_into_a_folder_while_its_path_is_checked_stays(
         with pytest.raises(errors.NotEmpty):
             await one.remove_directory(ROOT_INODE, b"folder")
         assert await names_in(one, folder) == [b"file"]
+
+
+async def test_a_folder_whose_making_was_in_doubt_shows_what_others_put_into_it(
+    rng: random.Random, autojump_clock: trio.testing.MockClock
+) -> None:
+    chaos = [Chaos(random.Random(0)), Chaos(random.Random(0))]
+    async with hosts(rng, 2, chaos) as (one, two):
+        chaos[0].commit_error_after = 1.0
+        with pytest.raises(errors.EngineError):
+            await one.make_directory(ROOT_INODE, b"folder", 0o755, CALLER)
+        chaos[0].commit_error_after, chaos[0].commit_error = 0.0, 2.0  # it cannot ask, either
+        folder = (await two.lookup(ROOT_INODE, b"folder")).ino
+        await make(two, b"file", folder)
+        await quiet(two)
+        assert (await one.lookup(ROOT_INODE, b"folder")).ino == folder
+        chaos[0].commit_error = 0.0
+        await make(one, b"any")  # its commit finds out about the last one
+        await one.sync()
+        assert await exists(one, b"file", folder)
+        await one.set_attributes(folder, Changes(mode=0o700), CALLER)
+        await quiet(one)
+        assert (await look(two, b"folder")).mode & 0o777 == 0o700
 
 
 async def test_a_removed_file_that_turns_out_to_live_on_has_its_bytes(

@@ -7,7 +7,7 @@ commit of this client happens twice, and what an interrupted one did is known by
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import AsyncIterator, Collection, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -114,6 +114,8 @@ class Committer:
         self.sequence_value = b""
         self.conflicts = 0
         """commits that were refused because somebody else was faster"""
+        self.came_late: Callable[[], None] = lambda: None
+        """called when an interrupted commit turned out to have happened: others may have changed the same since"""
         self._sequence_version = ABSENT
         self._turn = trio.Lock()
         self._waiting: deque[_Waiting] = deque()
@@ -313,6 +315,7 @@ class Committer:
         self._unknown = None
         if version != self._sequence_version:
             self._applied(group, version)
+            self.came_late()
 
 
 def _finish(waiting: _Waiting, version: int = 0, error: KvfuseError | None = None) -> None:

@@ -76,6 +76,7 @@ class Journal(SharedJournal):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.committer = Committer(self.core.records)
+        self.committer.came_late = self.core.known.clear
         self.helpers: list[Callable[[], Awaitable[None]]] = []
         """run beside the committing task"""
         self.conflicts = Conflicts(self)

@@ -60,12 +60,12 @@ class Attempts(Names):
         """Names and inodes are so in the store: let everybody here know."""
         core = self.core
         for node in draft.made:
-            core.nodes.add(node)
-            core.file_count += 1
-            core.counters.creates += 1
             if node.is_directory:
                 node.times_version = version
-                core.known.made(node.ino)
+            if core.nodes.get(node.ino) is None:  # else somebody looked the name up before the answer came
+                core.nodes.add(node)
+            core.file_count += 1
+            core.counters.creates += 1
         for parent, name, meant in draft.names:
             self.journal.renaming(parent, name)
             if core.known.version(parent, name) > version:

@@ -96,9 +96,15 @@ class SharedNames(Attempts):
             draft.make(node)
             return draft
 
-        await self._attempt(plan, name)
+        if stat.S_ISDIR(mode):
+            self.core.known.made(ino)  # before others can put names into it
+        try:
+            await self._attempt(plan, name)
+        except errors.OperationError:
+            self.core.known.removed(ino)
+            raise
         (node,) = made
-        return directory, self.lookup.count_lookup(node)
+        return directory, self.lookup.count_lookup(self.core.nodes.get(ino) or node)
 
     def _made(self, ino: int, directory: Node, name: bytes, mode: int, caller: Caller) -> Node:
         """An inode that nobody knows of yet."""
