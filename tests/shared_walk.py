@@ -11,7 +11,7 @@ from functools import partial
 import trio
 from records_audit import Audit
 from shared_lab import eventually, volumes
-from volume_lab import CALLER, Chaos, Disk, lab_options
+from volume_lab import CALLER, MIB, Chaos, Disk, lab_options
 
 from kvfuse import errors
 from kvfuse.volume.api import RENAME_EXCHANGE, RENAME_NOREPLACE, ROOT_INODE, Changes
@@ -184,13 +184,14 @@ async def walk_at_random(
     *,
     strict: bool,
     step_count: int = 150,
+    chunk: int = MIB,
     faults: float = 0.0,
 ) -> None:
     """Three clients change a tree; what the records say is looked at after each commit, and by a check at the end.
 
     ``faults``: probability of a call of an engine to fail; half of the commits that do are done all the same.
     """
-    options = lab_options(strict=strict, capacity=64 << 20)
+    options = lab_options(strict=strict, capacity=64 * MIB, chunk=chunk)
     disk = Disk.format(options, shared=True)
     audit = Audit.attach(disk)
     chaos = [Chaos(random.Random(rng.random()), delay=0.5) for _ in range(3)]

@@ -25,7 +25,7 @@ from shared_lab import (
     volumes,
 )
 from shared_walk import OF_FILES, OF_HANDLES, OF_NAMES, walk_at_random
-from volume_lab import CALLER, Chaos, Disk, lab_options
+from volume_lab import CALLER, MIB, Chaos, Disk, lab_options
 
 from kvfuse import errors
 from kvfuse.volume import schema
@@ -291,6 +291,8 @@ async def test_all_agree_on_a_tree_that_three_changed_at_random(
     await walk_at_random(rng, strict=strict)
 
 
+CHUNKS = (4096, MIB)
+"""Bytes: files are of many chunks, or of one."""
 KINDS = {"files": OF_NAMES + OF_FILES, "open files": OF_NAMES + OF_FILES + OF_HANDLES}
 
 
@@ -300,7 +302,7 @@ KINDS = {"files": OF_NAMES + OF_FILES, "open files": OF_NAMES + OF_FILES + OF_HA
 async def test_all_agree_on_files_that_three_changed_at_random(
     rng: random.Random, autojump_clock: trio.testing.MockClock, run: int, kinds: str, strict: bool
 ) -> None:
-    await walk_at_random(rng, KINDS[kinds], strict=strict)
+    await walk_at_random(rng, KINDS[kinds], strict=strict, chunk=CHUNKS[run % 2])
 
 
 @pytest.mark.parametrize("strict", [True, False], ids=["strict", "relaxed"])
@@ -308,7 +310,7 @@ async def test_all_agree_on_files_that_three_changed_at_random(
 async def test_all_agree_on_files_that_three_changed_while_engines_failed(
     rng: random.Random, autojump_clock: trio.testing.MockClock, run: int, strict: bool
 ) -> None:
-    await walk_at_random(rng, KINDS["open files"], strict=strict, faults=0.1)
+    await walk_at_random(rng, KINDS["open files"], strict=strict, chunk=CHUNKS[run % 2], faults=0.1)
 
 
 @pytest.mark.parametrize("seed", [4, 9, 10, 14, 18, 28, 77, 86, 1091, 1224, 2017, 2091, 2120, 3045])
