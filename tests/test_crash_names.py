@@ -13,7 +13,7 @@ import trio.testing
 from crash_model import Camera, File, Model
 from volume_lab import CALLER, MIB, Chaos, Disk, lab_options, opened
 
-from kvfuse.errors import Exists, NoSpace, NotFound
+from kvfuse.errors import Exists, NoAttribute, NoSpace, NotFound
 from kvfuse.volume.api import RENAME_EXCHANGE, ROOT_INODE, Changes
 from kvfuse.volume.volume import FileHandle, Volume
 
@@ -45,6 +45,8 @@ class Walk:
             (self.fsync, 7),
             (self.sync, 1),
             (self.read, 6),
+            (self.set, 6),
+            (self.unset, 3),
             (self.forget, 5),
             (self.wait, 5),
         ]
@@ -97,6 +99,19 @@ class Walk:
             await self.volume.link(self.model.names[name], ROOT_INODE, new_name)
             self.known.append(self.model.names[name])
             self.model.names[new_name] = self.model.names[name]
+
+    # -- attributes ----------------------------------------------------------------------------------
+
+    async def set(self) -> None:
+        node = await self.volume.lookup(ROOT_INODE, self.name())
+        self.known.append(node.ino)
+        await self.volume.set_xattr(node.ino, b"user." + self.name(), b"value")
+
+    async def unset(self) -> None:
+        node = await self.volume.lookup(ROOT_INODE, self.name())
+        self.known.append(node.ino)
+        with suppress(NoAttribute):
+            await self.volume.remove_xattr(node.ino, b"user." + self.name())
 
     async def forget(self) -> None:
         if self.known:
