@@ -19,10 +19,12 @@ from kvfuse.volume.volume import FileHandle, Volume
 
 NAMES = (b"a", b"b", b"c", b"d")
 OF_NAMES = ("make", "make", "mkdir", "link", "symlink", "unlink", "rmdir", "rename", "rename", "list")
-OF_FILES = ("set", "set", "unset", "chmod", "write")
+OF_FILES = ("set", "set", "unset", "chmod", "write", "forget", "forget")
 """what is done to something by its name"""
 OF_HANDLES = ("hold", "hold", "write_held", "write_held", "append_held", "cut_held", "fsync_held", "drop", "drop")
 """to files that stay open for a while"""
+
+EVERY_TIME = 1 << 30
 
 
 class Walk:
@@ -110,6 +112,13 @@ class Walk:
         handle = await self.open(parent, name)
         await self.volume.write(handle, self.rng.randrange(3000), self.data(name))
         await self.volume.release(handle)
+
+    async def forget(self, parent: int, name: bytes) -> None:
+        """As a kernel that is short of memory."""
+        held = {handle.node.ino for handle in self.handles}
+        for ino, _, _ in list(self.volume.core.places):
+            if ino not in held and self.rng.random() < 0.8:
+                self.volume.forget(ino, EVERY_TIME)
 
     # -- what is open --------------------------------------------------------------------------------
 

@@ -167,16 +167,18 @@ class Conflicts:
             self.journal.lost(node)
 
     async def _resolve_inode(self, key: bytes, row: Versioned | None) -> None:
-        node = self.core.nodes.get(schema.key_inode(key)) or self.journal.folders.get(schema.key_inode(key))
-        self.journal.give_up_times(schema.key_inode(key), node)
-        if node is None:
-            return
-        if row is not None:
-            await self.journal.merge(node, schema.decode_inode(row.value), row.version)
-        elif node.is_directory:
-            self._lose_folder(node)
-        else:
-            self.journal.lost(node)
+        ino = schema.key_inode(key)
+        current = self.core.nodes.get(ino) or self.journal.folders.get(ino)
+        self.journal.give_up_times(ino, current)
+        for node in dict.fromkeys([current, *self.journal.changed(ino)]):
+            if node is None:
+                continue
+            if row is not None:
+                await self.journal.merge(node, schema.decode_inode(row.value), row.version)
+            elif node.is_directory:
+                self._lose_folder(node)
+            else:
+                self.journal.lost(node)
 
     def _lose_folder(self, directory: Node) -> None:
         """The directory was removed elsewhere, with the names that were about to come into it."""

@@ -41,10 +41,10 @@ class InodeChange:
     def apply(self, version: int) -> None:
         """Let the inode in memory be stored so. What was changed here besides stays changed.
 
-        Unless it was read since, as another host has changed it once more.
+        Unless it was read since, as another host has changed it once more; or removed, which is told without a version.
         """
         node, record = self.node, self.record
-        if node.version > version:
+        if node.version > version or not node.nlink:
             return
         node.base, node.version, node.stored = record, version, True
         node.own_record, node.nlink = self.own, record.nlink

@@ -117,6 +117,10 @@ class SharedJournal(BatchBuilder):
             if change.node is node
         ]
 
+    def changed(self, ino: int) -> list[Node]:
+        """What is changed of an inode; in memory there may be another one of it by now, or none."""
+        return [node for node in self._dirty if node.ino == ino]
+
     def changed_inline(self) -> list[Node]:
         """Changed inodes whose records stand in their names."""
         return [node for node in self._dirty if not node.own_record]

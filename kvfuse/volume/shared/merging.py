@@ -41,7 +41,7 @@ class Merger:
 
         Bytes are read first; if the inode changes here meanwhile, again. Then everything is done in one step.
         """
-        if node.version >= version:
+        if node.version >= version or not node.nlink:
             return
         if not node.is_file or node.base is None or not self._is_content_changed(node, record):
             self._merge_attributes(node, record, version)
@@ -52,6 +52,8 @@ class Merger:
             seen = {index: _look(node.chunks[index]) for index in both}
             read = {index: await self._read_both(node, index, theirs[index]) for index in both}
             tail = await self._read_tail(node, record)
+            if not node.nlink:
+                return
             still = self._changed_by_both(node, record, theirs)
             is_known = theirs.keys() >= set(_far_changed(node))
             if is_known and still == both and all(_look(node.chunks[index]) == seen[index] for index in both):
