@@ -23,6 +23,7 @@ from shared_lab import (
     quiet,
     until_node,
     volumes,
+    write_at,
 )
 from shared_walk import OF_FILES, OF_HANDLES, OF_NAMES, walk_at_random
 from volume_lab import CALLER, MIB, Chaos, Disk, lab_options
@@ -437,6 +438,26 @@ async def test_a_folder_whose_making_was_in_doubt_shows_what_others_put_into_it(
         await one.set_attributes(folder, Changes(mode=0o700), CALLER)
         await quiet(one)
         assert (await look(two, b"folder")).mode & 0o777 == 0o700
+
+
+async def test_a_change_follows_a_renamed_file_that_the_kernel_has_forgotten(
+    rng: random.Random, autojump_clock: trio.testing.MockClock
+) -> None:
+    async with hosts(rng, 2, [Chaos(random.Random(0)) for _ in range(2)]) as (one, two):
+        await put(one, b"name", b"bytes" * 1000)
+        await quiet(one, two)
+        await write_at(two, b"name", 0, b"changed")
+        handle = await two.open((await two.lookup(ROOT_INODE, b"name")).ino, os.O_RDWR, CALLER)
+        await two.write(handle, 7, b" again")
+        await two.release(handle)
+        two.forget(handle.node.ino, 1)
+        await one.rename(ROOT_INODE, b"name", ROOT_INODE, b"other", 0)
+        began = trio.current_time()
+        await two.sync()
+        assert trio.current_time() - began < 1
+        await quiet(one)
+        for volume in (one, two):
+            assert await get(volume, b"other") == b"changed again" + (b"bytes" * 1000)[13:]
 
 
 async def test_a_removed_file_that_turns_out_to_live_on_has_its_bytes(

@@ -57,6 +57,7 @@ class Node:
         "lock",
         "map",
         "mode",
+        "moved_to",
         "mtime",
         "name",
         "named",
@@ -145,6 +146,8 @@ class Node:
         """a directory's times are not in the store yet"""
         self.lock: trio.Lock | None = None
         self.recent = True
+        self.moved_to: tuple[int, bytes] | None = None
+        """(directory, name) where another host has put the record, while the inode was changed here"""
         self.times_version = 0
         """of the record of a directory's times that memory has, or had before they were changed here"""
         self.version = 0

@@ -192,22 +192,23 @@ class Conflicts:
         deadline = trio.current_time() + FOLLOW_SECONDS
         here = (node.parent, node.name)
         while trio.current_time() < deadline and node.nlink:
-            place = self.core.places.get(node.ino)
+            told = [node.moved_to, self.core.places.get(node.ino)]
+            places = [place for place in dict.fromkeys(told) if place is not None and place != here and place[1]]
             keys = [schema.orphan_key(node.ino), schema.inode_key(node.ino)]
-            if place is not None and place != here and place[1]:
-                keys.append(schema.entry_key(*place))
-            removed, own, *entries = await self.core.records.get(keys)
+            removed, own, *entries = await self.core.records.get(
+                [*keys, *[schema.entry_key(*place) for place in places]]
+            )
             if removed is not None:
                 break
             if own is not None:  # it got a second name
                 node.own_record = True
                 await self.journal.merge(node, schema.decode_inode(own.value), own.version)
                 return
-            if place is not None and entries and entries[0] is not None:
-                entry = schema.decode_entry(entries[0].value)
-                if isinstance(entry, schema.InodeRecord) and entry.ino == node.ino:
+            for place, row in zip(places, entries, strict=True):
+                entry = schema.decode_entry(row.value) if row is not None else None
+                if row is not None and isinstance(entry, schema.InodeRecord) and entry.ino == node.ino:
                     node.parent, node.name = place
-                    await self.journal.merge(node, entry, entries[0].version)
+                    await self.journal.merge(node, entry, row.version)
                     return
             await trio.sleep(LOOK_SECONDS)
         self.journal.lost(node)

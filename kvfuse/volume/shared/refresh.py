@@ -48,6 +48,8 @@ class Refresher:
             self._bring_up(node, record, own=own)
             node.version = version
             _put_at(node, record, place)
+        elif version > node.version and not own:
+            node.moved_to = place
         elif own and version == node.version:
             _put_at(node, record, place)
         return node
