@@ -460,6 +460,32 @@ async def test_a_change_follows_a_renamed_file_that_the_kernel_has_forgotten(
             assert await get(volume, b"other") == b"changed again" + (b"bytes" * 1000)[13:]
 
 
+async def test_an_open_file_that_was_removed_and_turns_out_to_live_on_can_be_renamed(
+    rng: random.Random, autojump_clock: trio.testing.MockClock
+) -> None:
+    options = lab_options()
+    disk = Disk.format(options, shared=True)
+    Audit.attach(disk)
+    data = b"bytes" * 1000
+    async with volumes(disk, options, 2, rng, [Chaos(random.Random(0)) for _ in range(2)]) as (one, two):
+        await put(one, b"name", data)
+        await quiet(one, two)
+        handle = await two.open((await two.lookup(ROOT_INODE, b"name")).ino, os.O_RDWR, CALLER)
+        await two.write(handle, 0, b"lost")
+        await two.unlink(ROOT_INODE, b"name")  # in memory, for a while
+        await two.write(handle, 4, b"as well")
+        await one.rename(ROOT_INODE, b"name", ROOT_INODE, b"other", 0)
+        await quiet(two)
+        await two.rename(ROOT_INODE, b"other", ROOT_INODE, b"third", 0)
+        assert bytes(await two.read(handle, 0, 1 << 20)) == data
+        await two.write(handle, 0, b"kept")
+        await two.release(handle)
+        await quiet(two, one)
+        for volume in (one, two):
+            assert await names_in(volume) == [b"third"]
+            assert await get(volume, b"third") == b"kept" + data[4:]
+
+
 async def test_a_removed_file_that_turns_out_to_live_on_has_its_bytes(
     rng: random.Random, autojump_clock: trio.testing.MockClock
 ) -> None:

@@ -113,14 +113,13 @@ class Conflicts:
                 await self._resolve_entry(key, row)
 
     def _contested(self) -> list[bytes]:
-        claims: set[tuple[int, bytes]] = set()
-        contested: set[tuple[int, bytes]] = set()
+        claims: dict[tuple[int, bytes], int] = {}
+        contested: dict[tuple[int, bytes], None] = {}
         for node in [node for node in self.journal.changed_inline() if node.nlink]:
             place = (node.parent, node.name)
             change = self.journal.find(*place)
-            if place in claims or (change is not None and change.node is not node):
-                contested.add(place)
-            claims.add(place)
+            if claims.setdefault(place, node.ino) != node.ino or (change is not None and not _means(change, node)):
+                contested[place] = None
         return [schema.entry_key(*place) for place in contested]
 
     async def _resolve_entry(self, key: bytes, row: Versioned | None) -> None:
@@ -128,8 +127,9 @@ class Conflicts:
         entry = schema.decode_entry(row.value) if row is not None else None
         for node in self.journal.changed_inline():
             change = self.journal.find(parent, name)
-            is_ours = change is not None and change.node is node
-            if not node.nlink or (node.parent, node.name) != (parent, name) or is_ours:
+            if not node.nlink or (node.parent, node.name) != (parent, name):
+                continue
+            if change is not None and _means(change, node):
                 continue
             if row is None or not isinstance(entry, schema.InodeRecord) or entry.ino != node.ino:
                 await self._follow(node)
@@ -212,3 +212,7 @@ class Conflicts:
                     return
             await trio.sleep(LOOK_SECONDS)
         self.journal.lost(node)
+
+
+def _means(change: NameChange, node: Node) -> bool:
+    return change.node is not None and change.node.ino == node.ino

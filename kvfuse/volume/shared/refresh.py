@@ -37,6 +37,8 @@ class Refresher:
         if node is not None and not node.nlink and version > node.version:
             self.revive(node)  # another host renamed it before our removal came
             node = self.core.nodes.get(record.ino)
+            if node is not None and not (node.changed or node.committing or node.lock):
+                self._renounce(node)
         if node is None:
             node = self.content.restore_chunks(Node.from_record(record), record)
             node.own_record, node.version, node.base = own, version, record
@@ -53,6 +55,11 @@ class Refresher:
         elif own and version == node.version:
             _put_at(node, record, place)
         return node
+
+    def _renounce(self, node: Node) -> None:
+        """Give up what was written to an open file after it was removed here: what is read next is what is stored."""
+        self.content.drop_all(node)
+        node.dead, node.base = [], None
 
     def _bring_up(self, node: Node, record: schema.InodeRecord, *, own: bool) -> None:
         base = node.base
