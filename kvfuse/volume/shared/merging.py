@@ -129,8 +129,10 @@ class Merger:
 
     async def _read_both(self, node: Node, index: int, theirs: tuple[schema.ExtentRecord, ...]) -> tuple[Bytes, Bytes]:
         """(bytes of the chunk as another host stored it, the same as it is here)."""
-        chunk = node.chunks[index]
+        chunk = node.chunks.get(index)
         ours: Bytes
+        if chunk is None:  # it was cut off while another one was read: who asked looks again
+            return b"", b""
         if chunk.staged is not None:
             ours = bytes(chunk.staged.read(0, chunk.staged.length))
         else:
