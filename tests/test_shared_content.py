@@ -148,30 +148,56 @@ async def test_what_two_hosts_changes_were_put_together_to_goes_on_growing(
         assert await get(one, b"file") == b"theirs" + data[6:500] + b"own" + data[503:] + b"and more"
 
 
+@pytest.mark.parametrize("size", [CHUNK, CHUNK + 50], ids=["whole chunks", "part of one"])
 @pytest.mark.parametrize("run", range(10))
 async def test_a_file_is_cut_while_two_hosts_changes_are_put_together(
-    rng: random.Random, autojump_clock: trio.testing.MockClock, run: int
+    rng: random.Random, autojump_clock: trio.testing.MockClock, run: int, size: int
 ) -> None:
+    options = lab_options(capacity=16 * MIB, chunk=CHUNK)
+    disk = Disk.format(options, shared=True)
+    Audit.attach(disk)
     data = rng.randbytes(4 * CHUNK)
-    chaos = [Chaos(random.Random(0)), Chaos(rng, delay=1.0)]
-    async with hosts(rng, 2, chaos, capacity=16 * MIB, chunk=CHUNK) as (one, two):
+    theirs = b"".join(b"theirs" + data[start + 6 : start + CHUNK] for start in range(0, 4 * CHUNK, CHUNK))
+    async with volumes(disk, options, 2, rng, [Chaos(random.Random(0)), Chaos(rng, delay=1.0)]) as (one, two):
         await put(one, b"file", data)
         await quiet(one, two)
         ino = (await two.lookup(ROOT_INODE, b"file")).ino
         handle = await two.open(ino, os.O_RDWR, CALLER)
         for index in range(4):
             await two.write(handle, index * CHUNK + 100, b"own")
-        theirs = b"".join(b"theirs" + data[start + 6 : start + CHUNK] for start in range(0, 4 * CHUNK, CHUNK))
         await write_at(one, b"file", 0, theirs)
-        await one.sync()
         async with trio.open_nursery() as nursery:
             nursery.start_soon(two.sync)
             await trio.sleep(rng.random() * 0.1)
-            await two.set_attributes(ino, Changes(size=CHUNK), CALLER)
+            await two.set_attributes(ino, Changes(size=size), CALLER)
         await two.release(handle)
         await quiet(two, one)
+        expected = b"theirs" + data[6:100] + b"own" + data[103:CHUNK] + theirs[CHUNK:size]
         for volume in (one, two):
-            assert await get(volume, b"file") == b"theirs" + data[6:100] + b"own" + data[103:CHUNK]
+            assert await get(volume, b"file") == expected
+
+
+@pytest.mark.parametrize("run", range(10))
+async def test_what_another_host_wrote_where_a_file_is_just_being_cut_is_freed_once(
+    rng: random.Random, autojump_clock: trio.testing.MockClock, run: int
+) -> None:
+    options = lab_options(capacity=16 * MIB, chunk=CHUNK)
+    disk = Disk.format(options, shared=True)
+    Audit.attach(disk)
+    data = rng.randbytes(4 * CHUNK)
+    async with volumes(disk, options, 2, rng, [Chaos(random.Random(0)), Chaos(rng, delay=1.0)]) as (one, two):
+        await put(one, b"file", data)
+        await quiet(one, two)
+        ino = (await two.lookup(ROOT_INODE, b"file")).ino
+        await two.set_attributes(ino, Changes(mode=0o600), CALLER)
+        await write_at(one, b"file", 2 * CHUNK, b"theirs")
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(two.sync)
+            await trio.sleep(rng.random() * 0.05)
+            await two.set_attributes(ino, Changes(size=CHUNK + 50), CALLER)
+        await quiet(two, one)
+        for volume in (one, two):
+            assert await get(volume, b"file") == data[: CHUNK + 50]
 
 
 @pytest.mark.parametrize("strict", [True, False], ids=["strict", "relaxed"])

@@ -189,10 +189,12 @@ class Merger:
     def _merge_dead(self, node: Node, theirs: Theirs, put_together: AbstractSet[int]) -> None:
         """Of what was given up here, what is still stored is ours to free, unless the chunk consists of it again."""
         stored = {(extent.addr, extent.generation): index for index, extents in theirs.items() for extent in extents}
+        again = {(extent.addr, extent.generation) for chunk in node.chunks.values() for extent in chunk.extents}
         dead, node.dead = node.dead, []
         for extent in dead:
-            index = stored.get((extent.addr, extent.generation))
-            if index is not None and index not in put_together:  # else another host has freed it
+            key = (extent.addr, extent.generation)
+            index = stored.get(key)
+            if index is not None and index not in put_together and key not in again:  # else another host has freed it
                 node.dead.append(extent)
 
     def _far_difference(self, node: Node, theirs: Theirs) -> int:
@@ -206,10 +208,10 @@ class Merger:
 
     def _take_over(self, node: Node, index: int, extents: tuple[schema.ExtentRecord, ...]) -> None:
         """A chunk that was not changed here."""
-        if node.cut_size is not None and index * node.chunk_size >= node.cut_size:
-            node.dead += [self.content.extent(extent) for extent in extents]  # it was cut off here
-            return
         chunk = node.chunks.get(index)
+        if chunk is None and node.cut_size is not None and index * node.chunk_size >= node.cut_size:
+            node.dead += [self.content.extent(extent) for extent in extents]  # it was cut off here
+            return  # one that is still there is cut off just now: what is given up then is what is stored
         if chunk is not None and tuple([extent.record() for extent in chunk.extents]) == extents:
             return
         node.changing(index)
