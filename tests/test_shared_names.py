@@ -460,6 +460,27 @@ async def test_a_change_follows_a_renamed_file_that_the_kernel_has_forgotten(
             assert await get(volume, b"other") == b"changed again" + (b"bytes" * 1000)[13:]
 
 
+async def test_a_name_of_an_open_file_that_two_hosts_changed_can_be_removed(
+    rng: random.Random, autojump_clock: trio.testing.MockClock
+) -> None:
+    async with hosts(rng, 2, [Chaos(random.Random(0)) for _ in range(2)]) as (one, two):
+        await put(one, b"name", b"bytes")
+        ino = (await one.lookup(ROOT_INODE, b"name")).ino
+        await one.link(ino, ROOT_INODE, b"other")
+        await quiet(one, two)
+        handle = await two.open((await two.lookup(ROOT_INODE, b"name")).ino, os.O_RDWR, CALLER)
+        await two.write(handle, 5, b" and more")  # not stored as long as it is open
+        await one.set_attributes(ino, Changes(mode=0o600), CALLER)
+        await quiet(one)
+        await two.unlink(ROOT_INODE, b"name")
+        await two.release(handle)
+        await quiet(two, one)
+        for volume in (one, two):
+            assert await names_in(volume) == [b"other"]
+            assert await get(volume, b"other") == b"bytes and more"
+            assert (await look(volume, b"other")).mode & 0o777 == 0o600
+
+
 async def test_an_open_file_that_was_removed_and_turns_out_to_live_on_can_be_renamed(
     rng: random.Random, autojump_clock: trio.testing.MockClock
 ) -> None:

@@ -172,7 +172,7 @@ class SharedNames(Attempts):
                 raise errors.NotFound(f"{name!r} does not exist in directory {parent}")
             if node.is_directory:
                 raise errors.IsADirectory(f"{name!r} is a directory")
-            if node.committing:
+            if node.committing or is_fresh:  # what is changed here, and elsewhere, too, is brought up by its commit
                 await self._settled(node)
             gone[:] = [node]
             draft = Draft(self.core.client)
