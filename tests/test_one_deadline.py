@@ -13,13 +13,13 @@ from contextlib import asynccontextmanager
 import pytest
 import trio
 import trio.testing
-from shared_lab import check_disk, get, put, quiet, volumes
+from shared_lab import check_disk, get, put, quiet, volumes, write_at
 from volume_lab import CALLER, MIB, Chaos, Disk, lab_options
 
 from kvfuse.errors import EngineTimeout
 from kvfuse.remote.segments.api import Transfer
 from kvfuse.slab import layout
-from kvfuse.volume.api import ROOT_INODE
+from kvfuse.volume.api import ROOT_INODE, Changes
 from kvfuse.volume.volume import FileHandle, Volume
 
 DEADLINE = 3.0
@@ -190,3 +190,45 @@ async def test_extents_are_read_side_by_side(
         assert bytes(await volume.read(handle, 100, len(content))) == content[100:]
         await volume.release(handle)
         volume.forget(node.ino, 1)
+
+
+async def test_what_a_write_took_before_it_failed_is_there_for_all(
+    rng: random.Random, autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = lab_options(capacity=16 * MIB, chunk=CHUNK)
+    disk = Disk.format(options, shared=True)
+    async with volumes(disk, options, 2, rng) as (one, two):
+        await put(two, b"file", rng.randbytes(2 * CHUNK))
+        await quiet(two, one)
+        segments = Segments(one, monkeypatch)
+        handle = await one.open((await one.lookup(ROOT_INODE, b"file")).ino, os.O_RDWR, CALLER)
+        segments.away = True
+        with pytest.raises(EngineTimeout):
+            await one.write(handle, 0, rng.randbytes(CHUNK + 100))  # of the second chunk the rest has to be read
+        segments.away = False
+        await trio.sleep(2 * DEADLINE)  # a commit may have begun before
+        await one.release(handle)
+        await quiet(one, two)
+        assert await get(one, b"file") == await get(two, b"file")
+
+
+async def test_a_cut_that_failed_takes_nothing_from_others(
+    rng: random.Random, autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = lab_options(capacity=16 * MIB, chunk=CHUNK)
+    disk = Disk.format(options, shared=True)
+    data = rng.randbytes(3 * CHUNK)
+    async with volumes(disk, options, 2, rng, [Chaos(random.Random(0)) for _ in range(2)]) as (one, two):
+        await put(two, b"file", data)
+        await quiet(two, one)
+        segments = Segments(one, monkeypatch)
+        ino = (await one.lookup(ROOT_INODE, b"file")).ino
+        segments.away = True
+        with pytest.raises(EngineTimeout):
+            await one.set_attributes(ino, Changes(size=CHUNK + 50), CALLER)
+        segments.away = False
+        await one.set_attributes(ino, Changes(mode=0o600), CALLER)
+        await write_at(two, b"file", 3 * CHUNK, b"theirs")
+        await quiet(one, two)
+        for volume in (one, two):
+            assert await get(volume, b"file") == data + b"theirs"

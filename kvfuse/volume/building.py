@@ -50,8 +50,9 @@ class BatchBuilder(Drafting):
         self._ties = [tie for tie in self._ties if not late.isdisjoint(tie)] if late else []
         self._linked_count = len(self._ties)
         dead: list[Extent] = []
+        born: set[int] = set()
         for node in draft.nodes:
-            self._apply_node(node, dead)
+            self._apply_node(node, dead, born)
         for node in draft.gone:
             dead += self._dead_of_gone(node)
             node.extra, node.dead = {}, []
@@ -81,18 +82,18 @@ class BatchBuilder(Drafting):
         if batch.too_large:
             self.core.dead += dead  # its records go in several commits: none of them may find a slot free already
         else:
-            batch.freed = self._release(dead)
+            batch.freed = self._release(dead, born)
         self._put_slabs(batch, None if batch.too_large else draft)
 
-    def _release(self, dead: list[Extent]) -> list[Extent]:
-        """Those whose slots leave the durable image with this commit."""
+    def _release(self, dead: list[Extent], born: set[int]) -> list[Extent]:
+        """Those whose slots leave the durable image with this commit. ``born``: addresses that come into it."""
         slabs = self.core.slabs
         if not self.core.shared:
             slabs.release([extent.slot for extent in dead])
             return dead
         released = []
         for extent in dead:  # the slot of one that another host gave up, too, may be released already
-            if self._is_mine(extent) and slabs.is_durable(extent.addr):
+            if self._is_mine(extent) and slabs.is_durable(extent.addr) and extent.addr not in born:
                 extent.slot_size = slabs.slot_size(extent.addr)
                 slabs.release([extent.slot])
                 released.append(extent)
@@ -103,7 +104,7 @@ class BatchBuilder(Drafting):
         inos = {schema.key_inode(key) for key in keys if key.startswith(schema.XATTR_PREFIX)}
         return [node for node in map(self.core.nodes.get, inos) if node is not None]
 
-    def _apply_node(self, node: Node, dead: list[Extent]) -> None:
+    def _apply_node(self, node: Node, dead: list[Extent], born: set[int]) -> None:
         node.forced = False
         node.committing = True
         node.extra = {}
@@ -118,6 +119,8 @@ class BatchBuilder(Drafting):
                 if extent.state == FRESH:
                     extent.state = COMMITTED
                     fresh.append(extent.slot)
+            if self.core.shared:
+                born.update([addr for addr, _ in fresh])
             node.born.clear()
             self.core.slabs.commit(fresh)
             self.counters.blocks += 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvfuse.checksum import CHECKSUM_SIZE, GRANULE_SIZE, granule_checksums
-from kvfuse.errors import FileTooLarge
+from kvfuse.errors import EngineError, FileTooLarge
 from kvfuse.volume import schema
 from kvfuse.volume.api import FILE_SIZE_MAX
 from kvfuse.volume.chunk import COMMITTED, Chunk
@@ -24,10 +24,18 @@ class Content(ContentWriter):
         if size > min(FILE_SIZE_MAX, node.chunk_size << 32):
             raise FileTooLarge(f"inode {node.ino}: size {size} is beyond what a file may have")
         if size < node.size:
+            size_before, cut_before = node.size, node.cut_size
             if self.core.shared:
                 node.cut_size = min(size, node.size if node.cut_size is None else node.cut_size)
-            async with locked(node):
-                await self._cut(node, size)
+            try:
+                async with locked(node):
+                    await self._cut(node, size)
+            except EngineError:
+                if node.size == size_before:
+                    node.cut_size = cut_before  # else what other hosts have there would be given up
+                else:
+                    self._changed(node)
+                raise
         node.set_size(size)
         self._changed(node)
 

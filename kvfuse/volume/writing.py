@@ -19,7 +19,7 @@ import numpy as np
 import trio
 
 from kvfuse.checksum import GRANULE_SIZE, granule_checksums
-from kvfuse.errors import FileTooLarge, NoSpace
+from kvfuse.errors import EngineError, FileTooLarge, NoSpace
 from kvfuse.remote.segments.api import Transfer
 from kvfuse.volume import clock, schema
 from kvfuse.volume.api import FILE_SIZE_MAX
@@ -82,7 +82,11 @@ class ContentWriter(ContentReader):
             staged = False  # the way below makes room
         if not staged:
             async with locked(node):
-                written = await self._write_parts(node, offset, data)
+                try:
+                    written = await self._write_parts(node, offset, data)
+                except EngineError:
+                    self._changed(node)  # what is read here of it from now on is stored, too
+                    raise
         if offset + written > node.size:
             node.set_size(offset + written)
         self._changed(node)
