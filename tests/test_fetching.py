@@ -299,6 +299,30 @@ async def test_a_file_that_is_closed_is_no_longer_fetched(
         assert (file.reads.cancelled, fetcher_of(file.two).memory_size) == (1, 0)
 
 
+async def test_a_file_may_be_read_while_fetching_ends(
+    open_file: OpenFile, autojump_clock: trio.testing.MockClock
+) -> None:
+    """As where a lease is lost. Who goes on when the last task has ended finds a nursery that takes no more."""
+    async with open_file(CHUNK) as file:
+        await trio.testing.wait_all_tasks_blocked()
+        node = file.handle.node
+        extent = node.chunks[0].extents[0]
+        for _ in range(30):  # trio draws who of two goes on first
+            fetcher = Fetcher(file.two.core)
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(fetcher.run)
+                await trio.testing.wait_all_tasks_blocked()
+                fetcher.opened(node, extent)
+                await trio.testing.wait_all_tasks_blocked()
+                (part, *_) = fetcher._windows[extent, 0].parts
+                assert part is not None
+                nursery.cancel_scope.cancel()
+                with trio.CancelScope(shield=True):
+                    await part.done.wait()
+                    assert await fetcher.read(node, extent, 0, CHUNK) is None
+                fetcher.closed(node)
+
+
 async def test_who_waits_for_what_is_given_up_reads_for_himself(
     open_file: OpenFile, autojump_clock: trio.testing.MockClock
 ) -> None:

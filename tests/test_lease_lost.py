@@ -11,6 +11,7 @@ import pytest
 import trio
 import trio.testing
 from shared_lab import LEASE, eventually, exists, hosts, make, names_in, until, volumes
+from shared_lab import put as put_relaxed
 from test_coherence import HearingKernel
 from volume_lab import CALLER, Chaos, Disk, MemorySegments, lab_options
 
@@ -369,6 +370,25 @@ async def test_a_volume_is_closed_while_it_cannot_be_joined_again(
         assert one.parts is former
         with pytest.raises(EngineError):
             await make(one, b"meanwhile")
+
+
+async def test_what_fails_when_a_volume_is_closed_is_tried_again_a_moment_later(
+    rng: random.Random, autojump_clock: trio.testing.MockClock, chaos: list[Chaos]
+) -> None:
+    """Relaxed: nobody but the end of the mount waits for it to be stored."""
+    options = lab_options(strict=False)
+    disk = Disk.format(options, shared=True)
+    async with trio.open_nursery() as nursery, volumes(disk, options, 1, rng, chaos[:1]) as (one,):
+        chaos[0].write_error = 1.0
+        await put_relaxed(one, b"file", NEW)
+
+        @nursery.start_soon
+        async def mend() -> None:
+            await trio.sleep(1.5)
+            chaos[0].write_error = 0.0
+
+    async with volumes(disk, options, 1, rng) as (one,):
+        assert await get(one, b"file") == NEW
 
 
 async def test_what_the_kernel_cached_is_dropped(

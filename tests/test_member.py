@@ -8,7 +8,7 @@ import random
 import signal
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -177,6 +177,41 @@ async def test_a_write_begins_only_if_it_is_over_before_the_lease(
     with pytest.raises(EngineError, match="nothing is written now"):
         await segments.write([Transfer(0, 0, b"too late")])
     assert bytes(disk.segments[0][:5]) != b"too l"
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+async def test_a_write_waits_for_a_renewal_that_is_late(
+    autojump_clock: trio.testing.MockClock, tmp_path: Path, is_lost: bool
+) -> None:
+    """A moment's silence of the record store is no error for those who write meanwhile."""
+    disk = Disk.format(lab_options(), shared=True)
+    chaos = Chaos(random.Random(0))
+    inner = MemorySegments(disk, chaos)
+    inner.limits = dataclasses.replace(inner.limits, deadline=0.75 * LEASE)
+    await inner.create(0, 1 << 20)
+    member = Member(1, await MemoryRecords(disk, chaos).lease(LEASE), 1, trio.current_time())
+    segments = FencedSegments(inner, member)
+    await trio.sleep(LEASE / 2)
+    with trio.testing.assert_checkpoints(), pytest.raises(EngineError, match="not be renewed in time"):
+        await segments.write([Transfer(0, 0, b"waits in vain")])
+    assert trio.current_time() == pytest.approx(member._alive_until), "as long as the lease holds for sure"
+    member._renewed(trio.current_time() - LEASE / 2)
+    async with trio.open_nursery() as nursery:
+
+        @nursery.start_soon
+        async def write() -> None:
+            expected = pytest.raises(EngineError, match="is lost") if is_lost else nullcontext()
+            with expected:
+                await segments.write([Transfer(0, 0, b"late")])
+
+        await trio.sleep(LEASE / 4)
+        assert not disk.segments[0][0]
+        if is_lost:
+            member.lose()
+        else:
+            member._renewed(trio.current_time() - 0.1)
+        await trio.testing.wait_all_tasks_blocked()
+    assert bytes(disk.segments[0][:4]) == (bytes(4) if is_lost else b"late")
 
 
 async def test_the_next_renewal_finds_out(records: RecordStore) -> None:

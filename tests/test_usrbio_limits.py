@@ -31,13 +31,20 @@ OTHER = USER + 1
 
 
 @pytest.fixture(scope="module")
-def mount() -> Iterator[KvfuseMount]:
+def one_mount() -> Iterator[KvfuseMount]:
     with temporary_mount(WORDS) as mount:
         wait_for_rings(mount)
         (mount.point / "folder").mkdir()
         (mount.point / "file").write_bytes(b"data")
         yield mount
-        wait_until(lambda: not any(stats(mount)["rings"][kind] for kind in ("files", "iovs", "rings")), "their end")
+
+
+@pytest.fixture
+def mount(one_mount: KvfuseMount) -> Iterator[KvfuseMount]:
+    """The module's, and nobody has anything of it: neither the tests before, nor this one at its end."""
+    yield one_mount
+    kinds = ("connections", "files", "iovs", "namespaces", "rings")
+    wait_until(lambda: not any(stats(one_mount)["rings"][kind] for kind in kinds), "the end of the clients")
 
 
 def as_client(mount: KvfuseMount, uid: int) -> RawClient:

@@ -97,11 +97,12 @@ class Fetcher:
 
     async def run(self) -> None:
         """Fetch, for ever. Nothing that is under way outlives it."""
-        try:
-            async with trio.open_nursery() as self._nursery:
+        async with trio.open_nursery() as nursery:
+            self._nursery = nursery
+            try:
                 await trio.sleep_forever()
-        finally:
-            self._nursery = None
+            finally:
+                self._nursery = None  # while it still takes tasks: once its last one has ended it does not
 
     def opened(self, node: Node, extent: Extent) -> None:
         """A file was opened that begins with ``extent``, and the kernel has nothing of it: its start will be read."""

@@ -25,6 +25,8 @@ from kvfuse.volume.shared.parts import Parts
 from kvfuse.volume.shared.records import SharedRecords
 
 FINISH_ATTEMPTS = 3
+FINISH_PAUSE = 1.0
+"""Seconds between two of these: what fails at once may not a moment later."""
 FREE_SECONDS = 5.0
 """At the end, for what was removed and has still to be freed; the next client sees to the rest."""
 REJOIN_SECONDS = 0.5
@@ -176,6 +178,7 @@ class RunningVolume:
                 await self.journal.sync()
             except errors.EngineError as error:
                 log.warning("closing: %s; trying again", error)
+                await trio.sleep(FINISH_PAUSE)
             else:
                 return
         await self.journal.sync()

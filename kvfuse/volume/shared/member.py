@@ -53,6 +53,8 @@ class Member:
         self.lost = trio.Event()
         """the store says that the lease is gone"""
         self._alive_until = joined + lease.ttl
+        self._heard = trio.Event()
+        """the next renewal, or the loss"""
         self._writes: set[trio.CancelScope] = set()
         """under way: they end with the lease"""
         self._renewing = trio.CancelScope(shield=True)
@@ -98,13 +100,19 @@ class Member:
         if trio.current_time() + seconds >= self._alive_until:
             raise EngineError("this client's lease of the volume could not be renewed in time: nothing is written now")
 
-    @contextmanager
-    def writing(self, seconds: float) -> Iterator[None]:
-        """A write that takes up to ``seconds`` is begun in the body, if the lease lasts, and cut off when that ends.
-
-        EngineError, EngineTimeout: how far it came is unknown.
-        """
+    async def ready(self, seconds: float) -> None:
+        """As `check`, but where the next renewal is late, it is waited for as long as the lease holds for sure."""
+        while self.alive and trio.current_time() + seconds >= self._alive_until:
+            with trio.move_on_at(self._alive_until):
+                await self._heard.wait()
         self.check(seconds)
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """A write, which the lease was ready for, is done in the body, and cut off when the lease ends.
+
+        EngineTimeout: how far it came is unknown.
+        """
         with trio.CancelScope(deadline=self._alive_until) as scope:
             self._writes.add(scope)
             try:
@@ -114,9 +122,16 @@ class Member:
         if scope.cancelled_caught:
             raise EngineTimeout("this client's lease of the volume ended during a write: how far it came is unknown")
 
+    def lose(self) -> None:
+        """The lease is gone."""
+        self.lost.set()
+        self._heard.set()
+
     def _renewed(self, asked: float) -> None:
         """The store renewed the lease after ``asked``."""
         self._alive_until = asked + self.lease.ttl
+        self._heard.set()
+        self._heard = trio.Event()
         for scope in self._writes:
             scope.deadline = self._alive_until
 
@@ -133,7 +148,7 @@ class Member:
                         delay = self.lease.ttl / RENEWALS
                     else:
                         log.error("this client's lease of the volume is lost: nothing is written any more")
-                        self.lost.set()
+                        self.lose()
                 except EngineError as error:
                     log.warning("the lease was not renewed: %s", error)
                     delay = min(RETRY_SECONDS, self.lease.ttl / RENEWALS)
@@ -143,7 +158,7 @@ class Member:
         self._renewing.cancel()
         if self.lost.is_set():
             return
-        self.lost.set()
+        self.lose()
         try:
             await self.lease.revoke()
         except EngineError as error:
@@ -257,7 +272,7 @@ class FencedRecords(RecordDecorator):
         if not version:
             (found,) = await self.inner.get(list(fence))
             if found is None or found.version != self.member.version:
-                self.member.lost.set()
+                self.member.lose()
                 self.member.check()
         return version
 
@@ -272,5 +287,6 @@ class FencedSegments(SegmentDecorator):
     async def around(self, call: Callable[[], Awaitable[_T]], *, writes: bool) -> _T:
         if not writes:
             return await call()
-        with self.member.writing(self.limits.deadline):
+        await self.member.ready(self.limits.deadline)
+        with self.member.writing():
             return await call()
