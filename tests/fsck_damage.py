@@ -122,6 +122,14 @@ def stray_attribute(records: Records) -> set[bytes]:
     return set()
 
 
+def hidden_attributes(records: Records) -> set[bytes]:
+    for key, ino in ((b"small", inline(records, b"small").ino), (b"a", directory(records, b"a"))):
+        records[schema.xattr_key(ino, b"user.hidden")] = key
+    flags = inline(records, b"small").flags & ~schema.FLAG_XATTRS
+    replace_inline(records, b"small", flags=flags)
+    return set()
+
+
 def stray_times(records: Records) -> set[bytes]:
     records[schema.times_key(555_555)] = schema.encode_times(1, 2, 3)
     return set()
@@ -209,6 +217,7 @@ DAMAGE = [
     bad_times,
     stray_chunk,
     stray_attribute,
+    hidden_attributes,
     stray_times,
     old_counters,
     no_counters,

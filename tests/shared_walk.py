@@ -28,12 +28,13 @@ EVERY_TIME = 1 << 30
 
 
 class Walk:
-    """One client. ``kinds``: what it does, as often as each is named."""
+    """One client. ``kinds``: what it does, as often as each is named. ``data_max``: a write has fewer bytes."""
 
-    def __init__(self, volume: Volume, rng: random.Random, kinds: tuple[str, ...]) -> None:
+    def __init__(self, volume: Volume, rng: random.Random, kinds: tuple[str, ...], data_max: int) -> None:
         self.volume = volume
         self.rng = rng
         self.kinds = kinds
+        self.data_max = data_max
         self.handles: list[FileHandle] = []
         self.done = 0
 
@@ -156,7 +157,7 @@ class Walk:
         return self.rng.choice(self.handles)
 
     def data(self, name: bytes) -> bytes:
-        return name * self.rng.randrange(1, 3000)
+        return name * self.rng.randrange(1, self.data_max)
 
 
 async def tree_of(volume: Volume, ino: int = ROOT_INODE) -> dict[bytes, object]:
@@ -195,17 +196,19 @@ async def walk_at_random(
     step_count: int = 150,
     chunk: int = MIB,
     faults: float = 0.0,
+    capacity: int = 64 * MIB,
+    data_max: int = 3000,
 ) -> None:
     """Three clients change a tree; what the records say is looked at after each commit, and by a check at the end.
 
     ``faults``: probability of a call of an engine to fail; half of the commits that do are done all the same.
     """
-    options = lab_options(strict=strict, capacity=64 * MIB, chunk=chunk)
+    options = lab_options(strict=strict, capacity=capacity, chunk=chunk)
     disk = Disk.format(options, shared=True)
     audit = Audit.attach(disk)
     chaos = [Chaos(random.Random(rng.random()), delay=0.5) for _ in range(3)]
     async with volumes(disk, options, 3, rng, chaos) as all_volumes:
-        walks = [Walk(volume, random.Random(rng.random()), kinds) for volume in all_volumes]
+        walks = [Walk(volume, random.Random(rng.random()), kinds, data_max) for volume in all_volumes]
         for one in chaos:
             one.commit_error = one.write_error = faults
         async with trio.open_nursery() as nursery:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 
 import pytest
 import trio
@@ -192,8 +192,21 @@ async def test_extents_are_read_side_by_side(
         volume.forget(node.ino, 1)
 
 
-async def test_what_a_write_took_before_it_failed_is_there_for_all(
-    rng: random.Random, autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
+@contextmanager
+def ended(how: str) -> Iterator[None]:
+    """A call fails, or is cancelled before it would, as those of rings are."""
+    if how == "failed":
+        with pytest.raises(EngineTimeout):
+            yield
+    else:
+        with trio.move_on_after(DEADLINE / 2) as scope:
+            yield
+        assert scope.cancelled_caught
+
+
+@pytest.mark.parametrize("how", ["failed", "cancelled"])
+async def test_what_a_write_took_before_it_ended_is_there_for_all(
+    rng: random.Random, autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     options = lab_options(capacity=16 * MIB, chunk=CHUNK)
     disk = Disk.format(options, shared=True)
@@ -203,7 +216,7 @@ async def test_what_a_write_took_before_it_failed_is_there_for_all(
         segments = Segments(one, monkeypatch)
         handle = await one.open((await one.lookup(ROOT_INODE, b"file")).ino, os.O_RDWR, CALLER)
         segments.away = True
-        with pytest.raises(EngineTimeout):
+        with ended(how):
             await one.write(handle, 0, rng.randbytes(CHUNK + 100))  # of the second chunk the rest has to be read
         segments.away = False
         await trio.sleep(2 * DEADLINE)  # a commit may have begun before
@@ -212,8 +225,9 @@ async def test_what_a_write_took_before_it_failed_is_there_for_all(
         assert await get(one, b"file") == await get(two, b"file")
 
 
-async def test_a_cut_that_failed_takes_nothing_from_others(
-    rng: random.Random, autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("how", ["failed", "cancelled"])
+async def test_a_cut_that_did_not_happen_takes_nothing_from_others(
+    rng: random.Random, autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     options = lab_options(capacity=16 * MIB, chunk=CHUNK)
     disk = Disk.format(options, shared=True)
@@ -224,7 +238,7 @@ async def test_a_cut_that_failed_takes_nothing_from_others(
         segments = Segments(one, monkeypatch)
         ino = (await one.lookup(ROOT_INODE, b"file")).ino
         segments.away = True
-        with pytest.raises(EngineTimeout):
+        with ended(how):
             await one.set_attributes(ino, Changes(size=CHUNK + 50), CALLER)
         segments.away = False
         await one.set_attributes(ino, Changes(mode=0o600), CALLER)
@@ -232,3 +246,25 @@ async def test_a_cut_that_failed_takes_nothing_from_others(
         await quiet(one, two)
         for volume in (one, two):
             assert await get(volume, b"file") == data + b"theirs"
+
+
+async def test_a_cut_that_failed_leaves_what_was_just_written(
+    rng: random.Random, autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a chunk that is stored, and to be stored anew."""
+    after = rng.randbytes(CHUNK)
+    async with one_volume(rng, monkeypatch) as (volume, segments):
+        await put(volume, b"file", rng.randbytes(CHUNK))
+        await quiet(volume)
+        handle = await volume.open((await volume.lookup(ROOT_INODE, b"file")).ino, os.O_RDWR, CALLER)
+        await volume.write(handle, 0, after)
+        segments.away = True
+        with pytest.raises(EngineTimeout):
+            await volume.set_attributes(handle.node.ino, Changes(size=50), CALLER)
+        segments.away = False
+        assert bytes(await volume.read(handle, 0, 2 * CHUNK)) == after
+        await volume.set_attributes(handle.node.ino, Changes(size=50), CALLER)
+        assert bytes(await volume.read(handle, 0, 2 * CHUNK)) == after[:50]
+        await volume.release(handle)
+        assert await get(volume, b"file") == after[:50]
+        volume.forget(handle.node.ino, 1)

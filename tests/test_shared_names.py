@@ -314,6 +314,16 @@ async def test_all_agree_on_files_that_three_changed_while_engines_failed(
     await walk_at_random(rng, KINDS["open files"], strict=strict, chunk=CHUNKS[run % 2], faults=0.1)
 
 
+@pytest.mark.parametrize("strict", [True, False], ids=["strict", "relaxed"])
+@pytest.mark.parametrize("faults", [0.03, 0.3])
+async def test_all_agree_where_there_is_no_room_for_what_three_write(
+    rng: random.Random, autojump_clock: trio.testing.MockClock, faults: float, strict: bool
+) -> None:
+    """``faults`` are never 0: there may be no room to put changes of two hosts together, which fails their commit."""
+    kinds = KINDS["open files"]
+    await walk_at_random(rng, kinds, strict=strict, chunk=64 << 10, capacity=8 * MIB, data_max=400_000, faults=faults)
+
+
 @pytest.mark.parametrize("seed", [4, 9, 10, 14, 18, 28, 77, 86, 1091, 1224, 2017, 2091, 2120, 3045])
 async def test_all_agree_on_a_tree_where_they_did_not_once(autojump_clock: trio.testing.MockClock, seed: int) -> None:
     await walk_at_random(random.Random(seed), strict=False)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 
 from kvfuse.checksum import CHECKSUM_SIZE, GRANULE_SIZE, granule_checksums
-from kvfuse.errors import EngineError, FileTooLarge
+from kvfuse.errors import FileTooLarge
 from kvfuse.volume import schema
 from kvfuse.volume.api import FILE_SIZE_MAX
-from kvfuse.volume.chunk import COMMITTED, Chunk
+from kvfuse.volume.chunk import COMMITTED, Chunk, Extent
 from kvfuse.volume.node import Node
 from kvfuse.volume.writing import ContentWriter, locked, start_of
 
@@ -30,7 +31,7 @@ class Content(ContentWriter):
             try:
                 async with locked(node):
                     await self._cut(node, size)
-            except EngineError:
+            except BaseException:  # a cancellation, too
                 if node.size == size_before:
                     node.cut_size = cut_before  # else what other hosts have there would be given up
                 else:
@@ -79,44 +80,38 @@ class Content(ContentWriter):
                 self.flusher.cancel(staged, staged.slots)
 
     async def _cut_chunk(self, node: Node, index: int, length: int) -> None:
-        """Shorten one chunk to ``length`` > 0 bytes, in its slots."""
+        """Shorten one chunk to ``length`` > 0 bytes, in its slots. An error leaves it as it was."""
         while (chunk := node.chunks.get(index)) is not None:
-            staged = chunk.staged
+            staged, extents = chunk.staged, chunk.extents
             if staged is not None and staged.writing:
                 await self.flusher.settled()
                 continue
-            node.changing(index)
+            kept = _within(extents, length)
+            last_length = length - start_of(kept) if kept else 0
+            is_cut = chunk.length > length
+            checksums = kept[-1].checksums if is_cut and last_length < kept[-1].length else b""
+            if checksums:
+                whole = last_length // GRANULE_SIZE * GRANULE_SIZE
+                tail: bytes | bytearray | memoryview = b""
+                if last_length > whole:
+                    tail = await self._read_extent(node, index, kept[-1], whole, last_length - whole)
+                is_same = chunk.staged is staged and chunk.extents is extents and kept[-1].checksums is checksums
+                if not is_same or (staged is not None and staged.writing):
+                    continue
+            node.changing(index)  # nothing waits from here on
             if self.core.shared:
                 chunk.changes()
             if staged is not None and staged.length > length:
                 self.flusher.grew(length - staged.length)
                 staged.truncate(length)
-            if chunk.length <= length:
-                return
-            start = 0
-            kept = []
-            for extent in chunk.extents:
-                if start < length:
-                    kept.append(extent)
-                start += extent.length
-            last = kept[-1]
-            last_length = length - (start_of(kept))
-            checksums, extents = last.checksums, chunk.extents
-            if checksums and last_length < last.length:
-                whole = last_length // GRANULE_SIZE * GRANULE_SIZE
-                tail = (
-                    await self._read_extent(node, index, last, whole, last_length - whole)
-                    if last_length > whole
-                    else b""
-                )
-                if chunk.extents is not extents or last.checksums is not checksums:
-                    continue
-                last.checksums = checksums[: whole // GRANULE_SIZE * 4] + granule_checksums(tail)
-                last.verified &= (1 << whole // GRANULE_SIZE) - 1
-            node.resize(index, last, last_length)
-            for extent in extents[len(kept) :]:
-                self.core.discard(node, extent)
-            node.set_extents(index, kept)
+            if checksums:
+                kept[-1].checksums = checksums[: whole // GRANULE_SIZE * CHECKSUM_SIZE] + granule_checksums(tail)
+                kept[-1].verified &= (1 << whole // GRANULE_SIZE) - 1
+            if is_cut:
+                node.resize(index, kept[-1], last_length)
+                for extent in extents[len(kept) :]:
+                    self.core.discard(node, extent)
+                node.set_extents(index, kept)
             return
 
     # -- removal -------------------------------------------------------------------------------------
@@ -165,3 +160,9 @@ class Content(ContentWriter):
                 }
             )
         return rows
+
+
+def _within(extents: list[Extent], length: int) -> list[Extent]:
+    """Those that have some of the first ``length`` bytes."""
+    starts = accumulate([extent.length for extent in extents], initial=0)
+    return [extent for extent, start in zip(extents, starts, strict=False) if start < length]

@@ -13,6 +13,8 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from kvfuse.checksum import CHECKSUM_SIZE, GRANULE_SIZE, granule_checksums
 from kvfuse.config import Options
 from kvfuse.errors import EngineError, VolumeError
@@ -141,6 +143,8 @@ class Check:
         self.inodes: dict[int, _Inode] = {}
         self.inline: set[int] = set()
         self.orphans: set[int] = set()
+        self.attributed: set[int] = set()
+        """inodes that say they have attributes"""
         self.owners: dict[int, int] = {}
         """slot address -> inode"""
         self.contested: set[int] = set()
@@ -317,10 +321,24 @@ class Check:
                 self.inodes[ino].has_times = len(row.value) == schema.TIMES_SIZE
             else:
                 self.problem(f"times of directory {ino}, which does not exist", deletes=[row.key])
+        hidden: set[int] = set()
         async for row in self.rows(b"x", "attributes"):
             ino = schema.key_inode(row.key)
             if not self._exists(ino):
                 self.problem(f"an attribute of inode {ino}, which does not exist", deletes=[row.key])
+            elif ino not in self.attributed:
+                hidden.add(ino)
+        await self._show_attributes(hidden)
+
+    async def _show_attributes(self, hidden: set[int]) -> None:
+        """Inodes with attributes that do not say so: nobody finds these, and they would stay when their inode goes."""
+        for prefix in (b"i", b"d", b"o") if hidden else ():
+            async for row in self.rows(prefix, "hidden attributes"):
+                record = _inode_in(row)
+                if record is not None and record.ino in hidden:
+                    shown = msgspec.structs.replace(record, flags=record.flags | schema.FLAG_XATTRS)
+                    encode = schema.encode_entry_inline if prefix == b"d" else schema.encode_inode
+                    self.problem(f"inode {record.ino} has attributes, and does not say so", {row.key: encode(shown)})
 
     def _exists(self, ino: int) -> bool:
         return ino in self.inodes or ino in self.inline or ino in self.orphans
@@ -328,6 +346,8 @@ class Check:
     # -- extents -------------------------------------------------------------------------------------
 
     def _claim(self, record: schema.InodeRecord, key: bytes, name: bytes) -> None:
+        if record.flags & schema.FLAG_XATTRS:
+            self.attributed.add(record.ino)
         if record.flags & schema.FLAG_CHUNK_RECORDS and key[:1] != b"o":
             self.far_files[record.ino] = [key]
             self.far_blocks[record.ino] -= record.far_blocks
@@ -409,12 +429,22 @@ def _check_fields(record: schema.InodeRecord, *, inline: bool = False) -> None:
         raise ValueError(f"inode {record.ino} has chunks of {record.chunk_size} bytes")
 
 
+def _inode_in(row: Record) -> schema.InodeRecord | None:
+    """The inode that a record holds; None where it holds none, or cannot be read."""
+    decode = {b"d": schema.decode_entry, b"i": schema.decode_inode, b"o": schema.decode_orphan}[row.key[:1]]
+    try:
+        record = decode(row.value)
+    except MALFORMED:
+        return None
+    return None if isinstance(record, int) else record
+
+
 def _claims(row: Record) -> list[tuple[int, schema.ExtentRecord]]:
     """(inode, extent) of what a record names; nothing where it cannot be read."""
+    if row.key[:1] != b"c":
+        record = _inode_in(row)
+        return [] if record is None else [(record.ino, extent) for chunk in record.chunks for extent in chunk]
     try:
-        if row.key[:1] == b"c":
-            return [(schema.key_inode(row.key), extent) for extent in schema.decode_chunk(row.value)]
-        record = schema.decode_entry(row.value) if row.key[:1] == b"d" else schema.decode_inode(row.value)
+        return [(schema.key_inode(row.key), extent) for extent in schema.decode_chunk(row.value)]
     except MALFORMED:
         return []
-    return [] if isinstance(record, int) else [(record.ino, extent) for chunk in record.chunks for extent in chunk]

@@ -290,8 +290,7 @@ class Names:
         if kept and (node.stored or node.committing):
             records[schema.orphan_key(node.ino)] = schema.encode_inode(node.orphan_record())
         elif not (node.stored or node.committing):
-            for name in node.xattr_names:  # their puts may be under way, and nothing else tells of the inode
-                self.journal.put(schema.xattr_key(node.ino, name), None)
+            self.journal.withdraw_attributes(node)  # nothing else tells of the inode
         node.heir = heir
         self._pass_on(node, heir)
         if not kept:

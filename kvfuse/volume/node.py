@@ -7,9 +7,10 @@ a few dozen bytes each, so that a million known files fit.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from stat import S_IFDIR, S_IFMT, S_IFREG
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
@@ -23,6 +24,8 @@ from kvfuse.volume.maps import ContentMap
 
 if TYPE_CHECKING:
     from kvfuse.volume.tier import SharedTier
+
+NO_ATTRIBUTES: Mapping[bytes, bytes | None] = MappingProxyType({})
 
 
 class Node:
@@ -76,6 +79,7 @@ class Node:
         "times_changed",
         "times_version",
         "uid",
+        "unstored_attributes",
         "version",
         "writers",
         "xattr_names",
@@ -140,6 +144,8 @@ class Node:
         """without names, and its bytes are gone"""
         self.complete = False
         """everything that goes with the inode is in memory: it may be removed"""
+        self.unstored_attributes = NO_ATTRIBUTES
+        """of a file without names: record key -> value of an attribute that the store does not get; None: it is gone"""
         self.xattr_names: frozenset[bytes] = frozenset()
         """names of attributes seen; all of them when ``complete``"""
         self.times_changed = False

@@ -228,11 +228,13 @@ class Pending:
     def withdraw_attributes(self, node: Node) -> None:
         """The inode was removed: what is pending of its attributes is not put, or taken away by the next commit.
 
-        Its orphan record, which says whether there are attributes to be removed, need not know of these.
+        Its orphan record, which says whether there are attributes to be removed, need not know of these. Who has the
+        file open still sees them.
         """
         if not node.flags & schema.FLAG_XATTRS:
             return
         prefix = schema.xattr_prefix(node.ino)
+        node.unstored_attributes = {**self.pending_puts(prefix), **node.unstored_attributes}
         self.withdraw([key for key in self._extra if key.startswith(prefix)])
         for key, value in self._sent_extra.items():
             if value is not None and key.startswith(prefix):  # that commit may be refused: then it is pending again

@@ -19,7 +19,7 @@ import numpy as np
 import trio
 
 from kvfuse.checksum import GRANULE_SIZE, granule_checksums
-from kvfuse.errors import EngineError, FileTooLarge, NoSpace
+from kvfuse.errors import FileTooLarge, NoSpace
 from kvfuse.remote.segments.api import Transfer
 from kvfuse.volume import clock, schema
 from kvfuse.volume.api import FILE_SIZE_MAX
@@ -84,7 +84,9 @@ class ContentWriter(ContentReader):
             async with locked(node):
                 try:
                     written = await self._write_parts(node, offset, data)
-                except EngineError:
+                except NoSpace:
+                    raise  # nothing was taken
+                except BaseException:  # a cancellation, too
                     self._changed(node)  # what is read here of it from now on is stored, too
                     raise
         if offset + written > node.size:

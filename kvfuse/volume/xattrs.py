@@ -1,4 +1,7 @@
-"""Extended attributes: one record each, and two that are settings of a folder."""
+"""Extended attributes: one record each, and two that are settings of a folder.
+
+Of a file without names, which somebody has open, the records go with it: what is changed of them stays in memory.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,8 @@ from kvfuse.volume.node import Node
 
 XATTR_NAME_MAX = 255
 XATTR_VALUE_MAX = 64 << 10
+REMOVED_SIZE_MAX = 1 << 20
+"""Bytes of attributes that a file without names may be given."""
 NAMESPACES = (b"user", b"trusted", b"security")
 """An attribute's name is one of these, a dot, and more. "system" is not among them: access control lists that are
 stored but not enforced would promise what nobody keeps."""
@@ -101,7 +106,7 @@ class Xattrs:
             found = setting.get(self.core, node) if node.is_directory else None
         elif node.flags & schema.FLAG_XATTRS:
             key = schema.xattr_key(ino, name)
-            pending = self.journal.pending_puts(key)
+            pending = self._not_stored(node, key)
             if key in pending:
                 found = pending[key]
             else:
@@ -125,11 +130,10 @@ class Xattrs:
                 raise errors.NotPermitted(f"inode {ino}: {name!r} is a setting of directories")
             setting.set(self.core, node, value)
         else:
-            if node.nlink == 0:
-                raise errors.Stale(f"inode {ino} was removed")
+            self._put(node, schema.xattr_key(ino, name), value)
             node.flags |= schema.FLAG_XATTRS
-            node.xattr_names |= {name}
-            self.journal.put(schema.xattr_key(ino, name), value)
+            if node.nlink:
+                node.xattr_names |= {name}
         return self._changed(node)
 
     async def list(self, ino: int) -> list[bytes]:
@@ -143,7 +147,7 @@ class Xattrs:
             while rows := await self.core.records.scan(prefix, after):
                 names.update(schema.xattr_name(row.key) for row in rows)
                 after = rows[-1].key
-            for key, value in self.journal.pending_puts(prefix).items():
+            for key, value in self._not_stored(node, prefix).items():
                 if value is None:
                     names.discard(schema.xattr_name(key))
                 else:
@@ -156,8 +160,25 @@ class Xattrs:
         if name in SETTINGS:
             SETTINGS[name].clear(self.core, node)
         else:
-            self.journal.put(schema.xattr_key(ino, name), None)
+            self._put(node, schema.xattr_key(ino, name), None)
         return self._changed(node)
+
+    def _put(self, node: Node, key: bytes, value: bytes | None) -> None:
+        """NoSpace, where the file has no names, and too many attributes."""
+        if node.nlink:
+            self.journal.put(key, value)
+            return
+        changes = {**node.unstored_attributes, key: value}
+        if value is not None and sum(len(key) + len(value or b"") for key, value in changes.items()) > REMOVED_SIZE_MAX:
+            raise errors.NoSpace(f"inode {node.ino} was removed: {REMOVED_SIZE_MAX} bytes of attributes at most")
+        node.unstored_attributes = changes
+
+    def _not_stored(self, node: Node, prefix: bytes) -> dict[bytes, bytes | None]:
+        """What is changed of the records whose keys begin so, and the store does not know; None: it is removed."""
+        changes = self.journal.pending_puts(prefix)
+        if not node.nlink:
+            changes |= {key: value for key, value in node.unstored_attributes.items() if key.startswith(prefix)}
+        return changes
 
     def _changed(self, node: Node) -> Node:
         node.ctime = clock.now()

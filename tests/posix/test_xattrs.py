@@ -90,6 +90,33 @@ def test_attributes_of_directories_and_descriptors(folder: Path) -> None:
         assert os.getxattr(fd, "user.name") == b"value"
 
 
+def test_an_open_file_without_names_has_attributes(path: Path) -> None:
+    os.setxattr(path, "user.before", b"1")
+    os.setxattr(path, "user.other", b"2")
+    with opened(path, os.O_RDWR) as fd:
+        os.unlink(path)
+        os.setxattr(fd, "user.after", b"3", os.XATTR_CREATE)
+        os.setxattr(fd, "user.before", b"4", os.XATTR_REPLACE)
+        os.removexattr(fd, "user.other")
+        assert {name for name in os.listxattr(fd) if name.startswith("user.")} == {"user.before", "user.after"}
+        assert (os.getxattr(fd, "user.before"), os.getxattr(fd, "user.after")) == (b"4", b"3")
+        for call in (os.getxattr, os.removexattr):
+            with fails(errno.ENODATA):
+                call(fd, "user.other")
+
+
+@pytest.mark.kvfuse_only
+def test_an_open_file_without_names_has_a_mebibyte_of_attributes(path: Path) -> None:
+    with opened(path, os.O_RDWR) as fd:
+        os.unlink(path)
+        for number in range(15):
+            os.setxattr(fd, f"user.{number}", b"v" * 65_536)
+        with fails(errno.ENOSPC):
+            os.setxattr(fd, "user.more", b"v" * 65_536)
+        os.removexattr(fd, "user.0")
+        os.setxattr(fd, "user.more", b"v" * 65_536)
+
+
 def test_user_attributes_of_symlinks_and_fifos_are_refused(folder: Path) -> None:
     (folder / "link").symlink_to("nowhere")
     os.mkfifo(folder / "fifo")

@@ -6,12 +6,12 @@ from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from kvfuse.errors import EngineError, NoSpace, Stale
+from kvfuse.errors import EngineFull, NoSpace, Stale
 from kvfuse.volume import schema
 from kvfuse.volume.batch import Batch
 from kvfuse.volume.building import BatchBuilder
 from kvfuse.volume.chunk import Extent
-from kvfuse.volume.node import Node
+from kvfuse.volume.node import NO_ATTRIBUTES, Node
 from kvfuse.volume.pending import NameChange
 
 Merge = Callable[[Node, schema.InodeRecord, int], Awaitable[None]]
@@ -141,6 +141,7 @@ class SharedJournal(BatchBuilder):
 
     def revive(self, node: Node) -> None:
         """An inode that was removed here is alive: it is read anew, and open files go on with what is read then."""
+        node.unstored_attributes = NO_ATTRIBUTES
         if node.reaped or not node.handles:
             self.reap(node)
             self.core.nodes.drop(node)
@@ -169,12 +170,12 @@ class SharedJournal(BatchBuilder):
     # -- a refused commit ----------------------------------------------------------------------------
 
     async def merge(self, node: Node, record: schema.InodeRecord, version: int) -> None:
-        """Bring a changed inode up to what another host stored. EngineError: to be tried again."""
+        """Bring a changed inode up to what another host stored. EngineError, EngineFull: to be tried again."""
         self.counters.merged += 1
         try:
             await self.merger(node, record, version)
         except NoSpace as error:
-            raise EngineError(str(error)) from error
+            raise EngineFull(str(error)) from error
 
     def recalled_dead(self, batch: Batch) -> list[Extent]:
         """What the refused commit would have freed, and another host did in the meantime.
