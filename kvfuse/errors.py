@@ -126,7 +126,7 @@ class EngineError(OperationError):
 
 
 class EngineFull(EngineError):
-    """The medium below an engine has no space left; or the volume has none, and a commit needs some."""
+    """The medium below an engine has no space left (the disk, not the volume's capacity)."""
 
 
 class EngineTimeout(EngineError):

@@ -210,13 +210,13 @@ async def walk_at_random(
     async with volumes(disk, options, 3, rng, chaos) as all_volumes:
         walks = [Walk(volume, random.Random(rng.random()), kinds, data_max) for volume in all_volumes]
         for one in chaos:
-            one.commit_error = one.write_error = faults
+            one.commit_error = one.write_error = one.read_error = faults
         async with trio.open_nursery() as nursery:
             for walk in walks:
                 nursery.start_soon(partial(walk.run, step_count, may_fail=faults > 0))
         assert sum(walk.done for walk in walks) > step_count / 10
         for one in chaos:
-            one.commit_error = one.write_error = 0.0
+            one.commit_error = one.write_error = one.read_error = 0.0
         for volume in all_volumes:
             await sync(volume)
 

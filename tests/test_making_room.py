@@ -14,7 +14,7 @@ from volume_lab import CALLER, MIB, Chaos, Disk, check, lab_options, opened
 
 from kvfuse.errors import NoSpace
 from kvfuse.volume import schema
-from kvfuse.volume.api import ROOT_INODE
+from kvfuse.volume.api import ROOT_INODE, Changes
 from kvfuse.volume.volume import Volume
 
 
@@ -303,6 +303,31 @@ async def test_who_removed_what_others_made_may_leave_first(
         assert maker.space().files - maker.space().free // 4096 == 2
     report = await check(disk)
     assert not report.notes, report.notes
+
+
+async def test_who_took_a_slab_of_another_writes_about_the_files_in_it(
+    rng: random.Random, autojump_clock: trio.testing.MockClock
+) -> None:
+    """Also of one that was read when its slot's size was not known yet."""
+    options = lab_options(capacity=16 * MIB)
+    disk = Disk.format(options, shared=True)
+    async with joined(disk, options, 2, Chaos(rng)) as heir:
+        async with joined(disk, options, 1, Chaos(rng)) as maker:
+            await write(maker, b"file", size=4096)
+            await quiet(maker, heir)
+            node = await heir.lookup(ROOT_INODE, b"file")
+            handle = await heir.open(node.ino, os.O_RDONLY, CALLER)
+            assert len(await heir.read(handle, 0, 4096)) == 4096
+        (extent,) = node.chunks[0].extents
+        assert not extent.slot_size
+        await fill(heir)
+        await until(lambda: heir.core.slabs.holds(heir.core.geometry.slab_of(extent.addr)))
+        await heir.set_attributes(node.ino, Changes(mode=0o600), CALLER)
+        await quiet(heir)
+        assert node.described == heir.flusher._identity(node)
+        await heir.release(handle)
+        heir.forget(node.ino, 1)
+    await check_disk(disk)
 
 
 async def test_all_who_have_no_room_look_together_at_what_others_free(

@@ -111,6 +111,8 @@ class Chaos:
     commit_error: float = 0.0
     """half of it before the commit, half after; 2: every commit fails"""
     commit_error_after: float = 0.0
+    read_error: float = 0.0
+    """of segments"""
     write_error: float = 0.0
     sync_error: float = 0.0
     deadline: float = 5.0
@@ -332,6 +334,8 @@ class MemorySegments(SegmentStore):
 
     async def read(self, batch: Sequence[Transfer]) -> None:
         self.counters.reads += len(batch)
+        if self.chaos.fails(self.chaos.read_error):
+            raise EngineError("injected: a read")
         for segment, offset, buffer in batch:
             source = self._range(segment, offset, len(buffer))
             middle = len(buffer) // 2

@@ -138,9 +138,10 @@ class HeaderWriter:
             chunk = node.chunks.get(0)
             if identity != node.described and chunk is not None and chunk.extents:
                 node.described = identity
-                extent = chunk.extents[0]
-                if not self.core.slabs.holds(self.core.geometry.slab_of(extent.addr)):
+                extent, slabs = chunk.extents[0], self.core.slabs
+                if not slabs.holds(self.core.geometry.slab_of(extent.addr)) or not slabs.is_durable(extent.addr):
                     continue  # another host may free the slot, and use it again
+                extent.slot_size = slabs.slot_size(extent.addr)  # perhaps the slab was another's when it was read
                 rows.append(
                     HeaderRow(extent, node, 0, 0, layout.STATE_SEALED if extent.checksums else layout.STATE_UNSEALED)
                 )

@@ -17,7 +17,7 @@ from weakref import WeakValueDictionary
 import msgspec
 import trio
 
-from kvfuse.errors import EngineError
+from kvfuse.errors import EngineError, NoSpace
 from kvfuse.volume import schema
 from kvfuse.volume.chunk import COMMITTED, Chunk, Extent, blocks_of
 from kvfuse.volume.maps import ContentMap
@@ -47,6 +47,7 @@ class Node:
         "dead",
         "described",
         "dirty_chunks",
+        "end_moved",
         "extra",
         "far_blocks",
         "flags",
@@ -58,6 +59,7 @@ class Node:
         "heir",
         "ino",
         "lock",
+        "lost",
         "map",
         "mode",
         "moved_to",
@@ -151,6 +153,8 @@ class Node:
         self.times_changed = False
         """a directory's times are not in the store yet"""
         self.lock: trio.Lock | None = None
+        self.lost: NoSpace | None = None
+        """what is to be said of bytes that were taken, and given up since; once"""
         self.recent = True
         self.moved_to: tuple[int, bytes] | None = None
         """(directory, name) where another host has put the record, while the inode was changed here"""
@@ -163,6 +167,8 @@ class Node:
         self.cut_size: int | None = None
         """least size it was cut to since, where others write the store, too"""
         self.appends = False
+        self.end_moved = 0
+        """bytes by which other hosts' changes have moved the end of the file, while it was in memory"""
         """all that was written behind the size of ``base`` was appended, wherever that is"""
         self.forgotten = False
         """of a membership that is over: nothing of it is stored any more"""

@@ -326,6 +326,8 @@ class Volume(RunningVolume):
             if self.core.shared:  # while a commit is under way that others wait for
                 await self.flusher.write_out(node)
             await self.journal.commit(node)
+        if handle.writable:
+            _tell_lost(node)
 
     async def _folder(self, node: Node) -> Node:
         """The directory whose settings hold for a file."""
@@ -337,7 +339,9 @@ class Volume(RunningVolume):
     async def fsync(self, handle: FileHandle) -> None:
         if self.read_only:
             return
-        await self.journal.commit(await self._current(handle), durable=True)
+        node = await self._current(handle)
+        await self.journal.commit(node, durable=True)
+        _tell_lost(node)
 
     async def fsync_directory(self, ino: int) -> None:
         if not self.read_only:
@@ -474,6 +478,13 @@ class Volume(RunningVolume):
 
 def _node_of(handle: FileHandle | Node) -> Node:
     return handle if isinstance(handle, Node) else handle.node
+
+
+def _tell_lost(node: Node) -> None:
+    """NoSpace, once, where bytes that were taken before could not be kept."""
+    if node.lost is not None:
+        lost, node.lost = node.lost, None
+        raise lost
 
 
 def _check_content(node: Node) -> None:

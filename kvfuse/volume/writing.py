@@ -66,13 +66,13 @@ class ContentWriter(ContentReader):
         end = offset + len(data)
         if end > min(FILE_SIZE_MAX, node.chunk_size << 32):
             raise FileTooLarge(f"inode {node.ino}: offset {end} is beyond what a file may have")
+        mark = node.end_moved if appends else None
         if self.flusher.staged_bytes > self.flusher.staging_size:
             await self.flusher.wait_for_room()
         if self._is_many(node):
             await self._commit_so_far(node)
-        if self.core.shared:
-            _note_append(node, end, appends=appends)
-        index, start = divmod(offset, node.chunk_size)
+        place = offset + _end_moved(node, mark)
+        index, start = divmod(place, node.chunk_size)
         written = len(data)
         try:
             staged = (
@@ -80,17 +80,17 @@ class ContentWriter(ContentReader):
             )
         except NoSpace:
             staged = False  # the way below makes room
-        if not staged:
+        if staged:
+            self._wrote(node, place + written, mark)
+        else:
             async with locked(node):
                 try:
-                    written = await self._write_parts(node, offset, data)
+                    written = await self._write_parts(node, offset, data, mark)
                 except NoSpace:
                     raise  # nothing was taken
                 except BaseException:  # a cancellation, too
                     self._changed(node)  # what is read here of it from now on is stored, too
                     raise
-        if offset + written > node.size:
-            node.set_size(offset + written)
         self._changed(node)
         return written
 
@@ -129,25 +129,35 @@ class ContentWriter(ContentReader):
             return None
         return Transfer(*self.core.locate(extent.addr + start), data)
 
-    async def _write_parts(self, node: Node, offset: int, data: bytes | memoryview) -> int:
+    async def _write_parts(self, node: Node, offset: int, data: bytes | memoryview, mark: int | None) -> int:
         """Under the lock: write chunk by chunk; how many bytes had room. NoSpace when not even the first had."""
         view = memoryview(data)
         position = 0
         while position < len(data):
-            index, start = divmod(offset + position, node.chunk_size)
+            if self._is_many(node):
+                await self._commit_so_far(node)
+            place = offset + position + _end_moved(node, mark)
+            index, start = divmod(place, node.chunk_size)
             length = min(len(data) - position, node.chunk_size - start)
             part = data if length == len(data) else view[position : position + length]
             try:
-                if self._is_many(node):
-                    await self._commit_so_far(node)
-                await self._write_part(node, index, start, part)
+                await self._write_part(node, index, start, part, None if mark is None else node.end_moved)
+            except _EndMoved:
+                continue
             except NoSpace:
                 if position:
                     return position
                 raise
             position += length
-            node.set_size(max(node.size, offset + position))
+            self._wrote(node, place + length, mark)
         return position
+
+    def _wrote(self, node: Node, end: int, mark: int | None) -> None:
+        """Bytes up to ``end`` were taken just now."""
+        if self.core.shared:
+            _note_append(node, end, appends=mark is not None)
+        if end > node.size:
+            node.set_size(end)
 
     def _is_many(self, node: Node) -> bool:
         """A file's changed chunks are to be in the store, before there are more than one commit may carry."""
@@ -158,14 +168,16 @@ class ContentWriter(ContentReader):
         self.journal.touch(node, forced=True)
         await self.journal.commit(node)
 
-    async def _write_part(self, node: Node, index: int, start: int, data: bytes | memoryview) -> None:
+    async def _write_part(self, node: Node, index: int, start: int, data: bytes | memoryview, mark: int | None) -> None:
+        """``mark``: `Node.end_moved`, if the place is where the file ends. _EndMoved, if it is not any more."""
         began = trio.current_time()
         while True:
             if await self.chunk(node, index) is None:
                 node.chunks[index] = Chunk()
+            _check_end(node, mark)
             try:
                 if not self._stage_new(node, index, start, data):
-                    await self._write_existing(node, index, start, data)
+                    await self._write_existing(node, index, start, data, mark)
             except NoSpace:
                 if await self.journal.free(began):
                     await self.core.reads.passed()
@@ -248,9 +260,12 @@ class ContentWriter(ContentReader):
             self.flusher.cancel(staged, staged.slots)
         staged.slots, staged.unsure = slots, False
 
-    async def _write_existing(self, node: Node, index: int, start: int, data: bytes | memoryview) -> None:
-        """Under the lock: change a chunk whose bytes are in slots, and only partly replaced."""
+    async def _write_existing(
+        self, node: Node, index: int, start: int, data: bytes | memoryview, mark: int | None
+    ) -> None:
+        """Under the lock: change a chunk whose bytes are in slots, and only partly replaced. ``mark``: as above."""
         while True:
+            _check_end(node, mark)
             chunk = node.chunks[index]
             if chunk.staged is not None:  # it was being written when we looked
                 self._stage(node, index, chunk, start, data)
@@ -278,10 +293,14 @@ class ContentWriter(ContentReader):
         await self._read_chunk(node, index, chunk, 0, buffer)
         if chunk.staged is not None or chunk.extents is not extents or node.chunks.get(index) is not chunk:
             return
+        self._stage_copy(node, chunk, buffer)
+
+    def _stage_copy(self, node: Node, chunk: Chunk, data: bytes | memoryview) -> None:
+        """Stage all bytes of a chunk as they are in its slots. NoSpace leaves everything as it was."""
         staged = Staged()
-        self._reserve(staged, len(buffer))
-        staged.pieces = [buffer]
-        staged.length = len(buffer)
+        self._reserve(staged, len(data))
+        staged.pieces = [data]
+        staged.length = len(data)
         if self.core.shared:
             chunk.changes()
         self.flusher.stage(node, chunk, staged)
@@ -370,19 +389,19 @@ class ContentWriter(ContentReader):
     def has_unsealed(self, node: Node) -> bool:
         return any(not extent.checksums for chunk in node.chunks.values() for extent in chunk.extents)
 
-    async def lay(self, node: Node, offset: int, data: bytes) -> None:
-        """Write while a commit is being decided, which nothing here may wait for. NoSpace leaves a part undone."""
+    def lay(self, node: Node, offset: int, head: bytes | memoryview, data: bytes) -> None:
+        """Put bytes behind ``offset``, where what another host stored of the file ends. NoSpace leaves a part undone.
+
+        Nothing waits. ``head``: what is stored in front of them, of the chunk in which they begin.
+        """
         view, position = memoryview(data), 0
         while position < len(data):
             index, start = divmod(offset + position, node.chunk_size)
             part = view[position : position + node.chunk_size - start]
-            if await self.chunk(node, index) is None:
-                node.chunks[index] = Chunk()
-            while not self._stage_new(node, index, start, part):
-                await self._stage_existing(node, index, node.chunks[index])
-                if node.chunks[index].staged is not None:
-                    self._stage(node, index, node.chunks[index], start, part)
-                    break
+            chunk = node.chunks.setdefault(index, Chunk())
+            if chunk.staged is None and chunk.extents:
+                self._stage_copy(node, chunk, head)
+            self._stage(node, index, chunk, start, part)
             position += len(part)
             node.set_size(max(node.size, offset + position))
         self._changed(node)
@@ -390,6 +409,20 @@ class ContentWriter(ContentReader):
     def _changed(self, node: Node) -> None:
         node.mtime = node.ctime = clock.now()
         self.journal.touch(node, forced=node.staged_count > STAGED_CHUNKS_MAX)
+
+
+class _EndMoved(Exception):
+    """Another host's change of the file has moved its end: what is appended belongs elsewhere."""
+
+
+def _check_end(node: Node, mark: int | None) -> None:
+    if mark is not None and node.end_moved != mark:
+        raise _EndMoved
+
+
+def _end_moved(node: Node, mark: int | None) -> int:
+    """Bytes by which others have moved the end of the file since; 0 for what is not appended."""
+    return 0 if mark is None else node.end_moved - mark
 
 
 def _note_append(node: Node, end: int, *, appends: bool) -> None:

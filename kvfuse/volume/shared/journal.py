@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from kvfuse.errors import EngineFull, NoSpace, Stale
+from kvfuse.errors import Stale
 from kvfuse.volume import schema
 from kvfuse.volume.batch import Batch
 from kvfuse.volume.building import BatchBuilder
@@ -170,12 +170,9 @@ class SharedJournal(BatchBuilder):
     # -- a refused commit ----------------------------------------------------------------------------
 
     async def merge(self, node: Node, record: schema.InodeRecord, version: int) -> None:
-        """Bring a changed inode up to what another host stored. EngineError, EngineFull: to be tried again."""
+        """Bring a changed inode up to what another host stored. EngineError: to be tried again."""
         self.counters.merged += 1
-        try:
-            await self.merger(node, record, version)
-        except NoSpace as error:
-            raise EngineFull(str(error)) from error
+        await self.merger(node, record, version)
 
     def recalled_dead(self, batch: Batch) -> list[Extent]:
         """What the refused commit would have freed, and another host did in the meantime.

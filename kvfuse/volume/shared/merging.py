@@ -7,6 +7,7 @@ Bytes that were appended move to the new end, so that appends of two hosts both 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
@@ -20,6 +21,8 @@ from kvfuse.volume.chunk import FRESH, Chunk, Extent, Staged
 from kvfuse.volume.content import Content
 from kvfuse.volume.node import Node
 from kvfuse.volume.shared.refresh import Refresher
+
+log = logging.getLogger(__name__)
 
 ATTEMPTS_MAX = 100
 
@@ -48,23 +51,30 @@ class Merger:
             return
         for _ in range(ATTEMPTS_MAX):
             record, version, theirs = await self._read_theirs(node, record, version)
+            if not theirs.keys() >= _far_needed(node, record):
+                continue
             both = self._changed_by_both(node, record, theirs)
             seen = {index: _look(node.chunks[index]) for index in both}
             read = {index: await self._read_both(node, index, theirs[index]) for index in both}
-            tail = await self._read_tail(node, record)
+            tail = await self._read_tail(node, record, theirs, read)
             if not node.nlink:
                 return
             still = self._changed_by_both(node, record, theirs)
-            is_known = theirs.keys() >= set(_far_changed(node))
+            is_known = theirs.keys() >= _far_needed(node, record)
             if is_known and still == both and all(_look(node.chunks[index]) == seen[index] for index in both):
                 break
         else:
             raise EngineError(f"inode {node.ino} changes faster than another host's changes can be put to it")
+        size_before = node.size
         self._merge_chunks(node, record, theirs, read)
         self._merge_attributes(node, record, version)
-        if tail:
+        if tail is not None:
             node.appends = True
-            await self.content.lay(node, record.size, tail)
+            try:
+                self.content.lay(node, record.size, *tail)
+            except NoSpace:
+                _lose(node)
+        node.end_moved += node.size - size_before
 
     def _is_content_changed(self, node: Node, record: schema.InodeRecord) -> bool:
         base = node.base
@@ -95,8 +105,8 @@ class Merger:
     async def _read_theirs(
         self, node: Node, record: schema.InodeRecord, version: int
     ) -> tuple[schema.InodeRecord, int, Theirs]:
-        """(record, version, extents of all inline chunks and of the others that were changed here): of one moment."""
-        far = _far_changed(node)
+        """(record, version, extents of all inline chunks and of the others that are needed): of one moment."""
+        far = sorted(_far_needed(node, record))
         rows: list[Versioned | None] = []
         if far:
             key = schema.inode_key(node.ino) if node.own_record else schema.entry_key(node.parent, node.name)
@@ -153,12 +163,21 @@ class Merger:
             start += extent.length
         return view
 
-    async def _read_tail(self, node: Node, record: schema.InodeRecord) -> bytes:
-        """Bytes that were appended here, if the other host has changed the end of the file."""
+    async def _read_tail(
+        self, node: Node, record: schema.InodeRecord, theirs: Theirs, read: dict[int, tuple[Bytes, Bytes]]
+    ) -> tuple[Bytes, bytes] | None:
+        """(what the other host has in the chunk in which its bytes end, bytes that were appended here).
+
+        None, if nothing was, or the other host has not changed the end of the file.
+        """
         start = _moved_from(node, record)
         if start is None or node.size <= start:
-            return b""
-        return bytes(await self.content.read(node, start, node.size - start))
+            return None
+        index, head = record.size // node.chunk_size, record.size % node.chunk_size
+        before: Bytes = b""
+        if head:
+            before = read[index][0] if index in read else await self._read_extents(list(theirs.get(index, ())))
+        return before, bytes(await self.content.read(node, start, node.size - start))
 
     # -- putting together: nothing waits -------------------------------------------------------------
 
@@ -168,6 +187,7 @@ class Merger:
         base = node.base
         assert base is not None
         appended_from = _moved_from(node, record)
+        has_room = True
         for index in [index for index in node.chunks if index >= schema.INLINE_CHUNKS and index not in theirs]:
             if node.chunks[index].base is None:
                 del node.chunks[index]  # its record may be another by now
@@ -175,8 +195,8 @@ class Merger:
             chunk = node.chunks.get(index)
             if chunk is None or chunk.base is None:
                 self._take_over(node, index, extents)
-            elif index in read:
-                self._lay_over(node, index, extents, *read[index], appended_from)
+            elif index in read and not self._lay_over(node, index, extents, *read[index], appended_from):
+                has_room = False
         self._merge_dead(node, theirs, read.keys())
         node.far_blocks = record.far_blocks + self._far_difference(node, theirs)
         ours = node.cut_size if node.cut_size is not None and node.size <= base.size else None
@@ -184,6 +204,9 @@ class Merger:
             node.set_size(max(record.size, min(node.size, appended_from)))
         elif ours is None:
             node.set_size(max(node.size, record.size))
+        if not has_room:
+            _lose(node)
+            node.set_size(min(node.size, max(record.size, _reach(node))))
         node.appends = False
 
     def _merge_dead(self, node: Node, theirs: Theirs, put_together: AbstractSet[int]) -> None:
@@ -202,7 +225,8 @@ class Merger:
         difference = 0
         for index, extents in theirs.items():
             if index >= schema.INLINE_CHUNKS:
-                difference += sum(-(-extent.length // 4096) * 8 for extent in node.chunks[index].extents)
+                kept = node.chunks[index].extents if index in node.chunks else []
+                difference += sum(-(-extent.length // 4096) * 8 for extent in kept)
                 difference -= sum(-(-extent.length // 4096) * 8 for extent in extents)
         return difference
 
@@ -227,8 +251,11 @@ class Merger:
         stored: Bytes,
         ours: Bytes,
         appended_from: int | None,
-    ) -> None:
-        """A chunk that both changed: what was written here stands over what is stored now, and is staged anew."""
+    ) -> bool:
+        """A chunk that both changed: what was written here stands over what is stored now, and is staged anew.
+
+        False where there is no room for that: the chunk is what is stored.
+        """
         chunk, start = node.chunks[index], index * node.chunk_size
         merged = bytearray(stored)
         laid: list[tuple[int, int]] = []
@@ -248,21 +275,41 @@ class Merger:
                 self.content.core.discard(node, extent)
         node.born = [extent for extent in node.born if extent.state == FRESH]
         chunk.extents = [self.content.extent(extent) for extent in extents]
-        chunk.base, chunk.dirty = (extents, laid) if laid else (None, [])
         node.dirty_chunks = {*node.dirty_chunks} - {index}
-        if laid and index >= schema.INLINE_CHUNKS:
+        staged = self._room_for(merged) if laid else None
+        if staged is None:
+            chunk.base, chunk.dirty = None, []
+            return not laid
+        chunk.base, chunk.dirty = extents, laid
+        if index >= schema.INLINE_CHUNKS:
             node.chunk_changed(index)
-        if laid:
-            self._stage(node, chunk, merged)
+        self.content.flusher.stage(node, chunk, staged)
+        return True
 
-    def _stage(self, node: Node, chunk: Chunk, merged: bytearray) -> None:
+    def _room_for(self, merged: bytearray) -> Staged | None:
         staged = Staged()
         try:
             staged.slots = self.content.core.slabs.allocate(len(merged))
         except NoSpace:
-            raise NoSpace(f"inode {node.ino}: no room to put the changes of two hosts together") from None
+            return None
         staged.pieces, staged.length = [merged], len(merged)
-        self.content.flusher.stage(node, chunk, staged)
+        return staged
+
+
+def _lose(node: Node) -> None:
+    """Bytes that were taken here are given up. Who syncs or closes the file next is told."""
+    node.lost = NoSpace(f"inode {node.ino}: no room to put the changes of two hosts together, some of ours are lost")
+    log.error("%s", node.lost)
+
+
+def _reach(node: Node) -> int:
+    """Where the last bytes that were written here end."""
+    ends = [0]
+    for index, chunk in node.chunks.items():
+        if chunk.base is not None:
+            length = chunk.length if chunk.staged is None else chunk.staged.length
+            ends.append(index * node.chunk_size + length)
+    return max(ends)
 
 
 def _moved_from(node: Node, record: schema.InodeRecord) -> int | None:
@@ -272,10 +319,12 @@ def _moved_from(node: Node, record: schema.InodeRecord) -> int | None:
     return node.base.size
 
 
-def _far_changed(node: Node) -> list[int]:
-    """Chunks with records of their own that were changed here."""
-    changed = [index for index, chunk in node.chunks.items() if chunk.base is not None]
-    return [index for index in changed if index >= schema.INLINE_CHUNKS]
+def _far_needed(node: Node, record: schema.InodeRecord) -> set[int]:
+    """Chunks with records of their own: those that were changed here, and that behind which appended bytes go."""
+    needed = {index for index, chunk in node.chunks.items() if chunk.base is not None}
+    if _moved_from(node, record) is not None:
+        needed.add(record.size // node.chunk_size)
+    return {index for index in needed if index >= schema.INLINE_CHUNKS}
 
 
 def _look(chunk: Chunk) -> tuple[object, ...]:

@@ -82,6 +82,7 @@ class Refresher:
         node.complete = False
         self.content.restore_chunks(node, record)
         node.far_blocks = record.far_blocks
+        node.end_moved += record.size - node.size
         node.set_size(record.size)
         self.core.places.set_content_version(node.ino, 0)
         self.news.content(node.ino)
