@@ -132,6 +132,55 @@ async def test_an_open_sees_what_another_host_closed_beside_bytes_that_nobody_cl
         two.forget(handle.node.ino, 1)
 
 
+async def test_slots_behind_the_stored_size_stay_in_the_record(
+    rng: random.Random, autojump_clock: trio.testing.MockClock
+) -> None:
+    """A host stores them so whose bytes came to slots before the size did; others change attributes meanwhile."""
+    data = rng.randbytes(5 * 4096)
+    async with hosts(rng, 2, strict=False, capacity=16 * MIB, chunk=4096) as (one, two):
+        await put(one, b"file", data)
+        await quiet(one, two)
+        node = await two.lookup(ROOT_INODE, b"file")
+        node.size = 2 * 4096 + 100
+        assert [len(extents) for extents in node.record().chunks] == [1] * 5
+        node.size = len(data)
+
+
+async def test_bytes_are_read_anew_although_their_time_was_set_back(
+    rng: random.Random, autojump_clock: trio.testing.MockClock
+) -> None:
+    data = rng.randbytes(20 * 4096)
+    async with hosts(rng, 2, strict=False, capacity=16 * MIB, chunk=4096) as (one, two):
+        await put(one, b"file", data)
+        await quiet(one, two)
+        assert await get(two, b"file") == data
+        node = await one.lookup(ROOT_INODE, b"file")
+        mtime = node.mtime
+        handle = await one.open(node.ino, os.O_RDWR, CALLER)
+        await one.write(handle, 15 * 4096, b"newer")
+        await one.set_attributes(node.ino, Changes(mtime=mtime), CALLER)
+        await one.release(handle)
+        await quiet(one, two)
+        assert await get(two, b"file") == data[: 15 * 4096] + b"newer" + data[15 * 4096 + 5 :]
+
+
+async def test_times_that_two_hosts_set_are_those(rng: random.Random, autojump_clock: trio.testing.MockClock) -> None:
+    chaos = [Chaos(random.Random(number)) for number in range(2)]
+    async with hosts(rng, 2, chaos, strict=False, capacity=16 * MIB) as (one, two):
+        await put(one, b"file", b"data")
+        await quiet(one, two)
+        ino = (await two.lookup(ROOT_INODE, b"file")).ino
+        await two.set_attributes(ino, Changes(mtime=10**9), CALLER)
+        chaos[1].stalled = trio.Event()
+        await one.set_attributes(ino, Changes(atime=2 * 10**9, mode=0o600), CALLER)
+        await one.sync()
+        chaos[1].stalled.set()
+        await quiet(two, one)
+        for volume in (one, two):
+            node = await volume.lookup(ROOT_INODE, b"file")
+            assert (node.atime, node.mtime, node.mode & 0o777) == (2 * 10**9, 10**9, 0o600)
+
+
 async def test_what_two_hosts_changes_were_put_together_to_goes_on_growing(
     rng: random.Random, autojump_clock: trio.testing.MockClock
 ) -> None:
@@ -149,58 +198,6 @@ async def test_what_two_hosts_changes_were_put_together_to_goes_on_growing(
         await two.release(handle)
         await quiet(two, one)
         assert await get(one, b"file") == b"theirs" + data[6:500] + b"own" + data[503:] + b"and more"
-
-
-@pytest.mark.parametrize("size", [CHUNK, CHUNK + 50], ids=["whole chunks", "part of one"])
-@pytest.mark.parametrize("run", range(10))
-async def test_a_file_is_cut_while_two_hosts_changes_are_put_together(
-    rng: random.Random, autojump_clock: trio.testing.MockClock, run: int, size: int
-) -> None:
-    options = lab_options(capacity=16 * MIB, chunk=CHUNK)
-    disk = Disk.format(options, shared=True)
-    Audit.attach(disk)
-    data = rng.randbytes(4 * CHUNK)
-    theirs = b"".join(b"theirs" + data[start + 6 : start + CHUNK] for start in range(0, 4 * CHUNK, CHUNK))
-    async with volumes(disk, options, 2, rng, [Chaos(random.Random(0)), Chaos(rng, delay=1.0)]) as (one, two):
-        await put(one, b"file", data)
-        await quiet(one, two)
-        ino = (await two.lookup(ROOT_INODE, b"file")).ino
-        handle = await two.open(ino, os.O_RDWR, CALLER)
-        for index in range(4):
-            await two.write(handle, index * CHUNK + 100, b"own")
-        await write_at(one, b"file", 0, theirs)
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(two.sync)
-            await trio.sleep(rng.random() * 0.1)
-            await two.set_attributes(ino, Changes(size=size), CALLER)
-        await two.release(handle)
-        await quiet(two, one)
-        expected = b"theirs" + data[6:100] + b"own" + data[103:CHUNK] + theirs[CHUNK:size]
-        for volume in (one, two):
-            assert await get(volume, b"file") == expected
-
-
-@pytest.mark.parametrize("run", range(10))
-async def test_what_another_host_wrote_where_a_file_is_just_being_cut_is_freed_once(
-    rng: random.Random, autojump_clock: trio.testing.MockClock, run: int
-) -> None:
-    options = lab_options(capacity=16 * MIB, chunk=CHUNK)
-    disk = Disk.format(options, shared=True)
-    Audit.attach(disk)
-    data = rng.randbytes(4 * CHUNK)
-    async with volumes(disk, options, 2, rng, [Chaos(random.Random(0)), Chaos(rng, delay=1.0)]) as (one, two):
-        await put(one, b"file", data)
-        await quiet(one, two)
-        ino = (await two.lookup(ROOT_INODE, b"file")).ino
-        await two.set_attributes(ino, Changes(mode=0o600), CALLER)
-        await write_at(one, b"file", 2 * CHUNK, b"theirs")
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(two.sync)
-            await trio.sleep(rng.random() * 0.05)
-            await two.set_attributes(ino, Changes(size=CHUNK + 50), CALLER)
-        await quiet(two, one)
-        for volume in (one, two):
-            assert await get(volume, b"file") == data[: CHUNK + 50]
 
 
 @pytest.mark.parametrize("strict", [True, False], ids=["strict", "relaxed"])

@@ -31,6 +31,8 @@ from volume_lab import CALLER, MIB, Chaos, Disk, lab_options
 from kvfuse import errors
 from kvfuse.volume import schema
 from kvfuse.volume.api import RENAME_EXCHANGE, ROOT_INODE, Changes
+from kvfuse.volume.node import Node
+from kvfuse.volume.shared.conflicts import Conflicts
 from kvfuse.volume.shared.lookup import SharedLookup
 from kvfuse.volume.volume import Volume
 
@@ -467,6 +469,33 @@ async def test_a_change_follows_a_renamed_file_that_the_kernel_has_forgotten(
         await quiet(one)
         for volume in (one, two):
             assert await get(volume, b"other") == b"changed again" + (b"bytes" * 1000)[13:]
+
+
+async def test_changes_follow_a_file_that_is_renamed_to_and_fro(
+    rng: random.Random, autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chaos = [Chaos(random.Random(0)) for _ in range(2)]
+    follow = Conflicts._follow
+
+    async def follow_late(conflicts: Conflicts, node: Node) -> None:
+        await one.rename(ROOT_INODE, b"other", ROOT_INODE, b"name", 0)
+        await one.sync()
+        await follow(conflicts, node)
+
+    monkeypatch.setattr(Conflicts, "_follow", follow_late)
+    async with hosts(rng, 2, chaos, strict=False) as (one, two):
+        await put(one, b"name", b"before")
+        await quiet(one, two)
+        handle = await two.open((await two.lookup(ROOT_INODE, b"name")).ino, os.O_RDWR, CALLER)
+        await two.write(handle, 0, b"after ")
+        await two.release(handle)
+        chaos[1].stalled = trio.Event()
+        await one.rename(ROOT_INODE, b"name", ROOT_INODE, b"other", 0)
+        await one.sync()
+        chaos[1].stalled.set()
+        await quiet(two, one)
+        for volume in (one, two):
+            assert await get(volume, b"name") == b"after "
 
 
 async def test_a_name_of_an_open_file_that_two_hosts_changed_can_be_removed(

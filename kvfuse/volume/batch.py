@@ -99,6 +99,7 @@ class Taken(NamedTuple):
     dirty_chunks: AbstractSet[int]
     chunks: list[tuple[Chunk, tuple[schema.ExtentRecord, ...], list[tuple[int, int]]]]
     """(chunk, its base, what was written)"""
+    cut_size: int | None
     is_gone: bool
     """it had no names any more: what it left went"""
 

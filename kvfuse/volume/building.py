@@ -147,11 +147,13 @@ class BatchBuilder(Drafting):
 def _taken(node: Node, is_gone: bool) -> Taken:
     chunks = [(chunk, chunk.base, chunk.dirty) for chunk in node.chunks.values() if chunk.base is not None]
     born = [extent for extent in node.born if extent.state == FRESH and node.nlink]
-    return Taken(node, node.forced, node.extra, born, list(node.dead), node.dirty_chunks, chunks, is_gone)
+    dead, dirty_chunks = list(node.dead), node.dirty_chunks
+    return Taken(node, node.forced, node.extra, born, dead, dirty_chunks, chunks, node.cut_size, is_gone)
 
 
 def _begin_base(node: Node) -> None:
-    """What is stored of each chunk is from now on what this commit says."""
+    """What is stored of each chunk, and where the file was cut, is from now on what this commit says."""
+    node.cut_size = None
     for chunk in node.chunks.values():
         if chunk.base is not None:
             chunk.base = None if chunk.staged is None else tuple([extent.record() for extent in chunk.extents])

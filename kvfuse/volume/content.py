@@ -13,6 +13,8 @@ from kvfuse.volume.chunk import COMMITTED, Chunk, Extent
 from kvfuse.volume.node import Node
 from kvfuse.volume.writing import ContentWriter, locked, start_of
 
+Bytes = bytes | bytearray | memoryview
+
 
 @dataclass
 class Content(ContentWriter):
@@ -25,34 +27,49 @@ class Content(ContentWriter):
         if size > min(FILE_SIZE_MAX, node.chunk_size << 32):
             raise FileTooLarge(f"inode {node.ino}: size {size} is beyond what a file may have")
         if size < node.size:
-            size_before, cut_before = node.size, node.cut_size
-            if self.core.shared:
-                node.cut_size = min(size, node.size if node.cut_size is None else node.cut_size)
-            try:
-                async with locked(node):
-                    await self._cut(node, size)
-            except BaseException:  # a cancellation, too
-                if node.size == size_before:
-                    node.cut_size = cut_before  # else what other hosts have there would be given up
-                else:
-                    self._changed(node)
-                raise
-        node.set_size(size)
+            async with locked(node):
+                await self._cut(node, size)
+        else:
+            node.set_size(size)
         self._changed(node)
 
     async def _cut(self, node: Node, size: int) -> None:
+        """Under the lock. Each step is made without a wait: an error leaves the file cut as far as it came."""
         keep, tail = divmod(size, node.chunk_size)
-        await self.load_all(node, keep)
-        if tail:
-            await self._cut_chunk(node, keep, tail)
-            keep += 1
-        for index in sorted([index for index in node.chunks if index >= keep], reverse=True):
-            node.set_size(min(node.size, (index + 1) * node.chunk_size))
-            node.flushed_size = min(node.flushed_size, node.size)
-            if self._is_many(node):
+        merges: int | None = None
+        while True:
+            if merges != node.content_merges:
+                await self.load_all(node, keep)
+                merges = node.content_merges
+            before = await self._before(node, keep, tail)
+            if merges != node.content_merges:
+                continue
+            if not self._drop_behind(node, keep + (tail > 0)):
                 await self._commit_so_far(node)
-            if index in node.chunks:
-                self.drop_chunk(node, index)
+                continue
+            if self.core.shared and tail:
+                node.chunks.setdefault(keep, Chunk())  # what another host may have stored there is cut, too
+            if keep in node.chunks and tail:
+                self.cut_chunk(node, keep, tail, before)
+            self._end_at(node, size)
+            return
+
+    def _drop_behind(self, node: Node, first: int) -> bool:
+        """Give up chunks from the last one down to ``first``; False: these were as many as a commit may carry."""
+        for index in sorted([index for index in node.chunks if index >= first], reverse=True):
+            if not (node.chunks[index].extents or node.chunks[index].staged):
+                continue
+            if self._is_many(node):
+                return False
+            self.drop_chunk(node, index)
+            self._end_at(node, index * node.chunk_size)
+            self._changed(node)
+        return True
+
+    def _end_at(self, node: Node, size: int) -> None:
+        """The file was cut."""
+        if self.core.shared and (node.committing or (node.base is not None and size < node.base.size)):
+            node.cut_size = size if node.cut_size is None else min(size, node.cut_size)
         node.set_size(size)
         node.flushed_size = min(node.flushed_size, size)
 
@@ -79,40 +96,52 @@ class Content(ContentWriter):
             if not staged.writing:
                 self.flusher.cancel(staged, staged.slots)
 
-    async def _cut_chunk(self, node: Node, index: int, length: int) -> None:
-        """Shorten one chunk to ``length`` > 0 bytes, in its slots. An error leaves it as it was."""
-        while (chunk := node.chunks.get(index)) is not None:
+    async def _before(self, node: Node, index: int, length: int) -> Bytes:
+        """What is in front of ``length`` in its granule of the chunk's slots, where these have checksums.
+
+        Nothing of the chunk is being written, and so it is until the next wait.
+        """
+        while (chunk := node.chunks.get(index)) is not None and length:
             staged, extents = chunk.staged, chunk.extents
             if staged is not None and staged.writing:
                 await self.flusher.settled()
                 continue
             kept = _within(extents, length)
-            last_length = length - start_of(kept) if kept else 0
-            is_cut = chunk.length > length
-            checksums = kept[-1].checksums if is_cut and last_length < kept[-1].length else b""
-            if checksums:
-                whole = last_length // GRANULE_SIZE * GRANULE_SIZE
-                tail: bytes | bytearray | memoryview = b""
-                if last_length > whole:
-                    tail = await self._read_extent(node, index, kept[-1], whole, last_length - whole)
-                is_same = chunk.staged is staged and chunk.extents is extents and kept[-1].checksums is checksums
-                if not is_same or (staged is not None and staged.writing):
-                    continue
-            node.changing(index)  # nothing waits from here on
-            if self.core.shared:
-                chunk.changes()
-            if staged is not None and staged.length > length:
-                self.flusher.grew(length - staged.length)
-                staged.truncate(length)
-            if checksums:
-                kept[-1].checksums = checksums[: whole // GRANULE_SIZE * CHECKSUM_SIZE] + granule_checksums(tail)
-                kept[-1].verified &= (1 << whole // GRANULE_SIZE) - 1
-            if is_cut:
-                node.resize(index, kept[-1], last_length)
-                for extent in extents[len(kept) :]:
-                    self.core.discard(node, extent)
-                node.set_extents(index, kept)
-            return
+            rest = (length - start_of(kept)) % GRANULE_SIZE
+            if chunk.length <= length or not kept[-1].checksums or not rest:
+                break
+            checksums = kept[-1].checksums
+            before = await self._read_extent(node, index, kept[-1], length - start_of(kept) - rest, rest)
+            is_same = node.chunks.get(index) is chunk and chunk.staged is staged and chunk.extents is extents
+            if is_same and kept[-1].checksums is checksums and not (staged is not None and staged.writing):
+                return before
+        return b""
+
+    def cut_chunk(self, node: Node, index: int, length: int, before: Bytes) -> None:
+        """Shorten one chunk to ``length`` > 0 bytes, in its slots. Nothing waits.
+
+        ``before``: bytes in front of there; all that the granule has in which the chunk is cut, or more.
+        """
+        chunk = node.chunks[index]
+        node.changing(index)
+        if self.core.shared:
+            chunk.changes()
+        staged = chunk.staged
+        if staged is not None and staged.length > length:
+            self.flusher.grew(length - staged.length)
+            staged.truncate(length)
+        if chunk.length > length:
+            extents, kept = chunk.extents, _within(chunk.extents, length)
+            last, last_length = kept[-1], length - start_of(kept)
+            if last.checksums and last_length < last.length:
+                whole, rest = divmod(last_length, GRANULE_SIZE)
+                tail = memoryview(before)[len(before) - rest :]
+                last.checksums = last.checksums[: whole * CHECKSUM_SIZE] + granule_checksums(tail)
+                last.verified &= (1 << whole) - 1
+            node.resize(index, last, last_length)
+            for extent in extents[len(kept) :]:
+                self.core.discard(node, extent)
+            node.set_extents(index, kept)
 
     # -- removal -------------------------------------------------------------------------------------
 

@@ -45,6 +45,8 @@ class Drafting(Pending):
     def _draft_node(self, draft: Draft, node: Node) -> None:
         draft.nodes.append(node)
         if node.nlink:
+            if node.dirty_chunks and node.base is not None:
+                node.ctime = max(node.ctime, node.base.ctime + 1)  # by this others see it, whatever their clocks say
             record = node.record()
             if node.own_record:
                 key = schema.inode_key(node.ino)

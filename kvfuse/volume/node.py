@@ -42,6 +42,7 @@ class Node:
         "chunks",
         "committing",
         "complete",
+        "content_merges",
         "ctime",
         "cut_size",
         "dead",
@@ -96,7 +97,10 @@ class Node:
         self.rdev = 0
         self.size = 0
         self.flushed_size = 0
-        """the size when the last flush for a commit began, or what was cut since: up to here all bytes are in slots"""
+        """the size when the last flush for a commit began, or what was cut since: up to here all bytes are in slots
+
+        It is stored as the size while more is staged. What came to slots behind it is in the record already.
+        """
         self.atime = self.mtime = self.ctime = 0
         self.flags = 0
         self.target = b""
@@ -165,11 +169,13 @@ class Node:
         self.base: schema.InodeRecord | None = None
         """the inode as it was last known to be stored, where others write the store, too"""
         self.cut_size: int | None = None
-        """least size it was cut to since, where others write the store, too"""
+        """where what is stored of the file ends here, which was cut; what was written behind is ours alone"""
         self.appends = False
+        """all that was written behind the size of ``base`` was appended, wherever that is"""
         self.end_moved = 0
         """bytes by which other hosts' changes have moved the end of the file, while it was in memory"""
-        """all that was written behind the size of ``base`` was appended, wherever that is"""
+        self.content_merges = 0
+        """how often another host's change of the content was put to it: not all chunks are in memory any more"""
         self.forgotten = False
         """of a membership that is over: nothing of it is stored any more"""
 
@@ -258,7 +264,7 @@ class Node:
     def record(self) -> schema.InodeRecord:
         """The inode as the record store shall know it: without bytes that are not yet in slots."""
         inline = []
-        for index in range(min(schema.INLINE_CHUNKS, -(-self.size // self.chunk_size)) if self.chunks else 0):
+        for index in range(schema.INLINE_CHUNKS if self.chunks else 0):  # also behind the size, see `flushed_size`
             chunk = self.chunks.get(index)
             inline.append(tuple([extent.record() for extent in chunk.extents]) if chunk else ())
         while inline and not inline[-1]:

@@ -65,23 +65,30 @@ class ContentReader:
 
     async def chunk(self, node: Node, index: int) -> Chunk | None:
         """The chunk, from its record where it has one of its own; None for a hole."""
-        chunk = node.chunks.get(index)
-        if chunk is None and index >= schema.INLINE_CHUNKS and node.flags & schema.FLAG_CHUNK_RECORDS:
-            found = (await self.core.records.get([schema.chunk_key(node.ino, index)]))[0]
+        while True:
             chunk = node.chunks.get(index)
-            if chunk is None and found is not None and index not in node.dirty_chunks:
-                extents = [self.extent(extent) for extent in schema.decode_chunk(found.value)]
-                chunk = node.chunks[index] = Chunk(extents)
-        return chunk
+            if chunk is not None or index < schema.INLINE_CHUNKS or not node.flags & schema.FLAG_CHUNK_RECORDS:
+                return chunk
+            merges = node.content_merges
+            found = (await self.core.records.get([schema.chunk_key(node.ino, index)]))[0]
+            if node.content_merges != merges:
+                continue  # what was read may be older than what is known by now
+            if found is None or index in node.chunks or index in node.dirty_chunks:
+                return node.chunks.get(index)
+            node.chunks[index] = Chunk([self.extent(extent) for extent in schema.decode_chunk(found.value)])
 
     async def load_all(self, node: Node, first: int = 0) -> None:
         """Have every chunk from ``first`` on in memory."""
         if not node.flags & schema.FLAG_CHUNK_RECORDS:
             return
         prefix = schema.chunk_prefix(node.ino)
-        after = schema.chunk_key(node.ino, first - 1) if first > 0 else b""
+        start = schema.chunk_key(node.ino, first - 1) if first > 0 else b""
+        after, merges = start, node.content_merges
         while True:
             rows = await self.core.records.scan(prefix, after)
+            if node.content_merges != merges:  # as in `chunk`
+                after, merges = start, node.content_merges
+                continue
             for row in rows:
                 index = schema.chunk_index(row.key)
                 if index not in node.chunks and index not in node.dirty_chunks:

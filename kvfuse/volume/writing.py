@@ -176,8 +176,9 @@ class ContentWriter(ContentReader):
                 node.chunks[index] = Chunk()
             _check_end(node, mark)
             try:
-                if not self._stage_new(node, index, start, data):
-                    await self._write_existing(node, index, start, data, mark)
+                is_done = self._stage_new(node, index, start, data) or await self._write_existing(
+                    node, index, start, data, mark
+                )
             except NoSpace:
                 if await self.journal.free(began):
                     await self.core.reads.passed()
@@ -186,7 +187,8 @@ class ContentWriter(ContentReader):
                 else:
                     raise
             else:
-                return
+                if is_done:
+                    return
 
     async def _write_within(self, node: Node, index: int, start: int, data: bytes | memoryview) -> bool:
         """Under the lock, without space for new slots: write into those the chunk has. False if they are too small."""
@@ -262,21 +264,23 @@ class ContentWriter(ContentReader):
 
     async def _write_existing(
         self, node: Node, index: int, start: int, data: bytes | memoryview, mark: int | None
-    ) -> None:
-        """Under the lock: change a chunk whose bytes are in slots, and only partly replaced. ``mark``: as above."""
-        while True:
+    ) -> bool:
+        """Under the lock: change a chunk whose bytes are in slots, and only partly replaced. ``mark``: as above.
+
+        False where the chunk went out of memory meanwhile.
+        """
+        while (chunk := node.chunks.get(index)) is not None:
             _check_end(node, mark)
-            chunk = node.chunks[index]
-            if chunk.staged is not None:  # it was being written when we looked
+            if chunk.staged is not None or not chunk.extents:  # it was being written, or not yet empty, when we looked
                 self._stage(node, index, chunk, start, data)
-                return
+                return True
             if self.core.shared:  # somebody else may read these slots: what is in them never changes
                 await self._stage_existing(node, index, chunk)
                 continue
             capacity = sum(extent.slot_size for extent in chunk.extents)
             if max(chunk.length, start + len(data)) > REWRITE_SIZE_MAX and start + len(data) <= capacity:
                 if await self._write_in_place(node, index, chunk, start, data):
-                    return
+                    return True
             else:
                 try:
                     await self._stage_existing(node, index, chunk)
@@ -284,7 +288,8 @@ class ContentWriter(ContentReader):
                     if start + len(data) > capacity:
                         raise
                     if await self._write_in_place(node, index, chunk, start, data):
-                        return
+                        return True
+        return False
 
     async def _stage_existing(self, node: Node, index: int, chunk: Chunk) -> None:
         """Stage a copy of the chunk's bytes; the slots they are in are given up when the copy has its own."""
@@ -399,7 +404,7 @@ class ContentWriter(ContentReader):
             index, start = divmod(offset + position, node.chunk_size)
             part = view[position : position + node.chunk_size - start]
             chunk = node.chunks.setdefault(index, Chunk())
-            if chunk.staged is None and chunk.extents:
+            if chunk.staged is None and start and head:
                 self._stage_copy(node, chunk, head)
             self._stage(node, index, chunk, start, part)
             position += len(part)

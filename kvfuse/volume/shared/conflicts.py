@@ -82,6 +82,8 @@ class Conflicts:
                 self.core.unborn.append(extent)
                 node.dead = [other for other in node.dead if other is not extent]
         if node.nlink:
+            if taken.cut_size is not None:
+                node.cut_size = taken.cut_size if node.cut_size is None else min(node.cut_size, taken.cut_size)
             node.forced = node.forced or taken.forced or not node.writers
             node.dirty_chunks = {*taken.dirty_chunks, *node.dirty_chunks}
             for chunk, base, dirty in taken.chunks:
@@ -192,8 +194,8 @@ class Conflicts:
         deadline = trio.current_time() + FOLLOW_SECONDS
         here = (node.parent, node.name)
         while trio.current_time() < deadline and node.nlink:
-            told = [node.moved_to, self.core.places.get(node.ino)]
-            places = [place for place in dict.fromkeys(told) if place is not None and place != here and place[1]]
+            told = [here, node.moved_to, self.core.places.get(node.ino)]  # it may be back
+            places = [place for place in dict.fromkeys(told) if place is not None and place[1]]
             keys = [schema.orphan_key(node.ino), schema.inode_key(node.ino)]
             removed, own, *entries = await self.core.records.get(
                 [*keys, *[schema.entry_key(*place) for place in places]]

@@ -208,7 +208,7 @@ class SharedJournal(BatchBuilder):
         for node, record in batch.draft.records.items():
             node.version, node.base = version, record
             known.shelf.drop(node.parent, node.name)
-            node.appends, node.cut_size = node.appends and node.size > record.size, None
+            node.appends = node.appends and node.size > record.size
             change = None if node.own_record else self.find(node.parent, node.name)
             if change is not None and not change.sent:
                 change.stored, change.version = True, version

@@ -2,13 +2,13 @@
 
 Of attributes those hold that were set here, and of the rest those of the other host. Chunk by chunk, what only one of
 the two changed is taken over; where both did, the bytes written here are laid over the other's and go to new slots.
-Bytes that were appended move to the new end, so that appends of two hosts both survive.
+Bytes that were appended move to the new end, so that appends of two hosts both survive. Where the file was cut here,
+the other host's change comes first, and then the cut, and what was written since.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,7 +17,7 @@ from kvfuse.errors import EngineError, NoSpace
 from kvfuse.remote.records.api import Versioned
 from kvfuse.remote.segments.api import Transfer
 from kvfuse.volume import schema
-from kvfuse.volume.chunk import FRESH, Chunk, Extent, Staged
+from kvfuse.volume.chunk import FRESH, Chunk, Staged
 from kvfuse.volume.content import Content
 from kvfuse.volume.node import Node
 from kvfuse.volume.shared.refresh import Refresher
@@ -50,8 +50,12 @@ class Merger:
             self._merge_attributes(node, record, version)
             return
         for _ in range(ATTEMPTS_MAX):
-            record, version, theirs = await self._read_theirs(node, record, version)
-            if not theirs.keys() >= _far_needed(node, record):
+            cut_size, version_before = node.cut_size, version
+            far = _far_needed(node, record) | await self._far_cut_off(node, record)
+            record, version, theirs = await self._read_theirs(node, record, version, sorted(far))
+            if cut_size is not None and version != version_before:
+                continue  # perhaps there are more chunks behind the cut
+            if node.cut_size != cut_size or not theirs.keys() >= _far_needed(node, record):
                 continue
             both = self._changed_by_both(node, record, theirs)
             seen = {index: _look(node.chunks[index]) for index in both}
@@ -60,7 +64,7 @@ class Merger:
             if not node.nlink:
                 return
             still = self._changed_by_both(node, record, theirs)
-            is_known = theirs.keys() >= _far_needed(node, record)
+            is_known = node.cut_size == cut_size and theirs.keys() >= _far_needed(node, record)
             if is_known and still == both and all(_look(node.chunks[index]) == seen[index] for index in both):
                 break
         else:
@@ -94,19 +98,30 @@ class Merger:
         for field, value in taken.items():
             setattr(node, field, value)
         node.flags |= made
-        # Later than theirs: by this others see that chunks with records of their own were changed once more.
-        node.mtime, node.ctime = max(node.mtime, record.mtime + 1), max(node.ctime, record.ctime)
+        node.atime = _merged_time(node.atime, base.atime, record.atime)
+        node.mtime = _merged_time(node.mtime, base.mtime, record.mtime)
+        node.ctime = max(node.ctime, record.ctime)
         if node.is_directory and record.parent != base.parent:
             node.parent = record.parent
         node.base, node.version, node.stored = record, version, True
 
     # -- reading: this may wait ----------------------------------------------------------------------
 
+    async def _far_cut_off(self, node: Node, record: schema.InodeRecord) -> set[int]:
+        """Chunks with records of their own behind the place where the file was cut here."""
+        found: set[int] = set()
+        if node.cut_size is None or not record.flags & schema.FLAG_CHUNK_RECORDS:
+            return found
+        after = schema.chunk_key(node.ino, max(schema.INLINE_CHUNKS, -(-node.cut_size // node.chunk_size)) - 1)
+        while rows := await self.content.core.records.scan(schema.chunk_prefix(node.ino), after):
+            found.update([schema.chunk_index(row.key) for row in rows])
+            after = rows[-1].key
+        return found
+
     async def _read_theirs(
-        self, node: Node, record: schema.InodeRecord, version: int
+        self, node: Node, record: schema.InodeRecord, version: int, far: list[int]
     ) -> tuple[schema.InodeRecord, int, Theirs]:
-        """(record, version, extents of all inline chunks and of the others that are needed): of one moment."""
-        far = sorted(_far_needed(node, record))
+        """(record, version, extents of all inline chunks and of those in ``far``): of one moment."""
         rows: list[Versioned | None] = []
         if far:
             key = schema.inode_key(node.ino) if node.own_record else schema.entry_key(node.parent, node.name)
@@ -177,7 +192,7 @@ class Merger:
         before: Bytes = b""
         if head:
             before = read[index][0] if index in read else await self._read_extents(list(theirs.get(index, ())))
-        return before, bytes(await self.content.read(node, start, node.size - start))
+        return before[:head], bytes(await self.content.read(node, start, node.size - start))
 
     # -- putting together: nothing waits -------------------------------------------------------------
 
@@ -188,6 +203,7 @@ class Merger:
         assert base is not None
         appended_from = _moved_from(node, record)
         has_room = True
+        node.content_merges += 1
         for index in [index for index in node.chunks if index >= schema.INLINE_CHUNKS and index not in theirs]:
             if node.chunks[index].base is None:
                 del node.chunks[index]  # its record may be another by now
@@ -195,30 +211,28 @@ class Merger:
             chunk = node.chunks.get(index)
             if chunk is None or chunk.base is None:
                 self._take_over(node, index, extents)
-            elif index in read and not self._lay_over(node, index, extents, *read[index], appended_from):
+            elif index in read and not self._lay_over(node, index, extents, *read[index], record.size, appended_from):
                 has_room = False
-        self._merge_dead(node, theirs, read.keys())
+        self._merge_dead(node, theirs)
         node.far_blocks = record.far_blocks + self._far_difference(node, theirs)
-        ours = node.cut_size if node.cut_size is not None and node.size <= base.size else None
         if appended_from is not None:
-            node.set_size(max(record.size, min(node.size, appended_from)))
-        elif ours is None:
-            node.set_size(max(node.size, record.size))
+            node.set_size(record.size)
+        else:
+            node.set_size(_merged_size(node, base, record))
         if not has_room:
             _lose(node)
-            node.set_size(min(node.size, max(record.size, _reach(node))))
+            node.set_size(min(node.size, max(record.size, _reach(node, node.size))))
         node.appends = False
 
-    def _merge_dead(self, node: Node, theirs: Theirs, put_together: AbstractSet[int]) -> None:
-        """Of what was given up here, what is still stored is ours to free, unless the chunk consists of it again."""
-        stored = {(extent.addr, extent.generation): index for index, extents in theirs.items() for extent in extents}
-        again = {(extent.addr, extent.generation) for chunk in node.chunks.values() for extent in chunk.extents}
-        dead, node.dead = node.dead, []
-        for extent in dead:
-            key = (extent.addr, extent.generation)
-            index = stored.get(key)
-            if index is not None and index not in put_together and key not in again:  # else another host has freed it
-                node.dead.append(extent)
+    def _merge_dead(self, node: Node, theirs: Theirs) -> None:
+        """What is stored, and the file does not consist of here, is ours to free; the rest another host has freed."""
+        kept = {(extent.addr, extent.generation) for chunk in node.chunks.values() for extent in chunk.extents}
+        node.dead = [
+            self.content.extent(extent)
+            for extents in theirs.values()
+            for extent in extents
+            if (extent.addr, extent.generation) not in kept
+        ]
 
     def _far_difference(self, node: Node, theirs: Theirs) -> int:
         """Units that the changed far chunks have more here than they are stored with."""
@@ -231,11 +245,16 @@ class Merger:
         return difference
 
     def _take_over(self, node: Node, index: int, extents: tuple[schema.ExtentRecord, ...]) -> None:
-        """A chunk that was not changed here."""
+        """A chunk that was not changed here; what is behind a cut is given up."""
         chunk = node.chunks.get(index)
-        if chunk is None and node.cut_size is not None and index * node.chunk_size >= node.cut_size:
-            node.dead += [self.content.extent(extent) for extent in extents]  # it was cut off here
-            return  # one that is still there is cut off just now: what is given up then is what is stored
+        if node.cut_size is not None and index * node.chunk_size >= node.cut_size:
+            node.changing(index)
+            node.chunks.pop(index, None)
+            if extents and index >= schema.INLINE_CHUNKS:
+                chunk = node.chunks[index] = Chunk()
+                chunk.base = extents
+                node.chunk_changed(index)  # its record goes
+            return
         if chunk is not None and tuple([extent.record() for extent in chunk.extents]) == extents:
             return
         node.changing(index)
@@ -250,14 +269,16 @@ class Merger:
         extents: tuple[schema.ExtentRecord, ...],
         stored: Bytes,
         ours: Bytes,
+        stored_size: int,
         appended_from: int | None,
     ) -> bool:
         """A chunk that both changed: what was written here stands over what is stored now, and is staged anew.
 
-        False where there is no room for that: the chunk is what is stored.
+        False where there is no room for that: the chunk is what is stored, as far as it was not cut off here.
         """
         chunk, start = node.chunks[index], index * node.chunk_size
-        merged = bytearray(stored)
+        kept = len(stored) if node.cut_size is None else min(len(stored), max(0, node.cut_size - start))
+        merged = bytearray(stored[: min(kept, max(0, stored_size - start))])
         laid: list[tuple[int, int]] = []
         for low, high in chunk.dirty:
             end = min(high, len(ours))
@@ -276,11 +297,17 @@ class Merger:
         node.born = [extent for extent in node.born if extent.state == FRESH]
         chunk.extents = [self.content.extent(extent) for extent in extents]
         node.dirty_chunks = {*node.dirty_chunks} - {index}
+        chunk.base, chunk.dirty = extents, []
+        if 0 < kept < len(stored):
+            self.content.cut_chunk(node, index, kept, stored[:kept])
+        elif kept < len(stored):
+            self.content.drop_chunk(node, index)
         staged = self._room_for(merged) if laid else None
         if staged is None:
-            chunk.base, chunk.dirty = None, []
+            if kept == len(stored):
+                chunk.base = None
             return not laid
-        chunk.base, chunk.dirty = extents, laid
+        node.chunks[index], chunk.dirty = chunk, laid
         if index >= schema.INLINE_CHUNKS:
             node.chunk_changed(index)
         self.content.flusher.stage(node, chunk, staged)
@@ -296,27 +323,43 @@ class Merger:
         return staged
 
 
+def _merged_time(ours: int, base: int, theirs: int) -> int:
+    """Either may have been set to the past."""
+    if ours == base:
+        return theirs
+    return ours if theirs == base else max(ours, theirs)
+
+
 def _lose(node: Node) -> None:
     """Bytes that were taken here are given up. Who syncs or closes the file next is told."""
     node.lost = NoSpace(f"inode {node.ino}: no room to put the changes of two hosts together, some of ours are lost")
     log.error("%s", node.lost)
 
 
-def _reach(node: Node) -> int:
-    """Where the last bytes that were written here end."""
-    ends = [0]
-    for index, chunk in node.chunks.items():
-        if chunk.base is not None:
-            length = chunk.length if chunk.staged is None else chunk.staged.length
-            ends.append(index * node.chunk_size + length)
-    return max(ends)
+def _merged_size(node: Node, base: schema.InodeRecord, record: schema.InodeRecord) -> int:
+    """Of a file in which nothing was appended behind what is stored, or the other host left the size as it was."""
+    if node.cut_size is None and node.size == base.size:
+        return max(record.size, _reach(node, node.size))  # theirs, but for what was written here
+    return node.size if node.cut_size is not None or record.size == base.size else max(node.size, record.size)
+
+
+def _reach(node: Node, size: int) -> int:
+    """Where the last bytes end that were written here within the first ``size`` of the file."""
+    ends = [
+        index * node.chunk_size + high
+        for index, chunk in node.chunks.items()
+        if chunk.base is not None
+        for low, high in chunk.dirty
+        if index * node.chunk_size + low < size
+    ]
+    return min(size, max(ends, default=0))
 
 
 def _moved_from(node: Node, record: schema.InodeRecord) -> int | None:
     """Where in the file the bytes begin that were appended here, if the end is elsewhere by now."""
-    if node.base is None or not node.appends or record.size == node.base.size:
+    if node.base is None or not node.appends or node.cut_size is not None or record.size == node.base.size:
         return None
-    return node.base.size
+    return node.base.size if _reach(node, node.base.size) <= record.size else None
 
 
 def _far_needed(node: Node, record: schema.InodeRecord) -> set[int]:
@@ -330,5 +373,5 @@ def _far_needed(node: Node, record: schema.InodeRecord) -> set[int]:
 def _look(chunk: Chunk) -> tuple[object, ...]:
     """What is other when the chunk was changed."""
     staged: Staged | None = chunk.staged
-    extents: list[Extent] = chunk.extents
-    return staged, staged.length if staged is not None else 0, extents, len(chunk.dirty), chunk.dirty[-1:]
+    staged_length = staged.length if staged is not None else 0
+    return staged, staged_length, [*chunk.extents], chunk.length, len(chunk.dirty), chunk.dirty[-1:]

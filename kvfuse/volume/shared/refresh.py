@@ -80,6 +80,7 @@ class Refresher:
             node.changing(index)
         node.chunks.clear()
         node.complete = False
+        node.content_merges += 1
         self.content.restore_chunks(node, record)
         node.far_blocks = record.far_blocks
         node.end_moved += record.size - node.size
@@ -118,6 +119,9 @@ def is_quiet(node: Node) -> bool:
 
 
 def _content_of(record: schema.InodeRecord) -> tuple[object, ...]:
-    """What is the same as long as the bytes are. Chunks with records of their own show in the time of change."""
-    far = record.mtime if record.flags & schema.FLAG_CHUNK_RECORDS else 0
+    """What is the same as long as the bytes are. Chunks with records of their own show in the time of change.
+
+    That of the inode, as the bytes' time can be set back; so other changes of such a file count as one of its bytes.
+    """
+    far = record.ctime if record.flags & schema.FLAG_CHUNK_RECORDS else 0
     return record.size, record.chunks, record.far_blocks, record.chunk_size, far
