@@ -60,11 +60,13 @@ class Merger:
             both = self._changed_by_both(node, record, theirs)
             seen = {index: _look(node.chunks[index]) for index in both}
             read = {index: await self._read_both(node, index, theirs[index]) for index in both}
+            moved_from = _moved_from(node, record)
             tail = await self._read_tail(node, record, theirs, read)
             if not node.nlink:
                 return
             still = self._changed_by_both(node, record, theirs)
-            is_known = node.cut_size == cut_size and theirs.keys() >= _far_needed(node, record)
+            is_known = theirs.keys() >= _far_needed(node, record)
+            is_known = is_known and (node.cut_size, _moved_from(node, record)) == (cut_size, moved_from)
             if is_known and still == both and all(_look(node.chunks[index]) == seen[index] for index in both):
                 break
         else:
