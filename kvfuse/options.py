@@ -167,6 +167,8 @@ class MountOptions(_Section, frozen=True):
     read_only: bool = False
     atime: bool = True
     default_permissions: bool = True
+    keep_awake: bool = True
+    """idle processors do not sleep while requests come one after the other, where the daemon may say so"""
     flags: tuple[KernelFlag, ...] = ()
     """further flags for the kernel, as in mount(8)"""
 

@@ -18,7 +18,9 @@ from mounting import temporary_mount
 from kvfuse.fs import turns
 from kvfuse.fs.turns import TurnLock, read_again
 from kvfuse.usrbio.client import BlockStore
+from kvfuse.wakefulness import Wakefulness
 
+ASLEEP = Wakefulness(wanted=False)
 WORKERS = 12
 ROUNDS = 2_000
 
@@ -27,6 +29,7 @@ import os, sys
 import pyfuse3, trio
 from kvfuse.bench import barefs
 from kvfuse.fs import turns
+from kvfuse.wakefulness import Wakefulness
 
 taken = 0
 
@@ -37,8 +40,8 @@ class Counting(turns.TurnLock):
         await super().__aenter__()
 
 turns.TurnLock = Counting
-turns.take_turns()
-turns.take_turns()
+turns.take_turns(Wakefulness(wanted=False))
+turns.take_turns(Wakefulness(wanted=False))
 trio.run(barefs.serve, sys.argv[1])
 print(taken)
 """
@@ -159,7 +162,7 @@ async def test_the_other_tasks_have_their_turn(readable: int, monkeypatch: pytes
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(other)
-        requests = turns.Requests()
+        requests = turns.Requests(ASLEEP)
         await requests.wait(readable)
         before = others
         for _ in range(100):
@@ -178,7 +181,7 @@ async def test_another_mount_has_requests_of_its_own(readable: int, monkeypatch:
     monkeypatch.setitem(names, "_session_loop", loop)
     for _ in range(2):
         os.set_blocking(readable, True)
-        turns.take_turns()
+        turns.take_turns(ASLEEP)
         await names["trio"].lowlevel.wait_readable(readable)
         assert not os.get_blocking(readable)
     assert names["_session_loop"].__wrapped__ is loop
@@ -186,7 +189,7 @@ async def test_another_mount_has_requests_of_its_own(readable: int, monkeypatch:
 
 async def test_without_a_request_it_waits() -> None:
     reader, writer = os.pipe()
-    requests = turns.Requests()
+    requests = turns.Requests(ASLEEP)
     with trio.fail_after(60):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(requests.wait, reader)
@@ -200,7 +203,7 @@ async def test_without_a_request_it_waits() -> None:
 async def test_a_request_that_went_meanwhile_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """The others' turn comes between the look and the read."""
     reader, writer = os.pipe()
-    requests, is_told, turn = turns.Requests(), False, trio.lowlevel.checkpoint
+    requests, is_told, turn = turns.Requests(ASLEEP), False, trio.lowlevel.checkpoint
 
     async def take_it_away() -> None:
         assert os.read(reader, 2) == b"x"

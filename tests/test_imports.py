@@ -13,13 +13,14 @@ import kvfuse
 PACKAGE = Path(kvfuse.__file__).parent
 
 BASE = {"errors", "checksum", "sizes"}
-DOOR = BASE | {"config", "errnos", "mounttable", "volume"}
+DOOR = BASE | {"config", "errnos", "mounttable", "volume", "wakefulness"}
 
 ROOMS: dict[str, set[str]] = {
     "errors": set(),
     "errnos": {"errors"},
     "sizes": set(),
     "mounttable": set(),
+    "wakefulness": set(),
     "checksum": {"errors"},
     "options": {"errors", "sizes"},
     "config": {"errors", "sizes", "options"},

@@ -31,6 +31,7 @@ from kvfuse.fs.virtual import VirtualFolder
 from kvfuse.mounttable import top_mount
 from kvfuse.volume.api import VolumeApi
 from kvfuse.volume.volume import open_volume
+from kvfuse.wakefulness import Wakefulness
 
 log = logging.getLogger(__name__)
 
@@ -199,16 +200,17 @@ async def _answer(session: _Session, stop: trio.Event, on_ready: Callable[[], No
         nursery.start_soon(_announce, session, on_ready, nursery)
         nursery.start_soon(_end_when_told, stop, session, nursery.cancel_scope)
         try:
-            await _main_loop()
+            await _main_loop(session.options.keep_awake)
             session.detached |= not session.is_ending  # or else the loop would go on
         finally:
             await _let_go(session)
         nursery.cancel_scope.cancel()
 
 
-async def _main_loop() -> None:
+async def _main_loop(keep_awake: bool) -> None:
     """Return when the mount is gone."""
-    take_turns()
+    wakefulness = Wakefulness(wanted=keep_awake)
+    take_turns(wakefulness)
     try:
         await pyfuse3.main(min_tasks=IDLE_TASKS, max_tasks=TASKS_MAX)
     except* OSError as group:
@@ -216,6 +218,8 @@ async def _main_loop() -> None:
         _, others = group.split(lambda error: isinstance(error, OSError) and error.errno == errno.ECONNABORTED)
         if others is not None:
             raise others from None
+    finally:
+        wakefulness.end()
 
 
 async def _announce(session: _Session, on_ready: Callable[[], None], nursery: trio.Nursery) -> None:

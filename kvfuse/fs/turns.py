@@ -27,6 +27,8 @@ from types import SimpleNamespace, TracebackType
 import pyfuse3
 import trio
 
+from kvfuse.wakefulness import LINGER_SECONDS, Wakefulness
+
 TURN_SECONDS = 0.0005
 """How long workers may answer one request after the other before the event loop's other tasks have theirs."""
 SPIN_SECONDS = 100e-6
@@ -71,9 +73,13 @@ class TurnLock:
 
 
 class Requests:
-    """Waits for the kernel's requests: a short while awake where they come quickly, else asleep."""
+    """Waits for the kernel's requests: a short while awake where they come quickly, else asleep.
 
-    def __init__(self) -> None:
+    ``wakefulness`` hears how long it waits.
+    """
+
+    def __init__(self, wakefulness: Wakefulness) -> None:
+        self._wakefulness = wakefulness
         self._poll = select.poll()
         self._descriptor = -1
         self._turn_began = 0.0
@@ -95,16 +101,26 @@ class Requests:
         while True:
             began = time.perf_counter()
             if self._poll.poll(0) or self._comes_soon(began):
+                self._wakefulness.waited(0.0)
                 if time.perf_counter() - self._turn_began < TURN_SECONDS:
                     return
                 await trio.lowlevel.checkpoint()
                 self._turn_began = time.perf_counter()
             else:
-                await trio.lowlevel.wait_readable(descriptor)
+                await self._sleep(descriptor)
                 self._turn_began = time.perf_counter()
                 self._learn(self._turn_began - began)
             if self._poll.poll(0):  # it has not gone meanwhile
                 return
+
+    async def _sleep(self, descriptor: int) -> None:
+        """Until there is a request."""
+        if self._wakefulness.is_kept:
+            with trio.move_on_after(LINGER_SECONDS):
+                await trio.lowlevel.wait_readable(descriptor)
+                return
+            self._wakefulness.end()
+        await trio.lowlevel.wait_readable(descriptor)
 
     def _comes_soon(self, began: float) -> bool:
         """Look for a request for a while, if that pays. Each look lets threads run."""
@@ -119,6 +135,7 @@ class Requests:
         return False
 
     def _learn(self, took: float) -> None:
+        self._wakefulness.waited(took)
         self._usual += (min(took, REMEMBERED_SECONDS) - self._usual) / 4
 
 
@@ -144,11 +161,11 @@ def read_again(loop: SessionLoop) -> SessionLoop:
     return wrapped
 
 
-def take_turns() -> None:
+def take_turns(wakefulness: Wakefulness) -> None:
     """Have pyfuse3's workers take turns as said above. To be called before each `pyfuse3.main`."""
     names = vars(pyfuse3)
     if names["trio"] is trio:
         names["_session_loop"] = read_again(names["_session_loop"])
     # New ones for each mount: its descriptor may have the number of the last one's.
-    lowlevel = SimpleNamespace(**{**vars(trio.lowlevel), "wait_readable": Requests().wait})
+    lowlevel = SimpleNamespace(**{**vars(trio.lowlevel), "wait_readable": Requests(wakefulness).wait})
     names["trio"] = SimpleNamespace(**{**vars(trio), "Lock": TurnLock, "lowlevel": lowlevel})

@@ -1,0 +1,76 @@
+"""Processors that do not fall asleep while there is work every moment.
+
+Who asks waits for the daemon, and the daemon for who asks: with each request one of the two is woken, on a processor
+that has been idle for some microseconds. If that slept meanwhile - deeply, or as a guest whose hypervisor has to be
+asked to go on with it - then waking it takes longer than most requests. The kernel's interface against that is PM QoS:
+as long as somebody holds /dev/cpu_dma_latency open, no idle processor sleeps so that waking it takes longer than was
+written there. It costs power, and nobody's time: an idle processor is still free for who needs it. Only root may.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import struct
+from pathlib import Path
+
+LATENCY_DEVICE = Path("/dev/cpu_dma_latency")
+IDLE_DRIVER = Path("/sys/devices/system/cpu/cpuidle/current_driver")
+GUEST_DRIVER = "haltpoll"
+"""of virtual machines. It says that waking takes 1 us, and does not count the hypervisor: only 0 makes a difference"""
+LATENCY_US = 10
+"""what waking may take elsewhere: light sleep is allowed"""
+SHORT_SECONDS = 0.002
+BUSY_WAITS = 64
+"""So many waits in a row that were that short: there is work every moment."""
+LINGER_SECONDS = 0.02
+"""how long to go on when there is none"""
+
+log = logging.getLogger(__name__)
+
+
+class Wakefulness:
+    """What one thread that waits for work wishes of the kernel. Without ``wanted`` it wishes nothing."""
+
+    def __init__(self, *, wanted: bool, device: Path = LATENCY_DEVICE) -> None:
+        self._wanted = wanted
+        self._device = device
+        self._descriptor = -1
+        self._short_waits = 0
+        """in a row"""
+
+    @property
+    def is_kept(self) -> bool:
+        """Who waits now for longer than ``LINGER_SECONDS`` is to call `end`."""
+        return self._descriptor >= 0
+
+    def waited(self, seconds: float) -> None:
+        """There is work, after so long."""
+        if seconds >= SHORT_SECONDS:
+            self._short_waits = 0
+            return
+        self._short_waits += 1
+        if self._short_waits == BUSY_WAITS and self._wanted and not self.is_kept:
+            self._keep()
+
+    def _keep(self) -> None:
+        try:
+            latency = 0 if IDLE_DRIVER.read_text().strip() == GUEST_DRIVER else LATENCY_US
+            descriptor = os.open(self._device, os.O_WRONLY)
+            try:
+                os.write(descriptor, struct.pack("=i", latency))
+            except OSError:
+                os.close(descriptor)
+                raise
+        except OSError as error:  # not root, a container, a machine whose processors know one way to idle
+            self._wanted = False
+            log.debug("idle processors sleep as they like: %s", error)
+        else:
+            self._descriptor = descriptor
+
+    def end(self) -> None:
+        """Processors may sleep, as far as this thread is concerned."""
+        self._short_waits = 0
+        if self.is_kept:
+            os.close(self._descriptor)
+            self._descriptor = -1
