@@ -3,8 +3,8 @@
 Who asks waits for the daemon, and the daemon for who asks: with each request one of the two is woken, on a processor
 that has been idle for some microseconds. If that slept meanwhile - deeply, or as a guest whose hypervisor has to be
 asked to go on with it - then waking it takes longer than most requests. The kernel's interface against that is PM QoS:
-as long as somebody holds /dev/cpu_dma_latency open, no idle processor sleeps so that waking it takes longer than was
-written there. It costs power, and nobody's time: an idle processor is still free for who needs it. Only root may.
+while somebody holds /dev/cpu_dma_latency open, no idle processor sleeps so that waking it takes longer than he wrote
+there. It costs power, and nobody's time: an idle processor is still free for who needs it. Only root may.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ GUEST_DRIVER = "haltpoll"
 """of virtual machines. It says that waking takes 1 us, and does not count the hypervisor: only 0 makes a difference"""
 LATENCY_US = 10
 """what waking may take elsewhere: light sleep is allowed"""
+ANY_LATENCY = -1
+"""no wish; as long as nothing was written, too"""
 SHORT_SECONDS = 0.002
 BUSY_WAITS = 64
 """So many waits in a row that were that short: there is work every moment."""
@@ -30,19 +32,26 @@ log = logging.getLogger(__name__)
 
 
 class Wakefulness:
-    """What one thread that waits for work wishes of the kernel. Without ``wanted`` it wishes nothing."""
+    """What one thread that waits for work wishes of the kernel. Unless it is ``wanted``, or where it is not to be had,
+    nothing; else it holds a descriptor, until `close`."""
 
     def __init__(self, *, wanted: bool, device: Path = LATENCY_DEVICE) -> None:
-        self._wanted = wanted
-        self._device = device
         self._descriptor = -1
+        self._latency = LATENCY_US
         self._short_waits = 0
         """in a row"""
-
-    @property
-    def is_kept(self) -> bool:
+        self.is_kept = False
         """Who waits now for longer than ``LINGER_SECONDS`` is to call `end`."""
-        return self._descriptor >= 0
+        if wanted:
+            self._open(device)
+
+    def _open(self, device: Path) -> None:
+        try:
+            if IDLE_DRIVER.read_text().strip() == GUEST_DRIVER:
+                self._latency = 0
+            self._descriptor = os.open(device, os.O_WRONLY)
+        except OSError as error:  # not root, a container, a machine whose processors know one way to idle
+            log.debug("idle processors sleep as they like: %s", error)
 
     def waited(self, seconds: float) -> None:
         """There is work, after so long."""
@@ -50,27 +59,29 @@ class Wakefulness:
             self._short_waits = 0
             return
         self._short_waits += 1
-        if self._short_waits == BUSY_WAITS and self._wanted and not self.is_kept:
-            self._keep()
-
-    def _keep(self) -> None:
-        try:
-            latency = 0 if IDLE_DRIVER.read_text().strip() == GUEST_DRIVER else LATENCY_US
-            descriptor = os.open(self._device, os.O_WRONLY)
-            try:
-                os.write(descriptor, struct.pack("=i", latency))
-            except OSError:
-                os.close(descriptor)
-                raise
-        except OSError as error:  # not root, a container, a machine whose processors know one way to idle
-            self._wanted = False
-            log.debug("idle processors sleep as they like: %s", error)
-        else:
-            self._descriptor = descriptor
+        if self._short_waits == BUSY_WAITS and not self.is_kept:
+            self.is_kept = self._wish(self._latency)
 
     def end(self) -> None:
         """Processors may sleep, as far as this thread is concerned."""
         self._short_waits = 0
         if self.is_kept:
+            self.is_kept = False
+            self._wish(ANY_LATENCY)
+
+    def close(self) -> None:
+        self.is_kept = False
+        if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
+
+    def _wish(self, latency: int) -> bool:
+        if self._descriptor < 0:
+            return False
+        try:
+            os.write(self._descriptor, struct.pack("=i", latency))
+        except OSError as error:
+            log.warning("idle processors sleep as they like: %s", error)
+            self.close()  # which withdraws what was wished before
+            return False
+        return True

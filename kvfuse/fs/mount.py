@@ -219,7 +219,7 @@ async def _main_loop(keep_awake: bool) -> None:
         if others is not None:
             raise others from None
     finally:
-        wakefulness.end()
+        wakefulness.close()
 
 
 async def _announce(session: _Session, on_ready: Callable[[], None], nursery: trio.Nursery) -> None:
