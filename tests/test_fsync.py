@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import trio
 import trio.testing
-from shared_lab import hosts
+from shared_lab import hosts, volumes
 from volume_lab import CALLER, MIB, Chaos, Disk, check, lab_options, opened
 
 from kvfuse.config import Options, VolumeOptions
@@ -170,6 +170,28 @@ async def test_fsync_of_what_is_durable_commits_nothing(tmp_path: Path) -> None:
 async def test_fsync_of_what_is_durable_in_a_shared_volume_commits_nothing(rng: random.Random, chaos: Chaos) -> None:
     async with hosts(rng, 1, [chaos]) as (volume,):
         await check_clean_fsync(volume, lambda: chaos.durable_commits)  # others take slabs ahead of need
+
+
+async def test_where_all_is_durable_that_was_committed_fsync_of_what_was_closed_does_nothing(
+    rng: random.Random, chaos: Chaos
+) -> None:
+    options = lab_options(strict=True)
+    disk = Disk.format(options, shared=True)
+    disk.durable = True
+    async with volumes(disk, options, 1, rng, [chaos]) as (volume,):
+        handle = await make(volume, b"f", b"x" * 10_000)
+        await volume.flush(handle)
+        await volume.rename(ROOT_INODE, b"f", ROOT_INODE, b"g", 0)
+        before = chaos.commits
+        await volume.fsync(handle)
+        assert chaos.commits == before
+        await volume.write(handle, 10_000, b"y")
+        await volume.fsync(handle)
+        assert chaos.commits > before, "it has one byte more"
+        await volume.sync()
+        await volume.release(handle)
+        assert "durable commit" not in chaos.events
+        assert "sync" not in chaos.events
 
 
 async def test_fsync_of_a_file_that_was_read_after_a_mount_commits_once(

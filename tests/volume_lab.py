@@ -68,6 +68,8 @@ class Disk:
     fences: bool = False
     """segments' clients have identities, and may be cut off"""
     fenced: set[bytes] = field(default_factory=set)
+    durable: bool = False
+    """every write and every commit is, when its call returns"""
     audit: Callable[[Mapping[bytes, bytes], Collection[bytes]], None] | None = None
     """looks at the records after each commit, with what it put and deleted"""
 
@@ -80,7 +82,7 @@ class Disk:
 
     @property
     def limits(self) -> RecordLimits:
-        return SHARED_LIMITS if self.shared else LIMITS
+        return dataclasses.replace(SHARED_LIMITS if self.shared else LIMITS, durable=self.durable)
 
     def copy(self) -> Disk:
         """As after a crash of all: nobody watches the copy, and no lease of it ends."""
@@ -291,7 +293,11 @@ class MemorySegments(SegmentStore):
 
     def __init__(self, disk: Disk, chaos: Chaos) -> None:
         mappable = disk.mappable or not disk.shared
-        super().__init__(SegmentLimits(1, overwrite=True, preallocates=True, mappable=mappable, registers=False))
+        super().__init__(
+            SegmentLimits(
+                1, overwrite=True, preallocates=True, mappable=mappable, registers=False, durable=disk.durable
+            )
+        )
         self.disk = disk
         self.chaos = chaos
         self._identity = random.randbytes(8)

@@ -16,6 +16,7 @@ import trio
 
 from kvfuse.errors import EngineError, KvfuseError
 from kvfuse.remote.records.api import ABSENT, RecordLimits, RecordStore, Versioned
+from kvfuse.volume.gathering import Gathering
 from kvfuse.volume.shared.transaction import Transaction
 
 RESERVED_OPERATIONS = 3
@@ -120,11 +121,12 @@ class Committer:
         self._turn = trio.Lock()
         self._waiting: deque[_Waiting] = deque()
         self._work = trio.Event()
-        self._peers = 0
-        """callers that come again and again at the same time, by those whom the last commits served"""
-        self._commit_seconds = 0.0
-        """that the last one took"""
-        self._gathered = trio.Event()
+        self.batch_waiters: Callable[[], int] = lambda: 0
+        """how many wait for the journal's next batch"""
+        self.gathering = Gathering(lambda: len(self._waiting) + self.batch_waiters())
+        """of those, and of transactions"""
+        self._taken = trio.Event()
+        """the next commit sets it, when it has taken along who waits"""
         self._unknown: _Group | None = None
         """its outcome is not known"""
         self._stopped = False
@@ -143,8 +145,7 @@ class Committer:
         waiting = _Waiting(transaction)
         self._waiting.append(waiting)
         self._work.set()
-        if len(self._waiting) >= self._peers:
-            self._gathered.set()
+        self.gathering.came()
         try:
             await waiting.done.wait()
         finally:
@@ -172,15 +173,13 @@ class Committer:
             self._waiting.clear()
 
     async def _meet(self) -> None:
-        """Let those come back who were served together lately, for as long as a commit takes at most.
-
-        Each commit costs all members of the store, and us, about the same whatever it carries. A batch that comes
-        meanwhile takes along who waits.
+        """Let others come who go with the same commit. The journal's batch takes along who waits, where it is near:
+        it may have bytes to write first.
         """
-        if 0 < len(self._waiting) < self._peers:
-            self._gathered = trio.Event()
-            with trio.move_on_after(self._commit_seconds):
-                await self._gathered.wait()
+        await self.gathering.meet()
+        if self.batch_waiters():
+            with trio.move_on_after(self.gathering.seconds):
+                await self._taken.wait()
 
     async def _send_alone(self) -> None:
         try:
@@ -201,18 +200,25 @@ class Committer:
         async with self._turn:
             yield
 
-    async def send(self, batch: Changes, *, durable: bool) -> Outcome:
-        """In one's turn: commit a batch, and transactions beside it. EngineError: unknown; see `resolve`."""
-        outcome = await self._send(batch, durable=durable)
+    async def send(
+        self, batch: Changes, *, durable: bool, waiter_count: int = 0, began: float | None = None
+    ) -> Outcome:
+        """In one's turn: commit a batch, and transactions beside it. EngineError: unknown; see `resolve`.
+
+        ``waiter_count``: how many wait for the batch. ``began``: when what leads to this commit did; None: now.
+        """
+        outcome = await self._send(batch, durable=durable, waiter_count=waiter_count, began=began)
         assert outcome is not None
         return outcome
 
-    async def _send(self, batch: Changes | None, *, durable: bool) -> Outcome | None:
+    async def _send(
+        self, batch: Changes | None, *, durable: bool, waiter_count: int = 0, began: float | None = None
+    ) -> Outcome | None:
+        began = trio.current_time() if began is None else began
         await self.resolve()
         group = self._gather(batch)
         while batch is not None or group.members:
             changes = group.changes
-            began = trio.current_time()
             try:
                 version = await self.records.commit(changes.puts, changes.deletes, changes.expect, durable=durable)
                 found = {} if version else await self._look(changes.expect)
@@ -220,8 +226,7 @@ class Committer:
                 self._interrupted(group, error)
                 raise
             if version:
-                self._peers = max(len(group.members), self._peers - 1)
-                self._commit_seconds = trio.current_time() - began
+                self.gathering.served(len(group.members) + waiter_count, trio.current_time() - began)
                 self._applied(group, version)
                 return Outcome(version, {})
             self.conflicts += 1
@@ -254,6 +259,8 @@ class Committer:
         self._waiting = left
         if left:
             self._work.set()
+        self._taken.set()
+        self._taken = trio.Event()
         return group
 
     async def _look(self, expect: Mapping[bytes, int]) -> dict[bytes, Versioned | None]:

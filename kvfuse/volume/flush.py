@@ -83,6 +83,7 @@ class Flusher(HeaderWriter):
         self._late: EngineTimeout | None = None
         """the last write that was"""
         self._is_over = False
+        self._caller_count = 0
 
     def give_up(self) -> None:
         """What is staged will never be written: nobody waits for that any more."""
@@ -130,6 +131,11 @@ class Flusher(HeaderWriter):
         self._work.set()
 
     @property
+    def has_callers(self) -> bool:
+        """Somebody waits for a file's bytes, and for its commit then."""
+        return self._caller_count > 0
+
+    @property
     def is_half_full(self) -> bool:
         """So much is staged that it should be written before the next commit asks for it."""
         return self.staged_bytes > self.staging_size // 2
@@ -162,7 +168,11 @@ class Flusher(HeaderWriter):
             self.chunk_is_full(node, index)
         if staged and not self._is_over:
             turn = self._turn
-            await turn.ended.wait()
+            self._caller_count += 1
+            try:
+                await turn.ended.wait()
+            finally:
+                self._caller_count -= 1
             if isinstance(turn.error, EngineTimeout):
                 raise turn.error
 

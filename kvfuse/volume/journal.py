@@ -85,14 +85,12 @@ class Journal(SharedJournal):
         self._settling: Batch | None = None
         """the same, until the slots that it frees are free"""
         self._waiters: list[_Waiter] = []
-        self._peers = 0
-        """callers that commit again and again at the same time, by the waiters of the last commits"""
-        self._commit_seconds = 0.0
-        """that it took"""
-        self._gathered = trio.Event()
+        self.committer.batch_waiters = lambda: len(self._waiters)
         self._freeing = trio.Lock()
         self._failures = 0
         self._stopped = False
+        self._is_always_durable = self.core.records.limits.durable and self.core.segments.limits.durable
+        """what was committed, with the bytes that it names"""
         self._durable_epoch = 0
         """of the last commit that was synced, and all before it with it"""
 
@@ -108,6 +106,7 @@ class Journal(SharedJournal):
         check_remembered(*nodes)
         if durable and nodes and all(self._is_durable(node) for node in nodes):
             return
+        durable = durable and not self._is_always_durable
         self._force(nodes)
         if self._stopped:
             raise EngineError("nothing is committed any more")
@@ -115,8 +114,7 @@ class Journal(SharedJournal):
         self._waiters.append(waiter)
         self._work.set()
         self._urgent.set()
-        if len(self._waiters) >= self._peers:
-            self._gathered.set()
+        self.committer.gathering.came()
         await waiter.done.wait()
         if waiter.error is not None:
             raise waiter.error
@@ -125,7 +123,7 @@ class Journal(SharedJournal):
         """A synced commit has the file as it is here, or came after the one that has. Of others that is not known."""
         if node.changed or node.committing or node.nlink == 0 or not node.is_file:
             return False
-        return (node.stored_epoch or self.epoch) <= self._durable_epoch
+        return self._is_always_durable or (node.stored_epoch or self.epoch) <= self._durable_epoch
 
     def _force(self, nodes: Iterable[Node]) -> None:
         """Have these, and what is tied to them, in the next commit even while they are being written."""
@@ -218,7 +216,8 @@ class Journal(SharedJournal):
                 self._urgent = trio.Event()  # who set it was served by the last commit
                 with trio.move_on_after(self.window):
                     await self._urgent.wait()
-            await self._gather()
+            if self._waiters:
+                await self.committer.gathering.meet()
             self._work, self._urgent = trio.Event(), trio.Event()
             try:
                 await self._commit_batch()
@@ -231,16 +230,6 @@ class Journal(SharedJournal):
                 with trio.move_on_after(delay):
                     await self._urgent.wait()
                 self._work.set()
-
-    async def _gather(self) -> None:
-        """Let those come back who were served together last time, for as long as a commit takes at most.
-
-        Without this they fall into two groups that take turns: the first to return leaves alone, all others wait.
-        """
-        if 0 < len(self._waiters) < self._peers:
-            self._gathered = trio.Event()
-            with trio.move_on_after(self._commit_seconds):
-                await self._gathered.wait()
 
     async def _commit_batch(self) -> None:
         """Write bytes, build, commit, settle. Operations go on at each await; only `_build` sees one state."""
@@ -266,7 +255,7 @@ class Journal(SharedJournal):
                 durable = any(waiter.durable for waiter in waiters)
                 if durable:
                     await self.core.segments.sync()
-                if not await self._send(batch, durable):
+                if not await self._send(batch, durable, len(waiters), started):
                     waiters = []
                 elif durable:
                     self._note_durable(waiters)
@@ -279,8 +268,6 @@ class Journal(SharedJournal):
                 waiter.error = told
             raise
         finally:
-            self._peers = max(len(waiters), self._peers - 1)
-            self._commit_seconds = trio.current_time() - started
             self._waiters = [waiter for waiter in self._waiters if waiter not in waiters]
             for waiter in waiters:
                 waiter.done.set()
@@ -330,8 +317,8 @@ class Journal(SharedJournal):
         else:
             await self._send(batch, durable=False)
 
-    async def _send(self, batch: Batch, durable: bool) -> bool:
-        """In turn: commit and settle ``_sent``. When that fails it stays to be sent again.
+    async def _send(self, batch: Batch, durable: bool, waiter_count: int = 0, began: float | None = None) -> bool:
+        """In turn: commit and settle ``_sent``. When that fails it stays to be sent again. See `Committer.send`.
 
         False: others were faster. Memory was brought to terms with that, and the next commit has what it had.
         """
@@ -339,7 +326,7 @@ class Journal(SharedJournal):
             for part in batch.parts(self.core.records.limits) if batch.too_large else [batch]:
                 self.counters.commits += 1
                 self.counters.operations += len(part.puts) + len(part.deletes)
-                outcome = await self.committer.send(part, durable=durable)
+                outcome = await self.committer.send(part, durable=durable, waiter_count=waiter_count, began=began)
                 if not outcome.version:
                     self._sent = self._settling = None
                     self.conflicts.recall(batch)

@@ -70,6 +70,8 @@ class RecordLimits:
     """keys and values of one commit"""
     shared: bool
     """other hosts may change records: the volume then publishes strictly by default"""
+    durable: bool = False
+    """every commit is, asked for or not"""
 
     def check_commit(
         self, puts: Mapping[bytes, bytes], deletes: Collection[bytes], expect: Mapping[bytes, int]

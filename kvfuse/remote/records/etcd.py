@@ -404,4 +404,5 @@ def _limits(options: EtcdOptions) -> RecordLimits:
         commit_operations_max=operations,
         commit_bytes_max=size,
         shared=True,
+        durable=True,
     )

@@ -60,6 +60,8 @@ class SegmentLimits:
     """``view`` may answer"""
     registers: bool
     """``register`` does something (RDMA memory regions, pinned memory)"""
+    durable: bool = False
+    """what was written is durable when the call returns: ``sync`` has nothing to do"""
     deadline: float = 0.0
     """seconds after which a write that was begun is over, or given up; 0: that is not known"""
 

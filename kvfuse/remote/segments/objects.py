@@ -19,9 +19,14 @@ from kvfuse.remote.segments.librados import BALANCE_READS, Pool, Range, ReadResu
 
 RANGES_MAX = 64
 """ranges of one operation"""
-JOINED_BYTES_MAX = 1 << 20
-"""Bytes of an operation that carries several ranges. It saves round trips for small ones; larger ones are better done
-side by side than one after the other by one server's thread."""
+READ_BYTES_MAX = 1 << 20
+"""Bytes of a read of several ranges. It saves round trips for small ones; larger ones are better done side by side than
+one after the other by one server's thread."""
+WRITE_BYTES_MAX = 4 << 20
+"""Bytes of a write of several ranges. Writes to one object are done one after the other however they come: each is a
+transaction on every replica."""
+COPIED_SIZE_MAX = 128 << 10
+"""Bytes of neighbouring pieces up to which copying them into one range costs less than ranges of their own."""
 
 
 def object_name(segment: int, index: int) -> bytes:
@@ -147,7 +152,7 @@ class SpareRead:
 
 
 class WriteRequest(Request):
-    """Stores each piece's view; neighbouring pieces become one range. ``exclusive``: leaves an object that is there."""
+    """Stores each piece's view; small neighbours become one range. ``exclusive``: leaves an object that is there."""
 
     verb = "writing"
 
@@ -170,15 +175,16 @@ class WriteRequest(Request):
         return pool.start_write(self.name, ranges, tag, exclusive=self._exclusive)
 
     def _runs(self) -> Iterator[tuple[int, list[memoryview]]]:
-        """(offset, views) of bytes that follow each other without a gap."""
+        """(offset, views) of bytes that follow each other without a gap: one large piece, or small ones."""
         start, end, views = 0, -1, list[memoryview]()
         for piece in self._pieces:
-            if piece.offset != end:
+            is_large = piece.view.nbytes > COPIED_SIZE_MAX
+            if piece.offset != end or is_large:
                 if views:
                     yield start, views
                 start, views = piece.offset, []
             views.append(piece.view)
-            end = piece.offset + piece.view.nbytes
+            end = -1 if is_large else piece.offset + piece.view.nbytes
         yield start, views
 
 
@@ -207,8 +213,10 @@ class RemoveRequest(Request):
         return 0 if self.code == -errno.ENOENT else super().failure
 
 
-def pieces_by_object(batch: Sequence[Transfer], object_size: int) -> Iterator[tuple[bytes, list[Piece]]]:
-    """(object's name, pieces) of each operation: one piece, or up to RANGES_MAX of up to JOINED_BYTES_MAX together."""
+def pieces_by_object(
+    batch: Sequence[Transfer], object_size: int, bytes_max: int
+) -> Iterator[tuple[bytes, list[Piece]]]:
+    """(object's name, pieces) of each operation: one piece, or up to RANGES_MAX of up to ``bytes_max`` together."""
     open_: dict[tuple[int, int], tuple[list[Piece], int]] = {}
     for segment, offset, buffer in batch:
         view = memoryview(buffer)
@@ -217,7 +225,7 @@ def pieces_by_object(batch: Sequence[Transfer], object_size: int) -> Iterator[tu
         view = view.cast("B")
         for index, start, low, high in spans(offset, view.nbytes, object_size):
             pieces, byte_count = open_.get((segment, index), ([], 0))
-            if len(pieces) == RANGES_MAX or (pieces and byte_count + high - low > JOINED_BYTES_MAX):
+            if len(pieces) == RANGES_MAX or (pieces and byte_count + high - low > bytes_max):
                 yield object_name(segment, index), pieces
                 pieces, byte_count = [], 0
             pieces.append(Piece(start, view[low:high]))

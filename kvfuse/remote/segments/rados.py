@@ -37,6 +37,8 @@ from kvfuse.remote.segments.aio import Dispatcher
 from kvfuse.remote.segments.api import SegmentInfo, SegmentLimits, SegmentStore, Transfer
 from kvfuse.remote.segments.librados import Place
 from kvfuse.remote.segments.objects import (
+    READ_BYTES_MAX,
+    WRITE_BYTES_MAX,
     Piece,
     ReadRequest,
     RemoveRequest,
@@ -58,7 +60,7 @@ SEGMENT_MAX = 0xFFFFF
 """so that the table has 8 MiB at the most"""
 OBJECT_SIZE_MAX = 64 * MIB
 """what servers accept without being told to"""
-LIMITS = SegmentLimits(alignment=1, overwrite=True, preallocates=False, mappable=False, registers=False)
+LIMITS = SegmentLimits(alignment=1, overwrite=True, preallocates=False, mappable=False, registers=False, durable=True)
 
 
 @dataclass(frozen=True)
@@ -198,14 +200,14 @@ class RadosSegments(SegmentStore):
         with self._working(), contextlib.ExitStack() as in_use:
             self.counters.read_bytes += await self._use(batch, in_use)
             self.counters.reads += len(batch)
-            pieces = pieces_by_object(batch, self.options.object_size)
+            pieces = pieces_by_object(batch, self.options.object_size, READ_BYTES_MAX)
             await self._dispatcher.perform([ReadRequest(*of_object) for of_object in pieces])
 
     async def write(self, batch: Sequence[Transfer]) -> None:
         with self._working(), contextlib.ExitStack() as in_use:
             self.counters.written_bytes += await self._use(batch, in_use)
             self.counters.writes += len(batch)
-            pieces = pieces_by_object(batch, self.options.object_size)
+            pieces = pieces_by_object(batch, self.options.object_size, WRITE_BYTES_MAX)
             await self._dispatcher.perform([WriteRequest(*of_object) for of_object in pieces])
 
     async def zero(self, segment: int, offset: int, length: int) -> None:

@@ -112,6 +112,8 @@ class Coherence:
             return
         is_own = await self.records.is_own(change.version)
         self.counters.changes += not is_own
+        if is_own:  # what others committed before it has been told
+            self.lookup.paths.caught_up(self.records.sent_at(change.version))
         if kind == b"d":
             self._take_entry(change, is_own)
         elif kind == b"t":

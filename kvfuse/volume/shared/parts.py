@@ -68,6 +68,8 @@ class Parts:
             self.leases.inheritance.free_later = self.journal.free_later
             self.journal.more = self.leases.more
             self.coherence = Coherence(core, core.records, self.journal, self.lookups, member)
+            flusher, records = self.flusher, core.records
+            self.journal.committer.gathering.coming = lambda: flusher.has_callers or records.is_asked
         self._scope = trio.CancelScope()
         self._ended = trio.Event()
 

@@ -1,10 +1,12 @@
 """By which names the kernel came to an inode, and whether they still mean it, where other hosts change names, too.
 
 The kernel walks a path name by name. In folders that publish strictly names are asked for at the store, but for
-directories that were asked for a moment ago (`BELIEF_SECONDS`), and files whose names this client itself changed last:
-these are answered from what is known here, which a watch keeps true. The question for the last name of a path - or,
-where that was one of our own, the one that the call itself brings - asks for all names above it, too: what was believed
-is checked before it counts.
+directories of which it is known what they were called a moment ago (`BELIEF_SECONDS`), and files whose names this
+client itself changed last: these are answered from what is known here, which a watch keeps true. A directory is known
+as it was when it was asked for; all are known as they were when a commit of our own was sent, once the watch tells of
+that one: by then it has told of everything before. The question for the last name of a path - or, where that was one of
+our own, the one that the call itself brings - asks for all names above it, too: what was believed is checked before it
+counts.
 
 A look at a directory itself ends with what was believed. So who renames or removes a directory, or says who may do what
 in it, goes on only when nobody believes the old name any more (`outlive_beliefs`). Only its times and its number of
@@ -31,7 +33,7 @@ from kvfuse.volume.core import Core
 from kvfuse.volume.node import Node
 
 BELIEF_SECONDS = 0.02
-"""How long after a directory was asked for its name is taken to mean the same, if nobody said else"""
+"""How long a directory's name is taken to mean what it meant at some time, if nobody said else"""
 WAIT_SECONDS = 1.25 * BELIEF_SECONDS
 """after which no host believes what was changed before: clocks of hosts may run at rates that differ a little"""
 
@@ -80,6 +82,8 @@ class Paths:
         """directory -> name by which the kernel came to it last; of those that it knows"""
         self._sure_until: dict[int, float] = {}
         """directory that is known there -> until when its name need not be asked for; trio's time"""
+        self._all_sure_until = -math.inf
+        """the same of all directories: what others changed was heard of"""
         self._doubtful: dict[int, Link] = {}
         """any other inode -> name that was believed to mean it: not checked yet"""
         self._warned: Place | None = None
@@ -97,7 +101,11 @@ class Paths:
         """The name meant the directory a moment ago."""
         if self._directories.get(directory.ino) != (parent, name):
             return False
-        return trio.current_time() < self._sure_until.get(directory.ino, -math.inf)
+        return trio.current_time() < max(self._all_sure_until, self._sure_until.get(directory.ino, -math.inf))
+
+    def caught_up(self, asked_at: float) -> None:
+        """All that others changed before then has been told by the watch, and is known here."""
+        self._all_sure_until = asked_at + BELIEF_SECONDS
 
     def came(self, node: Node, parent: int, name: bytes, *, asked_at: float | None) -> None:
         """The kernel is told that a name means the inode. ``asked_at``: None, if that is only believed."""

@@ -56,7 +56,10 @@ class SharedRecords(RecordDecorator):
         super().__init__(inner)
         self._calls = trio.Semaphore(CALLS_MAX)
         self._questions: list[_Question] = []
-        self._own: dict[int, None] = {}
+        self._caller_count = 0
+        """of `get`"""
+        self._own: dict[int, float] = {}
+        """version of a commit of ours -> when it was sent; trio's time"""
         self._committing: set[trio.Event] = set()
         self._reason: EngineError | None = None
         self._went_away = trio.Event()
@@ -67,6 +70,11 @@ class SharedRecords(RecordDecorator):
     def is_away(self) -> bool:
         """The store did not answer a read, nor a probe since."""
         return self._reason is not None
+
+    @property
+    def is_asked(self) -> bool:
+        """Somebody waits for an answer."""
+        return self._caller_count > 0
 
     def _check(self) -> None:
         if self._reason is not None:
@@ -83,6 +91,7 @@ class SharedRecords(RecordDecorator):
         self._check()
         question = _Question(keys)
         self._questions.append(question)
+        self._caller_count += 1
         try:
             while not question.is_answered:
                 if question.is_asked:
@@ -92,6 +101,7 @@ class SharedRecords(RecordDecorator):
                         if not question.is_asked and not question.is_answered:
                             await self._ask()
         finally:
+            self._caller_count -= 1
             if question in self._questions:
                 self._questions.remove(question)
         if question.error is not None:
@@ -161,12 +171,13 @@ class SharedRecords(RecordDecorator):
         durable: bool = False,
         lease: Lease | None = None,
     ) -> int:
+        sent_at = trio.current_time()
         returned = trio.Event()
         self._committing.add(returned)
         try:
             version = await self.inner.commit(puts, deletes, expect, durable=durable, lease=lease)
             if version:
-                self._own[version] = None
+                self._own[version] = sent_at
                 if len(self._own) > OWN_MAX:
                     del self._own[next(iter(self._own))]
             return version
@@ -177,6 +188,10 @@ class SharedRecords(RecordDecorator):
     def made(self, version: int) -> bool:
         """This client made the commit of ``version``, lately, and heard of that."""
         return version in self._own
+
+    def sent_at(self, version: int) -> float:
+        """When a commit that this client made lately was sent."""
+        return self._own[version]
 
     async def is_own(self, version: int) -> bool:
         """This client made the commit of ``version``. Waits for commits that are under way, which may be the one.
