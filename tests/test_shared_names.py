@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import os
 import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 
 import pytest
 import trio
@@ -32,6 +34,7 @@ from kvfuse import errors
 from kvfuse.volume import schema
 from kvfuse.volume.api import RENAME_EXCHANGE, ROOT_INODE, Changes
 from kvfuse.volume.node import Node
+from kvfuse.volume.shared import conflicts
 from kvfuse.volume.shared.conflicts import Conflicts
 from kvfuse.volume.shared.lookup import SharedLookup
 from kvfuse.volume.volume import Volume
@@ -496,6 +499,61 @@ async def test_changes_follow_a_file_that_is_renamed_to_and_fro(
         await quiet(two, one)
         for volume in (one, two):
             assert await get(volume, b"name") == b"after "
+
+
+@asynccontextmanager
+async def changed_by_one_renamed_by_another(
+    rng: random.Random, chaos: list[Chaos]
+) -> AsyncIterator[tuple[Volume, Volume]]:
+    """The second host has written "after" over "before" in the file "name", which the body makes "other" on the first
+    one. In the end it must be both for both.
+    """
+    async with hosts(rng, 2, chaos, strict=False) as (one, two):
+        await put(one, b"name", b"before")
+        for number in range(50):
+            await put(one, b"m%02d" % number, b"more")
+        await quiet(one, two)
+        handle = await two.open((await two.lookup(ROOT_INODE, b"name")).ino, os.O_RDWR, CALLER)
+        two.forget(handle.node.ino, 1)
+        await two.write(handle, 0, b"after ")  # not stored as long as the file is open
+        yield one, two
+        await two.release(handle)
+        with suppress(errors.EngineError):
+            await two.sync()
+        if chaos[1].deaf is not None:
+            chaos[1].deaf.set()
+        await quiet(two, one)
+        for volume in (one, two):
+            assert await get(volume, b"other") == b"after "
+            assert not await exists(volume, b"name")
+
+
+async def test_an_old_answer_about_a_renamed_file_is_not_taken_for_news(
+    rng: random.Random, autojump_clock: trio.testing.MockClock
+) -> None:
+    async with changed_by_one_renamed_by_another(rng, [Chaos(random.Random(0)) for _ in range(2)]) as (one, two):
+        ino = (await look(one, b"name")).ino
+        await one.set_attributes(ino, Changes(mode=0o600), CALLER)
+        await quiet(one)
+        (row,) = await two.core.records.get([schema.entry_key(ROOT_INODE, b"name")])
+        assert row is not None
+        await one.rename(ROOT_INODE, b"name", ROOT_INODE, b"other", 0)
+        await quiet(one)
+        record = schema.decode_entry(row.value)
+        assert isinstance(record, schema.InodeRecord)
+        two.lookups.refresher.take(record, row.version, (ROOT_INODE, b"name"), own=False)
+
+
+async def test_a_change_finds_a_renamed_file_that_nobody_told_of(
+    rng: random.Random, autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The store is asked for all of its names, rather than to give up what was written."""
+    monkeypatch.setattr(conflicts, "SEARCH_PAGE", 7)
+    chaos = [Chaos(random.Random(0)) for _ in range(2)]
+    async with changed_by_one_renamed_by_another(rng, chaos) as (one, _):
+        chaos[1].deaf = trio.Event()
+        await one.rename(ROOT_INODE, b"name", ROOT_INODE, b"other", 0)
+        await one.sync()
 
 
 async def test_a_name_of_an_open_file_that_two_hosts_changed_can_be_removed(

@@ -32,17 +32,13 @@ async def one_deaf(rng: random.Random) -> AsyncIterator[tuple[Volume, Volume]]:
     options = lab_options(strict=True, capacity=64 << 20)
     disk = Disk.format(options, shared=True)
     chaos = [Chaos(random.Random(rng.random()), delay=0.5) for _ in range(2)]
-    deaf = Chaos(random.Random(0))
     async with volumes(disk, options, 2, rng, chaos) as (one, two):
         await trio.testing.wait_all_tasks_blocked()
-        for watch in disk.watches:
-            if watch._chaos is chaos[0]:
-                watch._chaos = deaf
-        deaf.stalled = trio.Event()
+        chaos[0].deaf = trio.Event()
         try:
             yield one, two
         finally:
-            deaf.stalled.set()
+            chaos[0].deaf.set()
 
 
 async def write(volume: Volume, parent: int, name: bytes, data: bytes) -> Node:
@@ -236,12 +232,8 @@ async def test_what_is_renamed_while_we_commit_is_believed_by_nobody(
     """Commits of ours are told all the time, before and after the one that renames, and told some time after."""
     options = lab_options(strict=True, capacity=64 << 20)
     disk = Disk.format(options, shared=True)
-    slow = [Chaos(random.Random(rng.random()), delay=0.02) for _ in range(2)]
+    slow = [kind(random.Random(rng.random()), delay=0.02) for kind in (HardOfHearing, Chaos)]
     async with volumes(disk, options, 2, rng, slow) as (one, two):
-        await trio.testing.wait_all_tasks_blocked()
-        for watch in disk.watches:
-            if watch._chaos is slow[0]:
-                watch._chaos = HardOfHearing(random.Random(rng.random()))
         names = [b"folder-%d" % number for number in range(50)]
         folder = (await one.make_directory(ROOT_INODE, names[0], 0o755, CALLER)).ino
 

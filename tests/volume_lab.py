@@ -121,6 +121,8 @@ class Chaos:
     """seconds after which a call of a client that is cut off fails"""
     stalled: trio.Event | None = None
     """the client is frozen: its calls stop where they are, and go on when this is set"""
+    deaf: trio.Event | None = None
+    """the client hears of no changes until this is set; its calls go on"""
     cut: trio.Event | None = None
     """the client is cut off: its calls, those under way too, time out; it hears of no changes until this is set"""
     commits: int = 0
@@ -147,6 +149,8 @@ class Chaos:
 
     async def wait_if_unheard(self) -> None:
         """Return when changes reach the client."""
+        if self.deaf is not None:
+            await self.deaf.wait()
         await self.wait_if_stalled()
         while self.cut is not None and not self.cut.is_set():
             await self.cut.wait()

@@ -64,6 +64,7 @@ class Node:
         "map",
         "mode",
         "moved_to",
+        "moved_version",
         "mtime",
         "name",
         "named",
@@ -162,6 +163,8 @@ class Node:
         self.recent = True
         self.moved_to: tuple[int, bytes] | None = None
         """(directory, name) where another host has put the record, while the inode was changed here"""
+        self.moved_version = 0
+        """that it has there"""
         self.times_version = 0
         """of the record of a directory's times that memory has, or had before they were changed here"""
         self.version = 0

@@ -36,6 +36,8 @@ FOLLOW_SECONDS = 2.0
 """Wait for the watch to say where an inode went."""
 LOOK_SECONDS = 0.02
 """between two looks"""
+SEARCH_PAGE = 1000
+"""names that are read at once where it says nothing"""
 
 log = logging.getLogger(__name__)
 
@@ -213,7 +215,28 @@ class Conflicts:
                     await self.journal.merge(node, entry, row.version)
                     return
             await trio.sleep(LOOK_SECONDS)
+        else:
+            if node.nlink and await self._search(node):
+                return
         self.journal.lost(node)
+
+    async def _search(self, node: Node) -> bool:
+        """Nobody told where an inode went, as when the watch broke off in between: look at all names there are.
+
+        It may be long, but nothing else is left before the changes are given up. EngineError.
+        """
+        log.warning("inode %d is not where it was, and nobody tells where it is: all names are read", node.ino)
+        after = b""
+        while rows := await self.core.records.scan(b"d", after, SEARCH_PAGE):
+            for row in rows:
+                entry = schema.decode_entry(row.value)
+                if isinstance(entry, schema.InodeRecord) and entry.ino == node.ino:
+                    parent, _, name = schema.split_entry_key(row.key)
+                    node.parent, node.name = parent, name
+                    await self.journal.merge(node, entry, row.version)
+                    return True
+            after = rows[-1].key
+        return False
 
 
 def _means(change: NameChange, node: Node) -> bool:

@@ -50,8 +50,8 @@ class Refresher:
             self._bring_up(node, record, own=own)
             node.version = version
             _put_at(node, record, place)
-        elif version > node.version and not own:
-            node.moved_to = place
+        elif version > max(node.version, node.moved_version) and not own:  # an answer may be older than the news
+            node.moved_to, node.moved_version = place, version
         elif own and version == node.version:
             _put_at(node, record, place)
         return node
