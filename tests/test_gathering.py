@@ -88,5 +88,11 @@ async def test_those_who_stay_away_are_soon_forgotten(autojump_clock: trio.testi
     assert 0 < waits <= 6
 
 
+async def test_a_commit_that_nobody_waited_for_says_nothing(autojump_clock: trio.testing.MockClock) -> None:
+    waiters = Waiters(2)
+    waiters.gathering.served(0, SECONDS_MAX)
+    assert await waiters.meet() == pytest.approx(COMMIT)
+
+
 async def test_a_commit_that_was_held_up_makes_nobody_wait_as_long(autojump_clock: trio.testing.MockClock) -> None:
     assert await Waiters(2, seconds=5.0).meet() == pytest.approx(SECONDS_MAX)

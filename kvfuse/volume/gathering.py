@@ -36,14 +36,9 @@ class Gathering:
     def __post_init__(self) -> None:
         self._peers = 0
         """that the last commits served together"""
-        self._seconds = 0.0
-        """that the last one took"""
+        self.seconds = 0.0
+        """that the last one took, or `SECONDS_MAX`"""
         self._complete = trio.Event()
-
-    @property
-    def seconds(self) -> float:
-        """What a commit takes."""
-        return self._seconds
 
     def came(self) -> None:
         """One more waits."""
@@ -52,18 +47,19 @@ class Gathering:
             self._complete = trio.Event()
 
     def served(self, count: int, seconds: float) -> None:
-        """A commit took so long, and so many had waited for it."""
-        self._peers = max(count, (self._peers + count) // 2)
-        self._seconds = min(seconds, SECONDS_MAX)
+        """A commit took so long, and so many had waited for it. One that nobody waited for says nothing of others."""
+        if count:
+            self._peers = max(count, (self._peers + count) // 2)
+            self.seconds = min(seconds, SECONDS_MAX)
 
     async def meet(self) -> None:
         """Return when the next commit should begin."""
         began = trio.current_time()
-        patience = self._seconds
+        patience = self.seconds
         while 0 < self.waiting() < self._peers:
             with trio.move_on_after(patience):
                 await self._complete.wait()
                 return
-            if not self.coming() or trio.current_time() >= began + COMMITS_MAX * self._seconds:
+            if not self.coming() or trio.current_time() >= began + COMMITS_MAX * self.seconds:
                 return
             patience = LOOK_SECONDS

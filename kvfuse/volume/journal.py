@@ -216,8 +216,7 @@ class Journal(SharedJournal):
                 self._urgent = trio.Event()  # who set it was served by the last commit
                 with trio.move_on_after(self.window):
                     await self._urgent.wait()
-            if self._waiters:
-                await self.committer.gathering.meet()
+            await self.committer.gathering.meet()
             self._work, self._urgent = trio.Event(), trio.Event()
             try:
                 await self._commit_batch()
