@@ -12,6 +12,7 @@ from pathlib import Path
 
 import hypothesis
 import pytest
+import trio
 from cli_lab import Place, a_place
 from cluster_lab import ceph_cluster, etcd_cluster
 from engine_pairs import PAIRS, Engines
@@ -74,9 +75,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture
 def seed(request: pytest.FixtureRequest) -> int:
-    """Another number for each test, the same for the same KVFUSE_TEST_SEED. Printed when the test fails."""
+    """Another number for each test, the same for the same KVFUSE_TEST_SEED. Printed when the test fails.
+
+    So are the pauses that the project itself draws, and the order in which trio has tasks go on: what a simulation
+    finds it finds again.
+    """
     value = random.Random(f"{SEED} {request.node.nodeid}").randrange(1 << 32)
     print(f"seed {value} (KVFUSE_TEST_SEED={SEED})")
+    random.seed(value)
+    trio._core._run._r.seed(value)
     return value
 
 

@@ -120,16 +120,17 @@ class Calls:
     async def knows(self, ino: int) -> bool:
         return self.volume.kernel_knows(ino)
 
-    async def hold(self, method: str) -> None:
-        """Let calls of a method of the volume wait for `let_go`."""
+    async def hold(self, method: str, when: str = "called") -> None:
+        """Let calls of a method of the volume wait for `let_go`; ``when``: or, its answers, "answered"."""
         original = getattr(self.volume, method)
         held.clear()
         held.update(method=method, original=original, waiting=trio.Event(), gate=trio.Event())
 
         async def wait(*arguments: Any) -> Any:
+            answer = await original(*arguments) if when == "answered" else None
             held["waiting"].set()
             await held["gate"].wait()
-            return await original(*arguments)
+            return answer if when == "answered" else await original(*arguments)
 
         setattr(self.volume, method, wait)
 

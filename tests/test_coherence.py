@@ -10,7 +10,7 @@ import pytest
 import trio
 import trio.testing
 from mounting import wait_until
-from shared_lab import eventually, exists, hosts, make, names_in, read, until_node, volumes
+from shared_lab import eventually, exists, hosts, make, names_in, quiet, read, until_node, volumes
 from volume_lab import CALLER, Chaos, Disk, lab_options
 
 from kvfuse import errors
@@ -104,6 +104,22 @@ async def test_the_kernel_hears_of_what_others_change_and_of_nothing_else(
         # A thread tells it, which knows nothing of a clock that jumps.
         await trio.to_thread.run_sync(wait_until, is_told, "the news for the kernel")
         assert kernels[0].names == set() == kernels[0].contents
+
+
+async def test_the_kernel_hears_of_names_that_it_has_from_a_listing(
+    disk: Disk, options: Options, rng: random.Random, autojump_clock: trio.testing.MockClock
+) -> None:
+    """Nobody here has asked for the name."""
+    async with volumes(disk, options, 2, rng) as (one, two):
+        await one.make_symlink(ROOT_INODE, b"link", b"target", CALLER)
+        await quiet(one, two)
+        kernel = HearingKernel()
+        two.tell(kernel)
+        for entry in await two.list_directory(ROOT_INODE, 0, 100):
+            two.remember(ROOT_INODE, entry)
+        await one.unlink(ROOT_INODE, b"link")
+        await quiet(one)
+        await trio.to_thread.run_sync(wait_until, lambda: (ROOT_INODE, b"link") in kernel.names, "the news")
 
 
 @pytest.mark.parametrize("strict", [True, False])

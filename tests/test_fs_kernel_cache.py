@@ -185,6 +185,24 @@ def test_a_drop_meets_a_request_that_the_event_loop_has_to_answer(
     assert path.read_bytes() == b"content"
 
 
+def test_a_name_that_is_removed_while_it_is_listed(directory: Path, door: Connection, point: Path) -> None:
+    """The kernel is told before it has the name, and waits with it until it has."""
+    parent = inode(directory)
+    door.create(parent, "file", "content")
+    door.hold("list_directory", "answered")
+    lister = threading.Thread(target=os.listdir, args=(directory,))
+    lister.start()
+    door.wait_for_held()
+    door.unlink(parent, "file")
+    with connected(point) as dropping:
+        dropping.send("drop_any_name", parent, "file")
+        assert door.knows(1)
+        door.let_go()
+        dropping.receive()
+    lister.join()
+    assert not (directory / "file").exists()
+
+
 # -- what is sent -----------------------------------------------------------------------------------
 
 

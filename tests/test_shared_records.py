@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Awaitable, Callable, Sequence
 
 import pytest
 import trio
 import trio.testing
-from volume_lab import Chaos, Disk, MemoryRecords, lab_options
+from volume_lab import Chaos, Delay, Disk, MemoryRecords, lab_options
 
 from kvfuse.errors import EngineError
+from kvfuse.remote.records.api import Versioned
 from kvfuse.volume.shared.records import CALLS_MAX, SharedRecords
 
 
@@ -96,3 +98,77 @@ async def test_commits_of_our_own_are_known_also_before_they_return(autojump_clo
         async for change in changes:
             assert await records.is_own(change.version)
             break
+
+
+async def overtaken(
+    records: SharedRecords, chaos: Chaos, change: Callable[[], Awaitable[object]]
+) -> list[bytes | None]:
+    """What an answer says that ``change`` overtook."""
+    chaos.late = late = Delay(b"key")
+    found: list[bytes | None] = []
+
+    async def ask() -> None:
+        found.extend([row and row.value for row in await records.get([b"other", b"key"])])
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(ask)
+        await late.given.wait()
+        await change()
+        late.arrives.set()
+    return found
+
+
+@pytest.mark.parametrize("before", [b"old", None])
+@pytest.mark.parametrize("after", [b"new", None])
+async def test_an_answer_that_news_overtook_is_not_told(
+    autojump_clock: trio.testing.MockClock, before: bytes | None, after: bytes | None
+) -> None:
+    """Those of the watch, of our own commits, or none because there was no watch for a while."""
+    for news in ("watch", "own", "lost"):
+        records, chaos = make()
+        if before is not None:
+            await records.commit({b"key": before})
+
+        async def change(records: SharedRecords = records, news: str = news) -> None:
+            store = records if news == "own" else records.inner
+            puts, deletes = ({b"key": after}, []) if after is not None else ({}, [b"key"])
+            version = await store.commit(puts, deletes)
+            if news == "watch":
+                records.heard([b"key"], version, is_present=after is not None)
+            elif news == "lost":
+                records.lost_track()
+
+        assert await overtaken(records, chaos, change) == [None, after]
+        expected = 1 if (news, before, after) in {("watch", None, None), ("own", None, None)} else 2
+        assert records.counters.gets == expected
+
+
+async def test_older_news_than_an_answer_are_no_reason_to_ask_again(autojump_clock: trio.testing.MockClock) -> None:
+    records, chaos = make()
+    first = await records.commit({b"key": b"first"})
+    second = await records.commit({b"key": b"second"})
+
+    async def hear() -> None:
+        for version in (second, first):
+            records.heard([b"key"], version, is_present=True)
+        records.heard([b"tkey"], second + 1, is_present=True)
+
+    assert await overtaken(records, chaos, hear) == [None, b"second"]
+    assert records.counters.gets == 1
+
+
+async def test_records_that_change_before_every_answer(autojump_clock: trio.testing.MockClock) -> None:
+    """Nothing waits for ever."""
+    records, _ = make()
+    plain = records.inner.get
+
+    async def late(keys: Sequence[bytes]) -> list[Versioned | None]:
+        rows = await plain(keys)
+        records.heard(keys, await records.inner.commit({keys[0]: b"value"}), is_present=True)
+        return rows
+
+    records.inner.get = late  # type: ignore[method-assign]
+    with pytest.raises(EngineError, match="changed before each of"):
+        await records.get([b"key"])
+    records.inner.get = plain  # type: ignore[method-assign]
+    assert await records.get([b"key"])

@@ -105,6 +105,16 @@ class Disk:
 
 
 @dataclass
+class Delay:
+    """An answer of the store that stays on its way: what it says is what was so when it was given."""
+
+    prefix: bytes
+    """of a key that the question is about"""
+    given: trio.Event = field(default_factory=trio.Event)
+    arrives: trio.Event = field(default_factory=trio.Event)
+
+
+@dataclass
 class Chaos:
     """How the engines behave for one client: calls may be held up, or fail. Probabilities for each call."""
 
@@ -123,6 +133,8 @@ class Chaos:
     """the client is frozen: its calls stop where they are, and go on when this is set"""
     deaf: trio.Event | None = None
     """the client hears of no changes until this is set; its calls go on"""
+    late: Delay | None = None
+    """an answer that comes late; its call alone is held up"""
     cut: trio.Event | None = None
     """the client is cut off: its calls, those under way too, time out; it hears of no changes until this is set"""
     commits: int = 0
@@ -142,6 +154,14 @@ class Chaos:
                 return
             await self.wait_if_stalled()
             raise EngineTimeout(f"injected: no answer in {self.deadline} s")
+
+    async def answer(self, *keys: bytes) -> None:
+        """On its way from the store to the client."""
+        await self.hold_up()
+        if self.late is not None and any(key.startswith(self.late.prefix) for key in keys):
+            late, self.late = self.late, None
+            late.given.set()
+            await late.arrives.wait()
 
     async def wait_if_stalled(self) -> None:
         while self.stalled is not None and not self.stalled.is_set():
@@ -231,7 +251,7 @@ class MemoryRecords(RecordStore):
         self.counters.gets += 1
         await self.chaos.hold_up()
         found = [self.disk.records.get(key) for key in keys]
-        await self.chaos.hold_up()
+        await self.chaos.answer(*keys)
         return found
 
     async def scan(self, prefix: bytes, after: bytes = b"", limit: int = 1000) -> list[Record]:
@@ -239,7 +259,7 @@ class MemoryRecords(RecordStore):
         await self.chaos.hold_up()
         keys = sorted(key for key in self.disk.records if key.startswith(prefix) and key > after)[:limit]
         rows = [Record(key, *self.disk.records[key]) for key in keys]
-        await self.chaos.hold_up()
+        await self.chaos.answer(prefix)
         return rows
 
     async def commit(

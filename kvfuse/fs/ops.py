@@ -335,6 +335,8 @@ class KvfuseOperations(pyfuse3.Operations):
         if start_id < 2 and not await self._reply_dots(fh, start_id, token):
             return
         cookie = start_id if start_id > 2 else 0
+        if self._may_keep(fh):
+            self.names.note(fh)  # what changes from now on the kernel is told when it has these names
         while True:
             rows = (
                 self._virtual.rows(cookie)

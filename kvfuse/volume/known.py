@@ -20,7 +20,7 @@ from kvfuse.volume import schema
 from kvfuse.volume.shared.shelf import Shelf
 
 INODES_MAX = 20_000
-"""Names whose inode is kept."""
+"""Names whose inode is kept; and those whose version is."""
 DIRECTORIES_MAX = 20_000
 """Directories whose names are kept."""
 RECENT_MAX = 4096
@@ -137,8 +137,7 @@ class KnownNames:
     def note(self, parent: int, name: bytes, ino: int, version: int = 0) -> None:
         """The name means this inode. ``version``: of the record that says so, where others write the store, too."""
         if len(self._inodes) >= INODES_MAX:
-            self._inodes.clear()
-            self._versions.clear()
+            self._forget_one(self._inodes)
         if version:
             self._set_version(parent, name, version)
         elif self._versions:
@@ -161,9 +160,14 @@ class KnownNames:
 
     def _set_version(self, parent: int, name: bytes, version: int) -> None:
         if len(self._versions) >= INODES_MAX:
-            self._inodes.clear()
-            self._versions.clear()
+            self._forget_one(self._versions)
         self._versions[parent, name] = version
+
+    def _forget_one(self, names: dict[tuple[int, bytes], int]) -> None:
+        """The one that is there for the longest time."""
+        name = next(iter(names))
+        self._inodes.pop(name, None)
+        self._versions.pop(name, None)
 
     def made(self, ino: int) -> None:
         """A directory was made: it is empty, and all that comes will be seen."""

@@ -96,6 +96,7 @@ class Coherence:
 
     async def _watch(self) -> None:
         changes = self.records.watch(b"")
+        self.records.lost_track()
         if self.counters.watches:
             await self._renew()
         self.counters.watches += 1
@@ -111,6 +112,7 @@ class Coherence:
         if kind not in (b"d", b"i", b"t", b"o"):
             return
         is_own = await self.records.is_own(change.version)
+        self.records.heard([change.key], change.version, is_present=change.value is not None)
         self.counters.changes += not is_own
         if is_own:  # what others committed before it has been told
             self.lookup.paths.caught_up(self.records.sent_at(change.version))
@@ -138,12 +140,12 @@ class Coherence:
         ino = entry.ino if isinstance(entry, schema.InodeRecord) else entry
         if change.version > core.known.version(parent, name):
             before = core.known.inode(parent, name)
-            if before != ino:
+            if before is None or before != ino:  # also what is not known here may be cached: by whom it was listed
                 self.journal.renaming(parent, name)
                 core.known.drop(parent, name, change.version)
                 if parent == ROOT_INODE or core.places.known(parent):
                     self.news.name(parent, name)
-            elif ino is not None:
+            else:
                 core.known.note(parent, name, ino, change.version)
         if change.value is not None:
             core.known.shelf.put(parent, name, change.value, change.version)

@@ -264,26 +264,22 @@ class SharedLookup(Lookup):
         meant = record.ino if isinstance(record, schema.InodeRecord) else record or guess
         is_remembered = meant is not None and self.core.places.get(meant) == (parent, name)
         self.paths.check(above, rows, asked_at, (parent, name) if is_remembered else None)
-        if isinstance(record, int) and record != guess:
-            own, times = await self.records.get([schema.inode_key(record), schema.times_key(record)])
-        else:
-            own, times = (rows[keys[-2]], rows[keys[-1]]) if guess is not None else (None, None)
         version = entry.version if entry is not None else 0
         if self.journal.find(parent, name) is not None or known.version(parent, name) not in (before, version):
             return None
         if record is None:
             return await self._absent(parent, name)
+        if isinstance(record, int) and record != guess:
+            known.note(parent, name, record)  # the next answer has both, as they are at one moment
+            return None
         if isinstance(record, schema.InodeRecord):
             told = Told(record, version, (parent, name), own=False)
             node = self.refresher.take(record, version, told.place, own=False)
-        elif own is not None:
+        elif (own := rows[schema.inode_key(record)]) is not None:
             told = Told(schema.decode_inode(own.value), own.version, (parent, name), own=True)
             node = self.refresher.take(told.record, told.version, told.place, own=True)
-            if times is not None:
+            if (times := rows[schema.times_key(record)]) is not None:
                 self.refresher.take_times(node, times.value, times.version)
-        elif record != guess:
-            known.note(parent, name, record)  # the next answer is of one moment
-            return None
         else:
             raise errors.Stale(f"{name!r} in directory {parent} means inode {record}, which has no record")
         if not node.own_record and node.version > version:

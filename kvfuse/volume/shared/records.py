@@ -1,7 +1,9 @@
 """The record store as the parts of a shared volume see it: reads share round trips, and fail at once while it is away.
 
 * Reads that come while others are under way join into one call, which begins after them: what it says is at least as
-  new as the question.
+  new as the question. It is at least as new, too, as what was heard of these records by the time it is told: from
+  commits of our own that returned, and from the watch. News may overtake an answer, and they come once only: who took
+  the older answer for what is would keep it for good.
 * After a read failed the store is *away* until a probe is answered: reads fail at once meanwhile, instead of each
   waiting for its deadline. Commits are sent all the same: who waits for one wants to know.
 * Versions of this client's own commits are kept, so that a watch can tell them from those of others.
@@ -11,7 +13,8 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from weakref import WeakSet
 
 import trio
 
@@ -23,6 +26,8 @@ CALLS_MAX = 1
 """Calls of `get` under way at once; what comes meanwhile shares the next one."""
 OWN_MAX = 4096
 """Commits of our own that are told from those of others: a watch may lag behind by so many."""
+ASKS_MAX = 100
+"""Calls of one question whose answers are all overtaken by news. Each means that somebody else got on."""
 PROBE_SECONDS = (0.05, 1.0)
 """Pause between probes of a store that is away: of the first, and at most."""
 PROBE_KEY = b"ninode"
@@ -30,13 +35,41 @@ PROBE_KEY = b"ninode"
 log = logging.getLogger(__name__)
 
 
+class _News:
+    """What was heard since a call of `get` began."""
+
+    __slots__ = ("__weakref__", "_is_present", "_versions", "is_lost")
+
+    def __init__(self) -> None:
+        self._versions: dict[bytes, int] = {}
+        self._is_present: dict[bytes, bool] = {}
+        self.is_lost = False
+        """something may have changed that will not be heard of"""
+
+    def heard(self, key: bytes, version: int, is_present: bool) -> None:
+        if version > self._versions.get(key, 0):  # the watch tells late what others committed before us
+            self._versions[key], self._is_present[key] = version, is_present
+
+    def overtook(self, keys: Sequence[bytes], rows: Sequence[Versioned | None]) -> bool:
+        """Some of these rows may be older. What is absent has no version: then a key that was put may be gone since."""
+        if self.is_lost:
+            return True
+        for key in self._versions.keys() & keys:
+            row = rows[keys.index(key)]
+            if self._is_present[key] if row is None else row.version < self._versions[key]:
+                return True
+        return False
+
+
 class _Question:
     """A `get` that waits for its turn, or for its answer."""
 
-    __slots__ = ("changed", "error", "is_asked", "keys", "rows")
+    __slots__ = ("changed", "error", "is_asked", "keys", "news", "rows")
 
     def __init__(self, keys: Sequence[bytes]) -> None:
         self.keys = keys
+        self.news: _News | None = None
+        """since the call began that answers it"""
         self.rows: list[Versioned | None] | None = None
         self.error: EngineError | None = None
         self.is_asked = False
@@ -61,6 +94,8 @@ class SharedRecords(RecordDecorator):
         self._own: dict[int, float] = {}
         """version of a commit of ours -> when it was sent; trio's time"""
         self._committing: set[trio.Event] = set()
+        self._news = WeakSet[_News]()
+        """of calls whose answers are not all told yet"""
         self._reason: EngineError | None = None
         self._went_away = trio.Event()
 
@@ -87,11 +122,22 @@ class SharedRecords(RecordDecorator):
         self._went_away.set()
 
     async def get(self, keys: Sequence[bytes]) -> list[Versioned | None]:
-        """As the inner store's. Waits for calls under way, and then for one of its own, which others share."""
+        """As the inner store's, and not older than what was heard by now. See the module."""
+        self._caller_count += 1
+        try:
+            for _ in range(ASKS_MAX):
+                rows, news = await self._answer(keys)
+                if not news.overtook(keys, rows):
+                    return rows
+        finally:
+            self._caller_count -= 1
+        raise EngineError(f"{keys[0]!r} or another of {len(keys)} records changed before each of {ASKS_MAX} answers")
+
+    async def _answer(self, keys: Sequence[bytes]) -> tuple[list[Versioned | None], _News]:
+        """Wait for calls under way, and then for one of its own, which others share."""
         self._check()
         question = _Question(keys)
         self._questions.append(question)
-        self._caller_count += 1
         try:
             while not question.is_answered:
                 if question.is_asked:
@@ -101,19 +147,21 @@ class SharedRecords(RecordDecorator):
                         if not question.is_asked and not question.is_answered:
                             await self._ask()
         finally:
-            self._caller_count -= 1
             if question in self._questions:
                 self._questions.remove(question)
         if question.error is not None:
             raise question.error
         assert question.rows is not None
-        return question.rows
+        assert question.news is not None
+        return question.rows, question.news
 
     async def _ask(self) -> None:
         """Answer all questions there are. A caller that is cancelled leaves the others' to one of them."""
         asked, self._questions = self._questions, []
+        news = _News()
+        self._news.add(news)
         for question in asked:
-            question.is_asked = True
+            question.is_asked, question.news = True, news
         try:
             rows = await self.inner.get([key for question in asked for key in question.keys])
         except EngineError as error:
@@ -160,6 +208,20 @@ class SharedRecords(RecordDecorator):
                     self._reason = None
             self._went_away = trio.Event()
 
+    # -- what is heard of records beside their being read ---------------------------------------------
+
+    def heard(self, keys: Iterable[bytes], version: int, *, is_present: bool) -> None:
+        """A commit put or deleted these records. Times of directories change often, and who takes them compares."""
+        for news in self._news:
+            for key in keys:
+                if key[:1] != b"t":
+                    news.heard(key, version, is_present)
+
+    def lost_track(self) -> None:
+        """What changed lately may not all be heard of: answers that are under way count for nothing."""
+        for news in self._news:
+            news.is_lost = True
+
     # -- commits -------------------------------------------------------------------------------------
 
     async def commit(
@@ -178,6 +240,8 @@ class SharedRecords(RecordDecorator):
             version = await self.inner.commit(puts, deletes, expect, durable=durable, lease=lease)
             if version:
                 self._own[version] = sent_at
+                self.heard(puts, version, is_present=True)
+                self.heard(deletes, version, is_present=False)
                 if len(self._own) > OWN_MAX:
                     del self._own[next(iter(self._own))]
             return version
