@@ -165,6 +165,7 @@ class SharedRecords(RecordDecorator):
         try:
             rows = await self.inner.get([key for question in asked for key in question.keys])
         except EngineError as error:
+            self._news.discard(news)  # there is nothing to compare, and the error is kept, and this frame by it
             self._failed(error)
             for question in asked:
                 question.error = error
