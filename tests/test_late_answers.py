@@ -86,17 +86,18 @@ async def remove(volume: Volume, name: bytes) -> None:
     await volume.sync()
 
 
+async def look_for_folder_while(
+    one: Volume, chaos: Chaos, folder: int, change: Callable[[], Awaitable[object]]
+) -> None:
+    await meanwhile(chaos, schema.inode_key(folder), lambda: one.lookup(ROOT_INODE, b"folder"), change)
+
+
 async def test_a_removed_directory_does_not_come_back(
     rng: random.Random, autojump_clock: trio.testing.MockClock
 ) -> None:
     async with two_hosts(rng, strict=True) as (one, two, chaos):
         folder = (await two.make_directory(ROOT_INODE, b"folder", 0o755, CALLER)).ino
-        await meanwhile(
-            chaos,
-            schema.inode_key(folder),
-            lambda: one.lookup(ROOT_INODE, b"folder"),
-            lambda: two.remove_directory(ROOT_INODE, b"folder"),
-        )
+        await look_for_folder_while(one, chaos, folder, lambda: two.remove_directory(ROOT_INODE, b"folder"))
         for number in range(3):
             await commit_something(one, number)
             assert not await exists(one, b"folder")
@@ -107,12 +108,8 @@ async def test_who_may_use_a_directory_is_not_forgotten(
 ) -> None:
     async with two_hosts(rng, strict=True) as (one, two, chaos):
         folder = (await two.make_directory(ROOT_INODE, b"folder", 0o755, CALLER)).ino
-        await meanwhile(
-            chaos,
-            schema.inode_key(folder),
-            lambda: one.lookup(ROOT_INODE, b"folder"),
-            lambda: two.set_attributes(folder, Changes(mode=0o700), CALLER),
-        )
+        change = Changes(mode=0o700)
+        await look_for_folder_while(one, chaos, folder, lambda: two.set_attributes(folder, change, CALLER))
         for number in range(3):
             await commit_something(one, number)
             assert (await one.lookup(ROOT_INODE, b"folder")).mode & 0o777 == 0o700

@@ -140,7 +140,7 @@ class Coherence:
         ino = entry.ino if isinstance(entry, schema.InodeRecord) else entry
         if change.version > core.known.version(parent, name):
             before = core.known.inode(parent, name)
-            if before is None or before != ino:  # also what is not known here may be cached: by whom it was listed
+            if before is None or before != ino:  # of None, too: the kernel may have it from a listing
                 self.journal.renaming(parent, name)
                 core.known.drop(parent, name, change.version)
                 if parent == ROOT_INODE or core.places.known(parent):

@@ -38,25 +38,26 @@ log = logging.getLogger(__name__)
 class _News:
     """What was heard since a call of `get` began."""
 
-    __slots__ = ("__weakref__", "_is_present", "_versions", "is_lost")
+    __slots__ = ("__weakref__", "_heard", "is_lost")
 
     def __init__(self) -> None:
-        self._versions: dict[bytes, int] = {}
-        self._is_present: dict[bytes, bool] = {}
+        self._heard: dict[bytes, tuple[int, bool]] = {}
+        """key -> the newest version, and whether that is a record or its removal"""
         self.is_lost = False
         """something may have changed that will not be heard of"""
 
     def heard(self, key: bytes, version: int, is_present: bool) -> None:
-        if version > self._versions.get(key, 0):  # the watch tells late what others committed before us
-            self._versions[key], self._is_present[key] = version, is_present
+        if version > self._heard.get(key, (0, False))[0]:  # the watch tells late what others committed before us
+            self._heard[key] = version, is_present
 
     def overtook(self, keys: Sequence[bytes], rows: Sequence[Versioned | None]) -> bool:
         """Some of these rows may be older. What is absent has no version: then a key that was put may be gone since."""
         if self.is_lost:
             return True
-        for key in self._versions.keys() & keys:
+        for key in self._heard.keys() & keys:
             row = rows[keys.index(key)]
-            if self._is_present[key] if row is None else row.version < self._versions[key]:
+            version, is_present = self._heard[key]
+            if is_present if row is None else row.version < version:
                 return True
         return False
 
