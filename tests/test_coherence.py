@@ -106,18 +106,29 @@ async def test_the_kernel_hears_of_what_others_change_and_of_nothing_else(
         assert kernels[0].names == set() == kernels[0].contents
 
 
-async def test_the_kernel_hears_of_names_that_it_has_from_a_listing(
-    disk: Disk, options: Options, rng: random.Random, autojump_clock: trio.testing.MockClock
+@pytest.mark.parametrize("change", ["removed", "changed"])
+@pytest.mark.parametrize("was_known", [False, True])
+async def test_the_kernel_hears_of_names_that_may_be_in_a_listing(
+    disk: Disk,
+    options: Options,
+    rng: random.Random,
+    autojump_clock: trio.testing.MockClock,
+    change: str,
+    was_known: bool,
 ) -> None:
-    """Nobody here has asked for the name."""
+    """Nobody here has asked for the name, or that was long ago."""
     async with volumes(disk, options, 2, rng) as (one, two):
-        await one.make_symlink(ROOT_INODE, b"link", b"target", CALLER)
+        ino = (await one.make_symlink(ROOT_INODE, b"link", b"target", CALLER)).ino
         await quiet(one, two)
+        if was_known:
+            two.forget((await two.lookup(ROOT_INODE, b"link")).ino, 1)
+            two.core.nodes.drop(two.core.nodes.get(ino))
         kernel = HearingKernel()
         two.tell(kernel)
-        for entry in await two.list_directory(ROOT_INODE, 0, 100):
-            two.remember(ROOT_INODE, entry)
-        await one.unlink(ROOT_INODE, b"link")
+        if change == "removed":
+            await one.unlink(ROOT_INODE, b"link")
+        else:
+            await one.set_attributes(ino, Changes(uid=1000), CALLER)
         await quiet(one)
         await trio.to_thread.run_sync(wait_until, lambda: (ROOT_INODE, b"link") in kernel.names, "the news")
 

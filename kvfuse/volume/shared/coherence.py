@@ -139,14 +139,15 @@ class Coherence:
             return
         ino = entry.ino if isinstance(entry, schema.InodeRecord) else entry
         if change.version > core.known.version(parent, name):
-            before = core.known.inode(parent, name)
-            if before is None or before != ino:  # of None, too: the kernel may have it from a listing
+            is_followed = False
+            if ino is not None and core.known.inode(parent, name) == ino:
+                core.known.note(parent, name, ino, change.version)
+                is_followed = core.nodes.get(ino) is not None
+            else:
                 self.journal.renaming(parent, name)
                 core.known.drop(parent, name, change.version)
-                if parent == ROOT_INODE or core.places.known(parent):
-                    self.news.name(parent, name)
-            else:
-                core.known.note(parent, name, ino, change.version)
+            if not is_followed and (parent == ROOT_INODE or core.places.known(parent)):
+                self.news.name(parent, name)  # what is not in memory may be on its way to the kernel in a listing
         if change.value is not None:
             core.known.shelf.put(parent, name, change.value, change.version)
         if isinstance(entry, schema.InodeRecord):
