@@ -13,6 +13,7 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left
 from collections.abc import Sequence
+from itertools import islice
 
 import numpy as np
 
@@ -137,7 +138,7 @@ class KnownNames:
     def note(self, parent: int, name: bytes, ino: int, version: int = 0) -> None:
         """The name means this inode. ``version``: of the record that says so, where others write the store, too."""
         if len(self._inodes) >= INODES_MAX:
-            self._forget_one(self._inodes)
+            self._forget_some(self._inodes)
         if version:
             self._set_version(parent, name, version)
         elif self._versions:
@@ -160,14 +161,16 @@ class KnownNames:
 
     def _set_version(self, parent: int, name: bytes, version: int) -> None:
         if len(self._versions) >= INODES_MAX:
-            self._forget_one(self._versions)
+            self._forget_some(self._versions)
         self._versions[parent, name] = version
 
-    def _forget_one(self, names: dict[tuple[int, bytes], int]) -> None:
-        """The one that is there for the longest time."""
-        name = next(iter(names))
-        self._inodes.pop(name, None)
-        self._versions.pop(name, None)
+    def _forget_some(self, names: dict[tuple[int, bytes], int]) -> None:
+        """Those that are there for the longest time. Many at once: to find its first entry a dict passes all places of
+        those that were in front of it.
+        """
+        for name in list(islice(names, INODES_MAX // 8)):
+            self._inodes.pop(name, None)
+            self._versions.pop(name, None)
 
     def made(self, ino: int) -> None:
         """A directory was made: it is empty, and all that comes will be seen."""
