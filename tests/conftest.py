@@ -83,7 +83,7 @@ def seed(request: pytest.FixtureRequest) -> int:
     value = random.Random(f"{SEED} {request.node.nodeid}").randrange(1 << 32)
     print(f"seed {value} (KVFUSE_TEST_SEED={SEED})")
     random.seed(value)
-    trio._core._run._r.seed(value)
+    trio._core._run._r.seed(value)  # private, but there is no other way; pytest-trio does it so for hypothesis
     return value
 
 

@@ -51,6 +51,12 @@ async def meanwhile(
         late.arrives.set()
 
 
+async def remove(volume: Volume, name: bytes) -> None:
+    await volume.lookup(ROOT_INODE, name)
+    await volume.unlink(ROOT_INODE, name)
+    await volume.sync()
+
+
 async def have_to_ask(volume: Volume, name: bytes) -> None:
     """All names of the folder are known, but not what this one means."""
     assert not await exists(volume, b"absent")
@@ -78,12 +84,6 @@ async def test_a_removed_file_does_not_come_back(
             lambda: remove(two, b"file"),
         )
         assert not await exists(one, b"file")
-
-
-async def remove(volume: Volume, name: bytes) -> None:
-    await volume.lookup(ROOT_INODE, name)
-    await volume.unlink(ROOT_INODE, name)
-    await volume.sync()
 
 
 async def look_for_folder_while(

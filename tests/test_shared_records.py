@@ -11,8 +11,9 @@ import trio.testing
 from volume_lab import Chaos, Delay, Disk, MemoryRecords, lab_options
 
 from kvfuse.errors import EngineError
-from kvfuse.remote.records.api import Versioned
-from kvfuse.volume.shared.records import CALLS_MAX, SharedRecords
+from kvfuse.remote.records.api import RecordStore, Versioned
+from kvfuse.remote.records.decorators import RecordDecorator
+from kvfuse.volume.shared.records import ASKS_MAX, CALLS_MAX, SharedRecords
 
 
 def make(deadline: float = 1.0) -> tuple[SharedRecords, Chaos]:
@@ -158,18 +159,27 @@ async def test_older_news_than_an_answer_are_no_reason_to_ask_again(autojump_clo
     assert records.counters.gets == 1
 
 
-async def test_records_that_change_before_every_answer(autojump_clock: trio.testing.MockClock) -> None:
-    """Nothing waits for ever."""
-    records, _ = make()
-    plain = records.inner.get
+class Overtaken(RecordDecorator):
+    """Whatever is asked for another host changes, and the watch tells it before the answer comes: so many times."""
 
-    async def late(keys: Sequence[bytes]) -> list[Versioned | None]:
-        rows = await plain(keys)
-        records.heard(keys, await records.inner.commit({keys[0]: b"value"}), is_present=True)
+    def __init__(self, inner: RecordStore, count: int) -> None:
+        super().__init__(inner)
+        self.outer = SharedRecords(self)
+        self.count = count
+
+    async def get(self, keys: Sequence[bytes]) -> list[Versioned | None]:
+        rows = await self.inner.get(keys)
+        if self.count:
+            self.count -= 1
+            self.outer.heard(keys, await self.inner.commit(dict.fromkeys(keys, b"value")), is_present=True)
         return rows
 
-    records.inner.get = late  # type: ignore[method-assign]
+
+async def test_records_that_change_before_every_answer(autojump_clock: trio.testing.MockClock) -> None:
+    """Nobody waits for ever; who gets an answer gets the newest."""
+    inner = make()[0].inner
+    (row,) = await Overtaken(inner, ASKS_MAX - 1).outer.get([b"key"])
+    assert row is not None
+    assert [row] == await inner.get([b"key"])
     with pytest.raises(EngineError, match="changed before each of"):
-        await records.get([b"key"])
-    records.inner.get = plain  # type: ignore[method-assign]
-    assert await records.get([b"key"])
+        await Overtaken(inner, ASKS_MAX).outer.get([b"key"])

@@ -26,8 +26,11 @@ CALLS_MAX = 1
 """Calls of `get` under way at once; what comes meanwhile shares the next one."""
 OWN_MAX = 4096
 """Commits of our own that are told from those of others: a watch may lag behind by so many."""
-ASKS_MAX = 100
-"""Calls of one question whose answers are all overtaken by news. Each means that somebody else got on."""
+ASKS_MAX = 10
+"""Calls of one question whose answers are all overtaken by news; each may take as long as the store's deadline.
+
+It takes an answer that is slower than the watch, just when another host changes what it is about.
+"""
 PROBE_SECONDS = (0.05, 1.0)
 """Pause between probes of a store that is away: of the first, and at most."""
 PROBE_KEY = b"ninode"
