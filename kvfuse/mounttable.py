@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
+DEAD = frozenset({errno.ENOTCONN, errno.ECONNABORTED})
+"""what the kernel answers for a FUSE mount whose daemon is gone, the second for the first moments"""
 LINKS_MAX = 40
 """that are followed, as many as the kernel follows"""
 

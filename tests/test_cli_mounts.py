@@ -8,6 +8,9 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -24,6 +27,14 @@ async def serve(*arguments, **options):
 kvfuse.fs.mount.serve = serve
 import kvfuse.cli
 kvfuse.cli.main()
+"""
+WRITER = """
+import itertools, sys
+for number in itertools.count():
+    try:
+        open(f"{sys.argv[1]}/file-{number % 100}", "w").close()
+    except OSError:
+        pass
 """
 ABORTED = """
 import errno, pyfuse3
@@ -149,12 +160,69 @@ def test_a_daemon_that_died(place: Place) -> None:
 
     done = kvfuse("mount", place.volume, place.point)
     assert done.returncode == 0
-    assert done.stderr == f"kvfuse: detached what a daemon that died had left mounted on {place.point}\n"
+    took = f"kvfuse: the daemon that had mounted {place.point} has died; the new mount takes its place\n"
+    assert done.stderr == took
     pid = place.pid
     os.kill(pid, signal.SIGKILL)
     wait_for_end(pid)
     assert kvfuse("umount", place.point).returncode == 0
     assert not place.is_mounted
+
+
+@contextmanager
+def a_program_that_writes(folder: Path) -> Iterator[None]:
+    """Meanwhile it makes files in ``folder``, as often as it can, and takes what errors there are."""
+    process = subprocess.Popen([sys.executable, "-c", WRITER, folder])
+    try:
+        yield
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture(params=["private", "shared"])
+def propagated(place: Place, request: pytest.FixtureRequest) -> Iterator[None]:
+    """The mount point lies in a mount that propagates to others, as all do under systemd, or in one that does not."""
+    subprocess.run(["mount", "--bind", place.base, place.base], check=True)
+    subprocess.run(["mount", f"--make-{request.param}", place.base], check=True)
+    yield
+    subprocess.run(["umount", place.base], check=True)
+
+
+@pytest.mark.root
+@pytest.mark.usefixtures("propagated")
+def test_a_dead_mount_stays_until_the_new_one_is_in_its_place(place: Place) -> None:
+    pid = place.mount()
+    os.kill(pid, signal.SIGKILL)
+    wait_for_end(pid)
+    with a_program_that_writes(place.point):
+        assert kvfuse("mount", place.volume, place.point).returncode == 0
+        wait_until(lambda: any(place.point.iterdir()), "a file in the new mount")
+    assert [row.point for row in mounts.kvfuse_mounts() if str(row.source) == str(place.volume)] == [place.point]
+    assert kvfuse("umount", place.point).returncode == 0
+    assert list(place.point.iterdir()) == []
+    assert list(Path(tempfile.gettempdir()).glob("kvfuse-mount-*")) == []
+
+
+def test_a_folder_that_is_not_empty_is_refused_with_what_to_do(place: Place) -> None:
+    (place.point / "file").touch()
+    done = kvfuse("mount", place.volume, place.point, "-o", CAPACITY)
+    assert_fails(done, 5, f"{place.point} is not empty.*move them away")
+    (place.point / "file").unlink()
+
+
+def test_a_mount_is_found_by_its_volume(place: Place) -> None:
+    pid = place.mount()
+    link = place.base / "link"
+    link.symlink_to(place.volume)
+    (place.point / "folder").mkdir()
+    done = kvfuse("umount", place.point / "folder")
+    assert_fails(done, 5, f"folder is not a mount point, but lies in the mount {place.point}")
+    assert json.loads(kvfuse("stats", link, "--json").stdout)["pid"] == pid
+    assert kvfuse("umount", place.volume).returncode == 0
+    assert not place.is_mounted
+    assert not is_running(pid)
+    assert_fails(kvfuse("umount", place.volume), 5, "is not a mount point, nor a volume that is mounted")
 
 
 def test_a_daemon_that_hangs_hangs_nobody_else(place: Place) -> None:

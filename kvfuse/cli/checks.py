@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 
-from kvfuse.cli.mounts import FILE_SYSTEM, detach, is_dead
+from kvfuse.cli.mounts import FILE_SYSTEM, is_dead
 from kvfuse.config import MountOptions
 from kvfuse.errors import MountError
 from kvfuse.mounttable import top_mount
@@ -19,24 +19,26 @@ FUSE_CONF = Path("/etc/fuse.conf")
 
 
 def check_mountpoint(point: Path) -> Path:
-    """The absolute mount point: a directory, empty, with no kvfuse mount on it. MountError otherwise.
+    """The absolute mount point: a directory, empty, with no living kvfuse mount on it. MountError otherwise.
 
-    What a daemon that died has left mounted there is detached first, with a notice.
+    A mount whose daemon died stays, with a notice, until the new one takes its place.
     """
     mounted = top_mount(point)
     if mounted and mounted.file_system == FILE_SYSTEM:
         if not is_dead(mounted.point):
             raise MountError(f"{point} is mounted already, from {mounted.source}")
-        detach(mounted.point, lazy=True)
-        click.echo(f"kvfuse: detached what a daemon that died had left mounted on {point}", err=True)
-        mounted = top_mount(point)
+        click.echo(f"kvfuse: the daemon that had mounted {point} has died; the new mount takes its place", err=True)
+        return mounted.point
     if not point.exists():
         raise MountError(f"the mount point {point} does not exist; type: mkdir -p {point}")
     if not point.is_dir():
         raise MountError(f"the mount point {point} is not a directory")
     # Opening an automount point would wait for the very mount that is being made.
     if not (mounted and mounted.file_system == "autofs") and any(os.scandir(point)):
-        raise MountError(f"the mount point {point} is not empty: its files would be hidden")
+        raise MountError(
+            f"the mount point {point} is not empty: its files would be hidden. Programs may have written them while "
+            "nothing was mounted: move them away, or name an empty folder"
+        )
     return point.resolve()
 
 

@@ -16,14 +16,12 @@ from typing import Any, TypeVar
 
 from kvfuse.cli import MountBusy
 from kvfuse.errors import EngineTimeout, MountError
-from kvfuse.mounttable import Mounted, all_mounts, top_mount
+from kvfuse.mounttable import DEAD, Mounted, all_mounts, top_mount
 
 FILE_SYSTEM = "fuse.kvfuse"
+STATUS_HINT = "'kvfuse status' lists the kvfuse mounts"
 ANSWER_SECONDS = 5.0
 """after which a daemon that does not answer is said to hang"""
-
-DEAD = frozenset({errno.ENOTCONN, errno.ECONNABORTED})
-"""what the kernel answers for a mount whose daemon is gone, the second for the first moments"""
 
 _MNT_DETACH = 2
 _UMOUNT_NOFOLLOW = 8
@@ -35,13 +33,27 @@ def kvfuse_mounts() -> list[Mounted]:
     return [row for row in all_mounts() if row.file_system == FILE_SYSTEM]
 
 
-def kvfuse_mount_at(point: Path) -> Mounted:
-    """The kvfuse mount at ``point``. MountError otherwise."""
-    row = top_mount(point)
-    if row is None or row.file_system != FILE_SYSTEM:
-        what = f"a mount of {row.file_system}, not of kvfuse" if row else "not a mount point"
-        raise MountError(f"{point} is {what}; 'kvfuse status' lists the kvfuse mounts")
-    return row
+def kvfuse_mount_at(place: Path) -> Mounted:
+    """The kvfuse mount at ``place``, a mount point, or of ``place``, a volume's folder or mount.conf.
+
+    MountError where there is none, or where a volume has several.
+    """
+    row = top_mount(place)
+    if row is not None and row.file_system == FILE_SYSTEM:
+        return row
+    if row is not None:
+        raise MountError(f"{place} is a mount of {row.file_system}, not of kvfuse; {STATUS_HINT}")
+    path = Path(os.path.abspath(place))
+    mounts = kvfuse_mounts()
+    if row := next((row for row in mounts if row.point in path.parents), None):
+        raise MountError(f"{place} is not a mount point, but lies in the mount {row.point}")
+    found = [row for row in mounts if row.source in {str(path), os.path.realpath(path)}]
+    if not found:
+        raise MountError(f"{place} is not a mount point, nor a volume that is mounted; {STATUS_HINT}")
+    if len(found) > 1:
+        points = ", ".join(str(row.point) for row in found)
+        raise MountError(f"{place} is mounted at {points}: name one of these")
+    return found[0]
 
 
 def within(seconds: float, function: Callable[..., T], *arguments: Any) -> T:

@@ -10,9 +10,9 @@ import click
 
 from kvfuse.cli import Failure
 from kvfuse.cli.console import print_json, print_table
-from kvfuse.cli.mounts import DEAD, ask_health, kvfuse_mounts, read_virtual
+from kvfuse.cli.mounts import ask_health, kvfuse_mounts, read_virtual
 from kvfuse.errors import EngineTimeout, MountError
-from kvfuse.mounttable import Mounted
+from kvfuse.mounttable import DEAD, Mounted
 from kvfuse.sizes import format_size
 
 

@@ -55,11 +55,13 @@ def _wait_until_gone(daemon: int, mounted: Mounted, timeout: float) -> bool:
 def umount(mountpoint: Path, lazy: bool, timeout: float) -> None:
     """Unmount, and wait until the daemon has written everything and is gone.
 
-    A mount whose daemon has died ("Transport endpoint is not connected") is removed too.
+    MOUNTPOINT may also be the volume that is mounted: its folder, or the mount.conf that was named to mount it. A mount
+    whose daemon has died ("Transport endpoint is not connected") is removed too.
 
     \b
-    Example:
+    Examples:
       kvfuse umount /mnt/kv
+      kvfuse umount /srv/kv
     """
     mounted = kvfuse_mount_at(mountpoint)
     point = mounted.point

@@ -10,7 +10,7 @@ import logging
 import os
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from kvfuse.fs.doors import Door, Doors
 from kvfuse.fs.guarding import Guarding
 from kvfuse.fs.kernel import FuseKernelCache
 from kvfuse.fs.ops import KvfuseOperations
+from kvfuse.fs.takeover import is_dead_mount, takeover, unmount
 from kvfuse.fs.turns import take_turns
 from kvfuse.fs.virtual import VirtualFolder
 from kvfuse.mounttable import top_mount
@@ -179,10 +180,12 @@ def _mounted(session: _Session, operations: KvfuseOperations, words: set[str]) -
     plain_point = os.path.realpath(point)  # once it is mounted, that is a question to ourselves
     if session.is_read_only_late:
         words = words - {"ro"}
-    try:
-        pyfuse3.init(operations, os.fspath(point), words)
-    except RuntimeError as error:
-        raise MountError(f"{point} cannot be mounted ({error}); 'kvfuse doctor' tells what is missing") from error
+    replaces = is_dead_mount(Path(plain_point))
+    with takeover(Path(plain_point)) if replaces else nullcontext(point) as place:
+        try:
+            pyfuse3.init(operations, os.fspath(place), words)
+        except RuntimeError as error:
+            raise MountError(f"{point} cannot be mounted ({error}); 'kvfuse doctor' tells what is missing") from error
     with session.guarding:
         try:
             if row := top_mount(Path(plain_point)):
@@ -192,6 +195,8 @@ def _mounted(session: _Session, operations: KvfuseOperations, words: set[str]) -
             yield
         finally:
             pyfuse3.close(unmount=not session.detached)
+            if place != point and not session.detached:  # libfuse knows another place
+                unmount(Path(plain_point))
 
 
 async def _answer(session: _Session, stop: trio.Event, on_ready: Callable[[], None]) -> None:

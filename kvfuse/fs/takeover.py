@@ -1,0 +1,100 @@
+"""Mounting where a daemon that died has left its mount: the new mount is in place before the old one goes.
+
+Were the dead mount detached first, programs would see the bare folder until the new daemon answers, and write into it.
+So libfuse mounts at a folder of its own; a copy of that mount is moved *beneath* the dead one (Linux 6.5), and the
+dead one is taken off. Older kernels have it the other way round, and mounts without being root detach the dead mount
+just before libfuse mounts: a window of microseconds to milliseconds.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import logging
+import os
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from kvfuse.errors import MountError
+from kvfuse.mounttable import DEAD, top_mount
+
+OPEN_TREE, MOVE_MOUNT = 428, 429
+"""numbers of system calls, the same on all processors"""
+OPEN_TREE_CLONE = 1
+MOVE_MOUNT_FROM_EMPTY_PATH = 0x004
+MOVE_MOUNT_BENEATH = 0x200
+AT_FDCWD = -100
+MNT_DETACH = 2
+
+log = logging.getLogger(__name__)
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def is_dead_mount(point: Path) -> bool:
+    """A kvfuse mount whose daemon is gone is on top of ``point``. Asks that mount, and no other file system."""
+    row = top_mount(point)
+    if row is None or row.file_system != "fuse.kvfuse":
+        return False
+    try:
+        os.statvfs(row.point)
+    except OSError as error:
+        return error.errno in DEAD
+    return False
+
+
+@contextmanager
+def takeover(point: Path) -> Iterator[Path]:
+    """Where to mount in the body, so that at its end the mount is at ``point`` and the dead one there is gone.
+
+    MountError where the kernel refuses; the dead mount is there as before then, and nothing else.
+    """
+    if os.geteuid() != 0:
+        subprocess.run(["fusermount3", "-u", "-z", "--", point], stdin=subprocess.DEVNULL, check=False)
+        yield point
+        return
+    with tempfile.TemporaryDirectory(prefix="kvfuse-mount-") as folder:
+        yield Path(folder)
+        try:
+            tree = _call(OPEN_TREE, AT_FDCWD, os.fsencode(folder), OPEN_TREE_CLONE | os.O_CLOEXEC)
+            try:
+                _put(tree, point)
+            finally:
+                os.close(tree)
+        except OSError as error:
+            raise MountError(f"{point} cannot take the place of the dead mount there: {error.strerror}") from error
+        finally:
+            unmount(Path(folder))
+
+
+def _put(tree: int, point: Path) -> None:
+    """Attach a detached mount at ``point`` in place of the dead mount on top of it. OSError."""
+    target = os.fsencode(point)
+    try:
+        _call(MOVE_MOUNT, tree, b"", AT_FDCWD, target, MOVE_MOUNT_FROM_EMPTY_PATH | MOVE_MOUNT_BENEATH)
+        unmount(point)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # an unknown flag, or a mount that nothing can be beneath
+            raise
+        unmount(point)
+        _call(MOVE_MOUNT, tree, b"", AT_FDCWD, target, MOVE_MOUNT_FROM_EMPTY_PATH)
+
+
+def unmount(point: Path) -> None:
+    """Detach what is mounted on top of ``point``, used or not. OSError."""
+    if _libc.umount2(os.fsencode(point), MNT_DETACH) != 0:
+        _raise_errno()
+
+
+def _call(number: int, *arguments: int | bytes) -> int:
+    result = int(_libc.syscall(number, *arguments))
+    if result < 0:
+        _raise_errno()
+    return result
+
+
+def _raise_errno() -> None:
+    number = ctypes.get_errno()
+    raise OSError(number, os.strerror(number))
