@@ -20,7 +20,8 @@ from kvfuse.usrbio.block_calls import BlockCalls
 from kvfuse.usrbio.call import Call, Entry
 from kvfuse.usrbio.calls import Calls
 from kvfuse.usrbio.memory import Pool, Share
-from kvfuse.usrbio.registry import Namespace, OpenFile, Peer
+from kvfuse.usrbio.peer import Peer
+from kvfuse.usrbio.registry import Namespace, OpenFile
 from kvfuse.usrbio.wire import Flag, Op
 from kvfuse.volume.api import ROOT_INODE, Caller
 from kvfuse.volume.maps import ContentMap

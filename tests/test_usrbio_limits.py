@@ -19,6 +19,7 @@ from kvfuse.errors import Disconnected, QuotaExceeded
 from kvfuse.usrbio import registry
 from kvfuse.usrbio.accounts import Accounts
 from kvfuse.usrbio.client import connect
+from kvfuse.usrbio.peer import Peer
 from kvfuse.usrbio.pins import NUMBER_MAX, Pins
 from kvfuse.usrbio.registry import Namespace, Remembered
 from kvfuse.usrbio.wire import Request
@@ -146,8 +147,8 @@ def test_root_may_have_what_the_daemon_can_hold(mount: KvfuseMount) -> None:
 
 def test_an_account_is_of_all_connections_and_ends_with_them() -> None:
     accounts = Accounts(UsrbioOptions(user_files=2))
-    uid = os.geteuid() + 1
-    one, two = accounts.open(uid), accounts.open(uid)
+    peer = Peer(1, os.geteuid() + 1, 0, frozenset())
+    one, two = accounts.open(peer), accounts.open(peer)
     one.take("user_files")
     with pytest.raises(ZeroDivisionError), two.taking("user_files"):
         raise ZeroDivisionError

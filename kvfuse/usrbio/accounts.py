@@ -1,12 +1,11 @@
 """What each user has registered, through all its connections, and how much of it that may be.
 
-Users are who the kernel says is connected. Root and whoever runs the daemon could end it anyway: only the limits of a
-connection, and those of all clients together, hold for them.
+Users are who the kernel says is connected. Root with its capabilities, and the user that runs the daemon, could end it
+anyway: only the limits of a connection, and those of all clients together, hold for them.
 """
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ from weakref import WeakValueDictionary
 
 from kvfuse.config import UsrbioOptions
 from kvfuse.errors import QuotaExceeded
+from kvfuse.usrbio.peer import Peer
 
 Limit = Literal["user_connections", "user_rings", "user_files", "user_iov_size"]
 """the option that says how much"""
@@ -30,8 +30,8 @@ class _User:
 class Account:
     """What one connection has of what its user may have. Event loop only."""
 
-    def __init__(self, uid: int, user: _User, options: UsrbioOptions) -> None:
-        self._uid = uid
+    def __init__(self, peer: Peer, user: _User, options: UsrbioOptions) -> None:
+        self._peer = peer
         self._user = user
         self._options = options
         self._held: Counter[Limit] = Counter()
@@ -39,9 +39,9 @@ class Account:
     def take(self, limit: Limit, amount: int = 1) -> None:
         """QuotaExceeded, and nothing is taken, where that is more than the user may have."""
         held, allowed = self._user.held[limit], getattr(self._options, limit)
-        if self._uid not in (0, os.geteuid()) and held + amount > allowed:
+        if not self._peer.is_unlimited and held + amount > allowed:
             raise QuotaExceeded(
-                f"user {self._uid} asks for {amount} more than the {held} it has, and usrbio.{limit} is {allowed}"
+                f"user {self._peer.uid} asks for {amount} more than the {held} it has, and usrbio.{limit} is {allowed}"
             )
         self._user.held[limit] += amount
         self._held[limit] += amount
@@ -71,11 +71,12 @@ class Accounts:
 
     def __init__(self, options: UsrbioOptions) -> None:
         self._options = options
-        self._users: WeakValueDictionary[int, _User] = WeakValueDictionary()
+        self._users: WeakValueDictionary[tuple[int, bool], _User] = WeakValueDictionary()
 
-    def open(self, uid: int) -> Account:
+    def open(self, peer: Peer) -> Account:
         """For one more connection of a user."""
-        user = self._users.get(uid)
+        key = (peer.uid, peer.is_unlimited)  # a container's root does not pay for what the machine's root has
+        user = self._users.get(key)
         if user is None:
-            user = self._users[uid] = _User()
-        return Account(uid, user, self._options)
+            user = self._users[key] = _User()
+        return Account(peer, user, self._options)

@@ -13,7 +13,8 @@ import trio
 
 from kvfuse import errors
 from kvfuse.usrbio.call import Call, Done, in_ring_thread
-from kvfuse.usrbio.registry import Namespace, Peer
+from kvfuse.usrbio.peer import Capability, Peer
+from kvfuse.usrbio.registry import Namespace
 from kvfuse.usrbio.worker import Worker
 from kvfuse.volume.api import Caller
 from kvfuse.volume.blocks import Binding
@@ -115,7 +116,8 @@ class BlockCalls:
         worker.server.answer_keys(call, loaded)
 
     def caller(self) -> Caller:
-        return Caller(self.peer.uid, self.peer.gid, self.peer.pid)
+        peer = self.peer
+        return Caller(peer.uid, peer.gid, peer.pid, keeps_privileges=peer.powers.has(Capability.FSETID))
 
     async def _check(self, namespace: Namespace, wanted: int) -> Node:
         """The directory. PermissionDenied or ReadOnly, unless the peer may use it so: 1 search, 2 write."""
@@ -129,9 +131,9 @@ class BlockCalls:
 
     async def _check_sticky(self, directory: Node, names: Sequence[bytes]) -> None:
         """PermissionDenied for taking names from somebody else in a directory with the sticky bit."""
-        if not directory.mode & stat.S_ISVTX or self.peer.uid in (0, directory.uid):
+        if not directory.mode & stat.S_ISVTX or self.peer.powers.has(Capability.FOWNER):
             return
         for name in names:
             old = (await self.volume.lookups.find(directory.ino, name)).node
-            if old is not None and old.uid != self.peer.uid:
+            if old is not None and not self.peer.may_take_name(directory, old):
                 raise errors.PermissionDenied(f"{os.fsdecode(name)} is somebody else's, and the directory sticky")

@@ -11,63 +11,23 @@ import errno
 import fcntl
 import mmap
 import os
-import socket
 import stat
-import struct
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import trio
 
 from kvfuse import errors
 from kvfuse.usrbio.wire import Access
-from kvfuse.volume.api import Attributes
 from kvfuse.volume.blocks import Binding
 from kvfuse.volume.maps import ContentMap
 
 Bytes = npt.NDArray[np.uint8]
 
-SO_PEERGROUPS = 59
 _SEAL_FUTURE_WRITE = 0x10
-GROUPS_MAX = 256
-"""what `getsockopt` takes"""
 BINDINGS_MAX = 100_000
 """keys that a connection remembers, of all its namespaces"""
-
-
-@dataclass(frozen=True)
-class Peer:
-    """Who is at the other end of a connection, as the kernel says."""
-
-    pid: int
-    uid: int
-    gid: int
-    groups: frozenset[int]
-
-    @classmethod
-    def of(cls, connection: trio.socket.SocketType) -> Self:
-        pid, uid, gid = struct.unpack("iII", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-        try:
-            raw = connection.getsockopt(socket.SOL_SOCKET, SO_PEERGROUPS, 4 * GROUPS_MAX)
-        except OSError as error:
-            if error.errno != errno.ERANGE:
-                raise
-            raw = b""  # in more groups than Python lets us ask for: none of them counts
-        return cls(pid, uid, gid, frozenset(struct.unpack(f"{len(raw) // 4}I", raw)))
-
-    def may(self, attributes: Attributes | Binding, wanted: int) -> bool:
-        """Whether the permission bits ``wanted`` (4 read, 2 write, 1 search) are granted."""
-        if self.uid == 0:
-            return True
-        if self.uid == attributes.uid:
-            granted = attributes.mode >> 6
-        elif attributes.gid == self.gid or attributes.gid in self.groups:
-            granted = attributes.mode >> 3
-        else:
-            granted = attributes.mode
-        return wanted & ~granted & 7 == 0
 
 
 @dataclass(eq=False)

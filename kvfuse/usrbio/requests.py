@@ -26,8 +26,9 @@ from kvfuse.usrbio.call import Call, Tables
 from kvfuse.usrbio.calls import Calls
 from kvfuse.usrbio.memory import Share
 from kvfuse.usrbio.passing import NotTaken
+from kvfuse.usrbio.peer import Peer
 from kvfuse.usrbio.pins import Pins
-from kvfuse.usrbio.registry import Iov, Namespace, OpenFile, Peer, Remembered
+from kvfuse.usrbio.registry import Iov, Namespace, OpenFile, Remembered
 from kvfuse.usrbio.ring import RingMemory
 from kvfuse.usrbio.wire import (
     ENTRIES_MAX,
@@ -83,9 +84,11 @@ class _Ring:
 class Connection:
     """One client. It is the `worker.Tables` of its rings' threads."""
 
-    def __init__(self, clients: Clients, stream: trio.socket.SocketType, nursery: trio.Nursery, share: Share) -> None:
-        self.peer = Peer.of(stream)
-        self._account = clients.accounts.open(self.peer.uid)
+    def __init__(
+        self, clients: Clients, stream: trio.socket.SocketType, peer: Peer, nursery: trio.Nursery, share: Share
+    ) -> None:
+        self.peer = peer
+        self._account = clients.accounts.open(peer)
         self.files: dict[int, OpenFile] = {}
         self.iovs: dict[int, Iov] = {}
         self.namespaces: dict[int, Namespace] = {}

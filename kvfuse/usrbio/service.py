@@ -20,6 +20,7 @@ from kvfuse.config import UsrbioOptions
 from kvfuse.usrbio.accounts import Accounts
 from kvfuse.usrbio.memory import Pool, Share
 from kvfuse.usrbio.passing import Usher
+from kvfuse.usrbio.peer import Peer
 from kvfuse.usrbio.requests import Connection
 from kvfuse.usrbio.wire import LENGTH_MAX
 from kvfuse.usrbio.worker import THREAD_NAME
@@ -106,9 +107,10 @@ class Clients:
                 log.error("a client could not be served", exc_info=group)
 
     async def _serve(self, stream: trio.socket.SocketType) -> None:
+        peer = await Peer.of(stream)
         with closing(Share(self.pool)) as share:  # when no task of the client's is left
             async with trio.open_nursery() as nursery:
-                connection = Connection(self, stream, nursery, share)
+                connection = Connection(self, stream, peer, nursery, share)
                 self._connections.add(connection)
                 try:
                     await connection.run()

@@ -38,6 +38,13 @@ class Caller(NamedTuple):
     uid: int
     gid: int
     pid: int = 0
+    keeps_privileges: bool | None = None
+    """whether it has CAP_FSETID; None: it calls through the kernel, which does not say"""
+
+    @property
+    def is_privileged(self) -> bool:
+        """A write by this caller leaves setuid and setgid bits where they are."""
+        return self.uid == 0 if self.keeps_privileges is None else self.keeps_privileges
 
 
 class Attributes(Protocol):

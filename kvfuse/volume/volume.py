@@ -46,7 +46,7 @@ class FileHandle:
         self.writable = mode != os.O_RDONLY
         self.appends = bool(flags & os.O_APPEND)
         self.direct = bool(flags & os.O_DIRECT)
-        self.privileged = caller.uid == 0
+        self.privileged = caller.is_privileged
         self.cache_valid = True
         """no other host has changed the content since the kernel cached it; what other doors change they tell it"""
 
