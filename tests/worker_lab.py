@@ -15,8 +15,9 @@ import numpy as np
 
 from kvfuse.checksum import GRANULE_SIZE, granule_checksums
 from kvfuse.usrbio.call import Call
+from kvfuse.usrbio.client_memory import Iov
 from kvfuse.usrbio.memory import Pool, Share
-from kvfuse.usrbio.registry import Iov, Namespace, OpenFile
+from kvfuse.usrbio.registry import Namespace, OpenFile
 from kvfuse.usrbio.ring import Entries, RingMemory
 from kvfuse.usrbio.wire import SQE, Layout, Op
 from kvfuse.usrbio.worker import Worker

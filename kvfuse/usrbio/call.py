@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import trio
 
+from kvfuse.usrbio.client_memory import Iov
 from kvfuse.usrbio.memory import Share
-from kvfuse.usrbio.registry import Iov, Namespace, OpenFile
+from kvfuse.usrbio.registry import Namespace, OpenFile
 
 if TYPE_CHECKING:
     from kvfuse.usrbio.worker import Worker

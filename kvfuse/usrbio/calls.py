@@ -26,10 +26,11 @@ from kvfuse import errors
 from kvfuse.errnos import errno_of
 from kvfuse.usrbio.block_calls import BlockCalls
 from kvfuse.usrbio.call import PIECE, Call, Done, in_ring_thread
+from kvfuse.usrbio.client_memory import Iov
 from kvfuse.usrbio.deadlines import Deadlines
 from kvfuse.usrbio.memory import Share
 from kvfuse.usrbio.peer import Peer
-from kvfuse.usrbio.registry import Iov, OpenFile
+from kvfuse.usrbio.registry import OpenFile
 from kvfuse.usrbio.wire import Op
 from kvfuse.usrbio.worker import Worker
 from kvfuse.volume.api import KernelCache

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvfuse.usrbio.call import Entry
-from kvfuse.usrbio.registry import Iov
+from kvfuse.usrbio.client_memory import Iov
 from kvfuse.usrbio.ring import Entries
 from kvfuse.usrbio.wire import IOV_SIZE_MAX, SQE_STRUCT, Op
 

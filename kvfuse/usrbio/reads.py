@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvfuse.checksum import GRANULE_SIZE, crc32c
-from kvfuse.usrbio.registry import Iov
+from kvfuse.usrbio.client_memory import Iov
 from kvfuse.volume.maps import ContentMap, MapRow, Source
 
 Numbers = npt.NDArray[np.int64]

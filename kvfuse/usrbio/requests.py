@@ -24,11 +24,12 @@ from kvfuse.errnos import errno_of
 from kvfuse.usrbio import registry
 from kvfuse.usrbio.call import Call, Tables
 from kvfuse.usrbio.calls import Calls
+from kvfuse.usrbio.client_memory import Iov
 from kvfuse.usrbio.memory import Share
 from kvfuse.usrbio.passing import NotTaken
 from kvfuse.usrbio.peer import Peer
 from kvfuse.usrbio.pins import Pins
-from kvfuse.usrbio.registry import Iov, Namespace, OpenFile, Remembered
+from kvfuse.usrbio.registry import Namespace, OpenFile, Remembered
 from kvfuse.usrbio.ring import RingMemory
 from kvfuse.usrbio.wire import (
     ENTRIES_MAX,

@@ -16,9 +16,10 @@ import numpy.typing as npt
 
 from kvfuse.usrbio import reads
 from kvfuse.usrbio.call import PIECE, Answer, Call, Entry, Refused, Short, Tables
+from kvfuse.usrbio.client_memory import Iov
 from kvfuse.usrbio.columns import LOW_HALF, as_words, find_overlaps, may_overlap, same
 from kvfuse.usrbio.keys import file_name, file_names
-from kvfuse.usrbio.registry import Iov, Namespace
+from kvfuse.usrbio.registry import Namespace
 from kvfuse.usrbio.ring import Entries
 from kvfuse.usrbio.wire import (
     CQE_STRUCT,
