@@ -274,6 +274,7 @@ class Names:
         ``heir``: the file that took the name. What is freed then is freed in the commit that gives it the name.
         """
         self.core.file_count -= 1
+        self.journal.reconsider(node)
         if self.core.shared:
             self._removed_shared(node)
             return
@@ -319,6 +320,7 @@ class Names:
         """What an inode leaves behind when it goes: slots and records, to its heir or to the next commit."""
         if heir is not None:
             heir.dead += node.dead
+            self.core.givers[heir] = None
             heir.extra.update(node.extra)
             self.journal.withdraw(node.extra)
             node.dead, node.extra = [], {}
