@@ -27,6 +27,7 @@ from kvfuse.volume.batch import Batch, Taken
 from kvfuse.volume.chunk import COMMITTED, FRESH, Extent
 from kvfuse.volume.node import Node
 from kvfuse.volume.pending import NameChange
+from kvfuse.volume.sealed import scan_pages
 
 if TYPE_CHECKING:
     from kvfuse.remote.records.api import Versioned
@@ -227,8 +228,7 @@ class Conflicts:
         It may be long, but nothing else is left before the changes are given up. EngineError.
         """
         log.warning("inode %d is not where it was, and nobody tells where it is: all names are read", node.ino)
-        after = b""
-        while rows := await self.core.records.scan(b"d", after, SEARCH_PAGE):
+        async for rows, _ in scan_pages(self.core.records, b"d", SEARCH_PAGE):
             for row in rows:
                 entry = schema.decode_entry(row.value)
                 if isinstance(entry, schema.InodeRecord) and entry.ino == node.ino:
@@ -236,7 +236,6 @@ class Conflicts:
                     node.parent, node.name = parent, name
                     await self.journal.merge(node, entry, row.version)
                     return True
-            after = rows[-1].key
         return False
 
 
