@@ -104,6 +104,8 @@ UNSET: dict[str, str] = {
     "segments.namespace": "the volume's name",
     "segments.keyring": "as ceph.conf says",
     "publish.mode": "strict where the record store is shared, else relaxed",
+    "usrbio.user_iov_size": "128 times the memory that the daemon may have",
+    "usrbio.user_charged_size": "an eighth of the memory that the daemon may have",
     "log.file": "log, in the volume's folder, or /var/log/kvfuse-NAME.log; in the foreground stderr",
 }
 """what None stands for, for people"""

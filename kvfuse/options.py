@@ -183,8 +183,12 @@ class UsrbioOptions(_Section, frozen=True):
     user_rings: Count = 256
     user_files: Count = 65_536
     """files and namespaces"""
-    user_iov_size: Bytes = 16 << 40
-    """bytes of clients' memory that rings may use; what two clients register counts twice"""
+    user_iov_size: Bytes | None = None
+    """bytes of clients' memory that rings may use; what two clients register counts twice; None: 128 times the memory
+    that the daemon may have, a quarter of which is then taken by its page tables"""
+    user_charged_size: Bytes | None = None
+    """bytes of clients' memory that was not there until the daemon wrote to it; None: an eighth of the memory that the
+    daemon may have"""
 
 
 class LogOptions(_Section, frozen=True):

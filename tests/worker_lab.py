@@ -14,9 +14,12 @@ from typing import Any
 import numpy as np
 
 from kvfuse.checksum import GRANULE_SIZE, granule_checksums
+from kvfuse.options import UsrbioOptions
 from kvfuse.usrbio.call import Call
+from kvfuse.usrbio.charges import Charge, Charges
 from kvfuse.usrbio.client_memory import Iov
 from kvfuse.usrbio.memory import Pool, Share
+from kvfuse.usrbio.peer import Peer
 from kvfuse.usrbio.registry import Namespace, OpenFile
 from kvfuse.usrbio.ring import Entries, RingMemory
 from kvfuse.usrbio.wire import SQE, Layout, Op
@@ -113,6 +116,11 @@ def shared(size: int, *, sealed: bool) -> int:
     return descriptor
 
 
+def free_of_charge() -> Charge:
+    """Of a user for whom only the limit of all holds."""
+    return Charges(UsrbioOptions()).of(Peer(1, os.geteuid(), 0, frozenset()))
+
+
 @contextmanager
 def worker_lab(rng: random.Random, *, sealed: bool) -> Iterator[Lab]:
     """``sealed``: the client's memory can be sealed against shrinking."""
@@ -131,7 +139,7 @@ def worker_lab(rng: random.Random, *, sealed: bool) -> Iterator[Lab]:
         if handle == HOLED:
             shown.rows[1] = MapRow(None, 0, 0)
         registered.files[handle] = OpenFile(None, handle, True, False, shown)
-    registered.iovs[IOV] = Iov(shared(IOV_SIZE, sealed=sealed), IOV_SIZE)
+    registered.iovs[IOV] = Iov(shared(IOV_SIZE, sealed=sealed), IOV_SIZE, free_of_charge())
     memory, ring_descriptor = RingMemory.create(Layout.of(64, 4096))
     bells = [os.eventfd(0, os.EFD_NONBLOCK) for _ in range(2)]
     yield Lab(

@@ -12,12 +12,17 @@ from contextlib import contextmanager
 from typing import Literal
 from weakref import WeakValueDictionary
 
+from msgspec.structs import replace
+
 from kvfuse.config import UsrbioOptions
 from kvfuse.errors import QuotaExceeded
+from kvfuse.usrbio.machine_memory import memory_size
 from kvfuse.usrbio.peer import Peer
 
 Limit = Literal["user_connections", "user_rings", "user_files", "user_iov_size"]
 """the option that says how much"""
+ADDRESSES = 128
+"""times the memory that the daemon may have: so much of clients' memory takes a quarter of it for page tables"""
 
 
 class _User:
@@ -70,7 +75,7 @@ class Accounts:
     """Of all users. ``options``: the limits."""
 
     def __init__(self, options: UsrbioOptions) -> None:
-        self._options = options
+        self._options = replace(options, user_iov_size=options.user_iov_size or ADDRESSES * memory_size())
         self._users: WeakValueDictionary[tuple[int, bool], _User] = WeakValueDictionary()
 
     def open(self, peer: Peer) -> Account:

@@ -6,28 +6,27 @@ The daemon must not die of what an owner does with its memory meanwhile; ARCHITE
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import fcntl
 import mmap
 import os
+from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing as npt
 
+from kvfuse.usrbio.charges import Charge
+
 Bytes = npt.NDArray[np.uint8]
 
 _SEAL_FUTURE_WRITE = 0x10
-
-
-def seal_memory(descriptor: int) -> None:
-    """Have shared memory keep its size, where that can be had.
-
-    It waits for the inode's lock, which a client may hold as long as it likes: in a thread of the user's own.
-    """
-    writable = fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDWR
-    if writable and not fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
-        with contextlib.suppress(PermissionError):  # as of files in /dev/shm
-            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+PAGE = mmap.PAGESIZE
+LOOK_BYTES = 1 << 20
+"""Bytes that are copied before the daemon looks again whether all of the memory is there"""
+ZEROS = memoryview(bytes(1 << 20))
+_mincore = ctypes.CDLL(None, use_errno=True).mincore
+_mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
 
 
 class Iov:
@@ -35,43 +34,122 @@ class Iov:
 
     Memory that is sealed against shrinking is copied from and to through a mapping. Any other may vanish while
     we copy, which would kill the daemon (SIGBUS): there the kernel copies, and says EFAULT.
+
+    A copy brings pages into being that are not there yet: the user has a limit for them (`Charge`).
     """
 
-    def __init__(self, descriptor: int, size: int) -> None:
-        """Takes the descriptor over, unless it fails. OSError for what is no shared memory, or has fewer bytes.
-
-        Waits for no lock of the inode: `seal_memory` was called before.
-        """
+    def __init__(self, descriptor: int, size: int, charge: Charge) -> None:
+        """Takes the descriptor over, unless it fails. OSError for what is no shared memory, or has fewer bytes."""
         self.size = size
         seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)  # EINVAL: not in memory
         self.writable = fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDWR
+        if not seals & fcntl.F_SEAL_SHRINK and self.writable:
+            with contextlib.suppress(PermissionError):  # as of files in /dev/shm
+                fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+                seals |= fcntl.F_SEAL_SHRINK
         self.writable &= not seals & (fcntl.F_SEAL_WRITE | _SEAL_FUTURE_WRITE)
         if os.fstat(descriptor).st_size < size:
             raise OSError(errno.EFAULT, f"the memory has fewer than {size} bytes")
-        self.is_sealed = bool(seals & fcntl.F_SEAL_SHRINK)
+        self.is_sealed = bool(seals & fcntl.F_SEAL_SHRINK) and not _may_refuse_pages()
         access = mmap.PROT_READ | (mmap.PROT_WRITE if self.writable else 0)
         self._mapping = mmap.mmap(descriptor, size, prot=access)
         self.bytes: Bytes = np.frombuffer(self._mapping, np.uint8)
         self.view = memoryview(self._mapping)
         self.rows: Bytes = self.bytes[: size - size % 4096].reshape(-1, 4096)
         """the whole pages"""
-        self.descriptor = descriptor
+        self.descriptor = self._reopen(descriptor)
+        self._charge = charge
+        self._known_bytes = 0
+        """so many more may be copied before we look again; 0 or less: not all of the memory is there"""
+
+    def _reopen(self, descriptor: int) -> int:
+        """A descriptor of our own instead of one that shares its position and flags with the client's."""
+        mode = os.O_RDWR if self.writable else os.O_RDONLY
+        try:
+            own = os.open(f"/proc/self/fd/{descriptor}", mode | os.O_CLOEXEC)
+        except OSError:  # the memory of somebody else, and the daemon is not root
+            return descriptor
+        os.close(descriptor)
+        return own
 
     def read(self, offset: int, target: Bytes) -> None:
         """Copy ``len(target)`` bytes from ``offset`` out of it. OSError EFAULT, if the memory went away."""
-        if self.is_sealed:
+        if self.is_sealed and self.is_there(len(target)):
             np.copyto(target, self.bytes[offset : offset + len(target)])
-        elif os.preadv(self.descriptor, [target.data], offset) != len(target):
+        elif os.preadv(self.descriptor, [target.data], offset) != len(target):  # brings no page into being
             raise OSError(errno.EFAULT, "the memory was truncated")
 
     def write(self, offset: int, data: memoryview) -> None:
-        """Copy ``data`` to ``offset``. OSError EFAULT, if the memory went away."""
+        """Copy ``data`` to ``offset``. OSError EFAULT, if the memory went away; see `fill`."""
+        self.fill(offset, len(data))
+        self._put(offset, data)
+
+    def _put(self, offset: int, data: memoryview) -> None:
         if self.is_sealed:
             self.view[offset : offset + len(data)] = data
         elif os.fstat(self.descriptor).st_size < offset + len(data):  # a write would bring truncated memory back
             raise OSError(errno.EFAULT, "the memory was truncated")
         else:
             os.pwrite(self.descriptor, data, offset)
+
+    def is_there(self, length: int) -> bool:
+        """Whether all of the memory is there, before ``length`` bytes of it are copied. As of some copies ago."""
+        self._known_bytes -= length
+        if self._known_bytes < 0:
+            status = os.fstat(self.descriptor)
+            self._known_bytes = LOOK_BYTES if status.st_blocks * 512 >= status.st_size else 0
+            return self._known_bytes > 0
+        return True
+
+    def fill(self, offset: int, length: int) -> None:
+        """Before bytes are copied into it: the user pays for pages that are not there. OSError EDQUOT, ENOMEM."""
+        if not self.is_there(length):
+            self.fill_holes(offset, length)
+
+    def fill_holes(self, offset: int, length: int) -> None:
+        """As `fill`, where not all of the memory is there."""
+        count = sum(int(np.count_nonzero(holes)) for _, holes in self._holes(offset, length))
+        if count:
+            self._charge.take(self.descriptor, count * PAGE)
+
+    def clear(self, offset: int, length: int) -> None:
+        """Have zeros there. Pages that are not there stay so. OSError EFAULT, if the memory went away."""
+        if self.is_there(length):
+            self._put_zeros(offset, offset + length)
+            return
+        if not self.is_sealed and os.fstat(self.descriptor).st_size < offset + length:
+            raise OSError(errno.EFAULT, "the memory was truncated")
+        for position, holes in self._holes(offset, length):
+            edges = np.flatnonzero(np.diff(np.concatenate(([True], holes, [True])))) * PAGE + position
+            for start, end in edges.reshape(-1, 2).tolist():
+                self._put_zeros(max(start, offset), min(end, offset + length))
+
+    def _put_zeros(self, start: int, end: int) -> None:
+        for position in range(start, end, len(ZEROS)):
+            self._put(position, ZEROS[: end - position])
+
+    def _holes(self, offset: int, length: int) -> Iterator[tuple[int, npt.NDArray[np.bool_]]]:
+        """Pieces of a range: (where its first page begins, for each page: it is neither there nor swapped out)."""
+        last = offset + length
+        for start in range(offset - offset % PAGE, last, LOOK_BYTES):
+            there = np.zeros(-(-min(LOOK_BYTES, last - start) // PAGE), np.uint8)
+            _mincore(self.bytes.ctypes.data + start, len(there) * PAGE, there.ctypes.data)
+            holes = there & 1 == 0
+            page = 0
+            while holes[page:].any():  # or swapped out, for all that mincore(2) says
+                page += int(holes[page:].argmax())
+                page = self._next_data(start + page * PAGE, start) // PAGE
+                if page >= len(holes):
+                    break
+                holes[page] = False
+            yield start, holes
+
+    def _next_data(self, position: int, start: int) -> int:
+        """Of the first page that is there from a position on: how far it is from ``start``."""
+        try:
+            return os.lseek(self.descriptor, position, os.SEEK_DATA) - start
+        except OSError:  # ENXIO: there is none
+            return self.size
 
     def close(self) -> None:
         """Give the memory back at once, although a failure somewhere may still know of it. Nobody uses it any more."""
@@ -85,3 +163,9 @@ class Iov:
     def __del__(self) -> None:
         if hasattr(self, "descriptor"):
             os.close(self.descriptor)
+
+
+def _may_refuse_pages() -> bool:
+    """The kernel counts what it has promised, and may refuse to fill a hole: through a mapping that is SIGBUS."""
+    with open("/proc/sys/vm/overcommit_memory") as file:
+        return file.read().strip() == "2"

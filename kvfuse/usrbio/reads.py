@@ -29,7 +29,6 @@ SMALL = 64 << 10
 """Bytes up to which a copy is made without letting go of the interpreter lock: doing so costs more."""
 TABLE_GRANULES_MAX = 1 << 19
 """Granules that the tables of one ring may have together: 128 GiB of files, 9 MiB of memory."""
-ZEROS = memoryview(bytes(1 << 20))
 
 
 def read(content: ContentMap, offset: int, length: int, iov: Iov, iov_offset: int) -> int:
@@ -64,10 +63,8 @@ def _read_row(row: MapRow, start: int, length: int, iov: Iov, iov_offset: int) -
             return False
         copy(row.source, row.start + start, stored, iov, iov_offset)
     zeros_from = max(0, stored)
-    while zeros_from < length:
-        part = min(length - zeros_from, len(ZEROS))
-        iov.write(iov_offset + zeros_from, ZEROS[:part])
-        zeros_from += part
+    if zeros_from < length:
+        iov.clear(iov_offset + zeros_from, length - zeros_from)
     return True
 
 
@@ -87,7 +84,8 @@ def _verify(row: MapRow, source: Source, start: int, length: int) -> bool:
 
 
 def copy(source: Source, start: int, length: int, iov: Iov, iov_offset: int) -> None:
-    """Copy bytes of a source into a client's memory. OSError EFAULT."""
+    """Copy bytes of a source into a client's memory. OSError EFAULT; see `Iov.fill`."""
+    iov.fill(iov_offset, length)
     if not iov.is_sealed:
         target = iov.view[iov_offset : iov_offset + length]
         if os.preadv(source.fd, [target], start) != length:
@@ -205,7 +203,14 @@ def _copy_many(source: Source, starts: Numbers, lengths: Numbers, iov: Iov, iov_
     rows = source.bytes.reshape(-1, PAGE)
     indices, targets = starts // PAGE, iov_offsets // PAGE
     first = int(targets[0])
-    if bool((np.diff(targets) == 1).all()):
+    are_neighbours = bool((np.diff(targets) == 1).all())
+    if not iov.is_there(len(targets) * PAGE):
+        if are_neighbours:
+            iov.fill_holes(first * PAGE, len(targets) * PAGE)
+        else:
+            for iov_offset in iov_offsets.tolist():
+                iov.fill_holes(iov_offset, PAGE)
+    if are_neighbours:
         np.take(rows, indices, axis=0, out=iov.rows[first : first + len(targets)], mode="clip")
     else:
         iov.rows[targets] = rows[indices]

@@ -18,7 +18,6 @@ from kvfuse.volume.core import Core
 from kvfuse.volume.grace import Grace
 from kvfuse.volume.node import Nodes
 from kvfuse.volume.numbers import NumberRange, SharedNumberRange
-from kvfuse.volume.sealed import DamagedRecords
 from kvfuse.volume.shared.member import Member
 from kvfuse.volume.tier import SharedTier
 
@@ -35,10 +34,7 @@ async def load_core(
 ) -> Core:
     """The state of a volume from its records. ``member``: this client, where others have the volume open, too."""
     keys = [schema.COUNTER_INODE, schema.COUNTER_GENERATION, schema.COUNTER_FILES, schema.inode_key(ROOT_INODE)]
-    try:
-        found = await records.get([*keys, schema.EXACT_SIZES])
-    except DamagedRecords as error:
-        raise errors.VolumeError(f"{options.title}: the record store is damaged: {error}") from error
+    found = await records.get([*keys, schema.EXACT_SIZES])
     values = [record.value for record in found if record is not None]
     if len(values) < len(found):
         raise errors.VolumeError(
@@ -46,8 +42,6 @@ async def load_core(
         )
     try:
         core = await _load_values(options, superblock, records, segments, values, is_alone=member is None)
-    except DamagedRecords as error:
-        raise errors.VolumeError(f"{options.title}: the record store is damaged: {error}") from error
     except (ValueError, struct.error) as error:
         raise errors.VolumeError(
             f"{options.title}: the record store is damaged ({error}): 'kvfuse fsck --repair' mends what can be"

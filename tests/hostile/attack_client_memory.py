@@ -8,8 +8,10 @@ import os
 import sys
 from collections.abc import Callable
 
-from attacker_kit import READ, Attacker, become, memfd, say, sqe
+from attacker_kit import READ, WRITE, Attacker, become, memfd, say, sqe, wait_for_word
 
+GIB = 1 << 30
+STEP = 8 << 20
 HUGE_PAGE = 2 << 20
 MFD_HUGETLB = 4
 FALLOC_FL_KEEP_SIZE, FALLOC_FL_PUNCH_HOLE = 1, 2
@@ -31,6 +33,30 @@ def touch(descriptor: int, size: int) -> mmap.mmap:
     return memory
 
 
+def there(descriptor: int) -> int:
+    """Bytes of memory that are there."""
+    return os.fstat(descriptor).st_blocks * 512
+
+
+class Mover:
+    """Reads a file into memory, or writes it from there, 8 MiB at a time."""
+
+    def __init__(self, mount: str, path: str) -> None:
+        self.client = Attacker(mount)
+        self._ring = self.client.ring()
+        self._file = self.client.file(path)
+
+    def move(self, op: int, iov: int, position: int) -> int:
+        """The file's first bytes, to or from a position: the result."""
+        self._ring.push(sqe(op, handle=self._file, iov=iov, iov_offset=position, length=STEP))
+        return self._ring.wait()[0][1]
+
+    def move_all(self, op: int, descriptor: int, size: int) -> list[int]:
+        """Register memory, and move the file's first bytes to or from each part of it: results, each one once."""
+        iov = self.client.iov(descriptor, size)
+        return list(dict.fromkeys(self.move(op, iov, position) for position in range(0, size, STEP)))
+
+
 def registration(client: Attacker, descriptor: int, size: int) -> int:
     """0, or the errno that the daemon answers."""
     try:
@@ -40,29 +66,75 @@ def registration(client: Attacker, descriptor: int, size: int) -> int:
     return 0
 
 
-def huge(client: Attacker, folder: str, path: str) -> None:
+def huge(mount: str, path: str, pool: str) -> None:
     """Have the daemon copy into a huge page that was there, when no other one is left in the machine's pool."""
+    mover = Mover(mount, path)
     descriptor = memfd(HUGE_PAGE, flags=os.MFD_ALLOW_SEALING | MFD_HUGETLB)
-    file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    file = os.open(pool, os.O_RDWR | os.O_CREAT, 0o600)
     os.ftruncate(file, HUGE_PAGE)
-    answers = [registration(client, descriptor, HUGE_PAGE), registration(client, file, HUGE_PAGE)]
+    answers = [registration(mover.client, descriptor, HUGE_PAGE), registration(mover.client, file, HUGE_PAGE)]
     if not answers[0]:
         touch(descriptor, HUGE_PAGE)
         punch(descriptor, 0, HUGE_PAGE)
         touch(memfd(HUGE_PAGE, flags=MFD_HUGETLB), HUGE_PAGE)
-        ring = client.ring()
-        ring.push(sqe(READ, handle=client.file(f"{folder}/file"), iov=1, length=4096))
-        ring.wait()
+        mover.move(READ, 3, 0)
     say(answers=answers)
 
 
-ATTACKS: dict[str, Callable[..., None]] = {"huge": huge}
+def holes(mount: str, path: str) -> None:
+    """Have nothing but zeros read into memory that is not there, but for two pages."""
+    memory = memfd(GIB)
+    os.pwrite(memory, b"x" * 4096, 5 * STEP + 100)
+    results = Mover(mount, path).move_all(READ, memory, GIB)
+    say(results=results, there=there(memory), zeros=not any(os.pread(memory, 2 * STEP, 5 * STEP)))
+
+
+def data(mount: str, path: str) -> None:
+    """Have bytes read into memory that is not there, by several connections, and keep the memory."""
+    memories = [memfd(GIB) for _ in range(3)]
+    results = [Mover(mount, path).move_all(READ, memory, GIB) for memory in memories]
+    say(results=results, there=sum(map(there, memories)))
+
+
+def punched(mount: str, path: str) -> None:
+    """Give back what was read before more is read."""
+    memory, mover, results = memfd(GIB), Mover(mount, path), set()
+    for _ in range(20):
+        results |= set(mover.move_all(READ, memory, 3 * STEP))
+        punch(memory, 0, GIB)
+    say(results=sorted(results))
+
+
+def touched(mount: str, path: str) -> None:
+    """Use memory of our own, as much as we like."""
+    memory = memfd(20 * STEP)
+    touch(memory, 20 * STEP)
+    say(results=Mover(mount, path).move_all(READ, memory, 20 * STEP))
+
+
+def shared_file(mount: str, path: str) -> None:
+    """As `data`, in a file of /dev/shm, which cannot be sealed."""
+    memory = os.open("/dev/shm", os.O_RDWR | os.O_TMPFILE, 0o600)
+    os.ftruncate(memory, GIB)
+    say(results=[Mover(mount, path).move_all(READ, memory, GIB)], there=there(memory))
+
+
+def writes(mount: str, path: str) -> None:
+    """Write from memory that is not there."""
+    memory = memfd(GIB)
+    say(results=Mover(mount, path).move_all(WRITE, memory, GIB), there=there(memory))
+
+
+ATTACKS: dict[str, Callable[..., None]] = {
+    attack.__name__: attack for attack in (data, holes, huge, punched, shared_file, touched, writes)
+}
 
 
 def main() -> None:
     uid, mount, what, *arguments = sys.argv[1:]
     become(int(uid))
-    ATTACKS[what](Attacker(mount), *arguments)
+    ATTACKS[what](mount, *arguments)
+    wait_for_word()
 
 
 if __name__ == "__main__":

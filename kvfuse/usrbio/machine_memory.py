@@ -1,0 +1,46 @@
+"""How much memory this process may have: the machine's, or less where a control group (version 1 or 2) limits it."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from pathlib import Path, PurePosixPath
+
+
+def memory_size(root: Path = Path("/")) -> int:
+    """Bytes. ``root``: where /proc and what it names are found."""
+    size = next(
+        int(line.split()[1]) << 10
+        for line in (root / "proc/meminfo").read_text().splitlines()
+        if line.startswith("MemTotal:")
+    )
+    for top, folder, limit in _groups(root):
+        for part in (folder, *folder.parents):
+            with suppress(OSError, ValueError):  # no such file in the root; "max": no limit
+                size = min(size, int((part / limit).read_text()))
+            if part == top:
+                break
+    return size
+
+
+def _groups(root: Path) -> list[tuple[Path, Path, str]]:
+    """(where its hierarchy is mounted, this process's group, name of the file with its limit), of each version."""
+    paths: dict[str, str] = {}
+    for line in (root / "proc/self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if "memory" in controllers.split(","):
+            paths["cgroup"] = path
+        elif not controllers:
+            paths["cgroup2"] = path
+    found = []
+    for line in (root / "proc/self/mountinfo").read_text().splitlines():
+        own, _, shared = line.partition(" - ")
+        kind, _, words = shared.split(" ", 2)
+        if kind not in paths or (kind == "cgroup" and "memory" not in words.split(",")):
+            continue
+        seen_from, point = own.split(" ")[3:5]
+        group = PurePosixPath(paths[kind])
+        inside = group.relative_to(seen_from) if group.is_relative_to(seen_from) else PurePosixPath()
+        top = root / os.fsdecode(point).lstrip("/")
+        found.append((top, top / inside, "memory.max" if kind == "cgroup2" else "memory.limit_in_bytes"))
+    return found
