@@ -17,6 +17,7 @@ from kvfuse.remote.records.api import RecordStore
 from kvfuse.volume import engines, format
 from kvfuse.volume.api import ROOT_INODE
 from kvfuse.volume.fsck import Report, fsck
+from kvfuse.volume.sealed import as_formatted
 from kvfuse.volume.volume import Volume, open_volume
 
 KIB = 1 << 10
@@ -124,7 +125,7 @@ class Tree:
     @asynccontextmanager
     async def records(self) -> AsyncIterator[RecordStore]:
         async with engines.open_records(self.options) as records:
-            yield records
+            yield as_formatted(records, format.read_superblock(self.options.volume_path))
 
     async def change(self, damage: Callable[[Records], None]) -> None:
         """Let ``damage`` work on all records, as a dict."""

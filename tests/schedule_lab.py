@@ -32,6 +32,7 @@ from kvfuse.remote.records.api import Record, Versioned
 from kvfuse.slab.layout import Superblock
 from kvfuse.volume import engines, schema
 from kvfuse.volume.format import read_shared_superblock
+from kvfuse.volume.sealed import as_formatted
 
 MOUNTS = 3
 LEASE = 4.0
@@ -221,7 +222,8 @@ class Lab:
     async def _scan(self, prefix: bytes) -> list[Record]:
         """All records that begin with it, as they are at one moment."""
         async with engines.open_records(config.load(self.conf).options) as records:
-            return await records.scan(prefix, limit=RECORDS_MAX)
+            superblock = await read_shared_superblock(records, "the volume")
+            return await as_formatted(records, superblock).scan(prefix, limit=RECORDS_MAX)
 
     async def _superblock(self) -> Superblock:
         async with engines.open_records(config.load(self.conf).options) as records:

@@ -27,6 +27,8 @@ from kvfuse.cluster.etcd import EtcdServers
 from kvfuse.remote.records.api import Record
 from kvfuse.usrbio.client import BlockStore
 from kvfuse.volume import engines, schema
+from kvfuse.volume.format import read_shared_superblock
+from kvfuse.volume.sealed import as_formatted
 from kvfuse.volume.shared.member import RENEWALS
 
 pytestmark = pytest.mark.root
@@ -80,7 +82,8 @@ class Cluster:
 
     async def _scan(self, prefixes: list[bytes]) -> list[list[Record]]:
         async with engines.open_records(config.load(self.conf).options) as records:
-            return [await records.scan(prefix) for prefix in prefixes]
+            sealed_records = as_formatted(records, await read_shared_superblock(records, "the volume"))
+            return [await sealed_records.scan(prefix) for prefix in prefixes]
 
     def client(self, mount: KvfuseMount) -> int:
         return next(client for client, pid in self.slabs().pids.items() if pid == mount.pid)

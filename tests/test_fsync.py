@@ -17,6 +17,7 @@ from kvfuse.config import Options, VolumeOptions
 from kvfuse.errors import EngineError
 from kvfuse.volume import engines, format, writing
 from kvfuse.volume.api import ROOT_INODE, Changes
+from kvfuse.volume.sealed import as_formatted
 from kvfuse.volume.volume import FileHandle, Volume, run_volume
 
 SIZE = 700_000
@@ -163,7 +164,7 @@ async def test_fsync_of_what_is_durable_commits_nothing(tmp_path: Path) -> None:
     await format.format_volume(options)
     async with engines.open_records(options) as records, engines.open_segments(options) as segments:
         superblock = format.read_superblock(tmp_path / "volume")
-        async with run_volume(options, superblock, records, segments) as volume:
+        async with run_volume(options, superblock, as_formatted(records, superblock), segments) as volume:
             await check_clean_fsync(volume, lambda: records.counters.commits)
 
 

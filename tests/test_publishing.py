@@ -19,6 +19,7 @@ from kvfuse.errors import EngineError, NotFound, Stale
 from kvfuse.remote.records.decorators import Delayed
 from kvfuse.volume import engines, format, schema
 from kvfuse.volume.api import ROOT_INODE, Changes
+from kvfuse.volume.sealed import as_formatted
 from kvfuse.volume.volume import Volume, run_volume
 from kvfuse.volume.writing import STAGED_CHUNKS_MAX
 
@@ -62,7 +63,8 @@ async def delayed_volume(folder: Path, mode: str) -> AsyncIterator[Volume]:
     options = Options(volume=VolumeOptions(path=folder), publish=options.publish)
     async with engines.open_records(options) as records, engines.open_segments(options) as segments:
         delayed = Delayed(records, commit_seconds=COMMIT_SECONDS)
-        async with run_volume(options, format.read_superblock(folder), delayed, segments) as volume:
+        superblock = format.read_superblock(folder)
+        async with run_volume(options, superblock, as_formatted(delayed, superblock), segments) as volume:
             yield volume
 
 

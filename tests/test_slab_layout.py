@@ -1,6 +1,7 @@
 """Geometry, superblock and slot headers; format version 1 is compared with golden images byte for byte."""
 
 import struct
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -52,6 +53,7 @@ def golden_head_table() -> bytes:
     ("name", "image"),
     [
         ("superblock", layout.pack_superblock(SUPERBLOCK)),
+        ("superblock_sealed", layout.pack_superblock(replace(SUPERBLOCK, features=layout.FEATURE_SEALED_RECORDS))),
         ("segment_header", layout.pack_superblock(Superblock(bytes(range(16)), GEOMETRY, SUPERBLOCK.created_ns, 0))),
         ("head_table", golden_head_table()),
     ],
@@ -119,7 +121,7 @@ def test_a_newer_format_is_refused_naming_both_versions() -> None:
 def test_an_unknown_incompatible_feature_is_refused() -> None:
     image = bytearray(layout.pack_superblock(SUPERBLOCK))
     image[12:16] = struct.pack("<I", 0x10)
-    with pytest.raises(VolumeError, match=r"version 1 with features 0x10, .* knows version 1 with features 0x0"):
+    with pytest.raises(VolumeError, match=r"version 1 with features 0x10, .* knows version 1 with features 0x1"):
         layout.parse_superblock(sealed(image))
 
 

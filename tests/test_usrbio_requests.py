@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import socket
 import threading
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import ExitStack, asynccontextmanager
 from errno import ETIMEDOUT
 from pathlib import Path
 from typing import Any
@@ -40,21 +40,23 @@ class Asking:
 
 
 @asynccontextmanager
-async def asking(folder: Path) -> AsyncIterator[Asking]:
-    """The client of a daemon without a mount."""
+async def asking(folder: Path, count: int = 1) -> AsyncIterator[list[Asking]]:
+    """Clients of a daemon without a mount."""
     kernel: Any = None
     options = lab_options(capacity=16 * MIB)
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener, ExitStack() as streams:
         listener.bind(str(folder / "socket"))
         listener.listen()
         listener.setblocking(False)
         async with opened(Disk.format(options), options) as volume, trio.open_nursery() as nursery:
             await nursery.start(serve_rings, volume, listener, kernel, 0)
-            with trio.socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stream:
+            clients = []
+            for _ in range(count):
+                stream = streams.enter_context(trio.socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
                 await stream.connect(str(folder / "socket"))
-                client = Asking(stream)
-                assert (await client.ask(Request.HELLO, 1, VERSION)).status == 0
-                yield client
+                clients.append(Asking(stream))
+                assert (await clients[-1].ask(Request.HELLO, 1, VERSION)).status == 0
+            yield clients
             nursery.cancel_scope.cancel()
 
 
@@ -66,38 +68,43 @@ def memory() -> Iterator[int]:
     os.close(descriptor)
 
 
-async def check_one_answer_each(client: Asking, memory: int) -> None:
+async def check_one_answer_each(client: Asking, memory: int, let_go: Callable[[], object]) -> None:
     """Each request is answered once, the refused one, too, and with its own number."""
     refused = await client.ask(Request.ADD_IOV, 2, 4096, memory)
     assert (refused.number, refused.status) == (2, -ETIMEDOUT)
+    let_go()
     other = await client.ask(Request.DROP_IOV, 3, 12345)
     assert other.number == 3
+    assert (await client.ask(Request.ADD_IOV, 4, 4096, memory)).number == 4
 
 
-async def test_a_request_that_is_refused_as_too_many_wait_is_answered_once(
+async def test_a_request_whose_user_has_no_usher_left_is_refused_once(
     tmp_path: Path, memory: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with asking(tmp_path) as client:
-        assert (await client.ask(Request.ADD_IOV, 9, 4096, memory)).status == 0
+    goes_on = threading.Event()
+    monkeypatch.setattr(passing, "USER_THREADS_MAX", 1)
+    monkeypatch.setattr(passing, "SECONDS", 0.3)
+    async with asking(tmp_path, 2) as (stuck, client):
         with monkeypatch.context() as patch:
-            patch.setattr(threading.Semaphore, "acquire", lambda *_, **__: False)
-            await check_one_answer_each(client, memory)
-        assert (await client.ask(Request.ADD_IOV, 4, 4096, memory)).number == 4
+            patch.setattr(passing, "seal_memory", lambda _: goes_on.wait(PATIENCE_S))
+            late = await stuck.ask(Request.ADD_IOV, 1, 4096, memory)
+            assert late.status == -ETIMEDOUT
+        await check_one_answer_each(client, memory, goes_on.set)
+        assert (await stuck.ask(Request.ADD_IOV, 2, 4096, memory)).status == 0
 
 
 async def test_a_machine_without_threads_refuses_and_goes_on(
     tmp_path: Path, memory: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     start = threading.Thread.start
+    monkeypatch.setattr(passing, "SECONDS", 0.3)
 
     def start_or_not(thread: threading.Thread) -> None:
         if thread.name == passing.THREAD_NAME:
             raise RuntimeError("can't start new thread")
         start(thread)
 
-    async with asking(tmp_path) as client:
+    async with asking(tmp_path) as [client]:
         with monkeypatch.context() as patch:
             patch.setattr(threading.Thread, "start", start_or_not)
-            await check_one_answer_each(client, memory)
-        answer = await client.ask(Request.ADD_IOV, 4, 4096, memory)
-        assert (answer.number, answer.status) == (4, 0)
+            await check_one_answer_each(client, memory, patch.undo)

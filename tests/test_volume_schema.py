@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import struct
-
 import pytest
 
 from kvfuse.volume import schema
@@ -50,7 +48,7 @@ def test_values_have_their_bytes() -> None:
     assert schema.encode_count(-2).hex() == "fffffffffffffffe"
     assert schema.decode_count(bytes(7) + b"\5") == 5
     for decode in (schema.decode_holder, schema.decode_count):
-        with pytest.raises(struct.error):
+        with pytest.raises(schema.Malformed):
             decode(b"\0" * 7)
 
 

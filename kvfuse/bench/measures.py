@@ -5,11 +5,13 @@ Nothing here chooses sizes or compares; ``suite`` does.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import os
+import resource
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -20,6 +22,7 @@ from kvfuse.errors import KvfuseError
 
 MIB = 1 << 20
 _PAGE = os.sysconf("SC_PAGE_SIZE")
+_OTHER_FILES = 200
 _RESIDENT_SHARE_MAX = 0.01
 
 
@@ -81,6 +84,18 @@ def store_blocks_together(folder: Path, count: int, size: int, writer_count: int
             list(pool.map(store_some, [block_paths(part, count // writer_count) for part in folders]))
 
     return _rate(count, store)
+
+
+@contextlib.contextmanager
+def open_files(folder: Path, count: int) -> Iterator[None]:
+    """``count`` new files are open for writing meanwhile, with a byte each that was never stored."""
+    files_max = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (files_max[1], files_max[1]))
+    with contextlib.ExitStack() as stack:
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, files_max)
+        for path in block_paths(folder, min(count, files_max[1] - _OTHER_FILES)):
+            stack.enter_context(open(path, "xb", buffering=0)).write(b"x")
+        yield
 
 
 def ask_absent_names(folder: Path, count: int) -> float:

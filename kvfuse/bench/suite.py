@@ -113,6 +113,23 @@ def bench_absent(setting: Setting) -> list[Figure]:
     return [Figure("absent names", "names/s", *figures, target=15_000)]
 
 
+def bench_open_files(setting: Setting) -> list[Figure]:
+    """Small files made beside many that are open for writing and were never stored, and beside none."""
+    count, open_count = setting.count(4000), setting.count(20_000)
+    with _volume(setting, "busy", "capacity=4GiB") as busy, _volume(setting, "idle", "capacity=4GiB") as idle:
+        opened = busy.mountpoint / "open"
+        opened.mkdir()
+        with measures.open_files(opened, open_count):
+            sides = {
+                name: _in_fresh_folder(
+                    daemon.mountpoint, lambda path: measures.store_blocks(path, count, SMALL_FILE_SIZE)
+                )
+                for name, daemon in {"busy": busy, "idle": idle}.items()
+            }
+            figures = _compare(setting, sides)
+    return [Figure(f"store 4 KiB beside {open_count:,} open files", "blocks/s", *figures, ratio_target=0.67)]
+
+
 def bench_read(setting: Setting) -> list[Figure]:
     """Open, read, close of 64 KiB blocks that were just stored."""
     count = setting.count(4000)
@@ -282,6 +299,7 @@ def _once(name: str, value: float) -> Measured:
 BENCHES: dict[str, Callable[[Setting], list[Figure]]] = {
     "store": bench_store,
     "absent": bench_absent,
+    "open-files": bench_open_files,
     "read": bench_read,
     "write-stream": bench_write_stream,
     "read-stream": bench_read_stream,

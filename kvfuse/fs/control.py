@@ -17,7 +17,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import trio
@@ -26,6 +26,8 @@ from kvfuse.errors import MountError
 from kvfuse.fs import binder
 from kvfuse.fs.virtual import FOLDER_NAME, SOCKET_NAME
 
+SO_PASSRIGHTS = 83
+"""off, so that an accepted socket begins with it off, too: the kernel refuses messages with descriptors"""
 BIND_SECONDS = 10.0
 BACKLOG = 128
 """clients that may wait to be accepted"""
@@ -40,6 +42,8 @@ async def control_socket(mountpoint: Path, admit: Callable[[int], None]) -> Asyn
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
     try:
         await trio.to_thread.run_sync(bind_control_socket, listener, mountpoint, admit)
+        with suppress(OSError):  # Linux before 6.16
+            listener.setsockopt(socket.SOL_SOCKET, SO_PASSRIGHTS, 0)
         listener.listen(BACKLOG)
         yield listener
     finally:

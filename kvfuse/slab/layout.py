@@ -188,8 +188,10 @@ _SUPERBLOCK_PADDING = SUPERBLOCK_SIZE - _SUPERBLOCK.size - _CHECKSUM.size
 assert _SUPERBLOCK.size == 92
 assert _SUPERBLOCK.size + _SUPERBLOCK_PADDING + _CHECKSUM.size == SUPERBLOCK_SIZE
 
-KNOWN_FLAGS = 0
-"""Incompatible features this program knows, one bit each: version 1 has none."""
+FEATURE_SEALED_RECORDS = 1
+"""Every record ends with a checksum. Volumes that were formatted before there was this have plain records."""
+KNOWN_FEATURES = FEATURE_SEALED_RECORDS
+"""Incompatible features this program knows, one bit each in the superblock's flags. New volumes have them all."""
 
 
 class _SuperblockFields(NamedTuple):
@@ -220,6 +222,8 @@ class Superblock:
     created_ns: int
     """nanoseconds since the epoch"""
     segment: int = NO_SEGMENT
+    features: int = 0
+    """of KNOWN_FEATURES"""
 
 
 def pack_superblock(superblock: Superblock) -> bytes:
@@ -228,7 +232,7 @@ def pack_superblock(superblock: Superblock) -> bytes:
     fields = _SuperblockFields(
         magic=SUPERBLOCK_MAGIC,
         version=FORMAT_VERSION,
-        flags=KNOWN_FLAGS,
+        flags=superblock.features,
         volume_id=superblock.volume_id,
         capacity=geometry.capacity,
         slab_count=geometry.slab_count,
@@ -255,10 +259,10 @@ def parse_superblock(image: Buffer) -> Superblock:
     (checksum,) = _CHECKSUM.unpack_from(image, SUPERBLOCK_SIZE - _CHECKSUM.size)
     if checksum != crc32c(memoryview(image)[: -_CHECKSUM.size]):
         raise VolumeError("the superblock is damaged: its checksum does not match")
-    if fields.version != FORMAT_VERSION or fields.flags & ~KNOWN_FLAGS:
+    if fields.version != FORMAT_VERSION or fields.flags & ~KNOWN_FEATURES:
         raise VolumeError(
             f"the volume has format version {fields.version} with features {fields.flags:#x}, but this program"
-            f" knows version {FORMAT_VERSION} with features {KNOWN_FLAGS:#x}: use a newer kvfuse"
+            f" knows version {FORMAT_VERSION} with features {KNOWN_FEATURES:#x}: use a newer kvfuse"
         )
     algorithm = fields.checksum_algorithm.rstrip(b"\0").decode("ascii", "replace")
     if (fields.slot_size_min, fields.granule_size, algorithm) != (PAGE_SIZE, GRANULE_SIZE, ALGORITHM):
@@ -267,7 +271,7 @@ def parse_superblock(image: Buffer) -> Superblock:
         geometry = Geometry(fields.capacity, fields.slab_size, fields.segment_slabs, fields.slab_count)
     except ValueError as error:
         raise VolumeError(f"the superblock is damaged: {error}") from error
-    return Superblock(fields.volume_id, geometry, fields.created_ns, fields.segment)
+    return Superblock(fields.volume_id, geometry, fields.created_ns, fields.segment, fields.flags)
 
 
 # -- slot headers ------------------------------------------------------------------------------------

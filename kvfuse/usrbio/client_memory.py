@@ -29,6 +29,17 @@ _mincore = ctypes.CDLL(None, use_errno=True).mincore
 _mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
 
 
+def seal_memory(descriptor: int) -> None:
+    """Have shared memory keep its size, where that can be had.
+
+    It waits for the inode's lock, which a client may hold as long as it likes: in a thread of the user's own.
+    """
+    writable = fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDWR
+    if writable and not fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+        with contextlib.suppress(PermissionError):  # as of files in /dev/shm
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+
+
 class Iov:
     """A client's memory.
 
@@ -39,14 +50,13 @@ class Iov:
     """
 
     def __init__(self, descriptor: int, size: int, charge: Charge) -> None:
-        """Takes the descriptor over, unless it fails. OSError for what is no shared memory, or has fewer bytes."""
+        """Takes the descriptor over, unless it fails. OSError for what is no shared memory, or has fewer bytes.
+
+        Waits for no lock of the inode: `seal_memory` was called before.
+        """
         self.size = size
         seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)  # EINVAL: not in memory
         self.writable = fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDWR
-        if not seals & fcntl.F_SEAL_SHRINK and self.writable:
-            with contextlib.suppress(PermissionError):  # as of files in /dev/shm
-                fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
-                seals |= fcntl.F_SEAL_SHRINK
         self.writable &= not seals & (fcntl.F_SEAL_WRITE | _SEAL_FUTURE_WRITE)
         if os.fstat(descriptor).st_size < size:
             raise OSError(errno.EFAULT, f"the memory has fewer than {size} bytes")

@@ -14,6 +14,7 @@ import os
 import socket
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack, suppress
+from enum import Enum, auto
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -22,11 +23,12 @@ import trio
 from kvfuse import errors
 from kvfuse.errnos import errno_of
 from kvfuse.usrbio import registry
+from kvfuse.usrbio.accounts import Account
 from kvfuse.usrbio.call import Call, Tables
 from kvfuse.usrbio.calls import Calls
 from kvfuse.usrbio.client_memory import Iov
 from kvfuse.usrbio.memory import Share
-from kvfuse.usrbio.passing import NotTaken
+from kvfuse.usrbio.passing import SO_PASSRIGHTS, NotTaken, Usher, close_all
 from kvfuse.usrbio.peer import Peer
 from kvfuse.usrbio.pins import Pins
 from kvfuse.usrbio.registry import Namespace, OpenFile, Remembered
@@ -54,6 +56,15 @@ THINGS_MAX = 65536
 """files, iovs, namespaces and pins of one connection"""
 RINGS_MAX = 256
 """rings of one connection: each has a thread"""
+
+
+class Next(Enum):
+    """The message that a connection looked at and nobody took yet."""
+
+    NONE = auto()
+    PLAIN = auto()
+    WITH_DESCRIPTORS = auto()
+    """which an usher has to take"""
 
 
 class _Ring:
@@ -86,11 +97,19 @@ class Connection:
     """One client. It is the `worker.Tables` of its rings' threads."""
 
     def __init__(
-        self, clients: Clients, stream: trio.socket.SocketType, peer: Peer, nursery: trio.Nursery, share: Share
+        self,
+        clients: Clients,
+        stream: trio.socket.SocketType,
+        peer: Peer,
+        account: Account,
+        usher: Usher,
+        nursery: trio.Nursery,
+        share: Share,
     ) -> None:
         self.peer = peer
-        self._account = clients.accounts.open(peer)
+        self._account = account
         self._charge = clients.charges.of(peer)
+        self._usher = usher
         self.files: dict[int, OpenFile] = {}
         self.iovs: dict[int, Iov] = {}
         self.namespaces: dict[int, Namespace] = {}
@@ -103,8 +122,7 @@ class Connection:
         self._rings: dict[int, _Ring] = {}
         self._handles = itertools.count(1)
         self._greeted = False
-        self._has_next = False
-        """a message was looked at, but not taken"""
+        self._next: Next = Next.NONE
         self._token = trio.lowlevel.current_trio_token()
         self._scope = trio.CancelScope()
         self._pins = Pins(THINGS_MAX)
@@ -113,11 +131,7 @@ class Connection:
     # -- the control socket --------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Answer requests until the client goes, or breaks something. Then reap all it had.
-
-        QuotaExceeded, and nobody is answered, where the user has enough connections.
-        """
-        self._account.take("user_connections")
+        """Answer requests until the client goes, or breaks something. Then reap all it had."""
         try:
             with self._scope:
                 while await self._answer_one():
@@ -129,27 +143,29 @@ class Connection:
     async def _answer_one(self) -> bool:
         """False when the client is gone, or sends what is no message."""
         data, _, flags, _ = await self._stream.recvmsg(MESSAGE_SIZE_MAX + 1, 0, socket.MSG_PEEK)
-        self._has_next = True
+        self._next = Next.WITH_DESCRIPTORS if flags & socket.MSG_CTRUNC else Next.PLAIN
         shown: list[int] = []
         try:
             if not data:
                 return False
             message = Message.unpack(data)
-            reply, shown = await self._answer(message, bool(flags & socket.MSG_CTRUNC))
-            await self._drop_next()
+            reply, shown = await self._answer(message, self._next is Next.WITH_DESCRIPTORS)
             await self._reply(reply, shown)
+            await self._drop_next()
         except ValueError as error:
             log.info("a client is disconnected: %s", error)
             return False
         finally:
-            _close_all(shown)
+            close_all(shown)
         return True
 
     async def _drop_next(self) -> None:
-        """Take the message that was looked at, if nobody took it with its descriptor. What else came never arrives."""
-        if self._has_next:
-            self._has_next = False
+        """Take the message that was looked at, if nobody took it with its descriptor."""
+        if self._next is Next.WITH_DESCRIPTORS:
+            await self._usher.drop(self._stream)
+        elif self._next is Next.PLAIN:
             await self._stream.recv(1)
+        self._next = Next.NONE
 
     async def _answer(self, message: Message, has_descriptors: bool) -> tuple[Message, list[int]]:
         """(reply, descriptors to send and then to close)."""
@@ -175,15 +191,15 @@ class Connection:
 
     async def _inspect(self, check: Callable[[int], T]) -> T:
         """What a check says of the descriptor that came with the request."""
-        return await self._taking(self._clients.usher.inspect(self._stream, check))
+        return await self._taking(self._usher.inspect(self._stream, check))
 
     async def _taking(self, call: Awaitable[T]) -> T:
-        """A call of the usher: it takes the message that is next."""
-        self._has_next = False
+        """A call of an usher: it takes the message that is next."""
+        self._next, before = Next.NONE, self._next
         try:
             return await call
         except NotTaken:
-            self._has_next = True
+            self._next = before
             raise
 
     def _check_room(self, things: dict[int, Any], count_max: int) -> None:
@@ -196,6 +212,8 @@ class Connection:
         if values[0] != VERSION:
             raise errors.Unsupported(f"version {values[0]} is not offered, but {VERSION} is")
         self._greeted = True
+        with suppress(OSError):  # Linux before 6.16 cannot refuse them
+            self._stream.setsockopt(socket.SOL_SOCKET, SO_PASSRIGHTS, 1)
         return (VERSION, os.getpid(), ENTRIES_MAX), []
 
     async def _add_file(self, values: tuple[int, ...]) -> Answer:
@@ -234,11 +252,12 @@ class Connection:
         if not 0 < values[0] <= IOV_SIZE_MAX:
             raise errors.InvalidArgument(f"an iov of {values[0]} bytes")
         with self._account.taking("user_iov_size", values[0]):
-            descriptor = await self._taking(self._clients.usher.memory(self._stream))
+            descriptor = await self._taking(self._usher.memory(self._stream))
             try:
                 iov = Iov(descriptor, values[0], self._charge)
-            except BaseException:
-                os.close(descriptor)
+            except BaseException:  # the last to close memory gives it back to the machine, 0.2 s for each GiB
+                with trio.CancelScope(shield=True):
+                    await self._usher.run(os.close, descriptor)
                 raise
         handle = next(self._handles)
         self.iovs[handle] = iov
@@ -253,7 +272,7 @@ class Connection:
             await self._calls.settled(ring.worker, iov)
         last = [iov]
         del iov
-        await _drop_memory(last)
+        await self._drop_memory(last)
         return (), []
 
     async def _add_ring(self, values: tuple[int, ...]) -> Answer:
@@ -266,7 +285,7 @@ class Connection:
             try:
                 ring = self._rings[handle] = _Ring(self, layout, values[2] or -1, shown)
             except BaseException:
-                _close_all(shown)
+                close_all(shown)
                 raise
         self._volume.core.reads.threads.add(ring.worker)
         return (handle, layout.size), shown
@@ -282,7 +301,7 @@ class Connection:
 
     async def _end(self, ring: _Ring) -> None:
         ring.worker.stop()
-        await trio.to_thread.run_sync(ring.worker.thread.join)
+        await self._usher.run(ring.worker.thread.join)
         self._volume.core.reads.threads.discard(ring.worker)
         self._calls.end(ring.worker)
         ring.close()
@@ -360,25 +379,19 @@ class Connection:
         self.namespaces.clear()
         iovs = list(self.iovs.values())
         self.iovs.clear()
-        await _drop_memory(iovs)
+        await self._drop_memory(iovs)
         self._pins.clear()
-        self._account.close()
 
+    async def _drop_memory(self, iovs: list[Iov]) -> None:
+        """In a thread: memory that nobody else has is given back to the machine here, 0.2 s for each GiB."""
 
-async def _drop_memory(iovs: list[Iov]) -> None:
-    """In a thread: memory that nobody else has is given back to the machine here, 0.2 s for each GiB."""
+        def drop() -> None:
+            for iov in iovs:
+                iov.close()
+            iovs.clear()
 
-    def drop() -> None:
-        for iov in iovs:
-            iov.close()
-        iovs.clear()
-
-    await trio.to_thread.run_sync(drop)
-
-
-def _close_all(descriptors: list[int]) -> None:
-    for descriptor in descriptors:
-        os.close(descriptor)
+        if iovs:
+            await self._usher.run(drop)
 
 
 Answer = tuple[tuple[int, ...], list[int]]

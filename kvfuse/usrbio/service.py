@@ -17,10 +17,10 @@ import trio
 
 from kvfuse import errors
 from kvfuse.config import UsrbioOptions
-from kvfuse.usrbio.accounts import Accounts
+from kvfuse.usrbio.accounts import Account, Accounts
 from kvfuse.usrbio.charges import Charges
 from kvfuse.usrbio.memory import Pool, Share
-from kvfuse.usrbio.passing import Usher
+from kvfuse.usrbio.passing import Usher, Ushers, open_ushers
 from kvfuse.usrbio.peer import Peer
 from kvfuse.usrbio.requests import Connection
 from kvfuse.usrbio.wire import LENGTH_MAX
@@ -54,11 +54,10 @@ async def serve_rings(
 
     ``options``: the limits of users; None: the default ones.
     """
-    accepting = trio.socket.from_stdlib_socket(listener.dup())
-    with accepting, Usher() as usher:
-        clients = Clients(volume, kernel, device, usher, options or UsrbioOptions())
-        volume.sections["rings"] = clients.statistics
-        async with trio.open_nursery() as nursery:
+    with trio.socket.from_stdlib_socket(listener.dup()) as accepting:
+        async with open_ushers() as ushers, trio.open_nursery() as nursery:
+            clients = Clients(volume, kernel, device, ushers, options or UsrbioOptions())
+            volume.sections["rings"] = clients.statistics
             task_status.started()
             while True:
                 stream = await _accept(accepting)
@@ -82,11 +81,13 @@ async def _accept(listener: trio.socket.SocketType) -> trio.socket.SocketType:
 class Clients:
     """All that are connected, and what they share: the volume, and the limits of this process."""
 
-    def __init__(self, volume: Volume, kernel: KernelCache, device: int, usher: Usher, options: UsrbioOptions) -> None:
+    def __init__(
+        self, volume: Volume, kernel: KernelCache, device: int, ushers: Ushers, options: UsrbioOptions
+    ) -> None:
         self.volume = volume
         self.kernel = kernel
         self.device = device
-        self.usher = usher
+        self._ushers = ushers
         self.pool = Pool(MEMORY_SIZE)
         self.accounts = Accounts(options)
         self.charges = Charges(options)
@@ -94,13 +95,16 @@ class Clients:
         self._descriptors_max = resource.getrlimit(resource.RLIMIT_NOFILE)[0] * 3 // 4
 
     async def serve(self, stream: trio.socket.SocketType) -> None:
-        """One client, until it is gone."""
+        """One client, until it is gone and its socket is closed. It counts for its user until then."""
         with stream:
-            if len(self._connections) >= CONNECTIONS_MAX:
-                log.warning("%d clients are connected: another one was turned away", CONNECTIONS_MAX)
-                return
             try:
-                await self._serve(stream)
+                peer = await Peer.of(stream)
+                usher = self._ushers.of((peer.uid, peer.is_unlimited))
+                with closing(self.accounts.open(peer)) as account:
+                    try:
+                        await self._serve(stream, peer, account, usher)
+                    finally:
+                        await usher.empty(stream)
             except* errors.QuotaExceeded as group:
                 log.warning("a client was turned away: %s", group.exceptions[0])
             except* OSError as group:
@@ -108,11 +112,14 @@ class Clients:
             except* Exception as group:  # its own connection ends; all others go on
                 log.error("a client could not be served", exc_info=group)
 
-    async def _serve(self, stream: trio.socket.SocketType) -> None:
-        peer = await Peer.of(stream)
+    async def _serve(self, stream: trio.socket.SocketType, peer: Peer, account: Account, usher: Usher) -> None:
+        """QuotaExceeded, and nobody is answered, where its user or all clients together have enough connections."""
+        if len(self._connections) >= CONNECTIONS_MAX:
+            raise errors.QuotaExceeded(f"{CONNECTIONS_MAX} clients are connected")
+        account.take("user_connections")
         with closing(Share(self.pool)) as share:  # when no task of the client's is left
             async with trio.open_nursery() as nursery:
-                connection = Connection(self, stream, peer, nursery, share)
+                connection = Connection(self, stream, peer, account, usher, nursery, share)
                 self._connections.add(connection)
                 try:
                     await connection.run()

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from kvfuse.volume import schema
 from kvfuse.volume.chunk import Chunk, Extent
 from kvfuse.volume.commits import RESERVED_BYTES, RESERVED_OPERATIONS, Changes
+from kvfuse.volume.late import Late
 from kvfuse.volume.node import Node
 from kvfuse.volume.pending import NameChange
 
@@ -20,8 +21,6 @@ SPARE_OPERATIONS = 3 + RESERVED_OPERATIONS
 """Of any commit: counter records may be put, and what the committer adds."""
 SLAB_RECORD_SIZE = 2100
 """Bytes that the record of a slab has at most, about."""
-Place = tuple[int, bytes, NameChange]
-"""(directory, name, change)"""
 
 
 @dataclass
@@ -30,7 +29,7 @@ class Draft:
 
     nodes: list[Node] = field(default_factory=list)
     gone: list[Node] = field(default_factory=list)
-    names: list[Place] = field(default_factory=list)
+    names: list[NameChange] = field(default_factory=list)
     vacated: list[tuple[int, bytes]] = field(default_factory=list)
     """(directory, name): the stored record went, the new one comes later"""
     times: list[Node] = field(default_factory=list)
@@ -110,11 +109,11 @@ class Batch(Changes):
 
     nodes: list[Node] = field(default_factory=list)
     times: list[Node] = field(default_factory=list)
-    names: list[Place] = field(default_factory=list)
+    names: list[NameChange] = field(default_factory=list)
     vacated: list[tuple[int, bytes]] = field(default_factory=list)
     freed: list[Extent] = field(default_factory=list)
     unborn: list[Extent] = field(default_factory=list)
-    late: set[Node] = field(default_factory=set)
+    late: Late = field(default_factory=Late)
     """changed, but not in it: their bytes come first, or it had no room for them"""
     left_serial: int | None = None
     """serial number of the oldest change that it had no room for; None: it had room for all"""
@@ -159,11 +158,11 @@ class Unit:
 
     nodes: list[Node] = field(default_factory=list)
     gone: list[Node] = field(default_factory=list)
-    names: list[Place] = field(default_factory=list)
+    names: list[NameChange] = field(default_factory=list)
     serial: int = 0
     """of its oldest change"""
 
     def members(self) -> set[Node]:
         """All inodes that it is about."""
-        named = {node for _, _, change in self.names for node in (change.node, change.moved) if node is not None}
+        named = {node for change in self.names for node in (change.node, change.moved) if node is not None}
         return {*self.nodes, *self.gone, *named}

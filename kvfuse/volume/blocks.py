@@ -11,6 +11,7 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from itertools import islice
 from typing import Any
 
 import trio
@@ -36,6 +37,10 @@ PREFETCH_PEERS = 8
 """Blocks that are read into the tier at the same time."""
 DELETE_PEERS = 128
 """Names of a call that are removed at the same time: they share round trips to the store, and commits."""
+
+
+UNBOUND_AT_ONCE = 64
+"""The oldest bindings that go when there are too many: a dict is slow to find its first entry after others went."""
 
 
 class Binding:
@@ -118,7 +123,8 @@ class Blocks:
         if node is None or not node.is_file:
             return None
         if len(self._bindings) >= self.binding_count_max:
-            self._unbind(*next(iter(self._bindings)))
+            for key in list(islice(self._bindings, UNBOUND_AT_ONCE)):
+                self._unbind(*key)
         binding = Binding(directory, node, name, self.mapper.map_of(node))
         self._bindings[directory, name] = binding
         self._names.setdefault(node.ino, set()).add((directory, name))

@@ -43,11 +43,11 @@ class BatchBuilder(Drafting):
         """Memory is as if the commit were in the store, but for what `_settle` does then."""
         late = batch.late
         if self.core.shared:
-            batch.ties = list(self._ties)
             gone = dict.fromkeys(draft.gone)
             batch.taken = [_taken(node, node in gone) for node in {**dict.fromkeys(draft.nodes), **gone}]
             batch.expect, batch.draft = draft.expect, draft
-        self._ties = [tie for tie in self._ties if not late.isdisjoint(tie)] if late else []
+        if self._ties:
+            batch.ties = [(node, other) for node in draft.nodes for other in self._ties.drop(node)]
         self._linked_count = len(self._ties)
         dead: list[Extent] = []
         born: set[int] = set()
@@ -57,8 +57,9 @@ class BatchBuilder(Drafting):
             dead += self._dead_of_gone(node)
             node.extra, node.dead = {}, []
             del self._gone[node]
-        for _, _, change in draft.names:
+        for change in draft.names:
             change.sent = True
+            del self._names[change]
         for node in draft.nodes:
             node.changed = bool(node.staged_count and node.nlink)
             if not node.changed:
@@ -75,7 +76,7 @@ class BatchBuilder(Drafting):
                 del self._times[directory]
             dead += draft.dead
             del self.core.dead[: len(draft.dead)]
-            late.update(self._attributed(self._extra))
+            late.add(self._attributed(self._extra))
         batch.puts, batch.deletes = draft.puts, draft.deletes
         batch.nodes, batch.times, batch.names, batch.vacated = draft.nodes, draft.times, draft.names, draft.vacated
         batch.unborn, self.core.unborn = self.core.unborn, []

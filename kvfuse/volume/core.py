@@ -158,6 +158,8 @@ class Core:
         """files without names that nobody has open, but the kernel may: it may be about to open one it looked up"""
         self.dead: list[Extent] = []
         """extents of inodes that are no more; the next commit frees their slots"""
+        self.givers: dict[Node, None] = {}
+        """inodes with extents in ``dead``, and some that had"""
         self.unborn: list[Extent] = []
         """extents that were given up before any commit; their slots are free when their headers say so"""
 
@@ -210,6 +212,7 @@ class Core:
             self.unborn.append(extent)
         elif extent.state == COMMITTED:
             node.dead.append(extent)
+            self.givers[node] = None
         extent.state = DISCARDED
 
     def chunk_size_in(self, directory: Node) -> int:

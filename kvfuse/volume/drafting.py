@@ -13,17 +13,18 @@ from dataclasses import dataclass
 import msgspec
 
 from kvfuse.volume import schema
-from kvfuse.volume.batch import Batch, Draft, Place, Unit
+from kvfuse.volume.batch import Batch, Draft, Unit
 from kvfuse.volume.chunk import RESTED, Extent
+from kvfuse.volume.late import Late, is_held, settlers
 from kvfuse.volume.node import Node
-from kvfuse.volume.pending import NameChange, Pending, is_held, settlers
+from kvfuse.volume.pending import NameChange, Pending
 
 
 @dataclass
 class Drafting(Pending):
     """See the module."""
 
-    def _draft_all(self, late: set[Node]) -> Draft:
+    def _draft_all(self, late: Late) -> Draft:
         """Everything but what is late."""
         draft = Draft(extra=dict(self._ready_extra(late)))
         for node in self._dirty:
@@ -31,10 +32,9 @@ class Drafting(Pending):
                 self._draft_node(draft, node)
         for node in self._gone:
             self._draft_gone(draft, node)
-        for parent, changes in self.overlay.items():
-            for name, change in changes.items():
-                if not is_held(change.moved, late):
-                    self._draft_name(draft, (parent, name, change), late)
+        for change in self._names:
+            if not is_held(change.moved, late):
+                self._draft_name(draft, change, late)
         for directory in self._times:
             self._draft_times(draft, directory)
         draft.dead = self.core.dead
@@ -104,19 +104,18 @@ class Drafting(Pending):
         slab_size = self.core.geometry.slab_size
         draft.slabs.update([extent.addr // slab_size for extent in extents])
 
-    def _draft_name(self, draft: Draft, place: Place, late: set[Node]) -> None:
+    def _draft_name(self, draft: Draft, change: NameChange, late: Late) -> None:
         """A change of a name that may go now; only the first half of it where ``node`` comes later."""
-        parent, name, change = place
-        node = change.node
+        parent, name, node = change.parent, change.name, change.node
         if node in late:
-            if change.vacated and change.stored:
+            if change.may_go_first:
                 draft.deletes.add(schema.entry_key(parent, name))
                 draft.vacated.append((parent, name))
                 if self.core.shared:
                     draft.expect[schema.entry_key(parent, name)] = change.version
                     self._draft_leaving(draft, change)
             return
-        draft.names.append(place)
+        draft.names.append(change)
         if self.core.shared and (node is not None or change.stored):
             draft.expect[schema.entry_key(parent, name)] = change.version
             self._draft_leaving(draft, change)
@@ -152,13 +151,11 @@ class Drafting(Pending):
             if self.core.shared and directory.version:  # where another host removed it, nobody takes its times away
                 draft.expect.setdefault(schema.inode_key(directory.ino), directory.version)
 
-    def _ready_extra(self, late: set[Node]) -> Iterable[tuple[bytes, bytes | None]]:
+    def _ready_extra(self, late: Late) -> Iterable[tuple[bytes, bytes | None]]:
         """Other records that may go now: an attribute comes with its inode, or after it.
 
         The inode may have lost its name to one that is late: then the stored name still means it, as it was before.
         """
-        if not late or not self._extra:
-            return self._extra.items()
         return [
             (key, value)
             for key, value in self._extra.items()
@@ -180,7 +177,7 @@ class Drafting(Pending):
         What is left out is added to what is late.
         """
         limits = self.core.records.limits
-        late = set(batch.late)
+        late = batch.late.copy()
         units = self._units(late)
         draft = Draft()
         taken = 0
@@ -193,14 +190,14 @@ class Drafting(Pending):
             draft.add(part)
             taken += 1
         for unit in units[taken:]:
-            batch.late.update(unit.members())
+            batch.late.add(unit.members())
         if taken < len(units):
             batch.left_serial = units[taken].serial
         if not batch.too_large and not self._add_loose(draft, batch.late):
             batch.left_serial = 0
         return draft
 
-    def _draft_unit(self, unit: Unit, late: set[Node]) -> Draft:
+    def _draft_unit(self, unit: Unit, late: Late) -> Draft:
         draft = Draft()
         for node in unit.nodes:
             self._draft_node(draft, node)
@@ -208,12 +205,12 @@ class Drafting(Pending):
                 self._draft_times(draft, node)
         for node in unit.gone:
             self._draft_gone(draft, node)
-        for place in unit.names:
-            self._draft_name(draft, place, late)
+        for change in unit.names:
+            self._draft_name(draft, change, late)
         self._draft_extra(draft)
         return draft.measure()
 
-    def _add_loose(self, draft: Draft, late: set[Node]) -> bool:
+    def _add_loose(self, draft: Draft, late: Late) -> bool:
         """Times, attributes and slots that belong to no unit, as far as there is room; False if something is left."""
         for piece in list(self._loose(draft, late)):
             if not draft.has_room(piece.measure(), self.core.records.limits):
@@ -221,7 +218,7 @@ class Drafting(Pending):
             draft.add(piece)
         return True
 
-    def _loose(self, draft: Draft, late: set[Node]) -> Iterator[Draft]:
+    def _loose(self, draft: Draft, late: Late) -> Iterator[Draft]:
         """Piece by piece. A slot that another host freed goes together with the record that says so."""
         paired = set()
         for extent in self.core.dead:
@@ -245,27 +242,26 @@ class Drafting(Pending):
                 self._draft_extra(piece)
                 yield piece
 
-    def _units(self, late: set[Node]) -> list[Unit]:
+    def _units(self, late: Late) -> list[Unit]:
         """What may go now, in units, the oldest first."""
         groups = _Groups()
-        places: list[tuple[Place, Node | None]] = []
-        for parent, changes in self.overlay.items():
-            for name, change in changes.items():
-                if is_held(change.moved, late):
-                    continue
-                if change.node in late:
-                    if change.vacated and change.stored:
-                        places.append(((parent, name, change), groups.join(settlers(change.moved))))
-                    continue
-                members = list(settlers(change.moved))
-                if change.node is not None:
-                    members.append(change.node)
-                if any(node.is_directory for node in members):
-                    members += [node for node in [self.core.nodes.get(parent)] if node in self._dirty]
-                places.append(((parent, name, change), groups.join(members)))
-        for tie in self._ties:
-            if late.isdisjoint(tie):
-                groups.join(tie)
+        changes: list[tuple[NameChange, Node | None]] = []
+        for change in self._names:
+            if is_held(change.moved, late):
+                continue
+            if change.node in late:
+                if change.may_go_first:
+                    changes.append((change, groups.join(settlers(change.moved))))
+                continue
+            members = list(settlers(change.moved))
+            if change.node is not None:
+                members.append(change.node)
+            if any(node.is_directory for node in members):
+                members += [node for node in [self.core.nodes.get(change.parent)] if node in self._dirty]
+            changes.append((change, groups.join(members)))
+        for node in self._ties:
+            if node not in late:
+                groups.join((node, *self._ties.of(node)))
         units: dict[Node | None, Unit] = {}
         alone: list[Unit] = []
         for node, serial in self._dirty.items():
@@ -277,11 +273,11 @@ class Drafting(Pending):
             unit = units.setdefault(groups.first(node), Unit(serial=serial))
             unit.gone.append(node)
             unit.serial = min(unit.serial, serial)
-        for place, member in places:
+        for change, member in changes:
             home = units.get(groups.first(member)) if member is not None else None
             if home is None:
                 alone.append(home := Unit())
-            home.names.append(place)
+            home.names.append(change)
         return sorted([*alone, *units.values()], key=lambda unit: unit.serial)
 
 

@@ -31,7 +31,7 @@ from kvfuse.errors import VolumeBusy, VolumeError
 from kvfuse.remote.records.api import ABSENT, RecordStore
 from kvfuse.slab import layout
 from kvfuse.slab.layout import Geometry, Superblock
-from kvfuse.volume import engines, schema
+from kvfuse.volume import engines, schema, sealed
 from kvfuse.volume.api import FIRST_INODE, ROOT_INODE
 from kvfuse.volume.node import Node
 from kvfuse.volume.shared.member import Member, membership
@@ -139,7 +139,7 @@ async def format_volume(options: Options, *, replace: bool = False) -> Superbloc
         geometry = Geometry.choose(capacity, options.volume.slab_size, options.volume.segment_size)
     except ValueError as error:
         raise VolumeError(f"{options.title} cannot be formatted: {error}") from None
-    superblock = Superblock(uuid4().bytes, geometry, time.time_ns())
+    superblock = Superblock(uuid4().bytes, geometry, time.time_ns(), features=layout.KNOWN_FEATURES)
     if options.is_shared:
         await _format_shared(options, superblock, replace)
     else:
@@ -161,7 +161,7 @@ async def _format_folder(options: Options, superblock: Superblock, replace: bool
                 shutil.rmtree(folder)
             folder.mkdir(parents=True)
         async with engines.open_records(options) as records:
-            await write_first_records(options, records)
+            await write_first_records(options, sealed.as_formatted(records, superblock))
         write_superblock(path, superblock)
 
 
@@ -189,6 +189,7 @@ async def _format_shared(options: Options, superblock: Superblock, replace: bool
         await _drop_records(records, member)
         for info in present:
             await segments.remove(info.segment)
+        records = sealed.as_formatted(records, superblock)
         await write_shared_superblock(records, superblock, member, first_records(options))
 
 

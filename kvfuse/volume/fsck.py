@@ -32,9 +32,12 @@ from kvfuse.volume.fsck_compare import (
     check_segments,
     compare_inodes,
     compare_slabs,
+    empty_root,
     with_links,
 )
+from kvfuse.volume.fsck_heads import state_from_heads
 from kvfuse.volume.holding import hold
+from kvfuse.volume.sealed import describe, scan_pages
 from kvfuse.volume.shared.fsck import read_shared
 
 SCAN_ROWS = 2000
@@ -159,6 +162,10 @@ class Check:
         self.generation_max = 0
         self.recount: dict[bytes, bytes] = {}
         """what mends the number of inodes"""
+        self.damaged: set[bytes] = set()
+        """keys of records that do not match their checksums"""
+        self.rescued: list[SlabState] = []
+        """of slabs whose records do not"""
         self.freed: set[int] = set()
         """slots that only wait for who holds their slab"""
         self.counted: dict[bytes, int] = {}
@@ -195,8 +202,13 @@ class Check:
         await self.records.commit({}, durable=True)
 
     async def rows(self, prefix: bytes, what: str) -> AsyncIterator[Record]:
-        after, done = b"", 0
-        while rows := await self.records.scan(prefix, after, SCAN_ROWS):
+        """Sound records; a damaged one is a problem, once."""
+        done = 0
+        async for rows, damaged in scan_pages(self.records, prefix, SCAN_ROWS):
+            for key in damaged:
+                if key not in self.damaged:
+                    self.damaged.add(key)
+                    await self._drop_damaged(key)
             for row in rows:
                 if schema.is_key(row.key):
                     yield row
@@ -204,7 +216,25 @@ class Check:
                     self.problem(f"record {row.key!r} is of no kind", deletes=[row.key])
             done += len(rows)
             self.progress(what, done, 0)
-            after = rows[-1].key
+
+    async def _drop_damaged(self, key: bytes) -> None:
+        """What goes with a damaged record is found by the next round of a repair."""
+        text = f"the record of {describe(key)} does not match its checksum"
+        puts: dict[bytes, bytes] = {}
+        deletes = [key]
+        if key == schema.inode_key(ROOT_INODE):
+            root = empty_root()
+            self.inodes[ROOT_INODE] = _Inode(root)
+            puts = {key: schema.encode_inode(root)}
+            text += ": it gets mode 0700, and owner root"
+        elif key[:1] == b"s" and schema.is_key(key):
+            state = await state_from_heads(self.geometry, self.segments, schema.key_slab(key))
+            if state is not None:
+                self.rescued.append(state)
+                puts = {key: schema.encode_slab(state.slot_size, state.bitmap)}
+        elif key[:1] == b"c" and schema.is_key(key):
+            deletes += self.far_files.get(schema.key_inode(key), [])  # without its chunk the file would show zeros
+        self.problem(text, puts, deletes)
 
     # -- reading -------------------------------------------------------------------------------------
 
@@ -217,7 +247,7 @@ class Check:
                 states.append(state)
             except (VolumeError, *MALFORMED) as error:
                 self.problem(f"slab record {row.key.hex()}: {error}", deletes=[row.key])
-        self.slabs.restore(states)
+        self.slabs.restore(states + self.rescued)
 
     async def _read_inodes(self) -> None:
         async for row in self.rows(b"i", "inodes"):
@@ -329,6 +359,9 @@ class Check:
             elif ino not in self.attributed:
                 hidden.add(ino)
         await self._show_attributes(hidden)
+        for prefix in (b"n", b"k"):
+            async for _ in self.rows(prefix, "counters"):
+                pass  # only their checksums matter here
 
     async def _show_attributes(self, hidden: set[int]) -> None:
         """Inodes with attributes that do not say so: nobody finds these, and they would stay when their inode goes."""

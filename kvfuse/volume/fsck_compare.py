@@ -12,6 +12,7 @@ from kvfuse.remote.segments.api import Transfer
 from kvfuse.slab import layout
 from kvfuse.volume import schema
 from kvfuse.volume.api import ROOT_INODE
+from kvfuse.volume.sealed import get_sound
 
 if TYPE_CHECKING:
     from kvfuse.volume.fsck import Check
@@ -92,7 +93,7 @@ def compare_slabs(check: Check) -> None:
 async def check_counters(check: Check) -> None:
     """Numbers that are given next are not in use; what statfs counts is what there is."""
     keys = [schema.COUNTER_INODE, schema.COUNTER_GENERATION, schema.COUNTER_FILES]
-    *rows, exact = await check.records.get([*keys, schema.EXACT_SIZES])
+    *rows, exact = await get_sound(check.records, [*keys, schema.EXACT_SIZES])
     found = [schema.decode_u64(row.value) if row is not None and len(row.value) == 8 else 0 for row in rows[:2]]
     inode_max = max([*check.inodes, *check.inline, *check.orphans], default=0)
     generation_max = min(check.generation_max, 1 << 62)  # a damaged record may say anything
@@ -130,6 +131,13 @@ async def check_segments(check: Check) -> None:
                 check.problem(f"segment {segment} holds the header of another segment")
         except VolumeError as error:
             check.problem(f"segment {segment}: {error}")
+
+
+def empty_root() -> schema.InodeRecord:
+    """The root directory, where nobody can tell any more whose it was: nobody but root gets in."""
+    now = time.time_ns()
+    mode = stat.S_IFDIR | 0o700
+    return schema.InodeRecord(ROOT_INODE, mode, 0, 0, 2, 0, now, now, now, 0, (), 0, 0, b"", 0, 0)
 
 
 def with_links(record: schema.InodeRecord, *, nlink: int, parent: int | None = None) -> schema.InodeRecord:

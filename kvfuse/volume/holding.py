@@ -13,7 +13,7 @@ from kvfuse.mounttable import top_mount
 from kvfuse.remote.records.api import RecordStore
 from kvfuse.remote.segments.api import SegmentStore
 from kvfuse.slab.layout import Superblock
-from kvfuse.volume import engines, format
+from kvfuse.volume import engines, format, sealed
 from kvfuse.volume.shared.member import FencedRecords, FencedSegments, Member, memberships
 
 LOCK_WAIT = 30.0
@@ -68,7 +68,7 @@ async def _hold_folder(
         except EngineError as error:
             raise VolumeError(f"{error}: 'kvfuse fsck --rebuild' recovers blocks") from error
         segments = await stack.enter_async_context(engines.open_segments(options, read_only=segments_read_only))
-        yield Held(superblock, records, segments)
+        yield Held(superblock, sealed.as_formatted(records, superblock), segments)
 
 
 @asynccontextmanager
@@ -76,8 +76,9 @@ async def _hold_shared(
     options: Options, mountpoint: str, segments_read_only: bool, *, alone: bool
 ) -> AsyncIterator[Held]:
     """Every commit and every write of the body is refused once this client's lease has ended."""
-    async with engines.open_records(options) as records:
-        await format.read_shared_superblock(records, options.title)  # without one there is nothing to hold
+    async with engines.open_records(options) as plain_records:
+        # Without one there is nothing to hold.
+        records = sealed.as_formatted(plain_records, await format.read_shared_superblock(plain_records, options.title))
         async with memberships(records, options.client.lease, options.title, mountpoint, alone=alone) as join:
             member = await join()
             async with engines.open_segments(options, read_only=segments_read_only) as segments:

@@ -7,8 +7,8 @@ change has passed, or when the batch is full.
 
 A batch is built in one go from memory, between two awaits: it is a consistent state (`batch`). Before, the
 staged bytes of its nodes are written to their slots, so no record ever names bytes that are not there.
-A node that is open for writing and was never stored stays out until it is closed: a name that nobody
-published never touches the store, so create, close and rename that meet in one batch become one put.
+A node that is open for writing stays out until it is closed, and costs no commit anything meanwhile (`late`): a name
+that nobody published never touches the store, so create, close and rename that meet in one batch become one put.
 A commit that failed may have happened. The same batch is sent again, before anything newer, until the
 store takes it: with one writer a repeated put is harmless, and what belongs together stays together.
 """
@@ -29,8 +29,8 @@ from kvfuse.volume.batch import Batch
 from kvfuse.volume.chunk import RESTED, Extent
 from kvfuse.volume.commits import Committer
 from kvfuse.volume.grace import Give
+from kvfuse.volume.late import is_held, settlers
 from kvfuse.volume.node import Node, check_remembered
-from kvfuse.volume.pending import is_held, settlers
 from kvfuse.volume.shared.conflicts import Conflicts
 from kvfuse.volume.shared.journal import SharedJournal
 
@@ -127,18 +127,19 @@ class Journal(SharedJournal):
 
     def _force(self, nodes: Iterable[Node]) -> None:
         """Have these, and what is tied to them, in the next commit even while they are being written."""
-        for member in self._with_tied(settler for node in nodes for settler in settlers(node)):
+        for member in self._ties.closure([settler for node in nodes for settler in settlers(node)]):
             if member.changed:
                 member.forced = True
+                self.reconsider(member)
 
     async def untie(self, *nodes: Node) -> bool:
         """Have what is tied committed, before one of the two is renamed or removed; False when nothing was.
 
-        So is everything, before more depends on each other than one commit may carry.
+        So is all that is tied, before more depends on each other than one commit may carry.
         """
         if self._linked_count >= self._linked_max:
-            await self.commit(*self._dirty)
-        elif self._ties and self._is_tied(nodes):
+            await self.commit(*self._ties)
+        elif any(self._ties.of(node) for node in nodes):
             await self.commit(*nodes)
         else:
             return False
@@ -160,7 +161,7 @@ class Journal(SharedJournal):
         if not (self.freeing_bytes or self.core.slabs.pending_bytes or self.core.reads.has_retired):
             if self.core.slabs.free_bytes > free_before:  # staged bytes have slots that no commit knows
                 return True
-            if self.core.shared and (self._gone or self._name_count):
+            if self.core.shared and (self._gone or self._names or self.is_committing):
                 await self.commit()  # only then is it known what was removed
             with trio.move_on_at(end):
                 return await self.hurry()
@@ -184,7 +185,7 @@ class Journal(SharedJournal):
 
     async def sync(self) -> None:
         """All that changed before the call is durable, open files included."""
-        await self.commit(*self._dirty, durable=True)
+        await self.commit(*self._dirty, *self._aside, durable=True)
         await self._freed()
 
     async def transact(self, transaction: Transaction) -> bool:
@@ -355,7 +356,8 @@ class Journal(SharedJournal):
             node.stored_epoch = self.epoch
         if self.core.shared:
             self._settle_versions(batch)
-        for parent, name, change in batch.names:
+        for change in batch.names:
+            parent, name = change.parent, change.name
             if not self.core.shared or batch.changes_name(parent, name):
                 self.core.known.settle(parent, name, change.node is not None)
             names = self.overlay.get(parent, {})
@@ -364,7 +366,6 @@ class Journal(SharedJournal):
                 continue  # it was given up meanwhile, as another host's change came before
             if current is change:
                 del names[name]
-                self._name_count -= 1
                 if not names:
                     del self.overlay[parent]
                     self.folders.pop(parent, None)

@@ -18,6 +18,7 @@ from kvfuse.volume.core import Core
 from kvfuse.volume.grace import Grace
 from kvfuse.volume.node import Nodes
 from kvfuse.volume.numbers import NumberRange, SharedNumberRange
+from kvfuse.volume.sealed import DamagedRecords
 from kvfuse.volume.shared.member import Member
 from kvfuse.volume.tier import SharedTier
 
@@ -34,7 +35,10 @@ async def load_core(
 ) -> Core:
     """The state of a volume from its records. ``member``: this client, where others have the volume open, too."""
     keys = [schema.COUNTER_INODE, schema.COUNTER_GENERATION, schema.COUNTER_FILES, schema.inode_key(ROOT_INODE)]
-    found = await records.get([*keys, schema.EXACT_SIZES])
+    try:
+        found = await records.get([*keys, schema.EXACT_SIZES])
+    except DamagedRecords as error:
+        raise errors.VolumeError(f"{options.title}: the record store is damaged: {error}") from error
     values = [record.value for record in found if record is not None]
     if len(values) < len(found):
         raise errors.VolumeError(
@@ -42,6 +46,8 @@ async def load_core(
         )
     try:
         core = await _load_values(options, superblock, records, segments, values, is_alone=member is None)
+    except DamagedRecords as error:
+        raise errors.VolumeError(f"{options.title}: the record store is damaged: {error}") from error
     except (ValueError, struct.error) as error:
         raise errors.VolumeError(
             f"{options.title}: the record store is damaged ({error}): 'kvfuse fsck --repair' mends what can be"

@@ -8,6 +8,7 @@ Where other hosts write the store, too, `shared.lookup` finds names.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -19,8 +20,11 @@ from kvfuse.volume.core import Core
 from kvfuse.volume.journal import Journal
 from kvfuse.volume.node import Node
 from kvfuse.volume.pending import NameChange
+from kvfuse.volume.sealed import get_sound, last_key, scan_page
 from kvfuse.volume.shared.learning import LEARN_ROWS, Learning
 from kvfuse.volume.shared.refresh import Refresher
+
+log = logging.getLogger(__name__)
 
 
 class Found(NamedTuple):
@@ -167,7 +171,7 @@ class Lookup:
             epoch = self.journal.epoch
             found = self.core.known.stored(parent, names)
             if found is None:
-                rows = await self.core.records.get([schema.entry_key(parent, name) for name in names])
+                rows = await get_sound(self.core.records, [schema.entry_key(parent, name) for name in names])
                 await self.learning.read_page(parent, max(LEARN_ROWS, 4 * len(names)))
                 if epoch != self.journal.epoch:
                     continue
@@ -232,19 +236,28 @@ class Lookup:
     # -- listing -------------------------------------------------------------------------------------
 
     async def list_directory(self, ino: int, after: int, limit: int) -> list[DirEntry]:
-        """Entries behind the cookie ``after``, in the order of their cookies; see `VolumeApi`."""
+        """Entries behind the cookie ``after``, in the order of their cookies; see `VolumeApi`.
+
+        A name whose record is damaged is left out (the log names it), so that its neighbours can be listed.
+        """
         await self.directory(ino)
         entries: list[DirEntry] = []
         while len(entries) < limit:
             epoch = self.journal.epoch
-            rows = await self.core.records.scan(schema.entry_prefix(ino), schema.entry_after(ino, after), limit)
+            start = schema.entry_after(ino, after)
+            rows, damaged = await scan_page(self.core.records, schema.entry_prefix(ino), start, limit)
             if epoch != self.journal.epoch:
                 continue
-            more = len(rows) == limit
-            last = schema.split_entry_key(rows[-1].key)[1] if more else (1 << 63) - 1
+            more = len(rows) + len(damaged) == limit
+            last = schema.split_entry_key(last_key(rows, damaged))[1] if more else (1 << 63) - 1
             page: dict[bytes, Node | schema.InodeRecord | int] = {}
             for row in rows:
-                name, entry = schema.split_entry_key(row.key)[2], schema.decode_entry(row.value)
+                name = schema.split_entry_key(row.key)[2]
+                try:
+                    entry = schema.decode_entry(row.value)
+                except schema.Malformed as error:
+                    log.error("%s", error)
+                    continue
                 if self.core.shared and isinstance(entry, schema.InodeRecord):
                     page[name] = self._listed(entry, row.version, ino, name)
                 else:
@@ -266,9 +279,12 @@ class Lookup:
         if self.core.shared:
             await self._read_own([entry for entry in page.values() if isinstance(entry, int)])
         for cookie, name in sorted([(schema.name_hash(name), name) for name in page]):
-            node = await self._entry_node(page[name], ino, name)
-            if node is None or not node.nlink:  # removed while we were looking; perhaps another took the name
-                node = (await self.find(ino, name)).node
+            try:
+                node = await self._entry_node(page[name], ino, name)
+                if node is None or not node.nlink:  # removed while we were looking; perhaps another took the name
+                    node = (await self.find(ino, name)).node
+            except errors.Corrupt:
+                continue
             if node is not None and node.nlink:
                 entries.append(DirEntry(name, cookie, node))
         return entries
@@ -290,7 +306,7 @@ class Lookup:
     async def _read_own(self, inodes: list[int]) -> None:
         """Have inodes with records of their own in memory, as they are now, by one question."""
         keys = [key for ino in inodes for key in (schema.inode_key(ino), schema.times_key(ino))]
-        rows = await self.core.records.get(keys) if keys else []
+        rows = await get_sound(self.core.records, keys) if keys else []
         for own, times in zip(rows[::2], rows[1::2], strict=True):
             if own is not None:
                 node = self._materialise(schema.decode_inode(own.value), own.version, 0, b"", own=True)

@@ -26,6 +26,7 @@ from kvfuse.volume.journal import Journal
 from kvfuse.volume.lookup import Found, Lookup
 from kvfuse.volume.node import Node
 from kvfuse.volume.removal import Removal
+from kvfuse.volume.sealed import all_keys
 
 
 @dataclass
@@ -248,10 +249,8 @@ class Names:
         """Have in memory all that has to be removed with the inode."""
         await self.content.load_all(node)
         if node.flags & schema.FLAG_XATTRS:
-            after = b""
-            while rows := await self.core.records.scan(schema.xattr_prefix(node.ino), after):
-                node.xattr_names |= {schema.xattr_name(row.key) for row in rows}
-                after = rows[-1].key
+            keys = await all_keys(self.core.records, schema.xattr_prefix(node.ino))
+            node.xattr_names |= {schema.xattr_name(key) for key in keys}
         node.complete = True
 
     def _drop_link(self, node: Node, heir: Node | None = None) -> None:
@@ -274,6 +273,7 @@ class Names:
         ``heir``: the file that took the name. What is freed then is freed in the commit that gives it the name.
         """
         self.core.file_count -= 1
+        self.journal.reconsider(node)
         if self.core.shared:
             self._removed_shared(node)
             return
@@ -319,6 +319,7 @@ class Names:
         """What an inode leaves behind when it goes: slots and records, to its heir or to the next commit."""
         if heir is not None:
             heir.dead += node.dead
+            self.core.givers[heir] = None
             heir.extra.update(node.extra)
             self.journal.withdraw(node.extra)
             node.dead, node.extra = [], {}

@@ -7,6 +7,7 @@ a few dozen bytes each, so that a million known files fit.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from stat import S_IFDIR, S_IFMT, S_IFREG
@@ -25,6 +26,8 @@ from kvfuse.volume.maps import ContentMap
 if TYPE_CHECKING:
     from kvfuse.volume.tier import SharedTier
 
+EVICTION_LOOKS = 4
+"""Nodes that are looked at when one is added beyond the bound: two for each that goes, and some for those that stay."""
 NO_ATTRIBUTES: Mapping[bytes, bytes | None] = MappingProxyType({})
 
 
@@ -34,6 +37,7 @@ class Node:
     __slots__ = (
         "__weakref__",
         "appends",
+        "aside",
         "atime",
         "base",
         "born",
@@ -127,6 +131,8 @@ class Node:
         """its record is on its way to the store: what the store answers may be old"""
         self.named = False
         """got a name since the last flush of its staged bytes began"""
+        self.aside = False
+        """changed, and no commit looks at it, as it is open for writing; see `late`. The journal's alone"""
         self.forced = False
         """to be in the next commit even if it is open for writing"""
         self.handles = 0
@@ -331,7 +337,8 @@ class Nodes:
     def __init__(self, count_max: int, tier: SharedTier) -> None:
         self.count_max = count_max
         self.tier = tier
-        self._nodes: dict[int, Node] = {}
+        self._nodes: OrderedDict[int, Node] = OrderedDict()
+        """from whose front entries go in constant time; a dict would look at all places of those that went"""
         self._evicted: WeakValueDictionary[int, Node] = WeakValueDictionary()
         self._all_forgotten = False
 
@@ -350,7 +357,7 @@ class Nodes:
         node.forgotten = self._all_forgotten
         self._nodes[node.ino] = node
         if len(self._nodes) > self.count_max:
-            self._evict(64)
+            self._evict(EVICTION_LOOKS)
         return node
 
     def drop(self, node: Node) -> None:
@@ -366,15 +373,17 @@ class Nodes:
             node.forgotten = True
             node.end_map()
 
-    def _evict(self, steps: int) -> None:
+    def _evict(self, looks: int) -> None:
         """Look at a few of the oldest: drop what may go, give the others another round."""
-        oldest = [ino for ino, _ in zip(self._nodes, range(steps), strict=False)]
-        for ino in oldest:
-            node = self._nodes.pop(ino)
+        for _ in range(looks):
+            if len(self._nodes) <= self.count_max:
+                return
+            ino, node = next(iter(self._nodes.items()))
+            self._nodes.move_to_end(ino)
             if node.recent or node.busy:
                 node.recent = False
-                self._nodes[ino] = node
             else:
+                del self._nodes[ino]
                 node.end_map()
                 self._evicted[ino] = node
 

@@ -5,13 +5,14 @@ Every operation changes memory at once and marks here what it changed. Nothing i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import trio
 
 from kvfuse.volume import schema
+from kvfuse.volume.late import Aside, Late, Ties, is_held, settlers
 from kvfuse.volume.node import Node, check_remembered
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 BATCH_CHANGES = 2000
 """New changes of nodes and names that start a commit before the window has passed."""
 CROWD_CHANGES = 10_000
-"""Changed nodes and names at which an operation waits for a commit before it adds more."""
+"""Changed nodes and names, but for those aside, at which an operation waits for a commit before it adds more."""
 CROWD_SIZE = 16 << 20
 """Bytes of other records at which it does."""
 LINK_SHARE = 16
@@ -33,9 +34,12 @@ CHUNK_SHARE = 8
 class NameChange:
     """What a name is here, while the record store does not know it yet."""
 
-    __slots__ = ("leaves", "moved", "node", "sent", "stored", "vacated", "version")
+    __slots__ = ("holders", "leaves", "moved", "name", "node", "parent", "sent", "stored", "vacated", "version")
 
-    def __init__(self, node: Node | None, stored: bool, moved: Node | None, vacated: bool, version: int = 0) -> None:
+    def __init__(
+        self, place: tuple[int, bytes], node: Node | None, stored: bool, moved: Node | None, vacated: bool, version: int
+    ) -> None:
+        self.parent, self.name = place
         self.node = node
         """what the name means; None: it does not exist"""
         self.stored = stored
@@ -50,6 +54,13 @@ class NameChange:
         """in a shared volume: the inode that has the name in the store, and loses it, its last, by this change"""
         self.sent = False
         """in a commit that is under way"""
+        self.holders: tuple[Node, ...] = ()
+        """inodes that are aside, and the change with them"""
+
+    @property
+    def may_go_first(self) -> bool:
+        """The stored record can be deleted before what the name means now is stored."""
+        return self.vacated and self.stored
 
 
 @dataclass
@@ -83,7 +94,10 @@ class Pending:
         self.epoch = 0
         """counts settled commits: what was read from the store in an earlier epoch may be old"""
         self._dirty: dict[Node, int] = {}
-        """changed inode -> serial number of the change that made it so"""
+        """changed inode that the next commit looks at -> serial number of the change that made it so"""
+        self._names: dict[NameChange, None] = {}
+        """changes of names that the next commit looks at"""
+        self._aside = Aside()
         self._gone: dict[Node, int] = {}
         """inode that lost its last name and leaves slots or records -> as above"""
         self._times: dict[Node, None] = {}
@@ -91,9 +105,8 @@ class Pending:
         self.folders: dict[int, Node] = {}
         """directories with changed names, in a shared volume"""
         self._sent_extra: dict[bytes, bytes | None] = {}
-        self._ties: list[tuple[Node, Node]] = []
+        self._ties = Ties()
         self._serial = 0
-        self._name_count = 0
         self._new_count = 0
         """changes since the last commit was built"""
         self._linked_count = 0
@@ -120,6 +133,8 @@ class Pending:
             self._serial += 1
             self._dirty[node] = self._serial
             self._new_count += 1
+        elif node.aside and (node.forced or not node.writers):
+            self.reconsider(node)
         self._wake()
 
     def touch_times(self, directory: Node) -> None:
@@ -168,10 +183,10 @@ class Pending:
         vacated = node is None
         self._new_count += 1
         if previous is None:
-            self._name_count += 1
             if self.core.shared and (folder := self.core.nodes.get(parent)) is not None:
                 self.folders[parent] = folder
         else:
+            self._drop_name(previous)
             stored, version = previous.stored, previous.version
             if previous.vacated and not previous.sent:
                 moved, vacated = previous.moved, True  # nothing of what came since is in the store
@@ -185,7 +200,11 @@ class Pending:
         else:
             self._linked_count += moved is not None and moved.own_record
             self.core.known.drop(parent, name)
-        names[name] = change = NameChange(node, stored, moved, vacated, version)
+        for one in (node, leaves, *settlers(moved)):
+            if one is not None:
+                self.reconsider(one)
+        names[name] = change = NameChange((parent, name), node, stored, moved, vacated, version)
+        self._names[change] = None
         if self.core.shared:
             change.leaves = self._leaves(previous, leaves)
         self._wake()
@@ -202,17 +221,9 @@ class Pending:
     def tie(self, first: Node, second: Node) -> None:
         """One took the other's name, and both stay: neither may be committed without the other."""
         self._linked_count += 1
-        self._ties.append((first, second))
-
-    def _is_tied(self, nodes: Iterable[Node]) -> bool:
-        return any(node in tie for tie in self._ties for node in nodes)
-
-    def _with_tied(self, nodes: Iterable[Node]) -> set[Node]:
-        """These, and all that may not be committed without them."""
-        whole = set(nodes)
-        while grown := {node for tie in self._ties if not whole.isdisjoint(tie) for node in tie} - whole:
-            whole |= grown
-        return whole
+        self._ties.add(first, second)
+        self.reconsider(first)
+        self.reconsider(second)
 
     def put(self, key: bytes, value: bytes | None) -> None:
         """Any other record; None deletes it."""
@@ -251,7 +262,7 @@ class Pending:
 
     @property
     def crowded(self) -> bool:
-        return len(self._dirty) + self._name_count > self._crowd_max or self._extra_size > CROWD_SIZE
+        return len(self._dirty) + len(self._names) > self._crowd_max or self._extra_size > CROWD_SIZE
 
     @property
     def freeing_bytes(self) -> int:
@@ -270,7 +281,8 @@ class Pending:
 
     def _giving_up(self) -> list[Node]:
         """Changed inodes that give up slots."""
-        return [node for node in {**self._dirty, **self._gone} if node.dead]
+        givers = self.core.givers = {node: None for node in self.core.givers if node.dead}
+        return [node for node in {**givers, **self._gone} if node.dead and (node.changed or node in self._gone)]
 
     def _wake(self) -> None:
         if not self._work.is_set():
@@ -282,45 +294,75 @@ class Pending:
     def _is_full(self) -> bool:
         return self._new_count >= self._batch_max
 
-    def _late(self, flushed: set[Node]) -> set[Node]:
-        """Changed nodes that the next commit leaves out: they are being written, or have bytes that no slot has.
+    # -- what the next commit leaves out -------------------------------------------------------------
+
+    def reconsider(self, node: Node) -> None:
+        """Have the next commit look at an inode that may be aside, and at all that waits for it."""
+        work = [node] if node.aside else []
+        while work:
+            one = work.pop()
+            if one.aside:
+                self._dirty[one], names = self._aside.take(one)
+                work += self._ties.of(one)
+                for change in names:
+                    work += change.holders
+                    self._names[change] = None
+
+    def _drop_name(self, change: NameChange) -> None:
+        """The change is no more: another takes its place, or none."""
+        for holder in change.holders:
+            self.reconsider(holder)
+        self._names.pop(change, None)
+
+    def _set_aside(self) -> None:
+        """Set aside what is being written, and what may not be committed without that."""
+        written = {node for node in self._dirty if node.nlink and node.writers and not node.forced}
+        for node in self._closure(written):
+            if node in self._dirty:
+                self._aside.put(node, self._dirty.pop(node))
+        if self._aside:
+            held = [(change, holders) for change in self._names if (holders := _holders(change))]
+            for change, holders in held:
+                del self._names[change]
+                self._aside.hold(change, holders)
+
+    def _late(self, flushed: set[Node]) -> Late:
+        """Changed nodes that the next commit leaves out: they are aside, or have bytes that no slot has.
 
         One that was flushed, and staged more meanwhile, goes in as it was flushed - unless it got a name
         meanwhile, which may say that it is whole.
         """
-        late = {
-            node
-            for node in self._dirty
-            if node.nlink
-            and ((node.staged_count and (node not in flushed or node.named)) or (node.writers and not node.forced))
+        self._set_aside()
+        staged = {
+            node for node in self._dirty if node.nlink and node.staged_count and (node not in flushed or node.named)
         }
-        late = self._with_tied(late)
-        while held_back := self._held_back(late):
-            late = self._with_tied(late | held_back)
-        return late
+        return Late(self._closure(staged))
 
-    def _held_back(self, late: set[Node]) -> set[Node]:
-        """Inodes that took a name which may not change yet, as what it meant is settled with one that is late."""
-        if not late:
+    def _closure(self, nodes: set[Node]) -> set[Node]:
+        """These, and all that have to wait for them: tied ones, and those that took a name which may not change yet."""
+        nodes = self._ties.closure(nodes)
+        while held_back := self._held_back(nodes):
+            nodes = self._ties.closure(nodes | held_back)
+        return nodes
+
+    def _held_back(self, nodes: set[Node]) -> set[Node]:
+        """Inodes that took a name which may not change yet, as what it meant is settled with one of these."""
+        if not nodes and not self._aside:
             return set()
-        changes = [change for names in self.overlay.values() for change in names.values() if change.node in self._dirty]
+        late = Late(nodes)
         return {
             change.node
-            for change in changes
-            if change.node is not None and change.node not in late and is_held(change.moved, late)
+            for change in self._names
+            if change.moved is not None
+            and change.node in self._dirty
+            and change.node not in nodes
+            and is_held(change.moved, late)
         }
 
 
-def settlers(node: Node | None) -> Iterator[Node]:
-    """Whoever settles what the inode has: itself, and where it has no names any more, who took its name.
-
-    Until the last of them is in the store, the name may mean the inode there.
-    """
-    while node is not None:
-        yield node
-        node = node.heir if node.nlink == 0 else None
-
-
-def is_held(moved: Node | None, late: set[Node]) -> bool:
-    """An inode that left its name is not yet in the store elsewhere; or what it had is freed by a later heir."""
-    return moved is not None and any(node in late for node in settlers(moved))
+def _holders(change: NameChange) -> tuple[Node, ...]:
+    """The inodes that are aside for which the change has to wait; none where it need not."""
+    holders = [node for node in settlers(change.moved) if node.aside]
+    if change.node is not None and change.node.aside and (holders or not change.may_go_first):
+        holders.append(change.node)
+    return tuple(holders)

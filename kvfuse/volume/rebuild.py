@@ -7,6 +7,7 @@ number. Empty files, links, attributes and the owners of directories are not in 
 
 from __future__ import annotations
 
+import dataclasses
 import stat
 import time
 from collections import defaultdict
@@ -24,7 +25,7 @@ from kvfuse.remote.records.api import RecordStore
 from kvfuse.remote.segments.api import SegmentStore, Transfer
 from kvfuse.slab import layout
 from kvfuse.slab.layout import Geometry, Superblock
-from kvfuse.volume import engines, format, schema
+from kvfuse.volume import engines, format, schema, sealed
 from kvfuse.volume.api import FIRST_INODE, ROOT_INODE
 from kvfuse.volume.headers import Description
 from kvfuse.volume.shared.member import FencedRecords, membership
@@ -93,7 +94,8 @@ async def _rebuild_folder(options: Options, progress: Callable[[str, int, int], 
         work.report.records_kept = _move_aside(options.records_path)
         format.write_superblock(path, superblock)
         options.records_path.mkdir(parents=True)
-        async with engines.open_records(options) as records:
+        async with engines.open_records(options) as plain_records:
+            records = sealed.as_formatted(plain_records, superblock)
             await format.write_first_records(options, records)
             await work.write(records)
     return work.report
@@ -113,6 +115,7 @@ async def _rebuild_shared(options: Options, progress: Callable[[str, int, int], 
         async with engines.open_segments(options, read_only=True) as segments:
             superblock = await _find_superblock(VolumeError(f"{title} has no superblock"), segments)
             work = await _collect(superblock, segments, progress)
+        records = sealed.as_formatted(records, superblock)
         await format.write_first_records(options, records)
         await work.write(FencedRecords(records, member))
         await format.write_shared_superblock(records, superblock, member)
@@ -137,7 +140,7 @@ async def _find_superblock(error: VolumeError, segments: SegmentStore) -> Superb
             found = layout.parse_superblock(image)
         except VolumeError:
             continue
-        return Superblock(found.volume_id, found.geometry, found.created_ns)
+        return dataclasses.replace(found, segment=layout.NO_SEGMENT)
     raise VolumeError(f"{error}; and no segment has a copy of it")
 
 

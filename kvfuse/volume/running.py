@@ -21,6 +21,7 @@ from kvfuse.volume.core import Core
 from kvfuse.volume.holding import Held
 from kvfuse.volume.loading import load_core
 from kvfuse.volume.node import Node
+from kvfuse.volume.sealed import scan_pages
 from kvfuse.volume.shared.parts import Parts
 from kvfuse.volume.shared.records import SharedRecords
 
@@ -92,18 +93,24 @@ class RunningVolume:
 
     async def _reap_orphans(self) -> None:
         """Free what files had that were unlinked, but open, when the last daemon ended."""
-        while rows := await self.core.records.scan(b"o", b"", 100):
+        async for rows, _ in scan_pages(self.core.records, b"o", 100):
             for row in rows:
-                record = schema.decode_inode(row.value)
-                node = self.content.restore_chunks(Node.from_record(record), record)
-                node.nlink = 0
-                await self.names.load_for_removal(node)
-                self.content.forget_lost(node)
-                if self.names.removal.is_large(node):
-                    await self.names.removal.take_apart(node)
-                else:
-                    self.names.reap(node)
+                try:
+                    await self._reap_orphan(schema.decode_inode(row.value))
+                except errors.Corrupt as error:
+                    log.error("a removed file is not freed: %s", error)
             await self.journal.commit()
+
+    async def _reap_orphan(self, record: schema.InodeRecord) -> None:
+        """Corrupt, with nothing freed, where a record of the file is damaged."""
+        node = self.content.restore_chunks(Node.from_record(record), record)
+        node.nlink = 0
+        await self.names.load_for_removal(node)
+        self.content.forget_lost(node)
+        if self.names.removal.is_large(node):
+            await self.names.removal.take_apart(node)
+        else:
+            self.names.reap(node)
 
     async def start(self) -> None:
         """Begin to commit and to write back, and free what the last daemon could not."""

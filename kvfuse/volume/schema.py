@@ -29,12 +29,13 @@ can go on from any entry, whatever was created or removed since, without state.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from hashlib import blake2b
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
+from kvfuse.errors import Corrupt
 from kvfuse.volume.api import NAME_MAX
 
 INLINE_CHUNKS = 8
@@ -42,6 +43,9 @@ INLINE_CHUNKS = 8
 
 COOKIE_MIN = 16
 """Cookies below are for "." and ".."."""
+
+_V = TypeVar("_V")
+_T = TypeVar("_T")
 
 _U64 = struct.Struct(">Q")
 _NAME_HEAD = struct.Struct(">cQ")
@@ -160,6 +164,23 @@ FLAG_RELAXED = 8
 FLAG_LEAVING = 16
 """Of a shared volume: somebody is about to remove the directory. Who puts a name into it takes the flag away first."""
 
+
+class Malformed(Corrupt, ValueError):
+    """The value of a record cannot be what the volume wrote."""
+
+
+def _checked(decode: Callable[[_V], _T]) -> Callable[[_V], _T]:
+    """``decode``, with Malformed for every value that it cannot decode."""
+
+    def checked(value: _V) -> _T:
+        try:
+            return decode(value)
+        except (ValueError, struct.error) as error:
+            raise Malformed(f"a record makes no sense: {error}") from error
+
+    return checked
+
+
 _encode = msgspec.msgpack.Encoder().encode
 _decode_inode = msgspec.msgpack.Decoder(InodeRecord).decode
 _decode_chunk = msgspec.msgpack.Decoder(tuple[ExtentRecord, ...]).decode
@@ -276,6 +297,7 @@ def encode_member(record: MemberRecord) -> bytes:
     return _encode(record)
 
 
+@_checked
 def decode_member(value: bytes) -> MemberRecord:
     return _decode_member(value)
 
@@ -327,6 +349,7 @@ def encode_u64(value: int) -> bytes:
     return _U64.pack(value)
 
 
+@_checked
 def decode_u64(value: bytes) -> int:
     return int(_U64.unpack(value)[0])
 
@@ -335,6 +358,7 @@ def encode_u64s(values: Iterable[int]) -> bytes:
     return b"".join([_U64.pack(value) for value in values])
 
 
+@_checked
 def decode_u64s(value: bytes) -> list[int]:
     return [number for (number,) in _U64.iter_unpack(value)]
 
@@ -343,6 +367,7 @@ def encode_times(atime: int, mtime: int, ctime: int) -> bytes:
     return _TIMES.pack(atime, mtime, ctime)
 
 
+@_checked
 def decode_times(value: bytes) -> tuple[int, int, int]:
     atime, mtime, ctime = _TIMES.unpack(value)
     return atime, mtime, ctime
@@ -352,6 +377,7 @@ def encode_slab(slot_size: int, bitmap: bytes) -> bytes:
     return _SLAB_HEAD.pack(slot_size) + bitmap
 
 
+@_checked
 def decode_slab(value: bytes) -> tuple[int, bytes]:
     """(slot size, bitmap)"""
     return _SLAB_HEAD.unpack_from(value)[0], value[_SLAB_HEAD.size :]
@@ -361,6 +387,7 @@ def encode_holder(holder: Holder) -> bytes:
     return _HOLDER.pack(*holder)
 
 
+@_checked
 def decode_holder(value: bytes) -> Holder:
     return Holder(*_HOLDER.unpack(value))
 
@@ -369,6 +396,7 @@ def encode_count(value: int) -> bytes:
     return _COUNT.pack(value)
 
 
+@_checked
 def decode_count(value: bytes) -> int:
     return int(_COUNT.unpack(value)[0])
 
@@ -377,6 +405,7 @@ def encode_orphan(record: InodeRecord, remover: int) -> bytes:
     return _encode(OrphanRecord(**{**msgspec.structs.asdict(record), "remover": remover}))
 
 
+@_checked
 def decode_orphan(value: bytes) -> OrphanRecord:
     """Also of a record that does not say who removed it."""
     return _decode_orphan(value)
@@ -386,6 +415,7 @@ def encode_inode(record: InodeRecord) -> bytes:
     return _encode(record)
 
 
+@_checked
 def decode_inode(value: bytes | memoryview) -> InodeRecord:
     return _decode_inode(value)
 
@@ -403,6 +433,7 @@ def is_inline(value: bytes) -> bool:
     return value[:1] == b"I"
 
 
+@_checked
 def decode_entry(value: bytes) -> InodeRecord | int:
     """An inline inode, or the number of an inode with a record of its own."""
     if is_inline(value):
@@ -414,5 +445,6 @@ def encode_chunk(extents: tuple[ExtentRecord, ...]) -> bytes:
     return _encode(extents)
 
 
+@_checked
 def decode_chunk(value: bytes) -> tuple[ExtentRecord, ...]:
     return _decode_chunk(value)

@@ -16,6 +16,7 @@ from kvfuse.volume.core import Core
 from kvfuse.volume.journal import Journal
 from kvfuse.volume.lookup import Lookup
 from kvfuse.volume.node import Node
+from kvfuse.volume.sealed import all_keys
 
 XATTR_NAME_MAX = 255
 XATTR_VALUE_MAX = 64 << 10
@@ -143,10 +144,7 @@ class Xattrs:
             names.update(name for name, setting in SETTINGS.items() if setting.get(self.core, node) is not None)
         if node.flags & schema.FLAG_XATTRS:
             prefix = schema.xattr_prefix(ino)
-            after = b""
-            while rows := await self.core.records.scan(prefix, after):
-                names.update(schema.xattr_name(row.key) for row in rows)
-                after = rows[-1].key
+            names.update([schema.xattr_name(key) for key in await all_keys(self.core.records, prefix)])
             for key, value in self._not_stored(node, prefix).items():
                 if value is None:
                     names.discard(schema.xattr_name(key))

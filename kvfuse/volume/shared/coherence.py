@@ -19,7 +19,7 @@ from weakref import WeakSet
 
 import trio
 
-from kvfuse.errors import EngineError, Stale
+from kvfuse.errors import Corrupt, EngineError, Stale
 from kvfuse.remote.records.api import Change
 from kvfuse.volume import schema
 from kvfuse.volume.api import ROOT_INODE, KernelCache
@@ -307,6 +307,8 @@ class Coherence:
     async def _renew_node(self, node: Node) -> None:
         try:
             await self.lookup.renew(node)
+        except Corrupt as error:  # whoever asks for it gets this error; the watch goes on
+            log.error("inode %d cannot be read anew: %s", node.ino, error)
         except Stale:
             (removed,) = await self.records.get([schema.orphan_key(node.ino)])
             if removed is not None:

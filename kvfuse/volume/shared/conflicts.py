@@ -27,6 +27,7 @@ from kvfuse.volume.batch import Batch, Taken
 from kvfuse.volume.chunk import COMMITTED, FRESH, Extent
 from kvfuse.volume.node import Node
 from kvfuse.volume.pending import NameChange
+from kvfuse.volume.sealed import scan_pages
 
 if TYPE_CHECKING:
     from kvfuse.remote.records.api import Versioned
@@ -59,9 +60,9 @@ class Conflicts:
             self._recall_node(taken, committed)
         self.core.recall_counters()
         self.core.slabs.recall([extent.slot for extent in committed], [extent.slot for extent in batch.freed])
-        for parent, name, change in draft.names:
+        for change in draft.names:
             change.sent = False
-            current = journal.find(parent, name)
+            current = journal.find(change.parent, change.name)
             if current is not None and current is not change and change.vacated:
                 current.moved, current.vacated = change.moved, True
             if current is not None and current is not change:
@@ -91,6 +92,7 @@ class Conflicts:
             for chunk, base, dirty in taken.chunks:
                 chunk.base = base
                 chunk.dirty = [*dirty, *[span for span in chunk.dirty if span not in dirty]]
+            self.core.givers[node] = None
             self.journal.touch(node)
 
     # -- coming to terms -----------------------------------------------------------------------------
@@ -119,7 +121,7 @@ class Conflicts:
     def _contested(self) -> list[bytes]:
         claims: dict[tuple[int, bytes], int] = {}
         contested: dict[tuple[int, bytes], None] = {}
-        for node in [node for node in self.journal.changed_inline() if node.nlink]:
+        for node in [node for node in self.journal.changed_inline(aside=False) if node.nlink]:
             place = (node.parent, node.name)
             change = self.journal.find(*place)
             if claims.setdefault(place, node.ino) != node.ino or (change is not None and not _means(change, node)):
@@ -129,7 +131,7 @@ class Conflicts:
     async def _resolve_entry(self, key: bytes, row: Versioned | None) -> None:
         parent, _, name = schema.split_entry_key(key)
         entry = schema.decode_entry(row.value) if row is not None else None
-        for node in self.journal.changed_inline():
+        for node in self.journal.changed_inline(aside=True):
             change = self.journal.find(parent, name)
             if not node.nlink or (node.parent, node.name) != (parent, name):
                 continue
@@ -226,8 +228,7 @@ class Conflicts:
         It may be long, but nothing else is left before the changes are given up. EngineError.
         """
         log.warning("inode %d is not where it was, and nobody tells where it is: all names are read", node.ino)
-        after = b""
-        while rows := await self.core.records.scan(b"d", after, SEARCH_PAGE):
+        async for rows, _ in scan_pages(self.core.records, b"d", SEARCH_PAGE):
             for row in rows:
                 entry = schema.decode_entry(row.value)
                 if isinstance(entry, schema.InodeRecord) and entry.ino == node.ino:
@@ -235,7 +236,6 @@ class Conflicts:
                     node.parent, node.name = parent, name
                     await self.journal.merge(node, entry, row.version)
                     return True
-            after = rows[-1].key
         return False
 
 

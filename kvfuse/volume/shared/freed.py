@@ -19,6 +19,7 @@ from kvfuse.slab.image import SlabState
 from kvfuse.volume import schema
 from kvfuse.volume.chunk import COMMITTED, RESTED, Extent
 from kvfuse.volume.schema import FreedSlot
+from kvfuse.volume.sealed import get_sound, scan_page
 from kvfuse.volume.shared.transaction import Transaction
 
 if TYPE_CHECKING:
@@ -82,7 +83,7 @@ class FreedSlots:
             return
         keys = list(islice(self._hints, self._batch))
         asked = trio.current_time()
-        rows = await self.core.records.get(keys)
+        rows = await get_sound(self.core.records, keys)
         if trio.current_time() - asked > self.core.grace.seconds / 2:
             return
         for key, row in zip(keys, rows, strict=True):
@@ -115,13 +116,14 @@ class FreedSlots:
         for slab in slabs:
             after = max(after, schema.freed_prefix(slab))
             while schema.key_slab(after) <= slab:
-                rows = await self.core.records.scan(b"f", after, SCAN_ROWS)
-                for row in rows:
-                    if schema.key_slab(row.key) in found:
-                        found[schema.key_slab(row.key)].append(row.key)
-                if len(rows) < SCAN_ROWS:
+                rows, damaged = await scan_page(self.core.records, b"f", after, SCAN_ROWS)
+                keys = sorted([row.key for row in rows] + damaged)
+                for key in keys:
+                    if schema.key_slab(key) in found:
+                        found[schema.key_slab(key)].append(key)
+                if len(keys) < SCAN_ROWS:
                     return {slab: keys for slab, keys in found.items() if keys}
-                after = rows[-1].key
+                after = keys[-1]
         return {slab: keys for slab, keys in found.items() if keys}
 
     async def drop_stale(self, states: Sequence[SlabState], found: dict[int, list[bytes]]) -> None:

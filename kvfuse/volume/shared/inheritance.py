@@ -23,6 +23,7 @@ from kvfuse.remote.records.api import ABSENT, Record
 from kvfuse.volume import schema
 from kvfuse.volume.core import Core
 from kvfuse.volume.schema import NOBODY
+from kvfuse.volume.sealed import get_sound, scan_pages
 from kvfuse.volume.shared.freed import JournalPart
 from kvfuse.volume.shared.slab_view import SlabView
 from kvfuse.volume.shared.transaction import Transaction
@@ -66,7 +67,7 @@ class Inheritance:
             if trio.current_time() < self._not_fenced.get(client, 0.0):
                 return False
             keys = [schema.member_key(client), schema.sequence_key(client)]
-            member, sequence = await self.core.records.get(keys)
+            member, sequence = await get_sound(self.core.records, keys)
             if member is not None or sequence is None:
                 return False
             try:
@@ -99,12 +100,7 @@ class Inheritance:
         return client not in self.view.members and self.heir(client) == self.core.client
 
     async def _rows(self, kind: bytes) -> list[Record]:
-        found: list[Record] = []
-        after = b""
-        while rows := await self.core.records.scan(kind, after, SCAN_ROWS):
-            found += rows
-            after = rows[-1].key
-        return found
+        return [row async for rows, _ in scan_pages(self.core.records, kind, SCAN_ROWS) for row in rows]
 
     async def _claim_orphans(self) -> int:
         rows = [row for row in await self._rows(b"o") if self._is_ours(schema.decode_orphan(row.value).remover)]
@@ -141,7 +137,7 @@ class Inheritance:
         Either may be below 0: who removed what another client made that is still here.
         """
         keys = [schema.COUNTER_FILES, schema.files_key(client)]
-        common, own = await self.core.records.get(keys)
+        common, own = await get_sound(self.core.records, keys)
         if common is None or own is None:
             return
         total = schema.decode_count(common.value) + schema.decode_count(own.value)

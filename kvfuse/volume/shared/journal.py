@@ -97,10 +97,11 @@ class SharedJournal(BatchBuilder):
 
     def _forget(self, node: Node) -> None:
         """Nothing of the inode is to be stored any more."""
+        self.reconsider(node)
         self._dirty.pop(node, None)
         self._gone.pop(node, None)
         self._times.pop(node, None)
-        self._ties = [tie for tie in self._ties if node not in tie]
+        self._ties.drop(node)
         node.changed = node.forced = node.times_changed = False
         node.extra = {}
 
@@ -119,11 +120,11 @@ class SharedJournal(BatchBuilder):
 
     def changed(self, ino: int) -> list[Node]:
         """What is changed of an inode; in memory there may be another one of it by now, or none."""
-        return [node for node in self._dirty if node.ino == ino]
+        return [node for node in (*self._dirty, *self._aside) if node.ino == ino]
 
-    def changed_inline(self) -> list[Node]:
-        """Changed inodes whose records stand in their names."""
-        return [node for node in self._dirty if not node.own_record]
+    def changed_inline(self, *, aside: bool) -> list[Node]:
+        """Changed inodes whose records stand in their names. ``aside``: those that are aside, too."""
+        return [node for node in (*self._dirty, *(self._aside if aside else ())) if not node.own_record]
 
     # -- names that meant something else than was thought --------------------------------------------
 
@@ -161,8 +162,7 @@ class SharedJournal(BatchBuilder):
         self.epoch += 1
         self.core.known.drop(parent, name)
         names = self.overlay[parent]
-        del names[name]
-        self._name_count -= 1
+        self._drop_name(names.pop(name))
         if not names:
             del self.overlay[parent]
             self.folders.pop(parent, None)
@@ -193,7 +193,12 @@ class SharedJournal(BatchBuilder):
         self._extra = {**{key: value for key, value in draft.extra.items() if key not in theirs}, **self._extra}
         self._times = {**dict.fromkeys(draft.times), **self._times}
         self._gone = {**dict.fromkeys(draft.gone, 0), **self._gone}
-        self._ties = [*batch.ties, *[tie for tie in self._ties if tie not in batch.ties]]
+        for first, second in batch.ties:
+            if first in self._dirty or second in self._dirty:
+                self._ties.add(first, second)
+        for change in draft.names:
+            if self.find(change.parent, change.name) is change:
+                self._names[change] = None
         self._sent_extra = {}
         freed_twice = [extent for extent in self.recalled_dead(batch) if extent not in draft.dead]
         self.core.dead = [*draft.dead, *freed_twice, *self.core.dead]
@@ -212,7 +217,8 @@ class SharedJournal(BatchBuilder):
             change = None if node.own_record else self.find(node.parent, node.name)
             if change is not None and not change.sent:
                 change.stored, change.version = True, version
-        for parent, name, change in batch.names:
+        for change in batch.names:
+            parent, name = change.parent, change.name
             current = self.overlay.get(parent, {}).get(name)
             if current is not None and current is not change:
                 current.version = version if change.node is not None else 0

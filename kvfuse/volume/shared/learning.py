@@ -15,6 +15,7 @@ from kvfuse.volume import schema
 from kvfuse.volume.core import Core
 from kvfuse.volume.journal import Journal
 from kvfuse.volume.node import Node
+from kvfuse.volume.sealed import scan_page
 from kvfuse.volume.shared.refresh import Refresher
 from kvfuse.volume.shared.shelf import RECORDS_MAX
 
@@ -81,9 +82,10 @@ class Learning:
             row_count = max(row_count, min(known.count(directory), LEARN_ROWS_MAX))
         epoch = self.journal.epoch
         with known.shelf.reading() as page:
-            rows = await self.core.records.scan(schema.entry_prefix(directory), after, row_count)
+            rows, damaged = await scan_page(self.core.records, schema.entry_prefix(directory), after, row_count)
             if epoch == self.journal.epoch and known.next_page(directory) == after:
-                known.learn(directory, [row.key for row in rows], last=len(rows) < row_count)
+                keys = sorted([row.key for row in rows] + damaged)
+                known.learn(directory, keys, last=len(keys) < row_count)
                 if self.core.shared:
                     page.keep(rows)
 

@@ -28,13 +28,14 @@ from itertools import islice
 
 import trio
 
-from kvfuse.errors import EngineError, VolumeError
+from kvfuse.errors import Corrupt, EngineError, VolumeError
 from kvfuse.remote.records.api import ABSENT, Change
 from kvfuse.slab.image import SlabState
 from kvfuse.volume import schema
 from kvfuse.volume.core import Core
 from kvfuse.volume.numbers import SharedNumberRange
 from kvfuse.volume.schema import NOBODY, Holder
+from kvfuse.volume.sealed import get_page
 from kvfuse.volume.shared.freed import FreedSlots, JournalPart
 from kvfuse.volume.shared.inheritance import Inheritance
 from kvfuse.volume.shared.shares import Shares
@@ -368,22 +369,37 @@ class SlabLeases:
         now = trio.current_time()
         ripe = sorted(slab for slab, time in self._coming.items() if time <= now)
         for part in self._parts(ripe):
-            rows = await self.core.records.get([schema.slab_key(slab) for slab in part])
-            images = [schema.decode_slab(row.value) if row is not None else (0, b"") for row in rows]
-            states = [SlabState(slab, *image) for slab, image in zip(part, images, strict=True)]
-            found = await self.freed.find(part)
+            states = await self._states(part)
+            found = await self.freed.find([state.slab for state in states])
             await self.freed.drop_stale(states, found)
             for state in states:
                 self._grant(state)
                 self.freed.granted(found.get(state.slab, ()))
+
+    async def _states(self, slabs: Sequence[int]) -> list[SlabState]:
+        """Of slabs that this client waited for. One with a damaged record stays unused: its slots may be files'."""
+        rows, damaged = await get_page(self.core.records, [schema.slab_key(slab) for slab in slabs])
+        states = []
+        for slab, row in zip(slabs, rows, strict=True):
+            try:
+                if schema.slab_key(slab) in damaged:
+                    raise Corrupt("its record does not match its checksum")
+                states.append(SlabState(slab, *(schema.decode_slab(row.value) if row is not None else (0, b""))))
+            except Corrupt as error:
+                del self._coming[slab]
+                self._refuse(slab, error)
+        return states
+
+    def _refuse(self, slab: int, error: Exception) -> None:
+        self._damaged.add(slab)
+        log.error("slab %d is not used, 'kvfuse fsck' mends what can be: %s", slab, error)
 
     def _grant(self, state: SlabState) -> None:
         del self._coming[state.slab]
         try:
             self.core.slabs.grant(state)
         except VolumeError as error:
-            self._damaged.add(state.slab)
-            log.error("slab %d is not used, 'kvfuse fsck' mends what can be: %s", state.slab, error)
+            self._refuse(state.slab, error)
         else:
             self._grants += 1
             self.shares.came()

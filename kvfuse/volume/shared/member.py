@@ -209,7 +209,7 @@ async def memberships(
 async def _others(records: RecordStore, client: int = schema.NOBODY) -> list[MemberRecord]:
     """The clients that are alive, as far as the store knows, but for ``client``."""
     rows = await records.scan(schema.MEMBER_PREFIX)
-    return [schema.decode_member(row.value) for row in rows if schema.key_client(row.key) != client]
+    return [_said(row.value) for row in rows if schema.key_client(row.key) != client]
 
 
 async def _wait_for_others(records: RecordStore, title: str, seconds: float) -> None:
@@ -229,10 +229,18 @@ async def _wait_for_holder(records: RecordStore, title: str, seconds: float) -> 
         (found,) = await records.get([schema.MOUNTED])
         if found is None:
             return
-        said = schema.decode_member(found.value)
+        said = _said(found.value)
         if not _is_ending(said) or trio.current_time() > deadline:
             raise VolumeBusy(f"the volume {title} is in use by {describe(said)}")
         await trio.sleep(LOOK_SECONDS)
+
+
+def _said(value: bytes) -> MemberRecord:
+    """Of a client that is alive, also where its record is damaged."""
+    try:
+        return schema.decode_member(value)
+    except schema.Malformed:
+        return MemberRecord("an unknown host (its record is damaged)", 0, "")
 
 
 def describe(said: MemberRecord) -> str:

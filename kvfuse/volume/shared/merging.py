@@ -235,6 +235,7 @@ class Merger:
             for extent in extents
             if (extent.addr, extent.generation) not in kept
         ]
+        self.content.core.givers[node] = None
 
     def _far_difference(self, node: Node, theirs: Theirs) -> int:
         """Units that the changed far chunks have more here than they are stored with."""

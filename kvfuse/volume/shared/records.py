@@ -21,6 +21,7 @@ import trio
 from kvfuse.errors import EngineError
 from kvfuse.remote.records.api import Lease, Record, RecordStore, Versioned
 from kvfuse.remote.records.decorators import RecordDecorator
+from kvfuse.volume.sealed import DamagedRecords, get_page
 
 CALLS_MAX = 1
 """Calls of `get` under way at once; what comes meanwhile shares the next one."""
@@ -80,6 +81,13 @@ class _Question:
         """in a call that is under way"""
         self.changed = trio.Event()
         """it was answered, or is to be asked again"""
+
+    def answer(self, rows: list[Versioned | None], damaged: Collection[bytes]) -> None:
+        """``damaged``: keys whose records are damaged; of this question, or of others in the same call."""
+        self.rows = rows
+        own = [key for key in self.keys if key in damaged]
+        if own:
+            self.error = DamagedRecords(own, rows=rows)
 
     @property
     def is_answered(self) -> bool:
@@ -167,7 +175,7 @@ class SharedRecords(RecordDecorator):
         for question in asked:
             question.is_asked, question.news = True, news
         try:
-            rows = await self.inner.get([key for question in asked for key in question.keys])
+            rows, damaged = await get_page(self.inner, [key for question in asked for key in question.keys])
         except EngineError as error:
             self._news.discard(news)  # there is nothing to compare, and the error is kept, and this frame by it
             self._failed(error)
@@ -181,7 +189,7 @@ class SharedRecords(RecordDecorator):
         else:
             start = 0
             for question in asked:
-                question.rows = rows[start : start + len(question.keys)]
+                question.answer(rows[start : start + len(question.keys)], damaged)
                 start += len(question.keys)
         finally:
             for question in asked:
@@ -192,6 +200,8 @@ class SharedRecords(RecordDecorator):
         self._check()
         try:
             return await self.inner.scan(prefix, after, limit)
+        except DamagedRecords:
+            raise
         except EngineError as error:
             self._failed(error)
             raise
@@ -203,7 +213,7 @@ class SharedRecords(RecordDecorator):
             pause, pause_max = PROBE_SECONDS
             while self._reason is not None:
                 try:
-                    await self.inner.get([PROBE_KEY])
+                    await get_page(self.inner, [PROBE_KEY])
                 except EngineError as error:
                     self._reason = error
                     await trio.sleep(pause * random.uniform(0.5, 1.0))

@@ -23,6 +23,7 @@ from kvfuse.volume.core import Core
 from kvfuse.volume.journal import Journal
 from kvfuse.volume.node import Node
 from kvfuse.volume.removal import RETRY_SECONDS, far_chunks
+from kvfuse.volume.sealed import all_keys, get_sound, scan_page
 
 log = logging.getLogger(__name__)
 
@@ -107,7 +108,7 @@ class Removed:
         if self.core.is_alone():
             return False
         now = trio.current_time()
-        rows = await self.core.records.scan(b"o", limit=OTHERS_MAX)
+        rows, _ = await scan_page(self.core.records, b"o", limit=OTHERS_MAX)
         theirs = [row.key for row in rows if schema.decode_orphan(row.value).remover != self.core.client]
         self._others = {key: self._others.get(key, now) for key in theirs}
         if any(now - since <= self.core.grace.seconds for since in self._others.values()):
@@ -180,7 +181,7 @@ class Removed:
                 inos = {ino: since for ino, since in inos.items() if ino not in early}
             self._coming_until = trio.current_time() + RETURN_SECONDS
         held = await self._held()
-        rows = await self.core.records.get([schema.orphan_key(ino) for ino in inos]) if inos else []
+        rows = await get_sound(self.core.records, [schema.orphan_key(ino) for ino in inos]) if inos else []
         for ino, row in zip(inos, rows, strict=True):
             known = self.core.nodes.get(ino)
             if ino in held or (known is not None and known.handles):
@@ -195,12 +196,7 @@ class Removed:
 
     async def _held(self) -> set[int]:
         """Removed inodes that some client has open."""
-        held: set[int] = set()
-        after = b""
-        while rows := await self.core.records.scan(b"h", after):
-            held.update(schema.split_open_key(row.key)[0] for row in rows)
-            after = rows[-1].key
-        return held
+        return {schema.split_open_key(key)[0] for key in await all_keys(self.core.records, b"h")}
 
     async def _free_orphan(self, record: schema.InodeRecord, version: int) -> None:
         """Free all that an orphan record stands for. It must be this client's, or one whose remover is gone.

@@ -20,6 +20,7 @@ from kvfuse.slab.image import SlabState, durable_slots
 from kvfuse.slab.layout import Geometry
 from kvfuse.volume import schema
 from kvfuse.volume.schema import NOBODY, Holder
+from kvfuse.volume.sealed import get_page, scan_pages
 
 KINDS = (b"m", b"l", b"s", b"f", b"q", schema.COUNTER_FILES)
 """prefixes of the records that are followed"""
@@ -60,6 +61,8 @@ class SlabView:
         """clients that are alive"""
         self.holders: dict[int, Seen] = {}
         self.uses: dict[int, Use] = {}
+        self._unclear: set[int] = set()
+        """slabs whose holder's record is damaged"""
         self.files: dict[int, int] = {}
         """client -> inodes it made, less those it removed"""
         self.files_counted: int = 0
@@ -113,7 +116,7 @@ class SlabView:
         while self._unheld_start < self.geometry.slab_count and self.seen(self._unheld_start).holder.client != NOBODY:
             self._unheld_start += 1
         for slab in range(self._unheld_start, self.geometry.slab_count):
-            if self.seen(slab).holder.client == NOBODY:
+            if self.seen(slab).holder.client == NOBODY and slab not in self._unclear:
                 yield slab
 
     def gone(self) -> list[int]:
@@ -156,23 +159,31 @@ class SlabView:
         known = {key for key in self._versions if key.startswith(kind)}
         if kind == b"f":
             self.freed.clear()
-        after = b""
-        while rows := await self.records.scan(kind, after, SCAN_ROWS):
+        async for rows, damaged in scan_pages(self.records, kind, SCAN_ROWS):
             for row in rows:
                 known.discard(row.key)
                 self.apply(Change(*row))
-            after = rows[-1].key
+            known.difference_update(damaged)
+            self._note_damaged(damaged)
         for key in known:
             self.apply(Change(key, None, self._versions.get(key, ABSENT)))
 
     async def refresh(self, keys: Sequence[bytes]) -> None:
         """Look at records that were not as expected. One round trip; what the watches bring meanwhile is kept."""
         before = {key: self._versions.get(key, ABSENT) for key in keys}
-        for key, row in zip(keys, await self.records.get(keys), strict=True):
+        rows, damaged = await get_page(self.records, keys)
+        self._note_damaged(damaged)
+        for key, row in zip(keys, rows, strict=True):
+            if key in damaged:
+                continue
             if row is not None:
                 self.apply(Change(key, *row))
             elif self._versions.get(key, ABSENT) == before[key]:
                 self.apply(Change(key, None, before[key]))
+
+    def _note_damaged(self, keys: Sequence[bytes]) -> None:
+        """Nobody can tell who holds these slabs: this client does not ask for them."""
+        self._unclear.update([schema.key_slab(key) for key in keys if key[:1] == b"l"])
 
     def apply(self, change: Change) -> None:
         """Take over a change, unless a newer one is known. What cannot be read is left out: it is fsck's business."""
