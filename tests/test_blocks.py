@@ -108,6 +108,21 @@ async def test_owner_and_mode(disk: Disk, options: Options) -> None:
         assert (binding.uid, binding.gid, binding.mode) == (7, 6, 0o104640)
 
 
+@pytest.mark.parametrize(
+    ("caller", "kept"),
+    [(Caller(7, 6, 0, False), True), (Caller(7, 8, 0, True), True), (Caller(7, 8, 0, False, frozenset()), False)],
+)
+async def test_a_setgid_folder_gives_its_group_to_programs_of_the_group(
+    disk: Disk, options: Options, caller: Caller, kept: bool
+) -> None:
+    """The kernel sees to it, by what it knows of the folder's mode: another host may have changed that."""
+    async with opened(disk, options) as volume:
+        folder = await volume.make_directory(ROOT_INODE, b"folder", 0o2775, Caller(5, 6))
+        handle, node = await volume.create(folder.ino, b"program", 0o2755, caller, os.O_RDWR)
+        assert (node.gid, bool(node.mode & 0o2000)) == (6, kept)
+        await volume.release(handle)
+
+
 async def test_nothing_is_changed_on_a_read_only_volume(disk: Disk, options: Options) -> None:
     async with opened(disk, options) as volume:
         await put(volume, b"block", b"data")

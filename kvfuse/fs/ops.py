@@ -28,6 +28,7 @@ from kvfuse.errnos import errno_of
 from kvfuse.fs.kernel import LISTING_SECONDS, Kept
 from kvfuse.fs.virtual import FOLDER_INODE, FOLDER_NAME, VirtualFolder, is_virtual
 from kvfuse.volume.api import NAME_MAX, ROOT_INODE, Attributes, Caller, Changes, Handle, VolumeApi
+from kvfuse.volume.credentials import CAP_SYS_ADMIN, Credentials
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +39,7 @@ LISTING_BATCH = 128
 INFO_XATTR = b"kvfuse.info"
 """reading it of any inode gives ``volume.info`` as JSON; it is not listed"""
 ROOT_XATTRS = b"trusted."
-"""Only root sees these: the kernel refuses the others, but leaves lists to us"""
+"""Only CAP_SYS_ADMIN sees these: the kernel refuses the others, but leaves lists to us"""
 
 
 def _guard(ino: int) -> None:
@@ -392,7 +393,10 @@ class KvfuseOperations(pyfuse3.Operations):
     @answered
     async def listxattr(self, inode: int, ctx: RequestContext) -> Sequence[bytes]:
         names = [] if is_virtual(inode) else await self._volume.list_xattrs(inode)
-        return names if ctx.uid == 0 else [name for name in names if not name.startswith(ROOT_XATTRS)]
+        hidden = [name for name in names if name.startswith(ROOT_XATTRS)]
+        if hidden and not (ctx.uid == 0 and Credentials.of(ctx.pid, ctx.uid).has(CAP_SYS_ADMIN)):
+            return [name for name in names if name not in hidden]
+        return names
 
     @answered
     async def removexattr(self, inode: int, name: bytes, ctx: RequestContext) -> None:

@@ -117,7 +117,7 @@ class BlockCalls:
 
     def caller(self) -> Caller:
         peer = self.peer
-        return Caller(peer.uid, peer.gid, peer.pid, keeps_privileges=peer.powers.has(Capability.FSETID))
+        return Caller(peer.uid, peer.gid, peer.pid, peer.powers.has(Capability.FSETID), peer.groups)
 
     async def _check(self, namespace: Namespace, wanted: int) -> Node:
         """The directory. PermissionDenied or ReadOnly, unless the peer may use it so: 1 search, 2 write."""

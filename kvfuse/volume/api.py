@@ -40,6 +40,8 @@ class Caller(NamedTuple):
     pid: int = 0
     keeps_privileges: bool | None = None
     """whether it has CAP_FSETID; None: it calls through the kernel, which does not say"""
+    groups: frozenset[int] | None = None
+    """supplementary ones; None: as for ``keeps_privileges``"""
 
     @property
     def is_privileged(self) -> bool:

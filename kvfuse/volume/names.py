@@ -11,7 +11,7 @@ import stat
 from dataclasses import dataclass
 
 from kvfuse import errors
-from kvfuse.volume import clock, schema
+from kvfuse.volume import clock, effects, schema
 from kvfuse.volume.api import (
     LINK_MAX,
     RENAME_EXCHANGE,
@@ -86,7 +86,6 @@ class Names:
         if node.is_directory:
             node.own_record = True
             node.nlink = 2
-            node.mode |= directory.mode & stat.S_ISGID
             node.flags = directory.flags & (schema.FLAG_STRICT | schema.FLAG_RELAXED)
             directory.nlink += 1
             self.journal.touch(directory)
@@ -101,6 +100,7 @@ class Names:
         """An inode in memory that is about to get a name."""
         core = self.core
         gid = directory.gid if directory.mode & stat.S_ISGID else caller.gid
+        mode = effects.mode_of_new(directory, mode, caller)
         node = Node(core.inodes.next(), mode, caller.uid, gid, core.chunk_size_in(directory))
         node.parent, node.name = directory.ino, name
         node.atime = node.mtime = node.ctime = clock.now()

@@ -41,6 +41,7 @@ class Node:
         "atime",
         "base",
         "born",
+        "capability_free",
         "changed",
         "chunk_size",
         "chunks",
@@ -161,6 +162,8 @@ class Node:
         """of a file without names: record key -> value of an attribute that the store does not get; None: it is gone"""
         self.xattr_names: frozenset[bytes] = frozenset()
         """names of attributes seen; all of them when ``complete``"""
+        self.capability_free = False
+        """``security.capability`` was looked for, and is not there"""
         self.times_changed = False
         """a directory's times are not in the store yet"""
         self.lock: trio.Lock | None = None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import logging
 import os
 import stat
@@ -19,8 +18,9 @@ from kvfuse.config import Options
 from kvfuse.remote.records.api import RecordStore
 from kvfuse.remote.segments.api import SegmentStore
 from kvfuse.slab.layout import Superblock
-from kvfuse.volume import clock, effects
+from kvfuse.volume import clock, effects, schema
 from kvfuse.volume.api import ROOT_INODE, Caller, Changes, DirEntry, KernelCache, Space
+from kvfuse.volume.handle import FileHandle
 from kvfuse.volume.holding import Held, hold
 from kvfuse.volume.maps import ContentMap
 from kvfuse.volume.node import Node, check_remembered
@@ -29,26 +29,6 @@ from kvfuse.volume.shared.member import Member
 from kvfuse.volume.shared.refresh import is_quiet
 
 log = logging.getLogger(__name__)
-
-_handle_ids = itertools.count(1)
-
-
-class FileHandle:
-    """An open file; see `api.Handle`."""
-
-    __slots__ = ("appends", "cache_valid", "direct", "id", "node", "privileged", "readable", "writable")
-
-    def __init__(self, node: Node, flags: int, caller: Caller) -> None:
-        self.id = next(_handle_ids)
-        self.node = node
-        mode = flags & os.O_ACCMODE
-        self.readable = mode != os.O_WRONLY
-        self.writable = mode != os.O_RDONLY
-        self.appends = bool(flags & os.O_APPEND)
-        self.direct = bool(flags & os.O_DIRECT)
-        self.privileged = caller.is_privileged
-        self.cache_valid = True
-        """no other host has changed the content since the kernel cached it; what other doors change they tell it"""
 
 
 @asynccontextmanager
@@ -129,6 +109,8 @@ class Volume(RunningVolume):
     async def set_attributes(self, ino: int, changes: Changes, caller: Caller) -> Node:
         self._check_writable()
         node = await self.lookups.current(ino)
+        if changes == Changes():
+            effects.heed_word_of_write(node, caller)
         if changes.size is not None:
             if not node.is_file:
                 raise errors.InvalidArgument(f"inode {ino} is no file: it has no size to set")
@@ -137,14 +119,13 @@ class Volume(RunningVolume):
         if (changes.mode, changes.uid, changes.gid) != (None, None, None):
             self.blocks.readers_change(node)
         if changes.mode is not None:
-            node.mode = stat.S_IFMT(node.mode) | changes.mode
-        if changes.size is not None and caller.uid != 0:
-            effects.lose_privileges(node)  # the kernel sends a mode along, which keeps some of them
+            effects.set_permissions(node, changes.mode, caller)
+        if changes.size is not None:
+            effects.lose_privileges(node, caller)
         if changes.uid is not None or changes.gid is not None:
+            effects.lose_privileges_to_owner(node, caller)
             node.uid = node.uid if changes.uid is None else changes.uid
             node.gid = node.gid if changes.gid is None else changes.gid
-            if not node.is_directory:
-                effects.lose_privileges(node, by_root=caller.uid == 0)
         node.atime = node.atime if changes.atime is None else clock.storable(changes.atime)
         node.mtime = node.mtime if changes.mtime is None else clock.storable(changes.mtime)
         node.ctime = clock.now()
@@ -229,9 +210,8 @@ class Volume(RunningVolume):
         handle = self._open(node, flags, caller)
         if flags & os.O_TRUNC:
             try:
+                await self._lose_privileges(node, caller)
                 await self.content.truncate(node, 0)
-                if not handle.privileged:
-                    effects.lose_privileges(node)
             except BaseException:
                 with trio.CancelScope(shield=True):
                     await self.release(handle)
@@ -296,26 +276,37 @@ class Volume(RunningVolume):
 
     async def write(self, handle: FileHandle, offset: int, data: bytes | memoryview, *, by_kernel: bool = False) -> int:
         node = await self._current(handle) if handle.node.forgotten else handle.node
+        if by_kernel:
+            effects.lose_privileges_to_kernel(node, handle.caller)
+        elif data and (node.mode & effects.SET_ID or node.flags & schema.FLAG_XATTRS):
+            await self._lose_privileges(node, handle.caller)
         if handle.appends and self.coherence is not None:
             offset = self.coherence.append_offset(node, offset)
         size = node.size
         written = await self.content.write(node, offset, data, appends=handle.appends) if data else 0
-        self._wrote(handle, 1, written)
+        self._count_written(1, written)
         if by_kernel and written < len(data) and (handle.direct or offset + len(data) <= size):
             # It would take this for all of the mapped pages that it writes back, and make EIO of a direct write.
             raise errors.NoSpace(f"inode {node.ino}: room for {written} of {len(data)} bytes")
         return written
 
     async def write_in_slots(self, handle: FileHandle, writes: Sequence[tuple[int, memoryview]]) -> list[bool]:
-        written = await self.content.write_in_slots(await self._current(handle), writes)
-        self._wrote(
-            handle, sum(written), sum(len(data) for (_, data), done in zip(writes, written, strict=True) if done)
+        node = await self._current(handle)
+        await self._lose_privileges(node, handle.caller)
+        written = await self.content.write_in_slots(node, writes)
+        self._count_written(
+            sum(written), sum(len(data) for (_, data), done in zip(writes, written, strict=True) if done)
         )
         return written
 
-    def _wrote(self, handle: FileHandle, count: int, byte_count: int) -> None:
-        if not handle.privileged:
-            effects.lose_privileges(handle.node)
+    async def _lose_privileges(self, node: Node, caller: Caller) -> None:
+        """Before bytes of the file change, by a door whose writes the kernel does not see."""
+        lost_bits = effects.lose_privileges(node, caller)
+        if await self.xattrs.drop_capability(node) or lost_bits:
+            node.ctime = clock.now()
+            self.journal.touch(node, forced=True)
+
+    def _count_written(self, count: int, byte_count: int) -> None:
         self.core.counters.writes += count
         self.core.counters.written_bytes += byte_count
 

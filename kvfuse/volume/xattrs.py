@@ -26,6 +26,9 @@ NAMESPACES = (b"user", b"trusted", b"security")
 """An attribute's name is one of these, a dot, and more. "system" is not among them: access control lists that are
 stored but not enforced would promise what nobody keeps."""
 
+CAPABILITY = b"security.capability"
+"""What a program may do beyond its user; whoever changes the program's bytes takes it away."""
+
 _PUBLISH_FLAGS = {b"strict": schema.FLAG_STRICT, b"relaxed": schema.FLAG_RELAXED}
 _PUBLISH_MASK = schema.FLAG_STRICT | schema.FLAG_RELAXED
 
@@ -102,20 +105,23 @@ class Xattrs:
         _check_name(name)
         node = await self.lookups.current(ino)
         setting = SETTINGS.get(name)
-        found: bytes | None = None
         if setting is not None:
             found = setting.get(self.core, node) if node.is_directory else None
-        elif node.flags & schema.FLAG_XATTRS:
-            key = schema.xattr_key(ino, name)
-            pending = self._not_stored(node, key)
-            if key in pending:
-                found = pending[key]
-            else:
-                record = (await self.core.records.get([key]))[0]
-                found = record.value if record is not None else None
+        else:
+            found = await self._find(node, name)
         if found is None:
             raise errors.NoAttribute(f"inode {ino} has no attribute {name!r}")
         return found
+
+    async def _find(self, node: Node, name: bytes) -> bytes | None:
+        if not node.flags & schema.FLAG_XATTRS:
+            return None
+        key = schema.xattr_key(node.ino, name)
+        pending = self._not_stored(node, key)
+        if key in pending:
+            return pending[key]
+        record = (await self.core.records.get([key]))[0]
+        return record.value if record is not None else None
 
     async def set(self, ino: int, name: bytes, value: bytes) -> Node:
         _check_name(name)
@@ -135,6 +141,8 @@ class Xattrs:
             node.flags |= schema.FLAG_XATTRS
             if node.nlink:
                 node.xattr_names |= {name}
+            if name == CAPABILITY:
+                node.capability_free = False
         return self._changed(node)
 
     async def list(self, ino: int) -> list[bytes]:
@@ -160,6 +168,21 @@ class Xattrs:
         else:
             self._put(node, schema.xattr_key(ino, name), None)
         return self._changed(node)
+
+    async def drop_capability(self, node: Node) -> bool:
+        """Before bytes of a file change through a door other than the kernel's; whether it had the attribute.
+
+        Waits for the store where it is not known yet whether the file has it.
+        """
+        if node.capability_free or not node.flags & schema.FLAG_XATTRS:
+            return False
+        found = await self._find(node, CAPABILITY)
+        key = schema.xattr_key(node.ino, CAPABILITY)
+        found = self._not_stored(node, key).get(key, found)  # it may have been set, or removed, meanwhile
+        if found is not None:
+            self._put(node, key, None)
+        node.capability_free = True
+        return found is not None
 
     def _put(self, node: Node, key: bytes, value: bytes | None) -> None:
         """NoSpace, where the file has no names, and too many attributes."""

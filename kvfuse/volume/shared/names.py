@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvfuse import errors
-from kvfuse.volume import clock, schema
+from kvfuse.volume import clock, effects, schema
 from kvfuse.volume.api import LINK_MAX, RENAME_EXCHANGE, RENAME_NOREPLACE, ROOT_INODE, SYMLINK_MAX, Caller
 from kvfuse.volume.lookup import Found
 from kvfuse.volume.node import Node
@@ -109,13 +109,13 @@ class SharedNames(Attempts):
     def _made(self, ino: int, directory: Node, name: bytes, mode: int, caller: Caller) -> Node:
         """An inode that nobody knows of yet."""
         gid = directory.gid if directory.mode & stat.S_ISGID else caller.gid
+        mode = effects.mode_of_new(directory, mode, caller)
         node = Node(ino, mode, caller.uid, gid, self.core.chunk_size_in(directory))
         node.parent, node.name = directory.ino, name
         node.atime = node.mtime = node.ctime = clock.now()
         if node.is_directory:
             node.own_record = True
             node.nlink = 2
-            node.mode |= directory.mode & stat.S_ISGID
             node.flags = directory.flags & (schema.FLAG_STRICT | schema.FLAG_RELAXED)
         return node
 

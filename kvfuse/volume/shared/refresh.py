@@ -72,6 +72,7 @@ class Refresher:
         node.mode, node.uid, node.gid, node.nlink = record.mode, record.uid, record.gid, record.nlink
         node.flags, node.chunk_size, node.target = record.flags, record.chunk_size, record.target
         node.own_record, node.base = own, record
+        node.capability_free = False
         node.appends, node.cut_size = False, None
         self.news.attributes(node.ino)
 
