@@ -72,6 +72,8 @@ class VolumeOptions(_Section, frozen=True):
     """bytes of a large file that one chunk covers"""
     exact_sizes: tuple[BlockBytes, ...] = ()
     """block sizes that get a size class of their own"""
+    metadata_size: Bytes | None = None
+    """bytes of names, inodes and attributes; None: a sixteenth of the capacity, at least 32 MiB"""
 
 
 class RecordOptions(_Section, frozen=True):

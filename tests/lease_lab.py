@@ -24,6 +24,7 @@ from kvfuse.volume.chunk import COMMITTED, Extent
 from kvfuse.volume.commits import Changes, Committer
 from kvfuse.volume.core import Core
 from kvfuse.volume.grace import Grace
+from kvfuse.volume.metadata import Metadata
 from kvfuse.volume.node import Nodes
 from kvfuse.volume.numbers import SharedNumberRange
 from kvfuse.volume.schema import MemberRecord
@@ -258,6 +259,7 @@ class Client:
             read_only=False,
             inodes=SharedNumberRange(schema.COUNTER_INODE),
             generations=SharedNumberRange(schema.COUNTER_GENERATION),
+            metadata=Metadata(1 << 40, lambda: 0),
             file_count=0,
             client=self.number,
             grace=Grace(REUSE),

@@ -160,7 +160,7 @@ async def test_a_changed_record_is_an_error_of_its_file_alone(tree: Tree, what: 
 
 async def damaged_key(tree: Tree, kind: bytes) -> bytes:
     raw = await stored(tree.options)
-    keys = sorted(key for key in raw if key.startswith(kind))
+    keys = sorted(key for key in raw if key.startswith(kind) and key != schema.USAGE)  # which would be counted anew
     return tree.rng.choice(keys)
 
 
@@ -318,5 +318,6 @@ async def test_a_volume_of_the_program_before_there_were_checksums(tmp_path: Pat
     assert after.keys() ^ before.keys() == {
         schema.entry_key(ROOT_INODE, b"small"),
         schema.entry_key(folder.ino, b"moved"),
+        schema.USAGE,
     }
     assert (await fsck(options, verify=True)).clean

@@ -24,13 +24,14 @@ def look_at(row: Mounted) -> dict[str, Any]:
         "read_only": row.read_only,
         "pid": None,
         "space": None,
+        "metadata": None,
         "answer_ms": None,
         "problem": None,
     }
     try:
         facts["answer_ms"] = round(ask_health(row.point) * 1000, 2)
         content = read_virtual(row.point, "stats")
-        facts |= {"pid": content.get("pid"), "space": content.get("space")}
+        facts |= {name: content.get(name) for name in ("pid", "space", "metadata")}
     except EngineTimeout as error:
         facts["problem"] = f"hangs: {error}"
     except PermissionError:
@@ -43,17 +44,21 @@ def look_at(row: Mounted) -> dict[str, Any]:
     return facts
 
 
+def _share(used: int, size: int) -> str:
+    return f"{format_size(used)} ({used / size:.0%})" if size else format_size(used)
+
+
 def _row(facts: dict[str, Any]) -> list[Any]:
     space = facts["space"] or {}
-    used = space["size"] - space["free"] if space else None
-    share = f" ({used / space['size']:.0%})" if used is not None and space["size"] else ""
+    metadata = facts["metadata"] or {}
     return [
         facts["mountpoint"],
         facts["source"],
         "ro" if facts["read_only"] else "rw",
         format_size(space["size"]) if space else None,
-        f"{format_size(used)}{share}" if used is not None else None,
+        _share(space["size"] - space["free"], space["size"]) if space else None,
         space["files"] - space["files_free"] if space else None,
+        _share(metadata["bytes"], metadata["limit"]) if metadata else None,
         str(facts["pid"] or "-"),
         facts["problem"] or f"ok, answers in {facts['answer_ms']} ms",
     ]
@@ -83,7 +88,7 @@ def status(target: Path | None, as_json: bool) -> None:
     if as_json:
         print_json(found)
     elif found:
-        columns = ["mount point", "source", "", "capacity", "used", "files", "pid", "health"]
+        columns = ["mount point", "source", "", "capacity", "used", "files", "metadata", "pid", "health"]
         print_table(columns, map(_row, found))
     if target is not None and not found:
         raise Failure(f"{target} is not mounted by kvfuse")

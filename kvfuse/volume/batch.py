@@ -99,6 +99,7 @@ class Taken(NamedTuple):
     chunks: list[tuple[Chunk, tuple[schema.ExtentRecord, ...], list[tuple[int, int]]]]
     """(chunk, its base, what was written)"""
     cut_size: int | None
+    reserved: int
     is_gone: bool
     """it had no names any more: what it left went"""
 
@@ -123,6 +124,8 @@ class Batch(Changes):
     ties: list[tuple[Node, Node]] = field(default_factory=list)
     is_unsure: bool = False
     """headers of the slots that it frees could not be written, and may be later"""
+    reserved: int = 0
+    """bytes of records that it may add; see `metadata`"""
     too_large: bool = False
     """it is one unit, and more than a commit may be: it goes in several"""
 

@@ -60,6 +60,7 @@ class BatchBuilder(Drafting):
         for change in draft.names:
             change.sent = True
             del self._names[change]
+        batch.reserved = sum([self.core.metadata.taken(node) for node in draft.nodes if node.reserved])
         for node in draft.nodes:
             node.changed = bool(node.staged_count and node.nlink)
             if not node.changed:
@@ -149,7 +150,7 @@ def _taken(node: Node, is_gone: bool) -> Taken:
     chunks = [(chunk, chunk.base, chunk.dirty) for chunk in node.chunks.values() if chunk.base is not None]
     born = [extent for extent in node.born if extent.state == FRESH and node.nlink]
     dead, dirty_chunks = list(node.dead), node.dirty_chunks
-    return Taken(node, node.forced, node.extra, born, dead, dirty_chunks, chunks, node.cut_size, is_gone)
+    return Taken(node, node.forced, node.extra, born, dead, dirty_chunks, chunks, node.cut_size, node.reserved, is_gone)
 
 
 def _begin_base(node: Node) -> None:

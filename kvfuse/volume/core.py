@@ -23,6 +23,7 @@ from kvfuse.volume.api import ROOT_INODE
 from kvfuse.volume.chunk import COMMITTED, DISCARDED, FRESH, Extent
 from kvfuse.volume.grace import Grace
 from kvfuse.volume.known import KnownNames
+from kvfuse.volume.metadata import Metadata
 from kvfuse.volume.node import Node, Nodes
 from kvfuse.volume.numbers import NumberRange
 from kvfuse.volume.places import Places
@@ -132,6 +133,8 @@ class Core:
     read_only: bool
     inodes: NumberRange
     generations: NumberRange
+    metadata: Metadata
+    """what names, inodes and attributes may take"""
     file_count: int
     """inodes; in a shared volume those that this client made, less those that it removed"""
     client: int = 0
@@ -175,12 +178,9 @@ class Core:
     def take_counters(self) -> dict[bytes, bytes | None]:
         """Counter records that changed since the last call."""
         changed = {**self.inodes.take(), **self.generations.take()}
-        if self.file_count != self._file_count_stored:
+        if self.shared and self.file_count != self._file_count_stored:
             self._file_count_stored = self.file_count
-            if self.shared:
-                changed[schema.files_key(self.client)] = schema.encode_count(self.file_count)
-            else:
-                changed[schema.COUNTER_FILES] = schema.encode_count(self.file_count)
+            changed[schema.files_key(self.client)] = schema.encode_count(self.file_count)
         return changed
 
     def recall_counters(self) -> None:

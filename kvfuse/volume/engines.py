@@ -11,7 +11,7 @@ import trio
 
 from kvfuse.config import Options, disk_free
 from kvfuse.errors import ConfigError
-from kvfuse.remote.records.api import RecordStore
+from kvfuse.remote.records.api import Meter, RecordStore
 from kvfuse.remote.records.decorators import Delayed
 from kvfuse.remote.records.lmdb import LmdbRecords
 from kvfuse.remote.segments.api import SegmentStore
@@ -23,15 +23,20 @@ if TYPE_CHECKING:
 
 
 @asynccontextmanager
-async def open_records(options: Options, *, read_only: bool = False) -> AsyncIterator[RecordStore]:
-    """The record store, closed at the end. ``read_only``: a folder's store is not changed at all. EngineError."""
+async def open_records(
+    options: Options, *, read_only: bool = False, meter: Meter | None = None
+) -> AsyncIterator[RecordStore]:
+    """The record store, closed at the end. ``read_only``: a folder's store is not changed at all. EngineError.
+
+    ``meter``: counts the records of a folder's store.
+    """
     records: RecordStore
     if options.is_shared:
         from kvfuse.remote.records.etcd import EtcdRecords
 
         records = await EtcdRecords.open(etcd_options(options))
     else:
-        records = LmdbRecords.open(options.records_path, read_only=read_only)
+        records = LmdbRecords.open(options.records_path, read_only=read_only, meter=meter)
     try:
         delay = options.records.commit_delay
         yield Delayed(records, commit_seconds=delay) if delay else records

@@ -274,6 +274,7 @@ def first_records(options: Options) -> dict[bytes, bytes]:
     """An empty root directory, and where the counters begin."""
     root = Node(ROOT_INODE, stat.S_IFDIR | 0o755, os.geteuid(), os.getegid(), options.volume.chunk_size)
     root.nlink = 2
+    size = options.volume.metadata_size
     now = time.time_ns()
     return {
         schema.inode_key(ROOT_INODE): schema.encode_inode(root.record()),
@@ -282,6 +283,7 @@ def first_records(options: Options) -> dict[bytes, bytes]:
         schema.COUNTER_GENERATION: schema.encode_u64(1),
         schema.COUNTER_FILES: schema.encode_count(1),
         schema.EXACT_SIZES: schema.encode_u64s(options.volume.exact_sizes),
+        **({} if size is None else {schema.METADATA_SIZE: schema.encode_u64(size)}),
     }
 
 

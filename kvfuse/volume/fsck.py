@@ -37,6 +37,7 @@ from kvfuse.volume.fsck_compare import (
 )
 from kvfuse.volume.fsck_heads import state_from_heads
 from kvfuse.volume.holding import hold
+from kvfuse.volume.metadata import weigh
 from kvfuse.volume.sealed import describe, scan_pages
 from kvfuse.volume.shared.fsck import read_shared
 
@@ -166,6 +167,8 @@ class Check:
         """keys of records that do not match their checksums"""
         self.rescued: list[SlabState] = []
         """of slabs whose records do not"""
+        self.weights: dict[bytes, int] = {}
+        """kind of records -> what they weigh"""
         self.freed: set[int] = set()
         """slots that only wait for who holds their slab"""
         self.counted: dict[bytes, int] = {}
@@ -203,19 +206,21 @@ class Check:
 
     async def rows(self, prefix: bytes, what: str) -> AsyncIterator[Record]:
         """Sound records; a damaged one is a problem, once."""
-        done = 0
+        done = weight = 0
         async for rows, damaged in scan_pages(self.records, prefix, SCAN_ROWS):
             for key in damaged:
                 if key not in self.damaged:
                     self.damaged.add(key)
                     await self._drop_damaged(key)
             for row in rows:
+                weight += weigh(row.key, row.value)[0]
                 if schema.is_key(row.key):
                     yield row
                 else:
                     self.problem(f"record {row.key!r} is of no kind", deletes=[row.key])
             done += len(rows)
             self.progress(what, done, 0)
+        self.weights[prefix] = weight
 
     async def _drop_damaged(self, key: bytes) -> None:
         """What goes with a damaged record is found by the next round of a repair."""

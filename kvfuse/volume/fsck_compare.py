@@ -15,6 +15,7 @@ from kvfuse.volume.api import ROOT_INODE
 from kvfuse.volume.sealed import get_sound
 
 if TYPE_CHECKING:
+    from kvfuse.remote.records.api import Usage
     from kvfuse.volume.fsck import Check
 
 
@@ -108,10 +109,29 @@ async def check_counters(check: Check) -> None:
     files = check.report.files + check.report.directories
     common = schema.decode_count(rows[2].value) if rows[2] is not None and len(rows[2].value) == 8 else 0
     counted = common + sum(check.counted.values())
-    if counted != files:
+    if check.records.usage is not None:
+        _check_usage(check, check.records.usage, files)
+        if rows[2] is None:
+            check.problem("the number of inodes is not recorded", {keys[2]: schema.encode_count(files)})
+    elif counted != files:
         # A crash leaves it so. It is a figure for statfs, which nothing depends on.
         check.report.notes.append(f"{counted} inodes are counted, {files} exist")
         check.recount = {keys[2]: schema.encode_count(files), **dict.fromkeys(check.counted, schema.encode_count(0))}
+
+
+def _check_usage(check: Check, counted: Usage, files: int) -> None:
+    """What the store has counted against what is there. A round that mends something else leaves it to the next one."""
+    weight = sum(check.weights.values())
+    if check.damaged:
+        return  # what they weigh is not known
+    if counted.items != files:
+        text = f"{counted.items} inodes are counted, {files} exist"
+    elif counted.size != weight:
+        text = f"names and attributes are counted as {counted.size} bytes, but they take {weight}"
+    else:
+        return
+    puts = {schema.USAGE: schema.encode_usage(weight, files)} if check.report.clean else {}
+    check.problem(text, puts)
 
 
 async def check_segments(check: Check) -> None:

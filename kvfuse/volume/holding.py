@@ -14,6 +14,7 @@ from kvfuse.remote.records.api import RecordStore
 from kvfuse.remote.segments.api import SegmentStore
 from kvfuse.slab.layout import Superblock
 from kvfuse.volume import engines, format, sealed
+from kvfuse.volume.metadata import meter_of
 from kvfuse.volume.shared.member import FencedRecords, FencedSegments, Member, memberships
 
 LOCK_WAIT = 30.0
@@ -64,7 +65,9 @@ async def _hold_folder(
         stack.enter_context(format.locked(path, mountpoint, LOCK_WAIT if _is_closing(path) else 0.0))
         _check_records(options.records_path)
         try:
-            records = await stack.enter_async_context(engines.open_records(options, read_only=records_read_only))
+            records = await stack.enter_async_context(
+                engines.open_records(options, read_only=records_read_only, meter=meter_of(superblock))
+            )
         except EngineError as error:
             raise VolumeError(f"{error}: 'kvfuse fsck --rebuild' recovers blocks") from error
         segments = await stack.enter_async_context(engines.open_segments(options, read_only=segments_read_only))

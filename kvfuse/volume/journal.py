@@ -172,6 +172,20 @@ class Journal(SharedJournal):
         await self._freed()
         return True
 
+    async def wait_for_records(self, size: int, what: str) -> bool:
+        """Have room for so many bytes of names and attributes. True: somebody was waited for, look again at everything.
+
+        False: there is room until the next await. NoSpace, where ``what`` has none when all that is pending is stored.
+        """
+        metadata = self.core.metadata
+        if metadata.fits(size):
+            return False
+        self.make_room()
+        await self.commit()
+        if not metadata.fits(size):
+            raise metadata.refusal(what)
+        return True
+
     @property
     def freeing_bytes(self) -> int:
         """Bytes of slots that were given up and become free by a commit to come."""
@@ -345,6 +359,7 @@ class Journal(SharedJournal):
     def _settle(self, batch: Batch, durable: bool) -> None:
         """Forget the overlay that the commit carried."""
         self.epoch += 1
+        self.core.metadata.release(batch.reserved)
         if durable:
             self._durable_epoch = self.epoch
         self._sent_extra = {}

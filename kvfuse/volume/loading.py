@@ -16,6 +16,7 @@ from kvfuse.volume import schema
 from kvfuse.volume.api import ROOT_INODE
 from kvfuse.volume.core import Core
 from kvfuse.volume.grace import Grace
+from kvfuse.volume.metadata import Metadata, affordable_limit, default_size, store_size
 from kvfuse.volume.node import Nodes
 from kvfuse.volume.numbers import NumberRange, SharedNumberRange
 from kvfuse.volume.sealed import DamagedRecords
@@ -36,7 +37,7 @@ async def load_core(
     """The state of a volume from its records. ``member``: this client, where others have the volume open, too."""
     keys = [schema.COUNTER_INODE, schema.COUNTER_GENERATION, schema.COUNTER_FILES, schema.inode_key(ROOT_INODE)]
     try:
-        found = await records.get([*keys, schema.EXACT_SIZES])
+        *found, budget = await records.get([*keys, schema.EXACT_SIZES, schema.METADATA_SIZE])
     except DamagedRecords as error:
         raise errors.VolumeError(f"{options.title}: the record store is damaged: {error}") from error
     values = [record.value for record in found if record is not None]
@@ -45,7 +46,8 @@ async def load_core(
             f"{options.title}: the record store is damaged (no counters): 'kvfuse fsck --rebuild' recovers blocks"
         )
     try:
-        core = await _load_values(options, superblock, records, segments, values, is_alone=member is None)
+        limit = schema.decode_u64(budget.value) if budget is not None else default_size(superblock.geometry.capacity)
+        core = await _load_values(options, superblock, records, segments, values, limit, is_alone=member is None)
     except DamagedRecords as error:
         raise errors.VolumeError(f"{options.title}: the record store is damaged: {error}") from error
     except (ValueError, struct.error) as error:
@@ -73,6 +75,7 @@ async def _load_values(
     records: RecordStore,
     segments: SegmentStore,
     values: list[bytes],
+    metadata_limit: int,
     *,
     is_alone: bool,
 ) -> Core:
@@ -105,8 +108,17 @@ async def _load_values(
         read_only=options.mount.read_only,
         inodes=NumberRange(schema.COUNTER_INODE, inode),
         generations=NumberRange(schema.COUNTER_GENERATION, generation),
-        file_count=schema.decode_count(values[2]),
+        metadata=_bounded(records, metadata_limit, geometry.data_size),
+        file_count=records.usage.items if records.usage is not None else schema.decode_count(values[2]),
     )
+
+
+def _bounded(records: RecordStore, limit: int, data_size: int) -> Metadata:
+    """The metadata budget, and a store that can hold it. A process that may not map as much has a smaller one."""
+    bound = records.bound(store_size(limit, data_size))
+    if bound:
+        limit = min(limit, affordable_limit(bound, data_size))
+    return Metadata(limit, lambda: records.usage.size if records.usage is not None else 0)
 
 
 async def _check_segments(title: str, superblock: Superblock, segments: SegmentStore, used: set[int]) -> None:

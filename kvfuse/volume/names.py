@@ -8,10 +8,11 @@ for the commit; relaxed ones return.
 from __future__ import annotations
 
 import stat
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvfuse import errors
-from kvfuse.volume import clock, effects, schema
+from kvfuse.volume import clock, effects, metadata, schema
 from kvfuse.volume.api import (
     LINK_MAX,
     RENAME_EXCHANGE,
@@ -62,16 +63,21 @@ class Names:
 
     # -- creating ------------------------------------------------------------------------------------
 
-    async def _free_name(self, parent: int, name: bytes) -> tuple[Node, bool]:
-        """(directory, stored) where ``name`` may be created. NotFound, if the directory was removed."""
+    async def _free_name(self, parent: int, name: bytes, weight: Callable[[], int]) -> tuple[Node, bool]:
+        """(directory, stored) where ``name`` may be created: there is room for records of so many bytes.
+
+        NotFound, if the directory was removed. NoSpace.
+        """
         directory = await self.lookup.directory(parent)
         await self.journal.untie()
-        found = await self.lookup.find(parent, name)
-        if found.node is not None:
-            raise errors.Exists(f"{name!r} exists in directory {parent}")
-        if directory.nlink == 0:
-            raise errors.NotFound(f"directory {parent} was removed")
-        return directory, found.stored
+        while True:
+            found = await self.lookup.find(parent, name)
+            if found.node is not None:
+                raise errors.Exists(f"{name!r} exists in directory {parent}")
+            if directory.nlink == 0:
+                raise errors.NotFound(f"directory {parent} was removed")
+            if not await self.journal.wait_for_records(weight(), f"{name!r} in directory {parent}"):
+                return directory, found.stored
 
     async def create(
         self, parent: int, name: bytes, mode: int, caller: Caller, *, rdev: int = 0, target: bytes = b""
@@ -79,7 +85,8 @@ class Names:
         """(directory, new inode) of any type; not yet published. The inode is counted as looked up."""
         if len(target) > SYMLINK_MAX:
             raise errors.NameTooLong(f"a symbolic link's target of {len(target)} bytes: at most {SYMLINK_MAX}")
-        directory, stored = await self._free_name(parent, name)
+        weight = metadata.new_inode(name, is_directory=stat.S_ISDIR(mode), target=target)
+        directory, stored = await self._free_name(parent, name, lambda: weight)
         node = self._new_node(directory, name, mode, caller)
         node.rdev, node.target = rdev, target
         node.size = len(target)
@@ -93,6 +100,7 @@ class Names:
             self.core.known.made(node.ino)
         self.journal.set_name(parent, name, node, stored)
         self.journal.touch(node)
+        self.core.metadata.reserve(node, weight)
         self._changed(directory)
         return directory, self.lookup.count_lookup(node)
 
@@ -111,21 +119,22 @@ class Names:
     async def find_replaceable(self, parent: int, name: bytes) -> tuple[Node, Found]:
         """(directory, what the name means), true until the next await: a new file may take the name.
 
-        IsADirectory where a directory has it; NotFound, if the directory was removed.
+        IsADirectory where a directory has it; NotFound, if the directory was removed. NoSpace.
         """
+        weight = metadata.new_inode(name)
         directory = await self.lookup.directory(parent)
         while True:
             found = await self.lookup.find(parent, name)
             old = found.node
             if directory.nlink == 0:
                 raise errors.NotFound(f"directory {parent} was removed")
-            if old is None:
-                return directory, found
-            if old.is_directory:
+            if old is not None and old.is_directory:
                 raise errors.IsADirectory(f"{name!r} is a directory")
-            if self._needs_loading(old):
+            if old is not None and self._needs_loading(old):
                 await self.load_for_removal(old)
-            elif not await self.journal.untie(old):
+            elif old is not None and await self.journal.untie(old):
+                continue
+            elif not await self.journal.wait_for_records(weight, f"{name!r} in directory {parent}"):
                 return directory, found
 
     def replace(self, directory: Node, name: bytes, found: Found, mode: int, caller: Caller) -> Node:
@@ -141,6 +150,7 @@ class Names:
             if old.nlink:
                 self.journal.tie(node, old)
         self.journal.touch(node)
+        self.core.metadata.reserve(node, metadata.new_inode(name))
         self._changed(directory)
         return node
 
@@ -149,11 +159,12 @@ class Names:
         node = await self.lookup.node(ino)
         if node.is_directory:
             raise errors.NotPermitted(f"inode {ino} is a directory: it has one name only")
-        directory, stored = await self._free_name(parent, name)
+        directory, stored = await self._free_name(parent, name, lambda: metadata.new_name(name, node))
         if node.nlink == 0:
             raise errors.NotFound(f"inode {ino} was removed")
         if node.nlink >= LINK_MAX:
             raise errors.TooManyLinks(f"inode {ino} has {LINK_MAX} names, it may not have more")
+        weight = metadata.new_name(name, node)
         if not node.own_record:
             # The record moves from the name to a key of its own; the first name becomes a reference.
             node.own_record = True
@@ -163,6 +174,7 @@ class Names:
         node.ctime = clock.now()
         self.journal.set_name(parent, name, node, stored)
         self.journal.touch(node, forced=True)
+        self.core.metadata.reserve(node, weight)
         self._changed(directory)
         return directory, self.lookup.count_lookup(node)
 
@@ -374,6 +386,7 @@ class Names:
             raise errors.InvalidArgument(f"rename flags {flags:#x} are not offered")
         source_directory = await self.lookup.directory(parent)
         target_directory = await self.lookup.directory(new_parent)
+        growth = max(0, len(new_name) - len(name))
         while True:
             source = await self.lookup.find(parent, name)
             target = await self.lookup.find(new_parent, new_name)
@@ -390,6 +403,8 @@ class Names:
             ):
                 raise errors.InvalidArgument(f"directory {name!r} cannot go into itself")
             if await self.journal.untie(node, *([other] if other is not None else [])):
+                continue
+            if await self.journal.wait_for_records(growth, f"{new_name!r} in directory {new_parent}"):
                 continue
             if self.lookup.holds(parent, name, source) and self.lookup.holds(new_parent, new_name, target):
                 break
@@ -413,6 +428,7 @@ class Names:
             self.journal.tie(node, other)
         self._move(node, source_directory, target_directory, new_name)
         self.journal.set_name(new_parent, new_name, node, target.stored, version=target.version)
+        self.core.metadata.reserve(node, growth)
         self._changed(source_directory)
         if target_directory is not source_directory:
             self._changed(target_directory)

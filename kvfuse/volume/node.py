@@ -79,6 +79,7 @@ class Node:
         "rdev",
         "reaped",
         "recent",
+        "reserved",
         "size",
         "staged_count",
         "stored",
@@ -170,6 +171,8 @@ class Node:
         self.lost: NoSpace | None = None
         """what is to be said of bytes that were taken, and given up since; once"""
         self.recent = True
+        self.reserved = 0
+        """bytes of records that its next commit may add; see `metadata`"""
         self.moved_to: tuple[int, bytes] | None = None
         """(directory, name) where another host has put the record, while the inode was changed here"""
         self.moved_version = 0

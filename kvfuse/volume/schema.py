@@ -58,6 +58,7 @@ _FREED_KEY = struct.Struct(">cIQQ")
 _OPEN_KEY = struct.Struct(">cQQ")
 _HOLDER = struct.Struct(">QQ")
 _COUNT = struct.Struct(">q")
+_USAGE = struct.Struct(">qq")
 
 TIMES_SIZE = _TIMES.size
 
@@ -67,6 +68,11 @@ COUNTER_GENERATION = b"ngeneration"
 """First slot generation of the range that nobody took yet."""
 COUNTER_FILES = b"nfiles"
 """Inodes in the volume."""
+
+USAGE = b"nusage"
+"""What names, inodes and attributes weigh, and how many inodes there are: two i64. Of a volume that one daemon has."""
+METADATA_SIZE = b"nmetadata"
+"""Bytes that they may weigh: a u64, as the volume was formatted with."""
 
 EXACT_SIZES = b"nexact"
 """The slot sizes that the volume was formatted with, besides the geometric ones: a u64 each."""
@@ -399,6 +405,11 @@ def encode_count(value: int) -> bytes:
 @_checked
 def decode_count(value: bytes) -> int:
     return int(_COUNT.unpack(value)[0])
+
+
+def encode_usage(size: int, count: int) -> bytes:
+    """Bytes and inodes; see USAGE."""
+    return _USAGE.pack(size, count)
 
 
 def encode_orphan(record: InodeRecord, remover: int) -> bytes:

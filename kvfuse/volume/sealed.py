@@ -5,7 +5,8 @@ superblock says whether the records of a volume are sealed; those of older volum
 directly on the engine, so everything above it reads and writes plain values.
 
 Versions are the engine's own, and no checksum covers them. Records that a client reads before it knows the superblock
-have none, either: the superblock itself (it has its own checksum), and those that say which clients are alive.
+have none, either: the superblock itself (it has its own checksum), and those that say which clients are alive. Nor has
+the count that the store keeps of all others: it is compared with them.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ def _open(key: bytes, stored: bytes) -> bytes:
 
 
 def _is_bare(key: bytes) -> bool:
-    return key[:1] == schema.MEMBER_PREFIX or key in (schema.SUPERBLOCK, schema.MOUNTED)
+    return key[:1] == schema.MEMBER_PREFIX or key in (schema.SUPERBLOCK, schema.MOUNTED, schema.USAGE)
 
 
 class SealedRecords(RecordDecorator):

@@ -415,9 +415,11 @@ class Volume(RunningVolume):
         slabs, core = self.core.slabs, self.core
         if self.leases is not None:
             free, file_count = self.leases.space()
-            return Space(core.geometry.data_size, free, file_count + free // 4096, free // 4096)
-        free = slabs.free_bytes + slabs.pending_bytes + self.journal.freeing_bytes
-        return Space(core.geometry.data_size, free, core.file_count + free // 4096, free // 4096)
+        else:
+            free = slabs.free_bytes + slabs.pending_bytes + self.journal.freeing_bytes
+            file_count = core.file_count
+        inodes_free = core.metadata.inodes_free
+        return Space(core.geometry.data_size, free, file_count + inodes_free, inodes_free)
 
     async def sync(self) -> None:
         if not self.read_only:
@@ -442,6 +444,7 @@ class Volume(RunningVolume):
                 "staged_bytes": self.flusher.staged_bytes,
             },
             "slabs": {**slabs._asdict(), "classes": [row._asdict() for row in slabs.classes]},
+            "metadata": {"bytes": core.metadata.size, "limit": core.metadata.limit},
             "capacity": core.geometry.capacity,
             "slab_size": core.geometry.slab_size,
         }

@@ -15,6 +15,7 @@ from kvfuse.volume import clock, schema
 from kvfuse.volume.core import Core
 from kvfuse.volume.journal import Journal
 from kvfuse.volume.lookup import Lookup
+from kvfuse.volume.metadata import weight
 from kvfuse.volume.node import Node
 from kvfuse.volume.sealed import all_keys
 
@@ -136,14 +137,31 @@ class Xattrs:
             if not node.is_directory:
                 raise errors.NotPermitted(f"inode {ino}: {name!r} is a setting of directories")
             setting.set(self.core, node, value)
-        else:
-            self._put(node, schema.xattr_key(ino, name), value)
-            node.flags |= schema.FLAG_XATTRS
-            if node.nlink:
-                node.xattr_names |= {name}
-            if name == CAPABILITY:
-                node.capability_free = False
-        return self._changed(node)
+            return self._changed(node)
+        key = schema.xattr_key(ino, name)
+        growth = await self._growth(node, key, value)
+        self._put(node, key, value)
+        node.flags |= schema.FLAG_XATTRS
+        if node.nlink:
+            node.xattr_names |= {name}
+        if name == CAPABILITY:
+            node.capability_free = False
+        self._changed(node)
+        if node.nlink:
+            self.core.metadata.reserve(node, growth)
+        return node
+
+    async def _growth(self, node: Node, key: bytes, value: bytes) -> int:
+        """Bytes that the attribute may add to the records, for which there is room until the next await. NoSpace."""
+        while True:
+            growth = weight(len(key), len(value))
+            if self.core.metadata.fits(growth):
+                return growth
+            (row,) = await self.core.records.get([key])
+            if row is not None and not self.journal.pending_puts(key):
+                growth = max(0, growth - weight(len(key), len(row.value)))  # it takes the place of this one
+            if not await self.journal.wait_for_records(growth, f"an attribute of inode {node.ino}"):
+                return growth
 
     async def list(self, ino: int) -> list[bytes]:
         node = await self.lookups.current(ino)

@@ -27,7 +27,7 @@ This file is the whole contract; every engine passes the one conformance suite i
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -92,6 +92,25 @@ class RecordLimits:
             raise ValueError(f"{byte_count} bytes in a commit, the limit is {self.commit_bytes_max}")
 
 
+class Usage(NamedTuple):
+    """What records weigh, together."""
+
+    size: int = 0
+    """bytes"""
+    items: int = 0
+    """things that records stand for"""
+
+
+@dataclass(frozen=True)
+class Meter:
+    """Has a store count its records, in the commits that change them: the count never differs from what is there."""
+
+    key: bytes
+    """of the record in which the store keeps the count"""
+    weigh: Callable[[bytes, bytes], tuple[int, int]]
+    """(bytes, items) of a record: key, value"""
+
+
 @dataclass
 class RecordCounters:
     """What an engine was asked, for the metric "record round trips per 1,000 blocks"."""
@@ -128,6 +147,15 @@ class RecordStore(ABC):
 
     limits: RecordLimits
     counters: RecordCounters = field(default_factory=RecordCounters, init=False)
+
+    @property
+    def usage(self) -> Usage | None:
+        """What the records weigh after the last finished commit; None where the store does not count them."""
+        return None
+
+    def bound(self, size: int) -> int:
+        """Take no more than ``size`` bytes of the medium from now on. Returns the bound; 0: the store has none."""
+        return 0
 
     @abstractmethod
     async def get(self, keys: Sequence[bytes]) -> list[Versioned | None]:

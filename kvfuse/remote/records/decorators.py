@@ -12,7 +12,7 @@ import trio
 
 from kvfuse.errors import EngineError, EngineTimeout
 from kvfuse.remote.faults import Fault, FaultPlan
-from kvfuse.remote.records.api import Change, Lease, Record, RecordStore, Versioned
+from kvfuse.remote.records.api import Change, Lease, Record, RecordStore, Usage, Versioned
 
 _T = TypeVar("_T")
 
@@ -24,6 +24,13 @@ class RecordDecorator(RecordStore):
         super().__init__(inner.limits)
         self.inner = inner
         self.counters = inner.counters
+
+    @property
+    def usage(self) -> Usage | None:
+        return self.inner.usage
+
+    def bound(self, size: int) -> int:
+        return self.inner.bound(size)
 
     async def around(self, call: Callable[[], Awaitable[_T]], *, commits: bool) -> _T:
         """Do ``call``, once at the most. ``commits`` says that it changes records."""

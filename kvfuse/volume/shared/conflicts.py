@@ -85,6 +85,7 @@ class Conflicts:
                 self.core.unborn.append(extent)
                 node.dead = [other for other in node.dead if other is not extent]
         if node.nlink:
+            node.reserved += taken.reserved
             if taken.cut_size is not None:
                 node.cut_size = taken.cut_size if node.cut_size is None else min(node.cut_size, taken.cut_size)
             node.forced = node.forced or taken.forced or not node.writers
@@ -94,6 +95,8 @@ class Conflicts:
                 chunk.dirty = [*dirty, *[span for span in chunk.dirty if span not in dirty]]
             self.core.givers[node] = None
             self.journal.touch(node)
+        else:
+            self.core.metadata.release(taken.reserved)
 
     # -- coming to terms -----------------------------------------------------------------------------
 

@@ -99,6 +99,7 @@ class SharedJournal(BatchBuilder):
         """Nothing of the inode is to be stored any more."""
         self.reconsider(node)
         self._dirty.pop(node, None)
+        self.core.metadata.release(self.core.metadata.taken(node))
         self._gone.pop(node, None)
         self._times.pop(node, None)
         self._ties.drop(node)

@@ -1,0 +1,180 @@
+"""What names, inodes and attributes may take: the *metadata budget* of a volume.
+
+Each record of them weighs a little more than its bytes (`weigh`). What the store has, it counts itself, in the
+very commit that changes it; what is pending is counted here from the call on, so that everything that was acknowledged
+has its room. Bytes of names are free again when the commit that removes them is in the store.
+
+Records that say where bytes of files are do not count: every one stands for slots of 4 KiB or more, so the capacity
+bounds them, and a full budget never keeps bytes of an existing file from being written.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Callable
+
+from kvfuse.checksum import CHECKSUM_SIZE
+from kvfuse.errors import NoSpace
+from kvfuse.remote.records.api import Meter
+from kvfuse.sizes import MIB
+from kvfuse.slab.layout import FEATURE_SEALED_RECORDS, Superblock
+from kvfuse.volume import schema
+from kvfuse.volume.node import Node
+
+SHARE = 16
+"""One part in so many of the capacity: 256 bytes for each block of 4 KiB, of which one with a name of 64 takes 249."""
+SIZE_MIN = 32 * MIB
+"""and for the smallest volumes so much."""
+INODE_SIZE = 256
+"""Bytes by which `df -i` judges how many more inodes there is room for."""
+
+SLOT_SIZE = 80
+"""Bytes of records, at most, for each 4 KiB in slots."""
+SPREAD = 12
+"""A store may need so many times the bytes of its records: pages that are a quarter full, in up to three versions.
+
+In ordinary use it is 1.5 to 4 times."""
+
+RECORD_OVERHEAD = 32
+"""bytes that a record takes in a store besides its key and its value: its version, a checksum, its place in a page"""
+RECORD_INLINE_MAX = 1900
+"""Bytes of a record beyond which it has pages of its own,"""
+RECORD_PAGE_SIZE = 4096
+"""of which each has so many."""
+INODE_WEIGHT = 136
+"""An inode weighs what its numbers may take, so that none of them is refused to grow; where data is is not counted."""
+
+
+def default_size(capacity: int) -> int:
+    """The budget of a volume that has none of its own. Bytes."""
+    return max(capacity // SHARE, SIZE_MIN)
+
+
+def store_size(limit: int, data_size: int) -> int:
+    """Bytes that a record store may take of its medium, with a budget of ``limit`` and so many bytes of data."""
+    return SPREAD * (limit + data_size // 4096 * SLOT_SIZE)
+
+
+def affordable_limit(size: int, data_size: int) -> int:
+    """The budget with which a store takes ``size`` bytes at most; see `store_size`."""
+    return max(0, size // SPREAD - data_size // 4096 * SLOT_SIZE)
+
+
+class Metadata:
+    """The budget of a volume, and who has reserved what. ``stored``: what the store has of it, in bytes."""
+
+    def __init__(self, limit: int, stored: Callable[[], int]) -> None:
+        self.limit = limit
+        self.stored = stored
+        self.pending = 0
+        """bytes by which the store may grow with what is pending, or on its way there"""
+
+    @property
+    def size(self) -> int:
+        """Bytes that are taken, those included that pending changes may yet take."""
+        return self.stored() + self.pending
+
+    def fits(self, size: int) -> bool:
+        return not size or self.size + size <= self.limit
+
+    @property
+    def inodes_free(self) -> int:
+        return max(0, self.limit - self.size) // INODE_SIZE
+
+    def refusal(self, what: str) -> NoSpace:
+        return NoSpace(
+            f"{what}: names and attributes have {self.size} of the {self.limit} bytes that they may have in this"
+            " volume: remove some"
+        )
+
+    def reserve(self, node: Node, size: int) -> None:
+        """``node`` is to be stored with so many more bytes of records, for which there is room."""
+        node.reserved += size
+        self.pending += size
+
+    def taken(self, node: Node) -> int:
+        """The next commit carries what was reserved for the inode: bytes that the caller has to `release` after it."""
+        size, node.reserved = node.reserved, 0
+        return size
+
+    def release(self, size: int) -> None:
+        """The store counts them now, or they are not wanted any more."""
+        self.pending -= size
+
+
+def weight(key_size: int, value_size: int) -> int:
+    """Bytes that a record counts for: never less than it takes."""
+    if key_size + value_size + RECORD_OVERHEAD <= RECORD_INLINE_MAX:
+        return key_size + value_size + RECORD_OVERHEAD
+    return key_size + RECORD_OVERHEAD - (-(value_size + RECORD_OVERHEAD) // RECORD_PAGE_SIZE) * RECORD_PAGE_SIZE
+
+
+def weigh(key: bytes, value: bytes) -> tuple[int, int]:
+    """(bytes, inodes) that a record counts for. Records of bytes in slots are bounded by these, and weigh nothing."""
+    kind = key[:1]
+    if kind == b"d":
+        if value[:1] == b"I":
+            return inode_weight(len(key), _target_size(value[1:])), 1
+        return weight(len(key), len(value)), 0
+    if kind == b"i":
+        return inode_weight(len(key), _target_size(value)), 1
+    if kind == b"o":
+        return inode_weight(len(key), _target_size(value)), 0
+    if kind in (b"x", b"t"):
+        return weight(len(key), len(value)), 0
+    return 0, 0
+
+
+def meter_of(superblock: Superblock) -> Meter:
+    """Has a store count the records of a volume that one daemon has."""
+    sealed = superblock.features & FEATURE_SEALED_RECORDS
+    return Meter(schema.USAGE, _weigh_sealed if sealed else weigh)
+
+
+def _weigh_sealed(key: bytes, stored: bytes) -> tuple[int, int]:
+    return weigh(key, stored[:-CHECKSUM_SIZE])
+
+
+def inode_weight(key_size: int, target_size: int) -> int:
+    """Of the record that an inode stands in. ``target_size``: of a symbolic link."""
+    return weight(key_size, INODE_WEIGHT + target_size)
+
+
+def entry_weight(name_size: int) -> int:
+    """Of a name whose inode has a record of its own."""
+    return weight(len(schema.entry_key(0, b"", 1)) + name_size, 9)
+
+
+_SYMLINK_MODE = re.compile(rb"\xdc..(?:[\0-\x7f]|\xcc.|\xcd..|\xce....|\xcf........)\xcd[\xa0-\xaf]", re.DOTALL)
+"""an inode record that begins with a number and the mode of a symbolic link"""
+
+
+def _target_size(record: bytes) -> int:
+    """Bytes of the target of the symbolic link in an encoded inode, 0 of others; without decoding those."""
+    if _SYMLINK_MODE.match(record) is None:
+        return 0
+    try:
+        return len(schema.decode_inode(record).target)
+    except (ValueError, struct.error):
+        return len(record)  # it is damaged
+
+
+def new_inode(name: bytes, *, is_directory: bool = False, target: bytes = b"") -> int:
+    """Bytes that an inode and its first name take."""
+    if not is_directory:
+        return inode_weight(len(schema.entry_key(0, name, 1)), len(target))
+    return (
+        entry_weight(len(name))
+        + inode_weight(len(schema.inode_key(0)), 0)
+        + weight(len(schema.times_key(0)), schema.TIMES_SIZE)
+    )
+
+
+def new_name(name: bytes, node: Node) -> int:
+    """Bytes that another name of an inode takes; a second one moves the inode's record to a key of its own."""
+    size = entry_weight(len(name))
+    if not node.own_record:
+        size += inode_weight(len(schema.inode_key(0)), 0) + entry_weight(len(node.name))
+        size -= inode_weight(len(schema.entry_key(0, node.name, 1)), 0)
+    return size
