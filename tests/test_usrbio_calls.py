@@ -279,7 +279,7 @@ class AwaitedWorker(IdleWorker):
         self.results: list[int] = []
         self.server = SimpleNamespace(get_again=lambda call: answers.pop(0))
 
-    def run_here(self, job: Callable[[], None]) -> bool:
+    def run_in_turn(self, job: Callable[[], None]) -> bool:
         self.jobs.send_nowait(job)
         return True
 

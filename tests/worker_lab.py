@@ -18,6 +18,8 @@ from kvfuse.options import UsrbioOptions
 from kvfuse.usrbio.call import Call
 from kvfuse.usrbio.charges import Charge, Charges
 from kvfuse.usrbio.client_memory import Iov
+from kvfuse.usrbio.doorman import Doorman
+from kvfuse.usrbio.interpreter import Interpreter, User
 from kvfuse.usrbio.memory import Pool, Share
 from kvfuse.usrbio.peer import Peer
 from kvfuse.usrbio.registry import Namespace, OpenFile
@@ -40,6 +42,9 @@ class Registered:
     iovs: dict[int, Iov] = field(default_factory=dict)
     namespaces: dict[int, Namespace] = field(default_factory=dict)
     share: Share = field(default_factory=lambda: Share(Pool(MIB)))
+    interpreter: Interpreter = field(default_factory=Interpreter)
+    doorman: Doorman = field(default_factory=lambda: Doorman(Interpreter()))
+    user: User = field(default_factory=User)
     calls: list[Call] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
     at_start: Callable[[], object] = lambda: None

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-SWITCH_SECONDS = 0.0001
+SWITCH_SECONDS = 0.00005
 """The event loop waits at most so long for a thread that computes: Python's 5 ms would be seen in every request."""
 
 COLLECTIONS = 10_000, 20, 100

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import trio
 
 from kvfuse.usrbio.client_memory import Iov
+from kvfuse.usrbio.doorman import Doorman
+from kvfuse.usrbio.interpreter import Interpreter, User
 from kvfuse.usrbio.memory import Share
 from kvfuse.usrbio.registry import Namespace, OpenFile
 
@@ -103,6 +105,10 @@ class Tables(Protocol):
     iovs: dict[int, Iov]
     namespaces: dict[int, Namespace]
     share: Share
+    doorman: Doorman
+    interpreter: Interpreter
+    user: User
+    """whose turns the rings have"""
 
     def start(self, worker: Worker, calls: list[Call]) -> None:
         """In the event loop: do these calls. Called from the ring thread."""
@@ -125,7 +131,7 @@ class Tables(Protocol):
 
 
 async def in_ring_thread(worker: Worker, job: Callable[[], bool]) -> bool:
-    """What ``job`` says, called by the ring thread; False if that has ended."""
+    """What ``job`` says, called by the ring thread in its turn; False if that has ended."""
     done = trio.Event()
     token = trio.lowlevel.current_trio_token()
     results: list[bool] = []
@@ -137,7 +143,7 @@ async def in_ring_thread(worker: Worker, job: Callable[[], bool]) -> bool:
         finally:
             token.run_sync_soon(done.set)
 
-    if not worker.run_here(run):
+    if not worker.run_in_turn(run):
         return False
     await done.wait()
     return results[0]

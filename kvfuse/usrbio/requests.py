@@ -110,6 +110,9 @@ class Connection:
         self._account = account
         self._charge = clients.charges.of(peer)
         self._usher = usher
+        self.doorman = clients.doorman
+        self.interpreter = clients.interpreter
+        self.user = clients.interpreter.user((peer.uid, peer.is_unlimited))
         self.files: dict[int, OpenFile] = {}
         self.iovs: dict[int, Iov] = {}
         self.namespaces: dict[int, Namespace] = {}

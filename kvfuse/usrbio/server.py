@@ -19,6 +19,7 @@ from kvfuse.usrbio.call import PIECE, Answer, Call, Entry, Refused, Short, Table
 from kvfuse.usrbio.client_memory import Iov
 from kvfuse.usrbio.columns import LOW_HALF, as_words, find_overlaps, may_overlap, same
 from kvfuse.usrbio.keys import file_name, file_names
+from kvfuse.usrbio.penalty import MALFORMED
 from kvfuse.usrbio.registry import Namespace
 from kvfuse.usrbio.ring import Entries
 from kvfuse.usrbio.wire import (
@@ -33,6 +34,7 @@ from kvfuse.usrbio.wire import (
     Priority,
     unpack_keys,
 )
+from kvfuse.volume.maps import ContentMap
 
 if TYPE_CHECKING:
     from kvfuse.usrbio.worker import Worker
@@ -64,6 +66,10 @@ class Server:
         self._aux_area = aux
         self._op_mask = op_mask
         self._reader = reads.Reader()
+        self.count = 0
+        """entries served since somebody set it to 0"""
+        self.bad_count = 0
+        """malformed ones among them"""
 
     def close(self) -> None:
         """Let go of memory: the rest goes when the garbage collector comes, as the worker and this know each other."""
@@ -74,6 +80,7 @@ class Server:
 
     def serve(self, rows: Entries, taken_at: float) -> Entries:
         """Serve what was taken from the queue at ``taken_at`` (monotonic seconds). What waits for memory comes back."""
+        self.count += len(rows)
         if len(rows) >= COLUMNS_MIN:
             rows = self._serve_columns(self._without_overlaps(rows), taken_at)
         elif len(rows) > 1 and may_overlap(rows):
@@ -88,13 +95,17 @@ class Server:
                 answer = self._answer(entry, taken_at, calls)
             except Short:
                 waiting.append(number)
+                self.count -= 1
                 continue
             if answer is not None:
                 done.append(CQE_STRUCT.pack(entry.user_data, *answer))
             kept_size += entry.length
-            if entry.length >= LARGE and (entry.op != Op.PUT or kept_size >= PUTS_SIZE):
+            is_wanted = self._worker.is_wanted()
+            if is_wanted or (entry.length >= LARGE and (entry.op != Op.PUT or kept_size >= PUTS_SIZE)):
                 self._pass_on(done, calls)
                 done, calls, kept_size = [], [], 0
+            if is_wanted:
+                self._worker.pause()
         self._pass_on(done, calls)
         return rows[waiting] if waiting else rows[:0]
 
@@ -105,6 +116,7 @@ class Server:
             answer = self._answer(entry, taken_at, calls)
         except Short:
             return False
+        self.count += 1
         self._pass_on([CQE_STRUCT.pack(entry.user_data, *answer)] if answer is not None else [], calls)
         return True
 
@@ -119,6 +131,7 @@ class Server:
         refused = find_overlaps(rows, self._tables.iovs)
         if not len(refused):
             return rows
+        self.bad_count += len(refused)
         self._worker.post(rows["user_data"][refused], np.full(len(refused), -errno.EINVAL))
         return np.delete(rows, refused)
 
@@ -185,9 +198,11 @@ class Server:
         try:
             return self._serve(entry, taken_at, calls)
         except Refused as refusal:
-            return Answer(-refusal.number)
+            number = refusal.number
         except OSError as error:
-            return Answer(-(error.errno or errno.EIO))
+            number = error.errno or errno.EIO
+        self.bad_count += number in MALFORMED
+        return Answer(-number)
 
     def _serve(self, entry: Entry, taken_at: float, calls: list[Call]) -> Answer | None:
         """The answer to an entry, or None: it is in ``calls``, or has no completion. Refused, OSError, Short."""
@@ -233,13 +248,20 @@ class Server:
             else:
                 if not iov.writable:
                     raise Refused(errno.EACCES)
-                result = reads.read(file.map, entry.offset, entry.length, iov, entry.iov_offset)
+                result = self._read(file.map, entry.offset, entry.length, iov, entry.iov_offset)
                 if result != reads.ASK:
                     return Answer(result)
         if not call.size:
             self._reserve(call, min(entry.length, PIECE))
         calls.append(call)
         return None
+
+    def _read(self, content: ContentMap, offset: int, length: int, iov: Iov, iov_offset: int) -> int:
+        """`reads.read`, where others work meanwhile if it is much."""
+        if length <= reads.SMALL:
+            return reads.read(content, offset, length, iov, iov_offset)
+        with self._worker.copying():
+            return reads.read(content, offset, length, iov, iov_offset)
 
     def _range(self, entry: Entry) -> Iov:
         """The iov of an entry, whose range lies in it."""
@@ -260,7 +282,11 @@ class Server:
     def _copy(self, call: Call, buffer: npt.NDArray[np.uint8], iov: Iov) -> None:
         """The bytes of an entry, which the client may change from now on. OSError."""
         try:
-            iov.read(call.entry.iov_offset, buffer)
+            if len(buffer) <= reads.SMALL:
+                iov.read(call.entry.iov_offset, buffer)
+            else:
+                with self._worker.copying():
+                    iov.read(call.entry.iov_offset, buffer)
         except OSError:
             self._tables.share.give(call.size)
             raise
@@ -330,7 +356,7 @@ class Server:
             answer = Answer(size, row.start, row.source.arena, pin)
         elif size > entry.length:
             answer = Answer(-errno.EMSGSIZE, size)
-        elif iov is None or reads.read(content, 0, size, iov, entry.iov_offset) == size:
+        elif iov is None or self._read(content, 0, size, iov, entry.iov_offset) == size:
             answer = Answer(size)
         else:
             return None
@@ -349,7 +375,7 @@ class Server:
         assert iov is not None
 
         def attempt() -> bool:
-            result = reads.read(file.map, entry.offset, entry.length, iov, entry.iov_offset)
+            result = self._read(file.map, entry.offset, entry.length, iov, entry.iov_offset)
             if result == reads.ASK:
                 return False
             self._worker.complete(call, result)

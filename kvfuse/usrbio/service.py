@@ -19,6 +19,8 @@ from kvfuse import errors
 from kvfuse.config import UsrbioOptions
 from kvfuse.usrbio.accounts import Account, Accounts
 from kvfuse.usrbio.charges import Charges
+from kvfuse.usrbio.doorman import Doorman
+from kvfuse.usrbio.interpreter import Interpreter, watched_loop
 from kvfuse.usrbio.memory import Pool, Share
 from kvfuse.usrbio.passing import Usher, Ushers, open_ushers
 from kvfuse.usrbio.peer import Peer
@@ -54,9 +56,10 @@ async def serve_rings(
 
     ``options``: the limits of users; None: the default ones.
     """
-    with trio.socket.from_stdlib_socket(listener.dup()) as accepting:
+    turns = Interpreter()
+    with trio.socket.from_stdlib_socket(listener.dup()) as accepting, Doorman(turns) as doorman, watched_loop(turns):
         async with open_ushers() as ushers, trio.open_nursery() as nursery:
-            clients = Clients(volume, kernel, device, ushers, options or UsrbioOptions())
+            clients = Clients(volume, kernel, device, ushers, doorman, options or UsrbioOptions())
             volume.sections["rings"] = clients.statistics
             task_status.started()
             while True:
@@ -82,7 +85,13 @@ class Clients:
     """All that are connected, and what they share: the volume, and the limits of this process."""
 
     def __init__(
-        self, volume: Volume, kernel: KernelCache, device: int, ushers: Ushers, options: UsrbioOptions
+        self,
+        volume: Volume,
+        kernel: KernelCache,
+        device: int,
+        ushers: Ushers,
+        doorman: Doorman,
+        options: UsrbioOptions,
     ) -> None:
         self.volume = volume
         self.kernel = kernel
@@ -91,6 +100,8 @@ class Clients:
         self.pool = Pool(MEMORY_SIZE)
         self.accounts = Accounts(options)
         self.charges = Charges(options)
+        self.doorman = doorman
+        self.interpreter = doorman.interpreter
         self._connections: set[Connection] = set()
         self._descriptors_max = resource.getrlimit(resource.RLIMIT_NOFILE)[0] * 3 // 4
 

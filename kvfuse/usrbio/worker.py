@@ -1,7 +1,7 @@
 """The thread of one ring: takes submissions, has them served by priority, posts completions, sleeps.
 
-A completion is posted by whoever ends an operation, under a lock: the queue has one producer at a time. No more is
-taken than completions have room for.
+It works in turns, as `interpreter.py` says. A completion is posted by whoever ends an operation, under a lock: the
+queue has one producer at a time. No more is taken than completions have room for.
 """
 
 from __future__ import annotations
@@ -13,40 +13,29 @@ import select
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import numpy.typing as npt
 
 from kvfuse.usrbio.call import Call, Entry, Tables
-from kvfuse.usrbio.columns import as_words
-from kvfuse.usrbio.ring import Bell, Entries, RingMemory
+from kvfuse.usrbio.interpreter import Seat
+from kvfuse.usrbio.lines import TURN_ENTRIES, Lines
+from kvfuse.usrbio.penalty import BOUND, Penalty
+from kvfuse.usrbio.ring import Bell, RingMemory
 from kvfuse.usrbio.server import Server
-from kvfuse.usrbio.wire import CQE, CQE_STRUCT, SQE, SQE_STRUCT, Op, Priority, Word
+from kvfuse.usrbio.wire import CQE, CQE_STRUCT, SQE, SQE_STRUCT, Op, Word
 
 log = logging.getLogger(__name__)
 
-TURN_ENTRIES = 256
-TURN_BYTES = 16 << 20
-"""What is served before higher priorities are looked for again."""
+TAKE_ENTRIES = 1024
+"""What is taken at once: between two such parts others may work."""
 THREAD_NAME = "kvfuse-ring"
-LOW_TURN = 8
-"""Each so manieth turn goes to the priority that has waited for longest."""
 SPIN_SECONDS = 100e-6
 """How long it looks for more before it sleeps, while submissions come faster than that."""
-FULL_SECONDS = 0.01
+FULL_SECONDS, FULL_SECONDS_MAX = 0.01, 0.08
 """between looks at a ring whose client does not take its completions, or when there is no memory for an entry"""
-_PRIORITY_BITS = np.uint64(0xFF00)
-"""in the first word of an SQE"""
-CLASSES = (Priority.HIGH, Priority.NORMAL, Priority.LOW)
-
-
-class _Waiting(NamedTuple):
-    """Entries that were taken and wait for their turn."""
-
-    rows: Entries
-    taken_at: float
 
 
 class Worker:
@@ -62,20 +51,27 @@ class Worker:
         self._lock = threading.Lock()
         self._under_way = 0
         """entries taken and not completed"""
-        self._waiting: dict[int, deque[_Waiting]] = {kind: deque() for kind in CLASSES}
         self._single: tuple[Entry, float] | None = None
         """an entry that came alone, and when it was taken: its turn comes before any other's"""
         self._inbox: deque[Callable[[], None]] = deque()
-        self._turn = 0
-        self._served_at = dict.fromkeys(reversed(CLASSES), 0)
-        """priority -> the last turn that it had; the lowest first"""
+        """jobs that may wait for the kernel: called without the turn"""
+        self._jobs: deque[Callable[[], None]] = deque()
+        """called with the turn"""
+        self._turns = tables.interpreter
+        self._seat = Seat(tables.user)
+        self._has_turn = False
+        """it woke up with the turn, and did nothing yet"""
+        self._penalty = Penalty()
         self.server = Server(self, tables, memory.aux, op_mask)
+        self._lines = Lines(self.server)
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         """wakes the thread from within the daemon: of the bell the client has a descriptor, too, and may empty it"""
         self._poll = select.epoll()
         for descriptor in (sq_bell, self._wake):  # neither is ever read, which the client could make wait
             self._poll.register(descriptor, select.EPOLLIN | select.EPOLLET)
+        tables.doorman.add(self._poll.fileno())
         self._rests = 0.0
+        self._full_seconds = FULL_SECONDS
         self._is_reading = False
         """it may be in the middle of a copy; once it is seen to be not, it looks at maps anew"""
         self._is_short = False
@@ -98,15 +94,23 @@ class Worker:
             unread = min(max(self._cq.position - self._cq.taken, 0), len(self._cq))
             self._unpin([self._cq.place(self._cq.position - number - 1) for number in range(unread)])
             del self._memory, self._sq, self._cq, self._own_bell, self._client_bell
+        self._tables.doorman.remove(self._poll.fileno())
         self._poll.close()
         os.close(self._wake)
 
     def run_here(self, job: Callable[[], None]) -> bool:
-        """Let the ring thread call ``job`` soon. False, and it will not, if the ring has ended."""
+        """Let the ring thread call ``job``, which may wait, soon. False, and it will not, if the ring has ended."""
+        return self._append(self._inbox, job)
+
+    def run_in_turn(self, job: Callable[[], None]) -> bool:
+        """As `run_here`, for what waits for nothing, and copies much."""
+        return self._append(self._jobs, job)
+
+    def _append(self, jobs: deque[Callable[[], None]], job: Callable[[], None]) -> bool:
         with self._lock:
             if self.stopped:
                 return False
-            self._inbox.append(job)
+            jobs.append(job)
             os.eventfd_write(self._wake, 1)
             return True
 
@@ -179,8 +183,11 @@ class Worker:
     def _run(self) -> None:
         try:
             while not self.stopped:
-                if not self.step():
+                if not self.step() or (self._lines.is_empty and not self._has_work()):
                     self._wait()
+                if self._penalty.seconds:
+                    self._drop_turn()
+                    self._rest(self._penalty.seconds)
         except Broken as error:
             self._tables.failed(str(error))
         except Exception:  # one client's ring ends with its thread; the daemon and the others go on
@@ -190,119 +197,178 @@ class Worker:
             with self._lock:
                 self.stopped = True
                 self._is_reading = False
+            self._drop_turn()
             while self._inbox:  # the kernel has to hear of changes, whether or not anybody waits for them
                 self._inbox.popleft()()
+            while self._jobs:
+                self._jobs.popleft()()
 
     def step(self) -> bool:
         """Take what was submitted, and serve some of it; False when there was nothing to serve."""
-        self._take()
-        self._is_reading = True
+        if self._inbox or self._jobs:
+            self._do_jobs()
+        if self._has_turn:
+            self._has_turn = False
+        else:
+            self._turns.take(self._seat)
+        try:
+            while self._take():
+                self.pause()
+            self._is_reading = True
+            has_served = self._serve()
+            if self.server.bad_count or self._penalty.excess:
+                self._judge()
+            return has_served
+        finally:
+            self._is_reading = False
+            self._turns.give(self._seat)
+
+    def _do_jobs(self) -> None:
+        """Those of the event loop."""
+        self._drop_turn()
         while self._inbox:
             self._inbox.popleft()()
-        has_served = self._serve_turn()
-        self._is_reading = False
-        return has_served
+        if not self._jobs:
+            return
+        self._turns.take(self._seat)
+        try:
+            self._is_reading = True
+            while self._jobs:
+                self._jobs.popleft()()
+                self.pause()
+        finally:
+            self._is_reading = False
+            self._turns.give(self._seat)
 
-    def _take(self) -> None:
-        """Copy what was submitted, as far as its completions will have room."""
+    def _drop_turn(self) -> None:
+        """The turn that it woke up with is somebody else's."""
+        if self._has_turn:
+            self._has_turn = False
+            self._turns.give(self._seat)
+
+    def _judge(self) -> None:
+        """Count what was served since this was asked last. Broken."""
+        self._penalty.judge(self.server.count, self.server.bad_count)
+        self.server.count = self.server.bad_count = 0
+        if self._penalty.is_broken:
+            raise Broken(f"{BOUND} more of a ring's entries were malformed than made sense")
+
+    def is_wanted(self) -> bool:
+        """Somebody else is to work before the next entry."""
+        return self._turns.is_wanted(self._seat)
+
+    def pause(self) -> None:
+        """Let others work, if they are to."""
+        if self._turns.is_wanted(self._seat):
+            self._turns.lend(self._seat)
+
+    @contextmanager
+    def copying(self) -> Iterator[None]:
+        """Others may work during this large copy."""
+        self._turns.begin_copy(self._seat)
+        try:
+            yield
+        finally:
+            self._turns.end_copy(self._seat)
+
+    def _take(self) -> bool:
+        """Copy what was submitted, as far as its completions will have room. True: there may be more."""
         sq, cq = self._sq, self._cq
-        count = sq.given - sq.position
-        if not count:
-            return
+        given = sq.given - sq.position
+        if not given:
+            return False
         unread, under_way = self._claims()
-        if not 0 <= count <= len(sq) or not 0 <= unread <= len(cq) or not self._memory.header_is_whole():
+        if not 0 <= given <= len(sq) or not 0 <= unread <= len(cq) or not self._memory.header_is_whole():
             raise Broken("the ring's header or indices were overwritten")
-        count = min(count, len(cq) - unread - under_way)
+        count = min(given, len(cq) - unread - under_way, TAKE_ENTRIES)
         if count <= 0:
-            return
+            return False
         packed = sq.read_packed(count)
         sq.take(count)
         with self._lock:
             self._under_way += count
         now = time.monotonic()
-        if count == 1 and packed[0] != Op.CANCEL and not any(self._waiting.values()):
+        if count == 1 and packed[0] != Op.CANCEL and self._lines.is_empty:
             self._single = Entry._make(SQE_STRUCT.unpack(packed)), now
-            return
+            return False
         rows = sq.unpacked(packed)
         start = 0
         for cancel in _cancels(packed):  # at once: it concerns what came before, alone
-            self._line_up(rows[start:cancel], now)
+            self._lines.add(rows[start:cancel], now)
             self.server.serve(rows[cancel : cancel + 1], now)
             start = cancel + 1
-        self._line_up(rows[start:] if start else rows, now)
+            self.pause()
+        self._lines.add(rows[start:] if start else rows, now)
+        return count < given
 
-    def _line_up(self, rows: Entries, taken_at: float) -> None:
-        """Let entries wait for their turn."""
-        if not len(rows):
-            return
-        if not np.count_nonzero(as_words(rows)[:, 0] & _PRIORITY_BITS):
-            self._waiting[Priority.NORMAL].append(_Waiting(rows, taken_at))
-            return
-        priorities = rows["priority"]
-        for kind in CLASSES:  # an unknown priority is refused later
-            chosen = rows[priorities == kind if kind else ~np.isin(priorities, CLASSES[::2])]
-            if len(chosen):
-                self._waiting[kind].append(_Waiting(chosen, taken_at))
-
-    def _serve_turn(self) -> bool:
-        """Serve some of the highest priority that waits. False when nothing does, or there is no memory for any."""
+    def _serve(self) -> bool:
+        """Serve some of what waits. False when nothing does, or there is no memory for any."""
         if self._single is not None:
             (entry, taken_at), self._single = self._single, None
             if self.server.serve_one(entry, taken_at):
                 return True
-            self._line_up(np.frombuffer(SQE_STRUCT.pack(*entry), SQE), taken_at)
-        kinds = [kind for kind in CLASSES if self._waiting[kind]]
-        self._turn += 1
-        if self._turn % LOW_TURN == 0:
-            kinds = [kind for kind in sorted(self._served_at, key=self._served_at.__getitem__) if kind in kinds]
-        self._is_short = False
-        for kind in kinds:
-            for _ in range(len(self._waiting[kind])):
-                if self._serve_some(self._waiting[kind]):
-                    self._served_at[kind] = self._turn
-                    return True
-        self._is_short = bool(kinds)
-        return False
-
-    def _serve_some(self, queue: deque[_Waiting]) -> bool:
-        """Serve the first of a queue. False when there was no memory for any of it: then it is the last."""
-        rows, taken_at = queue[0]
-        count = min(len(rows), TURN_ENTRIES)
-        if count > 1:
-            total = 0
-            for number, length in enumerate(rows["length"][:count].tolist()):
-                total += length
-                if total > TURN_BYTES and number:
-                    count = number
-                    break
-        if count == len(rows):
-            queue.popleft()
-        else:
-            queue[0] = _Waiting(rows[count:], taken_at)
-        waiting = self.server.serve(rows[:count], taken_at)
-        if len(waiting):
-            queue.append(_Waiting(waiting, taken_at))
-        return len(waiting) < count
+            self._lines.add(np.frombuffer(SQE_STRUCT.pack(*entry), SQE), taken_at)
+        has_served = self._lines.serve(self._penalty.entries_max(TURN_ENTRIES))
+        self._is_short = not (has_served or self._lines.is_empty)
+        return has_served
 
     def _wait(self) -> None:
         """Until there is more to do. Looks for a moment longer while submissions come one after the other."""
         started = time.perf_counter()
-        if self._rests < 4 * SPIN_SECONDS:
-            while time.perf_counter() - started < SPIN_SECONDS:
-                if self._has_work():
-                    self._rests = 0.75 * self._rests
-                    return
-                os.sched_yield()
+        if self._rests < 4 * SPIN_SECONDS and self._turns.may_look():
+            has_work = self._look(started)
+            self._turns.looked(self._seat, time.perf_counter() - started)
+            if has_work:
+                self._rests = 0.75 * self._rests
+                return
         self._own_bell.going_to_sleep()
         is_full = self._is_short or (self._sq.given != self._sq.position and not self._has_work())
-        while not self._has_work() and not self.stopped:
-            if self._poll.poll(FULL_SECONDS if is_full else None) or is_full:
-                break
+        self._full_seconds = min(2 * self._full_seconds, FULL_SECONDS_MAX) if is_full else FULL_SECONDS
+        has_slept = self._sleep(self._full_seconds if is_full else None)
         self._own_bell.awake()
+        if has_slept and not is_full and not self._has_work():
+            self._penalty.ring_for_nothing()
         self._rests = 0.75 * self._rests + 0.25 * (time.perf_counter() - started)
 
+    def _sleep(self, seconds: float | None) -> bool:
+        """Until somebody rings, or for so long. False: there was work at once."""
+        has_slept = False
+        while not self._has_work() and not self.stopped:
+            if has_slept:
+                return True
+            if seconds is not None:
+                self._poll.poll(seconds)
+            elif self._turns.may_sleep_alone(self._seat.user):
+                self._poll.poll()
+                self._turns.woke_alone(self._seat.user)
+            else:
+                self._tables.doorman.watch(self._poll.fileno(), self._seat)
+                self._turns.sleep(self._seat)
+                self._has_turn = True
+                self._poll.poll(0)
+            has_slept = True
+        return has_slept
+
+    def _look(self, started: float) -> bool:
+        """Look for work as long as nobody else works."""
+        is_quiet = self._turns.token
+        while time.perf_counter() - started < SPIN_SECONDS and is_quiet:
+            if self._has_work():
+                return True
+            os.sched_yield()
+        return False
+
+    def _rest(self, seconds: float) -> None:
+        """Hear nothing of the client for a while; jobs of the event loop are done."""
+        end = time.monotonic() + seconds
+        self._poll.modify(self._own_bell.descriptor, 0)
+        while not self.stopped and (left := end - time.monotonic()) > 0:
+            self._poll.poll(left)
+            self._do_jobs()
+        self._poll.modify(self._own_bell.descriptor, select.EPOLLIN | select.EPOLLET)
+
     def _has_work(self) -> bool:
-        if self._inbox:
+        if self._inbox or self._jobs:
             return True
         if self._sq.given == self._sq.position:
             return False
@@ -348,23 +414,17 @@ class Worker:
 
     # -- for the server --------------------------------------------------------------------------------
 
+    def withdraw(self, user_data: int) -> bool:
+        """End an entry that still waits for its turn with -ECANCELED; False if there is none."""
+        if not self._lines.remove(user_data):
+            return False
+        self.post([user_data], [-errno.ECANCELED])
+        return True
+
     def pass_over(self) -> None:
         """An entry that was taken has no completion."""
         with self._lock:
             self._under_way -= 1
-
-    def withdraw(self, user_data: int) -> bool:
-        """End an entry that still waits for its turn with -ECANCELED; False if there is none."""
-        for queue in self._waiting.values():
-            for number, (rows, taken_at) in enumerate(queue):
-                found = np.flatnonzero(rows["user_data"] == user_data)
-                if len(found):
-                    queue[number] = _Waiting(np.delete(rows, found[0]), taken_at)
-                    if not len(queue[number].rows):
-                        del queue[number]
-                    self.post([user_data], [-errno.ECANCELED])
-                    return True
-        return False
 
 
 def _cancels(packed: bytearray) -> list[int]:

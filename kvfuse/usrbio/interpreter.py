@@ -1,0 +1,311 @@
+"""Which ring works: Python's interpreter runs one thread at a time, and every ring has a thread.
+
+Without an order among them, a thread that wants the interpreter waits for all others that want it, 0.1 ms for each: the
+event loop waits for each of 256 rings, several times in one request. So the thread of a ring takes the turn before it
+works, and gives it back when it has nothing more to do, or between two entries where somebody else precedes it:
+
+* *One ring works in the interpreter at a time.* The threads of all others sleep, so the event loop waits for one thread
+  at most. Large copies need no interpreter: others take the turn meanwhile, while no more than ``COPIES_MAX`` copy.
+  A thread that wakes wants the interpreter, too: see `doorman.py`.
+* *Users take turns.* The user that had least of the interpreter lately precedes all others; the ring that works notices
+  after its present entry. So a user waits for one entry of another user, however many rings that one has. Looking for
+  more work counts like work. Rings of one user follow each other after ``TURN_SECONDS``.
+* *The event loop precedes rings.* While it works, the rings of users that had much of the interpreter stand back - for
+  ``STAND_BACK_SECONDS``, then one of them works for ``TURN_SECONDS``, however busy the event loop is.
+
+The turn is a token in a list: a thread that finds it there needs no lock, and nothing else is done where nobody waits.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from weakref import WeakValueDictionary
+
+import trio
+
+TURN_SECONDS = 0.0005
+"""after which another ring of the same user, or of one that had as much, works"""
+STAND_BACK_SECONDS = 0.0003
+HALF_LIFE_SECONDS = 0.02
+"""in which half of what a user had is forgotten"""
+MUCH_SECONDS = HALF_LIFE_SECONDS / 2
+"""lately: a quarter to a half of all time"""
+ALONE_MAX = 4
+"""Rings of a user that wait for their bells themselves"""
+COPIES_MAX = min(8, max(2, len(os.sched_getaffinity(0))))
+
+
+class User:
+    """What all rings of a user had of the interpreter: in all, and ``lately``; seconds. And those that wait for it."""
+
+    __slots__ = ("__weakref__", "alone", "lately", "seconds", "waiting")
+
+    def __init__(self) -> None:
+        self.alone = 0
+        """rings that wait for their bells themselves"""
+        self.lately = 0.0
+        self.seconds = 0.0
+        self.waiting: deque[Seat] = deque()
+
+
+class Seat:
+    """The place of one thread, which has the turn, waits for it, or neither. ``began``: when its turn began."""
+
+    __slots__ = ("began", "lent", "user", "wake")
+
+    def __init__(self, user: User) -> None:
+        self.user = user
+        self.began = 0.0
+        self.lent: list[bool] = []
+        """empty unless somebody may take the turn from it"""
+        self.wake = threading.Lock()
+        """released by the thread that hands the turn to this seat"""
+        self.wake.acquire()
+
+
+class Interpreter:
+    """See the module. What takes a seat is called by the thread that has it; the rest by any thread."""
+
+    def __init__(self) -> None:
+        self.token = [True]
+        """empty while a seat has the turn: no other module takes it out"""
+        self._lock = threading.Lock()
+        self._users: WeakValueDictionary[object, User] = WeakValueDictionary()
+        self._waiting: set[User] = set()
+        self._least = float("inf")
+        """what the user that precedes all others who wait had lately"""
+        self._halved_at = time.perf_counter()
+        self._is_loop_busy = False
+        self._has_timer = False
+        """a seat that stands back looks at the clock"""
+        self._ours_until = 0.0
+        """until when the event loop precedes nobody"""
+        self._copier: Seat | None = None
+        """the seat that has the turn, while it copies"""
+        self._copies = COPIES_MAX
+        """how many seats may still lose the turn while they copy"""
+        self._looker = [True]
+        """empty while a thread looks for more work without a rest"""
+
+    def user(self, key: object) -> User:
+        with self._lock:
+            user = self._users.get(key)
+            if user is None:
+                user = self._users[key] = User()
+            return user
+
+    # -- turns ---------------------------------------------------------------------------------------
+
+    def take(self, seat: Seat) -> None:
+        """Take the turn, or wait until somebody hands it on to this seat."""
+        if self._is_loop_busy and self._stands_back(seat.user):
+            self._wait(seat)
+        else:
+            try:
+                self.token.pop()
+            except IndexError:
+                self._wait(seat)
+        seat.began = time.perf_counter()
+
+    def give(self, seat: Seat) -> None:
+        """Hand the turn on."""
+        now = time.perf_counter()
+        user = seat.user
+        user.lately += now - seat.began
+        user.seconds += now - seat.began
+        self.token.append(True)
+        if self._waiting or now - self._halved_at > HALF_LIFE_SECONDS:
+            with self._lock:
+                self._forget(now)
+                self._hand_on()
+
+    def is_wanted(self, seat: Seat) -> bool:
+        """Somebody precedes this seat, which has the turn."""
+        if self._is_loop_busy and self._stands_back(seat.user):
+            return True
+        if not self._waiting:
+            return False
+        took = time.perf_counter() - seat.began
+        return took > TURN_SECONDS or self._least + TURN_SECONDS < seat.user.lately + took
+
+    def lend(self, seat: Seat) -> None:
+        """Hand the turn on to whoever precedes this seat, and take it again."""
+        self._count(seat.user, time.perf_counter() - seat.began)
+        self._wait(seat, has_turn=True)
+        seat.began = time.perf_counter()
+
+    def line_up(self, seat: Seat) -> None:
+        """Let a seat have the turn whose thread sleeps, as `sleep` does."""
+        with self._lock:
+            self._append(seat)
+            self._hand_on()
+
+    def sleep(self, seat: Seat) -> None:
+        """Until somebody lined this seat up, and it has the turn."""
+        seat.wake.acquire()
+        seat.began = time.perf_counter()
+
+    def may_sleep_alone(self, user: User) -> bool:
+        """Whether one more thread may wait for something by itself, until `woke_alone`."""
+        with self._lock:
+            may = user.alone < ALONE_MAX
+            user.alone += may
+            return may
+
+    def woke_alone(self, user: User) -> None:
+        with self._lock:
+            user.alone -= 1
+
+    def begin_copy(self, seat: Seat) -> None:
+        """From here on others may take the turn from this seat, as long as few copy. Until `end_copy`."""
+        seat.lent.append(True)
+        self._copier = seat
+        if self._waiting:
+            with self._lock:
+                self._hand_on()
+
+    def end_copy(self, seat: Seat) -> None:
+        """Have the turn again."""
+        try:
+            seat.lent.pop()
+            self._copier = None
+        except IndexError:
+            with self._lock:
+                self._copies += 1
+            self._count(seat.user, time.perf_counter() - seat.began)
+            self.take(seat)
+
+    # -- looking for more work -----------------------------------------------------------------------
+
+    def may_look(self) -> bool:
+        """Whether this thread may look for more work without a rest: one at a time, until `looked`."""
+        if not self.token:
+            return False
+        try:
+            self._looker.pop()
+        except IndexError:
+            return False
+        return True
+
+    def looked(self, seat: Seat, seconds: float) -> None:
+        self._looker.append(True)
+        seat.user.lately += seconds
+        seat.user.seconds += seconds
+
+    # -- the event loop ------------------------------------------------------------------------------
+
+    def loop_works(self) -> None:
+        self._is_loop_busy = True
+
+    def loop_rests(self) -> None:
+        self._is_loop_busy = False
+        if self._waiting and self.token:
+            with self._lock:
+                self._hand_on()
+
+    # -- within --------------------------------------------------------------------------------------
+
+    def _stands_back(self, user: User) -> bool:
+        return user.lately > MUCH_SECONDS and time.perf_counter() > self._ours_until
+
+    def _wait(self, seat: Seat, *, has_turn: bool = False) -> None:
+        """Until the turn is handed on to this seat; ``has_turn``: which gives it first."""
+        with self._lock:
+            self._append(seat)
+            has_timer = self._is_loop_busy and not self._has_timer
+            self._has_timer |= has_timer
+            if has_turn:
+                self.token.append(True)
+            self._hand_on()
+        if not has_timer:
+            seat.wake.acquire()
+            return
+        has_turn = seat.wake.acquire(timeout=STAND_BACK_SECONDS)
+        with self._lock:
+            self._has_timer = False
+            if not has_turn:
+                self._ours_until = time.perf_counter() + TURN_SECONDS
+                self._hand_on()
+        if not has_turn:
+            seat.wake.acquire()
+
+    def _append(self, seat: Seat) -> None:
+        """With the lock."""
+        seat.user.waiting.append(seat)
+        self._waiting.add(seat.user)
+        self._least = min(self._least, seat.user.lately)
+
+    def _hand_on(self) -> None:
+        """With the lock: the turn is for the user that had least, unless the event loop precedes it."""
+        if not self._waiting:
+            return
+        self._forget(time.perf_counter())
+        user = min(self._waiting, key=lambda user: user.lately)
+        if self._is_loop_busy and self._has_timer and self._stands_back(user):
+            return
+        if not self._free_turn():
+            return
+        seat = user.waiting.popleft()
+        if not user.waiting:
+            self._waiting.discard(user)
+        self._least = min((user.lately for user in self._waiting), default=float("inf"))
+        seat.wake.release()
+
+    def _free_turn(self) -> bool:
+        """With the lock: take the turn out of the list, or from a seat that copies. False where neither has it."""
+        with suppress(IndexError):
+            self.token.pop()
+            return True
+        copier = self._copier
+        if copier is not None and self._copies:
+            with suppress(IndexError):
+                copier.lent.pop()
+                self._copier = None
+                self._copies -= 1
+                return True
+        return False
+
+    def _count(self, user: User, seconds: float) -> None:
+        user.lately += seconds
+        user.seconds += seconds
+
+    def _forget(self, now: float) -> None:
+        """With the lock."""
+        if now - self._halved_at < HALF_LIFE_SECONDS:
+            return
+        factor = 0.5 ** ((now - self._halved_at) / HALF_LIFE_SECONDS)
+        self._halved_at = now
+        for user in self._users.values():
+            user.lately *= factor
+        self._least *= factor
+
+
+class _Watch(trio.abc.Instrument):
+    """Tells when the event loop works, and when it rests."""
+
+    def __init__(self, interpreter: Interpreter) -> None:
+        self._interpreter = interpreter
+
+    def before_io_wait(self, timeout: float) -> None:
+        if timeout > 0:
+            self._interpreter.loop_rests()
+
+    def after_io_wait(self, timeout: float) -> None:
+        self._interpreter.loop_works()
+
+
+@contextmanager
+def watched_loop(interpreter: Interpreter) -> Iterator[None]:
+    """Have ``interpreter`` know what the event loop of this thread does."""
+    watch = _Watch(interpreter)
+    trio.lowlevel.add_instrument(watch)
+    try:
+        yield
+    finally:
+        trio.lowlevel.remove_instrument(watch)
+        interpreter.loop_rests()

@@ -1,0 +1,50 @@
+"""What a ring pays for entries that mean nothing, and for bells that ring for nothing.
+
+Both cost the daemon about what an honest entry costs, and nobody gains by them. A ring may have ``FREE`` more of them
+than of entries that make sense; beyond it the ring rests after each turn, longer each time, and its turns are short.
+Beyond ``BOUND`` it is broken. An honest client is wrong now and then, which costs nothing: a good entry makes up for a
+bad one. Misses, timeouts, a lack of room, or of permission for a block, are answers to entries that make sense.
+"""
+
+from __future__ import annotations
+
+import errno
+
+MALFORMED = frozenset({errno.EINVAL, errno.EBADF, errno.EFAULT, errno.EPERM, errno.EACCES})
+"""errnos of entries that the ring's thread refuses by what stands in them"""
+FREE = 256
+BOUND = 10_000
+FIRST_SECONDS = 0.001
+LAST_SECONDS = 0.1
+SHORT_TURN = 16
+"""entries"""
+
+
+class Penalty:
+    """Of one ring. Its thread only. ``seconds``: for how long to rest now."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self.excess = 0
+        """bad entries that no good one made up for yet"""
+
+    @property
+    def is_broken(self) -> bool:
+        return self.excess > BOUND
+
+    def entries_max(self, usual: int) -> int:
+        """How many entries a turn has."""
+        return SHORT_TURN if self.seconds else usual
+
+    def judge(self, count: int, bad: int) -> None:
+        """A turn of ``count`` entries, ``bad`` ones among them, has ended."""
+        self.excess = max(0, self.excess + 2 * bad - count)
+        if self.excess <= FREE:
+            self.seconds = 0.0
+        elif bad:
+            self.seconds = min(max(2 * self.seconds, FIRST_SECONDS), LAST_SECONDS)
+
+    def ring_for_nothing(self) -> None:
+        """The client rang, and there was nothing to do. Costs rests, but breaks no ring."""
+        if self.excess < BOUND:
+            self.judge(1, 1)

@@ -1,0 +1,79 @@
+"""Another user's requests while all rings that a user may have are busy: a few times what they take alone, no more."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+from hostile_lab import ATTACKER, AttackProcess, attacker
+from mounting import KvfuseMount, temporary_mount, wait_until
+from ring_lab import stats, wait_for_rings
+
+pytestmark = pytest.mark.root
+
+WORDS = ("allow_other", "volume.capacity=1GiB", "volume.segment_size=64MiB", "cache.tier_size=128MiB")
+VICTIM = 65532
+RINGS = 256
+ROUNDS_MAX = 5
+SAMPLES = 100
+FACTOR = 3.0
+KINDS = ("refused", "reads", "exists", "puts", "bells")
+
+
+@pytest.fixture(scope="module")
+def mount() -> Iterator[KvfuseMount]:
+    with temporary_mount(WORDS) as mount:
+        wait_for_rings(mount)
+        for name, uid in ("public", ATTACKER), (f"public/{ATTACKER}", ATTACKER), ("victim", VICTIM):
+            (mount.point / name).mkdir()
+            os.chown(mount.point / name, uid, uid)
+        (mount.point / "public" / "data").write_bytes(os.urandom(1 << 20))
+        os.chmod(mount.point / "public" / "data", 0o644)
+        yield mount
+
+
+@pytest.fixture(scope="module")
+def victim(mount: KvfuseMount) -> Iterator[AttackProcess]:
+    with attacker("victim.py", mount, "victim", uid=VICTIM) as victim:
+        assert victim.hear()["ready"]
+        _measure(victim)
+        yield victim
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_busy_rings_of_one_user_leave_others_alone(mount: KvfuseMount, victim: AttackProcess, kind: str) -> None:
+    wait_until(lambda: stats(mount)["rings"]["rings"] == 1, "the end of the rings of the attacker before")
+    with attacker("attack_starvation.py", mount, kind, RINGS) as attack:
+        assert attack.hear()["ready"]
+        print(f"{kind}: {len(os.sched_getaffinity(0))} processors, {stats(mount)['rings']['rings']} rings")
+        _compare(attack, victim)
+
+
+def _compare(attack: AttackProcess, victim: AttackProcess) -> None:
+    """Alone, attacked, alone and so on, beside whatever else the machine does.
+
+    Each doing must have had a round in which it took no longer than the factor times the slower round beside that one.
+    """
+    before, slowed = _measure(victim), dict[str, float]()
+    for _ in range(ROUNDS_MAX):
+        attack.tell("go")
+        attack.hear()
+        attacked = _measure(victim)
+        attack.tell("stop")
+        assert attack.hear()["submitted"] > RINGS
+        after = _measure(victim)
+        for doing, seconds in attacked.items():
+            alone = max(before[doing], after[doing])
+            print(f"  {doing}: p99 {alone * 1e6:.0f} us alone, {seconds * 1e6:.0f} us beside them")
+            slowed[doing] = min(slowed.get(doing, seconds / alone), seconds / alone)
+        if max(slowed.values()) < FACTOR:
+            return
+        before = after
+    raise AssertionError(f"so many times as slow: {slowed}")
+
+
+def _measure(victim: AttackProcess) -> dict[str, float]:
+    """The 99th percentile of each of the victim's doings, in seconds."""
+    victim.tell(str(SAMPLES))
+    return {doing: times[len(times) * 99 // 100 - 1] for doing, times in victim.hear().items()}
