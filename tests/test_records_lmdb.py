@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
+import lmdb
 import pytest
 import trio
 
@@ -293,3 +294,51 @@ async def test_records_under_a_lease_that_was_not_given_back_are_found_again(tmp
 async def test_no_lease_without_time(store: LmdbRecords) -> None:
     with pytest.raises(ValueError):
         await store.lease(0)
+
+
+# -- a file that is not whole ---------------------------------------------------------------------------
+
+
+def wanted_size(path: Path) -> int:
+    """Bytes that the header names."""
+    with lmdb.open(str(path), readonly=True) as environment:
+        return int(environment.info()["last_pgno"] + 1) * environment.stat()["psize"]
+
+
+async def test_a_file_whose_last_pages_are_free_and_were_never_written_is_whole(
+    tmp_path: Path, rng: random.Random
+) -> None:
+    data = tmp_path / "data.mdb"
+    found = 0
+    for _ in range(300):
+        store = LmdbRecords.open(tmp_path)
+        keys = [b"k%06d" % rng.randrange(3000) for _ in range(rng.choice([5, 50, 500]))]
+        await store.commit({key: rng.randbytes(rng.choice([10, 300, 1500, 9000])) for key in keys})
+        # pages that a transaction takes at the end of the file and gives back are not written
+        await store.commit({b"big": rng.randbytes(60_000)}, keys)
+        await store.commit({}, [b"big"])
+        await store.aclose()
+        found += data.stat().st_size < wanted_size(tmp_path)
+        if found == 3:
+            break
+    assert found == 3
+
+
+async def test_a_file_that_was_cut_is_refused(tmp_path: Path, rng: random.Random) -> None:
+    store = LmdbRecords.open(tmp_path)
+    for _ in range(10):
+        await store.commit({b"k%06d" % rng.randrange(3000): rng.randbytes(500) for _ in range(300)})
+    await store.aclose()
+    data = tmp_path / "data.mdb"
+    size, wanted = data.stat().st_size, wanted_size(tmp_path)
+    for left in (size // 2, 8192, 4096 + 10, 100, 10):
+        os.truncate(data, left)
+        with pytest.raises(
+            EngineError, match=rf"data\.mdb has {left} bytes of the \d+ that its header names"
+        ) as caught:
+            LmdbRecords.open(tmp_path, read_only=True)
+        if left >= 8192:
+            assert f" {wanted} " in str(caught.value)
+    data.write_bytes(b"x" * size)
+    with pytest.raises(Corrupt, match=r"data\.mdb"):
+        LmdbRecords.open(tmp_path)

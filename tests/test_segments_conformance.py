@@ -358,7 +358,7 @@ async def test_a_source_shows_the_whole_segment_and_outlives_it(store: SegmentSt
     with pytest.raises(ValueError):
         store.source(9)
     assert source is not None
-    fd, shown = source
+    fd, shown, guard = source
     del source
     assert shown.nbytes == SIZE
     assert shown[-10_000:].tobytes() == os.pread(fd, SIZE, SIZE - 10_000) == data
@@ -367,10 +367,10 @@ async def test_a_source_shows_the_whole_segment_and_outlives_it(store: SegmentSt
     assert shown[4_999:5_004].tobytes() == b"\0new\0"
     await store.remove(1)
     await store.aclose()
-    last = shown[-10_000:]
-    assert last.tobytes() == os.pread(fd, SIZE, SIZE - 10_000) == data
+    assert shown[-10_000:].tobytes() == os.pread(fd, SIZE, SIZE - 10_000) == data
+    assert guard is None or guard.is_intact()
     identity = os.fstat(fd)
-    del shown, last
+    del shown, guard
     with contextlib.suppress(OSError):  # the number may be another file's by now
         assert not os.path.samestat(os.fstat(fd), identity), "nobody closed the descriptor"
 

@@ -27,6 +27,7 @@ import trio
 
 from kvfuse.config import CacheOptions, MountOptions, Options, PublishOptions, VolumeOptions
 from kvfuse.errors import EngineError, EngineTimeout
+from kvfuse.remote.mapguard import GuardedMap
 from kvfuse.remote.records.api import (
     ABSENT,
     Change,
@@ -409,12 +410,12 @@ class MemorySegments(SegmentStore):
             return None
         return self._range(segment, offset, length).toreadonly()
 
-    def source(self, segment: int) -> tuple[int, npt.NDArray[np.uint8]] | None:
+    def source(self, segment: int) -> tuple[int, npt.NDArray[np.uint8], GuardedMap | None] | None:
         """Without a descriptor."""
         if not self.limits.mappable:
             return None
         image = self._range(segment, 0, len(self.disk.segments.get(segment, b"")))
-        return -1, np.frombuffer(image.toreadonly(), np.uint8)
+        return -1, np.frombuffer(image.toreadonly(), np.uint8), None
 
     async def aclose(self) -> None:
         pass

@@ -8,15 +8,40 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+from collections.abc import Callable
 
 FALLOC_FL_KEEP_SIZE = 0x01
 FALLOC_FL_PUNCH_HOLE = 0x02
 FALLOC_FL_ZERO_RANGE = 0x10
 
+MREMAP_MAYMOVE, MREMAP_FIXED = 1, 2
+MAP_FIXED, MAP_NORESERVE = 0x10, 0x4000
+SA_SIGINFO = 4
+
+_SignalHandler = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
+_handlers: list[object] = []
+"""kept as long as the process lives"""
+
+
+class _Sigaction(ctypes.Structure):
+    _fields_ = [
+        ("handler", ctypes.c_void_p),
+        ("mask", ctypes.c_uint8 * 128),
+        ("flags", ctypes.c_int),
+        ("restorer", ctypes.c_void_p),
+    ]
+
+
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.fallocate64.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
 _libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_libc.mmap64.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64]
+_libc.mmap64.restype = ctypes.c_void_p
+_libc.mremap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p]
+_libc.mremap.restype = ctypes.c_void_p
+_libc.sigaction.argtypes = [ctypes.c_int, ctypes.POINTER(_Sigaction), ctypes.c_void_p]
+_MAP_FAILED = ctypes.c_void_p(-1).value
 
 
 def fallocate(fd: int, mode: int, offset: int, length: int) -> None:
@@ -35,6 +60,36 @@ def is_resident(address: int, length: int) -> bool:
 def drop_resident(address: int, length: int) -> None:
     """Unmap the pages of a shared read-only file mapping; the page cache keeps them and they fault in again."""
     _check(_libc.madvise(address, length, mmap.MADV_DONTNEED))
+
+
+def map_zeros(address: int, length: int) -> None:
+    """Have zeros in the place of whatever is mapped there."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_FIXED | MAP_NORESERVE
+    _check(_libc.mmap64(address, length, mmap.PROT_READ, flags, -1, 0) == _MAP_FAILED)
+
+
+def map_filler(address: int, page: bytes) -> None:
+    """Have a copy of ``page`` in the place of the page that is mapped there. No thread sees anything between."""
+    size = mmap.PAGESIZE
+    made = _libc.mmap64(None, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
+    _check(made == _MAP_FAILED)
+    ctypes.memmove(made, page, size)
+    _check(_libc.mremap(made, size, size, MREMAP_MAYMOVE | MREMAP_FIXED, address) == _MAP_FAILED)
+
+
+def set_signal_handler(number: int, handler: Callable[[int, int, int], None]) -> None:
+    """sigaction(2): ``handler(number, info, context)`` runs at once, in the thread of the signal.
+
+    The two are the addresses of a siginfo_t and a ucontext_t.
+    """
+    made = _SignalHandler(handler)
+    _handlers.append(made)
+    _check(_libc.sigaction(number, _Sigaction(ctypes.cast(made, ctypes.c_void_p), flags=SA_SIGINFO), None))
+
+
+def reset_signal_handler(number: int) -> None:
+    """As before all handlers."""
+    _check(_libc.sigaction(number, _Sigaction(), None))
 
 
 def _check(status: int) -> None:

@@ -55,13 +55,14 @@ def read(content: ContentMap, offset: int, length: int, iov: Iov, iov_offset: in
 
 
 def _read_row(row: MapRow, start: int, length: int, iov: Iov, iov_offset: int) -> bool:
-    """Copy bytes of one chunk; False where they are not what the checksums say."""
+    """Copy bytes of one chunk; False where they are not what the checksums say, or the medium does not give them."""
     stored = min(length, row.length - start) if row.source is not None else 0
     if stored > 0:
         assert row.source is not None
         if row.checksums and not _verify(row, row.source, start, stored):
             return False
-        copy(row.source, row.start + start, stored, iov, iov_offset)
+        if not copy(row.source, row.start + start, stored, iov, iov_offset):
+            return False
     zeros_from = max(0, stored)
     if zeros_from < length:
         iov.clear(iov_offset + zeros_from, length - zeros_from)
@@ -83,17 +84,35 @@ def _verify(row: MapRow, source: Source, start: int, length: int) -> bool:
     return True
 
 
-def copy(source: Source, start: int, length: int, iov: Iov, iov_offset: int) -> None:
-    """Copy bytes of a source into a client's memory. OSError EFAULT; see `Iov.fill`."""
+def copy(source: Source, start: int, length: int, iov: Iov, iov_offset: int) -> bool:
+    """Copy bytes of a source into a client's memory; False where the source does not give them.
+
+    OSError EFAULT; see `Iov.fill`.
+    """
     iov.fill(iov_offset, length)
     if not iov.is_sealed:
-        target = iov.view[iov_offset : iov_offset + length]
-        if os.preadv(source.fd, [target], start) != length:
-            raise OSError(errno.EFAULT, "the memory was truncated")
-    elif length <= SMALL:
+        return _read_file(source, start, iov.view[iov_offset : iov_offset + length])
+    if length <= SMALL:
         iov.view[iov_offset : iov_offset + length] = source.bytes.data[start : start + length]
     else:
         np.copyto(iov.bytes[iov_offset : iov_offset + length], source.bytes[start : start + length])
+    return source.is_intact()
+
+
+def _read_file(source: Source, start: int, target: memoryview) -> bool:
+    """As `copy`, by the kernel: for memory that may vanish."""
+    done = 0
+    while done < len(target):
+        try:
+            count = os.preadv(source.fd, [target[done:]], start + done)
+        except OSError as error:
+            if error.errno == errno.EFAULT:
+                raise
+            return False
+        if not count:
+            return False
+        done += count
+    return True
 
 
 class _Table:
@@ -154,25 +173,28 @@ class Reader:
         starts += within
         sources = table.sources[granules]
         if fits.all():
-            self._copy(table, sources, starts, lengths, iov, iov_offsets)
-            return lengths if content.version == table.version else results
+            copied = self._copy(table, sources, starts, lengths, iov, iov_offsets)
+            return lengths if copied and content.version == table.version else results
         chosen = np.flatnonzero(fits)
         if len(chosen):
-            self._copy(table, sources[chosen], starts[chosen], lengths[chosen], iov, iov_offsets[chosen])
-            if content.version == table.version:
+            copied = self._copy(table, sources[chosen], starts[chosen], lengths[chosen], iov, iov_offsets[chosen])
+            if copied and content.version == table.version:
                 results[chosen] = lengths[chosen]
         return results
 
     @staticmethod
     def _copy(
         table: _Table, sources: npt.NDArray[np.int16], starts: Numbers, lengths: Numbers, iov: Iov, iov_offsets: Numbers
-    ) -> None:
+    ) -> bool:
+        """False where a source does not give the bytes."""
         if (sources == sources[0]).all():
-            _copy_many(table.source_list[sources[0]], starts, lengths, iov, iov_offsets)
-            return
+            return _copy_many(table.source_list[sources[0]], starts, lengths, iov, iov_offsets)
+        copied = True
         for number in np.unique(sources).tolist():
             same = sources == number
-            _copy_many(table.source_list[number], starts[same], lengths[same], iov, iov_offsets[same])
+            source = table.source_list[number]
+            copied &= _copy_many(source, starts[same], lengths[same], iov, iov_offsets[same])
+        return copied
 
     def _table(self, content: ContentMap) -> _Table | None:
         """The table of a map as it is now. None for a file that is too large, or ended."""
@@ -188,8 +210,8 @@ class Reader:
         return table
 
 
-def _copy_many(source: Source, starts: Numbers, lengths: Numbers, iov: Iov, iov_offsets: Numbers) -> None:
-    """Copy ranges of one source: at once where all are whole pages, one by one otherwise. OSError EFAULT."""
+def _copy_many(source: Source, starts: Numbers, lengths: Numbers, iov: Iov, iov_offsets: Numbers) -> bool:
+    """Copy ranges of one source: at once where all are whole pages, one by one otherwise. As `copy`."""
     pages = (
         iov.is_sealed
         and bool((lengths == PAGE).all())
@@ -197,9 +219,8 @@ def _copy_many(source: Source, starts: Numbers, lengths: Numbers, iov: Iov, iov_
         and len(source.bytes) % PAGE == 0
     )
     if not pages:
-        for start, length, iov_offset in zip(starts.tolist(), lengths.tolist(), iov_offsets.tolist(), strict=True):
-            copy(source, start, length, iov, iov_offset)
-        return
+        ranges = zip(starts.tolist(), lengths.tolist(), iov_offsets.tolist(), strict=True)
+        return all(copy(source, start, length, iov, iov_offset) for start, length, iov_offset in ranges)
     rows = source.bytes.reshape(-1, PAGE)
     indices, targets = starts // PAGE, iov_offsets // PAGE
     first = int(targets[0])
@@ -214,3 +235,4 @@ def _copy_many(source: Source, starts: Numbers, lengths: Numbers, iov: Iov, iov_
         np.take(rows, indices, axis=0, out=iov.rows[first : first + len(targets)], mode="clip")
     else:
         iov.rows[targets] = rows[indices]
+    return source.is_intact()

@@ -38,8 +38,11 @@ class Mapper:
         """
         for index in range(first, min(last, (node.size - 1) // node.chunk_size) + 1):
             shown = self.map_of(node)
-            if index in shown.rows:
-                continue
+            shown_row = shown.rows.get(index)
+            if shown_row is not None:
+                if shown_row.source is None or shown_row.source.is_intact():
+                    continue
+                shown.hide(index)
             row = self._copy(node, index)
             if row is None:
                 chunk = node.chunks.get(index) or await self.content.chunk(node, index)

@@ -19,6 +19,9 @@ the interpreter lock. The reader takes that lock again after its copy, so it doe
 version; the lock is a barrier, on any processor. If that is the version it began with, it looked for the row after
 the version was raised, hence after the row was taken away: what it found there came later, and shows the later state.
 
+A segment's medium may fail: a copy counts if `Source.is_intact` says so after it. Else the event loop reads the bytes
+with system calls, which have an error for what is not there; a source that failed is shown to nobody any more.
+
 Two things are as in read(2): a read beside a write in place may see some of both (the row has no checksums then), and
 bytes that were copied before the version was raised are those of before.
 """
@@ -28,6 +31,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from kvfuse.remote.mapguard import GuardedMap
 from kvfuse.remote.segments.api import SegmentStore
 
 Bytes = npt.NDArray[np.uint8]
@@ -41,15 +45,21 @@ class Source:
     A row keeps its source, and a source its mapping and descriptor, for as long as a thread may copy from them.
     """
 
-    __slots__ = ("arena", "bytes", "fd")
+    __slots__ = ("arena", "bytes", "fd", "guard")
 
-    def __init__(self, fd: int, data: Bytes, arena: int = 0) -> None:
+    def __init__(self, fd: int, data: Bytes, arena: int = 0, guard: GuardedMap | None = None) -> None:
         self.fd = fd
-        """of the file that is mapped, for preadv(2); open while ``bytes`` is held"""
+        """of the file that is mapped, for preadv(2); open while this is held"""
         self.bytes = data
         """read-only"""
         self.arena = arena
         """number of the arena; 0: a segment"""
+        self.guard = guard
+        """of a segment, whose medium may fail; memory does not"""
+
+    def is_intact(self) -> bool:
+        """What was copied from it until now is what the file has."""
+        return self.guard is None or self.guard.is_intact()
 
 
 class Sources:
@@ -62,8 +72,9 @@ class Sources:
     def get(self, segment: int) -> Source | None:
         source = self._sources.get(segment)
         if source is None and (found := self._segments.source(segment)) is not None:
-            source = self._sources[segment] = Source(*found)
-        return source
+            descriptor, data, guard = found
+            source = self._sources[segment] = Source(descriptor, data, guard=guard)
+        return source if source is None or source.is_intact() else None
 
 
 class MapRow:

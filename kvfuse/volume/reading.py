@@ -186,15 +186,18 @@ class ContentReader:
     ) -> None:
         """Fill ``target`` with what begins at ``start`` of an extent, at ``chunk_start`` of its chunk."""
         if _is_current(node, index, extent):
-            target[:] = await self._read_extent(node, index, extent, start, len(target))
+            target[:] = await self._read_extent(node, index, extent, start, len(target), may_view=False)
         else:
-            again = await self.read(node, index * node.chunk_size + chunk_start, len(target))
-            target[:] = bytes(again).ljust(len(target), b"\0")
+            count = await self.read_into(node, index * node.chunk_size + chunk_start, target)
+            _clear(target[count:])
 
     async def _read_extent(
-        self, node: Node, index: int, extent: Extent, start: int, length: int
+        self, node: Node, index: int, extent: Extent, start: int, length: int, *, may_view: bool = True
     ) -> bytes | bytearray | memoryview:
-        """Bytes of one extent, verified granule by granule the first time they are touched."""
+        """Bytes of one extent, verified granule by granule the first time they are touched.
+
+        Only what is verified is viewed, and only for the kernel: this process would not survive a medium that fails.
+        """
         core = self.core
         if core.shared:
             return await self._read_shared(node, index, extent, start, length)
@@ -205,12 +208,10 @@ class ContentReader:
             needed = ((2 << (last - first)) - 1) << first & ~extent.verified
             if needed:
                 low, high = first * GRANULE_SIZE, min((last + 1) * GRANULE_SIZE, extent.length)
-        view = core.segments.view(segment, file_offset + low, high - low)
-        if view is None:
-            return await self._read_engine(node, index, extent, start, length, (low, high))
-        if needed:
-            self._verify(node, extent, view, low)
-        return view[start - low : start - low + length]
+        view = core.segments.view(segment, file_offset + low, high - low) if may_view and not needed else None
+        if view is not None:
+            return view
+        return await self._read_engine(node, index, extent, start, length, (low, high))
 
     async def _read_engine(
         self, node: Node, index: int, extent: Extent, start: int, length: int, span: tuple[int, int]
@@ -219,13 +220,12 @@ class ContentReader:
         low, high = span
         checksums = extent.checksums
         segment, file_offset = self.core.locate(extent.addr)
-        buffer = memoryview(bytearray(high - low))
+        buffer = np.empty(high - low, np.uint8).data
         offset = _offset_of(node, index, extent) + start
         with self.core.reads.reading():
             await self.core.segments.read([Transfer(segment, file_offset + low, buffer)])
             if not _is_current(node, index, extent) or extent.checksums is not checksums:
-                again = await self.read(node, offset, length)
-                return bytes(again).ljust(length, b"\0")
+                return await self._read_again(node, offset, length)
         if checksums:
             self._verify(node, extent, buffer, low)
         return buffer[start - low : start - low + length]
@@ -250,8 +250,13 @@ class ContentReader:
                 data = await self._read_verified(node, extent, start, length, is_same) if is_same() else None
         if data is not None and is_same():
             return data
-        again = await self.read(node, offset, length)
-        return bytes(again).ljust(length, b"\0")
+        return await self._read_again(node, offset, length)
+
+    async def _read_again(self, node: Node, offset: int, length: int) -> memoryview:
+        """What the file has there by now; zeros behind its end."""
+        buffer = memoryview(bytearray(length))
+        await self.read_into(node, offset, buffer)
+        return buffer
 
     async def _read_verified(
         self, node: Node, extent: Extent, start: int, length: int, is_same: Callable[[], bool]

@@ -120,6 +120,8 @@ class RecordCounters:
     commits: int = 0
     commit_operations: int = 0
     conflicts: int = 0
+    medium_failures: int = 0
+    """calls that failed because bytes of the store were lost (lmdb)"""
 
     @property
     def round_trips(self) -> int:

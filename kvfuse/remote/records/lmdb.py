@@ -33,6 +33,7 @@ This process must be the only writer (the volume's own lock sees to it) and must
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import struct
 import weakref
@@ -47,11 +48,14 @@ import lmdb
 import trio
 
 from kvfuse.errors import Corrupt, EngineError, EngineFull, ReadOnly
+from kvfuse.remote.records import medium
 from kvfuse.remote.records.api import ABSENT, Change, Lease, Meter, Record, RecordLimits, RecordStore, Usage, Versioned
 from kvfuse.remote.records.local import LocalLease, Watch, own_lease
+from kvfuse.remote.records.medium import DATA_FILE, Medium
 from kvfuse.remote.records.residency import MappedFile
 
 _T = TypeVar("_T")
+log = logging.getLogger(__name__)
 
 VERSION_SIZE = 8
 _USAGE = struct.Struct(">qq")
@@ -83,9 +87,12 @@ class LmdbRecords(RecordStore):
         self._environment = environment
         self._path = path
         self._read_only = read_only
+        self._mapped = MappedFile(path / DATA_FILE)
+        self._medium = Medium(path, environment.info()["map_size"])
         self._meter = meter
         self._usage = _recorded_usage(environment, meter) if meter else None
-        self._mapped = MappedFile(path / "data.mdb")
+        if not self._medium.is_intact():
+            raise self._lost()
         self._writer = _Writer()
         self._commit_lock = trio.Lock()  # fair: commits are applied in the order of the calls
         self._closed = False
@@ -108,6 +115,7 @@ class LmdbRecords(RecordStore):
         try:
             if not read_only:
                 directory.mkdir(parents=True, exist_ok=True)
+            medium.check(directory)
             environment = _open_environment(directory, read_only, map_size)
             return cls(environment, directory, read_only=read_only, meter=meter)
         except (OSError, lmdb.Error) as error:
@@ -125,7 +133,8 @@ class LmdbRecords(RecordStore):
                 self._environment.set_mapsize(size)
             except lmdb.Error as error:
                 raise _translated(error, self._path) from error
-            self._mapped = MappedFile(self._path / "data.mdb")
+            self._mapped = MappedFile(self._path / DATA_FILE)
+            self._medium = Medium(self._path, size)
         return min(size, map_size)
 
     async def get(self, keys: Sequence[bytes]) -> list[Versioned | None]:
@@ -133,14 +142,7 @@ class LmdbRecords(RecordStore):
         sizes = [len(key) for key in keys]
         if sizes and (max(sizes) > self.limits.key_size_max or not min(sizes)):
             raise ValueError(f"a key is empty or longer than {self.limits.key_size_max} bytes")
-        try:
-            transaction = self._environment.begin()
-            try:
-                values = [transaction.get(key) for key in keys]
-            finally:
-                transaction.abort()
-        except lmdb.Error as error:
-            raise _translated(error, self._path) from error
+        values = self._reading(lambda transaction: [transaction.get(key) for key in keys])
         self._mapped.touched(len(keys))
         return [None if value is None else Versioned(value[VERSION_SIZE:], _version(value)) for value in values]
 
@@ -148,13 +150,34 @@ class LmdbRecords(RecordStore):
         self.counters.scans += 1
         if max(len(prefix), len(after)) > self.limits.key_size_max:
             raise ValueError(f"a prefix or key is longer than {self.limits.key_size_max} bytes")
-        try:
-            with self._environment.begin() as transaction:
-                records = _scan(transaction, prefix, after, limit)
-        except lmdb.Error as error:
-            raise _translated(error, self._path) from error
+        records = self._reading(lambda transaction: _scan(transaction, prefix, after, limit))
         self._mapped.touched(len(records))
         return records
+
+    def _reading(self, call: Callable[[lmdb.Transaction[bytes]], _T]) -> _T:
+        """What ``call`` finds in a snapshot. EngineError."""
+        if self._medium.failed:
+            raise self._lost()
+        try:
+            transaction = self._environment.begin()
+            try:
+                found = call(transaction)
+            finally:
+                transaction.abort()
+        except lmdb.Error as error:
+            raise _translated(error, self._path) if self._medium.is_intact() else self._lost() from error
+        if not self._medium.is_intact():
+            raise self._lost()
+        return found
+
+    def _lost(self) -> EngineError:
+        """The file is not used any more, by nobody."""
+        error = f"{self._medium.path}: bytes of it cannot be read any more: unmount, and see what 'kvfuse fsck' says"
+        self.counters.medium_failures += 1
+        if self.counters.medium_failures == 1:
+            log.error("%s", error)
+        self._medium.give_up()
+        return EngineError(error)
 
     async def commit(
         self,
@@ -173,7 +196,7 @@ class LmdbRecords(RecordStore):
             raise ReadOnly(f"{self._path} is open for reading only")
         own = own_lease(lease, self)
         self.limits.check_commit(puts, deletes, expect or {})
-        transaction = _Transaction(self._environment, puts, deletes, expect or {}, durable, self._meter)
+        transaction = _Transaction(self._environment, self._medium, puts, deletes, expect or {}, durable, self._meter)
         self.counters.commits += 1
         self.counters.commit_operations += transaction.operation_count
         async with self._turn():
@@ -208,10 +231,9 @@ class LmdbRecords(RecordStore):
     async def _end_lease(self, lease: LocalLease) -> None:
         """Delete what was put under the lease and not put anew since."""
         async with self._turn():
-            with self._environment.begin() as transaction:
-                found = {key: transaction.get(key) for key in lease.attached}
+            found = self._reading(lambda transaction: {key: transaction.get(key) for key in lease.attached})
             deletes = [key for key, value in found.items() if value and _version(value) == lease.attached[key]]
-            await self._apply(_Transaction(self._environment, {}, deletes, {}, False, self._meter))
+            await self._apply(_Transaction(self._environment, self._medium, {}, deletes, {}, False, self._meter))
 
     async def aclose(self) -> None:
         with trio.CancelScope(shield=True):
@@ -225,12 +247,14 @@ class LmdbRecords(RecordStore):
             watch.close()
 
     async def _apply(self, transaction: _Transaction) -> bool:
+        if not self._medium.is_intact():
+            raise self._lost()
         transaction.usage = self._usage
         try:
             if not await self._stage(transaction):
                 return False
             await self._writer.run(transaction.finish)
-        except lmdb.Error as error:
+        except (lmdb.Error, MediumFailed) as error:
             raise self._commit_error(transaction, error) from error
         finally:
             if transaction.is_open:
@@ -251,8 +275,10 @@ class LmdbRecords(RecordStore):
             stop += PARKED_OPERATIONS_MAX
         return is_as_expected
 
-    def _commit_error(self, transaction: _Transaction, error: lmdb.Error) -> EngineError:
+    def _commit_error(self, transaction: _Transaction, error: Exception) -> EngineError:
         """EngineFull only where nothing was done: LMDB writes the meta page last."""
+        if not self._medium.is_intact():
+            return self._lost()
         if transaction.committed or self._environment.info()["last_txnid"] >= transaction.id > 0:
             return EngineError(f"{self._path}: {error}; the commit may have happened")
         if getattr(error, "code", errno.EIO) == errno.EIO:
@@ -262,12 +288,17 @@ class LmdbRecords(RecordStore):
         return _translated(error, self._path)
 
 
+class MediumFailed(Exception):
+    """A page of the file could not be read."""
+
+
 class _Transaction:
     """One commit. Everything but the constructor runs in the writer's thread."""
 
     def __init__(
         self,
         environment: lmdb.Environment,
+        medium: Medium,
         puts: Mapping[bytes, bytes],
         deletes: Collection[bytes],
         expect: Mapping[bytes, int],
@@ -275,6 +306,7 @@ class _Transaction:
         meter: Meter | None,
     ) -> None:
         self._environment = environment
+        self._medium = medium
         self._meter = meter
         # Copied: the caller may reuse its collections while this commit waits for its turn.
         self._expect = list(expect.items())
@@ -299,11 +331,18 @@ class _Transaction:
         for key, version in self._expect[start:stop]:
             value = self._transaction.get(key)
             if (ABSENT if value is None else _version(value)) != version:
+                self._check_medium()
                 return False
         expect_count = len(self._expect)
         for key, put in self._changes[max(start - expect_count, 0) : max(stop - expect_count, 0)]:
             self._change(key, put)
+        self._check_medium()
         return True
+
+    def _check_medium(self) -> None:
+        """MediumFailed before anything is made of pages that could not be read."""
+        if not self._medium.is_intact():
+            raise MediumFailed
 
     def _change(self, key: bytes, value: bytes | None) -> None:
         if self._meter is not None and self.usage is not None:
@@ -334,13 +373,16 @@ class _Transaction:
         if self.changes:
             if self._meter is not None and self.usage is not None:
                 self._transaction.put(self._meter.key, _usage_row(self.usage, self.id))
+            self._check_medium()
             transaction, self._transaction = self._transaction, None  # LMDB itself ends one that fails to commit
             transaction.commit()
             self.committed = True
+            self._medium.grew()
         else:
             self.abort()
         if self._durable:
             self._environment.sync(True)
+        self._check_medium()
 
     def abort(self) -> None:
         self._transaction.abort()

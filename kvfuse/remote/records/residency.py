@@ -24,7 +24,8 @@ class MappedFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._address = _mapped_address(path)
+        self.address = mapped_address(path)
+        """where its first byte is"""
         self._touch_count = 0
         self._resident_floor = _resident_file_bytes()
 
@@ -40,7 +41,7 @@ class MappedFile:
     def drop(self) -> None:
         """Give the mapping's pages back to the page cache. Safe beside readers in other threads."""
         length = -(-os.stat(self._path).st_size // mmap.PAGESIZE) * mmap.PAGESIZE
-        drop_resident(self._address, length)
+        drop_resident(self.address, length)
         self._resident_floor = _resident_file_bytes()
 
 
@@ -50,7 +51,7 @@ def _resident_file_bytes() -> int:
         return int(statm.read().split()[2]) * mmap.PAGESIZE
 
 
-def _mapped_address(path: Path) -> int:
+def mapped_address(path: Path) -> int:
     """Where the file is mapped from its first byte on. By inode: the path is shown escaped."""
     inode = str(os.stat(path).st_ino)
     with open("/proc/self/maps") as maps:

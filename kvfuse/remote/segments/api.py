@@ -27,6 +27,8 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from kvfuse.remote.mapguard import GuardedMap
+
 Buffer: TypeAlias = bytes | bytearray | memoryview
 """C-contiguous bytes; numpy arrays are passed as ``memoryview(array)``."""
 
@@ -79,6 +81,8 @@ class SegmentCounters:
     syncs: int = 0
     thread_reads: int = 0
     """transfers that were not resident and went to a thread"""
+    failed_reads: int = 0
+    """batches that the medium did not give (files)"""
     operations: int = 0
     """requests to servers, hedges included (engines that have servers)"""
     hedges: int = 0
@@ -127,16 +131,17 @@ class SegmentStore(ABC):
         """A read-only view of resident bytes, or None where they are not resident or not mappable.
 
         A store that is not mappable may answer None without looking: it need not know a segment of another host.
-        Never waits. The view shows later writes to the same range; the caller drops it before it awaits.
+        Never waits. The view shows later writes to the same range; the caller drops it before it awaits. It is for the
+        kernel to copy from, by write(2), which says EFAULT where the medium fails meanwhile: SIGBUS for anybody else.
         """
         return None
 
-    def source(self, segment: int) -> tuple[int, npt.NDArray[np.uint8]] | None:
-        """(descriptor, read-only bytes) of a whole segment for other threads, which may wait for its pages; or None.
+    def source(self, segment: int) -> tuple[int, npt.NDArray[np.uint8], GuardedMap | None] | None:
+        """(descriptor, read-only bytes, guard) of a whole segment, for other threads, which may wait for its pages.
 
-        None where the segment cannot be mapped, or the system refuses one mapping more. Each call maps anew. Both
-        stay good for as long as the array is held (the bytes: or any view of it), also when the segment is removed or
-        the store closed. The bytes show later writes; a medium that fails under them kills the process.
+        None where the segment cannot be mapped, or the system refuses one mapping more. Each call maps anew. All stay
+        good for as long as all are held, also when the segment is removed or the store closed. The bytes show later
+        writes. What was copied counts if the guard is intact afterwards; without one they cannot fail.
         """
         return None
 

@@ -14,6 +14,7 @@ import trio
 
 from kvfuse.errors import EngineError, EngineTimeout
 from kvfuse.remote.faults import Fault, FaultPlan
+from kvfuse.remote.mapguard import GuardedMap
 from kvfuse.remote.segments.api import Buffer, SegmentInfo, SegmentStore, Transfer
 
 _T = TypeVar("_T")
@@ -52,7 +53,7 @@ class SegmentDecorator(SegmentStore):
     def view(self, segment: int, offset: int, length: int) -> memoryview | None:
         return self.inner.view(segment, offset, length)
 
-    def source(self, segment: int) -> tuple[int, npt.NDArray[np.uint8]] | None:
+    def source(self, segment: int) -> tuple[int, npt.NDArray[np.uint8], GuardedMap | None] | None:
         return self.inner.source(segment)
 
     def register(self, buffer: Buffer) -> object:

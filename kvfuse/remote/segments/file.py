@@ -10,10 +10,11 @@ renamed, so that a name means a whole segment.
 * With ``direct`` the files bypass the page cache: aligned transfers go straight from and to the caller's
   buffer, others through an aligned one (``direct.py``); there are no views.
 
-A view reads the page cache through a mapping. mincore says that its pages are there, but one that is evicted before
-it is used is read again from the disk, and a disk error then kills the process (SIGBUS). That is
-the price of not copying; the volume may read instead. A source has a mapping of its own: threads that may wait read
-from it whether its pages are there or not, and they stay mapped.
+A view shows the page cache through a mapping, to the kernel alone. mincore says that its pages are there; one that is
+evicted before the kernel copies it is read again from the disk, and a disk error is the kernel's EFAULT. A source has a
+mapping of its own: threads that may wait read from it whether its pages are there or not, and they stay mapped. There
+a medium that fails is a signal, which the map's guard takes (``mapguard.py``): the bytes are then read anew, by
+preadv, which has an error for each of them.
 
 After a failed fdatasync the kernel may have dropped the written pages and calls the next one a success. Such
 a segment therefore never passes a sync again until the store is opened anew.
@@ -22,6 +23,7 @@ a segment therefore never passes a sync again until the store is opened anew.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import re
 from collections.abc import Callable, Sequence
@@ -35,12 +37,14 @@ import numpy.typing as npt
 import trio
 
 from kvfuse.errors import EngineError, ReadOnly
+from kvfuse.remote.mapguard import GuardedMap
 from kvfuse.remote.segments import fileio
 from kvfuse.remote.segments.api import SegmentInfo, SegmentLimits, SegmentStore, Transfer
 from kvfuse.remote.segments.direct import BLOCK_SIZE
 from kvfuse.remote.segments.fileio import Run, SegmentFile
 
 _T = TypeVar("_T")
+log = logging.getLogger(__name__)
 _place = itemgetter(0, 1)
 """(segment, offset) of a transfer"""
 
@@ -159,11 +163,16 @@ class FileSegments(SegmentStore):
             byte_count = sum(run.length for run in runs)
             self.counters.reads += len(batch)
             self.counters.read_bytes += byte_count
-            if self._nowait and byte_count <= NOWAIT_BYTES_MAX:
-                runs = self._read_resident(runs)
-            if runs:
-                self.counters.thread_reads += sum(run.transfer_count for run in runs)
-                await self._in_thread(lambda: fileio.read_runs(runs))
+            try:
+                if self._nowait and byte_count <= NOWAIT_BYTES_MAX:
+                    runs = self._read_resident(runs)
+                if runs:
+                    self.counters.thread_reads += sum(run.transfer_count for run in runs)
+                    await self._in_thread(lambda: fileio.read_runs(runs))
+            except EngineError as error:
+                self.counters.failed_reads += 1
+                log.error("%s", error)
+                raise
 
     async def write(self, batch: Sequence[Transfer]) -> None:
         self._check_writable()
@@ -209,7 +218,8 @@ class FileSegments(SegmentStore):
 
     def view(self, segment: int, offset: int, length: int) -> memoryview | None:
         file = self._checked(segment, offset, length)
-        if not self.limits.mappable or length == 0 or not file.is_resident(offset, length):
+        view = file.resident(offset, length) if self.limits.mappable and length else None
+        if view is None:
             return None
         self.counters.views += 1
         self.counters.view_bytes += length
@@ -218,9 +228,9 @@ class FileSegments(SegmentStore):
             self._view_bytes = 0
             for other in self._files.values():
                 other.drop_mapped_pages()
-        return memoryview(file.mapped())[offset : offset + length]
+        return view
 
-    def source(self, segment: int) -> tuple[int, npt.NDArray[np.uint8]] | None:
+    def source(self, segment: int) -> tuple[int, npt.NDArray[np.uint8], GuardedMap | None] | None:
         file = self._checked(segment, 0, 0)
         return None if self._direct else file.source()
 

@@ -20,6 +20,7 @@ import trio
 
 from kvfuse.errors import EngineError, EngineFull
 from kvfuse.remote import libc
+from kvfuse.remote.mapguard import GuardedMap
 from kvfuse.remote.segments import direct
 
 IOV_MAX = os.sysconf("SC_IOV_MAX")
@@ -71,21 +72,32 @@ class SegmentFile:
             os.close(self.fd)
             self.closed.set()
 
-    def mapped(self) -> mmap.mmap:
-        """The whole file, read-only."""
+    def resident(self, offset: int, length: int) -> memoryview | None:
+        """A view of a range of which all pages are in the page cache. For the kernel alone: see `SegmentStore.view`.
+
+        None also where the file has lost bytes of it: behind its end the last page reads as zeros.
+        """
+        if os.lseek(self.fd, 0, os.SEEK_END) < offset + length:
+            return None
         if self._mapping is None:
-            self._mapping = mmap.mmap(self.fd, self.size, prot=mmap.PROT_READ)
+            self._mapping = self._map(self.fd)
+            if self._mapping is None:
+                return None
             self._mapping_address = direct.address_of(self._mapping)
-        return self._mapping
-
-    def is_resident(self, offset: int, length: int) -> bool:
-        """All pages of the range are in the page cache."""
-        self.mapped()
         head = offset % mmap.PAGESIZE
-        return libc.is_resident(self._mapping_address + offset - head, head + length)
+        if not libc.is_resident(self._mapping_address + offset - head, head + length):
+            return None
+        return memoryview(self._mapping)[offset : offset + length]
 
-    def source(self) -> tuple[int, npt.NDArray[np.uint8]] | None:
-        """A mapping of its own, and a descriptor that is closed when the array is gone; None if there may be no more.
+    def _map(self, fd: int) -> mmap.mmap | None:
+        """The whole file, read-only. None where the system refuses, or the file is shorter by now."""
+        try:
+            return mmap.mmap(fd, self.size, prot=mmap.PROT_READ)
+        except (OSError, ValueError):
+            return None
+
+    def source(self) -> tuple[int, npt.NDArray[np.uint8], GuardedMap | None] | None:
+        """A mapping of its own, with a descriptor that is closed when it is gone; None if there may be no more.
 
         On some file systems a file cannot be mapped at all.
         """
@@ -93,13 +105,13 @@ class SegmentFile:
             fd = os.dup(self.fd)
         except OSError:
             return None
-        try:
-            data = np.frombuffer(mmap.mmap(fd, self.size, prot=mmap.PROT_READ), np.uint8)
-        except OSError:
+        memory = self._map(fd)
+        if memory is None:
             os.close(fd)
             return None
-        weakref.finalize(data, os.close, fd)
-        return fd, data
+        guard = GuardedMap(self.path, fd, direct.address_of(memory), self.size, memory)
+        weakref.finalize(guard, os.close, fd)
+        return fd, np.frombuffer(memory, np.uint8), guard
 
     def drop_mapped_pages(self) -> None:
         """The mapped pages stop counting as this process's memory; views that are still held fault them in."""
