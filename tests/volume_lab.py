@@ -453,5 +453,5 @@ async def opened(
 async def check(disk: Disk, *, verify: bool = True) -> Report:
     """What fsck says of a volume that nobody has open."""
     chaos = Chaos(random.Random(0))
-    checker = Check(disk.superblock.geometry, MemoryRecords(disk, chaos), MemorySegments(disk, chaos))
+    checker = Check(disk.superblock, MemoryRecords(disk, chaos), MemorySegments(disk, chaos))
     return await checker.run(verify)

@@ -24,7 +24,7 @@ SHOWN_PROBLEMS = 100
 
 @click.command("fsck")
 @click.argument("source", type=click.Path(path_type=Path))
-@click.option("--verify", is_flag=True, help="Read every sealed byte and compare it with its checksum.")
+@click.option("--verify", is_flag=True, help="Read every sealed byte, and slot heads, and compare.")
 @click.option("--repair", is_flag=True, help="Mend what is wrong. What cannot be trusted is removed.")
 @click.option("--rebuild", is_flag=True, help="Make the records anew from the segments' slot headers alone.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
@@ -38,7 +38,7 @@ def fsck(ctx: click.Context, source: Path, verify: bool, repair: bool, rebuild: 
     \b
     Examples:
       kvfuse fsck /srv/kv                 # records against slabs: seconds for a million files
-      kvfuse fsck /srv/kv --verify        # and every byte
+      kvfuse fsck /srv/kv --verify        # and every byte, and the slot heads that a rebuild needs
       kvfuse fsck /srv/kv --rebuild       # the record store is lost or damaged
       kvfuse fsck /etc/kvfuse/mount.conf  # a volume that hosts share, while none of them has it mounted
     """

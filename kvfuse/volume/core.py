@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from hashlib import blake2b
 from typing import Protocol
 
 import trio
@@ -201,10 +200,6 @@ class Core:
             header = layout.pack_superblock(dataclasses.replace(self.superblock, segment=segment))
             await self.segments.write([Transfer(segment, 0, header)])
             self._made.add(segment)
-
-    def fingerprint(self, ino: int, index: int) -> bytes:
-        """128 bits that name a file's chunk in this volume."""
-        return blake2b(schema.chunk_key(ino, index), digest_size=16, key=self.superblock.volume_id).digest()
 
     def discard(self, node: Node, extent: Extent) -> None:
         """An extent is no longer part of ``node``: its slot is free when neither a record nor a header names it."""

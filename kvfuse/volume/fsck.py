@@ -8,24 +8,24 @@ guessed: a missing file is a miss, a wrong one is wrong output.
 from __future__ import annotations
 
 import stat
-import struct
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 
-from kvfuse.checksum import CHECKSUM_SIZE, GRANULE_SIZE, granule_checksums
+from kvfuse.checksum import CHECKSUM_SIZE, GRANULE_SIZE
 from kvfuse.config import Options
-from kvfuse.errors import EngineError, VolumeError
+from kvfuse.errors import VolumeError
 from kvfuse.remote.records.api import Record, RecordStore
 from kvfuse.remote.segments.api import SegmentStore, Transfer
 from kvfuse.slab import layout
 from kvfuse.slab.allocator import Allocator
 from kvfuse.slab.image import SlabState
-from kvfuse.slab.layout import Geometry
+from kvfuse.slab.layout import Superblock
 from kvfuse.volume import format, schema
 from kvfuse.volume.api import FILE_SIZE_MAX, ROOT_INODE
+from kvfuse.volume.core import PATH_DEPTH_MAX
 from kvfuse.volume.fsck_compare import (
     check_counters,
     check_reachable,
@@ -35,7 +35,8 @@ from kvfuse.volume.fsck_compare import (
     empty_root,
     with_links,
 )
-from kvfuse.volume.fsck_heads import state_from_heads
+from kvfuse.volume.fsck_heads import HeadCheck, Named, state_from_heads
+from kvfuse.volume.fsck_slots import MALFORMED, inode_in, settle_contested, verify_data
 from kvfuse.volume.holding import hold
 from kvfuse.volume.metadata import weigh
 from kvfuse.volume.sealed import describe, scan_pages
@@ -43,8 +44,9 @@ from kvfuse.volume.shared.fsck import read_shared
 
 SCAN_ROWS = 2000
 REPAIR_ROUNDS = 8
-MALFORMED = (ValueError, struct.error)
-"""What decoding a damaged record raises."""
+WRITES_MAX = 256
+"""Heads that are written together."""
+
 
 FILE_KINDS = frozenset(
     {stat.S_IFREG, stat.S_IFDIR, stat.S_IFLNK, stat.S_IFIFO, stat.S_IFSOCK, stat.S_IFCHR, stat.S_IFBLK}
@@ -56,11 +58,12 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class Problem:
-    """Something that should not be. ``puts`` and ``deletes`` mend it."""
+    """Something that should not be. ``puts`` and ``deletes`` mend it, and ``writes`` to segments."""
 
     text: str
     puts: dict[bytes, bytes] = field(default_factory=dict)
     deletes: tuple[bytes, ...] = ()
+    writes: tuple[Transfer, ...] = ()
 
 
 @dataclass
@@ -104,12 +107,11 @@ async def fsck(
 ) -> Report:
     """Check the volume that ``options`` name. VolumeBusy while it is mounted, VolumeError where it is none.
 
-    ``verify``: read every sealed byte too. ``repair``: mend what was found and check again, until nothing is
-    left to mend; the report is then of the last check, with the number of repairs.
+    ``verify``: read every sealed byte too, and compare slot heads with the records. ``repair``: mend what was found
+    and check again, until nothing is left to mend; the report is then of the last check, with the number of repairs.
     """
-    async with hold(options, records_read_only=not repair, segments_read_only=True) as held:
-        geometry, records, segments = held.superblock.geometry, held.records, held.segments
-        check = Check(geometry, records, segments, progress)
+    async with hold(options, records_read_only=not repair, segments_read_only=not repair) as held:
+        check = Check(held.superblock, held.records, held.segments, progress, mends_heads=repair)
         report = await check.run(verify)
         repaired = 0
         for _ in range(REPAIR_ROUNDS if repair else 0):
@@ -118,11 +120,13 @@ async def fsck(
             # What goes takes others with it: names of an inode, slots of a file.
             repaired += len(report.problems)
             await check.repair()
-            check = Check(geometry, records, segments, progress)
+            check = Check(held.superblock, held.records, held.segments, progress, mends_heads=True)
             report = await check.run(verify)
+        if repair:
+            await check.write(check.head_mends)
         if repair and check.recount:
-            await format.commit_in_parts(records, check.recount)
-            await records.commit({}, durable=True)
+            await format.commit_in_parts(held.records, check.recount)
+            await held.records.commit({}, durable=True)
             report.notes.pop()
         report.repaired = repaired
         return report
@@ -133,12 +137,15 @@ class Check:
 
     def __init__(
         self,
-        geometry: Geometry,
+        superblock: Superblock,
         records: RecordStore,
         segments: SegmentStore,
         progress: Progress = lambda what, done, total: None,
+        *,
+        mends_heads: bool = False,
     ) -> None:
-        self.geometry = geometry
+        self.superblock = superblock
+        self.geometry = geometry = superblock.geometry
         self.records = records
         self.segments = segments
         self.progress = progress
@@ -169,13 +176,28 @@ class Check:
         """of slabs whose records do not"""
         self.weights: dict[bytes, int] = {}
         """kind of records -> what they weigh"""
+        self.mends_heads = mends_heads
+        """the caller writes ``head_mends`` when this is over"""
+        self.head_mends: list[Transfer] = []
+        self.named: dict[int, Named] = {}
+        """slot address -> what a file has there, of files that have names; where heads are compared"""
+        self.places: dict[int, tuple[int, bytes]] = {}
+        """inode -> (directory, name): one of its names"""
+        self.inline_records: dict[int, schema.InodeRecord] = {}
+        """of inodes without records of their own, where heads are compared"""
         self.freed: set[int] = set()
         """slots that only wait for who holds their slab"""
         self.counted: dict[bytes, int] = {}
         """key of a client's count of inodes -> the count"""
 
-    def problem(self, text: str, puts: dict[bytes, bytes] | None = None, deletes: Sequence[bytes] = ()) -> None:
-        self.report.problems.append(Problem(text, puts or {}, tuple(deletes)))
+    def problem(
+        self,
+        text: str,
+        puts: dict[bytes, bytes] | None = None,
+        deletes: Sequence[bytes] = (),
+        writes: Sequence[Transfer] = (),
+    ) -> None:
+        self.report.problems.append(Problem(text, puts or {}, tuple(deletes), tuple(writes)))
 
     async def run(self, verify: bool) -> Report:
         self.wants_verify = verify
@@ -186,14 +208,17 @@ class Check:
         await self._read_chunks()
         await self._read_rest()
         await read_shared(self)
-        await self._settle_contested()
+        await settle_contested(self)
         compare_inodes(self)
         check_reachable(self)
         compare_slabs(self)
         await check_counters(self)
         await check_segments(self)
         if verify:
-            await self._verify_data()
+            await verify_data(self)
+            compare = HeadCheck(self)
+            await compare.run()
+            self.head_mends = compare.mends
         return self.report
 
     async def repair(self) -> None:
@@ -203,6 +228,28 @@ class Check:
             if problem.puts or deletes:
                 await self.records.commit(problem.puts, deletes)
         await self.records.commit({}, durable=True)
+        await self.write([transfer for problem in self.report.problems for transfer in problem.writes])
+
+    async def write(self, transfers: Sequence[Transfer]) -> None:
+        """Into segments, durably."""
+        for start in range(0, len(transfers), WRITES_MAX):
+            await self.segments.write(transfers[start : start + WRITES_MAX])
+        if transfers:
+            await self.segments.sync()
+
+    def file_record(self, ino: int) -> schema.InodeRecord | None:
+        inode = self.inodes.get(ino)
+        return inode.record if inode is not None else self.inline_records.get(ino)
+
+    def path_of(self, ino: int) -> bytes:
+        """One path of an inode, as its names are; empty where it is not below the root."""
+        parts: list[bytes] = []
+        while ino != ROOT_INODE:
+            if ino not in self.places or len(parts) > PATH_DEPTH_MAX:
+                return b""
+            ino, name = self.places[ino]
+            parts.append(name)
+        return b"/".join(reversed(parts))
 
     async def rows(self, prefix: bytes, what: str) -> AsyncIterator[Record]:
         """Sound records; a damaged one is a problem, once."""
@@ -296,6 +343,9 @@ class Check:
             else:
                 self.inline.add(entry.ino)
                 self.report.files += 1
+                if self.wants_verify:
+                    self.places[entry.ino] = parent, name
+                    self.inline_records[entry.ino] = entry
                 if entry.nlink != 1:
                     mended = schema.encode_entry_inline(with_links(entry, nlink=1))
                     self.problem(f"{name!r} in directory {parent}: {entry.nlink} links instead of 1", {row.key: mended})
@@ -308,6 +358,7 @@ class Check:
             return
         inode.names += 1
         inode.parent = parent
+        self.places[ino] = parent, name
         inode.entry = row
         if stat.S_ISDIR(inode.record.mode):
             self.inodes[parent].subdirectories += 1
@@ -346,8 +397,7 @@ class Check:
                 self.problem(f"{what}: {error}", deletes=keys)
                 continue
             self.far_blocks[ino] += sum(-(-extent.length // 4096) * 8 for extent in extents)
-            for extent in extents:
-                self._claim_extent(ino, extent, keys, what)
+            self._claim_extents(ino, schema.chunk_index(row.key), extents, keys, what)
 
     async def _read_rest(self) -> None:
         async for row in self.rows(b"t", "times"):
@@ -372,7 +422,7 @@ class Check:
         """Inodes with attributes that do not say so: nobody finds these, and they would stay when their inode goes."""
         for prefix in (b"i", b"d", b"o") if hidden else ():
             async for row in self.rows(prefix, "hidden attributes"):
-                record = _inode_in(row)
+                record = inode_in(row)
                 if record is not None and record.ino in hidden:
                     shown = msgspec.structs.replace(record, flags=record.flags | schema.FLAG_XATTRS)
                     encode = schema.encode_entry_inline if prefix == b"d" else schema.encode_inode
@@ -390,11 +440,19 @@ class Check:
             self.far_files[record.ino] = [key]
             self.far_blocks[record.ino] -= record.far_blocks
         for index, chunk in enumerate(record.chunks):
-            for extent in chunk:
-                self._claim_extent(record.ino, extent, [key], f"{name!r} (inode {record.ino}), chunk {index}")
+            self._claim_extents(record.ino, index, chunk, [key], f"{name!r} (inode {record.ino}), chunk {index}")
 
-    def _claim_extent(self, ino: int, extent: schema.ExtentRecord, keys: list[bytes], what: str) -> None:
+    def _claim_extents(
+        self, ino: int, chunk: int, extents: Sequence[schema.ExtentRecord], keys: list[bytes], what: str
+    ) -> None:
+        offset = 0
+        for extent in extents:
+            self._claim_extent(Named(ino, chunk, offset, extent), keys, what)
+            offset += extent.length
+
+    def _claim_extent(self, named: Named, keys: list[bytes], what: str) -> None:
         """``keys``: the record that names the extent, and that of its file; they go when the extent cannot be right."""
+        ino, extent = named.ino, named.extent
         self.report.extents += 1
         slot_size = self.slabs.slot_size(extent.addr) if 0 <= extent.addr < self.geometry.data_size else 0
         granules = -(-extent.length // GRANULE_SIZE)
@@ -408,52 +466,10 @@ class Check:
             self.owners[extent.addr] = ino
             self.generation_max = max(self.generation_max, extent.generation)
             self.report.used_bytes += extent.length
+            if self.wants_verify and ino not in self.orphans:
+                self.named[extent.addr] = named
             if self.wants_verify and extent.checksums and ino not in self.orphans:
                 self.sealed.append((ino, extent, keys))
-
-    async def _settle_contested(self) -> None:
-        """Slots that several files claim: the header says whose they are, every other file goes."""
-        if not self.contested:
-            return
-        owners = {addr: await self._header_owner(addr) for addr in self.contested}
-        for prefix in (b"i", b"d", b"c"):
-            async for row in self.rows(prefix, "contested slots"):
-                for ino, extent in _claims(row):
-                    if extent.addr in owners and owners[extent.addr] != (ino, extent.generation):
-                        keys = [row.key, *self.far_files.get(ino, [])]
-                        self.problem(f"inode {ino}: its slot {extent.addr} is another file's too", deletes=keys)
-
-    async def _header_owner(self, addr: int) -> tuple[int, int] | None:
-        """(inode, generation) in the header of a slot; None where it cannot be read."""
-        table = bytearray(layout.HEADER_SIZE)
-        place = self.geometry.locate_header(addr, self.slabs.slot_size(addr))
-        try:
-            await self.segments.read([Transfer(*place, table)])
-        except (EngineError, ValueError):
-            return None
-        rows, valid = layout.parse_headers(table, layout.HEADER_SIZE, 1)
-        return (int(rows[0]["inode"]), int(rows[0]["generation"])) if valid[0] else None
-
-    # -- data ----------------------------------------------------------------------------------------
-
-    async def _verify_data(self) -> None:
-        """Read what is sealed, and compare; a file with a wrong byte is to be removed."""
-        total = sum(extent.length for _, extent, _ in self.sealed)
-        self.sealed.sort(key=lambda row: row[1].addr)
-        bad: set[bytes] = set()
-        for ino, extent, keys in self.sealed:
-            segment, offset = self.geometry.locate(extent.addr)
-            buffer = bytearray(extent.length)
-            try:
-                await self.segments.read([Transfer(segment, offset, buffer)])
-                right = granule_checksums(buffer) == extent.checksums
-            except (EngineError, ValueError):
-                right = False
-            if not right and keys[-1] not in bad:
-                bad.add(keys[-1])
-                self.problem(f"inode {ino}: its bytes in segment {segment} at {offset} are wrong", deletes=keys)
-            self.report.verified_bytes += extent.length
-            self.progress("bytes", self.report.verified_bytes, total)
 
 
 def _check_fields(record: schema.InodeRecord, *, inline: bool = False) -> None:
@@ -465,24 +481,3 @@ def _check_fields(record: schema.InodeRecord, *, inline: bool = False) -> None:
         raise ValueError(f"inode {record.ino} has {record.size} bytes")
     if kind == stat.S_IFREG and (record.chunk_size <= 0 or record.chunk_size % layout.PAGE_SIZE):
         raise ValueError(f"inode {record.ino} has chunks of {record.chunk_size} bytes")
-
-
-def _inode_in(row: Record) -> schema.InodeRecord | None:
-    """The inode that a record holds; None where it holds none, or cannot be read."""
-    decode = {b"d": schema.decode_entry, b"i": schema.decode_inode, b"o": schema.decode_orphan}[row.key[:1]]
-    try:
-        record = decode(row.value)
-    except MALFORMED:
-        return None
-    return None if isinstance(record, int) else record
-
-
-def _claims(row: Record) -> list[tuple[int, schema.ExtentRecord]]:
-    """(inode, extent) of what a record names; nothing where it cannot be read."""
-    if row.key[:1] != b"c":
-        record = _inode_in(row)
-        return [] if record is None else [(record.ino, extent) for chunk in record.chunks for extent in chunk]
-    try:
-        return [(schema.key_inode(row.key), extent) for extent in schema.decode_chunk(row.value)]
-    except MALFORMED:
-        return []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import stat
 import time
 from collections import Counter
@@ -141,16 +142,18 @@ async def check_segments(check: Check) -> None:
     for segment, extents in sorted(used.items()):
         size = check.geometry.segment_size(segment)
         if present.get(segment) != size:
-            found = f"has {present[segment]} bytes" if segment in present else "does not exist"
-            check.problem(f"segment {segment} {found} instead of {size}: {extents} extents are lost")
+            state = f"has {present[segment]} bytes" if segment in present else "does not exist"
+            check.problem(f"segment {segment} {state} instead of {size}: {extents} extents are lost")
             continue
         image = bytearray(layout.SUPERBLOCK_SIZE)
         await check.segments.read([Transfer(segment, 0, image)])
         try:
-            if layout.parse_superblock(image).segment != segment:
+            found = layout.parse_superblock(image)
+            if (found.volume_id, found.segment) != (check.superblock.volume_id, segment):
                 check.problem(f"segment {segment} holds the header of another segment")
         except VolumeError as error:
-            check.problem(f"segment {segment}: {error}")
+            header = layout.pack_superblock(dataclasses.replace(check.superblock, segment=segment))
+            check.problem(f"segment {segment}: {error}", writes=[Transfer(segment, 0, header)])
 
 
 def empty_root() -> schema.InodeRecord:

@@ -1,46 +1,27 @@
 """Slot headers: what makes each slot describe itself, so that a volume can be rebuilt from its segments alone.
 
-Behind a header, or in the slot's unused end, stands a *description* of the file: path, owner, mode, size.
+`heads` has the bytes.
 """
 
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import msgspec
 import trio
 
-from kvfuse.checksum import CHECKSUM_SIZE, crc32c, extent_checksum
 from kvfuse.errors import EngineError
 from kvfuse.remote.segments.api import Transfer
 from kvfuse.slab import layout
 from kvfuse.slab.allocator import Slot
+from kvfuse.volume import heads
 from kvfuse.volume.chunk import Extent
 from kvfuse.volume.core import Core
 from kvfuse.volume.node import Node
 
 log = logging.getLogger(__name__)
-
-
-class Description(msgspec.Struct, array_like=True, frozen=True):
-    """What a slot says of the file it belongs to; enough to make the file anew."""
-
-    path: bytes
-    mode: int
-    uid: int
-    gid: int
-    size: int
-    mtime: int
-    chunk_size: int
-    stored: int
-    """bytes in slots, if they were known: a file of which fewer are found is not whole"""
-
-
-_encode = msgspec.msgpack.Encoder().encode
 
 
 class HeaderRow(NamedTuple):
@@ -64,42 +45,31 @@ class HeaderWriter:
 
     def _header_transfers(self, rows: Sequence[HeaderRow]) -> list[Transfer]:
         """Headers and descriptions of a batch of slots, as ranges to be written."""
-        geometry = self.core.geometry
-        descriptions = [self._place(row) for row in rows]
-        table = layout.pack_headers(
-            len(rows),
-            state=[row.state for row in rows],
-            length=[row.extent.length for row in rows],
-            slot_size=[row.extent.slot_size for row in rows],
-            generation=[row.extent.generation for row in rows],
-            fingerprints=b"".join([self.core.fingerprint(row.node.ino, row.chunk_index) for row in rows]),
-            inode=[row.node.ino for row in rows],
-            chunk=[row.chunk_index for row in rows],
-            piece_offset=[row.piece_offset for row in rows],
-            checksum=[_checksum(row.extent) for row in rows],
-            time=int(time.time()),
-            descriptor_length=[len(text) for text, _ in descriptions],
-            descriptor_place=[place for _, place in descriptions],
-        ).tobytes()
-        transfers = []
-        for number, (row, (text, place)) in enumerate(zip(rows, descriptions, strict=True)):
-            header = table[number * layout.HEADER_SIZE : (number + 1) * layout.HEADER_SIZE]
-            extent = row.extent
-            if place == layout.DESCRIPTOR_BEHIND_HEADER:  # up to the next one: those of neighbours are one write then
-                header = (header + text).ljust(geometry.header_stride(extent.slot_size), b"\0")
-            elif place == layout.DESCRIPTOR_AT_SLOT_END:
-                segment, offset = self.core.locate(extent.addr)
-                transfers.append(Transfer(segment, offset + extent.slot_size - len(text), text))
-            transfers.append(Transfer(*geometry.locate_header(extent.addr, extent.slot_size), header))
-        return transfers
+        return heads.transfers(self.core.superblock, [self._head(row) for row in rows])
 
-    def _place(self, row: HeaderRow) -> tuple[bytes, int]:
-        """The description of the row's file, with its checksum, and where it fits."""
+    def _head(self, row: HeaderRow) -> heads.Head:
+        extent = row.extent
+        return heads.Head(
+            extent.addr,
+            extent.slot_size,
+            extent.length,
+            extent.generation,
+            extent.checksums,
+            row.node.ino,
+            row.chunk_index,
+            row.piece_offset,
+            row.state,
+            extent.reach,
+            self._description(row),
+        )
+
+    def _description(self, row: HeaderRow) -> bytes:
+        """Of the row's file, with its checksum; empty where the slot has none."""
         if row.piece_offset or not row.node.nlink:
-            return b"", layout.DESCRIPTOR_NONE
+            return b""
         node = row.node
-        text = _encode(
-            Description(
+        return heads.encode_description(
+            heads.Description(
                 self.core.path_of(node),
                 node.mode,
                 node.uid,
@@ -110,14 +80,6 @@ class HeaderWriter:
                 node.stored_length(),
             )
         )
-        text += crc32c(text).to_bytes(4, "little")
-        extent = row.extent
-        if len(text) <= self.core.geometry.header_stride(extent.slot_size) - layout.HEADER_SIZE:
-            return text, layout.DESCRIPTOR_BEHIND_HEADER
-        # Not where the store may still name bytes, as before a cut that is not committed, nor where a write may go.
-        if len(text) <= extent.slot_size - extent.reach:
-            return text, layout.DESCRIPTOR_AT_SLOT_END
-        return b"", layout.DESCRIPTOR_NONE
 
     @staticmethod
     def _identity(node: Node) -> tuple[int, bytes, int, int, int, int]:
@@ -180,10 +142,3 @@ class HeaderWriter:
 
 def _state(extent: Extent) -> int:
     return layout.STATE_SEALED if extent.checksums else layout.STATE_UNSEALED
-
-
-def _checksum(extent: Extent) -> int:
-    """Of all the extent's bytes; 0 where it is unsealed."""
-    if len(extent.checksums) == CHECKSUM_SIZE:
-        return int.from_bytes(extent.checksums, "little")
-    return extent_checksum(extent.checksums, extent.length) if extent.checksums else 0

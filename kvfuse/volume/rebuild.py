@@ -16,9 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-import msgspec
-
-from kvfuse.checksum import CHECKSUM_SIZE, crc32c, extent_checksum, granule_checksums
+from kvfuse.checksum import extent_checksum, granule_checksums
 from kvfuse.config import Options
 from kvfuse.errors import VolumeError
 from kvfuse.remote.records.api import RecordStore
@@ -27,13 +25,11 @@ from kvfuse.slab import layout
 from kvfuse.slab.layout import Geometry, Superblock
 from kvfuse.volume import engines, format, schema, sealed
 from kvfuse.volume.api import FIRST_INODE, ROOT_INODE
-from kvfuse.volume.headers import Description
+from kvfuse.volume.heads import Description, decode_description
 from kvfuse.volume.shared.member import FencedRecords, membership
 
 LOST_FOUND = b"lost+found"
 COMMIT_ROWS = 1000
-
-_decode_description = msgspec.msgpack.Decoder(Description).decode
 
 
 class _Piece(NamedTuple):
@@ -257,12 +253,9 @@ class _Rebuild:
                 continue
             text = bytearray(length)
             await self.segments.read([Transfer(segment, offset, text)])
-            body, checksum = bytes(text[:-CHECKSUM_SIZE]), int.from_bytes(text[-CHECKSUM_SIZE:], "little")
-            if length > CHECKSUM_SIZE and crc32c(body) == checksum:
-                try:
-                    return _decode_description(body)
-                except ValueError:
-                    continue  # whole, but of another program version
+            description = decode_description(bytes(text))
+            if description is not None:
+                return description
         return None
 
     async def _verified(self, piece: _Piece) -> schema.ExtentRecord | None:
