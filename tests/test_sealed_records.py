@@ -29,7 +29,7 @@ from kvfuse.slab import layout
 from kvfuse.volume import engines, format, schema
 from kvfuse.volume.api import ROOT_INODE
 from kvfuse.volume.fsck import fsck
-from kvfuse.volume.sealed import DamagedRecords, SealedRecords, all_keys, describe, scan_pages, seal
+from kvfuse.volume.sealed import DamagedRecords, ScanPages, SealedRecords, all_keys, describe, seal
 from kvfuse.volume.volume import open_volume
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -90,7 +90,7 @@ async def test_every_flipped_bit_and_every_moved_value_is_found(tmp_path: Path, 
         with pytest.raises(DamagedRecords) as error:
             await records.scan(b"")
         assert (error.value.keys, [row.key for row in error.value.records]) == ([b"b"], [b"a", b"c"])
-    pages = [page async for page in scan_pages(records, b"", 1)]
+    pages = [page async for page in ScanPages(records, b"", 1)]
     assert [([row.key for row in rows], damaged) for rows, damaged in pages] == [
         ([b"a"], []),
         ([], [b"b"]),

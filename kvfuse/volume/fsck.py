@@ -39,7 +39,7 @@ from kvfuse.volume.fsck_heads import HeadCheck, Named, state_from_heads
 from kvfuse.volume.fsck_slots import MALFORMED, inode_in, settle_contested, verify_data
 from kvfuse.volume.holding import hold
 from kvfuse.volume.metadata import weigh
-from kvfuse.volume.sealed import describe, scan_pages
+from kvfuse.volume.sealed import ScanPages, describe
 from kvfuse.volume.shared.fsck import read_shared
 
 SCAN_ROWS = 2000
@@ -254,7 +254,7 @@ class Check:
     async def rows(self, prefix: bytes, what: str) -> AsyncIterator[Record]:
         """Sound records; a damaged one is a problem, once."""
         done = weight = 0
-        async for rows, damaged in scan_pages(self.records, prefix, SCAN_ROWS):
+        async for rows, damaged in ScanPages(self.records, prefix, SCAN_ROWS):
             for key in damaged:
                 if key not in self.damaged:
                     self.damaged.add(key)

@@ -172,17 +172,21 @@ async def scan_page(
         return error.records, error.keys
 
 
-async def scan_pages(
-    records: RecordStore, prefix: bytes, limit: int = 1000
-) -> AsyncIterator[tuple[list[Record], list[bytes]]]:
-    """All pages under ``prefix``, each as of `scan_page`. To be read to the end."""
-    after = b""
-    while True:
-        page = rows, damaged = await scan_page(records, prefix, after, limit)
+class ScanPages(AsyncIterator[tuple[list[Record], list[bytes]]]):
+    """All pages under ``prefix``, each as of `scan_page`. No generator: a reader may leave in the middle."""
+
+    def __init__(self, records: RecordStore, prefix: bytes, limit: int = 1000) -> None:
+        self._records = records
+        self._prefix = prefix
+        self._limit = limit
+        self._after = b""
+
+    async def __anext__(self) -> tuple[list[Record], list[bytes]]:
+        rows, damaged = await scan_page(self._records, self._prefix, self._after, self._limit)
         if not rows and not damaged:
-            return
-        after = last_key(rows, damaged)
-        yield page
+            raise StopAsyncIteration
+        self._after = last_key(rows, damaged)
+        return rows, damaged
 
 
 def last_key(rows: Sequence[Record], damaged: Sequence[bytes]) -> bytes:
@@ -193,7 +197,7 @@ def last_key(rows: Sequence[Record], damaged: Sequence[bytes]) -> bytes:
 async def all_keys(records: RecordStore, prefix: bytes) -> list[bytes]:
     """The keys of all records under ``prefix``, damaged ones too; not in order."""
     keys: list[bytes] = []
-    async for rows, damaged in scan_pages(records, prefix):
+    async for rows, damaged in ScanPages(records, prefix):
         keys += [*damaged, *[row.key for row in rows]]
     return keys
 

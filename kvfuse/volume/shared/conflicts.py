@@ -27,7 +27,7 @@ from kvfuse.volume.batch import Batch, Taken
 from kvfuse.volume.chunk import COMMITTED, FRESH, Extent
 from kvfuse.volume.node import Node
 from kvfuse.volume.pending import NameChange
-from kvfuse.volume.sealed import scan_pages
+from kvfuse.volume.sealed import ScanPages
 
 if TYPE_CHECKING:
     from kvfuse.remote.records.api import Versioned
@@ -231,7 +231,7 @@ class Conflicts:
         It may be long, but nothing else is left before the changes are given up. EngineError.
         """
         log.warning("inode %d is not where it was, and nobody tells where it is: all names are read", node.ino)
-        async for rows, _ in scan_pages(self.core.records, b"d", SEARCH_PAGE):
+        async for rows, _ in ScanPages(self.core.records, b"d", SEARCH_PAGE):
             for row in rows:
                 entry = schema.decode_entry(row.value)
                 if isinstance(entry, schema.InodeRecord) and entry.ino == node.ino:

@@ -23,7 +23,7 @@ from kvfuse.remote.records.api import ABSENT, Record
 from kvfuse.volume import schema
 from kvfuse.volume.core import Core
 from kvfuse.volume.schema import NOBODY
-from kvfuse.volume.sealed import get_sound, scan_pages
+from kvfuse.volume.sealed import ScanPages, get_sound
 from kvfuse.volume.shared.freed import JournalPart
 from kvfuse.volume.shared.slab_view import SlabView
 from kvfuse.volume.shared.transaction import Transaction
@@ -100,7 +100,7 @@ class Inheritance:
         return client not in self.view.members and self.heir(client) == self.core.client
 
     async def _rows(self, kind: bytes) -> list[Record]:
-        return [row async for rows, _ in scan_pages(self.core.records, kind, SCAN_ROWS) for row in rows]
+        return [row async for rows, _ in ScanPages(self.core.records, kind, SCAN_ROWS) for row in rows]
 
     async def _claim_orphans(self) -> int:
         rows = [row for row in await self._rows(b"o") if self._is_ours(schema.decode_orphan(row.value).remover)]

@@ -20,7 +20,7 @@ from kvfuse.slab.image import SlabState, durable_slots
 from kvfuse.slab.layout import Geometry
 from kvfuse.volume import schema
 from kvfuse.volume.schema import NOBODY, Holder
-from kvfuse.volume.sealed import get_page, scan_pages
+from kvfuse.volume.sealed import ScanPages, get_page
 
 KINDS = (b"m", b"l", b"s", b"f", b"q", schema.COUNTER_FILES)
 """prefixes of the records that are followed"""
@@ -159,7 +159,7 @@ class SlabView:
         known = {key for key in self._versions if key.startswith(kind)}
         if kind == b"f":
             self.freed.clear()
-        async for rows, damaged in scan_pages(self.records, kind, SCAN_ROWS):
+        async for rows, damaged in ScanPages(self.records, kind, SCAN_ROWS):
             for row in rows:
                 known.discard(row.key)
                 self.apply(Change(*row))
