@@ -27,6 +27,7 @@ SegmentBytes = Annotated[
     int, Meta(ge=MIB, le=1 << 40, multiple_of=MIB, description="a size from 1MiB to 1TiB, in steps of 1MiB")
 ]
 TierBytes = Annotated[int, Meta(ge=0, le=1 << 62, description='a size such as "1GiB"; 0: none')]
+ScrubBytes = Annotated[int, Meta(ge=0, le=1 << 40, description='a size such as "10MiB"; 0: never')]
 ReadAheadBytes = Annotated[int, Meta(ge=0, le=GIB, description='a size such as "1MiB"; 0 leaves the kernel\'s own')]
 Seconds = Annotated[float, Meta(ge=0, le=1e9, description="a number of seconds, 0 or more")]
 DeadlineSeconds = Annotated[float, Meta(ge=0.1, le=3600, description="a number of seconds, 0.1 to 3600")]
@@ -49,7 +50,7 @@ KeyPrefix = Annotated[
 Word = Annotated[str, Meta(pattern=r"^[\x21-\x7e]{1,200}$", description="printable characters, no spaces")]
 KernelFlag = Literal["dev", "nodev", "suid", "nosuid", "exec", "noexec", "sync", "dirsync"]
 
-SIZES = (Bytes, BlockBytes, ChunkBytes, SegmentBytes, ObjectBytes, TierBytes, ReadAheadBytes)
+SIZES = (Bytes, BlockBytes, ChunkBytes, SegmentBytes, ObjectBytes, TierBytes, ReadAheadBytes, ScrubBytes)
 
 
 class _Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -193,6 +194,13 @@ class UsrbioOptions(_Section, frozen=True):
     daemon may have"""
 
 
+class ScrubOptions(_Section, frozen=True):
+    """Reading again, in the background, what was stored."""
+
+    rate: ScrubBytes = 0
+    """bytes a second; 0: never"""
+
+
 class LogOptions(_Section, frozen=True):
     """What the daemon says, and where."""
 
@@ -212,6 +220,7 @@ class Options(_Section, frozen=True):
     cache: CacheOptions = msgspec.field(default_factory=CacheOptions)
     mount: MountOptions = msgspec.field(default_factory=MountOptions)
     usrbio: UsrbioOptions = msgspec.field(default_factory=UsrbioOptions)
+    scrub: ScrubOptions = msgspec.field(default_factory=ScrubOptions)
     log: LogOptions = msgspec.field(default_factory=LogOptions)
 
     @property

@@ -46,11 +46,15 @@ async def open_records(
 
 
 @asynccontextmanager
-async def open_segments(options: Options, *, read_only: bool = False) -> AsyncIterator[SegmentStore]:
-    """The segment store, closed at the end. EngineError."""
+async def open_segments(
+    options: Options, *, read_only: bool = False, direct: bool = False
+) -> AsyncIterator[SegmentStore]:
+    """The segment store, closed at the end. ``direct``: past the page cache, whatever the options say. EngineError."""
     segments: SegmentStore
     if options.has_segment_files:
-        segments = FileSegments.open(options.segments_path, direct=options.segments.direct, read_only=read_only)
+        segments = FileSegments.open(
+            options.segments_path, direct=direct or options.segments.direct, read_only=read_only
+        )
     else:
         from kvfuse.remote.segments.rados import RadosSegments
 

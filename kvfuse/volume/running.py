@@ -21,7 +21,8 @@ from kvfuse.volume.core import Core
 from kvfuse.volume.holding import Held
 from kvfuse.volume.loading import load_core
 from kvfuse.volume.node import Node
-from kvfuse.volume.sealed import scan_pages
+from kvfuse.volume.scrub import Scrubber
+from kvfuse.volume.sealed import ScanPages
 from kvfuse.volume.shared.parts import Parts
 from kvfuse.volume.shared.records import SharedRecords
 
@@ -61,6 +62,7 @@ class RunningVolume:
         self._background_count = 0
         self._background_done = trio.Event()
         self._opened = time.time()
+        self._scrubber = Scrubber(self, options)
         self._take_on(parts)
 
     def _take_on(self, parts: Parts) -> None:
@@ -93,7 +95,7 @@ class RunningVolume:
 
     async def _reap_orphans(self) -> None:
         """Free what files had that were unlinked, but open, when the last daemon ended."""
-        async for rows, _ in scan_pages(self.core.records, b"o", 100):
+        async for rows, _ in ScanPages(self.core.records, b"o", 100):
             for row in rows:
                 try:
                     await self._reap_orphan(schema.decode_inode(row.value))
@@ -120,10 +122,14 @@ class RunningVolume:
         elif self._held.member is None and not self.read_only:
             await self.journal.commit()  # numbers are announced before the first is given
             await self._reap_orphans()
+        if self._options.scrub.rate:
+            self.sections["scrub"] = self._scrubber.statistics
+            self._nursery.start_soon(self._scrubber.run)
 
     async def finish(self) -> None:
         """Everything that was changed reaches the engines, also when some of it fails at first; then nothing runs."""
         self._keeping.cancel()
+        self._scrubber.stop()
         try:
             if not self.read_only and not self.parts.is_over:
                 await self._store_all()
