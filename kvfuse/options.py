@@ -184,8 +184,12 @@ class UsrbioOptions(_Section, frozen=True):
     user_connections: Count = 256
     """what one user may have at a time, as all below; root, and who mounts, may have what the daemon can hold"""
     user_rings: Count = 256
+    user_ring_size: Bytes = 4 * GIB
+    """bytes of rings: their queues, and the areas for keys and results"""
     user_files: Count = 65_536
     """files and namespaces"""
+    user_iovs: Count = 16_384
+    """pieces of memory of clients; the daemon needs two descriptors for each"""
     user_iov_size: Bytes | None = None
     """bytes of clients' memory that rings may use; what two clients register counts twice; None: 128 times the memory
     that the daemon may have, a quarter of which is then taken by its page tables"""

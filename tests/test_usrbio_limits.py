@@ -19,8 +19,9 @@ from kvfuse.errors import Disconnected, QuotaExceeded
 from kvfuse.usrbio import registry
 from kvfuse.usrbio.accounts import Accounts
 from kvfuse.usrbio.client import connect
+from kvfuse.usrbio.memory import Pool
 from kvfuse.usrbio.peer import Peer
-from kvfuse.usrbio.pins import NUMBER_MAX, Pins
+from kvfuse.usrbio.pins import NUMBER_MAX, Pinned, Pins
 from kvfuse.usrbio.registry import Namespace, Remembered
 from kvfuse.usrbio.wire import Request
 from kvfuse.volume.tier import ReadClass, SharedTier, TierBlock
@@ -172,7 +173,7 @@ def block() -> TierBlock:
 
 def test_a_pin_fits_a_completion_for_ever() -> None:
     """A busy client has had four thousand million of them after a day."""
-    held = Pins(3)
+    held = Pins(3, Pinned(64 * KIB))
     first = held.take(block())
     held._last = NUMBER_MAX - 1
     assert [held.take(block()), held.take(block())] == [NUMBER_MAX, first + 1]
@@ -195,3 +196,34 @@ def test_a_connection_remembers_so_many_keys_however_many_namespaces_it_has(monk
             namespace.remember(b"%d" % number, meaning)
         assert namespace.bindings[b"%d" % number] is meaning
         assert together.count == sum(len(other.bindings) for other in namespaces) <= 10
+
+
+# -- parts of what all have together ----------------------------------------------------------------
+
+
+def test_a_user_takes_no_more_than_it_leaves_to_others() -> None:
+    pool = Pool(1000)
+    taken = dict.fromkeys("abcd", 0)
+    for user in taken:
+        while pool.take(10, user):
+            taken[user] += 10
+    assert taken == {"a": 500, "b": 250, "c": 120, "d": 60}
+    assert pool.take(70, "e"), "one that has nothing may take what is left"
+    assert not pool.take(10, "f")
+    pool.give(500, "a")
+    assert pool.take(10, "d")
+    assert pool.take(490), "one without a limit"
+    assert not pool.free
+
+
+def test_a_user_pins_blocks_in_a_part_of_the_tier() -> None:
+    tier = SharedTier(64 * KIB)
+    blocks = [tier.allocate(4096, ReadClass(number, 0, 0, 0o444)) for number in range(16)]
+    pinned = Pinned(tier.capacity)
+    one, two = Pins(100, pinned, 1), Pins(100, pinned, 2)
+    assert [bool(one.take(made)) for made in blocks if made] == [True] * 12 + [False] * 4
+    assert [bool(two.take(made)) for made in blocks[12:] if made] == [True] * 3 + [False]
+    assert one.take(blocks[0] or block()), "an arena in which it holds something"
+    one.clear()
+    two.clear()
+    assert not pinned._held

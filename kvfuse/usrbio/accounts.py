@@ -6,6 +6,7 @@ anyway: only the limits of a connection, and those of all clients together, hold
 
 from __future__ import annotations
 
+import resource
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,12 +16,17 @@ from weakref import WeakValueDictionary
 from msgspec.structs import replace
 
 from kvfuse.config import UsrbioOptions
-from kvfuse.errors import QuotaExceeded
+from kvfuse.errors import InvalidArgument, QuotaExceeded
 from kvfuse.usrbio.machine_memory import memory_size
+from kvfuse.usrbio.memory import Pool
 from kvfuse.usrbio.peer import Peer
 
-Limit = Literal["user_connections", "user_rings", "user_files", "user_iov_size"]
+Limit = Literal["user_connections", "user_rings", "user_ring_size", "user_files", "user_iovs", "user_iov_size"]
 """the option that says how much"""
+CONNECTIONS_MAX = 1024
+ALL_RINGS_MAX = 1024
+DESCRIPTORS: dict[Limit, int] = {"user_connections": 1, "user_rings": 5, "user_iovs": 2}
+"""of the daemon, that one of these takes"""
 ADDRESSES = 128
 """times the memory that the daemon may have: so much of clients' memory takes a quarter of it for page tables"""
 
@@ -33,13 +39,15 @@ class _User:
 
 
 class Account:
-    """What one connection has of what its user may have. Event loop only."""
+    """What one connection has of what its user may have. Event loop only. ``key``: its user, where it has limits."""
 
-    def __init__(self, peer: Peer, user: _User, options: UsrbioOptions) -> None:
+    def __init__(self, peer: Peer, user: _User, options: UsrbioOptions, pools: Pools) -> None:
         self._peer = peer
         self._user = user
         self._options = options
+        self._pools = pools
         self._held: Counter[Limit] = Counter()
+        self.key = None if peer.is_unlimited else peer.uid
 
     def take(self, limit: Limit, amount: int = 1) -> None:
         """QuotaExceeded, and nothing is taken, where that is more than the user may have."""
@@ -48,10 +56,21 @@ class Account:
             raise QuotaExceeded(
                 f"user {self._peer.uid} asks for {amount} more than the {held} it has, and usrbio.{limit} is {allowed}"
             )
+        taken: list[tuple[Pool, int]] = []
+        for pool, size in self._pools.of(limit, amount):
+            if not pool.take(size, self.key):
+                for other, taken_size in taken:
+                    other.give(taken_size, self.key)
+                if self.key is None or size > pool.free:
+                    raise InvalidArgument("all clients together have as much registered as this daemon can hold")
+                raise QuotaExceeded(f"user {self._peer.uid} has its part of what this daemon can hold, of {limit[5:]}")
+            taken.append((pool, size))
         self._user.held[limit] += amount
         self._held[limit] += amount
 
     def give(self, limit: Limit, amount: int = 1) -> None:
+        for pool, size in self._pools.of(limit, amount):
+            pool.give(size, self.key)
         self._user.held[limit] -= amount
         self._held[limit] -= amount
 
@@ -71,11 +90,25 @@ class Account:
             self.give(limit, amount)
 
 
+class Pools:
+    """What the daemon can hold of all clients together. It needs descriptors for its own work, too."""
+
+    def __init__(self) -> None:
+        self._descriptors = Pool(resource.getrlimit(resource.RLIMIT_NOFILE)[0] * 3 // 4)
+        self._things: dict[Limit, Pool] = {"user_connections": Pool(CONNECTIONS_MAX), "user_rings": Pool(ALL_RINGS_MAX)}
+
+    def of(self, limit: Limit, amount: int) -> list[tuple[Pool, int]]:
+        """The pools from which ``amount`` of something is taken, and how much of each."""
+        found = [(self._descriptors, DESCRIPTORS[limit] * amount)] if limit in DESCRIPTORS else []
+        return [*found, (self._things[limit], amount)] if limit in self._things else found
+
+
 class Accounts:
     """Of all users. ``options``: the limits."""
 
     def __init__(self, options: UsrbioOptions) -> None:
         self._options = replace(options, user_iov_size=options.user_iov_size or ADDRESSES * memory_size())
+        self._pools = Pools()
         self._users: WeakValueDictionary[tuple[int, bool], _User] = WeakValueDictionary()
 
     def open(self, peer: Peer) -> Account:
@@ -84,4 +117,12 @@ class Accounts:
         user = self._users.get(key)
         if user is None:
             user = self._users[key] = _User()
-        return Account(peer, user, self._options)
+        return Account(peer, user, self._options, self._pools)
+
+    def statistics(self) -> dict[str, dict[str, int]]:
+        """What each user has now, by its number; "root": all that have no limits."""
+        return {
+            "root" if is_unlimited else str(uid): {limit[5:]: amount for limit, amount in user.held.items() if amount}
+            for (uid, is_unlimited), user in list(self._users.items())
+            if any(user.held.values())
+        }

@@ -84,6 +84,10 @@ class BlockCalls:
         entry, namespace, name = call.entry, call.namespace, call.names[0]
         assert namespace is not None
         await self._check_sticky(await self._check(namespace, 3), call.names)
+        if call.data is None:
+            await in_ring_thread(worker, lambda: worker.server.copy_now(call))
+            if call.data is None:
+                return
         old = await self.volume.blocks.put(namespace.ino, name, call.data, self.caller(), namespace.mode)
         self.finish(worker, Done(call, entry.length, directory=namespace.ino, names=[(name, old)]))
 
@@ -123,6 +127,7 @@ class BlockCalls:
         """The directory. PermissionDenied or ReadOnly, unless the peer may use it so: 1 search, 2 write."""
         directory = await self.volume.attributes(namespace.ino)
         namespace.may_list = self.peer.may(directory, 4)
+        namespace.may_put = self.peer.may(directory, 3)
         if not self.peer.may(directory, wanted):
             raise errors.PermissionDenied("the namespace's directory does not allow it")
         if wanted & 2 and namespace.read_only:

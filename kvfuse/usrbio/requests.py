@@ -71,6 +71,7 @@ class _Ring:
     """A ring of a connection, and its thread. ``shown``: the client's descriptors, to be closed once they are sent."""
 
     def __init__(self, tables: Tables, layout: Layout, op_mask: int, shown: list[int]) -> None:
+        self.size = layout.size
         with ExitStack() as undo:
             memory, descriptor = RingMemory.create(layout)
             shown.append(descriptor)
@@ -128,7 +129,7 @@ class Connection:
         self._next: Next = Next.NONE
         self._token = trio.lowlevel.current_trio_token()
         self._scope = trio.CancelScope()
-        self._pins = Pins(THINGS_MAX)
+        self._pins = Pins(THINGS_MAX, clients.pinned, account.key)
         self._remembered = Remembered()
 
     # -- the control socket --------------------------------------------------------------------------
@@ -251,10 +252,9 @@ class Connection:
 
     async def _add_iov(self, values: tuple[int, ...]) -> Answer:
         self._check_room(self.iovs, THINGS_MAX)
-        self._clients.check_room()
         if not 0 < values[0] <= IOV_SIZE_MAX:
             raise errors.InvalidArgument(f"an iov of {values[0]} bytes")
-        with self._account.taking("user_iov_size", values[0]):
+        with self._account.taking("user_iovs"), self._account.taking("user_iov_size", values[0]):
             descriptor = await self._taking(self._usher.memory(self._stream))
             try:
                 iov = Iov(descriptor, values[0], self._charge)
@@ -270,6 +270,7 @@ class Connection:
         iov = self.iovs.pop(values[0], None)
         if iov is None:
             raise errors.BadHandle(f"iov {values[0]} is not registered")
+        self._account.give("user_iovs")
         self._account.give("user_iov_size", iov.size)
         for ring in list(self._rings.values()):
             await self._calls.settled(ring.worker, iov)
@@ -280,11 +281,10 @@ class Connection:
 
     async def _add_ring(self, values: tuple[int, ...]) -> Answer:
         self._check_room(self._rings, RINGS_MAX)
-        self._clients.check_room()
         layout = Layout.of(values[0], values[1])
         handle = next(self._handles)
         shown: list[int] = []
-        with self._account.taking("user_rings"):
+        with self._account.taking("user_rings"), self._account.taking("user_ring_size", layout.size):
             try:
                 ring = self._rings[handle] = _Ring(self, layout, values[2] or -1, shown)
             except BaseException:
@@ -298,6 +298,7 @@ class Connection:
         if ring is None:
             raise errors.BadHandle(f"ring {values[0]} is not registered")
         self._account.give("user_rings")
+        self._account.give("user_ring_size", ring.size)
         with trio.CancelScope(shield=True):  # `_reap` does not know of it any more
             await self._end(ring)
         return (), []
@@ -316,7 +317,14 @@ class Connection:
             directory = await self._volume.attributes(ino)
         gid = directory.gid if directory.mode & 0o2000 else self.peer.gid
         handle = next(self._handles)
-        self.namespaces[handle] = Namespace(ino, values[0] & 0o777, gid, read_only, remembered=self._remembered)
+        self.namespaces[handle] = Namespace(
+            ino,
+            values[0] & 0o777,
+            gid,
+            read_only,
+            may_put=self.peer.may(directory, 3),
+            remembered=self._remembered,
+        )
         return (handle, ino), []
 
     async def _close_namespace(self, values: tuple[int, ...]) -> Answer:

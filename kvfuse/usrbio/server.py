@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import errno
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -243,8 +244,8 @@ class Server:
             if not (file.readable if entry.op == Op.READ else file.writable):
                 raise Refused(errno.EBADF)
             if entry.op == Op.WRITE:
-                self._reserve(call, entry.length)
-                self._copy(call, np.empty(entry.length, np.uint8), iov)
+                with self._reserved(call, entry.length):
+                    self._copy(call, np.empty(entry.length, np.uint8), iov)
             else:
                 if not iov.writable:
                     raise Refused(errno.EACCES)
@@ -279,17 +280,24 @@ class Server:
             raise Short
         call.size = size
 
+    @contextmanager
+    def _reserved(self, call: Call, size: int) -> Iterator[None]:
+        """As `_reserve`; given back where the body fails."""
+        self._reserve(call, size)
+        try:
+            yield
+        except BaseException:
+            self._tables.share.give(call.size)
+            call.size = 0
+            raise
+
     def _copy(self, call: Call, buffer: npt.NDArray[np.uint8], iov: Iov) -> None:
         """The bytes of an entry, which the client may change from now on. OSError."""
-        try:
-            if len(buffer) <= reads.SMALL:
+        if len(buffer) <= reads.SMALL:
+            iov.read(call.entry.iov_offset, buffer)
+        else:
+            with self._worker.copying():
                 iov.read(call.entry.iov_offset, buffer)
-            else:
-                with self._worker.copying():
-                    iov.read(call.entry.iov_offset, buffer)
-        except OSError:
-            self._tables.share.give(call.size)
-            raise
         call.data = buffer.data
 
     # keys
@@ -313,16 +321,28 @@ class Server:
         return file_name(self._aux(entry.key_offset, entry.key_length).tobytes())
 
     def _call_of_put(self, entry: Entry, deadline: float) -> Call:
-        """With a copy of the bytes."""
+        """With a copy of the bytes, unless the event loop has to allow it before. Refused, Short, OSError."""
         namespace = self._namespace(entry)
         name = self._name(entry)
         iov = self._range(entry)
-        call = Call(entry, deadline, namespace=namespace, names=(name,))
-        block = self._tables.allocate(namespace, entry.length)
-        self._reserve(call, entry.length if block is None else 0)
-        self._copy(call, np.empty(entry.length, np.uint8) if block is None else block.buffer, iov)
-        call.data = call.data if block is None else block
+        call = Call(entry, deadline, namespace=namespace, names=(name,), iov=iov)
+        if namespace.read_only:
+            raise Refused(errno.EROFS)
+        if namespace.may_put:
+            with self._reserved(call, entry.length):
+                self._copy_put(call)
+        else:
+            self._reserve(call, 0)
         return call
+
+    def _copy_put(self, call: Call) -> None:
+        """Copy the bytes of a put that has memory for them, into the tier where that has room, too. OSError."""
+        assert call.namespace is not None
+        assert call.iov is not None
+        length, iov, call.iov = call.entry.length, call.iov, None
+        block = self._tables.allocate(call.namespace, length)
+        self._copy(call, np.empty(length, np.uint8) if block is None else block.buffer, iov)
+        call.data = call.data if block is None else block
 
     def _serve_get(self, entry: Entry, deadline: float, calls: list[Call]) -> Answer | None:
         namespace = self._namespace(entry)
@@ -365,6 +385,18 @@ class Server:
         if pin:
             self._tables.unpin(pin)
         return None
+
+    def copy_now(self, call: Call) -> bool:
+        """Copy the bytes of a put that the event loop allowed. It ends with ENOMEM where there is no memory."""
+
+        def attempt() -> bool:
+            if not self._tables.share.take(call.entry.length):
+                raise OSError(errno.ENOMEM, "calls that are under way hold all memory")
+            call.size += call.entry.length
+            self._copy_put(call)
+            return True
+
+        return self._worker.attempt(call, attempt)
 
     # once more, after the event loop made it possible
 

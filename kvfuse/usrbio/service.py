@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import resource
 import socket
 import threading
 from collections import Counter
@@ -24,6 +23,7 @@ from kvfuse.usrbio.interpreter import Interpreter, watched_loop
 from kvfuse.usrbio.memory import Pool, Share
 from kvfuse.usrbio.passing import Usher, Ushers, open_ushers
 from kvfuse.usrbio.peer import Peer
+from kvfuse.usrbio.pins import Pinned
 from kvfuse.usrbio.requests import Connection
 from kvfuse.usrbio.wire import LENGTH_MAX
 from kvfuse.usrbio.worker import THREAD_NAME
@@ -32,10 +32,6 @@ from kvfuse.volume.volume import Volume
 
 log = logging.getLogger(__name__)
 
-CONNECTIONS_MAX = 1024
-ALL_RINGS_MAX = 1024
-DESCRIPTORS_OF_RING = 5
-DESCRIPTORS_OF_IOV = 2
 MEMORY_SIZE = LENGTH_MAX + (64 << 20)
 """Bytes that calls under way may hold."""
 SCARCE = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.ECONNABORTED)
@@ -61,6 +57,7 @@ async def serve_rings(
         async with open_ushers() as ushers, trio.open_nursery() as nursery:
             clients = Clients(volume, kernel, device, ushers, doorman, options or UsrbioOptions())
             volume.sections["rings"] = clients.statistics
+            volume.sections["ring_users"] = clients.accounts.statistics
             task_status.started()
             while True:
                 stream = await _accept(accepting)
@@ -99,11 +96,11 @@ class Clients:
         self._ushers = ushers
         self.pool = Pool(MEMORY_SIZE)
         self.accounts = Accounts(options)
+        self.pinned = Pinned(volume.core.tier.capacity)
         self.charges = Charges(options)
         self.doorman = doorman
         self.interpreter = doorman.interpreter
         self._connections: set[Connection] = set()
-        self._descriptors_max = resource.getrlimit(resource.RLIMIT_NOFILE)[0] * 3 // 4
 
     async def serve(self, stream: trio.socket.SocketType) -> None:
         """One client, until it is gone and its socket is closed. It counts for its user until then."""
@@ -116,7 +113,7 @@ class Clients:
                         await self._serve(stream, peer, account, usher)
                     finally:
                         await usher.empty(stream)
-            except* errors.QuotaExceeded as group:
+            except* (errors.QuotaExceeded, errors.InvalidArgument) as group:
                 log.warning("a client was turned away: %s", group.exceptions[0])
             except* OSError as group:
                 log.info("a client's connection failed: %s", group.exceptions[0])
@@ -125,10 +122,8 @@ class Clients:
 
     async def _serve(self, stream: trio.socket.SocketType, peer: Peer, account: Account, usher: Usher) -> None:
         """QuotaExceeded, and nobody is answered, where its user or all clients together have enough connections."""
-        if len(self._connections) >= CONNECTIONS_MAX:
-            raise errors.QuotaExceeded(f"{CONNECTIONS_MAX} clients are connected")
         account.take("user_connections")
-        with closing(Share(self.pool)) as share:  # when no task of the client's is left
+        with closing(Share(self.pool, account.key)) as share:  # when no task of the client's is left
             async with trio.open_nursery() as nursery:
                 connection = Connection(self, stream, peer, account, usher, nursery, share)
                 self._connections.add(connection)
@@ -137,13 +132,6 @@ class Clients:
                 finally:
                     self._connections.discard(connection)
                 nursery.cancel_scope.cancel()
-
-    def check_room(self) -> None:
-        """For one more ring or iov. The daemon needs descriptors for its own work, too. InvalidArgument."""
-        counts = self.statistics()
-        used = DESCRIPTORS_OF_RING * counts["rings"] + DESCRIPTORS_OF_IOV * counts["iovs"] + counts["connections"]
-        if counts["rings"] >= ALL_RINGS_MAX or used + DESCRIPTORS_OF_RING > self._descriptors_max:
-            raise errors.InvalidArgument("all clients together have as much registered as this daemon can hold")
 
     def statistics(self) -> dict[str, int]:
         """What all clients have registered now."""
