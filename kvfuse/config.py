@@ -166,8 +166,13 @@ def _expectation(annotation: Any) -> str:
     return _expectation(get_args(annotation)[0])
 
 
+def _masked(text: str) -> str:
+    """Without what stands before the last @ of a URL: it may be a password."""
+    return re.sub(r"://.*@", "://***@", text, flags=re.DOTALL)
+
+
 def _found(value: Any) -> str:
-    text = {True: "true", False: "false"}[value] if isinstance(value, bool) else repr(value)
+    text = {True: "true", False: "false"}[value] if isinstance(value, bool) else _masked(repr(value))
     return text if len(text) <= 60 else text[:57] + "..."
 
 
@@ -197,8 +202,12 @@ def _convert(key: str, value: Any, base: Path, where: str, *, from_text: bool = 
         plain = _to_bytes(value) if is_size(key) else value
         result = msgspec.convert(plain, annotation, strict=not from_text, dec_hook=_hook)
     except (ValueError, RuntimeError):  # RuntimeError: expanduser found no home
+        if key == "records.endpoints" and "@" in str(value):
+            where = where.partition("=")[0]  # the rest may be a password
+            remedy = "set records.user and records.password_file"
+            raise ConfigError(f"{where}: {key}: a user and a password have no place in a URL: {remedy}") from None
         expected = _expectation(annotation)
-        raise ConfigError(f"{where}: {key} is wrong - expected {expected}; found {_found(value)}") from None
+        raise ConfigError(f"{_masked(where)}: {key} is wrong - expected {expected}; found {_found(value)}") from None
     return base / result if isinstance(result, Path) else result
 
 
@@ -309,7 +318,7 @@ def _read_word(word: str) -> tuple[str, Any]:
     if key is None:
         known = [*_NAMES, *_FLAG_WORDS, *get_args(KernelFlag), *_IGNORED_WORDS]
         help_there = "'kvfuse config' lists the keys"
-        raise ConfigError(f"-o {word}: unknown option '{name}'{_nearest(name, known, help_there)}")
+        raise ConfigError(f"-o {_masked(word)}: unknown option '{name}'{_nearest(name, known, help_there)}")
     if not equals and KEYS[key] is bool:
         return key, True
     value: Any = _split_list(text) if get_origin(KEYS[key]) is tuple else text

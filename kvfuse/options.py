@@ -39,7 +39,7 @@ ObjectBytes = Annotated[
         ge=64 * KIB, le=SLOT_SIZE_MAX, multiple_of=4 * KIB, description="a size from 64KiB to 64MiB, in steps of 4KiB"
     ),
 ]
-Endpoint = Annotated[str, Meta(pattern=r"^https?://[^\s/,]+$", description='URLs such as "http://10.0.0.1:2379"')]
+Endpoint = Annotated[str, Meta(pattern=r"^https?://[^\s/,@]+$", description='URLs such as "http://10.0.0.1:2379"')]
 VolumeName = Annotated[
     str,
     Meta(pattern=r"^([A-Za-z0-9][A-Za-z0-9._-]{0,99})?$", description="up to 100 letters, digits and ._-"),

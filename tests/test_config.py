@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
 import re
+import subprocess
 import tomllib
 from collections.abc import Callable
 from importlib import resources
@@ -15,9 +17,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvfuse import config
-from kvfuse.config import Options, load
+from kvfuse.config import Options, RecordOptions, SegmentOptions, load
 from kvfuse.errors import ConfigError
 from kvfuse.sizes import GIB, KIB, MIB, format_size, parse_size
+from kvfuse.volume.engines import check_private, etcd_options, rados_options, read_password
 
 TEMPLATE = resources.files("kvfuse").joinpath("data/mount.conf")
 
@@ -262,6 +265,50 @@ def test_a_password_is_in_a_file_of_its_own(conf: Path) -> None:
     message = error_of(conf, ETCD + "password = 'hunter2'\n" + RADOS)
     assert message.startswith("mount.conf line 5: unknown key 'records.password'")
     assert "hunter2" not in message
+
+
+@pytest.mark.parametrize(
+    "url", ["http://joe:hunter2@etcd:2379", "joe:hunter2@etcd", "https://joe:hun ter2/,@@etcd:2379"]
+)
+def test_a_password_in_a_url_is_refused_and_not_repeated(conf: Path, url: str) -> None:
+    messages = [error_of(conf, ETCD + f"endpoints = ['http://a', '{url}']\n" + RADOS)]
+    messages += [error_of(conf, ETCD + f"endpoints = '{url}'\n" + RADOS)]
+    with pytest.raises(ConfigError) as caught:
+        load(words=[f"records.endpoints={url.replace(',', '')}"])
+    for message in [*messages, str(caught.value)]:
+        assert "records.endpoints: a user and a password have no place in a URL: set records.user" in message
+        assert not re.search("joe|hun|ter2", message)
+    with pytest.raises(ConfigError) as caught:
+        load(words=["endpoint=http://joe:hunter2@etcd"])
+    assert "hunter2" not in str(caught.value)
+    assert "hunter2" not in error_of(conf, "volume.name = 'http://joe:hunter2@etcd'")
+
+
+@pytest.mark.root
+@pytest.mark.parametrize(
+    ("mode", "uid", "is_private"),
+    [
+        (0o600, 0, True), (0o400, 0, True), (0o640, 0, True), (0o660, 0, False), (0o644, 0, False), (0o604, 0, False),
+        (0o602, 0, False), (0o600, 1000, True), (0o640, 1000, False),
+    ],
+)  # fmt: skip
+def test_a_secret_that_others_may_read_is_refused(tmp_path: Path, mode: int, uid: int, is_private: bool) -> None:
+    file = tmp_path / "secret"
+    file.write_text("hunter2\n")
+    file.chmod(mode)
+    os.chown(file, uid, uid)
+    if is_private:
+        assert read_password(file) == "hunter2"
+        return
+    options = Options(
+        records=RecordOptions(engine="etcd", key_file=file), segments=SegmentOptions(keyring=file, pool="p")
+    )
+    for read in (lambda: read_password(file), lambda: etcd_options(options), lambda: rados_options(options)):
+        with pytest.raises(ConfigError, match=rf"others may read {file} \(mode {mode:03o}\).*: chmod (\S+) ") as caught:
+            read()
+        subprocess.run(["chmod", str(caught.value).split("chmod ")[1].split()[0], file], check=True)
+        check_private(file, "it")
+        file.chmod(mode)
 
 
 # -- words ------------------------------------------------------------------------------------------

@@ -84,7 +84,7 @@ def test_nobody_else_makes_or_removes_sockets_there(door: KvfuseMount) -> None:
     ],
 )
 def test_only_the_admitted_process_makes_only_this_socket(name: bytes, mode: int, pid: int) -> None:
-    folder = VirtualFolder({b"stats": bytes})
+    folder = VirtualFolder({b"stats": lambda _: b""})
     with pytest.raises(NotPermitted):
         folder.make_socket(SOCKET_NAME, stat.S_IFSOCK, 7)
     folder.binder = 7

@@ -203,6 +203,7 @@ def test_a_tenants_keys_open_its_volume_alone(etcd_with_users: EtcdServers, ceph
     etcd.create_user("alice", "of-alice", b"/kvfuse/alice/")
     password = tmp_path / "password"
     password.write_text("of-alice\n")
+    password.chmod(0o600)
     lines = [
         'records.user = "alice"',
         f'records.password_file = "{password}"',

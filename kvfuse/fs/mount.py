@@ -28,7 +28,7 @@ from kvfuse.fs.kernel import FuseKernelCache
 from kvfuse.fs.ops import KvfuseOperations
 from kvfuse.fs.takeover import is_dead_mount, takeover, unmount
 from kvfuse.fs.turns import take_turns
-from kvfuse.fs.virtual import VirtualFolder
+from kvfuse.fs.virtual import Reader, VirtualFolder
 from kvfuse.mounttable import top_mount
 from kvfuse.volume.api import VolumeApi
 from kvfuse.volume.volume import open_volume
@@ -40,6 +40,10 @@ IDLE_TASKS = 16
 """tasks that wait for requests; below that pyfuse3 starts one for nearly every request"""
 TASKS_MAX = 256
 """requests that may wait inside the volume at once, such as closes that share one strict commit"""
+PUBLIC_SECTIONS = "volume", "publish", "mount", "cache", "usrbio"
+"""tables of mount.conf whose values concern users of the mount"""
+PUBLIC_STATS = "pid", "space", "volume", "uptime", "metadata", "capacity", "slab_size"
+"""what `df` tells, and what every user needs"""
 MS_REMOUNT = 32
 """of mount(2)"""
 SHARED_ATTR_SECONDS = 1.0
@@ -122,20 +126,17 @@ def kernel_options(options: MountOptions, source: Path) -> set[str]:
 def make_operations(volume: VolumeApi[Any], options: Options) -> KvfuseOperations:
     """The door to ``volume``, with the virtual files that tell about this daemon."""
 
-    def stats() -> bytes:
-        return _json(
-            {
-                "pid": os.getpid(),
-                "space": volume.space()._asdict(),
-                **volume.stats(),
-                "fs": operations.stats(),
-            }
-        )
+    def stats(reader: Reader) -> bytes:
+        all_stats = {"pid": os.getpid(), "space": volume.space()._asdict(), **volume.stats(), "fs": operations.stats()}
+        if reader.sees_all:
+            return _json(all_stats)
+        public = {name: value for name, value in all_stats.items() if name in PUBLIC_STATS}
+        return _json({**public, **volume.stats_of(reader.uid)})
 
-    def config() -> bytes:
-        return _json(msgspec.to_builtins(options, enc_hook=str))
+    def config(reader: Reader) -> bytes:
+        return _json(_shown(options) if reader.sees_all else _public(options))
 
-    def version() -> bytes:
+    def version(_: Reader) -> bytes:
         return kvfuse.__version__.encode() + b"\n"
 
     operations = KvfuseOperations(
@@ -148,6 +149,17 @@ def make_operations(volume: VolumeApi[Any], options: Options) -> KvfuseOperation
         negative_timeout=options.mount.negative_timeout,
     )
     return operations
+
+
+def _shown(options: Options) -> dict[str, Any]:
+    return dict(msgspec.to_builtins(options, enc_hook=str))
+
+
+def _public(options: Options) -> dict[str, Any]:
+    """What users of the mount may know: neither where anything lies, nor what it is reached by."""
+    shown = _shown(options)
+    shown["volume"].pop("path")
+    return {section: shown[section] for section in PUBLIC_SECTIONS}
 
 
 def _json(content: object) -> bytes:

@@ -26,7 +26,7 @@ from pyfuse3 import EntryAttributes, FileInfo, FUSEError, ReaddirToken, RequestC
 from kvfuse import errors
 from kvfuse.errnos import errno_of
 from kvfuse.fs.kernel import LISTING_SECONDS, Kept
-from kvfuse.fs.virtual import FOLDER_INODE, FOLDER_NAME, VirtualFolder, is_virtual
+from kvfuse.fs.virtual import FOLDER_INODE, FOLDER_NAME, Reader, VirtualFolder, is_virtual
 from kvfuse.volume.api import NAME_MAX, ROOT_INODE, Attributes, Caller, Changes, Handle, VolumeApi
 from kvfuse.volume.credentials import CAP_SYS_ADMIN, Credentials
 
@@ -288,7 +288,8 @@ class KvfuseOperations(pyfuse3.Operations):
     @answered
     async def open(self, inode: int, flags: int, ctx: RequestContext) -> FileInfo:
         if is_virtual(inode):
-            return FileInfo(fh=self._virtual.open(inode, flags), direct_io=True, keep_cache=False)
+            reader = Reader.of(ctx.uid, ctx.pid)
+            return FileInfo(fh=self._virtual.open(inode, flags, reader), direct_io=True, keep_cache=False)
         return self._reply_open(await self._volume.open(inode, flags, Caller(ctx.uid, ctx.gid, ctx.pid)))
 
     @answered

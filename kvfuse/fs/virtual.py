@@ -2,7 +2,9 @@
 
 They use the inode numbers that ``volume.api`` reserves. The folder is found by name but not listed in the
 root, so that ``rm -rf MNT/*``, backups and listings leave it alone. A file's content is taken when it is
-opened; what a stat shows has size 0, as in /proc, because no size would still be true at the read.
+opened; what a stat shows has size 0, as in /proc, because no size would still be true at the read. It is made for
+whoever opens the file: the user that runs the daemon and root see everything, others what is theirs and what all may
+know.
 """
 
 from __future__ import annotations
@@ -13,9 +15,11 @@ import stat
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple, Self
 
 from kvfuse.errors import BadHandle, NotADirectory, NotFound, NotPermitted, PermissionDenied
 from kvfuse.volume.api import FIRST_INODE, ROOT_INODE, VIRTUAL_NAME, DirEntry
+from kvfuse.volume.credentials import CAP_SYS_ADMIN, Credentials
 
 FOLDER_NAME = VIRTUAL_NAME
 SOCKET_NAME = b"control.sock"
@@ -23,6 +27,21 @@ FOLDER_INODE = ROOT_INODE + 1
 FIRST_FILE_INODE = FOLDER_INODE + 1
 FIRST_HANDLE = 1 << 62
 """Handles of virtual files count up from here: a volume's handles never get that far."""
+
+
+class Reader(NamedTuple):
+    """For whom a content is made."""
+
+    uid: int
+    sees_all: bool
+    """it runs the daemon, or could read its memory"""
+
+    @classmethod
+    def of(cls, uid: int, pid: int) -> Self:
+        """A process that asks the kernel. Uid 0 alone is not root: a container's may do as little as anybody."""
+        if uid == 0:
+            return cls(uid, Credentials.of(pid, uid).has(CAP_SYS_ADMIN))
+        return cls(uid, uid == os.geteuid())
 
 
 @dataclass(slots=True)
@@ -48,12 +67,12 @@ def is_virtual(ino: int) -> bool:
 
 
 class VirtualFolder:
-    """The folder and its files. ``texts``: name -> function that makes the content, called at each open.
+    """The folder and its files. ``texts``: name -> function that makes the content for a reader, at each open.
 
     The socket is there once ``binder`` has made it: the process, as requests show it, that binds for the daemon.
     """
 
-    def __init__(self, texts: Mapping[bytes, Callable[[], bytes]]) -> None:
+    def __init__(self, texts: Mapping[bytes, Callable[[Reader], bytes]]) -> None:
         self._inodes = {name: ino for ino, name in enumerate(texts, FIRST_FILE_INODE)}
         self._texts = {self._inodes[name]: text for name, text in texts.items()}
         self._contents: dict[int, bytes] = {}
@@ -100,7 +119,7 @@ class VirtualFolder:
         self._inodes[SOCKET_NAME] = ino
         return self._attributes.setdefault(ino, VirtualAttributes(ino, stat.S_IFSOCK | 0o666, 1, now, now, now))
 
-    def open(self, ino: int, flags: int) -> int:
+    def open(self, ino: int, flags: int, reader: Reader) -> int:
         """Take the content now and give a handle for it. PermissionDenied for writing."""
         if flags & os.O_ACCMODE != os.O_RDONLY:
             raise PermissionDenied("virtual files are read-only")
@@ -108,7 +127,7 @@ class VirtualFolder:
         if text is None:
             raise NotADirectory(f"inode {ino} is not a virtual file")
         handle = next(self._next_handle)
-        self._contents[handle] = text()
+        self._contents[handle] = text(reader)
         return handle
 
     def read(self, handle: int, offset: int, size: int) -> bytes:

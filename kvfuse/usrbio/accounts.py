@@ -126,3 +126,7 @@ class Accounts:
             for (uid, is_unlimited), user in list(self._users.items())
             if any(user.held.values())
         }
+
+    def statistics_of(self, uid: int) -> dict[str, dict[str, int]]:
+        """The same for one user, with limits."""
+        return {name: held for name, held in self.statistics().items() if name == str(uid)}

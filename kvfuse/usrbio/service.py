@@ -10,6 +10,7 @@ import logging
 import socket
 import threading
 from collections import Counter
+from collections.abc import Collection
 from contextlib import closing
 
 import trio
@@ -58,6 +59,8 @@ async def serve_rings(
             clients = Clients(volume, kernel, device, ushers, doorman, options or UsrbioOptions())
             volume.sections["rings"] = clients.statistics
             volume.sections["ring_users"] = clients.accounts.statistics
+            volume.user_sections["rings"] = clients.statistics_of
+            volume.user_sections["ring_users"] = clients.accounts.statistics_of
             task_status.started()
             while True:
                 stream = await _accept(accepting)
@@ -135,9 +138,18 @@ class Clients:
 
     def statistics(self) -> dict[str, int]:
         """What all clients have registered now."""
-        counts = Counter(connections=len(self._connections), files=0, iovs=0, namespaces=0, rings=0, pins=0)
-        for connection in self._connections:
-            counts.update(connection.counts())
+        counts = _counts(self._connections)
         threads = sum(thread.name == THREAD_NAME for thread in threading.enumerate())
         sizes = {"memory_bytes": MEMORY_SIZE - self.pool.free, "charged_bytes": self.charges.size}
         return {**counts, "threads": threads, **sizes}
+
+    def statistics_of(self, uid: int) -> dict[str, int]:
+        """What one user's clients have."""
+        return dict(_counts([connection for connection in self._connections if connection.peer.uid == uid]))
+
+
+def _counts(connections: Collection[Connection]) -> Counter[str]:
+    counts = Counter(connections=len(connections), files=0, iovs=0, namespaces=0, rings=0, pins=0)
+    for connection in connections:
+        counts.update(connection.counts())
+    return counts

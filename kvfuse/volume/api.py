@@ -214,6 +214,9 @@ class VolumeApi(Protocol[H]):
     def stats(self) -> dict[str, Any]:
         """Counters and gauges, JSON-able: the content of MNT/.kvfuse/stats."""
 
+    def stats_of(self, uid: int) -> dict[str, Any]:
+        """Of them what counts for one user alone, by the name of the section."""
+
     async def info(self, ino: int) -> dict[str, Any]:
         """Extents, size classes, slabs, sealed granules of one file, JSON-able."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import stat
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -85,6 +86,8 @@ def etcd_options(options: Options) -> EtcdOptions:
     from kvfuse.remote.records.etcd import EtcdOptions
 
     records = options.records
+    if records.key_file is not None:
+        check_private(records.key_file, "records.key_file")
     return EtcdOptions(
         endpoints=records.endpoints,
         prefix=options.key_prefix.encode(),
@@ -105,6 +108,8 @@ def rados_options(options: Options) -> RadosOptions:
     segments = options.segments
     if segments.pool is None:
         raise ConfigError("segments.pool is not set")
+    if segments.keyring is not None:
+        check_private(segments.keyring, "segments.keyring")
     return RadosOptions(
         conf_file=segments.conf_file,
         pool=segments.pool,
@@ -119,7 +124,8 @@ def rados_options(options: Options) -> RadosOptions:
 
 
 def read_password(file: Path) -> str:
-    """The first line of a file. ConfigError where there is none."""
+    """The first line of a file. ConfigError where there is none, or others may read it."""
+    check_private(file, "records.password_file")
     try:
         password = file.read_text().partition("\n")[0]
     except (OSError, UnicodeDecodeError) as error:
@@ -128,3 +134,20 @@ def read_password(file: Path) -> str:
     if not password:
         raise ConfigError(f"records.password_file: the first line of {file} is empty")
     return password
+
+
+def check_private(file: Path, key: str) -> None:
+    """ConfigError where more users than its owner may read or replace a secret; the group, too, of a file of root's.
+
+    A file that is not there, or cannot be looked at, is whoever's who reads it.
+    """
+    try:
+        status = file.stat()
+    except OSError:
+        return
+    allowed, remedy = (0o640, "o=,g-wx") if status.st_uid == 0 else (0o600, "go=")
+    mode = stat.S_IMODE(status.st_mode)
+    if mode & 0o077 & ~allowed:
+        raise ConfigError(
+            f"{key}: others may read {file} (mode {mode:03o}), which has a secret: type: chmod {remedy} {file}"
+        )

@@ -54,6 +54,8 @@ class RunningVolume:
         self.atime = options.mount.atime and not options.mount.read_only
         self.sections: dict[str, Callable[[], object]] = {}
         """what doors add to `stats`, by name"""
+        self.user_sections: dict[str, Callable[[int], object]] = {}
+        """the same for one user, a uid"""
         self._options = options
         self._held = held
         self._kernel: KernelCache | None = None
@@ -64,6 +66,9 @@ class RunningVolume:
         self._opened = time.time()
         self._scrubber = Scrubber(self, options)
         self._take_on(parts)
+
+    def stats_of(self, uid: int) -> dict[str, object]:
+        return {name: section(uid) for name, section in self.user_sections.items()}
 
     def _take_on(self, parts: Parts) -> None:
         """Go on with these."""

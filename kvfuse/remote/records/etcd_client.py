@@ -148,6 +148,8 @@ class EtcdClient:
         if not options.endpoints:
             raise ConfigError("no endpoint of etcd is given (records.endpoints)")
         for url in options.endpoints:
+            if "@" in url:
+                raise ConfigError("records.endpoints: a user and a password are not for URLs")
             if not url.startswith(("http://", "https://")):
                 raise ConfigError(f"records.endpoints: {url!r} is not like http://127.0.0.1:2379")
         self.options = options
