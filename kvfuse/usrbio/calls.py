@@ -295,7 +295,8 @@ class Calls:
         while done < length and not is_end:
             buffer = memoryview(bytearray(min(length - done, PIECE)))
             count = await self.volume.read_into(handle, offset + done, buffer)
-            if not worker.write_if_wanted(call, partial(iov.write, iov_offset + done, buffer[:count])):
+            put = partial(iov.write, iov_offset + done, buffer[:count])
+            if not await _copy_in_ring_thread(worker, call, put):
                 return
             done += count
             is_end = count < len(buffer)
@@ -375,6 +376,17 @@ def _answer(error: Exception, worker: Worker, *calls: Call) -> None:
         log.error("%s failed", Op(calls[0].entry.op).name, exc_info=error)
     for call in calls:
         worker.complete(call, -(number or errno.EIO))
+
+
+async def _copy_in_ring_thread(worker: Worker, call: Call, put: Callable[[], None]) -> bool:
+    """Write to a client's memory, which may have to wait for the client. False: the call has ended."""
+
+    def attempt() -> bool:
+        put()
+        return False
+
+    has_ended = await in_ring_thread(worker, lambda: worker.attempt(call, attempt))
+    return not (has_ended or worker.stopped)
 
 
 def _directory(call: Call) -> int:

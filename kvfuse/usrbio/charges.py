@@ -14,7 +14,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import islice
 from math import inf
@@ -24,6 +24,7 @@ from weakref import WeakValueDictionary
 from kvfuse.config import UsrbioOptions
 from kvfuse.usrbio.machine_memory import memory_size
 from kvfuse.usrbio.memory import Pool
+from kvfuse.usrbio.page_owners import OwnGroup
 from kvfuse.usrbio.peer import Peer
 
 log = logging.getLogger(__name__)
@@ -38,6 +39,8 @@ LOOKS = 500
 """memories that are looked at in one go"""
 LOOKS_SECONDS = 0.02
 """between two goes of one user"""
+WATCH_SECONDS = 0.01
+"""between looks at what the group pays for"""
 SHARED_FILES = "/dev/shm"
 _AT_EMPTY_PATH = 0x1000
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -92,14 +95,25 @@ def _bases() -> Iterator[dict[int, int]]:
 class Charge:
     """What one user's memory has cost. Any thread. ``limit``: bytes; ``charges``: of all users."""
 
-    def __init__(self, limit: float, charges: Charges) -> None:
+    def __init__(self, limit: float, charges: Charges, *, is_outside: bool) -> None:
         self._limit = limit
+        self._is_outside = is_outside
         self._charges = charges
         self._sizes: dict[Memory, int] = {}
         """what is counted, the one last looked at at the end"""
         self._held = 0
         self._lock = threading.Lock()
         self._next_look = 0.0
+
+    @property
+    def is_watched(self) -> bool:
+        """More is charged than was counted: it is to be found out for what, also while memory is being copied."""
+        return self._is_outside and self._charges.is_alarmed()
+
+    def count_own(self, address: int, length: int) -> int:
+        """Pages of a mapping that are charged to the daemon."""
+        group = self._charges.group
+        return group.count_pages(address, length) if group is not None else 0
 
     def take(self, descriptor: int, size: int) -> None:
         """``size`` bytes of pages of some memory are about to be brought into being. OSError EDQUOT, ENOMEM."""
@@ -151,16 +165,22 @@ class Charge:
 
 
 class Charges:
-    """Of all users. ``options``: the limits."""
+    """Of all users. ``options``: the limits. ``own_size``: bytes of shared memory that the daemon has for itself."""
 
-    def __init__(self, options: UsrbioOptions) -> None:
+    def __init__(self, options: UsrbioOptions, own_size: Callable[[], int] = lambda: 0) -> None:
         size = memory_size()
         self._limit = options.user_charged_size or size // USER_SHARE
         self._size = max(size // ALL_SHARE, self._limit)
         self.pool = Pool(self._size)
         self.holders: set[Charge] = set()
         """of users that have some, also when they are gone"""
-        self._users: WeakValueDictionary[tuple[int, bool], Charge] = WeakValueDictionary()
+        self._users: WeakValueDictionary[tuple[int, bool, bool], Charge] = WeakValueDictionary()
+        self._own_size = own_size
+        self._next_watch = 0.0
+        self._is_alarmed = False
+        self.group: OwnGroup | None = None
+        with suppress(OSError, StopIteration):  # no group of our own, or not root
+            self.group = OwnGroup()
         with _bases() as bases:
             self.devices = frozenset(bases)
             try:
@@ -176,11 +196,24 @@ class Charges:
 
     def of(self, peer: Peer) -> Charge:
         """Of the user that a client is. For root with its capabilities only the limit of all holds."""
-        key = (peer.uid, peer.is_unlimited)
+        is_outside = self.group is not None and not self.group.has(peer.pid)
+        key = (peer.uid, peer.is_unlimited, is_outside)
         charge = self._users.get(key)
         if charge is None:
-            charge = self._users[key] = Charge(inf if peer.is_unlimited else self._limit, self)
+            limit = inf if peer.is_unlimited else self._limit
+            charge = self._users[key] = Charge(limit, self, is_outside=is_outside)
         return charge
+
+    def is_alarmed(self) -> bool:
+        """The daemon's group pays for much more shared memory than was counted: as of some milliseconds ago.
+
+        That is what a client achieves who punches holes after the daemon looked and before it copied.
+        """
+        now = time.monotonic()
+        if self.group is not None and now >= self._next_watch:
+            self._next_watch = now + WATCH_SECONDS
+            self._is_alarmed = self.group.shared_size() > self._own_size() + self.size + self._limit
+        return self._is_alarmed
 
     def look_again(self) -> None:
         for charge in list(self.holders):

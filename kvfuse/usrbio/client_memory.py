@@ -12,13 +12,16 @@ import fcntl
 import mmap
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import numpy.typing as npt
 
 from kvfuse.usrbio.charges import Charge
+from kvfuse.usrbio.page_owners import faults
 
 Bytes = npt.NDArray[np.uint8]
+Numbers = npt.NDArray[np.int64]
 
 _SEAL_FUTURE_WRITE = 0x10
 PAGE = mmap.PAGESIZE
@@ -90,9 +93,14 @@ class Iov:
             raise OSError(errno.EFAULT, "the memory was truncated")
 
     def write(self, offset: int, data: memoryview) -> None:
-        """Copy ``data`` to ``offset``. OSError EFAULT, if the memory went away; see `fill`."""
-        self.fill(offset, len(data))
-        self._put(offset, data)
+        """Copy ``data`` to ``offset``. OSError EFAULT, if the memory went away; see `filling`."""
+        if self.is_there(len(data)):
+            self._put(offset, data)
+            return
+        for position in range(0, len(data), LOOK_BYTES):
+            part = data[position : position + LOOK_BYTES]
+            with self.filling(offset + position, len(part)):
+                self._put(offset + position, part)
 
     def _put(self, offset: int, data: memoryview) -> None:
         if self.is_sealed:
@@ -108,19 +116,41 @@ class Iov:
         if self._known_bytes < 0:
             status = os.fstat(self.descriptor)
             self._known_bytes = LOOK_BYTES if status.st_blocks * 512 >= status.st_size else 0
+            if self._charge.is_watched:
+                self._known_bytes = 0
             return self._known_bytes > 0
         return True
 
-    def fill(self, offset: int, length: int) -> None:
-        """Before bytes are copied into it: the user pays for pages that are not there. OSError EDQUOT, ENOMEM."""
-        if not self.is_there(length):
-            self.fill_holes(offset, length)
+    @contextmanager
+    def filling(self, offset: int, length: int) -> Iterator[None]:
+        """While bytes are copied into it: the user pays for pages that are not there. OSError EDQUOT, ENOMEM.
 
-    def fill_holes(self, offset: int, length: int) -> None:
-        """As `fill`, where not all of the memory is there."""
-        count = sum(int(np.count_nonzero(holes)) for _, holes in self._holes(offset, length))
-        if count:
+        While more is charged to the daemon than was counted, also for those that the client punched out meanwhile.
+        """
+        holes = sum(int(np.count_nonzero(holes)) for _, holes in self._holes(offset, length))
+        if holes:
+            self._charge.take(self.descriptor, holes * PAGE)
+        if not self._charge.is_watched:
+            yield
+            return
+        before = faults()
+        yield
+        if (more := faults() - before - holes) > 0:
+            start = offset - offset % PAGE
+            own = self._charge.count_own(self.bytes.ctypes.data + start, offset + length - start) - holes
+            if own > 0:
+                self._charge.take(self.descriptor, min(more, own) * PAGE)
+
+    def fill_many(self, offsets: Numbers, lengths: Numbers) -> bool:
+        """Before bytes are copied into many ranges, as `filling`. False: they have to be filled one by one."""
+        first, last = int(offsets.min()), int((offsets + lengths).max())
+        if self._charge.is_watched or last - first > 4 * int(lengths.sum()):
+            return False
+        before = np.cumsum(np.concatenate([[False], *(holes for _, holes in self._holes(first, last - first))]))
+        starts, ends = offsets // PAGE - first // PAGE, -(-(offsets + lengths) // PAGE) - first // PAGE
+        if count := int((before[ends] - before[starts]).sum()):
             self._charge.take(self.descriptor, count * PAGE)
+        return True
 
     def clear(self, offset: int, length: int) -> None:
         """Have zeros there. Pages that are not there stay so. OSError EFAULT, if the memory went away."""
@@ -132,7 +162,8 @@ class Iov:
         for position, holes in self._holes(offset, length):
             edges = np.flatnonzero(np.diff(np.concatenate(([True], holes, [True])))) * PAGE + position
             for start, end in edges.reshape(-1, 2).tolist():
-                self._put_zeros(max(start, offset), min(end, offset + length))
+                with self.filling(start, end - start):
+                    self._put_zeros(max(start, offset), min(end, offset + length))
 
     def _put_zeros(self, start: int, end: int) -> None:
         for position in range(start, end, len(ZEROS)):

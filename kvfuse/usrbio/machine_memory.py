@@ -23,6 +23,14 @@ def memory_size(root: Path = Path("/")) -> int:
     return size
 
 
+def own_group() -> Path:
+    """The folder of this process's control group for memory. OSError where there is none but the machine's own."""
+    for top, folder, limit in _groups(Path("/")):
+        if folder != top and (folder / limit).exists():
+            return folder
+    raise FileNotFoundError("no control group limits this process's memory")
+
+
 def _groups(root: Path) -> list[tuple[Path, Path, str]]:
     """(where its hierarchy is mounted, this process's group, name of the file with its limit), of each version."""
     paths: dict[str, str] = {}

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvfuse.checksum import GRANULE_SIZE, crc32c
-from kvfuse.usrbio.client_memory import Iov
+from kvfuse.usrbio.client_memory import LOOK_BYTES, Iov
 from kvfuse.volume.maps import ContentMap, MapRow, Source
 
 Numbers = npt.NDArray[np.int64]
@@ -87,9 +87,20 @@ def _verify(row: MapRow, source: Source, start: int, length: int) -> bool:
 def copy(source: Source, start: int, length: int, iov: Iov, iov_offset: int) -> bool:
     """Copy bytes of a source into a client's memory; False where the source does not give them.
 
-    OSError EFAULT; see `Iov.fill`.
+    OSError EFAULT; see `Iov.filling`.
     """
-    iov.fill(iov_offset, length)
+    if iov.is_there(length):
+        return _copy(source, start, length, iov, iov_offset)
+    is_copied = True
+    for done in range(0, length, LOOK_BYTES):
+        part = min(LOOK_BYTES, length - done)
+        with iov.filling(iov_offset + done, part):
+            is_copied &= _copy(source, start + done, part, iov, iov_offset + done)
+    return is_copied
+
+
+def _copy(source: Source, start: int, length: int, iov: Iov, iov_offset: int) -> bool:
+    """As `copy`, into memory that is there."""
     if not iov.is_sealed:
         return _read_file(source, start, iov.view[iov_offset : iov_offset + length])
     if length <= SMALL:
@@ -212,26 +223,22 @@ class Reader:
 
 def _copy_many(source: Source, starts: Numbers, lengths: Numbers, iov: Iov, iov_offsets: Numbers) -> bool:
     """Copy ranges of one source: at once where all are whole pages, one by one otherwise. As `copy`."""
+    one_by_one = None if iov.is_there(int(lengths.sum())) or iov.fill_many(iov_offsets, lengths) else copy
     pages = (
-        iov.is_sealed
+        one_by_one is None
+        and iov.is_sealed
         and bool((lengths == PAGE).all())
         and not bool(((starts | iov_offsets) & (PAGE - 1)).any())
         and len(source.bytes) % PAGE == 0
     )
     if not pages:
         ranges = zip(starts.tolist(), lengths.tolist(), iov_offsets.tolist(), strict=True)
-        return all(copy(source, start, length, iov, iov_offset) for start, length, iov_offset in ranges)
+        one_by_one = one_by_one or _copy
+        return all(one_by_one(source, start, length, iov, iov_offset) for start, length, iov_offset in ranges)
     rows = source.bytes.reshape(-1, PAGE)
     indices, targets = starts // PAGE, iov_offsets // PAGE
     first = int(targets[0])
-    are_neighbours = bool((np.diff(targets) == 1).all())
-    if not iov.is_there(len(targets) * PAGE):
-        if are_neighbours:
-            iov.fill_holes(first * PAGE, len(targets) * PAGE)
-        else:
-            for iov_offset in iov_offsets.tolist():
-                iov.fill_holes(iov_offset, PAGE)
-    if are_neighbours:
+    if bool((np.diff(targets) == 1).all()):
         np.take(rows, indices, axis=0, out=iov.rows[first : first + len(targets)], mode="clip")
     else:
         iov.rows[targets] = rows[indices]

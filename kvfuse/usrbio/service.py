@@ -100,7 +100,7 @@ class Clients:
         self.pool = Pool(MEMORY_SIZE)
         self.accounts = Accounts(options)
         self.pinned = Pinned(volume.core.tier.capacity)
-        self.charges = Charges(options)
+        self.charges = Charges(options, lambda: volume.core.tier.statistics().used_bytes)
         self.doorman = doorman
         self.interpreter = doorman.interpreter
         self._connections: set[Connection] = set()

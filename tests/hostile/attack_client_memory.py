@@ -46,9 +46,9 @@ class Mover:
         self._ring = self.client.ring()
         self._file = self.client.file(path)
 
-    def move(self, op: int, iov: int, position: int) -> int:
+    def move(self, op: int, iov: int, position: int, length: int = STEP) -> int:
         """The file's first bytes, to or from a position: the result."""
-        self._ring.push(sqe(op, handle=self._file, iov=iov, iov_offset=position, length=STEP))
+        self._ring.push(sqe(op, handle=self._file, iov=iov, iov_offset=position, length=length))
         return self._ring.wait()[0][1]
 
     def move_all(self, op: int, descriptor: int, size: int) -> list[int]:
@@ -105,6 +105,19 @@ def punched(mount: str, path: str) -> None:
     say(results=sorted(results))
 
 
+def swapped(mount: str, path: str) -> None:
+    """Touch memory, have the daemon see that it is there, punch it out, and have the daemon fill it. Keep all of it."""
+    mover, size, results, memories = Mover(mount, path), 1 << 20, set(), []
+    for _ in range(1000):
+        memories.append(memfd(size))
+        touch(memories[-1], size).close()
+        iov = mover.client.iov(memories[-1], size)
+        mover.move(READ, iov, 0, 4096)
+        punch(memories[-1], 0, size)
+        results.add(mover.move(READ, iov, 0, size - 4096))
+    say(results=sorted(results), there=sum(map(there, memories)))
+
+
 def touched(mount: str, path: str) -> None:
     """Use memory of our own, as much as we like."""
     memory = memfd(20 * STEP)
@@ -126,7 +139,7 @@ def writes(mount: str, path: str) -> None:
 
 
 ATTACKS: dict[str, Callable[..., None]] = {
-    attack.__name__: attack for attack in (data, holes, huge, punched, shared_file, touched, writes)
+    attack.__name__: attack for attack in (data, holes, huge, punched, shared_file, swapped, touched, writes)
 }
 
 

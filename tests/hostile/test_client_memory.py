@@ -47,6 +47,7 @@ def attackers_file(mount: KvfuseMount, data: bytes = b"", size: int | None = Non
     path = mount.point / "attacker" / "file"
     path.write_bytes(data)
     os.truncate(path, len(data) if size is None else size)
+    path.chmod(0o666)
     os.chown(path, ATTACKER, ATTACKER)
     yield path
     path.unlink()
@@ -131,6 +132,17 @@ def test_memory_that_is_gone_counts_no_more(victim: Victim, file: Path) -> None:
     assert victim.attack("data", file)["results"][0] == [STEP, -EDQUOT]
     assert victim.attack("punched", file)["results"] == [STEP]
     assert stats(victim.mount)["rings"]["charged_bytes"] <= USER_MAX
+
+
+def test_what_is_punched_out_behind_the_daemons_back_is_found_out(victim: Victim, file: Path) -> None:
+    """Neither the owner's count of pages nor that of the memory changes: only the kernel knows who pays."""
+    with attacker(PROGRAM, victim.mount, "swapped", file) as attack:
+        said = attack.hear()
+        assert victim.group.shared_size < 4 * USER_MAX
+        assert said["results"] == [-EDQUOT, MIB - 4096]
+        with attacker(PROGRAM, victim.mount, "touched", file, uid=ATTACKER - 1) as other:
+            assert other.hear()["results"] == [STEP]
+    assert not victim.group.kill_count
 
 
 def test_memory_that_its_owner_touched_costs_nothing(victim: Victim, file: Path) -> None:
