@@ -155,7 +155,8 @@ class Calls:
         Where one has to wait, another task goes on with the rest; after a turn of them others have theirs.
         """
         while self._puts and self._runner is runner:
-            self._kept = {}
+            if self._kept is None:  # else a task that waits has left some, which `_at_a_wait` has not told yet
+                self._kept = {}
             self.nursery.start_soon(self._at_a_wait)
             turn_end = time.perf_counter() + PUTS_SECONDS
             with trio.CancelScope() as scope:

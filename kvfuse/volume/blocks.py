@@ -234,7 +234,7 @@ class Blocks:
             self.core.tier.keep(node.ino, data)
         self.counters.puts += 1
         self.counters.put_bytes += len(content)
-        if self.names.publish_waits(folder):
+        if self.names.publish_waits(folder, node):
             with trio.CancelScope(shield=True):  # it is done: the caller has to hear what was replaced
                 await self.names.publish(folder, node)
         return found.node.ino if found.node is not None else 0

@@ -31,6 +31,7 @@ class BatchBuilder(Drafting):
         if draft is None or not draft.has_room(Draft(), self.core.records.limits):
             draft = self._draft_some(batch)
         self._apply(draft, batch)
+        self._count_anew()
         return batch
 
     def _may_fit(self) -> bool:

@@ -25,11 +25,16 @@ from kvfuse.volume.chunk import FRESH, Chunk, Extent, Staged
 from kvfuse.volume.grace import Give
 from kvfuse.volume.headers import HeaderRow, HeaderWriter
 from kvfuse.volume.node import Node
+from kvfuse.volume.pace import Pace
 
 log = logging.getLogger(__name__)
 
 BATCH_BYTES = 64 << 20
-"""Staged bytes written in one call to the segment engine."""
+BATCH_CHUNKS = 512
+"""Staged bytes, and chunks that have them, written in one call to the segment engine."""
+PREPARED_BYTES = 2 << 20
+PREPARED_CHUNKS = 64
+"""Bytes and chunks whose checksums and headers are made before others may have their turn."""
 PAUSE_MIN = 0.1
 PAUSE_MAX = 0.5
 """Seconds between attempts after failed writes: of the first, and at most."""
@@ -43,6 +48,8 @@ class _Item(NamedTuple):
     chunk: Chunk
     staged: Staged
     extents: list[Extent]
+    identity: tuple[int, bytes, int, int, int, int]
+    """of the file, as the headers have it"""
 
 
 class _Turn:
@@ -242,45 +249,61 @@ class Flusher(HeaderWriter):
             start = 0
             while start < len(chunks):
                 end, size = start, 0
-                while end < len(chunks) and size < BATCH_BYTES:
-                    node, index = chunks[end]
-                    chunk = node.chunks.get(index)
-                    size += chunk.staged.length if chunk is not None and chunk.staged is not None else 0
+                while end < len(chunks) and size < BATCH_BYTES and end < start + BATCH_CHUNKS:
+                    size += _staged_length(*chunks[end])
                     end += 1
                 await self._write_batch(chunks[start:end])
                 start = end
 
     async def _write_batch(self, chunks: Sequence[tuple[Node, int]]) -> None:
-        """Under the lock. Between the two awaits staged chunks may be replaced or dropped; `_install` looks again."""
+        """Under the lock. At each await staged chunks may be replaced or dropped; `_install` looks again."""
         items: list[_Item] = []
-        transfers: list[Transfer] = []
-        rows: list[HeaderRow] = []
-        for node, index in chunks:
-            chunk = node.chunks.get(index)
-            if chunk is None or chunk.staged is None or not chunk.staged.length:
-                continue
-            staged = chunk.staged
-            staged.writing = True
-            chunk.writing = staged
-            extents = self._plan_extents(staged, transfers)
-            items.append(_Item(node, index, chunk, staged, extents))
-            offset = 0
-            for extent in extents:
-                rows.append(HeaderRow(extent, node, index, offset, layout.STATE_SEALED))
-                offset += extent.length
-        if not items:
-            return
         try:
+            transfers = await self._prepare(chunks, items)
+            if not items:
+                return
             await self.core.make_segments({transfer.segment for transfer in transfers})
-            await self.core.segments.write([*transfers, *self._header_transfers(rows)])
+            await self.core.segments.write(transfers)
         except BaseException as error:
             if isinstance(error, EngineTimeout):
                 self._late = error
             for item in items:
                 self._keep_staged(item)
             raise
-        for item in items:
-            self._install(item)
+        pace = Pace()
+        with trio.CancelScope(shield=True):  # the bytes are there
+            for item in items:
+                self._install(item)
+                await pace.rest()
+
+    async def _prepare(self, chunks: Sequence[tuple[Node, int]], items: list[_Item]) -> list[Transfer]:
+        """What is to be written of staged chunks; ``items`` gets those that are being written from now on."""
+        transfers: list[Transfer] = []
+        rows: list[HeaderRow] = []
+        byte_count, pace = 0, Pace()
+        for number, (node, index) in enumerate(chunks, 1):
+            if length := _staged_length(node, index):
+                items.append(self._begin(node, index, transfers, rows))
+                byte_count += length
+            if number == len(chunks) or len(rows) >= PREPARED_CHUNKS or byte_count >= PREPARED_BYTES:
+                transfers += self._header_transfers(rows)
+                rows, byte_count = [], 0
+                await pace.rest()
+        return transfers
+
+    def _begin(self, node: Node, index: int, transfers: list[Transfer], rows: list[HeaderRow]) -> _Item:
+        """A staged chunk is being written from now on: adds what is to be written to ``transfers`` and ``rows``."""
+        chunk = node.chunks[index]
+        staged = chunk.staged
+        assert staged is not None
+        staged.writing = True
+        chunk.writing = staged
+        extents = self._plan_extents(staged, transfers)
+        offset = 0
+        for extent in extents:
+            rows.append(HeaderRow(extent, node, index, offset, layout.STATE_SEALED))
+            offset += extent.length
+        return _Item(node, index, chunk, staged, extents, self._identity(node))
 
     def _keep_staged(self, item: _Item) -> None:
         """It could not be written: it stays staged, in memory that the failed write has no views of.
@@ -348,4 +371,10 @@ class Flusher(HeaderWriter):
         node.set_extents(item.chunk_index, item.extents)
         node.born.extend(item.extents)
         if item.chunk_index == 0:
-            node.described = self._identity(node)
+            node.described = item.identity
+
+
+def _staged_length(node: Node, index: int) -> int:
+    """Bytes that are staged of a chunk; 0 where there are none any more."""
+    chunk = node.chunks.get(index)
+    return chunk.staged.length if chunk is not None and chunk.staged is not None else 0

@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+FILES_MAX = 400
+"""Files whose bytes one commit takes along: it is built without a pause, which lasts some milliseconds then."""
 RETRY_DELAYS = (0.05, 0.1, 0.2, 0.5, 1.0)
 """Seconds between attempts after failed commits; the last goes on."""
 ROOM_SECONDS = 3.0
@@ -86,6 +88,8 @@ class Journal(SharedJournal):
         """the same, until the slots that it frees are free"""
         self._waiters: list[_Waiter] = []
         self.committer.batch_waiters = lambda: len(self._waiters)
+        self._has_left = False
+        """the last commit had no room for all: the next one begins at once"""
         self._freeing = trio.Lock()
         self._failures = 0
         self._stopped = False
@@ -227,7 +231,7 @@ class Journal(SharedJournal):
     async def _run(self) -> None:
         while True:
             await self._work.wait()
-            if not self._waiters and not self._is_full:
+            if not (self._waiters or self._is_full or self._has_left):
                 self._urgent = trio.Event()  # who set it was served by the last commit
                 with trio.move_on_after(self.window):
                     await self._urgent.wait()
@@ -248,6 +252,7 @@ class Journal(SharedJournal):
     async def _commit_batch(self) -> None:
         """Write bytes, build, commit, settle. Operations go on at each await; only `_build` sees one state."""
         waiters = list(self._waiters)
+        self._has_left = False
         started = trio.current_time()
         try:
             if self._sent is not None:
@@ -255,7 +260,7 @@ class Journal(SharedJournal):
                     await self._send_again(self._sent)
                 await self._free_settled()
             await self.renew_doubtful()
-            flushed = [node for node in self._dirty if node.forced or not node.writers]
+            flushed, left = self._next_files()
             for node in flushed:
                 node.named = False
                 node.flushed_size = node.size
@@ -265,6 +270,8 @@ class Journal(SharedJournal):
                     await self.conflicts.untangle()
                 waiters = self._take_waiters(waiters)
                 self._sent = self._settling = batch = self._build(set(flushed))
+                if left is not None:
+                    batch.left_serial = left if batch.left_serial is None else min(left, batch.left_serial)
                 waiters = self._leave_late(waiters, batch)
                 durable = any(waiter.durable for waiter in waiters)
                 if durable:
@@ -286,6 +293,19 @@ class Journal(SharedJournal):
             for waiter in waiters:
                 waiter.done.set()
         await self._free_settled()
+
+    def _next_files(self) -> tuple[list[Node], int | None]:
+        """(changed inodes whose bytes go with the next commit, serial number of the oldest change that has to wait).
+
+        Those that somebody waits for are first, then the oldest. Others that have no bytes to be written may go, too.
+        """
+        ready = [node for node in self._dirty if node.forced or not node.writers]
+        if len(ready) <= FILES_MAX:
+            return ready, None
+        awaited = self._ties.closure([node for waiter in self._waiters for node in waiter.nodes])
+        ready.sort(key=lambda node: node not in awaited)
+        left = [self._dirty[node] for node in ready[FILES_MAX:] if node.staged_count]
+        return ready[:FILES_MAX], min(left, default=None)
 
     def _note_durable(self, waiters: list[_Waiter]) -> None:
         """A synced commit came after all that is stored of these waiters' files."""
@@ -314,8 +334,8 @@ class Journal(SharedJournal):
             self._work.set()
             self._urgent.set()
         elif batch.left_serial is not None:
+            self._has_left = True
             self._work.set()
-            self._urgent.set()
         return served
 
     async def _send_again(self, batch: Batch) -> None:

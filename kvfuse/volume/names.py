@@ -51,15 +51,17 @@ class Names:
         return self.core.strict and not directory.flags & schema.FLAG_RELAXED
 
     async def publish(self, directory: Node, *nodes: Node) -> None:
-        """After a change in ``directory``: wait for its commit where the folder, or a crowd of changes, asks for it."""
+        """After a change in ``directory``: wait for its commit where the folder, or a crowd of changes of the user whom
+        the inodes belong to, asks for it.
+        """
         if self.is_strict(directory):
             await self.journal.commit(*nodes)
-        elif self.journal.crowded:
+        elif self.journal.crowded((nodes or (directory,))[0].uid):
             await self.journal.commit()
 
-    def publish_waits(self, directory: Node) -> bool:
+    def publish_waits(self, directory: Node, node: Node) -> bool:
         """`publish` has something to wait for."""
-        return self.is_strict(directory) or self.journal.crowded
+        return self.is_strict(directory) or self.journal.crowded(node.uid)
 
     # -- creating ------------------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ Every operation changes memory at once and marks here what it changed. Nothing i
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -19,16 +20,22 @@ if TYPE_CHECKING:
     from kvfuse.volume.core import Core
     from kvfuse.volume.flush import Flusher
 
-BATCH_CHANGES = 2000
+BATCH_CHANGES = 1000
 """New changes of nodes and names that start a commit before the window has passed."""
-CROWD_CHANGES = 10_000
-"""Changed nodes and names, but for those aside, at which an operation waits for a commit before it adds more."""
+CROWD_CHANGES = 2000
+"""Changed nodes and names, but for those aside, at which an operation waits for a commit before it adds more. Users who
+change something share them, and each waits for what is more than its own share. So none makes the others wait, nor a
+commit so large that they see it."""
 CROWD_SIZE = 16 << 20
 """Bytes of other records at which it does."""
 LINK_SHARE = 16
 """One part in so many of a commit's operations: changes that depend on each other, at which their commit is awaited."""
+LINKED_MAX = 1000
+"""and no more of them"""
 CHUNK_SHARE = 8
 """One part in so many: chunk records of one file that may be waiting for a commit."""
+CHUNK_MAX = 4096
+"""and no more of them"""
 
 
 class NameChange:
@@ -56,6 +63,12 @@ class NameChange:
         """in a commit that is under way"""
         self.holders: tuple[Node, ...] = ()
         """inodes that are aside, and the change with them"""
+
+    @property
+    def uid(self) -> int:
+        """Whose inode it is about."""
+        node = self.node or self.moved or self.leaves
+        return node.uid if node is not None else 0
 
     @property
     def may_go_first(self) -> bool:
@@ -109,6 +122,8 @@ class Pending:
         self._serial = 0
         self._new_count = 0
         """changes since the last commit was built"""
+        self._counts: dict[int, int] = {}
+        """user -> its changes that the next commit looks at"""
         self._linked_count = 0
         """changes that cannot be committed each alone, since nothing was left out of a commit"""
         self._extra_size = 0
@@ -118,8 +133,8 @@ class Pending:
         operation_count = self.core.records.limits.commit_operations_max
         self._batch_max = min(BATCH_CHANGES, max(1, operation_count // 4))
         self._crowd_max = min(CROWD_CHANGES, 8 * operation_count)
-        self._linked_max = max(1, operation_count // LINK_SHARE)
-        self.chunk_count_max = max(2, operation_count // CHUNK_SHARE)
+        self._linked_max = max(1, min(LINKED_MAX, operation_count // LINK_SHARE))
+        self.chunk_count_max = max(2, min(CHUNK_MAX, operation_count // CHUNK_SHARE))
         """chunk records of one file that may be waiting for a commit"""
 
     def touch(self, node: Node, *, forced: bool = False) -> None:
@@ -132,7 +147,7 @@ class Pending:
             node.changed = True
             self._serial += 1
             self._dirty[node] = self._serial
-            self._new_count += 1
+            self._count_new(node.uid)
         elif node.aside and (node.forced or not node.writers):
             self.reconsider(node)
         self._wake()
@@ -181,7 +196,6 @@ class Pending:
         names = self.overlay.setdefault(parent, {})
         previous = names.get(name)
         vacated = node is None
-        self._new_count += 1
         if previous is None:
             if self.core.shared and (folder := self.core.nodes.get(parent)) is not None:
                 self.folders[parent] = folder
@@ -205,6 +219,7 @@ class Pending:
                 self.reconsider(one)
         names[name] = change = NameChange((parent, name), node, stored, moved, vacated, version)
         self._names[change] = None
+        self._count_new(change.uid)
         if self.core.shared:
             change.leaves = self._leaves(previous, leaves)
         self._wake()
@@ -260,9 +275,17 @@ class Pending:
         changes = self.overlay.get(directory, {}).values()
         return {node for change in changes for node in (change.node, change.moved) if node is not None}
 
-    @property
-    def crowded(self) -> bool:
-        return len(self._dirty) + len(self._names) > self._crowd_max or self._extra_size > CROWD_SIZE
+    def crowded(self, uid: int) -> bool:
+        """A user has its share of the changes that may be waiting for a commit."""
+        return self._counts.get(uid, 0) * len(self._counts) > self._crowd_max or self._extra_size > CROWD_SIZE
+
+    def _count_new(self, uid: int) -> None:
+        self._new_count += 1
+        self._counts[uid] = self._counts.get(uid, 0) + 1
+
+    def _count_anew(self) -> None:
+        """A commit was built: the next one looks at what is left."""
+        self._counts = dict(Counter([*[node.uid for node in self._dirty], *[change.uid for change in self._names]]))
 
     @property
     def freeing_bytes(self) -> int:
