@@ -111,18 +111,27 @@ UNSET: dict[str, str] = {
 }
 """what None stands for, for people"""
 
-_FLAG_WORDS: dict[str, tuple[str, bool]] = {
+_FLAG_WORDS: dict[str, tuple[str, bool | str]] = {
     "ro": ("mount.read_only", True),
     "rw": ("mount.read_only", False),
-    "atime": ("mount.atime", True),
-    "noatime": ("mount.atime", False),
+    "atime": ("mount.atime", "relatime"),
+    "noatime": ("mount.atime", "noatime"),
+    "relatime": ("mount.atime", "relatime"),
+    "norelatime": ("mount.atime", "relatime"),  # "the kernel's default", as mount(8) has it
+    "strictatime": ("mount.atime", "strictatime"),
+    "nostrictatime": ("mount.atime", "relatime"),
+    "diratime": ("mount.diratime", True),
+    "nodiratime": ("mount.diratime", False),
 }
+_FORMER_VALUES: dict[str, dict[bool | str, str]] = {
+    "mount.atime": {True: "relatime", False: "noatime", "true": "relatime", "false": "noatime"}
+}
+"""what a key could be set to before -> what that means now"""
 _SHORT_WORDS = {"publish": "publish.mode"}
 # fmt: off
 _IGNORED_WORDS = frozenset((
     "defaults", "_netdev", "nofail", "auto", "noauto", "comment", "user", "nouser", "users", "owner", "noowner",
-    "group", "nogroup", "async", "relatime", "norelatime", "strictatime", "nostrictatime", "diratime", "nodiratime",
-    "lazytime", "nolazytime", "silent", "loud", "mand", "nomand", "iversion", "noiversion",
+    "group", "nogroup", "async", "lazytime", "nolazytime", "silent", "loud", "mand", "nomand", "iversion", "noiversion",
 ))
 # fmt: on
 """words of fstab that are for mount(8), systemd or other file systems"""
@@ -196,6 +205,7 @@ def _convert(key: str, value: Any, base: Path, where: str, *, from_text: bool = 
     ``from_text``: the value is text of an ``-o`` word, so that "5" may be a number.
     """
     annotation = KEYS[key]
+    value = _FORMER_VALUES.get(key, {}).get(value, value) if isinstance(value, bool | str) else value
     try:
         if isinstance(value, float) and not math.isfinite(value):
             raise ValueError("not finite")

@@ -168,12 +168,20 @@ class MountOptions(_Section, frozen=True):
     read_ahead: ReadAheadBytes = MIB
     allow_other: bool = False
     read_only: bool = False
-    atime: bool = True
+    atime: Literal["relatime", "strictatime", "noatime"] = "relatime"
+    """which reads move access times, as in mount(8)"""
+    diratime: bool = True
+    """also those of directories"""
     default_permissions: bool = True
     keep_awake: bool = True
     """idle processors do not sleep while requests come one after the other, where the daemon may say so"""
     flags: tuple[KernelFlag, ...] = ()
     """further flags for the kernel, as in mount(8)"""
+
+    @property
+    def access_times(self) -> Literal["relatime", "strictatime", "noatime"]:
+        """``atime``, where anything may be stored."""
+        return "noatime" if self.read_only else self.atime
 
 
 class UsrbioOptions(_Section, frozen=True):

@@ -325,10 +325,37 @@ def test_words() -> None:
     words = "ro,noatime,allow_other,publish=strict,capacity=10GiB,exact_sizes=2MiB:320KiB,nodev,noexec"
     options = load(Path("/v"), words=[words, "mount.entry_timeout=5,direct,default_permissions=false,nosuid"]).options
     mount, volume = options.mount, options.volume
-    assert (mount.read_only, mount.atime, mount.allow_other, mount.entry_timeout) == (True, False, True, 5.0)
+    assert (mount.read_only, mount.atime, mount.allow_other, mount.entry_timeout) == (True, "noatime", True, 5.0)
     assert (mount.default_permissions, mount.flags) == (False, ("nodev", "noexec", "nosuid"))
     assert (volume.capacity, volume.exact_sizes) == (10 * GIB, (2 * MIB, 320 * KIB))
     assert (options.publish.mode, options.segments.direct) == ("strict", True)
+
+
+@pytest.mark.parametrize(
+    ("words", "policy", "directories"),
+    [
+        ("defaults", "relatime", True),
+        ("noatime", "noatime", True),
+        ("noatime,relatime", "relatime", True),
+        ("strictatime,nodiratime,lazytime", "strictatime", False),
+        ("strictatime,nostrictatime", "relatime", True),
+        ("noatime,atime,nodiratime,diratime", "relatime", True),
+        ("noatime,norelatime", "relatime", True),
+        ("atime=strictatime", "strictatime", True),
+        ("mount.atime=false", "noatime", True),
+        ("atime=true", "relatime", True),
+        ("ro,strictatime", "noatime", True),
+    ],
+)
+def test_words_of_access_times(words: str, policy: str, directories: bool) -> None:
+    mount = load(Path("/v"), words=[words]).options.mount
+    assert (mount.access_times, mount.diratime) == (policy, directories)
+
+
+def test_access_times_were_kept_or_not(conf: Path) -> None:
+    for value, policy in (("true", "relatime"), ("false", "noatime"), ('"strictatime"', "strictatime")):
+        conf.write_text(f"[mount]\natime = {value}\n")
+        assert load(Path("/v"), file=conf).options.mount.atime == policy
 
 
 def test_urls_in_words() -> None:
@@ -342,6 +369,11 @@ def test_urls_in_words() -> None:
         ("allow_othr", "-o allow_othr: unknown option 'allow_othr' - did you mean 'allow_other'?"),
         ("pubish=strict", "-o pubish=strict: unknown option 'pubish' - did you mean 'publish'?"),
         ("path=/x", "-o path=/x: unknown option 'path' - did you mean "),
+        ("strictatim", "-o strictatim: unknown option 'strictatim' - did you mean 'strictatime'?"),
+        (
+            "atime=always",
+            "-o atime=always: mount.atime is wrong - expected one of 'relatime', 'strictatime', 'noatime'",
+        ),
         ("ro=1", "-o ro=1: unknown option 'ro' - did you mean "),
         ("capacity", "-o capacity: volume.capacity is wrong - expected a size"),
         ("entry_timeout=soon", "-o entry_timeout=soon: mount.entry_timeout is wrong - expected a number of seconds"),

@@ -124,7 +124,11 @@ def test_read_only(mount: KvfuseMount) -> None:
     ("options", "wanted", "unwanted"),
     [
         (MountOptions(), {"default_permissions", "subtype=kvfuse"}, {"ro", "noatime", "allow_other"}),
-        (MountOptions(read_only=True, atime=False, allow_other=True), {"ro", "noatime", "allow_other"}, set()),
+        (
+            MountOptions(read_only=True, atime="noatime", allow_other=True),
+            {"ro", "noatime", "allow_other"},
+            set(),
+        ),
         (MountOptions(default_permissions=False), set(), {"default_permissions"}),
         (MountOptions(flags=("nodev", "nosuid", "noexec")), {"nodev", "nosuid", "noexec"}, {"dev", "suid"}),
         (MountOptions(flags=("nodev", "dev")), {"dev"}, {"nodev"}),

@@ -112,7 +112,7 @@ def kernel_options(options: MountOptions, source: Path) -> set[str]:
         "default_permissions": options.default_permissions,
         "allow_other": options.allow_other,
         "ro": options.read_only,
-        "noatime": not options.atime,
+        "noatime": options.atime == "noatime",
         "suid": os.geteuid() == 0,  # as mount(8): libfuse would forbid both even to root
         "dev": os.geteuid() == 0,
     }

@@ -313,7 +313,7 @@ class KvfuseOperations(pyfuse3.Operations):
     async def fsync(self, fh: int, datasync: bool) -> None:
         handle = self._handles.get(fh)
         if handle is not None:
-            await self._volume.fsync(handle)
+            await self._volume.fsync(handle, data_only=datasync)
 
     @answered
     async def release(self, fh: int) -> None:

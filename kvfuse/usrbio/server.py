@@ -188,6 +188,8 @@ class Server:
         except OSError:
             return None
         done: npt.NDArray[np.bool_] = results != reads.ASK
+        if file.map.notes_reads:
+            file.map.note_read()
         if done.all():
             self._worker.post(user_data, results)
         elif done.any():
@@ -251,6 +253,8 @@ class Server:
                     raise Refused(errno.EACCES)
                 result = self._read(file.map, entry.offset, entry.length, iov, entry.iov_offset)
                 if result != reads.ASK:
+                    if file.map.notes_reads:
+                        file.map.note_read()
                     return Answer(result)
         if not call.size:
             self._reserve(call, min(entry.length, PIECE))
@@ -381,6 +385,8 @@ class Server:
         else:
             return None
         if content.version == version and binding.valid:
+            if content.notes_reads and answer.result >= 0:
+                content.note_read()
             return answer
         if pin:
             self._tables.unpin(pin)
@@ -410,6 +416,8 @@ class Server:
             result = self._read(file.map, entry.offset, entry.length, iov, entry.iov_offset)
             if result == reads.ASK:
                 return False
+            if file.map.notes_reads:
+                file.map.note_read()
             self._worker.complete(call, result)
             return True
 

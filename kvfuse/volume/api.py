@@ -44,6 +44,11 @@ class Caller(NamedTuple):
     """supplementary ones; None: as for ``keeps_privileges``"""
 
     @property
+    def is_kernel(self) -> bool:
+        """It calls through the kernel."""
+        return self.keeps_privileges is None
+
+    @property
     def is_privileged(self) -> bool:
         """A write by this caller leaves setuid and setgid bits where they are."""
         return self.uid == 0 if self.keeps_privileges is None else self.keeps_privileges
@@ -194,8 +199,11 @@ class VolumeApi(Protocol[H]):
     async def flush(self, handle: H) -> None:
         """A descriptor was closed: with strict publishing, returns after the commit."""
 
-    async def fsync(self, handle: H) -> None:
-        """Bytes, attributes and names of the file survive the loss of power once this returned."""
+    async def fsync(self, handle: H, *, data_only: bool = False) -> None:
+        """Bytes, attributes and names of the file survive the loss of power once this returned.
+
+        ``data_only``: but for the access time, if nothing else has changed.
+        """
 
     async def fsync_directory(self, ino: int) -> None: ...
     async def release(self, handle: H) -> None: ...

@@ -108,7 +108,7 @@ class BatchBuilder(Drafting):
         return [node for node in map(self.core.nodes.get, inos) if node is not None]
 
     def _apply_node(self, node: Node, dead: list[Extent], born: set[int]) -> None:
-        node.forced = False
+        node.forced = node.atime_moved = False
         node.committing = True
         node.extra = {}
         if not node.nlink:

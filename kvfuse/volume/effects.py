@@ -1,4 +1,4 @@
-"""What reading and writing do to an inode beside its bytes: the access time, and the bits that give privileges.
+"""What a change of an inode does to the bits that give privileges.
 
 The rules for setuid and setgid are the kernel's since Linux 6.2 (``setattr_should_drop_suidgid``, ``setattr_prepare``,
 ``mode_strip_sgid``). Before a write through a file the kernel itself takes ``security.capability`` away, and asks for a
@@ -11,24 +11,12 @@ from __future__ import annotations
 import stat
 
 from kvfuse.errors import NotPermitted
-from kvfuse.volume import clock
 from kvfuse.volume.api import Caller
 from kvfuse.volume.credentials import CAP_FSETID, Credentials
 from kvfuse.volume.node import Node
 
-DAY_NS = 86_400 * 10**9
 SET_ID = stat.S_ISUID | stat.S_ISGID
 _EXECUTED_BY_GROUP = stat.S_ISGID | stat.S_IXGRP
-
-
-def accessed(node: Node) -> None:
-    """Move the access time as relatime does: where it is not the latest of the three times, or is a day old.
-
-    It is kept in memory until something else is stored, as with lazytime.
-    """
-    now = clock.now()
-    if node.atime <= max(node.mtime, node.ctime) or now - node.atime >= DAY_NS:
-        node.atime = now
 
 
 def lose_privileges(node: Node, caller: Caller) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvfuse.errors import Stale
+from kvfuse.volume.access import AccessTimes
 from kvfuse.volume.chunk import DISCARDED, Chunk
 from kvfuse.volume.content import Content
 from kvfuse.volume.core import Core
@@ -18,6 +19,7 @@ class Mapper:
 
     core: Core
     content: Content
+    access: AccessTimes
 
     def __post_init__(self) -> None:
         self._sources = Sources(self.core.segments)
@@ -27,7 +29,7 @@ class Mapper:
         if node.map is None:
             if node.reaped or self.core.nodes.get(node.ino) is not node:  # nobody would end the map with the inode
                 raise Stale(f"inode {node.ino} was removed")
-            node.map = ContentMap(node.ino, node.chunk_size, node.size)
+            node.map = ContentMap(node.ino, node.chunk_size, node.size, self.access.log_for(node))
         return node.map
 
     async def show(self, node: Node, first: int, last: int) -> None:

@@ -28,11 +28,14 @@ bytes that were copied before the version was raised are those of before.
 
 from __future__ import annotations
 
+from collections import deque
+
 import numpy as np
 import numpy.typing as npt
 
 from kvfuse.remote.mapguard import GuardedMap
 from kvfuse.remote.segments.api import SegmentStore
+from kvfuse.volume import clock
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -105,15 +108,38 @@ class MapRow:
         """what holds the bytes in their place: a block of the tier, or None"""
 
 
+class ReadLog:
+    """Maps of files that threads have read since the event loop looked. ``keeps_last``: the last moment counts, not
+    the first."""
+
+    __slots__ = ("keeps_last", "maps")
+
+    def __init__(self, *, keeps_last: bool) -> None:
+        self.keeps_last = keeps_last
+        self.maps: deque[ContentMap] = deque()
+
+
 class ContentMap:
     """Where the bytes of one file are, as far as it was asked for; see the module.
 
     A map ends when its inode leaves memory, or is removed: it then has no rows and no size, and never will again.
     """
 
-    __slots__ = ("__weakref__", "chunk_size", "has_copies", "ino", "rows", "size", "version")
+    __slots__ = (
+        "__weakref__",
+        "chunk_size",
+        "has_copies",
+        "ino",
+        "notes_reads",
+        "read_at",
+        "read_log",
+        "rows",
+        "size",
+        "version",
+    )
 
-    def __init__(self, ino: int, chunk_size: int, size: int) -> None:
+    def __init__(self, ino: int, chunk_size: int, size: int, read_log: ReadLog | None = None) -> None:
+        """``read_log``: where reads are noted; None: nowhere."""
         self.ino = ino
         self.chunk_size = chunk_size
         self.size = size
@@ -124,8 +150,28 @@ class ContentMap:
 
         self.has_copies = False
         """rows are of a block of the shared-memory tier: one block for the whole file, so they go together"""
+        self.read_log = read_log
+        self.notes_reads = read_log is not None
+        """whoever reads calls `note_read`"""
+        self.read_at = 0
+        """when a thread read the file, since the event loop looked; 0: none did"""
+
+    def note_read(self) -> None:
+        """A thread has read bytes of the file."""
+        assert self.read_log is not None
+        is_first = not self.read_at
+        self.read_at = clock.now()
+        self.notes_reads = self.read_log.keeps_last
+        if is_first:
+            self.read_log.maps.append(self)
 
     # The event loop only; each returns before anything else is changed.
+
+    def take_read(self) -> int:
+        """When a thread read the file."""
+        moment, self.read_at = self.read_at, 0
+        self.notes_reads = True
+        return moment
 
     def add(self, index: int, row: MapRow) -> None:
         """Show a chunk, if it is not shown yet."""

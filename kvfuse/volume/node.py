@@ -8,7 +8,7 @@ a few dozen bytes each, so that a million known files fit.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from stat import S_IFDIR, S_IFMT, S_IFREG
 from types import MappingProxyType
@@ -39,6 +39,7 @@ class Node:
         "appends",
         "aside",
         "atime",
+        "atime_moved",
         "base",
         "born",
         "capability_free",
@@ -109,6 +110,8 @@ class Node:
         It is stored as the size while more is staged. What came to slots behind it is in the record already.
         """
         self.atime = self.mtime = self.ctime = 0
+        self.atime_moved = False
+        """by a read, and no commit since had the inode"""
         self.flags = 0
         self.target = b""
         self.parent = 0
@@ -347,6 +350,8 @@ class Nodes:
         """from whose front entries go in constant time; a dict would look at all places of those that went"""
         self._evicted: WeakValueDictionary[int, Node] = WeakValueDictionary()
         self._all_forgotten = False
+        self.leaving: Callable[[Node], None] = lambda node: None
+        """is told of a node that is about to leave memory; it stays where that makes it busy"""
 
     def get(self, ino: int) -> Node | None:
         node = self._nodes.get(ino)
@@ -357,6 +362,10 @@ class Nodes:
             if node is not None:
                 self.add(node)
         return node
+
+    def peek(self, ino: int) -> Node | None:
+        """One that has not left memory; that it was asked for does not keep it there."""
+        return self._nodes.get(ino)
 
     def add(self, node: Node) -> Node:
         node.tier = self.tier
@@ -388,7 +397,9 @@ class Nodes:
             self._nodes.move_to_end(ino)
             if node.recent or node.busy:
                 node.recent = False
-            else:
+                continue
+            self.leaving(node)
+            if not node.busy:
                 del self._nodes[ino]
                 node.end_map()
                 self._evicted[ino] = node

@@ -51,7 +51,6 @@ class RunningVolume:
 
     def __init__(self, parts: Parts, options: Options, nursery: trio.Nursery, held: Held) -> None:
         self.read_only = parts.core.read_only
-        self.atime = options.mount.atime and not options.mount.read_only
         self.sections: dict[str, Callable[[], object]] = {}
         """what doors add to `stats`, by name"""
         self.user_sections: dict[str, Callable[[int], object]] = {}
@@ -76,10 +75,16 @@ class RunningVolume:
         self.core = parts.core
         self.flusher, self.journal, self.content = parts.flusher, parts.journal, parts.content
         self.mapper, self.lookups, self.names = parts.mapper, parts.lookups, parts.names
-        self.blocks, self.xattrs = parts.blocks, parts.xattrs
+        self.blocks, self.xattrs, self.access = parts.blocks, parts.xattrs, parts.access
+        self.access.changed = self._access_time_moved
         self.coherence, self.leases = parts.coherence, parts.leases
         if self.coherence is not None:
             self.sections["coherence"] = self.coherence.statistics
+
+    def _access_time_moved(self, ino: int) -> None:
+        if self._kernel is not None:
+            with suppress(errors.EngineError):
+                self._kernel.drop_attributes(ino)
 
     # -- in the background ---------------------------------------------------------------------------
 
@@ -191,6 +196,7 @@ class RunningVolume:
         while self._background_count:
             await self._background_done.wait()
         self.names.reap_unnamed()
+        self.access.store_all()
         for _ in range(FINISH_ATTEMPTS - 1):
             try:
                 await self.journal.sync()

@@ -104,7 +104,9 @@ class Volume(RunningVolume):
         return not self.lookups.is_doubtful(ino)
 
     async def attributes(self, ino: int) -> Node:
-        return await self.lookups.current(ino)
+        node = await self.lookups.current(ino)
+        self.access.look(node.map)
+        return node
 
     async def set_attributes(self, ino: int, changes: Changes, caller: Caller) -> Node:
         self._check_writable()
@@ -171,8 +173,7 @@ class Volume(RunningVolume):
         node = await self.lookups.current(ino)
         if not stat.S_ISLNK(node.mode):
             raise errors.InvalidArgument(f"inode {ino} is no symbolic link")
-        if self.atime:
-            effects.accessed(node)
+        self.access.read(node)
         return node.target
 
     async def unlink(self, parent: int, name: bytes) -> None:
@@ -194,8 +195,8 @@ class Volume(RunningVolume):
         await self.lookups.current_directory(ino)
 
     async def list_directory(self, ino: int, after: int, limit: int) -> list[DirEntry]:
-        if self.atime and not after:
-            effects.accessed(await self.lookups.directory(ino))
+        if not after:
+            self.access.read(await self.lookups.directory(ino))
         return await self.lookups.list_directory(ino, after, limit)
 
     # -- files ---------------------------------------------------------------------------------------
@@ -216,6 +217,8 @@ class Volume(RunningVolume):
                 with trio.CancelScope(shield=True):
                     await self.release(handle)
                 raise
+        elif caller.is_kernel:
+            self.access.opened(handle)
         return handle
 
     def _open(self, node: Node, flags: int, caller: Caller) -> FileHandle:
@@ -252,21 +255,20 @@ class Volume(RunningVolume):
     async def read(self, handle: FileHandle, offset: int, size: int) -> bytes | bytearray | memoryview:
         node = await self._current(handle)
         data = await self.content.read(node, offset, size)
-        self._count_read(node, len(data))
+        self._count_read(handle, node, len(data))
         return data
 
     async def read_into(self, handle: FileHandle | Node, offset: int, target: memoryview) -> int:
         node = await self._current(handle)
         length = await self.content.read_into(node, offset, target)
-        self._count_read(node, length)
+        self._count_read(handle, node, length)
         return length
 
-    def _count_read(self, node: Node, byte_count: int) -> None:
+    def _count_read(self, handle: FileHandle | Node, node: Node, byte_count: int) -> None:
         counters = self.core.counters
         counters.reads += 1
         counters.read_bytes += byte_count
-        if self.atime:
-            effects.accessed(node)
+        self.access.read_by(handle, node)
 
     def content_map(self, handle: FileHandle | Node) -> ContentMap:
         return self.mapper.map_of(_node_of(handle))
@@ -327,16 +329,20 @@ class Volume(RunningVolume):
         except (errors.Stale, errors.NotADirectory):
             return await self.lookups.node(1)
 
-    async def fsync(self, handle: FileHandle) -> None:
+    async def fsync(self, handle: FileHandle, *, data_only: bool = False) -> None:
         if self.read_only:
             return
         node = await self._current(handle)
+        if not data_only:
+            self.access.look(node.map)
+            self.access.store(node)
         await self.journal.commit(node, durable=True)
         _tell_lost(node)
 
     async def fsync_directory(self, ino: int) -> None:
         if not self.read_only:
             directory = await self.lookups.node(ino)
+            self.access.store(directory)
             await self.journal.commit(directory, *self.journal.changed_in(ino), durable=True)
 
     async def release(self, handle: FileHandle) -> None:
@@ -423,6 +429,7 @@ class Volume(RunningVolume):
 
     async def sync(self) -> None:
         if not self.read_only:
+            self.access.store_all()
             await self.journal.sync()
 
     def stats(self) -> dict[str, Any]:

@@ -15,6 +15,7 @@ import trio
 from kvfuse.config import Options
 from kvfuse.errors import EngineError
 from kvfuse.volume import schema
+from kvfuse.volume.access import AccessTimes
 from kvfuse.volume.blocks import Blocks
 from kvfuse.volume.content import Content
 from kvfuse.volume.core import Core
@@ -43,7 +44,8 @@ class Parts:
         self.flusher = Flusher(core, options.cache.staging_size)
         self.journal = Journal(core, self.flusher, options.publish.window)
         self.content = Content(core, self.journal, self.flusher)
-        self.mapper = Mapper(core, self.content)
+        self.access = AccessTimes(core, self.journal, options.mount.access_times, directories=options.mount.diratime)
+        self.mapper = Mapper(core, self.content, self.access)
         self.lookups, self.names = self._make_names()
         self.journal.make_room = self.names.reap_unnamed
         self.blocks = Blocks(
@@ -101,6 +103,8 @@ class Parts:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self.flusher.run)
             nursery.start_soon(self.journal.run)
+            if not self.core.shared:
+                nursery.start_soon(self.access.run)
             if self.content.fetcher is not None:
                 nursery.start_soon(self.content.fetcher.run)
             if self.coherence is not None and self.leases is not None:

@@ -66,7 +66,9 @@ class Refresher:
         if base is None or (base.mode, base.uid, base.gid) != (record.mode, record.uid, record.gid):
             self.readers_change(node)
         if not node.is_directory:
-            node.atime, node.mtime, node.ctime = record.atime, record.mtime, record.ctime
+            if not node.atime_moved or base is None or record.atime != base.atime:
+                node.atime, node.atime_moved = record.atime, False
+            node.mtime, node.ctime = record.mtime, record.ctime
             if base is None or _content_of(base) != _content_of(record):
                 self._replace_content(node, record)
         node.mode, node.uid, node.gid, node.nlink = record.mode, record.uid, record.gid, record.nlink
@@ -99,7 +101,7 @@ class Refresher:
             if ctime > node.ctime:
                 node.mtime, node.ctime = mtime, ctime
         elif (mtime, ctime) == (node.mtime, node.ctime):
-            node.atime = max(node.atime, atime)  # it moves without being stored (`effects.accessed`)
+            node.atime = max(node.atime, atime)  # it moves without being stored (`access`)
         else:
             node.atime, node.mtime, node.ctime = atime, mtime, ctime
         self.news.attributes(node.ino)
