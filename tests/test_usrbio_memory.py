@@ -130,3 +130,18 @@ def test_buffers_in_iovs_are_located(client: Client) -> None:
         assert client.locate(bytearray(10)) is None
         kept = second.array
     assert client.locate(kept) is None, "it is not registered any more"
+
+
+def test_memory_is_touched_by_its_owner(client: Client) -> None:
+    """Else its pages would be charged to the daemon, which has a limit for that. What is in it stays."""
+    descriptor = os.memfd_create("touched")
+    try:
+        os.ftruncate(descriptor, 1 << 20)
+        os.pwrite(descriptor, b"x" * 5000, 7)
+        with client.wrap(descriptor) as iov:
+            assert os.fstat(descriptor).st_blocks * 512 == 1 << 20
+            assert bytes(iov.array[:5010]) == bytes(7) + b"x" * 5000 + bytes(3)
+        with client.iov(1 << 20) as iov:
+            assert iov.in_place
+    finally:
+        os.close(descriptor)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from kvfuse.errors import Disconnected
 from kvfuse.usrbio.files import File, Namespace, Registered
-from kvfuse.usrbio.iov import Iov, address_of, bytes_of, map_descriptor, new_memory, shared_part
+from kvfuse.usrbio.iov import Iov, address_of, bytes_of, map_descriptor, new_memory, populate, shared_part
 from kvfuse.usrbio.rings import Ring
 from kvfuse.usrbio.session import Bytes, Session, find_mount
 from kvfuse.usrbio.wire import Op
@@ -79,6 +79,9 @@ class Client:
         return Iov(array, part, mirror, self._forget_iov)
 
     def _add_iov(self, iov: Iov) -> Iov:
+        filled = iov.array if iov.mirror is None else iov.mirror
+        if iov.array.flags.writeable:
+            populate(filled)
         try:
             with self._lock:
                 iov.register(self.session)
