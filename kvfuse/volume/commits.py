@@ -17,6 +17,7 @@ import trio
 from kvfuse.errors import EngineError, KvfuseError
 from kvfuse.remote.records.api import ABSENT, RecordLimits, RecordStore, Versioned
 from kvfuse.volume.gathering import Gathering
+from kvfuse.volume.sealed import get_marked
 from kvfuse.volume.shared.transaction import Transaction
 
 RESERVED_OPERATIONS = 3
@@ -264,9 +265,9 @@ class Committer:
         return group
 
     async def _look(self, expect: Mapping[bytes, int]) -> dict[bytes, Versioned | None]:
-        """What is there now of keys whose version is not the expected one."""
+        """What is there now of keys whose version is not the expected one; of damaged records the version alone."""
         keys = list(expect)
-        rows = await self.records.get(keys)
+        rows = await get_marked(self.records, keys)
         return {
             key: row for key, row in zip(keys, rows, strict=True) if (row.version if row else ABSENT) != expect[key]
         }

@@ -19,7 +19,7 @@ from kvfuse.volume.grace import Grace
 from kvfuse.volume.metadata import Metadata, affordable_limit, default_size, store_size
 from kvfuse.volume.node import Nodes
 from kvfuse.volume.numbers import NumberRange, SharedNumberRange
-from kvfuse.volume.sealed import DamagedRecords
+from kvfuse.volume.sealed import DamagedRecords, ScanPages
 from kvfuse.volume.shared.member import Member
 from kvfuse.volume.tier import SharedTier
 
@@ -86,10 +86,10 @@ async def _load_values(
     exact_sizes = {-(-size // PAGE_SIZE) * PAGE_SIZE for size in sizes if size <= geometry.slab_size}
     slabs = Allocator(geometry, exact_sizes, granted=is_alone)
     states: list[SlabState] = []
-    after = b""
-    while rows := await records.scan(b"s", after, 1000):
+    async for rows, damaged in ScanPages(records, b"s"):
+        if damaged and is_alone:  # where others are, too, each takes slabs whose records it can read
+            raise DamagedRecords(dict.fromkeys(damaged, 0))
         states += [SlabState(schema.key_slab(row.key), *schema.decode_slab(row.value)) for row in rows]
-        after = rows[-1].key
     if is_alone:
         slabs.restore(states)
     tier = SharedTier(options.cache.tier_size)

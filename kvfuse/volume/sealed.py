@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
 
 from kvfuse.checksum import CHECKSUM_SIZE, crc32c
 from kvfuse.errors import Corrupt
@@ -31,21 +31,21 @@ log = logging.getLogger(__name__)
 class DamagedRecords(Corrupt):
     """Records do not match their checksums. The message names the first one.
 
-    ``keys``: of the damaged records. ``rows``: the answer without them, for readers that go on: of `scan` the sound
-    records, of `get` None in the place of each damaged one.
+    ``versions``: of the damaged records, by key. ``rows``, ``records``: the answer without them, for readers that go
+    on: of `get` None in the place of each damaged one, of `scan` the sound ones.
     """
 
     def __init__(
         self,
-        keys: Sequence[bytes],
+        versions: Mapping[bytes, int],
         *,
         rows: Sequence[Versioned | None] = (),
         records: Sequence[Record] = (),
     ) -> None:
-        more = f" (and {len(keys) - 1} others)" if len(keys) > 1 else ""
+        more = f" (and {len(versions) - 1} others)" if len(versions) > 1 else ""
         remedy = "'kvfuse fsck --repair' mends it"
-        super().__init__(f"the record of {describe(keys[0])}{more} does not match its checksum: {remedy}")
-        self.keys = list(keys)
+        super().__init__(f"the record of {describe(next(iter(versions)))}{more} does not match its checksum: {remedy}")
+        self.versions = dict(versions)
         self.rows = list(rows)
         self.records = list(records)
 
@@ -95,14 +95,14 @@ class SealedRecords(RecordDecorator):
 
     async def get(self, keys: Sequence[bytes]) -> list[Versioned | None]:
         rows = await self.inner.get(keys)
-        damaged: list[bytes] = []
+        damaged: dict[bytes, int] = {}
         for index, row in enumerate(rows):
             if row is not None:
                 try:
                     rows[index] = Versioned(_open(keys[index], row.value), row.version)
                 except _Damaged:
                     rows[index] = None
-                    damaged.append(keys[index])
+                    damaged[keys[index]] = row.version
         if damaged:
             self._log(damaged)
             raise DamagedRecords(damaged, rows=rows)
@@ -110,12 +110,12 @@ class SealedRecords(RecordDecorator):
 
     async def scan(self, prefix: bytes, after: bytes = b"", limit: int = 1000) -> list[Record]:
         rows: list[Record] = []
-        damaged: list[bytes] = []
+        damaged: dict[bytes, int] = {}
         for key, stored, version in await self.inner.scan(prefix, after, limit):
             try:
                 rows.append(Record(key, _open(key, stored), version))
             except _Damaged:
-                damaged.append(key)
+                damaged[key] = version
         if damaged:
             self._log(damaged)
             raise DamagedRecords(damaged, records=rows)
@@ -136,11 +136,11 @@ class SealedRecords(RecordDecorator):
     def watch(self, prefix: bytes) -> AsyncIterator[Change]:
         return _SealedWatch(self.inner.watch(prefix))
 
-    def _log(self, keys: Sequence[bytes]) -> None:
+    def _log(self, keys: Iterable[bytes]) -> None:
         for key in keys:
             if key not in self._logged and len(self._logged) < LOGGED_MAX:
                 self._logged.add(key)
-                log.error("%s", DamagedRecords([key]))
+                log.error("%s", DamagedRecords({key: 0}))
 
 
 class _SealedWatch(AsyncIterator[Change]):
@@ -156,7 +156,7 @@ class _SealedWatch(AsyncIterator[Change]):
         try:
             return Change(change.key, _open(change.key, change.value), change.version)
         except _Damaged:
-            raise DamagedRecords([change.key]) from None
+            raise DamagedRecords({change.key: change.version}) from None
 
 
 # -- readers that go on ------------------------------------------------------------------------------
@@ -169,7 +169,7 @@ async def scan_page(
     try:
         return await records.scan(prefix, after, limit), []
     except DamagedRecords as error:
-        return error.records, error.keys
+        return error.records, list(error.versions)
 
 
 class ScanPages(AsyncIterator[tuple[list[Record], list[bytes]]]):
@@ -202,12 +202,18 @@ async def all_keys(records: RecordStore, prefix: bytes) -> list[bytes]:
     return keys
 
 
-async def get_page(records: RecordStore, keys: Sequence[bytes]) -> tuple[list[Versioned | None], list[bytes]]:
-    """(rows as of `RecordStore.get`, but None for damaged records; keys of those)"""
+async def get_page(records: RecordStore, keys: Sequence[bytes]) -> tuple[list[Versioned | None], dict[bytes, int]]:
+    """(rows as of `RecordStore.get`, but None for damaged records; versions of those)"""
     try:
-        return await records.get(keys), []
+        return await records.get(keys), {}
     except DamagedRecords as error:
-        return error.rows, error.keys
+        return error.rows, error.versions
+
+
+async def get_marked(records: RecordStore, keys: Sequence[bytes]) -> list[Versioned | None]:
+    """As `RecordStore.get`, with an empty value, which nobody can decode, for each damaged record."""
+    rows, damaged = await get_page(records, keys)
+    return [Versioned(b"", damaged[key]) if key in damaged else row for key, row in zip(keys, rows, strict=True)]
 
 
 async def get_sound(records: RecordStore, keys: Sequence[bytes]) -> list[Versioned | None]:

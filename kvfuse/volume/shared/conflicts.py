@@ -27,7 +27,7 @@ from kvfuse.volume.batch import Batch, Taken
 from kvfuse.volume.chunk import COMMITTED, FRESH, Extent
 from kvfuse.volume.node import Node
 from kvfuse.volume.pending import NameChange
-from kvfuse.volume.sealed import ScanPages
+from kvfuse.volume.sealed import ScanPages, get_marked, get_sound
 
 if TYPE_CHECKING:
     from kvfuse.remote.records.api import Versioned
@@ -117,7 +117,7 @@ class Conflicts:
         what the commit expects of the one it would overwrite with the other. EngineError.
         """
         while keys := self._contested():
-            rows = await self.core.records.get(keys)
+            rows = await get_marked(self.core.records, keys)
             for key, row in zip(keys, rows, strict=True):
                 await self._resolve_entry(key, row)
 
@@ -133,7 +133,11 @@ class Conflicts:
 
     async def _resolve_entry(self, key: bytes, row: Versioned | None) -> None:
         parent, _, name = schema.split_entry_key(key)
-        entry = schema.decode_entry(row.value) if row is not None else None
+        try:
+            entry = schema.decode_entry(row.value) if row is not None else None
+        except schema.Malformed:
+            self._lose_entry(parent, name)
+            return
         for node in self.journal.changed_inline(aside=True):
             change = self.journal.find(parent, name)
             if not node.nlink or (node.parent, node.name) != (parent, name):
@@ -168,6 +172,17 @@ class Conflicts:
         elif isinstance(entry, schema.InodeRecord) and row is not None and ours is not None:
             ours.version, ours.base = row.version, entry
 
+    def _lose_entry(self, parent: int, name: bytes) -> None:
+        """Nobody can read the record any more: it stays for fsck, and what was to take its place is lost."""
+        log.error("%r in directory %d: its record is damaged, what was changed here of the file is lost", name, parent)
+        for node in self.journal.changed_inline(aside=True):
+            if (node.parent, node.name) == (parent, name):
+                self.journal.lost(node)
+        change = self.journal.find(parent, name)
+        if change is not None:
+            self.journal.counters.lost_names += 1
+            self._give_up(parent, name, change)
+
     def _give_up(self, parent: int, name: bytes, change: NameChange) -> None:
         node = change.node
         self.journal.stays(parent, name, change)
@@ -179,11 +194,16 @@ class Conflicts:
         ino = schema.key_inode(key)
         current = self.core.nodes.get(ino) or self.journal.folders.get(ino)
         self.journal.give_up_times(ino, current)
+        try:
+            record = schema.decode_inode(row.value) if row is not None else None
+        except schema.Malformed:
+            log.error("the record of inode %d is damaged, what was changed here of it is lost", ino)
+            record = None
         for node in dict.fromkeys([current, *self.journal.changed(ino)]):
             if node is None:
                 continue
-            if row is not None:
-                await self.journal.merge(node, schema.decode_inode(row.value), row.version)
+            if row is not None and record is not None:
+                await self.journal.merge(node, record, row.version)
             elif node.is_directory:
                 self._lose_folder(node)
             else:
@@ -204,8 +224,8 @@ class Conflicts:
             told = [here, node.moved_to, self.core.places.get(node.ino)]  # it may be back
             places = [place for place in dict.fromkeys(told) if place is not None and place[1]]
             keys = [schema.orphan_key(node.ino), schema.inode_key(node.ino)]
-            removed, own, *entries = await self.core.records.get(
-                [*keys, *[schema.entry_key(*place) for place in places]]
+            removed, own, *entries = await get_sound(
+                self.core.records, [*keys, *[schema.entry_key(*place) for place in places]]
             )
             if removed is not None:
                 break

@@ -114,6 +114,8 @@ class SharedLookup(Lookup):
         asked_at = trio.current_time()
         try:
             rows = dict(zip(keys, await self.core.records.get(keys), strict=True))
+        except errors.Corrupt:
+            raise
         except errors.EngineError:
             return  # what is known is told all the same, and checked the next time
         try:
@@ -235,7 +237,7 @@ class SharedLookup(Lookup):
                     await self.learning.read_page(parent)
                     continue
                 asked = await self._ask(parent, name, above)
-            except NotCaughtUp:
+            except (NotCaughtUp, errors.Corrupt):
                 raise
             except errors.EngineError:
                 found = self.known(parent, name)

@@ -82,10 +82,10 @@ class _Question:
         self.changed = trio.Event()
         """it was answered, or is to be asked again"""
 
-    def answer(self, rows: list[Versioned | None], damaged: Collection[bytes]) -> None:
-        """``damaged``: keys whose records are damaged; of this question, or of others in the same call."""
+    def answer(self, rows: list[Versioned | None], damaged: Mapping[bytes, int]) -> None:
+        """``damaged``: versions of records that are damaged; of this question, or of others in the same call."""
         self.rows = rows
-        own = [key for key in self.keys if key in damaged]
+        own = {key: damaged[key] for key in self.keys if key in damaged}
         if own:
             self.error = DamagedRecords(own, rows=rows)
 

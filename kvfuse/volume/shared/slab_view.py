@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import struct
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -181,7 +181,7 @@ class SlabView:
             elif self._versions.get(key, ABSENT) == before[key]:
                 self.apply(Change(key, None, before[key]))
 
-    def _note_damaged(self, keys: Sequence[bytes]) -> None:
+    def _note_damaged(self, keys: Iterable[bytes]) -> None:
         """Nobody can tell who holds these slabs: this client does not ask for them."""
         self._unclear.update([schema.key_slab(key) for key in keys if key[:1] == b"l"])
 
