@@ -18,13 +18,14 @@ from mounting import KvfuseMount, temporary_mount, wait_until
 from posix_calls import opened
 from ring_calls import done
 from ring_lab import wait_for_rings
-from volume_lab import CALLER, Chaos, Disk, lab_options
+from shared_lab import hosts, joined, quiet
+from volume_lab import CALLER, MIB, Chaos, Disk, lab_options
 from volume_lab import opened as opened_volume
 
 from kvfuse.config import Options
 from kvfuse.usrbio.client import connect
 from kvfuse.volume.access import STORE_SECONDS
-from kvfuse.volume.api import ROOT_INODE
+from kvfuse.volume.api import ROOT_INODE, Changes
 from kvfuse.volume.volume import Volume
 
 WORDS = ("allow_other", "volume.capacity=1GiB", "volume.segment_size=64MiB")
@@ -40,15 +41,19 @@ def mounted(*words: str) -> Iterator[KvfuseMount]:
         yield mount
 
 
+def wait_for_a_tick() -> None:
+    """What is stamped next has a later time than what was."""
+    tick = time.time() + CLOCK_TICK_S
+    wait_until(lambda: time.time() > tick, "the clock")
+
+
 def moves(path: Path, read: Call) -> bool:
     """Whether it moves the access time. It moves no other time. The clock has ticked before and after."""
     before = os.lstat(path)
-    tick = time.time() + CLOCK_TICK_S
-    wait_until(lambda: time.time() > tick, "the clock")
+    wait_for_a_tick()
     read(path)
     after = os.lstat(path)
-    tick = time.time() + CLOCK_TICK_S
-    wait_until(lambda: time.time() > tick, "the clock")
+    wait_for_a_tick()
     assert (after.st_mtime_ns, after.st_ctime_ns) == (before.st_mtime_ns, before.st_ctime_ns)
     assert after.st_atime_ns >= before.st_atime_ns
     return after.st_atime_ns > before.st_atime_ns
@@ -233,8 +238,7 @@ async def test_an_access_time_is_stored_before_the_inode_leaves_memory(disk: Dis
         await make_files(volume, 200)
     before = await stored_atimes(disk, options, 200)
     async with opened_volume(disk, options) as volume:
-        tick = time.time() + CLOCK_TICK_S
-        wait_until(lambda: time.time() > tick, "the clock")
+        wait_for_a_tick()
         await read_files(volume, 200)
         await volume.journal.commit()
         after = await stored_atimes(disk, options, 200)
@@ -249,8 +253,7 @@ async def test_an_access_time_is_stored_after_a_while(
         await make_files(volume, 10)
         commits = volume.journal.counters.commits
         before = await stored_atimes(disk, options, 10)
-        tick = time.time() + CLOCK_TICK_S
-        wait_until(lambda: time.time() > tick, "the clock")
+        wait_for_a_tick()
         for _ in range(50):
             await read_files(volume, 10)
         await trio.sleep(STORE_SECONDS / 2)
@@ -271,3 +274,50 @@ async def test_a_removed_file_has_no_access_time_to_store(
             await volume.unlink(ROOT_INODE, b"%d" % number)
         await trio.sleep(2 * STORE_SECONDS)
         assert len(await volume.list_directory(ROOT_INODE, 0, 100)) == 5
+
+
+# -- many hosts -------------------------------------------------------------------------------------
+
+
+async def test_what_two_hosts_read_is_stored_when_they_end(
+    rng: random.Random, autojump_clock: trio.testing.MockClock
+) -> None:
+    """A read is news to nobody before that, however long it takes, and no file is refreshed for it but in its times."""
+    made = lab_options(capacity=16 * MIB)
+    disk = Disk.format(made, shared=True)
+    async with joined(disk, made, 1, Chaos(rng)) as one:
+        await make_files(one, 5)
+    async with joined(disk, made, 3, Chaos(rng)) as last:
+        async with joined(disk, made, 1, Chaos(rng)) as one, joined(disk, made, 2, Chaos(rng)) as two:
+            before = [(await last.lookup(ROOT_INODE, b"%d" % number)).atime for number in range(5)]
+            wait_for_a_tick()
+            await read_files(one, 3)
+            await read_files(two, 5)
+            commits = one.journal.counters.commits, two.journal.counters.commits
+            await trio.sleep(10 * STORE_SECONDS)
+            assert (one.journal.counters.commits, two.journal.counters.commits) == commits
+        await trio.sleep(1)
+        after = [(await last.lookup(ROOT_INODE, b"%d" % number)).atime for number in range(5)]
+        assert all(new > old for new, old in zip(after, before, strict=True))
+
+
+async def test_a_read_does_not_undo_what_another_host_sets(
+    rng: random.Random, autojump_clock: trio.testing.MockClock
+) -> None:
+    async with hosts(rng, 2, capacity=16 * MIB) as (one, two):
+        await make_files(one, 2)
+        await quiet(one, two)
+        made = (await one.lookup(ROOT_INODE, b"1")).atime
+        wait_for_a_tick()
+        await read_files(one, 2)
+        for number, changes in enumerate((Changes(atime=5 * 10**9), Changes(mode=0o600))):
+            ino = (await two.lookup(ROOT_INODE, b"%d" % number)).ino
+            await two.set_attributes(ino, changes, CALLER)
+        await two.sync()
+        await trio.sleep(1)
+        assert (await one.lookup(ROOT_INODE, b"0")).atime == 5 * 10**9
+        kept = await one.lookup(ROOT_INODE, b"1")
+        assert kept.mode & 0o777 == 0o600
+        assert kept.atime > made
+        await quiet(one, two)
+        assert (await two.lookup(ROOT_INODE, b"1")).atime == kept.atime
