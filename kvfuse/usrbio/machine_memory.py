@@ -23,10 +23,10 @@ def memory_size(root: Path = Path("/")) -> int:
     return size
 
 
-def own_group() -> Path:
-    """The folder of this process's control group for memory. OSError where there is none but the machine's own."""
-    for top, folder, limit in _groups(Path("/")):
-        if folder != top and (folder / limit).exists():
+def own_group(root: Path = Path("/")) -> Path:
+    """The folder of this process's control group for memory. OSError where there is none, or it cannot be limited."""
+    for _, folder, limit in _groups(root):
+        if (folder / limit).exists():
             return folder
     raise FileNotFoundError("no control group limits this process's memory")
 
