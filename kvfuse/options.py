@@ -190,7 +190,7 @@ class UsrbioOptions(_Section, frozen=True):
     enabled: bool = True
     """clients may connect to ``.kvfuse/control.sock`` in the mount"""
     user_connections: Count = 256
-    """what one user may have at a time, as all below; root, and who mounts, may have what the daemon can hold"""
+    """what one user may have at a time, as all below; no limit holds for a peer that could end the daemon"""
     user_rings: Count = 256
     user_ring_size: Bytes = 4 * GIB
     """bytes of rings: their queues, and the areas for keys and results"""

@@ -17,7 +17,7 @@ from kvfuse.checksum import GRANULE_SIZE, granule_checksums
 from kvfuse.options import UsrbioOptions
 from kvfuse.usrbio.call import Call
 from kvfuse.usrbio.charges import Charge, Charges
-from kvfuse.usrbio.client_memory import Iov
+from kvfuse.usrbio.client_memory import Iov, seal_memory
 from kvfuse.usrbio.doorman import Doorman
 from kvfuse.usrbio.interpreter import Interpreter, User
 from kvfuse.usrbio.memory import Pool, Share
@@ -144,7 +144,9 @@ def worker_lab(rng: random.Random, *, sealed: bool) -> Iterator[Lab]:
         if handle == HOLED:
             shown.rows[1] = MapRow(None, 0, 0)
         registered.files[handle] = OpenFile(None, handle, True, False, shown)
-    registered.iovs[IOV] = Iov(shared(IOV_SIZE, sealed=sealed), IOV_SIZE, free_of_charge())
+    memory_descriptor = shared(IOV_SIZE, sealed=sealed)
+    seal_memory(memory_descriptor)
+    registered.iovs[IOV] = Iov(memory_descriptor, IOV_SIZE, free_of_charge())
     memory, ring_descriptor = RingMemory.create(Layout.of(64, 4096))
     bells = [os.eventfd(0, os.EFD_NONBLOCK) for _ in range(2)]
     yield Lab(

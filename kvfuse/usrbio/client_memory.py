@@ -30,6 +30,13 @@ LOOK_BYTES = 1 << 20
 ZEROS = memoryview(bytes(1 << 20))
 _mincore = ctypes.CDLL(None, use_errno=True).mincore
 _mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
+_process_vm_writev = ctypes.CDLL(None, use_errno=True).process_vm_writev
+
+
+class _Span(ctypes.Structure):
+    """struct iovec."""
+
+    _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
 
 
 def seal_memory(descriptor: int) -> None:
@@ -79,8 +86,8 @@ class Iov:
         """A descriptor of our own instead of one that shares its position and flags with the client's."""
         mode = os.O_RDWR if self.writable else os.O_RDONLY
         try:
-            own = os.open(f"/proc/self/fd/{descriptor}", mode | os.O_CLOEXEC)
-        except OSError:  # the memory of somebody else, and the daemon is not root
+            own = os.open(f"/proc/self/fd/{descriptor}", mode | os.O_CLOEXEC | os.O_NONBLOCK)
+        except OSError:  # the memory of somebody else, and the daemon is not root; or the client has a lease on it
             return descriptor
         os.close(descriptor)
         return own
@@ -105,10 +112,20 @@ class Iov:
     def _put(self, offset: int, data: memoryview) -> None:
         if self.is_sealed:
             self.view[offset : offset + len(data)] = data
-        elif os.fstat(self.descriptor).st_size < offset + len(data):  # a write would bring truncated memory back
-            raise OSError(errno.EFAULT, "the memory was truncated")
         else:
-            os.pwrite(self.descriptor, data, offset)
+            self._put_guarded(offset, data)
+
+    def _put_guarded(self, offset: int, data: memoryview) -> None:
+        """Have the kernel copy through the mapping: where memory was truncated it says EFAULT, and sends no signal.
+
+        pwrite(2) would wait for the inode's lock, which a client holds as long as its own write there takes.
+        """
+        source = _Span(np.frombuffer(data, np.uint8).ctypes.data, len(data))
+        target = _Span(self.bytes.ctypes.data + offset, len(data))
+        count = _process_vm_writev(os.getpid(), ctypes.byref(source), 1, ctypes.byref(target), 1, 0)
+        if count != len(data):
+            number = ctypes.get_errno() if count < 0 else errno.EFAULT
+            raise OSError(number, f"the memory was truncated: {os.strerror(number)}")
 
     def is_there(self, length: int) -> bool:
         """Whether all of the memory is there, before ``length`` bytes of it are copied. As of some copies ago."""

@@ -314,9 +314,9 @@ class Usher:
         if call.memory is not None:
             await self.run(os.close, call.memory)
 
-    async def run(self, job: Callable[..., object], *arguments: object) -> None:
+    async def run(self, job: Callable[..., T], *arguments: object) -> T:
         """A job that may take long, in a thread with the table of the process: few of a user at a time."""
-        await trio.to_thread.run_sync(job, *arguments, limiter=self._user.threads)
+        return await trio.to_thread.run_sync(job, *arguments, limiter=self._user.threads)
 
     async def drop(self, stream: trio.socket.SocketType) -> None:
         """Take the next message of a socket, and close all that it carries. Waits for an usher of the user."""

@@ -26,6 +26,7 @@ from kvfuse.usrbio import registry
 from kvfuse.usrbio.accounts import Account
 from kvfuse.usrbio.call import Call, Tables
 from kvfuse.usrbio.calls import Calls
+from kvfuse.usrbio.charges import Charge
 from kvfuse.usrbio.client_memory import Iov
 from kvfuse.usrbio.memory import Share
 from kvfuse.usrbio.passing import SO_PASSRIGHTS, NotTaken, Usher, close_all
@@ -78,8 +79,7 @@ class _Ring:
             own_bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
             undo.callback(os.close, own_bell)
             shown.append(os.dup(own_bell))
-            listening, client_bell = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-            shown.append(listening)
+            client_bell = _make_client_bell(shown)
             undo.callback(os.close, client_bell)
             self.worker = Worker(tables, memory, own_bell, client_bell, op_mask)
             undo.callback(self.worker.close)
@@ -92,6 +92,17 @@ class _Ring:
     def close(self) -> None:
         """After its thread has ended."""
         self._descriptors.close()
+
+
+def _make_client_bell(shown: list[int]) -> int:
+    """The daemon's end of a socket pair; the client's one goes to ``shown``.
+
+    Nothing can be sent to the daemon's end, where it would lie until the daemon closes it.
+    """
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+    ours.shutdown(socket.SHUT_RD)
+    shown.append(theirs.detach())
+    return ours.detach()
 
 
 class Connection:
@@ -256,12 +267,8 @@ class Connection:
             raise errors.InvalidArgument(f"an iov of {values[0]} bytes")
         with self._account.taking("user_iovs"), self._account.taking("user_iov_size", values[0]):
             descriptor = await self._taking(self._usher.memory(self._stream))
-            try:
-                iov = Iov(descriptor, values[0], self._charge)
-            except BaseException:  # the last to close memory gives it back to the machine, 0.2 s for each GiB
-                with trio.CancelScope(shield=True):
-                    await self._usher.run(os.close, descriptor)
-                raise
+            with trio.CancelScope(shield=True):  # else the descriptor would be nobody's
+                iov = await self._usher.run(_map_memory, descriptor, values[0], self._charge)
         handle = next(self._handles)
         self.iovs[handle] = iov
         return (handle, iov.writable), []
@@ -403,6 +410,15 @@ class Connection:
 
         if iovs:
             await self._usher.run(drop)
+
+
+def _map_memory(descriptor: int, size: int, charge: Charge) -> Iov:
+    """In a thread: whoever is the last to close memory gives it back to the machine, 0.2 s for each GiB."""
+    try:
+        return Iov(descriptor, size, charge)
+    except BaseException:
+        os.close(descriptor)
+        raise
 
 
 Answer = tuple[tuple[int, ...], list[int]]

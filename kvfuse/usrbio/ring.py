@@ -148,10 +148,11 @@ class Queue:
 
 
 class Bell:
-    """Wakes one side, rung only when that side says that it sleeps: an eventfd, or an end of a pipe.
+    """Wakes one side, rung only when that side says that it sleeps: an eventfd, or an end of a socket pair.
 
-    Who writes to the other process must never wait for it. Whether a write waits is a property of the open file, which
-    an eventfd shares with everybody who has it; of a pipe each end is one, so the client's bell is a pipe.
+    A write to the other process must never wait for it. Whether it waits for room is a property of the open file, which
+    all holders of an eventfd share. The ends of a pipe are two files, but they share a lock, which a reader holds as
+    long as a page of its buffer takes to arrive. Ends of a socket pair share neither: so that is the client's bell.
     """
 
     def __init__(self, words: memoryview, sleeps: Word, descriptor: int) -> None:

@@ -37,10 +37,10 @@ def test_descriptors_that_linger_hold_up_nobody() -> None:
         ):
             for way in WAYS:
                 attack.tell("go on")
-                _watch(bystander, f"descriptors passed {way.__name__}")
+                watch(bystander, f"descriptors passed {way.__name__}")
                 assert attack.hear()["way"] == way.__name__
                 attack.tell("hang up")
-                _watch(bystander, f"the end of clients that passed descriptors {way.__name__}")
+                watch(bystander, f"the end of clients that passed descriptors {way.__name__}")
             bystander.kill()
             wait_until(lambda: _are_closed(attack), "the close of all that was passed, while the attacker lives")
 
@@ -52,7 +52,7 @@ def _are_closed(attack: AttackProcess) -> bool:
     return bool(said["still_open"] == [])
 
 
-def _watch(bystander: AttackProcess, event: str) -> None:
+def watch(bystander: AttackProcess, event: str) -> None:
     """AssertionError where another user waits for long."""
     for _ in range(ROUNDS):
         bystander.tell("how long?")
