@@ -133,6 +133,10 @@ class EngineTimeout(EngineError):
     """A deadline passed; a write that timed out is *unknown*, never "did not happen"."""
 
 
+class MediumError(EngineError):
+    """The medium does not give bytes that it had: a bad sector, a file that was cut."""
+
+
 class Corrupt(EngineError):
     """Bytes do not match their checksum; the message names the segment and the offset."""
 

@@ -172,6 +172,21 @@ def test_a_bad_sector_below_a_segment_is_an_error_of_its_bytes(lab: Lab, verifie
     lab.mount.fsck()
 
 
+def test_commands_tell_of_a_cut_segment(lab: Lab) -> None:
+    lab.mount.unmount()
+    for left in (lab.place, 100, 0):
+        os.truncate(lab.segment, left)
+        done = lab.command("fsck", "--verify", str(lab.mount.volume))
+        assert done.returncode == 1
+        assert f"has {left} bytes instead of" in done.stdout
+    done = lab.command("mount", "--foreground", str(lab.mount.volume), str(lab.mount.point))
+    assert done.returncode == 3
+    assert "has 0 bytes instead of" in done.stderr
+    done = lab.command("fsck", "--rebuild", str(lab.mount.volume))
+    assert done.returncode in (0, 1)
+    assert "the medium lost its slot headers" in done.stdout
+
+
 # -- records ----------------------------------------------------------------------------------------
 
 NAMES = 1500

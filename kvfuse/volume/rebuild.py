@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from kvfuse.checksum import extent_checksum, granule_checksums
 from kvfuse.config import Options
-from kvfuse.errors import VolumeError
+from kvfuse.errors import MediumError, VolumeError
 from kvfuse.remote.records.api import RecordStore
 from kvfuse.remote.segments.api import SegmentStore, Transfer
 from kvfuse.slab import layout
@@ -131,10 +131,11 @@ async def _find_superblock(error: VolumeError, segments: SegmentStore) -> Superb
     """From the copy in a segment's header; ``error`` says what is wrong with the volume's own."""
     for info in await segments.list():
         image = bytearray(layout.SUPERBLOCK_SIZE)
-        await segments.read([Transfer(info.segment, 0, image)])
         try:
+            if info.size >= len(image):
+                await segments.read([Transfer(info.segment, 0, image)])
             found = layout.parse_superblock(image)
-        except VolumeError:
+        except (VolumeError, MediumError):
             continue
         return dataclasses.replace(found, segment=layout.NO_SEGMENT)
     raise VolumeError(f"{error}; and no segment has a copy of it")
@@ -155,6 +156,8 @@ class _Rebuild:
         self.geometry = geometry
         self.segments = segments
         self.progress = progress
+        self.sizes: dict[int, int] = {}
+        """of the segments that are there, in bytes"""
         self.report = RebuildReport()
         self.pieces: dict[int, list[_Piece]] = defaultdict(list)
         """inode -> its slots"""
@@ -168,17 +171,19 @@ class _Rebuild:
 
     async def read_headers(self) -> None:
         geometry = self.geometry
-        present = {info.segment for info in await self.segments.list()}
+        self.sizes = {info.segment: info.size for info in await self.segments.list()}
         for segment in range(geometry.segment_count):
             self.progress("segments", segment + 1, geometry.segment_count)
-            if segment in present:
+            if segment in self.sizes:
                 for slab in geometry.slabs_of(segment):
                     await self._read_slab(slab)
 
     async def _read_slab(self, slab: int) -> None:
         geometry = self.geometry
         table = bytearray(geometry.head_size)
-        await self.segments.read([Transfer(*geometry.locate_head(slab), table)])
+        if not await self._read(*geometry.locate_head(slab), table):
+            self.report.dropped.append(f"slab {slab}: the medium lost its slot headers")
+            return
         rows, offsets = layout.find_headers(table, geometry)
         found = []
         for row, slot_offset in zip(rows, offsets.tolist(), strict=True):
@@ -207,6 +212,16 @@ class _Rebuild:
                 if piece.slot_size == slot_size and 0 < piece.length <= slot_size:
                     self.generation_max = max(self.generation_max, piece.generation)
                     self.pieces[piece.inode].append(piece)
+
+    async def _read(self, segment: int, offset: int, buffer: bytearray) -> bool:
+        """Fill the buffer; False where the medium lost the bytes."""
+        if offset + len(buffer) > self.sizes[segment]:
+            return False
+        try:
+            await self.segments.read([Transfer(segment, offset, buffer)])
+        except MediumError:
+            return False
+        return True
 
     # -- files ---------------------------------------------------------------------------------------
 
@@ -252,8 +267,7 @@ class _Rebuild:
             else:
                 continue
             text = bytearray(length)
-            await self.segments.read([Transfer(segment, offset, text)])
-            description = decode_description(bytes(text))
+            description = decode_description(bytes(text)) if await self._read(segment, offset, text) else None
             if description is not None:
                 return description
         return None
@@ -264,9 +278,9 @@ class _Rebuild:
         if piece.state == layout.STATE_SEALED:
             segment, offset = self.geometry.locate(piece.addr)
             buffer = bytearray(piece.length)
-            await self.segments.read([Transfer(segment, offset, buffer)])
+            found = await self._read(segment, offset, buffer)
             checksums = granule_checksums(buffer)
-            if extent_checksum(checksums, piece.length) != piece.checksum:
+            if not found or extent_checksum(checksums, piece.length) != piece.checksum:
                 return None
         return schema.ExtentRecord(piece.addr, piece.length, piece.generation, checksums)
 

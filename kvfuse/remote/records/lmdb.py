@@ -172,7 +172,7 @@ class LmdbRecords(RecordStore):
 
     def _lost(self) -> EngineError:
         """The file is not used any more, by nobody."""
-        error = f"{self._medium.path}: bytes of it cannot be read any more: unmount, and see what 'kvfuse fsck' says"
+        error = f"{self._medium.path}: bytes of it cannot be read any more: 'kvfuse fsck --rebuild' recovers blocks"
         self.counters.medium_failures += 1
         if self.counters.medium_failures == 1:
             log.error("%s", error)

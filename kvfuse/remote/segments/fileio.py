@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import trio
 
-from kvfuse.errors import EngineError, EngineFull
+from kvfuse.errors import EngineError, EngineFull, MediumError
 from kvfuse.remote import libc
 from kvfuse.remote.mapguard import GuardedMap
 from kvfuse.remote.segments import direct
@@ -279,13 +279,16 @@ def translated(path: Path, offset: int = 0) -> Iterator[None]:
     try:
         yield
     except EOFError:
-        raise EngineError(f"{path} at {offset}: the file is shorter than its segment") from None
+        raise MediumError(f"{path} at {offset}: the file is shorter than its segment") from None
     except OSError as error:
         raise engine_error(error, path, offset) from error
 
 
+_KINDS = {errno.ENOSPC: EngineFull, errno.EDQUOT: EngineFull, errno.EIO: MediumError, errno.ENODATA: MediumError}
+
+
 def engine_error(error: OSError, path: Path, offset: int) -> EngineError:
-    kind = EngineFull if error.errno in (errno.ENOSPC, errno.EDQUOT) else EngineError
+    kind = _KINDS.get(error.errno or 0, EngineError)
     return kind(f"{path} at {offset}: {os.strerror(error.errno or 0)}")
 
 
