@@ -2,7 +2,7 @@
 
 Every change follows one shape: read what is needed (this may wait), look again at what may have
 changed meanwhile, then change memory between two awaits and tell the journal. Strict folders then wait
-for the commit; relaxed ones return.
+for the commit; relaxed ones return. No name or directory is ever locked: nobody waits for another's change of one.
 """
 
 from __future__ import annotations
