@@ -45,6 +45,12 @@ def _extend_portable(value: int, data: bytes | np.ndarray) -> int:
 
 _extend = _extend_hardware if google_crc32c.implementation == "c" else _extend_portable
 
+extend: Callable[[int, bytes], int] = google_crc32c.extend if google_crc32c.implementation == "c" else _extend_portable
+"""`crc32c` of bytes, with the arguments the other way round: for values so short that a call of Python counts."""
+
+RESIDUE = 0x48674BC7
+"""Checksum of bytes that end with their own checksum, little endian."""
+
 
 def crc32c(buffer: Buffer, value: int = 0) -> int:
     """Checksum of ``buffer`` (C-contiguous) as the continuation of bytes whose checksum is ``value``."""

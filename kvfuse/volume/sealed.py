@@ -15,7 +15,7 @@ import dataclasses
 import logging
 from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
 
-from kvfuse.checksum import CHECKSUM_SIZE, crc32c
+from kvfuse.checksum import CHECKSUM_SIZE, RESIDUE, extend
 from kvfuse.errors import Corrupt
 from kvfuse.remote.records.api import Change, Lease, Record, RecordStore, Versioned
 from kvfuse.remote.records.decorators import RecordDecorator
@@ -59,21 +59,23 @@ def as_formatted(records: RecordStore, superblock: Superblock) -> RecordStore:
     return SealedRecords(records) if superblock.features & FEATURE_SEALED_RECORDS else records
 
 
+_BARE_KINDS = b"mn"
+
+
 def seal(key: bytes, value: bytes) -> bytes:
     """What the engine stores for ``value``."""
-    if _is_bare(key):
+    if key[0] in _BARE_KINDS and _is_bare(key):
         return value
-    return value + crc32c(value, crc32c(key)).to_bytes(CHECKSUM_SIZE, "little")
+    return value + extend(extend(0, key), value).to_bytes(CHECKSUM_SIZE, "little")
 
 
 def _open(key: bytes, stored: bytes) -> bytes:
     """The value in what the engine stores. _Damaged."""
-    if _is_bare(key):
+    if key[0] in _BARE_KINDS and _is_bare(key):
         return stored
-    value = stored[:-CHECKSUM_SIZE]
-    if len(stored) < CHECKSUM_SIZE or crc32c(value, crc32c(key)) != int.from_bytes(stored[-CHECKSUM_SIZE:], "little"):
+    if len(stored) < CHECKSUM_SIZE or extend(extend(0, key), stored) != RESIDUE:
         raise _Damaged
-    return value
+    return stored[:-CHECKSUM_SIZE]
 
 
 def _is_bare(key: bytes) -> bool:
