@@ -17,7 +17,7 @@ from kvfuse.volume.pending import NameChange
 if TYPE_CHECKING:
     from kvfuse.remote.records.api import RecordLimits
 
-SPARE_OPERATIONS = 3 + RESERVED_OPERATIONS
+SPARE_OPERATIONS = 2 + RESERVED_OPERATIONS
 """Of any commit: counter records may be put, and what the committer adds."""
 SLAB_RECORD_SIZE = 2100
 """Bytes that the record of a slab has at most, about."""
@@ -44,6 +44,8 @@ class Draft:
     """in a shared volume: what is put of each inode"""
     slabs: set[int] = field(default_factory=set)
     """whose records will be put too"""
+    files: int = 0
+    """in a shared volume: inodes that come into the store, less those that lose their last name"""
     byte_count: int = 0
     """of keys and values, but for slabs; see `measure`"""
 
@@ -73,6 +75,7 @@ class Draft:
 
     def add(self, other: Draft) -> None:
         self.byte_count += other.byte_count
+        self.files += other.files
         self.nodes += other.nodes
         self.gone += other.gone
         self.names += other.names
@@ -152,6 +155,7 @@ class Batch(Changes):
                 part.puts[key] = self.puts[key]
             else:
                 part.deletes.add(key)
+        part.files = self.files
         yield part
 
 

@@ -46,7 +46,7 @@ class BatchBuilder(Drafting):
         if self.core.shared:
             gone = dict.fromkeys(draft.gone)
             batch.taken = [_taken(node, node in gone) for node in {**dict.fromkeys(draft.nodes), **gone}]
-            batch.expect, batch.draft = draft.expect, draft
+            batch.expect, batch.draft, batch.files = draft.expect, draft, draft.files
         if self._ties:
             batch.ties = [(node, other) for node in draft.nodes for other in self._ties.drop(node)]
         self._linked_count = len(self._ties)

@@ -16,12 +16,13 @@ import trio
 
 from kvfuse.errors import EngineError, KvfuseError
 from kvfuse.remote.records.api import ABSENT, RecordLimits, RecordStore, Versioned
+from kvfuse.volume import schema
 from kvfuse.volume.gathering import Gathering
 from kvfuse.volume.sealed import get_marked
 from kvfuse.volume.shared.transaction import Transaction
 
-RESERVED_OPERATIONS = 3
-"""of a commit in a shared volume: the member and the sequence record are expected, the latter is put"""
+RESERVED_OPERATIONS = 4
+"""of a commit in a shared volume: the member and the sequence record are expected, the latter and a count are put"""
 RESERVED_BYTES = 256
 
 
@@ -34,6 +35,8 @@ class Changes:
     expect: dict[bytes, int] = field(default_factory=dict)
     version: int = 0
     """of the commit that did it, once that is known"""
+    files: int = 0
+    """inodes that it makes, less those that it removes; in a shared volume"""
 
 
 class Outcome(NamedTuple):
@@ -63,6 +66,7 @@ class _Group:
 
     def __init__(self, batch: Changes | None, limits: RecordLimits, guard: Changes) -> None:
         self.batch = batch
+        self.files = batch.files if batch is not None else 0
         self.members: list[_Waiting] = []
         self.changes = Changes()
         self._limits = limits
@@ -97,6 +101,7 @@ class _Group:
             return False
         self._add(transaction.puts, transaction.deletes, transaction.expect)
         self._bytes += transaction.byte_count
+        self.files += transaction.files
         self.members.append(waiting)
         return True
 
@@ -114,6 +119,10 @@ class Committer:
         self.sequence_key = sequence_key
         """of this client's sequence record; None where nobody else writes the store"""
         self.sequence_value = b""
+        self.files_key: bytes | None = None
+        """of the record that counts the inodes of this client; None: nobody counts"""
+        self._files = 0
+        """as it is in the store"""
         self.conflicts = 0
         """commits that were refused because somebody else was faster"""
         self.came_late: Callable[[], None] = lambda: None
@@ -220,6 +229,8 @@ class Committer:
         group = self._gather(batch)
         while batch is not None or group.members:
             changes = group.changes
+            if group.files and self.files_key is not None:  # with what changes it, so that no crash comes between
+                changes.puts[self.files_key] = schema.encode_count(self._files + group.files)
             try:
                 version = await self.records.commit(changes.puts, changes.deletes, changes.expect, durable=durable)
                 found = {} if version else await self._look(changes.expect)
@@ -293,6 +304,7 @@ class Committer:
     def _applied(self, group: _Group, version: int) -> None:
         if self.sequence_key is not None:
             self._sequence_version = version
+        self._files += group.files
         if group.batch is not None:
             group.batch.version = version
         for waiting in group.members:

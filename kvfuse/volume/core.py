@@ -17,7 +17,6 @@ from kvfuse.remote.segments.api import SegmentStore, Transfer
 from kvfuse.slab import layout
 from kvfuse.slab.allocator import Allocator, Slot
 from kvfuse.slab.layout import Geometry, Superblock
-from kvfuse.volume import schema
 from kvfuse.volume.api import ROOT_INODE
 from kvfuse.volume.chunk import COMMITTED, DISCARDED, FRESH, Extent
 from kvfuse.volume.grace import Grace
@@ -152,7 +151,6 @@ class Core:
     def __post_init__(self) -> None:
         self.shared = self.records.limits.shared
         """other hosts write the same records and segments"""
-        self._file_count_stored: int | None = self.file_count
         self._segment_data_size = self.geometry.segment_slabs * self.geometry.slab_size
         self._data_starts = [self.geometry.data_start(segment) for segment in range(self.geometry.segment_count)]
         self._made: set[int] = set()
@@ -176,15 +174,7 @@ class Core:
 
     def take_counters(self) -> dict[bytes, bytes | None]:
         """Counter records that changed since the last call."""
-        changed = {**self.inodes.take(), **self.generations.take()}
-        if self.shared and self.file_count != self._file_count_stored:
-            self._file_count_stored = self.file_count
-            changed[schema.files_key(self.client)] = schema.encode_count(self.file_count)
-        return changed
-
-    def recall_counters(self) -> None:
-        """What `take_counters` gave of the number of files was not recorded: give it again."""
-        self._file_count_stored = None
+        return {**self.inodes.take(), **self.generations.take()}
 
     # -- places in the segments ----------------------------------------------------------------------
 

@@ -57,6 +57,7 @@ class Drafting(Pending):
             if self.core.shared:
                 draft.records[node] = record
                 draft.expect.setdefault(key, node.version)
+                draft.files += not node.version
             for index in node.dirty_chunks:
                 chunk = node.chunks.get(index)
                 key = schema.chunk_key(node.ino, index)
@@ -132,6 +133,7 @@ class Drafting(Pending):
         """Whoever loses the name is kept by an orphan record, as it is stored: so the name's version says."""
         record = change.leaves.base if isinstance(change.leaves, Node) else change.leaves
         if record is not None:
+            draft.files -= 1
             draft.puts[schema.orphan_key(record.ino)] = orphan_of(record, self.core.client)
 
     def _draft_folder(self, draft: Draft, directory: Node) -> None:

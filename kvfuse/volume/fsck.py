@@ -23,7 +23,7 @@ from kvfuse.slab import layout
 from kvfuse.slab.allocator import Allocator
 from kvfuse.slab.image import SlabState
 from kvfuse.slab.layout import Superblock
-from kvfuse.volume import format, schema
+from kvfuse.volume import schema
 from kvfuse.volume.api import FILE_SIZE_MAX, ROOT_INODE
 from kvfuse.volume.core import PATH_DEPTH_MAX
 from kvfuse.volume.fsck_compare import (
@@ -124,10 +124,6 @@ async def fsck(
             report = await check.run(verify)
         if repair:
             await check.write(check.head_mends)
-        if repair and check.recount:
-            await format.commit_in_parts(held.records, check.recount)
-            await held.records.commit({}, durable=True)
-            report.notes.pop()
         report.repaired = repaired
         return report
 
@@ -168,8 +164,6 @@ class Check:
         """what `verify` reads: (inode, extent, keys of the records that go when it is wrong)"""
         self.wants_verify = False
         self.generation_max = 0
-        self.recount: dict[bytes, bytes] = {}
-        """what mends the number of inodes"""
         self.damaged: set[bytes] = set()
         """keys of records that do not match their checksums"""
         self.rescued: list[SlabState] = []

@@ -108,31 +108,32 @@ async def check_counters(check: Check) -> None:
     if exact is None or len(exact.value) % 8:
         check.problem("the volume's exact slot sizes are not recorded", {schema.EXACT_SIZES: schema.encode_u64s(())})
     files = check.report.files + check.report.directories
-    common = schema.decode_count(rows[2].value) if rows[2] is not None and len(rows[2].value) == 8 else 0
-    counted = common + sum(check.counted.values())
+    if rows[2] is None:
+        check.problem("the number of inodes is not recorded", {keys[2]: schema.encode_count(files)})
+    elif check.records.limits.shared or check.counted:
+        common = schema.decode_count(rows[2].value) if len(rows[2].value) == 8 else 0
+        mended = {keys[2]: schema.encode_count(files), **dict.fromkeys(check.counted, schema.encode_count(0))}
+        _check_count(check, common + sum(check.counted.values()), files, mended)
     if check.records.usage is not None:
         _check_usage(check, check.records.usage, files)
-        if rows[2] is None:
-            check.problem("the number of inodes is not recorded", {keys[2]: schema.encode_count(files)})
-    elif counted != files:
-        # A crash leaves it so. It is a figure for statfs, which nothing depends on.
-        check.report.notes.append(f"{counted} inodes are counted, {files} exist")
-        check.recount = {keys[2]: schema.encode_count(files), **dict.fromkeys(check.counted, schema.encode_count(0))}
+
+
+def _check_count(check: Check, counted: int, files: int, mended: dict[bytes, bytes]) -> None:
+    """A round that mends something else leaves it to the next one."""
+    if counted != files:
+        check.problem(f"{counted} inodes are counted, {files} exist", mended if check.report.clean else {})
 
 
 def _check_usage(check: Check, counted: Usage, files: int) -> None:
-    """What the store has counted against what is there. A round that mends something else leaves it to the next one."""
-    weight = sum(check.weights.values())
+    """What the store has counted against what is there."""
     if check.damaged:
         return  # what they weigh is not known
-    if counted.items != files:
-        text = f"{counted.items} inodes are counted, {files} exist"
-    elif counted.size != weight:
+    weight = sum(check.weights.values())
+    mended = {schema.USAGE: schema.encode_usage(weight, files)}
+    _check_count(check, counted.items, files, mended)
+    if counted.size != weight:
         text = f"names and attributes are counted as {counted.size} bytes, but they take {weight}"
-    else:
-        return
-    puts = {schema.USAGE: schema.encode_usage(weight, files)} if check.report.clean else {}
-    check.problem(text, puts)
+        check.problem(text, mended if check.report.clean else {})
 
 
 async def check_segments(check: Check) -> None:

@@ -216,6 +216,7 @@ class Journal(SharedJournal):
         """Commit whenever there is something to commit, for ever. When it ends, so does every wait for a commit."""
         if self.core.shared:
             self.committer.sequence_key = schema.sequence_key(self.core.client)
+            self.committer.files_key = schema.files_key(self.core.client)
             self.committer.sequence_value = self.core.segments.identity()
         try:
             async with trio.open_nursery() as nursery:

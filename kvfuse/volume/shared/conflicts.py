@@ -58,7 +58,6 @@ class Conflicts:
         committed: list[Extent] = []
         for taken in batch.taken:
             self._recall_node(taken, committed)
-        self.core.recall_counters()
         self.core.slabs.recall([extent.slot for extent in committed], [extent.slot for extent in batch.freed])
         for change in draft.names:
             change.sent = False

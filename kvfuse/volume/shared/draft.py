@@ -177,4 +177,5 @@ class Draft:
                 change.apply(version)
             applied(version)
 
-        return Transaction(self._expect, puts, self._deletes - puts.keys(), apply)
+        files = len(self.made) - len(self.removed)
+        return Transaction(self._expect, puts, self._deletes - puts.keys(), apply, files)

@@ -25,6 +25,8 @@ class Transaction:
     applied: Callable[[int], None] = _nothing
     """is called with the version of the puts, in the step in which it is known that they are in the store: before
     anything else runs. Also when who waited for it was cancelled, or was told that the outcome is unknown"""
+    files: int = 0
+    """inodes that it makes, less those that it removes"""
 
     @property
     def changes(self) -> set[bytes]:
