@@ -195,7 +195,7 @@ async def test_a_cancelled_put_leaves_the_others_alone(cancelled: str) -> None:
         calls.start(cast(Any, worker), puts_of("abcd"))
         await trio.testing.wait_all_tasks_blocked()
         for name in cancelled:
-            calls.cancel(cast(Any, worker), cancel_of(name))
+            calls.cancel(cast(Any, worker), [cancel_of(name)])
         await trio.testing.wait_all_tasks_blocked()
         for stuck in volume.stuck.values():
             stuck.set()
@@ -208,7 +208,7 @@ async def test_a_put_that_is_cancelled_before_its_turn_is_never_begun() -> None:
     volume, worker = PuttingVolume(), PutWorker()
     async with calls_of(volume) as calls:
         calls.start(cast(Any, worker), puts_of("abcd"))
-        calls.cancel(cast(Any, worker), cancel_of("c"))
+        calls.cancel(cast(Any, worker), [cancel_of("c")])
     assert worker.given_up == [b"c"]
     assert volume.begun == [b"a", b"b", b"d"]
 

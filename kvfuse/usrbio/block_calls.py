@@ -21,6 +21,9 @@ from kvfuse.volume.blocks import Binding
 from kvfuse.volume.node import Node
 from kvfuse.volume.volume import Volume
 
+EXISTS_KEYS = 2048
+"""keys of one call that are looked for before the event loop does something else"""
+
 
 @dataclass
 class BlockCalls:
@@ -95,7 +98,11 @@ class BlockCalls:
         namespace = call.namespace
         assert namespace is not None
         await self._check(namespace, 1)
-        found = await self.volume.blocks.exists(namespace.ino, list(call.names))
+        names, found = list(call.names), list[bool]()
+        for start in range(0, len(names), EXISTS_KEYS):
+            if start:
+                await trio.lowlevel.checkpoint()
+            found += await self.volume.blocks.exists(namespace.ino, names[start : start + EXISTS_KEYS])
         if call.entry.flags and False in found:
             first = found.index(False)
             found = [True] * first + [False] * (len(found) - first)

@@ -14,7 +14,7 @@ import errno
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -39,7 +39,7 @@ from kvfuse.volume.volume import Volume
 
 log = logging.getLogger(__name__)
 
-PUTS_SECONDS = 2e-3
+PUTS_SECONDS = 1e-3
 """how long puts that need no wait keep the event loop"""
 
 
@@ -72,6 +72,8 @@ class Calls:
     peer: Peer
     nursery: trio.Nursery
     share: Share
+    queued: Callable[[Worker], Iterable[Call]] = lambda worker: ()
+    """calls of a ring that `start` will be told of later"""
     _under_way: dict[tuple[Worker, int], list[_Row]] = field(default_factory=dict)
     """by ring and user_data, oldest first"""
     _puts: deque[_Row] = field(default_factory=deque)
@@ -191,7 +193,12 @@ class Calls:
         for worker, queue in (kept or {}).items():
             self._off_loop(worker, partial(self._tell_kernel, worker, queue))
 
-    def cancel(self, worker: Worker, call: Call) -> None:
+    def cancel(self, worker: Worker, cancels: list[Call]) -> None:
+        """What each of these wants to be cancelled."""
+        for call in cancels:
+            self._cancel(worker, call)
+
+    def _cancel(self, worker: Worker, call: Call) -> None:
         found = self._under_way.get((worker, call.entry.offset))
         if not found or found[0].call.ended:
             worker.complete(call, -errno.ENOENT)
@@ -206,6 +213,9 @@ class Calls:
             if row.call.iov is iov:
                 row.cancel()
                 worker.give_up(row.call, errno.ECANCELED)
+        for call in self.queued(worker):
+            if call.iov is iov:
+                worker.give_up(call, errno.ECANCELED)
         await in_ring_thread(worker, lambda: True)  # and it is not at one of those any more
 
     def end(self, worker: Worker) -> None:

@@ -124,7 +124,8 @@ class Connection:
         self._usher = usher
         self.doorman = clients.doorman
         self.interpreter = clients.interpreter
-        self.user = clients.interpreter.user((peer.uid, peer.is_unlimited))
+        self._user_key = (peer.uid, peer.is_unlimited)
+        self.user = clients.interpreter.user(self._user_key)
         self.files: dict[int, OpenFile] = {}
         self.iovs: dict[int, Iov] = {}
         self.namespaces: dict[int, Namespace] = {}
@@ -133,7 +134,7 @@ class Connection:
         self._stream = stream
         self._device = clients.device
         self.share = share
-        self._calls = Calls(clients.volume, clients.kernel, self.peer, nursery, self.share)
+        self._calls = Calls(clients.volume, clients.kernel, self.peer, nursery, self.share, clients.desk.calls_of)
         self._rings: dict[int, _Ring] = {}
         self._handles = itertools.count(1)
         self._greeted = False
@@ -359,10 +360,10 @@ class Connection:
     # -- for the rings' threads ----------------------------------------------------------------------
 
     def start(self, worker: Worker, calls: list[Call]) -> None:
-        self.in_loop(self._calls.start, worker, calls)
+        self._clients.desk.put(self._user_key, worker, calls, self._calls.start)
 
     def cancel(self, worker: Worker, call: Call) -> None:
-        self.in_loop(self._calls.cancel, worker, call)
+        self._clients.desk.put(self._user_key, worker, [call], self._calls.cancel)
 
     def in_loop(self, function: Callable[..., object], *arguments: object) -> None:
         with suppress(trio.RunFinishedError):  # the daemon has ended: nobody waits for an answer
@@ -389,6 +390,7 @@ class Connection:
             ring.worker.stop()
         for ring in self._rings.values():
             await self._end(ring)
+        self._clients.desk.drop({ring.worker for ring in self._rings.values()})
         self._rings.clear()
         self._calls.close()
         for file in self.files.values():

@@ -46,6 +46,8 @@ LARGE = 256 << 10
 """Bytes of an operation from which it is not kept back for those behind it."""
 PUTS_SIZE = 4 << 20
 """Bytes of puts from which they are not: to pass on a few together costs less than it wins to begin with the first"""
+NAMES_PER_TURN = 1024
+"""Keys that are looked at before others may work."""
 OFFSET_MAX = 1 << 62
 CALL_SIZE = 8 << 10
 """Bytes that the task of a call takes, about."""
@@ -443,9 +445,14 @@ class Server:
         call = Call(entry, deadline, namespace=namespace)
         data = self._aux(entry.key_offset, entry.key_length).tobytes()
         try:
-            call.names = file_names(unpack_keys(data, entry.length))
+            keys = unpack_keys(data, entry.length)
         except ValueError:
             raise Refused(errno.EINVAL) from None
+        names: list[bytes] = []
+        for start in range(0, len(keys), NAMES_PER_TURN):
+            names += file_names(keys[start : start + NAMES_PER_TURN])
+            self._worker.pause()
+        call.names = names
         self._reserve(call, len(data) + entry.length * KEY_SIZE)
         return call
 

@@ -19,6 +19,7 @@ from kvfuse import errors
 from kvfuse.config import UsrbioOptions
 from kvfuse.usrbio.accounts import Account, Accounts
 from kvfuse.usrbio.charges import Charges
+from kvfuse.usrbio.desk import Desk
 from kvfuse.usrbio.doorman import Doorman
 from kvfuse.usrbio.interpreter import Interpreter, watched_loop
 from kvfuse.usrbio.memory import Pool, Share
@@ -57,6 +58,7 @@ async def serve_rings(
     with trio.socket.from_stdlib_socket(listener.dup()) as accepting, Doorman(turns) as doorman, watched_loop(turns):
         async with open_ushers() as ushers, trio.open_nursery() as nursery:
             clients = Clients(volume, kernel, device, ushers, doorman, options or UsrbioOptions())
+            nursery.start_soon(clients.desk.run)
             volume.sections["rings"] = clients.statistics
             volume.sections["ring_users"] = clients.accounts.statistics
             volume.user_sections["rings"] = clients.statistics_of
@@ -99,6 +101,7 @@ class Clients:
         self._ushers = ushers
         self.pool = Pool(MEMORY_SIZE)
         self.accounts = Accounts(options)
+        self.desk = Desk()
         self.pinned = Pinned(volume.core.tier.capacity)
         self.charges = Charges(options, lambda: volume.core.tier.statistics().used_bytes)
         self.doorman = doorman

@@ -35,6 +35,8 @@ log = logging.getLogger(__name__)
 
 PREFETCH_PEERS = 8
 """Blocks that are read into the tier at the same time."""
+PAUSE_KEYS = 16
+"""keys of one call that are dealt with before the event loop does something else"""
 DELETE_PEERS = 128
 """Names of a call that are removed at the same time: they share round trips to the store, and commits."""
 
@@ -180,6 +182,8 @@ class Blocks:
         loaded = [False] * len(names)
 
         async def load(number: int, name: bytes) -> None:
+            if number % PAUSE_KEYS == PAUSE_KEYS - 1:
+                await trio.lowlevel.checkpoint()
             try:
                 loaded[number] = await self._load(directory, name, may_read)
             except errors.OperationError as error:
@@ -294,6 +298,8 @@ class Blocks:
         gone: dict[int, Node] = {}
 
         async def remove(number: int, name: bytes) -> None:
+            if number % PAUSE_KEYS == PAUSE_KEYS - 1:
+                await trio.lowlevel.checkpoint()
             with suppress(errors.NotFound, errors.NameTooLong, errors.IsADirectory):
                 _, gone[number] = await self.names.unlink(directory, name)
 

@@ -1,0 +1,128 @@
+"""What rings want of the event loop, in the order in which it is done: users take turns here, too.
+
+To start a call takes the event loop some ten microseconds, and what it then does is often all of it. So calls are not
+started as they arrive, but some in each pass of the event loop: between two passes everybody else has a turn, the
+kernel's requests before all. The next call is one of the user that had the least work done since it has some waiting.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import suppress
+from typing import NamedTuple
+
+import trio
+
+from kvfuse.usrbio.call import Call
+from kvfuse.usrbio.wire import MANY_KEY_OPS
+from kvfuse.usrbio.worker import Worker
+
+PASS_COST = 16.0
+"""Calls that are started in one pass of the event loop, about: a millisecond"""
+PIECE = 16
+"""calls of one ring that are started together"""
+KEYS_PER_CALL = 64
+"""of a call with many keys, that take as long as another call"""
+
+
+class _Job(NamedTuple):
+    """Calls of one ring, and what does them."""
+
+    worker: Worker
+    calls: list[Call]
+    do: Callable[[Worker, list[Call]], None]
+
+
+class _Line:
+    """What waits of one user. ``cost``: of what was done of it, beginning with that of the others when it arrived."""
+
+    def __init__(self, cost: float) -> None:
+        self.jobs: deque[_Job] = deque()
+        self.cost = cost
+
+
+class Desk:
+    """See the module. `put` is for any thread, all else for the event loop, which runs `run` as a task."""
+
+    def __init__(self) -> None:
+        self._token = trio.lowlevel.current_trio_token()
+        self._lock = threading.Lock()
+        self._lines: dict[Hashable, _Line] = {}
+        """of users for whom something waits"""
+        self._cost = 0.0
+        """of the line that was served last"""
+        self._is_called = False
+        """`_begin` or `run` will look at what waits"""
+        self._more = trio.Event()
+
+    def put(self, user: Hashable, worker: Worker, calls: list[Call], do: Callable[[Worker, list[Call]], None]) -> None:
+        """Have the event loop call ``do`` with these calls, some at a time, in this order."""
+        with self._lock:
+            line = self._lines.get(user)
+            if line is None:
+                line = self._lines[user] = _Line(self._cost)
+            for start in range(0, len(calls), PIECE):
+                line.jobs.append(_Job(worker, calls[start : start + PIECE], do))
+            if self._is_called:
+                return
+            self._is_called = True
+        with suppress(trio.RunFinishedError):  # the daemon has ended: nobody waits for an answer
+            self._token.run_sync_soon(self._begin)
+
+    async def run(self) -> None:
+        """Go on where there is more than one pass may take."""
+        while True:
+            await self._more.wait()
+            self._more = trio.Event()
+            while self._serve_some():
+                await trio.lowlevel.checkpoint()
+
+    def calls_of(self, worker: Worker) -> Iterator[Call]:
+        """What waits of a ring."""
+        with self._lock:
+            jobs = [job for line in self._lines.values() for job in line.jobs if job.worker is worker]
+        return (call for job in jobs for call in job.calls)
+
+    def drop(self, workers: set[Worker]) -> None:
+        """Forget what waits of rings that have ended."""
+        with self._lock:
+            for line in self._lines.values():
+                line.jobs = deque(job for job in line.jobs if job.worker not in workers)
+
+    def _begin(self) -> None:
+        if self._serve_some():
+            self._more.set()
+
+    def _serve_some(self) -> bool:
+        """As much as one pass may take. Whether more waits."""
+        cost = 0.0
+        while cost < PASS_COST:
+            with self._lock:
+                job = self._next()
+            if job is None:
+                return False
+            cost += _cost_of(job)
+            job.do(job.worker, job.calls)
+        return True
+
+    def _next(self) -> _Job | None:
+        """With the lock: the next job; none, and `put` has to call."""
+        while self._lines:
+            user, line = min(self._lines.items(), key=lambda item: item[1].cost)
+            if line.jobs:
+                job = line.jobs.popleft()
+                self._cost = line.cost
+                line.cost += _cost_of(job)
+                return job
+            del self._lines[user]
+        self._is_called = False
+        return None
+
+
+def _cost_of(job: _Job) -> float:
+    """In calls."""
+    if job.calls[0].entry.op not in MANY_KEY_OPS:
+        return len(job.calls)
+    return sum(1 + len(call.names) / KEYS_PER_CALL for call in job.calls)
