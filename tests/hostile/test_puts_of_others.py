@@ -88,4 +88,4 @@ def test_a_victim_never_waits_long_beside_many_puts(count: int) -> None:
             listener.join()
         print(f"beside {said} a victim waited at most {longest} s, a sleeper {noise.longest:.3f} s")
         assert said[0]["refused"] == 0
-        assert max(longest.values()) < STALL_S + 3 * noise.longest
+        assert max(longest.values()) < STALL_S + 5 * noise.longest
