@@ -75,6 +75,7 @@ def test_a_ring_works_on_while_nobody_precedes_it(monkeypatch: pytest.MonkeyPatc
 def test_a_busy_event_loop_precedes_those_that_had_much_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "STAND_BACK_SECONDS", 1.0)
     monkeypatch.setattr(module, "TURN_SECONDS", 100.0)
+    monkeypatch.setattr(module, "HALF_LIFE_SECONDS", 1e9)
     interpreter = Interpreter()
     seat, light = Seat(interpreter.user("a")), Seat(interpreter.user("b"))
     seat.user.lately = 1e9
