@@ -17,7 +17,7 @@ from kvfuse.remote.segments.api import Transfer
 from kvfuse.slab import layout
 from kvfuse.slab.allocator import Slot
 from kvfuse.volume import heads
-from kvfuse.volume.chunk import Extent
+from kvfuse.volume.chunk import FRESH, Extent
 from kvfuse.volume.core import Core
 from kvfuse.volume.node import Node
 
@@ -101,7 +101,8 @@ class HeaderWriter:
             if identity != node.described and chunk is not None and chunk.extents:
                 node.described = identity
                 extent, slabs = chunk.extents[0], self.core.slabs
-                if not slabs.holds(self.core.geometry.slab_of(extent.addr)) or not slabs.is_durable(extent.addr):
+                is_ours = slabs.holds(self.core.geometry.slab_of(extent.addr)) and slabs.is_durable(extent.addr)
+                if extent.state != FRESH and not is_ours:
                     continue  # another host may free the slot, and use it again
                 extent.slot_size = slabs.slot_size(extent.addr)  # perhaps the slab was another's when it was read
                 rows.append(
