@@ -67,7 +67,9 @@ def footprint(mount: KvfuseMount) -> Footprint:
             descriptors[re.sub(r"\[\d+\]| \(deleted\)|psm_\w+", "", target)] += 1
     lines = Path(f"/proc/{mount.pid}/maps").read_text().splitlines()
     mapped = sum(bool(re.search(r"/memfd:|/dev/shm/", line)) and "kvfuse-tier" not in line for line in lines)
-    return Footprint(dict(stats(mount)["rings"]), dict(descriptors), mapped)
+    registered = dict(stats(mount)["rings"])
+    del registered["charged_bytes"]  # looked at again when its user needs more, not when its memory is gone
+    return Footprint(registered, dict(descriptors), mapped)
 
 
 def thread_count(mount: KvfuseMount) -> int:
