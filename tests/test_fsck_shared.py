@@ -130,7 +130,7 @@ async def test_what_clients_that_are_gone_leave_is_no_error(tree: Tree) -> None:
     await tree.change(leave)
     report = await tree.check()
     assert report.clean, [problem.text for problem in report.problems]
-    assert len(report.notes) == 2, report.notes
+    assert len([note for note in report.notes if "heads" not in note]) == 2, report.notes
     assert "1 slots are free when somebody takes their slabs" in report.notes
 
 
