@@ -82,6 +82,10 @@ class Metadata:
     def inodes_free(self) -> int:
         return max(0, self.limit - self.size) // INODE_SIZE
 
+    def inodes_beside(self, count: int) -> int:
+        """As `inodes_free`, where the store counts inodes alone."""
+        return max(0, self.limit // INODE_SIZE - count)
+
     def refusal(self, what: str) -> NoSpace:
         return NoSpace(
             f"{what}: names and attributes have {self.size} of the {self.limit} bytes that they may have in this"
