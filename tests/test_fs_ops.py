@@ -53,7 +53,7 @@ OPERATION_ERRORS = [kind for kind in subclasses(errors.OperationError) if kind._
 
 @pytest.mark.parametrize("kind", sorted(OPERATION_ERRORS, key=lambda kind: kind.__name__))
 def test_every_error_of_an_operation_has_an_errno_of_its_own(kind: type[Exception]) -> None:
-    generic = {errors.OperationError, errors.EngineError, errors.Corrupt}
+    generic = {errors.OperationError, errors.EngineError, errors.MediumError, errors.Corrupt}
     assert errno_of(kind("message")) in errno.errorcode
     assert kind in ERRNO or kind in generic
 
