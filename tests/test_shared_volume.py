@@ -208,6 +208,10 @@ def test_the_password_is_the_first_line_of_a_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"records.password_file: {file} cannot be read: No such file"):
         engines.read_password(file)
     file.write_text("hunter2\nrest\n")
+    file.chmod(0o644)
+    with pytest.raises(ConfigError, match=f"others may read {file} .mode 644."):
+        engines.read_password(file)
+    file.chmod(0o600)
     assert engines.read_password(file) == "hunter2"
     file.write_bytes(b"\n")
     with pytest.raises(ConfigError, match="is empty"):

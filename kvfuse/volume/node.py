@@ -31,6 +31,10 @@ EVICTION_LOOKS = 4
 NO_ATTRIBUTES: Mapping[bytes, bytes | None] = MappingProxyType({})
 
 
+class MovedAgain(EngineError):
+    """Another host moved or removed the inode after its record was read."""
+
+
 class Node:
     """One inode in memory. Everything but ``chunks`` mirrors its record; see `schema.InodeRecord`."""
 

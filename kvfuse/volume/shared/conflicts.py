@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import trio
@@ -25,7 +26,7 @@ from kvfuse.remote.records.api import ABSENT
 from kvfuse.volume import schema
 from kvfuse.volume.batch import Batch, Taken
 from kvfuse.volume.chunk import COMMITTED, FRESH, Extent
-from kvfuse.volume.node import Node
+from kvfuse.volume.node import MovedAgain, Node
 from kvfuse.volume.pending import NameChange
 from kvfuse.volume.sealed import ScanPages, get_marked, get_sound
 
@@ -146,7 +147,10 @@ class Conflicts:
             if row is None or not isinstance(entry, schema.InodeRecord) or entry.ino != node.ino:
                 await self._follow(node)
             elif change is None:
-                await self.journal.merge(node, entry, row.version)
+                try:
+                    await self.journal.merge(node, entry, row.version)
+                except MovedAgain:
+                    await self._follow(node)
         change = self.journal.find(parent, name)
         if change is not None and change.version != (row.version if row is not None else ABSENT):
             self._resolve_name(parent, name, change, row)
@@ -236,8 +240,9 @@ class Conflicts:
                 entry = schema.decode_entry(row.value) if row is not None else None
                 if row is not None and isinstance(entry, schema.InodeRecord) and entry.ino == node.ino:
                     node.parent, node.name = place
-                    await self.journal.merge(node, entry, row.version)
-                    return
+                    with suppress(MovedAgain):
+                        await self.journal.merge(node, entry, row.version)
+                        return
             await trio.sleep(LOOK_SECONDS)
         else:
             if node.nlink and await self._search(node):

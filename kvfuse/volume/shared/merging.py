@@ -19,7 +19,7 @@ from kvfuse.remote.segments.api import Transfer
 from kvfuse.volume import schema
 from kvfuse.volume.chunk import FRESH, Chunk, Staged
 from kvfuse.volume.content import Content
-from kvfuse.volume.node import Node
+from kvfuse.volume.node import MovedAgain, Node
 from kvfuse.volume.shared.refresh import Refresher
 
 log = logging.getLogger(__name__)
@@ -134,7 +134,7 @@ class Merger:
             if found is not None:
                 entry = schema.decode_inode(found.value) if node.own_record else schema.decode_entry(found.value)
             if found is None or not isinstance(entry, schema.InodeRecord) or entry.ino != node.ino:
-                raise EngineError(f"inode {node.ino} was moved or removed by another host once more")
+                raise MovedAgain(f"inode {node.ino} was moved or removed by another host once more")
             record, version = entry, found.version
         inline = [*record.chunks, *[()] * schema.INLINE_CHUNKS][: schema.INLINE_CHUNKS]
         theirs: Theirs = dict(enumerate(inline))
