@@ -138,16 +138,20 @@ class Batch(Changes):
         return key in self.puts or key in self.deletes
 
     def parts(self, limits: RecordLimits) -> Iterator[Changes]:
-        """In several commits: first what takes slots, then what is put, then what is deleted.
+        """In several commits: first what takes slots, then what is put, what is deleted, and what frees others' slots.
 
         A crash between two of them leaves slots that nobody has, or an inode with two names, for fsck to mend.
         """
-        keys = sorted([*self.puts, *self.deletes], key=lambda key: (key not in self.puts, key[:1] != b"s"))
+        operations_max = limits.commit_operations_max - RESERVED_OPERATIONS
+        bytes_max = limits.commit_bytes_max - RESERVED_BYTES
+        keys = sorted(
+            [*self.puts, *self.deletes], key=lambda key: (key[:1] == b"f", key not in self.puts, key[:1] != b"s")
+        )
         part, size = Changes(), 0
         for key in keys:
             row_size = len(key) + len(self.puts.get(key, b""))
             count = len(part.puts) + len(part.deletes)
-            if count and (count >= limits.commit_operations_max or size + row_size > limits.commit_bytes_max):
+            if count and (count >= operations_max or size + row_size > bytes_max):
                 yield part
                 part, size = Changes(), 0
             size += row_size
