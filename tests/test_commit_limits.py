@@ -15,12 +15,15 @@ import pytest
 import trio
 import trio.testing
 from test_volume_model import CHUNK, play
-from volume_lab import CALLER, MIB, Chaos, Disk, check, lab_options, opened
+from volume_lab import CALLER, MIB, SHARED_LIMITS, Chaos, Disk, check, lab_options, opened
 
 from kvfuse.errors import NotFound
 from kvfuse.remote.records.api import RecordLimits
 from kvfuse.remote.records.lmdb import LIMITS
+from kvfuse.volume import schema
 from kvfuse.volume.api import RENAME_EXCHANGE, ROOT_INODE
+from kvfuse.volume.batch import Batch
+from kvfuse.volume.commits import RESERVED_OPERATIONS
 from kvfuse.volume.volume import Volume
 
 TINY = replace(LIMITS, commit_operations_max=16)
@@ -184,3 +187,16 @@ async def test_bitmaps_of_a_recalled_commit_wait_where_there_is_no_room(autojump
         await volume.sync()
         for number in range(40):
             assert await read_file(volume, ROOT_INODE, b"small %d" % number) == b"x"
+
+
+def test_each_part_has_room_for_the_records_of_the_lease_and_frees_come_last() -> None:
+    """Without that room the store refuses a part; and other hosts may write to a slot as soon as it is freed."""
+    freed = {schema.freed_key(1, 4096 * number, 1): b"" for number in range(300)}
+    names = {schema.entry_key(ROOT_INODE, b"%d" % number): b"inode" for number in range(20)}
+    batch = Batch(puts={**freed, **names}, deletes={schema.orphan_key(7)})
+    parts = list(batch.parts(SHARED_LIMITS))
+    room = SHARED_LIMITS.commit_operations_max - RESERVED_OPERATIONS
+    assert all(len(part.puts) + len(part.deletes) <= room for part in parts)
+    homes = {key: number for number, part in enumerate(parts) for key in (*part.puts, *part.deletes)}
+    assert homes.keys() == {*batch.puts, *batch.deletes}
+    assert max(homes[key] for key in (*names, *batch.deletes)) <= min(homes[key] for key in freed)

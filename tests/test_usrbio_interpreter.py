@@ -6,6 +6,7 @@ import random
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import pytest
@@ -24,8 +25,8 @@ def in_thread(work: Callable[[], None]) -> threading.Thread:
     return thread
 
 
-def waiting_count(interpreter: Interpreter) -> int:
-    return sum(len(user.waiting) for user in interpreter._waiting)
+def has_waiting(interpreter: Interpreter, count: int) -> bool:
+    return sum(len(user.waiting) for user in interpreter._waiting) == count
 
 
 def line_up(interpreter: Interpreter, names: str, order: list[str]) -> list[threading.Thread]:
@@ -40,7 +41,7 @@ def line_up(interpreter: Interpreter, names: str, order: list[str]) -> list[thre
             interpreter.give(seat)
 
         threads.append(in_thread(work))
-        wait_until(lambda number=number: waiting_count(interpreter) == number + 1, "a thread to wait")  # type: ignore[misc]
+        wait_until(partial(has_waiting, interpreter, number + 1), "a thread to wait")
     return threads
 
 
@@ -130,7 +131,7 @@ def test_turns_are_never_two_and_never_lost(rng: random.Random) -> None:
                     interpreter.lend(seat)
                 elif rng.random() < 0.2:
                     interpreter.begin_copy(seat)
-                    time.sleep(0)
+                    time.sleep(0)  # as a copy does, it lets go of the interpreter
                     interpreter.end_copy(seat)
             interpreter.give(seat)
 
@@ -142,7 +143,7 @@ def test_turns_are_never_two_and_never_lost(rng: random.Random) -> None:
         thread.start()
     while time.monotonic() < end:
         interpreter.loop_works()
-        time.sleep(0.0005)
+        time.sleep(0.0005)  # the event loop works for a while
         interpreter.loop_rests()
     for thread in threads:
         thread.join(30)

@@ -227,12 +227,12 @@ class Ushers:
         ready.set()
         while self._wanted.acquire() and not self._closed:
             while not _start_thread(self._attend, channel):
-                time.sleep(RETRY_SECONDS)
+                time.sleep(RETRY_SECONDS)  # this thread only starts others, and there is no event for a free one
 
     def _attend(self, channel: int) -> None:
         """One call. With a table of its own the thread closes nothing by itself: see the module."""
         while self.is_apart and _libc.unshare(CLONE_FILES) != 0:  # the machine has no memory now
-            time.sleep(RETRY_SECONDS)
+            time.sleep(RETRY_SECONDS)  # its user alone waits for this thread
         with socket.socket(fileno=os.dup(channel)) as commands:
             data, own, _, _ = socket.recv_fds(commands, 8, 2)
         call = self._calls.pop(int.from_bytes(data, "little"), None) if data else None

@@ -43,7 +43,7 @@ def main() -> None:
         return ring.wait(1)[0][1]
 
     first = ask(sqe(99))
-    time.sleep(HELD_S)  # the bell has been rung
+    time.sleep(HELD_S)  # until the daemon has rung the bell, which nothing else shows: then it is read
     hang(lambda: os.readv(ring.client_bell, [page]))
     say(bell="held", first=first)
     ring.map[ring.aux : ring.aux + 6] = b"absent"

@@ -33,7 +33,7 @@ def main() -> None:
             refused += sum(row[1] < 0 for row in rows)
             taken += len(rows)
             if not rows:
-                time.sleep(0.0005)
+                time.sleep(0.0005)  # an attacker that spins would take the processor from the victim
         place = free.pop()
         ring.map[ring.aux + place * KEY_SIZE : ring.aux + (place + 1) * KEY_SIZE] = b"%016d" % number
         ring.push(

@@ -102,12 +102,12 @@ def main() -> None:
         if found:
             is_busy = sys.stdin.readline().strip() == "go"
             while not is_busy and any(ring.words[CQ_TAIL // 8] != ring.words[SQ_TAIL // 8] for ring in rings):
-                time.sleep(IDLE_SECONDS)
+                time.sleep(IDLE_SECONDS)  # it looks again: a ring without a sleep word rings no bell
             say(submitted=submitted)
         done = [turn(ring, count, always=kind == "bells") for ring, count in zip(rings, counts, strict=True)]
         submitted += sum(done) * counts[0]
         if not any(done):
-            time.sleep(IDLE_SECONDS)
+            time.sleep(IDLE_SECONDS)  # all rings are full: to spin would measure the attacker
 
 
 if __name__ == "__main__":

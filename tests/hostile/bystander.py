@@ -27,7 +27,7 @@ class Bystander:
             self._took("stat", lambda: os.path.exists(f"{self._mount}/absent-{time.monotonic_ns()}"))
             self._took("read", self._read)
             self._took("ring", self._set_up_a_ring)
-            time.sleep(0.005)
+            time.sleep(0.005)  # a user who works now and then: it measures waits, not throughput
 
     def _took(self, kind: str, work: Callable[[], object]) -> None:
         self._began = time.monotonic()

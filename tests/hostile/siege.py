@@ -54,7 +54,7 @@ def ask(victim: subprocess.Popen[str]) -> dict[str, Any]:
 
 def wait(seconds: float, what: str) -> None:
     for _ in track(range(int(seconds)), what, console=Console(stderr=True)):
-        time.sleep(1)
+        time.sleep(1)  # the attack is a matter of time, which the bar shows
 
 
 def print_table(idle: dict[str, list[float]], besieged: dict[str, list[float]]) -> None:

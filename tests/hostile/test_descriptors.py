@@ -60,4 +60,4 @@ def watch(bystander: AttackProcess, event: str) -> None:
         assert said["works"], event
         assert said["waits"] < CALL_S, f"{event}: a call waits"
         assert all(seconds < CALL_S for seconds in said["longest"].values()), f"{event}: {said}"
-        time.sleep(ROUND_S)
+        time.sleep(ROUND_S)  # the attack goes on meanwhile: a freeze may begin at any moment of it
