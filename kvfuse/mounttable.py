@@ -10,6 +10,8 @@ from pathlib import Path
 
 DEAD = frozenset({errno.ENOTCONN, errno.ECONNABORTED})
 """what the kernel answers for a FUSE mount whose daemon is gone, the second for the first moments"""
+FILE_SYSTEM = "fuse.kvfuse"
+"""of kvfuse's mounts"""
 LINKS_MAX = 40
 """that are followed, as many as the kernel follows"""
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import trio
 from mounting import shared_conf
+from shared_lab import put, read
 from volume_lab import CALLER
 
 from kvfuse import config
@@ -28,22 +29,6 @@ CONTENT = bytes(range(256)) * 300
 @pytest.fixture
 def options(etcd: EtcdServers, tmp_path: Path) -> Options:
     return config.load(shared_conf(tmp_path, etcd)).options
-
-
-async def write(volume: Volume, name: bytes) -> None:
-    handle, _ = await volume.create(ROOT_INODE, name, 0o640, CALLER, os.O_WRONLY)
-    await volume.write(handle, 0, CONTENT)
-    await volume.flush(handle)
-    await volume.release(handle)
-
-
-async def read(volume: Volume, name: bytes) -> bytes:
-    node = await volume.lookup(ROOT_INODE, name)
-    handle = await volume.open(node.ino, os.O_RDONLY, CALLER)
-    try:
-        return bytes(await volume.read(handle, 0, 2 * len(CONTENT)))
-    finally:
-        await volume.release(handle)
 
 
 async def damage(options: Options, *kinds: bytes, name: bytes = b"") -> list[bytes]:
@@ -66,7 +51,7 @@ async def test_hosts_go_on_beside_a_changed_record(options: Options) -> None:
     async with two_hosts(options) as (first, second):
         assert first.core.superblock.features == layout.KNOWN_FEATURES
         for name in (b"victim", b"neighbour"):
-            await write(first, name)
+            await put(first, name, CONTENT)
         assert await read(second, b"victim") == CONTENT
         assert await damage(options, b"d", name=b"victim")
         for volume in (first, second):
@@ -80,7 +65,7 @@ async def test_hosts_go_on_beside_a_changed_record(options: Options) -> None:
             assert await read(volume, b"neighbour") == CONTENT
             listed = {entry.name for entry in await volume.list_directory(ROOT_INODE, 0, 100)}
             assert listed == {b"neighbour"}
-        await write(second, b"later")
+        await put(second, b"later", CONTENT)
         await first.rename(ROOT_INODE, b"neighbour", ROOT_INODE, b"moved", 0)
         assert await read(first, b"later") == CONTENT
         assert await read(second, b"moved") == CONTENT
@@ -93,7 +78,7 @@ async def test_hosts_go_on_beside_a_changed_record(options: Options) -> None:
 async def test_a_change_of_a_file_whose_record_was_changed_by_hand_is_lost_alone(options: Options) -> None:
     async with two_hosts(options) as (first, _):
         for name in (b"victim", b"neighbour"):
-            await write(first, name)
+            await put(first, name, CONTENT)
         node = await first.lookup(ROOT_INODE, b"victim")
         handle = await first.open(node.ino, os.O_WRONLY, CALLER)
         await damage(options, b"d", name=b"victim")
@@ -105,7 +90,7 @@ async def test_a_change_of_a_file_whose_record_was_changed_by_hand_is_lost_alone
         await first.sync()  # what was changed here of the file is lost, and nothing else waits for it
         with pytest.raises((Corrupt, Stale)):
             await first.lookup(ROOT_INODE, b"victim")
-        await write(first, b"later")
+        await put(first, b"later", CONTENT)
         await first.sync()
         assert await read(first, b"later") == CONTENT
 
@@ -116,12 +101,12 @@ async def test_slabs_with_damaged_records_are_not_used(options: Options, kind: b
     await format.format_volume(options)
     async with open_volume(options) as volume:
         for number in range(10):
-            await write(volume, b"old-%d" % number)
+            await put(volume, b"old-%d" % number, CONTENT)
     assert await damage(options, kind)
     async with open_volume(options) as volume:
         with trio.fail_after(30):
             for number in range(10):
-                await write(volume, b"new-%d" % number)
+                await put(volume, b"new-%d" % number, CONTENT)
         for number in range(10):
             assert await read(volume, b"old-%d" % number) == CONTENT
             assert await read(volume, b"new-%d" % number) == CONTENT

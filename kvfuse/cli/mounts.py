@@ -16,9 +16,8 @@ from typing import Any, TypeVar
 
 from kvfuse.cli import MountBusy
 from kvfuse.errors import EngineTimeout, MountError
-from kvfuse.mounttable import DEAD, Mounted, all_mounts, top_mount
+from kvfuse.mounttable import DEAD, FILE_SYSTEM, Mounted, all_mounts, top_mount
 
-FILE_SYSTEM = "fuse.kvfuse"
 STATUS_HINT = "'kvfuse status' lists the kvfuse mounts"
 ANSWER_SECONDS = 5.0
 """after which a daemon that does not answer is said to hang"""

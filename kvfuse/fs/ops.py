@@ -28,7 +28,7 @@ from kvfuse.errnos import errno_of
 from kvfuse.fs.kernel import LISTING_SECONDS, Kept
 from kvfuse.fs.virtual import FOLDER_INODE, FOLDER_NAME, Reader, VirtualFolder, is_virtual
 from kvfuse.volume.api import NAME_MAX, ROOT_INODE, Attributes, Caller, Changes, Handle, VolumeApi
-from kvfuse.volume.credentials import CAP_SYS_ADMIN, Credentials
+from kvfuse.volume.credentials import Capability, Credentials
 
 log = logging.getLogger(__name__)
 
@@ -395,7 +395,7 @@ class KvfuseOperations(pyfuse3.Operations):
     async def listxattr(self, inode: int, ctx: RequestContext) -> Sequence[bytes]:
         names = [] if is_virtual(inode) else await self._volume.list_xattrs(inode)
         hidden = [name for name in names if name.startswith(ROOT_XATTRS)]
-        if hidden and not (ctx.uid == 0 and Credentials.of(ctx.pid, ctx.uid).has(CAP_SYS_ADMIN)):
+        if hidden and not (ctx.uid == 0 and Credentials.of(ctx.pid, ctx.uid).has(Capability.SYS_ADMIN)):
             return [name for name in names if name not in hidden]
         return names
 

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from kvfuse.errors import MountError
-from kvfuse.mounttable import DEAD, top_mount
+from kvfuse.mounttable import DEAD, FILE_SYSTEM, top_mount
 
 OPEN_TREE, MOVE_MOUNT = 428, 429
 """numbers of system calls, the same on all processors"""
@@ -36,7 +36,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 def is_dead_mount(point: Path) -> bool:
     """A kvfuse mount whose daemon is gone is on top of ``point``. Asks that mount, and no other file system."""
     row = top_mount(point)
-    if row is None or row.file_system != "fuse.kvfuse":
+    if row is None or row.file_system != FILE_SYSTEM:
         return False
     try:
         os.statvfs(row.point)

@@ -19,7 +19,7 @@ from typing import NamedTuple, Self
 
 from kvfuse.errors import BadHandle, NotADirectory, NotFound, NotPermitted, PermissionDenied
 from kvfuse.volume.api import FIRST_INODE, ROOT_INODE, VIRTUAL_NAME, DirEntry
-from kvfuse.volume.credentials import CAP_SYS_ADMIN, Credentials
+from kvfuse.volume.credentials import Capability, Credentials
 
 FOLDER_NAME = VIRTUAL_NAME
 SOCKET_NAME = b"control.sock"
@@ -40,7 +40,7 @@ class Reader(NamedTuple):
     def of(cls, uid: int, pid: int) -> Self:
         """A process that asks the kernel. Uid 0 alone is not root: a container's may do as little as anybody."""
         if uid == 0:
-            return cls(uid, Credentials.of(pid, uid).has(CAP_SYS_ADMIN))
+            return cls(uid, Credentials.of(pid, uid).has(Capability.SYS_ADMIN))
         return cls(uid, uid == os.geteuid())
 
 

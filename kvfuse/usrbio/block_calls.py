@@ -13,11 +13,12 @@ import trio
 
 from kvfuse import errors
 from kvfuse.usrbio.call import Call, Done, in_ring_thread
-from kvfuse.usrbio.peer import Capability, Peer
+from kvfuse.usrbio.peer import Peer
 from kvfuse.usrbio.registry import Namespace
 from kvfuse.usrbio.worker import Worker
 from kvfuse.volume.api import Caller
 from kvfuse.volume.blocks import Binding
+from kvfuse.volume.credentials import Capability
 from kvfuse.volume.node import Node
 from kvfuse.volume.volume import Volume
 

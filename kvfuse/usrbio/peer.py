@@ -16,7 +16,6 @@ import socket
 import stat
 import struct
 from dataclasses import dataclass
-from enum import IntEnum
 from pathlib import Path
 from typing import Self
 
@@ -24,22 +23,12 @@ import trio
 
 from kvfuse.volume.api import Attributes
 from kvfuse.volume.blocks import Binding
+from kvfuse.volume.credentials import Capability, process_status, shares_user_namespace
 
 SO_PEERGROUPS = 59
 SO_PEERPIDFD = 77
 GROUPS_MAX = 256
 """what `getsockopt` takes"""
-
-
-class Capability(IntEnum):
-    """Numbers of bits, as in linux/capability.h."""
-
-    DAC_OVERRIDE = 1
-    DAC_READ_SEARCH = 2
-    FOWNER = 3
-    FSETID = 4
-    SYS_ADMIN = 21
-    SYS_RESOURCE = 24
 
 
 @dataclass(frozen=True)
@@ -60,15 +49,14 @@ class Powers:
 
         Capabilities first, then the namespace: in between a process may enter a child namespace, never a parent.
         """
-        process = Path(f"/proc/{pid}")
-        fields = dict(line.split(":", 1) for line in (process / "status").read_text().splitlines())
+        fields = process_status(pid)
         if int(fields["Uid"].split()[1]) != 0:
             return cls()
         try:
-            is_ours = os.readlink(process / "ns/user") == os.readlink("/proc/self/ns/user")
+            is_ours = shares_user_namespace(pid)
         except PermissionError:  # the daemon is not root
             is_ours = False
-        uids, gids = (_mapped((process / name).read_text()) for name in ("uid_map", "gid_map"))
+        uids, gids = (_mapped(Path(f"/proc/{pid}", name).read_text()) for name in ("uid_map", "gid_map"))
         return cls(int(fields["CapEff"], 16), is_ours, uids, gids)
 
     def has(self, capability: Capability, inode: Attributes | Binding | None = None) -> bool:

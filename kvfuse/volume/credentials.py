@@ -3,12 +3,30 @@
 from __future__ import annotations
 
 import os
+from enum import IntEnum
 from pathlib import Path
 from typing import NamedTuple, Self
 
-CAP_FSETID = 4
-CAP_SYS_ADMIN = 21
-"""numbers of bits, as in linux/capability.h"""
+
+class Capability(IntEnum):
+    """Numbers of bits, as in linux/capability.h."""
+
+    DAC_OVERRIDE = 1
+    DAC_READ_SEARCH = 2
+    FOWNER = 3
+    FSETID = 4
+    SYS_ADMIN = 21
+    SYS_RESOURCE = 24
+
+
+def process_status(pid: int) -> dict[str, str]:
+    """The fields of /proc/PID/status. OSError, ValueError."""
+    return dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+
+
+def shares_user_namespace(pid: int) -> bool:
+    """Whether the capabilities of a process count for what the daemon has. OSError: the daemon may not look."""
+    return os.readlink(f"/proc/{pid}/ns/user") == os.readlink("/proc/self/ns/user")
 
 
 class Credentials(NamedTuple):
@@ -23,16 +41,14 @@ class Credentials(NamedTuple):
 
         It does not show a process that has ended, nor one outside the daemon's pid namespace (``pid`` 0).
         """
-        process = Path(f"/proc/{pid}")
         try:
-            fields = dict(line.split(":", 1) for line in (process / "status").read_text().splitlines())
+            fields = process_status(pid)
             groups = frozenset(int(word) for word in fields["Groups"].split())
             if uid != 0:
                 return cls(groups)
-            is_ours = os.readlink(process / "ns/user") == os.readlink("/proc/self/ns/user")
-            return cls(groups, int(fields["CapEff"], 16) if is_ours else 0)
+            return cls(groups, int(fields["CapEff"], 16) if shares_user_namespace(pid) else 0)
         except (OSError, KeyError, ValueError):
             return cls(capabilities=-1 if uid == 0 else 0)
 
-    def has(self, capability: int) -> bool:
+    def has(self, capability: Capability) -> bool:
         return bool(self.capabilities >> capability & 1)

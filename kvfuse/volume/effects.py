@@ -12,7 +12,7 @@ import stat
 
 from kvfuse.errors import NotPermitted
 from kvfuse.volume.api import Caller
-from kvfuse.volume.credentials import CAP_FSETID, Credentials
+from kvfuse.volume.credentials import Capability, Credentials
 from kvfuse.volume.node import Node
 
 SET_ID = stat.S_ISUID | stat.S_ISGID
@@ -90,7 +90,7 @@ def _keeps_all(caller: Caller) -> bool:
     """The caller has CAP_FSETID."""
     if caller.keeps_privileges is not None:
         return caller.keeps_privileges
-    return caller.uid == 0 and Credentials.of(caller.pid, caller.uid).has(CAP_FSETID)
+    return caller.uid == 0 and Credentials.of(caller.pid, caller.uid).has(Capability.FSETID)
 
 
 def _may_act_for(caller: Caller, gid: int) -> bool:
