@@ -202,3 +202,26 @@ async def test_a_removed_file_that_turns_out_to_live_on_has_its_bytes(
         assert (await look(one, b"other")).ino == ino
         for volume in (one, two):
             assert await get(volume, b"other") == b"bytes" * 1000
+
+
+@pytest.mark.parametrize("strict", [True, False], ids=["strict", "relaxed"])
+async def test_a_directory_that_was_only_listed_is_where_another_host_moves_it(
+    rng: random.Random, autojump_clock: trio.testing.MockClock, strict: bool
+) -> None:
+    """It came into memory by its number, without a name: the news of its move are all that says where it is."""
+    options = lab_options(strict=strict)
+    disk = Disk.format(options, shared=True)
+    async with volumes(disk, options, 2, rng) as (one, two):
+        inner, outer = [(await one.make_directory(ROOT_INODE, name, 0o755, CALLER)).ino for name in (b"in", b"out")]
+        await quiet(one)
+        assert await names_in(two) == [b"in", b"out"]
+        await one.rename(ROOT_INODE, b"in", outer, b"in", 0)
+        await quiet(one, two)
+        assert (await two.lookup(ROOT_INODE, b"out")).ino == outer
+        assert (await two.lookup(outer, b"in")).ino == inner
+        assert (await two.lookup(inner, b"..")).ino == outer
+        with pytest.raises(errors.InvalidArgument):
+            await two.rename(ROOT_INODE, b"out", inner, b"out", 0)
+        await two.set_attributes(inner, Changes(mode=0o700), CALLER)
+        await quiet(two, one)
+        assert schema.decode_inode(disk.records[schema.inode_key(inner)].value).parent == outer

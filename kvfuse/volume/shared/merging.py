@@ -103,7 +103,7 @@ class Merger:
         node.atime = _merged_time(node.atime, base.atime, record.atime)
         node.mtime = _merged_time(node.mtime, base.mtime, record.mtime)
         node.ctime = max(node.ctime, record.ctime)
-        if node.is_directory and record.parent != base.parent:
+        if node.is_directory:
             node.parent = record.parent
         node.base, node.version, node.stored = record, version, True
 

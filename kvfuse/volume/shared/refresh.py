@@ -108,10 +108,15 @@ class Refresher:
 
 
 def _put_at(node: Node, record: schema.InodeRecord, place: tuple[int, bytes]) -> None:
-    """``place``: a name that led to the inode, or did once: where a directory is its record says."""
+    """``place``: a name that led to the inode, or did once, or none where it was found by its number.
+
+    A directory is where its record says, also where the name is not known: the record that is put next says it again.
+    """
     parent, name = place
-    if node.is_directory and record.parent != parent:
+    if node.is_directory:
         node.parent = record.parent
+        if name and record.parent == parent:
+            node.name = name
     elif name:
         node.parent, node.name = place
 
