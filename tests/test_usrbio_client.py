@@ -7,6 +7,7 @@ import errno
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -21,7 +22,7 @@ from mounting import KvfuseMount, stop_process, stopped
 from ring_calls import PATIENCE_S, SIZE, done
 
 from kvfuse.usrbio.client import Client, Disconnected, File, Op, Priority, connect
-from kvfuse.usrbio.wire import CQE, Word
+from kvfuse.usrbio.wire import CQE, SOCKET_PATH, Word
 
 pytestmark = pytest.mark.engines("lmdb+file", "etcd+rados")
 
@@ -285,6 +286,22 @@ def test_a_closed_ring_is_closed(client: Client) -> None:
 def test_there_is_no_mount(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         connect(tmp_path)
+
+
+def test_a_client_waits_where_many_wait_to_be_accepted(tmp_path: Path) -> None:
+    """As long as its deadline allows: it was told at once that no daemon answers."""
+    (tmp_path / ".kvfuse").mkdir()
+    with (
+        socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener,
+        socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as other,
+    ):
+        listener.bind(str(tmp_path / SOCKET_PATH))
+        listener.listen(0)
+        other.connect(str(tmp_path / SOCKET_PATH))
+        started = time.monotonic()
+        with pytest.raises(Disconnected, match="no daemon answers"):
+            connect(tmp_path, deadline=0.2)
+        assert time.monotonic() - started >= 0.19
 
 
 def test_a_path_inside_finds_the_mount(shared_mount: KvfuseMount) -> None:

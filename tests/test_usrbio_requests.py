@@ -7,7 +7,7 @@ import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack, asynccontextmanager
-from errno import ETIMEDOUT
+from errno import EBADF, ETIMEDOUT
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import pytest
 import trio
 from volume_lab import MIB, Disk, lab_options, opened
 
-from kvfuse.usrbio import passing
+from kvfuse.usrbio import passing, penalty
 from kvfuse.usrbio.service import serve_rings
 from kvfuse.usrbio.wire import MESSAGE_SIZE_MAX, VERSION, Message, Request
 
@@ -37,6 +37,10 @@ class Asking:
             await self._stream.sendmsg([data], rights)
         with trio.fail_after(PATIENCE_S):
             return Message.unpack(await self._stream.recv(MESSAGE_SIZE_MAX))
+
+    async def has_ended(self) -> bool:
+        with trio.fail_after(PATIENCE_S):
+            return not await self._stream.recv(MESSAGE_SIZE_MAX)
 
 
 @asynccontextmanager
@@ -108,3 +112,21 @@ async def test_a_machine_without_threads_refuses_and_goes_on(
         with monkeypatch.context() as patch:
             patch.setattr(threading.Thread, "start", start_or_not)
             await check_one_answer_each(client, memory, patch.undo)
+
+
+async def test_a_client_whose_messages_are_all_refused_is_disconnected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others go on meanwhile. One that is right as often as not stays."""
+    monkeypatch.setattr(penalty, "FREE", 8)
+    monkeypatch.setattr(penalty, "BOUND", 16)
+    monkeypatch.setattr(penalty, "LAST_SECONDS", 0.001)
+    async with asking(tmp_path, 2) as (bad, client):
+        for number in range(17):
+            assert (await bad.ask(Request.DROP_RING, number, 12345)).status == -EBADF
+            assert (await client.ask(Request.DROP_RING, 2 * number, 12345)).status == -EBADF
+            added = await client.ask(Request.ADD_RING, 2 * number + 1, 8)
+            assert added.status == 0
+            assert (await client.ask(Request.DROP_RING, 2 * number + 2, added.values[0])).status == 0
+        assert await bad.has_ended()
+        assert (await client.ask(Request.ADD_RING, 100, 8)).status == 0

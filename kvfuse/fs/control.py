@@ -29,7 +29,7 @@ from kvfuse.fs.virtual import FOLDER_NAME, SOCKET_NAME
 SO_PASSRIGHTS = 83
 """off, so that an accepted socket begins with it off, too: the kernel refuses messages with descriptors"""
 BIND_SECONDS = 10.0
-BACKLOG = 128
+BACKLOG = 32
 """clients that may wait to be accepted"""
 
 

@@ -119,6 +119,12 @@ class Accounts:
             user = self._users[key] = _User()
         return Account(peer, user, self._options, self._pools)
 
+    def check_connections(self, uid: int) -> None:
+        """QuotaExceeded where a user with limits has as many as it may."""
+        user, allowed = self._users.get((uid, False)), self._options.user_connections
+        if user is not None and user.held["user_connections"] >= allowed:
+            raise QuotaExceeded(f"user {uid} has as many connections as it may: usrbio.user_connections is {allowed}")
+
     def statistics(self) -> dict[str, dict[str, int]]:
         """What each user has now, by its number; "root": all that have no limits."""
         return {

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -28,11 +28,12 @@ KEYS_PER_CALL = 64
 
 
 class _Job(NamedTuple):
-    """Calls of one ring, and what does them."""
+    """Calls of one ring, and what does them; or somebody who waits for a turn. ``cost``: in calls."""
 
-    worker: Worker
-    calls: list[Call]
-    do: Callable[[Worker, list[Call]], None]
+    cost: float
+    do: Callable[..., None]
+    worker: Worker | None = None
+    calls: Sequence[Call] = ()
 
 
 class _Line:
@@ -59,12 +60,21 @@ class Desk:
 
     def put(self, user: Hashable, worker: Worker, calls: list[Call], do: Callable[[Worker, list[Call]], None]) -> None:
         """Have the event loop call ``do`` with these calls, some at a time, in this order."""
+        pieces = [calls[start : start + PIECE] for start in range(0, len(calls), PIECE)]
+        self._put(user, [_Job(_cost_of(piece), do, worker, piece) for piece in pieces])
+
+    async def turn(self, user: Hashable, cost: float) -> None:
+        """Wait until the user may have the event loop do what takes as long as so many calls. Event loop only."""
+        came = trio.Event()
+        self._put(user, [_Job(cost, lambda *_: came.set())])
+        await came.wait()
+
+    def _put(self, user: Hashable, jobs: list[_Job]) -> None:
         with self._lock:
             line = self._lines.get(user)
             if line is None:
                 line = self._lines[user] = _Line(self._cost)
-            for start in range(0, len(calls), PIECE):
-                line.jobs.append(_Job(worker, calls[start : start + PIECE], do))
+            line.jobs.extend(jobs)
             if self._is_called:
                 return
             self._is_called = True
@@ -103,7 +113,7 @@ class Desk:
                 job = self._next()
             if job is None:
                 return False
-            cost += _cost_of(job)
+            cost += job.cost
             job.do(job.worker, job.calls)
         return True
 
@@ -114,15 +124,14 @@ class Desk:
             if line.jobs:
                 job = line.jobs.popleft()
                 self._cost = line.cost
-                line.cost += _cost_of(job)
+                line.cost += job.cost
                 return job
             del self._lines[user]
         self._is_called = False
         return None
 
 
-def _cost_of(job: _Job) -> float:
-    """In calls."""
-    if job.calls[0].entry.op not in MANY_KEY_OPS:
-        return len(job.calls)
-    return sum(1 + len(call.names) / KEYS_PER_CALL for call in job.calls)
+def _cost_of(calls: list[Call]) -> float:
+    if calls[0].entry.op not in MANY_KEY_OPS:
+        return len(calls)
+    return sum(1 + len(call.names) / KEYS_PER_CALL for call in calls)

@@ -53,6 +53,8 @@ RETRY_SECONDS = 0.1
 """after which an usher is tried again that could not be had"""
 DESCRIPTORS_MAX = 253
 """of one message (SCM_MAX_FD): an usher takes all, for the kernel would close the rest before the thread exits"""
+MESSAGES_TURNED_AWAY = 8
+"""that are looked at before somebody else does"""
 CREDENTIALS_SPACE = socket.CMSG_SPACE(12)
 NO_CALL = b"\xff" * 8
 SO_PASSRIGHTS = 83
@@ -357,6 +359,27 @@ class Usher:
     def _close_taken(self, descriptors: list[int]) -> None:
         if not self._ushers.is_apart:
             close_all(descriptors)
+
+
+def turn_away(client: socket.socket) -> bool:
+    """Close a socket at once. False, and it is only shut down, where it may carry descriptors: see `Usher.empty`."""
+    with suppress(OSError):  # the client did
+        client.shutdown(socket.SHUT_RDWR)
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+    for _ in range(MESSAGES_TURNED_AWAY):
+        try:
+            _, ancillary, flags, _ = client.recvmsg(1, CREDENTIALS_SPACE, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except ConnectionResetError:  # said once, before what was received
+            continue
+        except BlockingIOError:
+            return False
+        if not ancillary:
+            client.close()
+            return True
+        if flags & socket.MSG_CTRUNC:
+            return False
+        client.recv(1, socket.MSG_DONTWAIT)
+    return False
 
 
 def _pass_on(end: int, descriptor: int) -> None:

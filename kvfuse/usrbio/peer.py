@@ -74,6 +74,12 @@ def _mapped(table: str) -> tuple[range, ...]:
     return tuple(range(outside, outside + count) for _, outside, count in rows)
 
 
+def credentials(connection: socket.socket | trio.socket.SocketType) -> tuple[int, int, int]:
+    """(pid, uid, gid) of the process that connected."""
+    pid, uid, gid = struct.unpack("iII", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return pid, uid, gid
+
+
 @dataclass(frozen=True)
 class Peer:
     """The process that connected, as the kernel says."""
@@ -85,8 +91,9 @@ class Peer:
     powers: Powers = Powers()
 
     @classmethod
-    async def of(cls, connection: trio.socket.SocketType) -> Self:
-        pid, uid, gid = struct.unpack("iII", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    async def of(cls, connection: trio.socket.SocketType, limiter: trio.CapacityLimiter | None = None) -> Self:
+        """``limiter``: of threads that look at processes of uid 0."""
+        pid, uid, gid = credentials(connection)
         try:
             raw = connection.getsockopt(socket.SOL_SOCKET, SO_PEERGROUPS, 4 * GROUPS_MAX)
         except OSError:
@@ -94,7 +101,7 @@ class Peer:
         groups = frozenset(struct.unpack(f"{len(raw) // 4}I", raw))
         powers = Powers()
         if uid == 0 and pid > 0:
-            powers = await trio.to_thread.run_sync(_proven_powers, connection.fileno(), pid)
+            powers = await trio.to_thread.run_sync(_proven_powers, connection.fileno(), pid, limiter=limiter)
         return cls(pid, uid, gid, groups, powers)
 
     @property

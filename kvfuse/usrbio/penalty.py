@@ -44,6 +44,12 @@ class Penalty:
         elif bad:
             self.seconds = min(max(2 * self.seconds, FIRST_SECONDS), LAST_SECONDS)
 
+    def forget(self, count: float) -> None:
+        """So many bad ones count no more."""
+        self.excess = max(0, self.excess - int(count))
+        if self.excess <= FREE:
+            self.seconds = 0.0
+
     def ring_for_nothing(self) -> None:
         """The client rang, and there was nothing to do. Costs rests, but breaks no ring."""
         if self.excess < BOUND:

@@ -24,6 +24,7 @@ from kvfuse import errors
 from kvfuse.errnos import errno_of
 from kvfuse.usrbio import registry
 from kvfuse.usrbio.accounts import Account
+from kvfuse.usrbio.audience import Audience
 from kvfuse.usrbio.call import Call, Tables
 from kvfuse.usrbio.calls import Calls
 from kvfuse.usrbio.charges import Charge
@@ -31,6 +32,7 @@ from kvfuse.usrbio.client_memory import Iov
 from kvfuse.usrbio.memory import Share
 from kvfuse.usrbio.passing import SO_PASSRIGHTS, NotTaken, Usher, close_all
 from kvfuse.usrbio.peer import Peer
+from kvfuse.usrbio.penalty import BOUND, Penalty
 from kvfuse.usrbio.pins import Pins
 from kvfuse.usrbio.registry import Namespace, OpenFile, Remembered
 from kvfuse.usrbio.ring import RingMemory
@@ -57,6 +59,18 @@ THINGS_MAX = 65536
 """files, iovs, namespaces and pins of one connection"""
 RINGS_MAX = 256
 """rings of one connection: each has a thread"""
+
+
+COSTS = {
+    Request.ADD_RING: 16,
+    Request.DROP_RING: 16,
+    Request.ADD_IOV: 4,
+    Request.DROP_IOV: 4,
+    Request.ADD_FILE: 4,
+    Request.DROP_FILE: 2,
+    Request.OPEN_NAMESPACE: 4,
+}
+"""what a message takes of the event loop beside its answer, in calls"""
 
 
 class Next(Enum):
@@ -114,6 +128,7 @@ class Connection:
         stream: trio.socket.SocketType,
         peer: Peer,
         account: Account,
+        audience: Audience,
         usher: Usher,
         nursery: trio.Nursery,
         share: Share,
@@ -121,6 +136,8 @@ class Connection:
         self.peer = peer
         self._account = account
         self._charge = clients.charges.of(peer)
+        self._audience = audience
+        self._penalty = Penalty()
         self._usher = usher
         self.doorman = clients.doorman
         self.interpreter = clients.interpreter
@@ -138,6 +155,8 @@ class Connection:
         self._rings: dict[int, _Ring] = {}
         self._handles = itertools.count(1)
         self._greeted = False
+        self._has_asked = False
+        """for something that it got"""
         self._next: Next = Next.NONE
         self._token = trio.lowlevel.current_trio_token()
         self._scope = trio.CancelScope()
@@ -147,12 +166,20 @@ class Connection:
     # -- the control socket --------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Answer requests until the client goes, or breaks something. Then reap all it had."""
+        """Answer requests until the client goes, or breaks something. Then reap all it had.
+
+        The first message is there, and it is its turn.
+        """
         try:
             with self._scope:
                 while await self._answer_one():
-                    pass
+                    if self._penalty.is_broken:
+                        log.info("a client is disconnected: %d more of its messages were refused than not", BOUND)
+                        break
+                    await self._audience.turn(self._stream)
         finally:
+            if not self._has_asked:
+                self._audience.penalty.judge_one(is_bad=True)
             with trio.CancelScope(shield=True):
                 await self._reap()
 
@@ -166,6 +193,7 @@ class Connection:
                 return False
             message = Message.unpack(data)
             reply, shown = await self._answer(message, self._next is Next.WITH_DESCRIPTORS)
+            self._judge(message, is_bad=reply.status < 0)
             await self._reply(reply, shown)
             await self._drop_next()
         except ValueError as error:
@@ -174,6 +202,14 @@ class Connection:
         finally:
             close_all(shown)
         return True
+
+    def _judge(self, message: Message, *, is_bad: bool) -> None:
+        """A message was answered."""
+        if not is_bad and message.request == Request.HELLO:
+            return  # else who connects, greets and goes, again and again, was good half of the time
+        self._has_asked |= not is_bad
+        self._penalty.judge(1, int(is_bad))
+        self._audience.penalty.judge_one(is_bad=is_bad)
 
     async def _drop_next(self) -> None:
         """Take the message that was looked at, if nobody took it with its descriptor."""
@@ -193,6 +229,8 @@ class Connection:
                 raise errors.InvalidArgument(
                     f"{kind.name} came {'with' if has_descriptors else 'without'} a descriptor"
                 )
+            if kind in COSTS:
+                await self._audience.pause(COSTS[kind])
             values, sent = await HANDLERS[kind](self, message.values)
         except (errors.KvfuseError, OSError, ValueError) as error:
             number = (error.errno if isinstance(error, OSError) else errno_of(error)) or errno.EINVAL

@@ -9,6 +9,7 @@ import errno
 import logging
 import socket
 import threading
+import time
 from collections import Counter
 from collections.abc import Collection
 from contextlib import closing
@@ -18,13 +19,14 @@ import trio
 from kvfuse import errors
 from kvfuse.config import UsrbioOptions
 from kvfuse.usrbio.accounts import Account, Accounts
+from kvfuse.usrbio.audience import CONNECT_COST, Audience, Audiences
 from kvfuse.usrbio.charges import Charges
 from kvfuse.usrbio.desk import Desk
 from kvfuse.usrbio.doorman import Doorman
 from kvfuse.usrbio.interpreter import Interpreter, watched_loop
 from kvfuse.usrbio.memory import Pool, Share
-from kvfuse.usrbio.passing import Usher, Ushers, open_ushers
-from kvfuse.usrbio.peer import Peer
+from kvfuse.usrbio.passing import Usher, Ushers, open_ushers, turn_away
+from kvfuse.usrbio.peer import Peer, credentials
 from kvfuse.usrbio.pins import Pinned
 from kvfuse.usrbio.requests import Connection
 from kvfuse.usrbio.wire import LENGTH_MAX
@@ -36,6 +38,13 @@ log = logging.getLogger(__name__)
 
 MEMORY_SIZE = LENGTH_MAX + (64 << 20)
 """Bytes that calls under way may hold."""
+ACCEPTED_AT_ONCE = 8
+"""clients, in one pass of the event loop"""
+UNPROVEN_MAX = 64
+"""clients of uid 0 whose capabilities are not known yet"""
+UNPROVEN_THREADS = 4
+WARNING_SECONDS = 1.0
+"""between two warnings of clients that were turned away"""
 SCARCE = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.ECONNABORTED)
 SCARCE_SECONDS = 0.1
 """after which it is tried again to accept a client"""
@@ -55,9 +64,10 @@ async def serve_rings(
     ``options``: the limits of users; None: the default ones.
     """
     turns = Interpreter()
-    with trio.socket.from_stdlib_socket(listener.dup()) as accepting, Doorman(turns) as doorman, watched_loop(turns):
+    with listener.dup() as accepting, Doorman(turns) as doorman, watched_loop(turns):
+        accepting.setblocking(False)
         async with open_ushers() as ushers, trio.open_nursery() as nursery:
-            clients = Clients(volume, kernel, device, ushers, doorman, options or UsrbioOptions())
+            clients = Clients(volume, kernel, device, ushers, doorman, nursery, options or UsrbioOptions())
             nursery.start_soon(clients.desk.run)
             volume.sections["rings"] = clients.statistics
             volume.sections["ring_users"] = clients.accounts.statistics
@@ -65,22 +75,17 @@ async def serve_rings(
             volume.user_sections["ring_users"] = clients.accounts.statistics_of
             task_status.started()
             while True:
-                stream = await _accept(accepting)
-                nursery.start_soon(clients.serve, stream)
-
-
-async def _accept(listener: trio.socket.SocketType) -> trio.socket.SocketType:
-    """The next client. Waits, where the machine has no descriptor or memory for it."""
-    while True:
-        try:
-            stream, _ = await listener.accept()
-        except OSError as error:
-            if error.errno not in SCARCE:
-                raise
-            log.warning("a client has to wait: %s", error)
-            await trio.sleep(SCARCE_SECONDS)
-        else:
-            return stream
+                await trio.lowlevel.wait_readable(accepting)
+                try:
+                    for _ in range(ACCEPTED_AT_ONCE):
+                        clients.receive(accepting.accept()[0])
+                except BlockingIOError:
+                    pass
+                except OSError as error:
+                    if error.errno not in SCARCE:
+                        raise
+                    log.warning("a client has to wait: %s", error)
+                    await trio.sleep(SCARCE_SECONDS)
 
 
 class Clients:
@@ -93,8 +98,10 @@ class Clients:
         device: int,
         ushers: Ushers,
         doorman: Doorman,
+        nursery: trio.Nursery,
         options: UsrbioOptions,
     ) -> None:
+        """``nursery``: of tasks that end with it."""
         self.volume = volume
         self.kernel = kernel
         self.device = device
@@ -102,36 +109,71 @@ class Clients:
         self.pool = Pool(MEMORY_SIZE)
         self.accounts = Accounts(options)
         self.desk = Desk()
+        self._nursery = nursery
+        self._audiences = Audiences(self.desk, nursery)
+        self._unproven = 0
+        self._unproven_threads = trio.CapacityLimiter(UNPROVEN_THREADS)
+        self._warned_at = -WARNING_SECONDS
         self.pinned = Pinned(volume.core.tier.capacity)
         self.charges = Charges(options, lambda: volume.core.tier.statistics().used_bytes)
         self.doorman = doorman
         self.interpreter = doorman.interpreter
         self._connections: set[Connection] = set()
 
-    async def serve(self, stream: trio.socket.SocketType) -> None:
+    def receive(self, client: socket.socket) -> None:
+        """Somebody has connected. One that is too many of its user is gone at once: to be cheap where many come."""
+        uid = credentials(client)[1]
+        try:
+            if uid:
+                self.accounts.check_connections(uid)
+            elif self._unproven >= UNPROVEN_MAX:
+                raise errors.QuotaExceeded(f"{UNPROVEN_MAX} processes of uid 0 have connected at once")
+        except errors.QuotaExceeded as error:
+            if turn_away(client):
+                self._warn(error)
+                return
+        self._nursery.start_soon(self._serve, trio.socket.from_stdlib_socket(client))
+
+    def _warn(self, reason: object) -> None:
+        if time.monotonic() - self._warned_at >= WARNING_SECONDS:
+            self._warned_at = time.monotonic()
+            log.warning("a client was turned away: %s", reason)
+
+    async def _find_peer(self, stream: trio.socket.SocketType) -> Peer:
+        self._unproven += 1
+        try:
+            return await Peer.of(stream, self._unproven_threads)
+        finally:
+            self._unproven -= 1
+
+    async def _serve(self, stream: trio.socket.SocketType) -> None:
         """One client, until it is gone and its socket is closed. It counts for its user until then."""
         with stream:
             try:
-                peer = await Peer.of(stream)
-                usher = self._ushers.of((peer.uid, peer.is_unlimited))
+                peer = await self._find_peer(stream)
+                user = (peer.uid, peer.is_unlimited)
+                usher = self._ushers.of(user)
                 with closing(self.accounts.open(peer)) as account:
                     try:
-                        await self._serve(stream, peer, account, usher)
+                        account.take("user_connections")
+                        async with self._audiences.of(user) as audience:
+                            await audience.turn(stream, CONNECT_COST)
+                            await self._serve_peer(stream, peer, account, audience, usher)
                     finally:
                         await usher.empty(stream)
             except* (errors.QuotaExceeded, errors.InvalidArgument) as group:
-                log.warning("a client was turned away: %s", group.exceptions[0])
+                self._warn(group.exceptions[0])
             except* OSError as group:
                 log.info("a client's connection failed: %s", group.exceptions[0])
             except* Exception as group:  # its own connection ends; all others go on
                 log.error("a client could not be served", exc_info=group)
 
-    async def _serve(self, stream: trio.socket.SocketType, peer: Peer, account: Account, usher: Usher) -> None:
-        """QuotaExceeded, and nobody is answered, where its user or all clients together have enough connections."""
-        account.take("user_connections")
+    async def _serve_peer(
+        self, stream: trio.socket.SocketType, peer: Peer, account: Account, audience: Audience, usher: Usher
+    ) -> None:
         with closing(Share(self.pool, account.key)) as share:  # when no task of the client's is left
             async with trio.open_nursery() as nursery:
-                connection = Connection(self, stream, peer, account, usher, nursery, share)
+                connection = Connection(self, stream, peer, account, audience, usher, nursery, share)
                 self._connections.add(connection)
                 try:
                     await connection.run()

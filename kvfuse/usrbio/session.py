@@ -10,6 +10,7 @@ import os
 import select
 import socket
 import stat
+import struct
 import threading
 import time
 import weakref
@@ -28,6 +29,7 @@ from kvfuse.errors import Disconnected
 from kvfuse.usrbio.wire import DESCRIPTORS_MAX, MESSAGE_SIZE_MAX, SOCKET_PATH, VERSION, Message, Request
 
 Bytes = npt.NDArray[np.uint8]
+_TIMEVAL = struct.Struct("ll")
 
 
 def find_mount(path: str | os.PathLike[str]) -> Path:
@@ -207,7 +209,9 @@ def _connect(mount: Path, deadline: float) -> socket.socket:
     try:
         folder = os.open(mount / folder_name, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            connection.settimeout(deadline)
+            # With a timeout of Python's, connect() would fail at once where many wait to be accepted.
+            seconds, microseconds = divmod(int(deadline * 1e6), 10**6)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIMEVAL.pack(seconds, microseconds))
             connection.connect(f"/proc/self/fd/{folder}/{socket_name}")
         finally:
             os.close(folder)

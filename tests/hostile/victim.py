@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from attacker_kit import become, say
+from attacker_kit import Attacker, become, say
 
 from kvfuse.usrbio.client import BlockStore
 
@@ -43,7 +43,12 @@ def main() -> None:
         def get() -> None:
             assert store.get_into(b"block", target) == SIZE
 
-        doings = {"stat of an absent name": stat_absent, "open and read": read, "get": get}
+        def connect() -> None:
+            client = Attacker(mount)
+            client.namespace(mount / folder)
+            client.close()
+
+        doings = {"stat of an absent name": stat_absent, "open and read": read, "get": get, "connect": connect}
         gc.disable()
         say(ready=True)
         for line in sys.stdin:
