@@ -44,6 +44,8 @@ class Draft:
     """in a shared volume: what is put of each inode"""
     slabs: set[int] = field(default_factory=set)
     """whose records will be put too"""
+    bequests: set[Node] = field(default_factory=set)
+    """in a shared volume: what these give up an orphan record names from then on, see `Drafting`"""
     files: int = 0
     """in a shared volume: inodes that come into the store, less those that lose their last name"""
     byte_count: int = 0
@@ -88,6 +90,7 @@ class Draft:
         self.expect.update(other.expect)
         self.records.update(other.records)
         self.slabs |= other.slabs
+        self.bequests |= other.bequests
 
 
 class Taken(NamedTuple):
@@ -140,7 +143,9 @@ class Batch(Changes):
     def parts(self, limits: RecordLimits) -> Iterator[Changes]:
         """In several commits: first what takes slots, then what is put, what is deleted, and what frees others' slots.
 
-        A crash between two of them leaves slots that nobody has, or an inode with two names, for fsck to mend.
+        In a shared volume only where many inodes go together, each with many chunk records: what one of them gives up
+        has room in one commit (`Draft.bequests`). A crash between two of them leaves slots that nobody has, or an inode
+        with two names, for fsck to mend.
         """
         operations_max = limits.commit_operations_max - RESERVED_OPERATIONS
         bytes_max = limits.commit_bytes_max - RESERVED_BYTES

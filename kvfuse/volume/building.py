@@ -53,7 +53,7 @@ class BatchBuilder(Drafting):
         dead: list[Extent] = []
         born: set[int] = set()
         for node in draft.nodes:
-            self._apply_node(node, dead, born)
+            self._apply_node(node, [] if node in draft.bequests else dead, born)
         for node in draft.gone:
             dead += self._dead_of_gone(node)
             node.extra, node.dead = {}, []

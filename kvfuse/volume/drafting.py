@@ -3,12 +3,18 @@
 Whatever may go alone does, so that a commit keeps to the limits of the record store: what has no room is left for the
 next one, the oldest first. A *unit* is what may not be separated: inodes that took each other's names, a directory and
 what came into it or left, an inode and all its names.
+
+In a shared volume every slot that an inode gives up needs a record, and a file may have more slots than a commit has
+records. Such a unit leaves a *bequest*: an orphan record of a new inode, and chunk records, that name them many at a
+time. So the unit is one commit all the same, and `Removed` frees the slots piece by piece.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from stat import S_IFREG
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -18,6 +24,12 @@ from kvfuse.volume.chunk import RESTED, Extent
 from kvfuse.volume.late import Late, is_held, settlers
 from kvfuse.volume.node import Node
 from kvfuse.volume.pending import NameChange, Pending
+
+if TYPE_CHECKING:
+    from kvfuse.remote.records.api import RecordLimits
+
+SLOT_SHARE = 4
+"""One part in so many of a commit's operations: records of slots that are given up together piece by piece."""
 
 
 @dataclass
@@ -42,7 +54,7 @@ class Drafting(Pending):
         self._draft_extra(draft)
         return draft.measure()
 
-    def _draft_node(self, draft: Draft, node: Node) -> None:
+    def _draft_node(self, draft: Draft, node: Node, *, bequeaths: bool = False) -> None:
         draft.nodes.append(node)
         if node.nlink:
             if node.dirty_chunks and node.base is not None:
@@ -67,10 +79,24 @@ class Drafting(Pending):
                     draft.deletes.add(key)
             if node.born:
                 self._draft_slabs(draft, node.born)
-            if node.dead:
+            if node.dead and bequeaths:
+                self._draft_bequest(draft, node)
+            elif node.dead:
                 self._draft_dead(draft, node.dead)
         if node.extra:
             draft.extra.update(node.extra)
+
+    def _draft_bequest(self, draft: Draft, node: Node) -> None:
+        """What the inode gives up has another owner. EngineError where no inode number is left."""
+        draft.bequests.add(node)
+        heir = Node(self.core.inodes.next(), S_IFREG | 0o600, node.uid, node.gid, node.chunk_size)
+        heir.flags = schema.FLAG_CHUNK_RECORDS
+        heir.atime = heir.mtime = heir.ctime = node.ctime
+        draft.puts[schema.orphan_key(heir.ino)] = orphan_of(heir.record(), self.core.client)
+        slots_max = slot_records_max(self.core.records.limits)
+        for number, start in enumerate(range(0, len(node.dead), slots_max)):
+            extents = tuple([extent.record() for extent in node.dead[start : start + slots_max]])
+            draft.puts[schema.chunk_key(heir.ino, schema.INLINE_CHUNKS + number)] = schema.encode_chunk(extents)
 
     def _draft_gone(self, draft: Draft, node: Node) -> None:
         draft.gone.append(node)
@@ -188,7 +214,9 @@ class Drafting(Pending):
             if not draft.has_room(part, limits):
                 if taken:
                     break
-                batch.too_large = True
+                whole = self._draft_unit(unit, late, bequeaths=True) if self.core.shared else part
+                batch.too_large = not draft.has_room(whole, limits)
+                part = part if batch.too_large else whole
             draft.add(part)
             taken += 1
         for unit in units[taken:]:
@@ -199,10 +227,10 @@ class Drafting(Pending):
             batch.left_serial = 0
         return draft
 
-    def _draft_unit(self, unit: Unit, late: Late) -> Draft:
+    def _draft_unit(self, unit: Unit, late: Late, *, bequeaths: bool = False) -> Draft:
         draft = Draft()
         for node in unit.nodes:
-            self._draft_node(draft, node)
+            self._draft_node(draft, node, bequeaths=bequeaths)
             if node in self._times:
                 self._draft_times(draft, node)
         for node in unit.gone:
@@ -305,6 +333,11 @@ class _Groups:
             elif here is not top:
                 self._above[here] = top
         return top
+
+
+def slot_records_max(limits: RecordLimits) -> int:
+    """Records of slots that one commit may carry beside a file's other records."""
+    return max(1, limits.commit_operations_max // SLOT_SHARE)
 
 
 def orphan_of(record: schema.InodeRecord, client: int) -> bytes:

@@ -12,7 +12,9 @@ import math
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import count, islice
 
+import msgspec
 import trio
 
 from kvfuse.errors import EngineError
@@ -20,10 +22,12 @@ from kvfuse.volume import schema
 from kvfuse.volume.chunk import RESTED, Extent
 from kvfuse.volume.content import Content
 from kvfuse.volume.core import Core
+from kvfuse.volume.drafting import slot_records_max
 from kvfuse.volume.journal import Journal
 from kvfuse.volume.node import Node
 from kvfuse.volume.removal import RETRY_SECONDS, far_chunks
 from kvfuse.volume.sealed import all_keys, get_sound, scan_page
+from kvfuse.volume.shared.transaction import Transaction
 
 log = logging.getLogger(__name__)
 
@@ -211,6 +215,8 @@ class Removed:
         node = self.content.restore_chunks(Node.from_record(record), record)
         node.nlink, node.version = 0, version
         await self.content.load_all(node)
+        if not await self._unfold(node, record):
+            return
         items: list[tuple[bytes, list[Extent]]] = [(key, []) for key in await self._attributes(node)]
         for index in far_chunks(node):
             items.append((schema.chunk_key(node.ino, index), node.chunks.pop(index).extents))
@@ -226,19 +232,53 @@ class Removed:
             after = rows[-1].key
         return keys
 
+    async def _unfold(self, node: Node, record: schema.InodeRecord) -> bool:
+        """Where an orphan record names more slots than go with one commit, let chunk records name them in its place.
+
+        False: it is somebody else's business by now. Nobody reads these chunks, so any numbers do.
+        """
+        inline = [index for index in node.chunks if index < schema.INLINE_CHUNKS]
+        if sum([len(node.chunks[index].extents) for index in inline]) <= self._slots_max:
+            return True
+        puts: dict[bytes, bytes] = {}
+        numbers = (number for number in count(schema.INLINE_CHUNKS) if number not in node.chunks)
+        for index, number in zip(inline, list(islice(numbers, len(inline))), strict=True):
+            chunk = node.chunks[number] = node.chunks.pop(index)
+            extents = tuple([extent.record() for extent in chunk.extents])
+            puts[schema.chunk_key(node.ino, number)] = schema.encode_chunk(extents)
+        key = schema.orphan_key(node.ino)
+        rest = msgspec.structs.replace(record, chunks=(), flags=record.flags | schema.FLAG_CHUNK_RECORDS)
+        puts[key] = schema.encode_orphan(rest, self.core.client)
+        versions: list[int] = []
+        if not await self.journal.transact(Transaction({key: node.version}, puts, applied=versions.append)):
+            return False
+        node.version = versions[-1]
+        return True
+
+    @property
+    def _slots_max(self) -> int:
+        """Slots that are freed by one commit."""
+        return 2 * slot_records_max(self.core.records.limits)
+
     async def _free_pieces(self, node: Node, items: list[tuple[bytes, list[Extent]]]) -> None:
         """Delete records, and free the extents that each names, as many as a commit may carry beside others.
 
         The orphan record goes last, with the extents that it names.
         """
-        count = self.journal.chunk_count_max
-        for start in range(0, len(items), count):
-            for key, extents in items[start : start + count]:
-                node.extra[key] = None
-                node.dead += _rested(extents)
-            if start + count < len(items):
+        deleted_count = 0
+        for key, extents in items:
+            is_full = len(node.dead) + len(extents) > self._slots_max
+            if deleted_count and (is_full or deleted_count == self.journal.chunk_count_max):
                 self.journal.left(node)
                 await self.journal.commit(node)
+                deleted_count = 0
+            node.extra[key] = None
+            node.dead += _rested(extents)
+            deleted_count += 1
+        inline_count = sum([len(chunk.extents) for chunk in node.chunks.values()])
+        if deleted_count and len(node.dead) + inline_count > self._slots_max:
+            self.journal.left(node)
+            await self.journal.commit(node)
         node.extra[schema.orphan_key(node.ino)] = None
         for chunk in node.chunks.values():
             node.dead += _rested(chunk.extents)
