@@ -26,6 +26,7 @@ from kvfuse.errors import (
 )
 from kvfuse.remote.segments.api import Transfer
 from kvfuse.volume.api import ROOT_INODE, Caller
+from kvfuse.volume.blocks import _for_each
 from kvfuse.volume.known import KnownNames
 
 
@@ -306,3 +307,41 @@ async def test_a_known_directory_costs_no_round_trip(disk: Disk, options: Option
         gets = counters.round_trips
         assert await volume.blocks.exists(folder, names) == wanted
         assert counters.round_trips == gets, "a directory that was read to its end"
+
+
+async def test_names_that_need_no_wait_leave_turns_to_others() -> None:
+    """However many peers a call has: 16 names in a pass of the event loop. All of 128 were dealt with in one."""
+    dealt, seen = 0, list[int]()
+
+    async def deal(number: int, name: bytes) -> None:
+        nonlocal dealt
+        dealt += 1
+
+    async def watch() -> None:
+        while dealt < 200:
+            seen.append(dealt)
+            await trio.lowlevel.checkpoint()
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(watch)
+        await _for_each([b"name"] * 200, deal, 128)
+    assert max(after - before for before, after in pairwise([*seen, 200])) <= 32
+
+
+async def test_names_that_wait_wait_together() -> None:
+    waiting, most = 0, 0
+    goes_on = trio.Event()
+
+    async def wait(number: int, name: bytes) -> None:
+        nonlocal waiting, most
+        waiting += 1
+        most = max(most, waiting)
+        await goes_on.wait()
+        waiting -= 1
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(_for_each, [b"name"] * 100, wait, 32)
+        await trio.testing.wait_all_tasks_blocked()
+        assert waiting == 32
+        goes_on.set()
+    assert (waiting, most) == (0, 32)

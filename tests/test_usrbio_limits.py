@@ -19,7 +19,7 @@ from kvfuse.errors import Disconnected, QuotaExceeded
 from kvfuse.usrbio import registry
 from kvfuse.usrbio.accounts import Accounts
 from kvfuse.usrbio.client import connect
-from kvfuse.usrbio.memory import Pool
+from kvfuse.usrbio.memory import Pool, UnderWay
 from kvfuse.usrbio.peer import Peer
 from kvfuse.usrbio.pins import NUMBER_MAX, Pinned, Pins
 from kvfuse.usrbio.registry import Namespace, Remembered
@@ -214,6 +214,31 @@ def test_a_user_takes_no_more_than_it_leaves_to_others() -> None:
     assert pool.take(10, "d")
     assert pool.take(490), "one without a limit"
     assert not pool.free
+
+
+def test_a_user_has_few_calls_under_way_and_hears_when_more_may_begin() -> None:
+    calls, woken = UnderWay(1000, user_max=8), list[str]()
+
+    def wakes(name: str) -> Callable[[], None]:
+        return lambda: woken.append(name)
+
+    first, second, gone = wakes("first"), wakes("second"), wakes("gone")
+    assert calls.take(7, "a", first)
+    assert calls.take(100, "a", first), "the last one may be heavy"
+    for wake in (first, second, gone, first):
+        assert not calls.take(1, "a", wake)
+    assert calls.take(8, "b", wakes("of another user"))
+    assert calls.take(10_000, None), "one without a limit"
+    calls.forget("a", gone)
+    calls.give(100, "a")
+    assert woken == [], "only one more may begin: that is not worth to wake a ring"
+    calls.give(3, "a")
+    assert woken == ["first"]
+    calls.give(4, "a")
+    assert woken == ["first", "second"]
+    assert not calls._waiting
+    calls.give(8, "b")
+    assert not calls._held
 
 
 def test_a_user_pins_blocks_in_a_part_of_the_tier() -> None:

@@ -15,7 +15,7 @@ from worker_lab import CHUNK, FILE, HOLED, IOV, IOV_SIZE, MIB, Lab, entries, wor
 
 from kvfuse.checksum import GRANULE_SIZE
 from kvfuse.usrbio import reads
-from kvfuse.usrbio.memory import Pool, Share
+from kvfuse.usrbio.memory import Pool, Share, UnderWay
 from kvfuse.usrbio.ring import Entries
 from kvfuse.usrbio.wire import Op
 from kvfuse.volume.core import ReadEpochs
@@ -216,6 +216,34 @@ def test_who_waits_for_memory_can_be_cancelled_and_runs_out_of_time(lab: Lab) ->
     assert len(lab.registered.calls) == 3
     assert sorted(lab.run(entries(1, op=Op.CANCEL, offset=3, user_data=9))) == [(3, -errno.ECANCELED), (9, 0)]
     assert lab.run(writes(lab, 1, 300 << 10, user_data=5, timeout_us=1)) == [(5, -errno.ETIMEDOUT)]
+
+
+def test_calls_of_a_user_that_has_enough_under_way_wait_in_their_ring(lab: Lab) -> None:
+    """Their ring is woken when one may begin. Reads that the thread does itself, and cancels, go on meanwhile."""
+    share = lab.registered.share = Share(Pool(MIB), "user", UnderWay(1000, user_max=8))
+    lab.submit(entries(5, op=Op.FSYNC))
+    lab.submit(entries(1, op=Op.FSYNC, user_data=5, timeout_us=1))
+    while lab.worker.step():
+        pass
+    started = lab.registered.calls
+    assert [call.entry.user_data for call in started] == [0, 1]
+    assert lab.results() == [(5, -errno.ETIMEDOUT)]
+    assert lab.run(entries(1, user_data=6)) == [(6, 4096)]
+    assert lab.run(entries(1, op=Op.CANCEL, offset=4, user_data=7)) == [(4, -errno.ECANCELED), (7, 0)]
+    lab.worker._poll.poll(0)  # what came until now
+    share.give(started[0].size, started[0].weight)
+    assert lab.worker._poll.poll(0), "the ring is not woken"
+    assert lab.worker.step()
+    assert [call.entry.user_data for call in started] == [0, 1, 2]
+
+
+def test_cancels_wait_for_memory(lab: Lab) -> None:
+    """Each that the event loop has to look at takes some: a ring may have very many."""
+    share = lab.registered.share
+    assert share.take(MIB)
+    assert lab.run(entries(2, op=Op.CANCEL, offset=1 << 40)) == []
+    share.give(MIB)
+    assert lab.run(entries(0)) == [(0, -errno.ENOENT), (1, -errno.ENOENT)]
 
 
 def test_what_cannot_be_copied_takes_no_memory(lab: Lab) -> None:

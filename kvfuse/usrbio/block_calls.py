@@ -136,6 +136,7 @@ class BlockCalls:
         directory = await self.volume.attributes(namespace.ino)
         namespace.may_list = self.peer.may(directory, 4)
         namespace.may_put = self.peer.may(directory, 3)
+        namespace.waits = self.volume.blocks.waits(namespace.ino)
         if not self.peer.may(directory, wanted):
             raise errors.PermissionDenied("the namespace's directory does not allow it")
         if wanted & 2 and namespace.read_only:

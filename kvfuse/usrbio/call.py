@@ -65,6 +65,8 @@ class Call:
     """PUT, WRITE: a copy of the bytes"""
     size: int = 0
     """what it holds of its connection's share of memory, until its task has ended"""
+    weight: int = 0
+    """of its user's calls under way; as its size"""
     busy: bool = False
     """the ring thread is at it"""
     doom: Callable[[], None] | None = None

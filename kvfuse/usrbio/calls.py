@@ -61,6 +61,8 @@ class _Runner:
     """A task that does puts one after the other. ``busy``: it is at one, and waits whenever another task runs."""
 
     busy: bool = False
+    weight: int = 0
+    """of its user's calls under way; the first runner has none"""
 
 
 @dataclass
@@ -106,7 +108,8 @@ class Calls:
         From here on a call can be cancelled: whoever asks later finds it.
         """
         if worker.stopped:  # `end` has been here: nobody would end them
-            self.share.give(sum(call.size for call in calls))
+            for call in calls:
+                self.share.give(call.size, call.weight)
             return
         writes: dict[OpenFile, list[_Row]] = {}
         for call in calls:
@@ -146,8 +149,10 @@ class Calls:
 
     def _see_to_puts(self) -> None:
         """Have a task for puts that were not begun: not one that waits itself."""
-        if self._puts and (self._runner is None or self._runner.busy):
-            self._runner = _Runner()
+        if not self._puts or (self._runner is not None and not self._runner.busy):
+            return
+        if self._runner is None or self.share.take(0, 1):
+            self._runner = _Runner(weight=int(self._runner is not None))
             self.nursery.start_soon(self._run_puts, self._runner)
 
     async def _run_puts(self, runner: _Runner) -> None:
@@ -182,6 +187,8 @@ class Calls:
                     await trio.lowlevel.checkpoint()
         if self._runner is runner:
             self._runner = None
+        self.share.give(0, runner.weight)
+        self._see_to_puts()
 
     async def _at_a_wait(self) -> None:
         """The task that does puts lets others have their turn."""
@@ -197,6 +204,7 @@ class Calls:
         """What each of these wants to be cancelled."""
         for call in cancels:
             self._cancel(worker, call)
+            self.share.give(call.size)
 
     def _cancel(self, worker: Worker, call: Call) -> None:
         found = self._under_way.get((worker, call.entry.offset))
@@ -270,11 +278,13 @@ class Calls:
     def _ended(self, row: _Row) -> None:
         self._deadlines.remove(row)
         key = (row.worker, row.call.entry.user_data)
-        rows = [other for other in self._under_way.pop(key, ()) if other is not row]
-        if rows:
-            self._under_way[key] = rows
+        rows = self._under_way.get(key, [])
+        if row in rows:
+            rows.remove(row)  # the first one, mostly, where a client uses a number for many
+        if not rows:
+            self._under_way.pop(key, None)
         row.call.data = None
-        self.share.give(row.call.size)
+        self.share.give(row.call.size, row.call.weight)
 
     async def _do(self, worker: Worker, call: Call) -> None:
         try:

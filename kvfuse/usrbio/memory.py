@@ -9,7 +9,12 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
+
+CALLS_MAX = 1024
+"""Calls that are under way of all users, by their weight"""
+USER_CALLS_MAX = 128
+"""of one user: all of them may go on in the same pass of the event loop"""
 
 
 class Pool:
@@ -40,29 +45,99 @@ class Pool:
                     del self._held[user]
 
 
-class Share:
-    """What one connection of a user has taken of a pool. Any thread."""
+class UnderWay:
+    """Calls that wait in the event loop, as for the store or a commit, by weight: about, tasks. Any thread.
 
-    def __init__(self, pool: Pool, user: Hashable = None) -> None:
-        self._pool = pool
-        self._user = user
-        self._held = 0
+    What they wait for may come for all at once. Then everybody else waits until all have gone on. So a user has few of
+    them; more wait in their rings, which are woken as those end. A user None has no limit, and does not count.
+    """
+
+    def __init__(self, size: int = CALLS_MAX, user_max: int = USER_CALLS_MAX) -> None:
+        self._pool = Pool(size)
+        self._user_max = user_max
+        self._held: Counter[Hashable] = Counter()
+        self._waiting: dict[Hashable, dict[Callable[[], object], None]] = {}
+        """by user: what wakes rings that wait, the first one first"""
         self._lock = threading.Lock()
 
-    def take(self, size: int) -> bool:
-        """False where there is less left in the pool, or its user has had its part."""
+    def take(self, weight: int, user: Hashable, wake: Callable[[], object] | None = None) -> bool:
+        """False where the user has too many; ``wake`` is called once when it has fewer. The last one may be heavy."""
+        if user is None:
+            return True
+        with self._lock:
+            held = self._held[user]
+            if held >= self._user_max or not self._pool.take(weight, user):
+                if wake is not None:
+                    self._waiting.setdefault(user, {})[wake] = None
+                return False
+            self._held[user] = held + weight
+            return True
+
+    def give(self, weight: int, user: Hashable) -> None:
+        if user is None or not weight:
+            return
+        with self._lock:
+            self._pool.give(weight, user)
+            self._held[user] -= weight
+            held = self._held[user]
+            if not held:
+                del self._held[user]
+            wakes: list[Callable[[], object]] = []
+            if user in self._waiting and held <= self._user_max - self._user_max // 4:
+                waiting = self._waiting[user]
+                wakes = [next(iter(waiting))] if held else list(waiting)
+                for wake in wakes:
+                    del waiting[wake]
+                if not waiting:
+                    del self._waiting[user]
+        for wake in wakes:
+            wake()
+
+    def forget(self, user: Hashable, wake: Callable[[], object]) -> None:
+        """Nobody is to be woken by that any more."""
+        with self._lock:
+            waiting = self._waiting.get(user, {})
+            waiting.pop(wake, None)
+            if not waiting:
+                self._waiting.pop(user, None)
+
+
+class Share:
+    """What one connection of a user has taken of a pool, and its calls under way. Any thread."""
+
+    def __init__(self, pool: Pool, user: Hashable = None, under_way: UnderWay | None = None) -> None:
+        self._pool = pool
+        self._user = user
+        self._under_way = under_way or UnderWay()
+        self._held = 0
+        self._weight = 0
+        self._lock = threading.Lock()
+
+    def take(self, size: int, weight: int = 0, wake: Callable[[], object] | None = None) -> bool:
+        """False where there is less left in the pool, or its user has had its part; see `UnderWay.take`."""
+        if weight and not self._under_way.take(weight, self._user, wake):
+            return False
         if not self._pool.take(size, self._user):
+            self._under_way.give(weight, self._user)
             return False
         with self._lock:
             self._held += size
+            self._weight += weight
         return True
 
-    def give(self, size: int) -> None:
+    def give(self, size: int, weight: int = 0) -> None:
         """Give back what was taken."""
         with self._lock:
             self._held -= size
+            self._weight -= weight
         self._pool.give(size, self._user)
+        if weight:
+            self._under_way.give(weight, self._user)
+
+    def forget(self, wake: Callable[[], object]) -> None:
+        """Nobody is to be woken by that any more."""
+        self._under_way.forget(self._user, wake)
 
     def close(self) -> None:
         """When nothing is under way any more: whatever is left goes back."""
-        self.give(self._held)
+        self.give(self._held, self._weight)

@@ -71,6 +71,8 @@ class Namespace:
     """the peer may, as far as known, find out every name; else it must not see blocks that it did not name"""
     may_put: bool = True
     """the peer may, as far as known, make names in it; else a put is not copied before the event loop allowed it"""
+    waits: bool = False
+    """a put in it waits for its commit, as far as known"""
     bindings: dict[bytes, Binding] = field(default_factory=dict)
     """file name -> what it meant, which this peer may read; to be asked whether it is still valid"""
     remembered: Remembered = field(default_factory=Remembered)

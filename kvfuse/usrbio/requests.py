@@ -369,6 +369,7 @@ class Connection:
             gid,
             read_only,
             may_put=self.peer.may(directory, 3),
+            waits=self._volume.blocks.waits(ino),
             remembered=self._remembered,
         )
         return (handle, ino), []

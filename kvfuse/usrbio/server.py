@@ -55,9 +55,35 @@ KEY_SIZE = 100
 """Bytes that a key takes beside its own, about."""
 TIMEOUT_US_MAX = (1 << 32) - 1
 """in an SQE's last word; the bits above are reserved"""
+WEIGHTS: dict[int, int] = {Op.READ: 1, Op.GET: 1, Op.WRITE: 1, Op.FSYNC: 4, Op.CANCEL: 0}
+"""of calls that wait: see `_weight_of`"""
+PUT_WEIGHT = 2
+DELETE_WEIGHT_MAX = 32
+
+PREFETCH_WEIGHT_MAX = 32
+EXISTS_WEIGHT_MAX = 128
+KEYS_PER_WEIGHT = 64
 OPS = frozenset(map(int, Op))
 _VIEW = int(Flag.VIEW)  # plain numbers: arithmetic with flags is slow
 _PREFIX = int(Flag.PREFIX)
+
+
+def _is_late(entry: Entry, taken_at: float) -> bool:
+    return entry.timeout_us != 0 and time.monotonic() > taken_at + entry.timeout_us / 1e6
+
+
+def _weight_of(call: Call) -> int:
+    """About how many tasks of a call may go on at once in the event loop. 0: it does not wait there, or briefly."""
+    op, count = call.entry.op, call.entry.length
+    if op == Op.PUT:
+        return PUT_WEIGHT if call.namespace is not None and call.namespace.waits else 0
+    if op == Op.DELETE:
+        return min(max(1, count), DELETE_WEIGHT_MAX)
+    if op == Op.PREFETCH:
+        return min(max(1, count), PREFETCH_WEIGHT_MAX)
+    if op == Op.EXISTS:
+        return min(1 + count // KEYS_PER_WEIGHT, EXISTS_WEIGHT_MAX)
+    return WEIGHTS[op]
 
 
 class Server:
@@ -91,12 +117,17 @@ class Server:
         calls: list[Call] = []
         done: list[bytes] = []
         waiting: list[int] = []
+        short: set[int] = set()
+        """operations for which there is no room now"""
         kept_size = 0
         for number, fields in enumerate(SQE_STRUCT.iter_unpack(rows.tobytes())):
             entry = Entry._make(fields)
             try:
+                if entry.op in short and not _is_late(entry, taken_at):
+                    raise Short
                 answer = self._answer(entry, taken_at, calls)
             except Short:
+                short.add(entry.op)
                 waiting.append(number)
                 self.count -= 1
                 continue
@@ -223,14 +254,14 @@ class Server:
         deadline = float("inf")
         if entry.timeout_us:
             deadline = taken_at + entry.timeout_us / 1e6
-            if time.monotonic() > deadline:
+            if _is_late(entry, taken_at):
                 raise Refused(errno.ETIMEDOUT)
         if op == Op.GET:
             return self._serve_get(entry, deadline, calls)
         if op in FILE_OPS:
             return self._serve_file(entry, deadline, calls)
         if op == Op.CANCEL:
-            return self._cancel(Call(entry, deadline))
+            return self._cancel(entry, deadline)
         calls.append(self._call_of_put(entry, deadline) if op == Op.PUT else self._call_of_keys(entry, deadline))
         return None
 
@@ -282,9 +313,10 @@ class Server:
     def _reserve(self, call: Call, size: int) -> None:
         """Let a call have ``size`` bytes and what its task takes. Short."""
         size += CALL_SIZE
-        if not self._tables.share.take(size):
+        weight = _weight_of(call)
+        if not self._tables.share.take(size, weight, self._worker.nudge):
             raise Short
-        call.size = size
+        call.size, call.weight = size, weight
 
     @contextmanager
     def _reserved(self, call: Call, size: int) -> Iterator[None]:
@@ -293,8 +325,8 @@ class Server:
         try:
             yield
         except BaseException:
-            self._tables.share.give(call.size)
-            call.size = 0
+            self._tables.share.give(call.size, call.weight)
+            call.size = call.weight = 0
             raise
 
     def _copy(self, call: Call, buffer: npt.NDArray[np.uint8], iov: Iov) -> None:
@@ -442,18 +474,18 @@ class Server:
         if entry.flags & ~_PREFIX or entry.length > min(entry.key_length, KEYS_MAX):
             raise Refused(errno.EINVAL)
         self._aux(entry.offset, entry.length)
+        packed = self._aux(entry.key_offset, entry.key_length)
         call = Call(entry, deadline, namespace=namespace)
-        data = self._aux(entry.key_offset, entry.key_length).tobytes()
-        try:
-            keys = unpack_keys(data, entry.length)
-        except ValueError:
-            raise Refused(errno.EINVAL) from None
-        names: list[bytes] = []
-        for start in range(0, len(keys), NAMES_PER_TURN):
-            names += file_names(keys[start : start + NAMES_PER_TURN])
-            self._worker.pause()
+        with self._reserved(call, len(packed) + entry.length * KEY_SIZE):
+            try:
+                keys = unpack_keys(packed.tobytes(), entry.length)
+            except ValueError:
+                raise Refused(errno.EINVAL) from None
+            names: list[bytes] = []
+            for start in range(0, len(keys), NAMES_PER_TURN):
+                names += file_names(keys[start : start + NAMES_PER_TURN])
+                self._worker.pause()
         call.names = names
-        self._reserve(call, len(data) + entry.length * KEY_SIZE)
         return call
 
     def answer_keys(self, call: Call, found: Sequence[bool]) -> None:
@@ -467,9 +499,11 @@ class Server:
         self._worker.write_if_wanted(call, write)
         self._worker.complete(call, int(results.sum()))
 
-    def _cancel(self, call: Call) -> Answer | None:
-        """Take an entry out of the line; one that is with the event loop is cancelled there."""
-        if self._worker.withdraw(call.entry.offset):
+    def _cancel(self, entry: Entry, deadline: float) -> Answer | None:
+        """Take an entry out of the line; one that is with the event loop is cancelled there. Short."""
+        if self._worker.withdraw(entry.offset):
             return Answer(0)
+        call = Call(entry, deadline)
+        self._reserve(call, 0)
         self._tables.cancel(self._worker, call)
         return None

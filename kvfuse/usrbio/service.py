@@ -24,7 +24,7 @@ from kvfuse.usrbio.charges import Charges
 from kvfuse.usrbio.desk import Desk
 from kvfuse.usrbio.doorman import Doorman
 from kvfuse.usrbio.interpreter import Interpreter, watched_loop
-from kvfuse.usrbio.memory import Pool, Share
+from kvfuse.usrbio.memory import Pool, Share, UnderWay
 from kvfuse.usrbio.passing import Usher, Ushers, open_ushers, turn_away
 from kvfuse.usrbio.peer import Peer, credentials
 from kvfuse.usrbio.pins import Pinned
@@ -107,6 +107,7 @@ class Clients:
         self.device = device
         self._ushers = ushers
         self.pool = Pool(MEMORY_SIZE)
+        self._under_way = UnderWay()
         self.accounts = Accounts(options)
         self.desk = Desk()
         self._nursery = nursery
@@ -171,7 +172,7 @@ class Clients:
     async def _serve_peer(
         self, stream: trio.socket.SocketType, peer: Peer, account: Account, audience: Audience, usher: Usher
     ) -> None:
-        with closing(Share(self.pool, account.key)) as share:  # when no task of the client's is left
+        with closing(Share(self.pool, account.key, self._under_way)) as share:  # when no task of the client's is left
             async with trio.open_nursery() as nursery:
                 connection = Connection(self, stream, peer, account, audience, usher, nursery, share)
                 self._connections.add(connection)

@@ -89,6 +89,7 @@ class Worker:
 
     def close(self) -> None:
         """After the thread has ended: let go of the ring's memory, its descriptors, and pins that nobody heard of."""
+        self._tables.share.forget(self.nudge)
         with self._lock:  # who comes later finds the ring stopped, and touches nothing
             self.server.close()
             unread = min(max(self._cq.position - self._cq.taken, 0), len(self._cq))
@@ -97,6 +98,12 @@ class Worker:
         self._tables.doorman.remove(self._poll.fileno())
         self._poll.close()
         os.close(self._wake)
+
+    def nudge(self) -> None:
+        """Have it look again at what waits."""
+        with self._lock:
+            if not self.stopped:
+                os.eventfd_write(self._wake, 1)
 
     def run_here(self, job: Callable[[], None]) -> bool:
         """Let the ring thread call ``job``, which may wait, soon. False, and it will not, if the ring has ended."""
@@ -295,7 +302,7 @@ class Worker:
         start = 0
         for cancel in _cancels(packed):  # at once: it concerns what came before, alone
             self._lines.add(rows[start:cancel], now)
-            self.server.serve(rows[cancel : cancel + 1], now)
+            self._lines.add(self.server.serve(rows[cancel : cancel + 1], now), now)
             start = cancel + 1
             self.pause()
         self._lines.add(rows[start:] if start else rows, now)

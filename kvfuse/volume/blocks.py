@@ -182,8 +182,6 @@ class Blocks:
         loaded = [False] * len(names)
 
         async def load(number: int, name: bytes) -> None:
-            if number % PAUSE_KEYS == PAUSE_KEYS - 1:
-                await trio.lowlevel.checkpoint()
             try:
                 loaded[number] = await self._load(directory, name, may_read)
             except errors.OperationError as error:
@@ -298,8 +296,6 @@ class Blocks:
         gone: dict[int, Node] = {}
 
         async def remove(number: int, name: bytes) -> None:
-            if number % PAUSE_KEYS == PAUSE_KEYS - 1:
-                await trio.lowlevel.checkpoint()
             with suppress(errors.NotFound, errors.NameTooLong, errors.IsADirectory):
                 _, gone[number] = await self.names.unlink(directory, name)
 
@@ -337,18 +333,45 @@ async def _for_each(names: Sequence[bytes], job: Callable[[int, bytes], Awaitabl
     """
     rest = iter(enumerate(names))
     failures: list[errors.OperationError] = []
+    count = busy = 0
+    """of peers, and of those that are at a name"""
+    is_looked_after = False
 
     async def work() -> None:
+        nonlocal count, busy
         for number, name in rest:
+            if number + 1 < len(names):
+                see_to_more()
+            busy += 1
             try:
                 await job(number, name)
             except errors.OperationError as error:
                 failures.append(error)
+            busy -= 1
             if failures:
-                return
+                break
+            if number % PAUSE_KEYS == PAUSE_KEYS - 1:
+                await trio.lowlevel.checkpoint()
+        count -= 1
+
+    def see_to_more() -> None:
+        nonlocal is_looked_after
+        if count < peer_count and not is_looked_after:
+            is_looked_after = True
+            nursery.start_soon(add)
+
+    async def add() -> None:
+        """More peers where all that are there wait: names that need no wait are dealt with by one, with pauses."""
+        nonlocal count, is_looked_after
+        is_looked_after = False
+        if busy == count:
+            more = min(count, peer_count - count)
+            count += more
+            for _ in range(more):
+                nursery.start_soon(work)
 
     async with trio.open_nursery() as nursery:
-        for _ in range(min(peer_count, len(names))):
-            nursery.start_soon(work)
+        count = 1
+        nursery.start_soon(work)
     if failures:
         raise failures[0]

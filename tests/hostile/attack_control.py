@@ -11,6 +11,7 @@ import os
 import select
 import socket
 import sys
+import time
 from itertools import cycle
 from pathlib import Path
 
@@ -33,6 +34,9 @@ from attacker_kit import (
 
 AHEAD = 4
 """requests of a connection that wait for an answer"""
+TOGETHER = 32
+"""connections"""
+IDLE_SECONDS = 0.001
 REFUSED = (99, DROP_FILE, HELLO, OPEN_NAMESPACE)
 
 
@@ -127,7 +131,8 @@ def main() -> None:
             say(submitted=connected + sum(storm.answered for storm in storms))
         if is_busy:
             if kind == "connects":
-                connected += connect_and_go(folder)
+                connected += sum(connect_and_go(folder) for _ in range(TOGETHER))
+                time.sleep(IDLE_SECONDS)  # the daemon is what it keeps busy, not the processors
             for descriptor, _ in found:
                 if descriptor in by_descriptor:
                     by_descriptor[descriptor].go_on()

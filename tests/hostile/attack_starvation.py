@@ -1,8 +1,8 @@
 """``attack_starvation.py UID MOUNT KIND RINGS``: keeps so many rings busy after ``go``, until any other line of input.
 
 KIND: ``refused`` entries that mean nothing, ``reads`` of 4 KiB, ``exists`` of many keys, ``puts`` of 64 KiB,
-``bells`` that ring for nothing, ``fsyncs`` after writes of a byte, ``cancels`` of nothing, ``deletes`` and
-``prefetches`` of many keys. It refills a ring when all of it is completed, and sleeps where none is: the daemon is
+``bells`` that ring for nothing, ``fsyncs`` after writes of a byte, ``cancels`` of nothing, ``deletes`` and prefetches
+of several keys. It refills a ring when all of it is completed, and sleeps where none is: the daemon is
 what it keeps busy, not the processors.
 """
 
@@ -38,6 +38,7 @@ from attacker_kit import (
 
 ENTRIES = 64
 KEYS = 4096
+NAMES = 64
 PUT_SIZE = 64 << 10
 IDLE_SECONDS = 0.0005
 
@@ -58,14 +59,13 @@ def entries_of(kind: str, client: Attacker, mount: Path) -> list[bytes]:
         file = client.file(folder / "written", os.O_RDWR | os.O_CREAT)
         iov = client.iov(memfd(4096), 4096)
         write = sqe(WRITE, handle=file, iov=iov, length=1)
-        return [sqe(FSYNC, handle=file) if number % 2 else write for number in range(ENTRIES)]
+        return [write, sqe(FSYNC, handle=file)] * 8
     if kind == "cancels":
         return [sqe(CANCEL, offset=1 << 40, user_data=number) for number in range(ENTRIES)]
     namespace = client.namespace(folder)
-    if kind in ("deletes", "prefetches"):
-        op = DELETE if kind == "deletes" else PREFETCH
-        keys = {"length": 128, "key_length": 2 * 128 + 4 * 128, "offset": 12 * KEYS}
-        return [sqe(op, handle=namespace, **keys) for number in range(ENTRIES)]
+    if kind == "deletes":
+        keys = {"length": NAMES, "key_length": 2 * NAMES + 4 * NAMES, "offset": 12 * KEYS}
+        return [sqe(op, handle=namespace, **keys) for op in (DELETE, PREFETCH)] * 4
     if kind == "exists":
         return [sqe(EXISTS, handle=namespace, length=KEYS, key_length=2 * KEYS + 7 * KEYS, offset=12 * KEYS)]
     iov = client.iov(memfd(PUT_SIZE), PUT_SIZE)
@@ -80,8 +80,8 @@ def fill(ring: Ring, kind: str, entries: list[bytes]) -> int:
     aux = b"".join(b"%04d" % number for number in range(ENTRIES))
     if kind == "exists":
         aux = struct.pack("<H", 7) * KEYS + b"".join(b"%07d" % number for number in range(KEYS))
-    if kind in ("deletes", "prefetches"):
-        aux = struct.pack("<H", 4) * 128 + b"".join(b"%04d" % number for number in range(128))
+    if kind == "deletes":
+        aux = struct.pack("<H", 4) * NAMES + aux
     ring.map[ring.aux : ring.aux + len(aux)] = aux
     for number in range(ENTRIES):
         ring.map[4096 + 64 * number : 4160 + 64 * number] = entries[number % len(entries)]
