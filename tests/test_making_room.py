@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any
 
 import pytest
 import trio
 import trio.testing
 from shared_lab import check_disk, hosts, joined, open_path, quiet, read, until, volumes
-from volume_lab import CALLER, MIB, Chaos, Disk, check, lab_options, opened
+from volume_lab import CALLER, MIB, Chaos, Disk, MemoryRecords, check, lab_options, opened
 
 from kvfuse.errors import NoSpace
-from kvfuse.volume import schema
+from kvfuse.volume import journal, schema
 from kvfuse.volume.api import ROOT_INODE, Changes
 from kvfuse.volume.volume import Volume
 
@@ -39,6 +40,20 @@ async def fill(volume: Volume, size: int = MIB, start: int = 0) -> list[bytes]:
             await volume.unlink(ROOT_INODE, name)
             return names
         names.append(name)
+
+
+def slow_down(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    """Each answer of the record store takes so long, as on a loaded machine. Leases are kept all the same."""
+
+    def slowed(call: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+        async def answer(*args: Any, **options: Any) -> Any:
+            await trio.sleep(seconds)
+            return await call(*args, **options)
+
+        return answer
+
+    for name in ("get", "scan", "commit"):
+        monkeypatch.setattr(MemoryRecords, name, slowed(getattr(MemoryRecords, name)))
 
 
 @pytest.mark.parametrize("known", [True, False], ids=["known to the kernel", "forgotten"])
@@ -153,6 +168,26 @@ async def test_a_client_alone_fills_again_what_it_emptied(
             began = trio.current_time()
             assert await fill(volume) == first
             assert trio.current_time() - began < volume.core.grace.seconds
+
+
+@pytest.mark.parametrize("strict", [True, False], ids=["strict", "relaxed"])
+async def test_what_was_removed_makes_room_however_slow_the_store_is(
+    rng: random.Random, autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch, strict: bool
+) -> None:
+    """Each answer comes within its deadline, and all that it takes to have the room take longer than a grace."""
+    async with hosts(rng, 1, [Chaos(random.Random(0))], strict=strict, capacity=8 * MIB) as (volume,):
+        names = await fill(volume)
+        handle, _ = await volume.create(ROOT_INODE, b"large", 0o644, CALLER, os.O_WRONLY)
+        await quiet(volume)
+        with monkeypatch.context() as slow:
+            slow_down(slow, 4.5)
+            await volume.unlink(ROOT_INODE, names[0])
+            began = trio.current_time()
+            assert await volume.write(handle, 0, bytes(MIB)) == MIB
+            assert trio.current_time() - began > volume.core.grace.seconds + journal.ROOM_SECONDS
+            with pytest.raises(NoSpace):
+                await volume.write(handle, MIB, bytes(MIB))
+        await volume.release(handle)
 
 
 async def test_the_next_client_fills_what_the_last_one_emptied(

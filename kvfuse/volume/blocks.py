@@ -250,13 +250,13 @@ class Blocks:
         """(directory, what the name means, slots for each chunk): all true until the next await."""
         if self.flusher.staged_bytes > self.flusher.staging_size:
             await self.flusher.wait_for_room()
-        began = trio.current_time()
+        wait = self.journal.room_wait()
         while True:
             folder, found = await self.names.find_replaceable(directory, name)
             try:
                 return folder, found, self._reserve(size, self.core.chunk_size_in(folder))
             except errors.NoSpace:
-                if not await self.journal.free(began):
+                if not await self.journal.free(wait):
                     raise
                 await self.core.reads.passed()
 

@@ -16,6 +16,7 @@ store takes it: with one writer a repeated put is harmless, and what belongs tog
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -45,6 +46,24 @@ RETRY_DELAYS = (0.05, 0.1, 0.2, 0.5, 1.0)
 """Seconds between attempts after failed commits; the last goes on."""
 ROOM_SECONDS = 3.0
 """and a grace: for how long a call goes on asking for room, while others take what becomes free"""
+ROOM_ROUNDS_MIN = 8
+"""Times that a call asks for room, however long each takes: twice for each step from a removed file to free slots.
+Each answer of a loaded store comes before its own deadline, and all of them together perhaps not in ``ROOM_SECONDS``.
+"""
+
+
+@dataclass
+class RoomWait:
+    """One call that waits for room: `Journal.free` counts in it."""
+
+    deadline: float
+    """trio's time"""
+    round_count: int = 0
+
+    @property
+    def end(self) -> float:
+        """Until when it waits, as far as is known by now."""
+        return self.deadline if self.round_count > ROOM_ROUNDS_MIN else math.inf
 
 
 class _Waiter:
@@ -149,14 +168,19 @@ class Journal(SharedJournal):
             return False
         return True
 
-    async def free(self, began: float) -> bool:
+    def room_wait(self) -> RoomWait:
+        """Of a call that begins now."""
+        return RoomWait(trio.current_time() + self.core.grace.seconds + ROOM_SECONDS)
+
+    async def free(self, wait: RoomWait) -> bool:
         """Have more room: what was given up a moment ago, by a commit where it takes one; else slabs of nobody.
 
         True: some of what was on its way has become free, which may be too little, or have gone to others: try again.
-        False if there is nothing to be had, or the call that ``began`` then has waited for all that was on its way.
+        False if there is nothing to be had, or the call has waited for all that was on its way when it began.
+        EngineError where the store does not answer.
         """
-        end = began + self.core.grace.seconds + ROOM_SECONDS
-        if trio.current_time() > end:
+        wait.round_count += 1
+        if trio.current_time() > wait.end:
             return False
         if await self.more():
             return True
@@ -167,7 +191,7 @@ class Journal(SharedJournal):
                 return True
             if self.core.shared and (self._gone or self._names or self.is_committing):
                 await self.commit()  # only then is it known what was removed
-            with trio.move_on_at(end):
+            with trio.move_on_at(wait.end):
                 return await self.hurry()
             return False
         if self.flusher.dropped_size:

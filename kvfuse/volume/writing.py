@@ -170,7 +170,7 @@ class ContentWriter(ContentReader):
 
     async def _write_part(self, node: Node, index: int, start: int, data: bytes | memoryview, mark: int | None) -> None:
         """``mark``: `Node.end_moved`, if the place is where the file ends. _EndMoved, if it is not any more."""
-        began = trio.current_time()
+        wait = self.journal.room_wait()
         while True:
             if await self.chunk(node, index) is None:
                 node.chunks[index] = Chunk()
@@ -180,7 +180,7 @@ class ContentWriter(ContentReader):
                     node, index, start, data, mark
                 )
             except NoSpace:
-                if await self.journal.free(began):
+                if await self.journal.free(wait):
                     await self.core.reads.passed()
                 elif await self._write_within(node, index, start, data):
                     return
