@@ -229,7 +229,7 @@ class Blocks:
         """
         self._check(directory, name)
         content = data.buffer.data if isinstance(data, TierBlock) else data
-        folder, found, slots = await self._prepare(directory, name, len(content))
+        folder, found, slots, gone = await self._prepare(directory, name, len(content))
         node = self.names.replace(folder, name, found, mode, caller)
         self._stage(node, content, slots)
         if isinstance(data, TierBlock) and data.read_class == ReadClass.of(node):
@@ -239,26 +239,37 @@ class Blocks:
         if self.names.publish_waits(folder, node):
             with trio.CancelScope(shield=True):  # it is done: the caller has to hear what was replaced
                 await self.names.publish(folder, node)
-        return found.node.ino if found.node is not None else 0
+        return found.node.ino if found.node is not None else gone
 
     def waits(self, directory: int) -> bool:
         """A put there waits for its commit; or it is not known whether it does."""
         folder = self.core.nodes.get(directory)
         return folder is None or self.names.is_strict(folder)
 
-    async def _prepare(self, directory: int, name: bytes, size: int) -> tuple[Node, Found, list[list[Slot]]]:
-        """(directory, what the name means, slots for each chunk): all true until the next await."""
+    async def _prepare(self, directory: int, name: bytes, size: int) -> tuple[Node, Found, list[list[Slot]], int]:
+        """(directory, what the name means, slots for each chunk, inode that lost the name already, or 0).
+
+        All true until the next await.
+        """
         if self.flusher.staged_bytes > self.flusher.staging_size:
             await self.flusher.wait_for_room()
-        wait = self.journal.room_wait()
+        wait, gone = self.journal.room_wait(), 0
         while True:
             folder, found = await self.names.find_replaceable(directory, name)
             try:
-                return folder, found, self._reserve(size, self.core.chunk_size_in(folder))
+                slots = self._reserve(size, self.core.chunk_size_in(folder))
             except errors.NoSpace:
                 if not await self.journal.free(wait):
                     raise
                 await self.core.reads.passed()
+                continue
+            if found.node is None or not self.names.goes_first(found):
+                return folder, found, slots, gone
+            for taken in slots:  # there is room: nobody waits with it
+                self.core.slabs.cancel(taken)
+            gone = found.node.ino
+            with suppress(errors.NotFound):
+                await self.names.unlink(directory, name)
 
     def _reserve(self, size: int, chunk_size: int) -> list[list[Slot]]:
         """Slots for each chunk of a file. NoSpace leaves everything as it was."""

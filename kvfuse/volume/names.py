@@ -139,6 +139,10 @@ class Names:
             elif not await self.journal.wait_for_records(weight, f"{name!r} in directory {parent}"):
                 return directory, found
 
+    def goes_first(self, found: Found) -> bool:
+        """What has the name loses it by itself, before a new file takes it."""
+        return False
+
     def replace(self, directory: Node, name: bytes, found: Found, mode: int, caller: Caller) -> Node:
         """A new regular file under a name, instead of what has it, as if it had been made elsewhere and renamed.
 

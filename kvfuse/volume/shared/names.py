@@ -123,6 +123,10 @@ class SharedNames(Attempts):
         await self._directory(parent, is_fresh=False)
         return await super().find_replaceable(parent, name)
 
+    def goes_first(self, found: Found) -> bool:
+        """Others may change the rest of its names at the same time. So the name is absent for a moment: a miss."""
+        return found.node is not None and found.node.own_record
+
     async def link(self, ino: int, parent: int, name: bytes) -> tuple[Node, Node]:
         node = await self.lookup.current(ino)
         if node.is_directory:
