@@ -93,7 +93,7 @@ UNSET: dict[str, str] = {
     "volume.path": "SOURCE",
     "volume.capacity": "the smaller of 64GiB and half of the free disk",
     "volume.slab_size": "chosen from the capacity",
-    "volume.metadata_size": "a sixteenth of the capacity, at least 32MiB",
+    "volume.metadata_size": "a sixteenth of the capacity, at least 32MiB; with etcd at most 2GiB",
     "records.path": "records, in the volume's folder",
     "records.user": "nobody: the server does not ask",
     "records.password_file": "none",

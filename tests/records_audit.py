@@ -14,6 +14,7 @@ from volume_lab import Disk
 from kvfuse.remote.records.api import Versioned
 from kvfuse.volume import schema
 from kvfuse.volume.api import ROOT_INODE
+from kvfuse.volume.metadata import weigh
 
 
 @dataclass
@@ -48,7 +49,7 @@ class Audit:
         if self.failed:
             return
         self.commit_count += 1
-        problems = [*self.slot_problems(), *self.tree_problems()]
+        problems = [*self.slot_problems(), *self.tree_problems(), *self.count_problems()]
         if problems:
             self.failed = True
             changed = [*map(_described, puts), *[f"-{_described(key)}" for key in deletes]]
@@ -73,6 +74,17 @@ class Audit:
             f"slot {addr} is allocated, but nobody has it" for addr in allocated - named.keys() - to_free.keys()
         ]
         return problems
+
+    def count_problems(self) -> list[str]:
+        """Counts of clients, of those that are here and of those that are gone, are together what is there."""
+        records = self.disk.records
+        counted = schema.decode_counts(records[schema.COUNTER_FILES].value)
+        for key, row in records.items():
+            if key[:1] == b"q":
+                counted = counted.add(schema.decode_counts(row.value))
+        weights = [weigh(key, row.value) for key, row in records.items()]
+        found = schema.Counts(sum(count for _, count in weights), sum(size for size, _ in weights))
+        return [f"counted as {counted}, but there are {found}"] if counted != found else []
 
     def tree_problems(self) -> list[str]:
         """Every name means an inode that is there, every inode has as many names as it says, orphans have none."""

@@ -29,7 +29,8 @@ def forget_file(records: Records, name: bytes) -> schema.ExtentRecord:
     (extent,) = inline(records, name).chunks[0]
     for key in [key for key in records if key[:1] == b"d" and schema.split_entry_key(key)[2] == name]:
         del records[key]
-    records[schema.COUNTER_FILES] = schema.encode_count(schema.decode_count(records[schema.COUNTER_FILES]) - 1)
+    counts = schema.decode_counts(records[schema.COUNTER_FILES])
+    records[schema.COUNTER_FILES] = schema.encode_counts(counts.inodes - 1, counts.size)
     return extent
 
 
@@ -123,9 +124,9 @@ async def test_what_clients_that_are_gone_leave_is_no_error(tree: Tree) -> None:
         )
         records[schema.COUNTER_INODE] = schema.encode_u64(1 << 41)
         count = there.files + there.directories - 1  # without the file that was forgotten
-        records[schema.COUNTER_FILES] = schema.encode_count(count + 2)
-        records[schema.files_key(CLIENT)] = schema.encode_count(-3)
-        records[schema.files_key(CLIENT + 1)] = schema.encode_count(1)
+        records[schema.COUNTER_FILES] = schema.encode_counts(count + 2, None)
+        records[schema.files_key(CLIENT)] = schema.encode_counts(-3, -300)
+        records[schema.files_key(CLIENT + 1)] = schema.encode_counts(1, None)
 
     await tree.change(leave)
     report = await tree.check()
@@ -145,7 +146,7 @@ async def test_a_file_open_by_a_client_that_is_there_is_no_error(tree: Tree) -> 
 
 async def test_counts_of_clients_are_mended_with_the_common_one(tree: Tree) -> None:
     def miscount(records: Records) -> None:
-        records[schema.files_key(CLIENT)] = schema.encode_count(5)
+        records[schema.files_key(CLIENT)] = schema.encode_counts(5, 5)
 
     await tree.change(miscount)
     report = await tree.check(repair=True)
@@ -155,4 +156,4 @@ async def test_counts_of_clients_are_mended_with_the_common_one(tree: Tree) -> N
     async with tree.records() as records:
         (row,) = await records.get([schema.files_key(CLIENT)])
     assert row is not None
-    assert schema.decode_count(row.value) == 0
+    assert schema.decode_counts(row.value) == (0, 0)

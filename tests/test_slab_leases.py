@@ -201,7 +201,7 @@ async def test_one_who_leaves_in_order_is_waited_for_by_nobody(
             key = await leaver.make(nursery, 300 << 10)
             addr = pieces_of(one.world.disk)[key].addr
             leaver.core.file_count = 5
-            leaver.journal.put(schema.files_key(3), schema.encode_count(5))
+            leaver.journal.put(schema.files_key(3), schema.encode_counts(5, 500))
             await trio.sleep(1)
             files = one.leases.space()[1]
             await leaver.leases.close()
@@ -221,14 +221,16 @@ async def test_files_of_a_client_that_is_gone_are_counted_once(
     autojump_clock: trio.testing.MockClock, rng: random.Random
 ) -> None:
     async with joined(world(rng), 1, 2) as (one, two):
+        before = schema.decode_counts(one.world.disk.records[schema.COUNTER_FILES].value)
         dead = Client(one.world, 3)
         async with dead.joined():
-            dead.journal.put(schema.files_key(3), schema.encode_count(7))
+            dead.journal.put(schema.files_key(3), schema.encode_counts(7, 700))
             await trio.sleep(1)
         assert one.leases.space()[1] == two.leases.space()[1] == 8
         await trio.sleep(LEASE + 5)
         assert schema.files_key(3) not in one.world.disk.records
-        assert schema.decode_count(one.world.disk.records[schema.COUNTER_FILES].value) == 8
+        counts = schema.decode_counts(one.world.disk.records[schema.COUNTER_FILES].value)
+        assert counts == (8, (before.size or 0) + 700)
         assert one.leases.space()[1] == two.leases.space()[1] == 8
 
 

@@ -186,7 +186,7 @@ async def test_who_wakes_after_its_lease_was_taken_commits_nothing(
                 held = {slab for slab in range(40) if sleeper.core.slabs.holds(slab)}
                 event = trio.Event()
                 setattr(sleeper.chaos, "stalled" if stalled else "cut", event)
-                sleeper.journal.put(schema.files_key(2), schema.encode_count(1))
+                sleeper.journal.put(schema.files_key(2), schema.encode_counts(1, 100))
                 await trio.sleep(LEASE + 5)
                 assert not sleeper.may_write
                 assert all(world.clients[0].core.slabs.holds(slab) for slab in held)

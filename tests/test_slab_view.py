@@ -82,14 +82,16 @@ def test_damaged_and_strange_records_are_left_out(view: SlabView, caplog: pytest
 async def test_it_follows_and_makes_up_for_a_broken_watch(
     disk: Disk, view: SlabView, autojump_clock: trio.testing.MockClock
 ) -> None:
-    disk.apply({schema.member_key(7): b"", schema.files_key(7): schema.encode_count(5)}, ())
+    disk.apply({schema.member_key(7): b"", schema.files_key(7): schema.encode_counts(5, 700)}, ())
     async with trio.open_nursery() as nursery:
         nursery.start_soon(view.run)
         await view.ready.wait()
-        assert (view.members, view.files, view.files_counted) == ({7}, {7: 5}, 1)
+        root = view.counted.size or 0
+        assert (view.members, view.counts, view.counted.inodes) == ({7}, {7: (5, 700)}, 1)
+        assert [view.counts_beside(client) for client in (7, 8)] == [(1, root), (6, root + 700)]
         disk.apply({schema.member_key(8): b""}, [schema.files_key(7)])
         await trio.sleep(0.1)
-        assert (view.members, view.files) == ({7, 8}, {})
+        assert (view.members, view.counts, view.counts_beside(8)) == ({7, 8}, {}, (1, root))
         for watch in list(disk.watches):
             watch.break_off()
         await trio.sleep(0.1)

@@ -45,9 +45,11 @@ def test_keys_come_apart_again() -> None:
 def test_values_have_their_bytes() -> None:
     assert schema.encode_holder(schema.Holder(0x0102, 3)).hex() == "00000000000001020000000000000003"
     assert schema.decode_holder(bytes(15) + b"\5") == schema.Holder(schema.NOBODY, 5)
-    assert schema.encode_count(-2).hex() == "fffffffffffffffe"
-    assert schema.decode_count(bytes(7) + b"\5") == 5
-    for decode in (schema.decode_holder, schema.decode_count):
+    assert schema.encode_counts(-2, 256).hex() == "fffffffffffffffe" + "0000000000000100"
+    assert schema.decode_counts(bytes(7) + b"\5" + b"\xff" * 8) == (5, -1)
+    assert schema.decode_counts(bytes(7) + b"\5") == (5, None), "of an older program"
+    assert schema.Counts(5, None).add(schema.Counts(-1, 100)) == (4, None), "what was never counted stays so"
+    for decode in (schema.decode_holder, schema.decode_counts):
         with pytest.raises(schema.Malformed):
             decode(b"\0" * 7)
 

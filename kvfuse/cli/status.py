@@ -58,7 +58,7 @@ def _row(facts: dict[str, Any]) -> list[Any]:
         format_size(space["size"]) if space else None,
         _share(space["size"] - space["free"], space["size"]) if space else None,
         space["files"] - space["files_free"] if space else None,
-        _share(metadata["bytes"], metadata["limit"]) if metadata else None,
+        _share(metadata["bytes"], metadata["limit"]) if metadata.get("bytes") is not None else None,
         str(facts["pid"] or "-"),
         facts["problem"] or f"ok, answers in {facts['answer_ms']} ms",
     ]

@@ -11,6 +11,7 @@ from kvfuse.volume import schema
 from kvfuse.volume.chunk import Chunk, Extent
 from kvfuse.volume.commits import RESERVED_BYTES, RESERVED_OPERATIONS, Changes
 from kvfuse.volume.late import Late
+from kvfuse.volume.metadata import growth
 from kvfuse.volume.node import Node
 from kvfuse.volume.pending import NameChange
 
@@ -48,6 +49,8 @@ class Draft:
     """in a shared volume: what these give up an orphan record names from then on, see `Drafting`"""
     files: int = 0
     """in a shared volume: inodes that come into the store, less those that lose their last name"""
+    before: dict[bytes, int] = field(default_factory=dict)
+    """in a shared volume: what the stored records weigh that are replaced or deleted; others were not there"""
     byte_count: int = 0
     """of keys and values, but for slabs; see `measure`"""
 
@@ -88,6 +91,7 @@ class Draft:
         self.puts.update(other.puts)
         self.deletes |= other.deletes
         self.expect.update(other.expect)
+        self.before.update(other.before)
         self.records.update(other.records)
         self.slabs |= other.slabs
         self.bequests |= other.bequests
@@ -157,6 +161,7 @@ class Batch(Changes):
             row_size = len(key) + len(self.puts.get(key, b""))
             count = len(part.puts) + len(part.deletes)
             if count and (count >= operations_max or size + row_size > bytes_max):
+                part.size = growth(part.puts, part.deletes, self.draft.before)
                 yield part
                 part, size = Changes(), 0
             size += row_size
@@ -164,7 +169,7 @@ class Batch(Changes):
                 part.puts[key] = self.puts[key]
             else:
                 part.deletes.add(key)
-        part.files = self.files
+        part.files, part.size = self.files, growth(part.puts, part.deletes, self.draft.before)
         yield part
 
 

@@ -10,6 +10,7 @@ from kvfuse.volume import schema
 from kvfuse.volume.batch import Batch, Draft, Taken
 from kvfuse.volume.chunk import COMMITTED, FRESH, Extent
 from kvfuse.volume.drafting import Drafting
+from kvfuse.volume.metadata import growth
 from kvfuse.volume.node import Node
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ class BatchBuilder(Drafting):
             gone = dict.fromkeys(draft.gone)
             batch.taken = [_taken(node, node in gone) for node in {**dict.fromkeys(draft.nodes), **gone}]
             batch.expect, batch.draft, batch.files = draft.expect, draft, draft.files
+            batch.size = growth(draft.puts, draft.deletes, draft.before)
         if self._ties:
             batch.ties = [(node, other) for node in draft.nodes for other in self._ties.drop(node)]
         self._linked_count = len(self._ties)

@@ -37,6 +37,8 @@ class Changes:
     """of the commit that did it, once that is known"""
     files: int = 0
     """inodes that it makes, less those that it removes; in a shared volume"""
+    size: int = 0
+    """bytes that names, inodes and attributes weigh more after it; likewise"""
 
 
 class Outcome(NamedTuple):
@@ -67,6 +69,7 @@ class _Group:
     def __init__(self, batch: Changes | None, limits: RecordLimits, guard: Changes) -> None:
         self.batch = batch
         self.files = batch.files if batch is not None else 0
+        self.size = batch.size if batch is not None else 0
         self.members: list[_Waiting] = []
         self.changes = Changes()
         self._limits = limits
@@ -102,6 +105,7 @@ class _Group:
         self._add(transaction.puts, transaction.deletes, transaction.expect)
         self._bytes += transaction.byte_count
         self.files += transaction.files
+        self.size += transaction.size
         self.members.append(waiting)
         return True
 
@@ -120,9 +124,11 @@ class Committer:
         """of this client's sequence record; None where nobody else writes the store"""
         self.sequence_value = b""
         self.files_key: bytes | None = None
-        """of the record that counts the inodes of this client; None: nobody counts"""
+        """of the record that counts what this client made, less what it removed; None: nobody counts"""
         self._files = 0
-        """as it is in the store"""
+        """inodes, as that is in the store"""
+        self.size = 0
+        """bytes of names, inodes and attributes, likewise"""
         self.conflicts = 0
         """commits that were refused because somebody else was faster"""
         self.came_late: Callable[[], None] = lambda: None
@@ -229,8 +235,10 @@ class Committer:
         group = self._gather(batch)
         while batch is not None or group.members:
             changes = group.changes
-            if group.files and self.files_key is not None:  # with what changes it, so that no crash comes between
-                changes.puts[self.files_key] = schema.encode_count(self._files + group.files)
+            if (group.files or group.size) and self.files_key is not None:
+                # With what changes it, so that no crash comes between.
+                counts = schema.encode_counts(self._files + group.files, self.size + group.size)
+                changes.puts[self.files_key] = counts
             try:
                 version = await self.records.commit(changes.puts, changes.deletes, changes.expect, durable=durable)
                 found = {} if version else await self._look(changes.expect)
@@ -305,6 +313,7 @@ class Committer:
         if self.sequence_key is not None:
             self._sequence_version = version
         self._files += group.files
+        self.size += group.size
         if group.batch is not None:
             group.batch.version = version
         for waiting in group.members:

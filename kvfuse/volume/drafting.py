@@ -22,6 +22,7 @@ from kvfuse.volume import schema
 from kvfuse.volume.batch import Batch, Draft, Unit
 from kvfuse.volume.chunk import RESTED, Extent
 from kvfuse.volume.late import Late, is_held, settlers
+from kvfuse.volume.metadata import NOT_STORED, TIMES_WEIGHT, entry_weight, inode_weight
 from kvfuse.volume.node import Node
 from kvfuse.volume.pending import NameChange, Pending
 
@@ -70,6 +71,8 @@ class Drafting(Pending):
                 draft.records[node] = record
                 draft.expect.setdefault(key, node.version)
                 draft.files += not node.version
+                if node.version:
+                    draft.before[key] = inode_weight(len(key), len(node.target))
             for index in node.dirty_chunks:
                 chunk = node.chunks.get(index)
                 key = schema.chunk_key(node.ino, index)
@@ -102,7 +105,9 @@ class Drafting(Pending):
         draft.gone.append(node)
         draft.extra.update(node.extra)
         if self.core.shared and node.version:  # what was found by an orphan record is freed once, by whom it concerns
-            draft.expect[schema.orphan_key(node.ino)] = node.version
+            key = schema.orphan_key(node.ino)
+            draft.expect[key] = node.version
+            draft.before[key] = inode_weight(len(key), len(node.target))
         if _leaves_orphan(node) and not self.core.shared:  # bytes that were staged may have come to slots since
             draft.extra[schema.orphan_key(node.ino)] = schema.encode_inode(node.orphan_record())
         self._draft_dead(draft, self._dead_of_gone(node))
@@ -139,13 +144,11 @@ class Drafting(Pending):
                 draft.deletes.add(schema.entry_key(parent, name))
                 draft.vacated.append((parent, name))
                 if self.core.shared:
-                    draft.expect[schema.entry_key(parent, name)] = change.version
-                    self._draft_leaving(draft, change)
+                    self._expect_name(draft, change)
             return
         draft.names.append(change)
         if self.core.shared and (node is not None or change.stored):
-            draft.expect[schema.entry_key(parent, name)] = change.version
-            self._draft_leaving(draft, change)
+            self._expect_name(draft, change)
             directory = self.folders.get(parent)
             if node is not None and directory is not None and directory.version:
                 self._draft_folder(draft, directory)
@@ -155,12 +158,21 @@ class Drafting(Pending):
         elif node.own_record:
             draft.puts[schema.entry_key(parent, name)] = schema.encode_entry_reference(node.ino)
 
-    def _draft_leaving(self, draft: Draft, change: NameChange) -> None:
-        """Whoever loses the name is kept by an orphan record, as it is stored: so the name's version says."""
+    def _expect_name(self, draft: Draft, change: NameChange) -> None:
+        """The stored name is as it was when it was changed here.
+
+        Whoever loses it is kept by an orphan record, as it is stored: so the name's version says.
+        """
+        key = schema.entry_key(change.parent, change.name)
+        node = change.node
+        draft.expect[key] = change.version
         record = change.leaves.base if isinstance(change.leaves, Node) else change.leaves
         if record is not None:
+            draft.before[key] = inode_weight(len(key), len(record.target))
             draft.files -= 1
             draft.puts[schema.orphan_key(record.ino)] = orphan_of(record, self.core.client)
+        elif change.version and (node is None or node.own_record or node.version != change.version):
+            draft.before[key] = entry_weight(len(change.name))
 
     def _draft_folder(self, draft: Draft, directory: Node) -> None:
         """A name comes into a directory, which must not be removed meanwhile: who is about to has marked it."""
@@ -170,12 +182,14 @@ class Drafting(Pending):
             directory.flags &= ~schema.FLAG_LEAVING
             draft.records[directory] = record = directory.record()
             draft.puts[key] = schema.encode_inode(record)
+            draft.before[key] = inode_weight(len(key), 0)
 
     def _draft_times(self, draft: Draft, directory: Node) -> None:
         draft.times.append(directory)
         if directory.nlink:
             times = schema.encode_times(directory.atime, directory.mtime, directory.ctime)
             draft.puts[schema.times_key(directory.ino)] = times
+            draft.before[schema.times_key(directory.ino)] = TIMES_WEIGHT
             if self.core.shared and directory.version:  # where another host removed it, nobody takes its times away
                 draft.expect.setdefault(schema.inode_key(directory.ino), directory.version)
 
@@ -192,6 +206,8 @@ class Drafting(Pending):
 
     def _draft_extra(self, draft: Draft) -> None:
         for key, value in draft.extra.items():
+            if self.core.shared and key.startswith(schema.XATTR_PREFIX):
+                draft.expect[key], draft.before[key] = self.seen.get(key, NOT_STORED)
             if value is None:
                 draft.deletes.add(key)
             else:

@@ -33,6 +33,7 @@ from kvfuse.slab import layout
 from kvfuse.slab.layout import Geometry, Superblock
 from kvfuse.volume import engines, schema, sealed
 from kvfuse.volume.api import FIRST_INODE, ROOT_INODE
+from kvfuse.volume.metadata import growth, own_size
 from kvfuse.volume.node import Node
 from kvfuse.volume.shared.member import Member, membership
 
@@ -274,14 +275,17 @@ def first_records(options: Options) -> dict[bytes, bytes]:
     """An empty root directory, and where the counters begin."""
     root = Node(ROOT_INODE, stat.S_IFDIR | 0o755, os.geteuid(), os.getegid(), options.volume.chunk_size)
     root.nlink = 2
-    size = options.volume.metadata_size
+    size = own_size(options)
     now = time.time_ns()
-    return {
+    directory = {
         schema.inode_key(ROOT_INODE): schema.encode_inode(root.record()),
         schema.times_key(ROOT_INODE): schema.encode_times(now, now, now),
+    }
+    return {
+        **directory,
         schema.COUNTER_INODE: schema.encode_u64(FIRST_INODE),
         schema.COUNTER_GENERATION: schema.encode_u64(1),
-        schema.COUNTER_FILES: schema.encode_count(1),
+        schema.COUNTER_FILES: schema.encode_counts(1, growth(directory, (), {})),
         schema.EXACT_SIZES: schema.encode_u64s(options.volume.exact_sizes),
         **({} if size is None else {schema.METADATA_SIZE: schema.encode_u64(size)}),
     }

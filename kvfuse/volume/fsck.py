@@ -181,8 +181,8 @@ class Check:
         """of inodes without records of their own, where heads are compared"""
         self.freed: set[int] = set()
         """slots that only wait for who holds their slab"""
-        self.counted: dict[bytes, int] = {}
-        """key of a client's count of inodes -> the count"""
+        self.counted: dict[bytes, schema.Counts] = {}
+        """key of a client's counts -> these"""
 
     def problem(
         self,

@@ -109,11 +109,10 @@ async def check_counters(check: Check) -> None:
         check.problem("the volume's exact slot sizes are not recorded", {schema.EXACT_SIZES: schema.encode_u64s(())})
     files = check.report.files + check.report.directories
     if rows[2] is None:
-        check.problem("the number of inodes is not recorded", {keys[2]: schema.encode_count(files)})
+        mended = {keys[2]: schema.encode_counts(files, sum(check.weights.values()))}
+        check.problem("the number of inodes is not recorded", mended)
     elif check.records.limits.shared or check.counted:
-        common = schema.decode_count(rows[2].value) if len(rows[2].value) == 8 else 0
-        mended = {keys[2]: schema.encode_count(files), **dict.fromkeys(check.counted, schema.encode_count(0))}
-        _check_count(check, common + sum(check.counted.values()), files, mended)
+        _check_counts(check, rows[2].value, files)
     if check.records.usage is not None:
         _check_usage(check, check.records.usage, files)
 
@@ -124,6 +123,32 @@ def _check_count(check: Check, counted: int, files: int, mended: dict[bytes, byt
         check.problem(f"{counted} inodes are counted, {files} exist", mended if check.report.clean else {})
 
 
+def _check_counts(check: Check, common: bytes, files: int) -> None:
+    """What clients counted together against what is there. ``common``: the value of the record that has most of it."""
+    weight = sum(check.weights.values())
+    mended = {schema.COUNTER_FILES: schema.encode_counts(files, weight)}
+    mended |= dict.fromkeys(check.counted, schema.encode_counts(0, 0))
+    try:
+        counted = schema.decode_counts(common)
+    except schema.Malformed:
+        counted = schema.Counts(0, None)
+    for counts in check.counted.values():
+        counted = counted.add(counts)
+    _check_count(check, counted.inodes, files, mended)
+    if check.records.limits.shared and not check.damaged:
+        _check_size(check, counted.size, weight, mended)
+
+
+def _check_size(check: Check, counted: int | None, weight: int, mended: dict[bytes, bytes]) -> None:
+    """As `_check_count`."""
+    if counted is None:
+        text = f"names and attributes were never counted, as an older program made the volume: they take {weight} bytes"
+    else:
+        text = f"names and attributes are counted as {counted} bytes, but they take {weight}"
+    if counted != weight:
+        check.problem(text, mended if check.report.clean else {})
+
+
 def _check_usage(check: Check, counted: Usage, files: int) -> None:
     """What the store has counted against what is there."""
     if check.damaged:
@@ -131,9 +156,7 @@ def _check_usage(check: Check, counted: Usage, files: int) -> None:
     weight = sum(check.weights.values())
     mended = {schema.USAGE: schema.encode_usage(weight, files)}
     _check_count(check, counted.items, files, mended)
-    if counted.size != weight:
-        text = f"names and attributes are counted as {counted.size} bytes, but they take {weight}"
-        check.problem(text, mended if check.report.clean else {})
+    _check_size(check, counted.size, weight, mended)
 
 
 async def check_segments(check: Check) -> None:

@@ -93,6 +93,8 @@ class Journal(SharedJournal):
     """in a shared volume: takes slabs that nobody holds"""
     hurry: Callable[[], Awaitable[bool]] = _no_more
     """in a shared volume: has what was removed freed, when that may be"""
+    hurry_own: Callable[[], Awaitable[bool]] = _no_more
+    """the same of what this client removed alone"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -208,10 +210,17 @@ class Journal(SharedJournal):
         metadata = self.core.metadata
         if metadata.fits(size):
             return False
+        wait = self.room_wait()
         self.make_room()
         await self.commit()
-        if not metadata.fits(size):
-            raise metadata.refusal(what)
+        while not metadata.fits(size):
+            wait.round_count += 1
+            is_coming = False
+            with trio.move_on_at(wait.end):
+                is_coming = await self.hurry_own()
+            if not is_coming:
+                raise metadata.refusal(what)
+            await self.commit()
         return True
 
     @property
@@ -416,6 +425,7 @@ class Journal(SharedJournal):
             node.stored_epoch = self.epoch
         if self.core.shared:
             self._settle_versions(batch)
+            self._settle_attributes(batch)
         for change in batch.names:
             parent, name = change.parent, change.name
             if not self.core.shared or batch.changes_name(parent, name):

@@ -109,7 +109,7 @@ async def _load_values(
         inodes=NumberRange(schema.COUNTER_INODE, inode),
         generations=NumberRange(schema.COUNTER_GENERATION, generation),
         metadata=_bounded(records, metadata_limit, geometry.data_size),
-        file_count=records.usage.items if records.usage is not None else schema.decode_count(values[2]),
+        file_count=records.usage.items if records.usage is not None else schema.decode_counts(values[2]).inodes,
     )
 
 

@@ -14,6 +14,7 @@ import trio
 
 from kvfuse.volume import schema
 from kvfuse.volume.late import Aside, Late, Ties, is_held, settlers
+from kvfuse.volume.metadata import Stored
 from kvfuse.volume.node import Node, check_remembered
 
 if TYPE_CHECKING:
@@ -118,6 +119,8 @@ class Pending:
         self.folders: dict[int, Node] = {}
         """directories with changed names, in a shared volume"""
         self._sent_extra: dict[bytes, bytes | None] = {}
+        self.seen: dict[bytes, Stored] = {}
+        """in a shared volume: attribute that is pending, or under way -> what the store has in its place"""
         self._ties = Ties()
         self._serial = 0
         self._new_count = 0
@@ -240,9 +243,11 @@ class Pending:
         self.reconsider(first)
         self.reconsider(second)
 
-    def put(self, key: bytes, value: bytes | None) -> None:
-        """Any other record; None deletes it."""
+    def put(self, key: bytes, value: bytes | None, stored: Stored | None = None) -> None:
+        """Any other record; None deletes it. ``stored``: what the store has, of an attribute in a shared volume."""
         self._extra[key] = value
+        if stored is not None:
+            self.seen.setdefault(key, stored)
         self._extra_size += len(value or b"")
         self._wake()
 
@@ -250,6 +255,12 @@ class Pending:
         """Forget what `put` was told of these keys, as far as it is not under way: somebody else has the last word."""
         for key in keys:
             self._extra.pop(key, None)
+
+    def forget_seen(self, keys: Iterable[bytes]) -> None:
+        """These are not to change any more, but for those that are under way."""
+        for key in keys:
+            if key not in self._sent_extra:
+                self.seen.pop(key, None)
 
     def withdraw_attributes(self, node: Node) -> None:
         """The inode was removed: what is pending of its attributes is not put, or taken away by the next commit.
@@ -261,7 +272,9 @@ class Pending:
             return
         prefix = schema.xattr_prefix(node.ino)
         node.unstored_attributes = {**self.pending_puts(prefix), **node.unstored_attributes}
-        self.withdraw([key for key in self._extra if key.startswith(prefix)])
+        keys = [key for key in self._extra if key.startswith(prefix)]
+        self.withdraw(keys)
+        self.forget_seen(keys)
         for key, value in self._sent_extra.items():
             if value is not None and key.startswith(prefix):  # that commit may be refused: then it is pending again
                 self._extra[key] = None

@@ -26,6 +26,7 @@ from kvfuse.slab.layout import Geometry, Superblock
 from kvfuse.volume import engines, format, schema, sealed
 from kvfuse.volume.api import FIRST_INODE, ROOT_INODE
 from kvfuse.volume.heads import Description, decode_description
+from kvfuse.volume.metadata import growth
 from kvfuse.volume.shared.member import FencedRecords, membership
 
 LOST_FOUND = b"lost+found"
@@ -304,7 +305,7 @@ class _Rebuild:
 
     async def write(self, records: RecordStore) -> None:
         """Directories, files, slabs and counters, in a fresh record store."""
-        inode_next = max([FIRST_INODE, *self.pieces]) + 1
+        inode_next, size = max([FIRST_INODE, *self.pieces]) + 1, 0
         directories: dict[bytes, int] = {b"": ROOT_INODE}
         children: dict[int, int] = defaultdict(int)
         parents: dict[int, tuple[int, bytes]] = {}
@@ -324,6 +325,7 @@ class _Rebuild:
             self.report.nameless += folder == LOST_FOUND
             self._collect_slots(record, slots)
             if len(puts) >= COMMIT_ROWS:
+                size += growth(puts, (), {})
                 await format.commit_in_parts(records, puts)
                 puts = {}
         used = {record.ino for record, _ in self.files.values()}
@@ -332,7 +334,8 @@ class _Rebuild:
         puts.update(self._slab_records(slots))
         puts[schema.COUNTER_INODE] = schema.encode_u64(inode_next + schema.COUNTER_RANGE)
         puts[schema.COUNTER_GENERATION] = schema.encode_u64(self.generation_max + schema.COUNTER_RANGE)
-        puts[schema.COUNTER_FILES] = schema.encode_count(len(self.files) + len(directories))
+        size += growth(puts, (), {})
+        puts[schema.COUNTER_FILES] = schema.encode_counts(len(self.files) + len(directories), size)
         await format.commit_in_parts(records, puts)
         await records.commit({}, durable=True)
 

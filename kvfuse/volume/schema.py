@@ -10,7 +10,7 @@ c     inode u64, chunk index u64               extents of a chunk that has no ro
 x     inode u64, attribute name                value of an extended attribute
 s     slab u32                                 slot size u32, bitmap: the slab's allocation state
 o     inode u64                                inode of an unlinked file, and (shared) the client that removed it
-n     name of a counter or list                u64, or several; of the count of files i64
+n     name of a counter or list                u64, or several; the counts as in q
 
       of a shared volume:
 m     client u64                               a client that is alive: host, pid, mount point (under its lease)
@@ -19,7 +19,8 @@ f     slab u32, addr u64, generation u64       "rested", or nothing: the slot is
                                                rested: nobody can be reading it any more
 h     inode u64, client u64                    nothing: the client has the removed file open (under its lease)
 k     client u64                               who it is to the segment engine; the version counts its commits
-q     client u64                               i64: inodes that the client made, less those that it removed
+q     client u64                               i64, i64: inodes that the client made, less those that it removed; and
+                                               bytes of names and attributes likewise (not of older programs)
 ====  =======================================  =====================================================
 
 Entries of a directory are ordered by a hash of their name, which is also the readdir cookie: a listing
@@ -58,16 +59,19 @@ _FREED_KEY = struct.Struct(">cIQQ")
 _OPEN_KEY = struct.Struct(">cQQ")
 _HOLDER = struct.Struct(">QQ")
 _COUNT = struct.Struct(">q")
+_COUNTS = struct.Struct(">qq")
 _USAGE = struct.Struct(">qq")
 
 TIMES_SIZE = _TIMES.size
+REFERENCE_SIZE = 1 + _U64.size
+"""Bytes of a name's record, where the inode has one of its own."""
 
 COUNTER_INODE = b"ninode"
 """First inode number of the range that nobody took yet."""
 COUNTER_GENERATION = b"ngeneration"
 """First slot generation of the range that nobody took yet."""
 COUNTER_FILES = b"nfiles"
-"""Inodes in the volume."""
+"""Counts of the volume: inodes, and what names, inodes and attributes weigh; of many hosts' but for their q records."""
 
 USAGE = b"nusage"
 """What names, inodes and attributes weigh, and how many inodes there are: two i64. Of a volume that one daemon has."""
@@ -144,6 +148,19 @@ class FreedSlot(NamedTuple):
     addr: int
     """volume address of the slot, in bytes"""
     generation: int
+
+
+class Counts(NamedTuple):
+    """Inodes, and bytes that names, inodes and attributes weigh: those that are there, or came less those that went."""
+
+    inodes: int
+    size: int | None
+    """None: it was not counted, by an older program"""
+
+    def add(self, change: Counts) -> Counts:
+        """With what came and went. What was never counted stays so."""
+        size = self.size + (change.size or 0) if self.size is not None else None
+        return Counts(self.inodes + change.inodes, size)
 
 
 NOBODY = 0
@@ -290,7 +307,7 @@ def sequence_key(client: int) -> bytes:
 
 
 def files_key(client: int) -> bytes:
-    """Of the count of files of one client."""
+    """Of the counts of one client."""
     return _CLIENT_KEY.pack(b"q", client)
 
 
@@ -398,13 +415,15 @@ def decode_holder(value: bytes) -> Holder:
     return Holder(*_HOLDER.unpack(value))
 
 
-def encode_count(value: int) -> bytes:
-    return _COUNT.pack(value)
+def encode_counts(inodes: int, size: int | None) -> bytes:
+    return _COUNT.pack(inodes) if size is None else _COUNTS.pack(inodes, size)
 
 
 @_checked
-def decode_count(value: bytes) -> int:
-    return int(_COUNT.unpack(value)[0])
+def decode_counts(value: bytes) -> Counts:
+    if len(value) == _COUNT.size:
+        return Counts(_COUNT.unpack(value)[0], None)
+    return Counts(*_COUNTS.unpack(value))
 
 
 def encode_usage(size: int, count: int) -> bytes:

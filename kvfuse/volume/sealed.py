@@ -244,7 +244,7 @@ def describe(key: bytes) -> str:
         what = {b"s": "slab", b"l": "the holder of slab", b"f": "a freed slot of slab"}[kind]
         return f"{what} {schema.key_slab(key)}"
     if kind in (b"k", b"q"):
-        return f"{'the sequence' if kind == b'k' else 'the file count'} of client {schema.key_client(key):x}"
+        return f"{'the sequence' if kind == b'k' else 'the counts'} of client {schema.key_client(key):x}"
     if kind == b"n":
         return f"the counter {key[1:].decode(errors='replace')!r}"
     return f"key {key!r}"

@@ -421,11 +421,10 @@ class Volume(RunningVolume):
         slabs, core = self.core.slabs, self.core
         if self.leases is not None:
             free, file_count = self.leases.space()
-            inodes_free = core.metadata.inodes_beside(file_count)
         else:
             free = slabs.free_bytes + slabs.pending_bytes + self.journal.freeing_bytes
             file_count = core.file_count
-            inodes_free = core.metadata.inodes_free
+        inodes_free = core.metadata.inodes_free(file_count)
         return Space(core.geometry.data_size, free, file_count + inodes_free, inodes_free)
 
     async def sync(self) -> None:

@@ -15,9 +15,9 @@ from kvfuse.volume import clock, schema
 from kvfuse.volume.core import Core
 from kvfuse.volume.journal import Journal
 from kvfuse.volume.lookup import Lookup
-from kvfuse.volume.metadata import weight
+from kvfuse.volume.metadata import NOT_STORED, Stored, weight
 from kvfuse.volume.node import Node
-from kvfuse.volume.sealed import all_keys
+from kvfuse.volume.sealed import all_keys, get_marked
 
 XATTR_NAME_MAX = 255
 XATTR_VALUE_MAX = 64 << 10
@@ -115,14 +115,18 @@ class Xattrs:
         return found
 
     async def _find(self, node: Node, name: bytes) -> bytes | None:
+        return (await self._look(node, name))[0]
+
+    async def _look(self, node: Node, name: bytes) -> tuple[bytes | None, Stored]:
+        """(the value, what the store has in its place). The latter may be old, as soon as this returns."""
         if not node.flags & schema.FLAG_XATTRS:
-            return None
+            return None, NOT_STORED
         key = schema.xattr_key(node.ino, name)
         pending = self._not_stored(node, key)
         if key in pending:
-            return pending[key]
+            return pending[key], self.journal.seen.get(key, NOT_STORED)
         record = (await self.core.records.get([key]))[0]
-        return record.value if record is not None else None
+        return record.value if record is not None else None, Stored.of(key, record)
 
     async def set(self, ino: int, name: bytes, value: bytes) -> Node:
         _check_name(name)
@@ -139,8 +143,8 @@ class Xattrs:
             setting.set(self.core, node, value)
             return self._changed(node)
         key = schema.xattr_key(ino, name)
-        growth = await self._growth(node, key, value)
-        self._put(node, key, value)
+        growth, stored = await self._growth(node, key, value)
+        self._put(node, key, value, stored)
         node.flags |= schema.FLAG_XATTRS
         if node.nlink:
             node.xattr_names |= {name}
@@ -151,17 +155,28 @@ class Xattrs:
             self.core.metadata.reserve(node, growth)
         return node
 
-    async def _growth(self, node: Node, key: bytes, value: bytes) -> int:
-        """Bytes that the attribute may add to the records, for which there is room until the next await. NoSpace."""
+    async def _growth(self, node: Node, key: bytes, value: bytes) -> tuple[int, Stored]:
+        """(bytes that the attribute may add to the records, what the store has of it). NoSpace.
+
+        There is room for it until the next await. Where nobody else changes the store, it is asked only if that is
+        full; else the commit has to know what it replaces.
+        """
+        size = weight(len(key), len(value))
         while True:
-            growth = weight(len(key), len(value))
-            if self.core.metadata.fits(growth):
-                return growth
-            (row,) = await self.core.records.get([key])
-            if row is not None and not self.journal.pending_puts(key):
-                growth = max(0, growth - weight(len(key), len(row.value)))  # it takes the place of this one
+            stored = self.journal.seen.get(key, NOT_STORED)
+            if self.core.metadata.fits(size) and not (self.core.shared and self._is_unseen(node, key)):
+                return size, stored
+            growth = size
+            if self._is_unseen(node, key):
+                (row,) = await get_marked(self.core.records, [key])
+                stored = Stored.of(key, row)
+                growth = max(0, size - stored.weight)  # it takes the place of this one
             if not await self.journal.wait_for_records(growth, f"an attribute of inode {node.ino}"):
-                return growth
+                return growth, stored
+
+    def _is_unseen(self, node: Node, key: bytes) -> bool:
+        """Whether the store has the attribute, and how large it is, only the store knows."""
+        return bool(node.flags & schema.FLAG_XATTRS and node.nlink and not self.journal.pending_puts(key))
 
     async def list(self, ino: int) -> list[bytes]:
         node = await self.lookups.current(ino)
@@ -179,12 +194,18 @@ class Xattrs:
         return sorted(names)
 
     async def remove(self, ino: int, name: bytes) -> Node:
-        await self.get(ino, name)
-        node = await self.lookups.node(ino)
         if name in SETTINGS:
+            await self.get(ino, name)
+            node = await self.lookups.node(ino)
             SETTINGS[name].clear(self.core, node)
         else:
-            self._put(node, schema.xattr_key(ino, name), None)
+            _check_name(name)
+            node = await self.lookups.current(ino)
+            found, stored = await self._look(node, name)
+            if found is None:
+                raise errors.NoAttribute(f"inode {ino} has no attribute {name!r}")
+            node = await self.lookups.node(ino)
+            self._put(node, schema.xattr_key(ino, name), None, stored)
         return self._changed(node)
 
     async def drop_capability(self, node: Node) -> bool:
@@ -194,18 +215,18 @@ class Xattrs:
         """
         if node.capability_free or not node.flags & schema.FLAG_XATTRS:
             return False
-        found = await self._find(node, CAPABILITY)
+        found, stored = await self._look(node, CAPABILITY)
         key = schema.xattr_key(node.ino, CAPABILITY)
         found = self._not_stored(node, key).get(key, found)  # it may have been set, or removed, meanwhile
         if found is not None:
-            self._put(node, key, None)
+            self._put(node, key, None, stored)
         node.capability_free = True
         return found is not None
 
-    def _put(self, node: Node, key: bytes, value: bytes | None) -> None:
-        """NoSpace, where the file has no names, and too many attributes."""
+    def _put(self, node: Node, key: bytes, value: bytes | None, stored: Stored) -> None:
+        """``stored``: what the store has of it. NoSpace, where the file has no names, and too many attributes."""
         if node.nlink:
-            self.journal.put(key, value)
+            self.journal.put(key, value, stored if self.core.shared else None)
             return
         changes = {**node.unstored_attributes, key: value}
         if value is not None and sum(len(key) + len(value or b"") for key, value in changes.items()) > REMOVED_SIZE_MAX:

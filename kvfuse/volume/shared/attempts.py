@@ -48,13 +48,19 @@ class Attempts(Names):
                 continue
             if draft.is_empty:
                 return
-            if not draft.is_stale and await self._commit(draft):
+            if not draft.is_stale and await self._commit(draft, what):
                 return
             await trio.sleep(random.random() * PAUSE_SECONDS * min(1 + attempt, 16))
         raise errors.EngineError(f"{what!r}: others changed the same names {ATTEMPTS_MAX} times in a row")
 
-    async def _commit(self, draft: Draft) -> bool:
-        return await self.journal.transact(draft.transaction(partial(self._applied, draft)))
+    async def _commit(self, draft: Draft, what: bytes) -> bool:
+        """False: it was refused. NoSpace, where there is no room for the records."""
+        transaction = draft.transaction(partial(self._applied, draft))
+        size = max(0, transaction.size)
+        while await self.journal.wait_for_records(size, f"{what!r}"):
+            pass  # others may be faster meanwhile: then the commit is refused
+        with self.core.metadata.held(size):
+            return await self.journal.transact(transaction)
 
     def _applied(self, draft: Draft, version: int) -> None:
         """Names and inodes are so in the store: let everybody here know."""

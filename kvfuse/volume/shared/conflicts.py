@@ -109,6 +109,8 @@ class Conflicts:
                 await self._resolve_inode(key, row)
             elif key[:1] == b"o":
                 self.journal.freed_elsewhere(schema.key_inode(key))
+            elif key[:1] == b"x":
+                self.journal.attribute_is(key, row)
 
     async def untangle(self) -> None:
         """Before a commit is built: two inodes that were changed here have one name.

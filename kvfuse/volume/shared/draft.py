@@ -12,6 +12,7 @@ import msgspec
 
 from kvfuse.remote.records.api import ABSENT
 from kvfuse.volume import schema
+from kvfuse.volume.metadata import TIMES_WEIGHT, growth, inode_weight, weight
 from kvfuse.volume.node import Node
 from kvfuse.volume.shared.transaction import Transaction
 
@@ -19,7 +20,7 @@ from kvfuse.volume.shared.transaction import Transaction
 class InodeChange:
     """What becomes of one inode, and of the place of its record."""
 
-    __slots__ = ("name", "node", "own", "parent", "record")
+    __slots__ = ("before", "name", "node", "own", "parent", "record")
 
     def __init__(self, node: Node, record: schema.InodeRecord) -> None:
         self.node = node
@@ -27,16 +28,21 @@ class InodeChange:
         self.own = node.own_record
         self.parent = node.parent
         self.name = node.name
+        self.before = self.key
+        """of the record, before the change"""
 
     def set(self, **values: object) -> None:
         """Fields of the record."""
         self.record = msgspec.structs.replace(self.record, **values)
 
+    @property
+    def key(self) -> bytes:
+        """Of the record."""
+        return schema.inode_key(self.node.ino) if self.own else schema.entry_key(self.parent, self.name)
+
     def put(self, puts: dict[bytes, bytes]) -> None:
-        if self.own:
-            puts[schema.inode_key(self.node.ino)] = schema.encode_inode(self.record)
-        else:
-            puts[schema.entry_key(self.parent, self.name)] = schema.encode_entry_inline(self.record)
+        encode = schema.encode_inode if self.own else schema.encode_entry_inline
+        puts[self.key] = encode(self.record)
 
     def apply(self, version: int) -> None:
         """Let the inode in memory be stored so. What was changed here besides stays changed.
@@ -177,5 +183,16 @@ class Draft:
                 change.apply(version)
             applied(version)
 
-        files = len(self.made) - len(self.removed)
-        return Transaction(self._expect, puts, self._deletes - puts.keys(), apply, files)
+        files, deletes = len(self.made) - len(self.removed), self._deletes - puts.keys()
+        size = growth(puts, deletes, self._weights_before())
+        return Transaction(self._expect, puts, deletes, apply, files, size)
+
+    def _weights_before(self) -> dict[bytes, int]:
+        """What stored records weigh that may be put or deleted, by key: names, inodes, times of removed directories."""
+        names = {key for key, version in self._expect.items() if key[:1] == b"d" and version != ABSENT}
+        before = {key: weight(len(key), schema.REFERENCE_SIZE) for key in names}
+        before |= {key: TIMES_WEIGHT for key in self._deletes if key[:1] == b"t"}
+        for change in self.inodes.values():
+            if change.node not in self.made:
+                before[change.before] = inode_weight(len(change.before), len(change.record.target))
+        return before

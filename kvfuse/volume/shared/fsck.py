@@ -1,6 +1,6 @@
 """What a check looks at in a shared volume, beside what every volume has: clients, slabs' holders, freed slots.
 
-A slab whose holder is gone is no error, nor is a count or an orphan of such a client: whoever opens the volume next
+A slab whose holder is gone is no error, nor are counts or an orphan of such a client: whoever opens the volume next
 takes them over. An f record is one only where it does not name a durable slot that no file has: whoever holds the slab
 would free somebody's bytes, now or in the slot's next life.
 """
@@ -80,6 +80,6 @@ async def _read_open(check: Check, clients: set[int]) -> None:
 async def _read_counts(check: Check) -> None:
     async for row in check.rows(b"q", "counts"):
         try:
-            check.counted[row.key] = schema.decode_count(row.value)
+            check.counted[row.key] = schema.decode_counts(row.value)
         except MALFORMED as error:
-            check.problem(f"the count of client {row.key[1:].hex()} cannot be read: {error}", deletes=[row.key])
+            check.problem(f"the counts of client {row.key[1:].hex()} cannot be read: {error}", deletes=[row.key])

@@ -123,7 +123,7 @@ class Inheritance:
             client = schema.key_client(row.key)
             if not self._is_ours(client):
                 continue
-            if client in self.view.held_counts or client in self.view.files:
+            if client in self.view.held_counts or client in self.view.counts:
                 self.is_behind = True
                 continue
             expect = {row.key: row.version, schema.member_key(client): ABSENT}
@@ -131,20 +131,20 @@ class Inheritance:
             self._fenced.pop(client, None)
             self._not_fenced.pop(client, None)
 
-    async def count_files_of(self, client: int) -> None:
-        """Add the count of a client that is gone, or leaves, to the common one. A figure: who loses leaves it.
+    async def take_over_counts(self, client: int) -> None:
+        """Add the counts of a client that is gone, or leaves, to the common ones. Who is not the first leaves it.
 
-        Either may be below 0: who removed what another client made that is still here.
+        Any may be below 0: who removed what another client made that is still here.
         """
         keys = [schema.COUNTER_FILES, schema.files_key(client)]
         common, own = await get_sound(self.core.records, keys)
         if common is None or own is None:
             return
-        total = schema.decode_count(common.value) + schema.decode_count(own.value)
+        total = schema.decode_counts(common.value).add(schema.decode_counts(own.value))
         expect = {keys[0]: common.version, keys[1]: own.version}
         if client != self.core.client:
             expect[schema.member_key(client)] = ABSENT
-        await self.journal.transact(Transaction(expect, {keys[0]: schema.encode_count(total)}, [keys[1]]))
+        await self.journal.transact(Transaction(expect, {keys[0]: schema.encode_counts(*total)}, [keys[1]]))
 
 
 async def _side_by_side(calls: Sequence[Callable[[], Awaitable[object]]]) -> None:

@@ -7,10 +7,12 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from kvfuse.errors import Stale
+from kvfuse.remote.records.api import Versioned
 from kvfuse.volume import schema
 from kvfuse.volume.batch import Batch
 from kvfuse.volume.building import BatchBuilder
 from kvfuse.volume.chunk import Extent
+from kvfuse.volume.metadata import NOT_STORED, Stored
 from kvfuse.volume.node import NO_ATTRIBUTES, Node
 from kvfuse.volume.pending import NameChange
 
@@ -89,6 +91,10 @@ class SharedJournal(BatchBuilder):
         if not node.handles:
             self.reap(node)
 
+    def attribute_is(self, key: bytes, row: Versioned | None) -> None:
+        """What the store has of an attribute that is to change here."""
+        self.seen[key] = Stored.of(key, row)
+
     def freed_elsewhere(self, ino: int) -> None:
         """What a removed inode left, another host has freed already."""
         for node in [node for node in self._gone if node.ino == ino]:
@@ -104,6 +110,7 @@ class SharedJournal(BatchBuilder):
         self._times.pop(node, None)
         self._ties.drop(node)
         node.changed = node.forced = node.times_changed = False
+        self.forget_seen(node.extra)
         node.extra = {}
 
     def give_up_times(self, ino: int, current: Node | None) -> None:
@@ -205,6 +212,16 @@ class SharedJournal(BatchBuilder):
         self.core.dead = [*draft.dead, *freed_twice, *self.core.dead]
         self.core.unborn = [*batch.unborn, *self.core.unborn]
         self._wake()
+
+    def _settle_attributes(self, batch: Batch) -> None:
+        """What the store has now of attributes that the commit changed, where they are to change once more."""
+        for key in [key for key in batch.draft.extra if key in self.seen]:
+            if key not in self._extra:
+                del self.seen[key]
+            elif (value := batch.puts.get(key)) is None:
+                self.seen[key] = NOT_STORED
+            else:
+                self.seen[key] = Stored.of(key, Versioned(value, batch.version))
 
     def _settle_versions(self, batch: Batch) -> None:
         """The commit is in the store: what is stored has its version."""

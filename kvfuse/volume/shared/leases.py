@@ -129,8 +129,8 @@ class SlabLeases:
         used_elsewhere -= sum(view.freed_bytes(slab) for slab in view.freed if not slabs.holds(slab))
         slabs_elsewhere = self.core.geometry.slab_count - slabs.slab_count
         free = slabs_elsewhere * self.core.geometry.slab_size - used_elsewhere + slabs.free_bytes + slabs.pending_bytes
-        files = sum(count for client, count in view.files.items() if client != self.core.client)
-        return free, max(view.files_counted + files + self.core.file_count, 1)
+        inodes = view.counts_beside(self.core.client).inodes + self.core.file_count
+        return free, max(inodes, 1)
 
     def _is_alone(self) -> bool:
         return self.view.ready.is_set() and self.view.members == {self.core.client}
@@ -220,7 +220,7 @@ class SlabLeases:
         async with self._turn:
             try:
                 await self._give_back(sorted(self._held))
-                await self.inheritance.count_files_of(self.core.client)
+                await self.inheritance.take_over_counts(self.core.client)
             except EngineError as error:
                 log.warning("slabs were not given back, others take them when the lease has ended: %s", error)
 
@@ -433,5 +433,5 @@ class SlabLeases:
             is_left = now >= self._gone_since[client] + SPREAD_SECONDS
             slabs = self.view.held_by(client)
             await self._take([slab for slab in slabs if is_left or self.heir(slab) == self.core.client])
-            if client in self.view.files and (is_left or self.heir(client) == self.core.client):
-                await self.inheritance.count_files_of(client)
+            if client in self.view.counts and (is_left or self.heir(client) == self.core.client):
+                await self.inheritance.take_over_counts(client)

@@ -57,7 +57,8 @@ class SharedNames(Attempts):
         super().__post_init__()
         removed = Removed(self.core, self.journal, self.content)
         self.journal.helpers.append(removed.run)
-        self.journal.reap, self.journal.free_later, self.journal.hurry = self.reap, removed.later, removed.hurry
+        self.journal.reap, self.journal.free_later = self.reap, removed.later
+        self.journal.hurry, self.journal.hurry_own = removed.hurry, removed.hurry_own
         self.journal.merger = Merger(self.content, self.lookup.refresher).merge
         self.lookup.refresher.revive = self.journal.revive
         self.content.renew = self.journal.renew = self.lookup.renew
@@ -283,9 +284,12 @@ class SharedNames(Attempts):
         new = await self._directory(move.new_parent, is_fresh=False)
         if move.flags or self.is_strict(old) or self.is_strict(new):
             return None
+        growth = max(0, len(move.new_name) - len(move.name))
         while True:
             source = await self.lookup.find(move.parent, move.name)
             target = await self.lookup.find(move.new_parent, move.new_name)
+            if await self.journal.wait_for_records(growth, f"{move.new_name!r} in directory {move.new_parent}"):
+                continue
             if self.lookup.holds(move.parent, move.name, source):
                 break
         node, other = source.node, target.node
@@ -302,6 +306,7 @@ class SharedNames(Attempts):
             if other is not None:
                 self._drop_link(other)
             self._move(node, old, new, move.new_name)
+            self.core.metadata.reserve(node, growth)
             self._changed(old)
             self._changed(new)
         return old, new, node

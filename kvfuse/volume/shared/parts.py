@@ -25,6 +25,7 @@ from kvfuse.volume.journal import Journal
 from kvfuse.volume.lookup import Lookup
 from kvfuse.volume.mapper import Mapper
 from kvfuse.volume.names import Names
+from kvfuse.volume.schema import Counts
 from kvfuse.volume.shared.coherence import Coherence
 from kvfuse.volume.shared.leases import SlabLeases
 from kvfuse.volume.shared.lookup import SharedLookup
@@ -69,6 +70,9 @@ class Parts:
             self.leases = SlabLeases(core, self.journal)
             self.leases.inheritance.free_later = self.journal.free_later
             self.journal.more = self.leases.more
+            view, committer = self.leases.view, self.journal.committer
+            self.core.metadata.stored = lambda: view.counts_beside(core.client).add(Counts(0, committer.size)).size
+            self.core.metadata.sharers = lambda: len(view.members)
             self.coherence = Coherence(core, core.records, self.journal, self.lookups, member)
             flusher, records = self.flusher, core.records
             self.journal.committer.gathering.coming = lambda: flusher.has_callers or records.is_asked

@@ -18,6 +18,7 @@ import msgspec
 import trio
 
 from kvfuse.errors import EngineError
+from kvfuse.remote.records.api import Versioned
 from kvfuse.volume import schema
 from kvfuse.volume.chunk import RESTED, Extent
 from kvfuse.volume.content import Content
@@ -83,8 +84,12 @@ class Removed:
 
     async def hurry(self) -> bool:
         """There is no room: return when more of what was removed has been freed; False if none is about to be."""
+        return await self.hurry_own() or await self._await_others()
+
+    async def hurry_own(self) -> bool:
+        """The same of what this client removed alone."""
         if not (self._later or self._is_looking):
-            return await self._await_others()
+            return False
         self._is_wanted = True
         self._work.set()
         await self._looked.wait()
@@ -228,7 +233,9 @@ class Removed:
         while node.flags & schema.FLAG_XATTRS and (
             rows := await self.core.records.scan(schema.xattr_prefix(node.ino), after)
         ):
-            keys += [row.key for row in rows]
+            for row in rows:
+                keys.append(row.key)
+                self.journal.attribute_is(row.key, Versioned(row.value, row.version))
             after = rows[-1].key
         return keys
 

@@ -19,7 +19,7 @@ from kvfuse.remote.records.api import ABSENT, Change, RecordStore
 from kvfuse.slab.image import SlabState, durable_slots
 from kvfuse.slab.layout import Geometry
 from kvfuse.volume import schema
-from kvfuse.volume.schema import NOBODY, Holder
+from kvfuse.volume.schema import NOBODY, Counts, Holder
 from kvfuse.volume.sealed import ScanPages, get_page
 
 KINDS = (b"m", b"l", b"s", b"f", b"q", schema.COUNTER_FILES)
@@ -63,10 +63,12 @@ class SlabView:
         self.uses: dict[int, Use] = {}
         self._unclear: set[int] = set()
         """slabs whose holder's record is damaged"""
-        self.files: dict[int, int] = {}
-        """client -> inodes it made, less those it removed"""
-        self.files_counted: int = 0
-        """inodes of clients that are gone"""
+        self.counts: dict[int, Counts] = {}
+        """client -> what it made, less what it removed"""
+        self.counted = Counts(0, None)
+        """the same of clients that are gone"""
+        self._beside: dict[int, Counts] = {}
+        """client -> what `counts_beside` said of it, since one of these changed"""
         self.freed: Counter[int] = Counter()
         """slab -> durable slots that its holder has still to free, about"""
         self.used_bytes = 0
@@ -120,8 +122,19 @@ class SlabView:
                 yield slab
 
     def gone(self) -> list[int]:
-        """Clients that left something behind: slabs, or a count of files."""
-        return sorted({*self.held_counts, *self.files} - self.members)
+        """Clients that left something behind: slabs, or counts."""
+        return sorted({*self.held_counts, *self.counts} - self.members)
+
+    def counts_beside(self, client: int) -> Counts:
+        """What is there, but for what this client made and removed."""
+        beside = self._beside.get(client)
+        if beside is None:
+            beside = self.counted
+            for other, counts in self.counts.items():
+                if other != client:
+                    beside = beside.add(counts)
+            self._beside[client] = beside
+        return beside
 
     def held_by(self, client: int) -> list[int]:
         """Its slabs, ascending; looks at all that anybody holds."""
@@ -246,19 +259,21 @@ class SlabView:
         if use.slots_used:
             self.uses[slab] = use
 
-    def _apply_files(self, key: bytes, value: bytes | None, version: int) -> None:
+    def _apply_counts(self, key: bytes, value: bytes | None, version: int) -> None:
         if value is None:
-            self.files.pop(schema.key_client(key), None)
+            self.counts.pop(schema.key_client(key), None)
         else:
-            self.files[schema.key_client(key)] = schema.decode_count(value)
+            self.counts[schema.key_client(key)] = schema.decode_counts(value)
+        self._beside.clear()
 
     def _apply_counter(self, key: bytes, value: bytes | None, version: int) -> None:
-        self.files_counted = schema.decode_count(value) if value is not None else 0
+        self.counted = schema.decode_counts(value) if value is not None else Counts(0, None)
+        self._beside.clear()
 
     _APPLY = {
         b"m": _apply_member,
         b"l": _apply_holder,
         b"s": _apply_slab,
-        b"q": _apply_files,
+        b"q": _apply_counts,
         b"n": _apply_counter,
     }

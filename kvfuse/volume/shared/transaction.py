@@ -27,6 +27,8 @@ class Transaction:
     anything else runs. Also when who waited for it was cancelled, or was told that the outcome is unknown"""
     files: int = 0
     """inodes that it makes, less those that it removes"""
+    size: int = 0
+    """bytes that names, inodes and attributes weigh more after it"""
 
     @property
     def changes(self) -> set[bytes]:
