@@ -94,25 +94,39 @@ def test_a_busy_event_loop_precedes_those_that_had_much_and_no_others(monkeypatc
     assert seat.user.lately > MUCH_SECONDS
 
 
-def test_others_work_during_a_copy_but_few_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_others_work_during_a_copy_but_few_of_a_user_copy() -> None:
+    """A user may make its copies as slow as it likes: others go on, however many of it copy."""
     interpreter = Interpreter()
-    copying = [Seat(interpreter.user(name)) for name in "abcdefghijkl"]
-    for seat in copying[: module.COPIES_MAX + 1]:
+    slow = interpreter.user("slow")
+    copying = [Seat(slow) for _ in range(module.COPIES_MAX + 1)]
+    for seat in copying:
         interpreter.take(seat)
         interpreter.begin_copy(seat)
-    last = copying[module.COPIES_MAX + 1]
-    waits = in_thread(lambda: interpreter.take(last))
+    other, last = Seat(interpreter.user("other")), Seat(slow)
+    for _ in range(2):
+        interpreter.take(other)
+        interpreter.give(other)
+
+    def work() -> None:
+        interpreter.take(last)
+        interpreter.give(last)
+
+    def end(seat: Seat) -> Callable[[], None]:
+        def run() -> None:
+            interpreter.end_copy(seat)
+            interpreter.give(seat)
+
+        return run
+
+    waits = in_thread(work)
     waits.join(0.05)
-    assert waits.is_alive(), "as many copy as may"
-    interpreter.end_copy(copying[module.COPIES_MAX])  # nobody took its turn
-    interpreter.give(copying[module.COPIES_MAX])
-    waits.join(10)
-    assert not waits.is_alive()
-    interpreter.give(last)
-    for seat in copying[: module.COPIES_MAX]:
-        interpreter.end_copy(seat)
-        interpreter.give(seat)
-    assert interpreter._copies == module.COPIES_MAX
+    assert waits.is_alive(), "as many of the user copy as may"
+    interpreter.take(other)
+    interpreter.give(other)
+    for thread in [in_thread(end(seat)) for seat in copying] + [waits]:
+        thread.join(10)
+        assert not thread.is_alive()
+    assert slow.copies == 0
 
 
 def test_turns_are_never_two_and_never_lost(rng: random.Random) -> None:
@@ -151,7 +165,7 @@ def test_turns_are_never_two_and_never_lost(rng: random.Random) -> None:
     assert most == [1]
     assert interpreter.token == [True]
     assert not interpreter._waiting
-    assert interpreter._copies == module.COPIES_MAX
+    assert all(interpreter.user(number).copies == 0 for number in range(3))
 
 
 # -- entries that mean nothing ----------------------------------------------------------------------

@@ -403,7 +403,8 @@ async def _copy_in_ring_thread(worker: Worker, call: Call, put: Callable[[], Non
     """Write to a client's memory, which may have to wait for the client. False: the call has ended."""
 
     def attempt() -> bool:
-        put()
+        with worker.copying():
+            put()
         return False
 
     has_ended = await in_ring_thread(worker, lambda: worker.attempt(call, attempt))

@@ -96,6 +96,8 @@ class Charge:
     """What one user's memory has cost. Any thread. ``limit``: bytes; ``charges``: of all users."""
 
     def __init__(self, limit: float, charges: Charges, *, is_outside: bool) -> None:
+        self.is_slow = False
+        """a small copy waited for its memory: see `Iov.holds_lock`"""
         self._limit = limit
         self._is_outside = is_outside
         self._charges = charges
@@ -109,6 +111,9 @@ class Charge:
     def is_watched(self) -> bool:
         """More is charged than was counted: it is to be found out for what, also while memory is being copied."""
         return self._is_outside and self._charges.is_alarmed()
+
+    def mark_slow(self) -> None:
+        self._charges.mark_slow(self)
 
     def count_own(self, address: int, length: int) -> int:
         """Pages of a mapping that are charged to the daemon."""
@@ -175,6 +180,7 @@ class Charges:
         self.holders: set[Charge] = set()
         """of users that have some, also when they are gone"""
         self._users: WeakValueDictionary[tuple[int, bool, bool], Charge] = WeakValueDictionary()
+        self._slow: set[tuple[int, bool]] = set()
         self._own_size = own_size
         self._next_watch = 0.0
         self._is_alarmed = False
@@ -202,7 +208,13 @@ class Charges:
         if charge is None:
             limit = inf if peer.is_unlimited else self._limit
             charge = self._users[key] = Charge(limit, self, is_outside=is_outside)
+            charge.is_slow = key[:2] in self._slow
         return charge
+
+    def mark_slow(self, slow: Charge) -> None:
+        """From now on nobody else waits for the memory of that user, also when it connects again."""
+        slow.is_slow = True
+        self._slow |= {key[:2] for key, charge in list(self._users.items()) if charge is slow}
 
     def is_alarmed(self) -> bool:
         """The daemon's group pays for much more shared memory than was counted: as of some milliseconds ago.

@@ -25,6 +25,12 @@ Numbers = npt.NDArray[np.int64]
 
 _SEAL_FUTURE_WRITE = 0x10
 PAGE = mmap.PAGESIZE
+HELD_SIZE = 4 << 30
+"""Bytes of memory into which small copies are made without letting go of the interpreter lock."""
+SLOW_SECONDS = 0.01
+"""No small copy takes as long, unless its memory was punched out meanwhile: that takes about 0.2 s for each GiB."""
+TINY = 1024
+"""bytes that numpy copies with the lock"""
 LOOK_BYTES = 1 << 20
 """Bytes that are copied before the daemon looks again whether all of the memory is there"""
 ZEROS = memoryview(bytes(1 << 20))
@@ -70,6 +76,7 @@ class Iov:
         self.writable &= not seals & (fcntl.F_SEAL_WRITE | _SEAL_FUTURE_WRITE)
         if os.fstat(descriptor).st_size < size:
             raise OSError(errno.EFAULT, f"the memory has fewer than {size} bytes")
+        self._is_small = os.fstat(descriptor).st_size <= HELD_SIZE and bool(seals & fcntl.F_SEAL_GROW)
         self.is_sealed = bool(seals & fcntl.F_SEAL_SHRINK) and not _may_refuse_pages()
         access = mmap.PROT_READ | (mmap.PROT_WRITE if self.writable else 0)
         self._mapping = mmap.mmap(descriptor, size, prot=access)
@@ -92,9 +99,21 @@ class Iov:
         os.close(descriptor)
         return own
 
+    @property
+    def holds_lock(self) -> bool:
+        """Small copies from and to it are made with the interpreter lock: as long as none of its user was slow."""
+        return self._is_small and not self._charge.is_slow
+
+    def note_copy(self, seconds: float) -> None:
+        """A small copy has taken so long, for which all others waited."""
+        if seconds > SLOW_SECONDS:
+            status = os.fstat(self.descriptor)
+            if status.st_blocks * 512 < status.st_size:  # else the machine had no processor for this thread
+                self._charge.mark_slow()
+
     def read(self, offset: int, target: Bytes) -> None:
         """Copy ``len(target)`` bytes from ``offset`` out of it. OSError EFAULT, if the memory went away."""
-        if self.is_sealed and self.is_there(len(target)):
+        if self.is_sealed and (self.holds_lock or len(target) > TINY) and self.is_there(len(target)):
             np.copyto(target, self.bytes[offset : offset + len(target)])
         elif os.preadv(self.descriptor, [target.data], offset) != len(target):  # brings no page into being
             raise OSError(errno.EFAULT, "the memory was truncated")
@@ -110,13 +129,17 @@ class Iov:
                 self._put(offset + position, part)
 
     def _put(self, offset: int, data: memoryview) -> None:
-        if self.is_sealed:
+        if self.is_sealed and len(data) > TINY:
+            np.copyto(self.bytes[offset : offset + len(data)], np.frombuffer(data, np.uint8))
+        elif self.is_sealed and self.holds_lock:
             self.view[offset : offset + len(data)] = data
         else:
-            self._put_guarded(offset, data)
+            self.put_guarded(offset, data)
 
-    def _put_guarded(self, offset: int, data: memoryview) -> None:
+    def put_guarded(self, offset: int, data: memoryview) -> None:
         """Have the kernel copy through the mapping: where memory was truncated it says EFAULT, and sends no signal.
+
+        The interpreter lock is not held meanwhile.
 
         pwrite(2) would wait for the inode's lock, which a client holds as long as its own write there takes.
         """

@@ -5,7 +5,8 @@ event loop waits for each of 256 rings, several times in one request. So the thr
 works, and gives it back when it has nothing more to do, or between two entries where somebody else precedes it:
 
 * *One ring works in the interpreter at a time.* The threads of all others sleep, so the event loop waits for one thread
-  at most. Large copies need no interpreter: others take the turn meanwhile, while no more than ``COPIES_MAX`` copy.
+  at most. Large copies need no interpreter: others take the turn meanwhile. A user of whom ``COPIES_MAX`` copy
+  has no turn until one of them ends, which may take as long as it likes: see `client_memory.HELD_SIZE`.
   A thread that wakes wants the interpreter, too: see `doorman.py`.
 * *Users take turns.* The user that had least of the interpreter lately precedes all others; the ring that works notices
   after its present entry. So a user waits for one entry of another user, however many rings that one has. Looking for
@@ -43,11 +44,13 @@ COPIES_MAX = min(8, max(2, len(os.sched_getaffinity(0))))
 class User:
     """What all rings of a user had of the interpreter: in all, and ``lately``; seconds. And those that wait for it."""
 
-    __slots__ = ("__weakref__", "alone", "lately", "seconds", "waiting")
+    __slots__ = ("__weakref__", "alone", "copies", "lately", "seconds", "waiting")
 
     def __init__(self) -> None:
         self.alone = 0
         """rings that wait for their bells themselves"""
+        self.copies = 0
+        """rings that lost the turn while they copied, and still copy"""
         self.lately = 0.0
         self.seconds = 0.0
         self.waiting: deque[Seat] = deque()
@@ -87,8 +90,6 @@ class Interpreter:
         """until when the event loop precedes nobody"""
         self._copier: Seat | None = None
         """the seat that has the turn, while it copies"""
-        self._copies = COPIES_MAX
-        """how many seats may still lose the turn while they copy"""
         self._looker = [True]
         """empty while a thread looks for more work without a rest"""
 
@@ -103,7 +104,7 @@ class Interpreter:
 
     def take(self, seat: Seat) -> None:
         """Take the turn, or wait until somebody hands it on to this seat."""
-        if self._is_loop_busy and self._stands_back(seat.user):
+        if seat.user.copies >= COPIES_MAX or (self._is_loop_busy and self._stands_back(seat.user)):
             self._wait(seat)
         else:
             try:
@@ -162,7 +163,7 @@ class Interpreter:
             user.alone -= 1
 
     def begin_copy(self, seat: Seat) -> None:
-        """From here on others may take the turn from this seat, as long as few copy. Until `end_copy`."""
+        """From here on others may take the turn from this seat. Until `end_copy`."""
         seat.lent.append(True)
         self._copier = seat
         if self._waiting:
@@ -176,7 +177,8 @@ class Interpreter:
             self._copier = None
         except IndexError:
             with self._lock:
-                self._copies += 1
+                seat.user.copies -= 1
+                self._hand_on()
             self._count(seat.user, time.perf_counter() - seat.began)
             self.take(seat)
 
@@ -242,10 +244,11 @@ class Interpreter:
 
     def _hand_on(self) -> None:
         """With the lock: the turn is for the user that had least, unless the event loop precedes it."""
-        if not self._waiting:
+        users = [user for user in self._waiting if user.copies < COPIES_MAX]
+        if not users:
             return
         self._forget(time.perf_counter())
-        user = min(self._waiting, key=lambda user: user.lately)
+        user = min(users, key=lambda user: user.lately)
         if self._is_loop_busy and self._has_timer and self._stands_back(user):
             return
         if not self._free_turn():
@@ -262,11 +265,11 @@ class Interpreter:
             self.token.pop()
             return True
         copier = self._copier
-        if copier is not None and self._copies:
+        if copier is not None:
             with suppress(IndexError):
                 copier.lent.pop()
                 self._copier = None
-                self._copies -= 1
+                copier.user.copies += 1
                 return True
         return False
 

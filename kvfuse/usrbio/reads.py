@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvfuse.checksum import GRANULE_SIZE, crc32c
-from kvfuse.usrbio.client_memory import LOOK_BYTES, Iov
+from kvfuse.usrbio.client_memory import LOOK_BYTES, TINY, Iov
 from kvfuse.volume.maps import ContentMap, MapRow, Source
 
 Numbers = npt.NDArray[np.int64]
@@ -103,10 +103,12 @@ def _copy(source: Source, start: int, length: int, iov: Iov, iov_offset: int) ->
     """As `copy`, into memory that is there."""
     if not iov.is_sealed:
         return _read_file(source, start, iov.view[iov_offset : iov_offset + length])
-    if length <= SMALL:
+    if length <= SMALL and iov.holds_lock:
         iov.view[iov_offset : iov_offset + length] = source.bytes.data[start : start + length]
-    else:
+    elif length > TINY:
         np.copyto(iov.bytes[iov_offset : iov_offset + length], source.bytes[start : start + length])
+    else:
+        iov.put_guarded(iov_offset, source.bytes.data[start : start + length])
     return source.is_intact()
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -215,9 +215,10 @@ class Server:
             if int(timeouts_us.max()) > TIMEOUT_US_MAX:
                 return None
         try:
-            results = self._reader.read_many(
-                file.map, offsets.view(np.int64), lengths.view(np.int64), iov, iov_offsets.view(np.int64)
-            )
+            with nullcontext() if iov.holds_lock else self._worker.copying():
+                results = self._reader.read_many(
+                    file.map, offsets.view(np.int64), lengths.view(np.int64), iov, iov_offsets.view(np.int64)
+                )
         except OSError:
             return None
         done: npt.NDArray[np.bool_] = results != reads.ASK
@@ -296,8 +297,11 @@ class Server:
 
     def _read(self, content: ContentMap, offset: int, length: int, iov: Iov, iov_offset: int) -> int:
         """`reads.read`, where others work meanwhile if it is much."""
-        if length <= reads.SMALL:
-            return reads.read(content, offset, length, iov, iov_offset)
+        if length <= reads.SMALL and iov.holds_lock:
+            began = time.perf_counter()
+            result = reads.read(content, offset, length, iov, iov_offset)
+            iov.note_copy(time.perf_counter() - began)
+            return result
         with self._worker.copying():
             return reads.read(content, offset, length, iov, iov_offset)
 
@@ -331,8 +335,10 @@ class Server:
 
     def _copy(self, call: Call, buffer: npt.NDArray[np.uint8], iov: Iov) -> None:
         """The bytes of an entry, which the client may change from now on. OSError."""
-        if len(buffer) <= reads.SMALL:
+        if len(buffer) <= reads.SMALL and iov.holds_lock:
+            began = time.perf_counter()
             iov.read(call.entry.iov_offset, buffer)
+            iov.note_copy(time.perf_counter() - began)
         else:
             with self._worker.copying():
                 iov.read(call.entry.iov_offset, buffer)
