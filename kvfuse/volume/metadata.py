@@ -37,7 +37,10 @@ SHARE = 16
 SIZE_MIN = 32 * MIB
 """and for the smallest volumes so much,"""
 SHARED_SIZE_MAX = 2048 * MIB
-"""for new ones of many hosts no more than this: etcd takes some four times as many bytes, and 8 GiB are its most."""
+"""for new ones of many hosts no more than this, a quarter of the 8 GiB that are etcd's most.
+
+It needs 1.2 times the weight of what is there, and room for what was overwritten, until it is compacted.
+"""
 INODE_SIZE = 256
 """Bytes by which `df -i` judges how many more inodes there is room for."""
 
