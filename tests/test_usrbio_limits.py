@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from errno import EDQUOT, EINVAL
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,10 +20,11 @@ from kvfuse.errors import Disconnected, QuotaExceeded
 from kvfuse.usrbio import registry
 from kvfuse.usrbio.accounts import Accounts
 from kvfuse.usrbio.client import connect
-from kvfuse.usrbio.memory import Pool, UnderWay
+from kvfuse.usrbio.memory import Pool, Share, UnderWay
 from kvfuse.usrbio.peer import Peer
 from kvfuse.usrbio.pins import NUMBER_MAX, Pinned, Pins
 from kvfuse.usrbio.registry import Namespace, Remembered
+from kvfuse.usrbio.requests import Connection
 from kvfuse.usrbio.wire import Request
 from kvfuse.volume.tier import ReadClass, SharedTier, TierBlock
 
@@ -239,6 +241,25 @@ def test_a_user_has_few_calls_under_way_and_hears_when_more_may_begin() -> None:
     assert not calls._waiting
     calls.give(8, "b")
     assert not calls._held
+
+
+def test_calls_under_way_of_a_user_hold_no_more_than_half_of_the_tier() -> None:
+    """Their blocks cannot be evicted. Beyond it a put has other memory."""
+    tier, pool = SharedTier(64 * KIB), Pool(1000 * KIB)
+    shares = [Share(pool, user) for user in "aab"]
+    volume, peer = SimpleNamespace(core=SimpleNamespace(tier=tier)), Peer(1, 1, 1, frozenset())
+    first, again, other = (SimpleNamespace(share=share, peer=peer, _volume=volume) for share in shares)
+    namespace, held = Namespace(1, 0o600, 1), list[TierBlock | None]()
+
+    def put(connection: Any) -> bool:
+        assert connection.share.take(4 * KIB)
+        held.append(Connection.allocate(connection, namespace, 4 * KIB))
+        return held[-1] is not None
+
+    assert [put(connection) for connection in [first, again] * 6] == [True] * 8 + [False] * 4
+    assert put(other)
+    shares[0].give(20 * KIB)
+    assert put(again)
 
 
 def test_a_user_pins_blocks_in_a_part_of_the_tier() -> None:

@@ -25,6 +25,10 @@ class Pool:
         self._held: Counter[Hashable] = Counter()
         self._lock = threading.Lock()
 
+    def held(self, user: Hashable) -> int:
+        """What a user has now."""
+        return self._held[user]
+
     def take(self, size: int, user: Hashable = None) -> bool:
         """False where there is less left, or this user has had its part."""
         with self._lock:
@@ -112,6 +116,11 @@ class Share:
         self._held = 0
         self._weight = 0
         self._lock = threading.Lock()
+
+    @property
+    def user_size(self) -> int:
+        """What all connections of the user have taken of the pool; 0 for one without a limit."""
+        return self._pool.held(self._user)
 
     def take(self, size: int, weight: int = 0, wake: Callable[[], object] | None = None) -> bool:
         """False where there is less left in the pool, or its user has had its part; see `UnderWay.take`."""

@@ -73,6 +73,10 @@ COSTS = {
 """what a message takes of the event loop beside its answer, in calls"""
 
 
+TIER_PART = 0.5
+"""of the tier's capacity: what calls of one user that are under way may hold"""
+
+
 class Next(Enum):
     """The message that a connection looked at and nobody took yet."""
 
@@ -415,6 +419,9 @@ class Connection:
         self._pins.give(pin)
 
     def allocate(self, namespace: Namespace, size: int) -> TierBlock | None:
+        """Not where the user's calls under way could hold too much of the tier: their blocks cannot be evicted."""
+        if self.share.user_size > TIER_PART * self._volume.core.tier.capacity:
+            return None
         read_class = ReadClass(namespace.ino, self.peer.uid, namespace.gid, namespace.mode & 0o444)
         return self._volume.core.tier.allocate(size, read_class) if size else None
 

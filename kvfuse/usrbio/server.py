@@ -23,6 +23,7 @@ from kvfuse.usrbio.keys import file_name, file_names
 from kvfuse.usrbio.penalty import MALFORMED
 from kvfuse.usrbio.registry import Namespace
 from kvfuse.usrbio.ring import Entries
+from kvfuse.usrbio.weights import weight_of
 from kvfuse.usrbio.wire import (
     CQE_STRUCT,
     FILE_OPS,
@@ -55,14 +56,6 @@ KEY_SIZE = 100
 """Bytes that a key takes beside its own, about."""
 TIMEOUT_US_MAX = (1 << 32) - 1
 """in an SQE's last word; the bits above are reserved"""
-WEIGHTS: dict[int, int] = {Op.READ: 1, Op.GET: 1, Op.WRITE: 1, Op.FSYNC: 4, Op.CANCEL: 0}
-"""of calls that wait: see `_weight_of`"""
-PUT_WEIGHT = 2
-DELETE_WEIGHT_MAX = 32
-
-PREFETCH_WEIGHT_MAX = 32
-EXISTS_WEIGHT_MAX = 128
-KEYS_PER_WEIGHT = 64
 OPS = frozenset(map(int, Op))
 _VIEW = int(Flag.VIEW)  # plain numbers: arithmetic with flags is slow
 _PREFIX = int(Flag.PREFIX)
@@ -70,20 +63,6 @@ _PREFIX = int(Flag.PREFIX)
 
 def _is_late(entry: Entry, taken_at: float) -> bool:
     return entry.timeout_us != 0 and time.monotonic() > taken_at + entry.timeout_us / 1e6
-
-
-def _weight_of(call: Call) -> int:
-    """About how many tasks of a call may go on at once in the event loop. 0: it does not wait there, or briefly."""
-    op, count = call.entry.op, call.entry.length
-    if op == Op.PUT:
-        return PUT_WEIGHT if call.namespace is not None and call.namespace.waits else 0
-    if op == Op.DELETE:
-        return min(max(1, count), DELETE_WEIGHT_MAX)
-    if op == Op.PREFETCH:
-        return min(max(1, count), PREFETCH_WEIGHT_MAX)
-    if op == Op.EXISTS:
-        return min(1 + count // KEYS_PER_WEIGHT, EXISTS_WEIGHT_MAX)
-    return WEIGHTS[op]
 
 
 class Server:
@@ -317,7 +296,7 @@ class Server:
     def _reserve(self, call: Call, size: int) -> None:
         """Let a call have ``size`` bytes and what its task takes. Short."""
         size += CALL_SIZE
-        weight = _weight_of(call)
+        weight = weight_of(call)
         if not self._tables.share.take(size, weight, self._worker.nudge):
             raise Short
         call.size, call.weight = size, weight
