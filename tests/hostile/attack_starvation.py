@@ -38,7 +38,7 @@ from attacker_kit import (
 
 ENTRIES = 64
 KEYS = 4096
-NAMES = 64
+NAMES = 16
 PUT_SIZE = 64 << 10
 IDLE_SECONDS = 0.0005
 
@@ -59,7 +59,7 @@ def entries_of(kind: str, client: Attacker, mount: Path) -> list[bytes]:
         file = client.file(folder / "written", os.O_RDWR | os.O_CREAT)
         iov = client.iov(memfd(4096), 4096)
         write = sqe(WRITE, handle=file, iov=iov, length=1)
-        return [write, sqe(FSYNC, handle=file)] * 8
+        return [write, sqe(FSYNC, handle=file)] * 4
     if kind == "cancels":
         return [sqe(CANCEL, offset=1 << 40, user_data=number) for number in range(ENTRIES)]
     namespace = client.namespace(folder)
