@@ -7,12 +7,13 @@ import random
 import re
 import shutil
 import tempfile
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Generator, Iterator
 from pathlib import Path
 
 import hypothesis
 import pytest
 import trio
+from alone import Turns
 from cli_lab import Place, a_place
 from cluster_lab import ceph_cluster, etcd_cluster
 from engine_pairs import PAIRS, Engines
@@ -28,6 +29,11 @@ from kvfuse.usrbio.client import Client, connect
 from kvfuse.volume import writing
 
 SEED = int(os.environ.get("KVFUSE_TEST_SEED") or random.SystemRandom().randrange(1 << 32))
+os.environ["KVFUSE_TEST_SEED"] = str(SEED)  # the processes of 'pytest -n' have the same
+
+TURNS = pytest.StashKey[Turns]()
+TURNS_FOLDER = "KVFUSE_TEST_TURNS"
+"""variable with the folder by which the processes of one run take turns"""
 
 TEST_WORDS = ("allow_other", "volume.capacity=2GiB", "volume.segment_size=64MiB", "entry_timeout=1", "attr_timeout=1")
 
@@ -44,6 +50,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if TURNS_FOLDER not in os.environ:  # else this is one of the processes that this began
+        folder = tempfile.TemporaryDirectory(prefix="kvfuse-turns-")
+        os.environ[TURNS_FOLDER] = folder.name
+        config.add_cleanup(folder.cleanup)
+    turns = config.stash[TURNS] = Turns(Path(os.environ[TURNS_FOLDER]))
+    config.add_cleanup(turns.close)
     config.addinivalue_line("markers", "kvfuse_only: says what this project promises beyond POSIX")
     config.addinivalue_line("markers", "root: needs to be root")
     config.addinivalue_line("markers", "engines(*names): runs on these pairs of engines only, which suffice for it")
@@ -71,6 +83,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="about kvfuse alone"))
         if os.geteuid() != 0 and item.get_closest_marker("root"):
             item.add_marker(pytest.mark.skip(reason="needs root"))
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # before the test's own time limit begins
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    with item.config.stash[TURNS].turn(alone=item.get_closest_marker("alone") is not None):
+        return (yield)
 
 
 @pytest.fixture

@@ -117,6 +117,7 @@ def told(descriptor: int) -> int:
 
 
 @pytest.mark.root
+@pytest.mark.alone
 @pytest.mark.parametrize("wanted", [True, False])
 def test_a_mount_keeps_processors_awake_while_it_is_asked(latency: int, wanted: bool) -> None:
     before = told(latency)
@@ -130,6 +131,7 @@ def test_a_mount_keeps_processors_awake_while_it_is_asked(latency: int, wanted: 
 
 
 @pytest.mark.root
+@pytest.mark.alone
 def test_nothing_is_left_of_it_after_the_mount(latency: int) -> None:
     before = told(latency)
     with temporary_mount(["volume.capacity=64MiB"]) as mount:

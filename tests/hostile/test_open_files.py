@@ -11,7 +11,7 @@ import pytest
 from hostile_lab import attacker
 from mounting import KvfuseMount, temporary_mount
 
-pytestmark = pytest.mark.root
+pytestmark = [pytest.mark.root, pytest.mark.alone]
 
 WORDS = ("allow_other", "volume.capacity=512MiB", "volume.segment_size=64MiB")
 ROUNDS = 20

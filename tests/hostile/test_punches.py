@@ -9,7 +9,7 @@ from hostile_lab import ask_daemon, attacker, slowest
 from mounting import temporary_mount
 from ring_lab import wait_for_rings
 
-pytestmark = pytest.mark.root
+pytestmark = [pytest.mark.root, pytest.mark.alone]
 
 WORDS = ("allow_other", "volume.capacity=256MiB", "volume.segment_size=64MiB")
 SIZE = 512 << 20

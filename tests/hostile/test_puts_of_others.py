@@ -17,7 +17,7 @@ from hostile_lab import attacker
 from mounting import temporary_mount
 from ring_lab import wait_for_rings
 
-pytestmark = pytest.mark.root
+pytestmark = [pytest.mark.root, pytest.mark.alone]
 
 WORDS = ("allow_other", "volume.capacity=4GiB", "publish=relaxed")
 STALL_S = 0.1

@@ -11,7 +11,7 @@ from hostile_lab import ATTACKER, AttackProcess, attacker
 from mounting import KvfuseMount, temporary_mount, wait_until
 from ring_lab import stats, wait_for_rings
 
-pytestmark = pytest.mark.root
+pytestmark = [pytest.mark.root, pytest.mark.alone]
 
 WORDS = ("allow_other", "volume.capacity=1GiB", "volume.segment_size=64MiB", "cache.tier_size=128MiB")
 VICTIM = 65532
