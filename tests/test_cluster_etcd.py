@@ -90,6 +90,13 @@ def test_a_server_that_ends_at_once_shows_its_log(tmp_path: Path) -> None:
         Server(tmp_path, "absent", ["absent-program"]).launch()
 
 
+def test_a_server_that_ended_before_its_start_was_noted_is_not_running(tmp_path: Path) -> None:
+    with subprocess.Popen(["true"]) as process:
+        process.wait()
+    (tmp_path / "brief.pid").write_text(f"{process.pid} 0\n")
+    assert Server(tmp_path, "brief").pid == 0
+
+
 def test_waiting_ends(tmp_path: Path) -> None:
     assert wait_until(lambda: True, 0)
     assert not wait_until(lambda: False, 0.05)

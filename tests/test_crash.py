@@ -29,7 +29,7 @@ from posix_calls import opened
 from kvfuse.config import Options, VolumeOptions
 from kvfuse.volume.fsck import fsck
 
-ROUNDS = int(os.environ.get("KVFUSE_CRASH_ROUNDS", "100"))
+ROUNDS = int(os.environ.get("KVFUSE_CRASH_ROUNDS", "40"))
 WORDS = ("volume.capacity=256MiB", "volume.segment_size=64MiB", "cache.staging_size=24MiB")
 CLIENT = Path(__file__).with_name("crash_client.py")
 

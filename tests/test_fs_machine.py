@@ -247,7 +247,7 @@ def test_the_mount_behaves_as_tmpfs(mount: KvfuseMount, engines: Engines, seed: 
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=8 if engines.is_shared else 25,  # where a call may be a round trip to servers
+            max_examples=5 if engines.is_shared else 25,  # where a call may be a round trip to servers
             stateful_step_count=60,
             deadline=None,
             database=None,

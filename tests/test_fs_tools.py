@@ -58,7 +58,7 @@ STRESSORS = {
 }
 """what is stressed -> stressors of stress-ng that know what must come out; those of a group run side by side"""
 
-STRESS_S = 4
+STRESS_S = 2
 
 
 @needs("stress-ng")
@@ -67,6 +67,14 @@ def test_stress_ng_finds_no_fault(folder: Path, name: str) -> None:
     stressors = [argument for stressor in STRESSORS[name].split() for argument in (f"--{stressor}", "1")]
     command = ["stress-ng", *stressors, "--verify", "--timeout", f"{STRESS_S}s", "--temp-path", str(folder)]
     sizes = ["--hdd-bytes", "16m", "--mmap-bytes", "16m", "--msync-bytes", "16m", "--iomix-bytes", "16m"]
+    sizes += [
+        "--dentries",
+        "256",
+        "--dir-dirs",
+        "256",
+        "--chdir-dirs",
+        "256",
+    ]  # they are removed after the time is over
     done = subprocess.run([*command, *sizes], capture_output=True, text=True, check=False, timeout=240)
     output = done.stdout + done.stderr
     assert done.returncode == 0, output

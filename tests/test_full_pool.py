@@ -17,7 +17,7 @@ from mounting import KvfuseMount, wait_until
 from posix_calls import opened
 
 CAPACITY = 128 * MIB
-CYCLES = 50
+CYCLES = 25
 
 
 ON_ONE_HOST = pytest.mark.engines("lmdb+file")
@@ -48,7 +48,7 @@ def test_a_shared_volume_holds_what_was_promised_again_and_again(small: KvfuseMo
     """Who is alone has the room of removed files at once, for a write; the figures follow a moment later."""
     capacity = total_bytes(small)
     assert 0.95 * CAPACITY < capacity <= CAPACITY
-    for _ in range(3):
+    for _ in range(2):
         files = fill(small.point, lambda: MIB + 28)
         assert capacity >= sum(files.values()) > 0.95 * capacity - MIB
         assert free_bytes(small) < 0.05 * capacity + MIB

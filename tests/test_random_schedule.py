@@ -28,7 +28,7 @@ from kvfuse.cluster.etcd import EtcdServers
 
 pytestmark = pytest.mark.root
 
-SECONDS = float(os.environ.get("KVFUSE_SCHEDULE_SECONDS", "60"))
+SECONDS = float(os.environ.get("KVFUSE_SCHEDULE_SECONDS", "30"))
 SLACK = 3.0
 """what a busy machine may add to a call"""
 FILE_CALL_MAX = 3 * DEADLINE + SLACK

@@ -20,7 +20,7 @@ from kvfuse.cluster.etcd import EtcdServers
 
 pytestmark = pytest.mark.root
 
-NAMES = 1_000
+NAMES = 500
 """made by both mounts in one folder"""
 
 

@@ -17,7 +17,7 @@ from kvfuse.usrbio.client import Disconnected, connect
 
 pytestmark = pytest.mark.engines("lmdb+file")  # about memory that is shared with clients: below it one pair is enough
 
-ROUNDS = 12
+ROUNDS = 6
 
 REGISTERING = """
 import sys

@@ -53,7 +53,7 @@ class Server:
             pid, started = map(int, self._pid_file.read_text().split())
         except (FileNotFoundError, ValueError):
             return 0
-        return pid if _start_time(pid) == started else 0
+        return pid if started and _start_time(pid) == started else 0  # 0: it had ended before that was read
 
     def start(self, is_ready: Callable[[], bool], patience: float = START_SECONDS) -> None:
         """Start it and wait until it answers. ClusterError, with the end of its log, when it ends or takes too long."""

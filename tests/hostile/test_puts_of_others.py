@@ -20,6 +20,7 @@ from ring_lab import wait_for_rings
 pytestmark = [pytest.mark.root, pytest.mark.alone]
 
 WORDS = ("allow_other", "volume.capacity=4GiB", "publish=relaxed")
+COUNT = 50_000
 STALL_S = 0.1
 """the longest that a call of the victim may take on a machine without noise"""
 SLEEPER = """
@@ -70,8 +71,7 @@ def use_files(folder: Path, is_over: Callable[[], bool]) -> dict[str, float]:
     return longest
 
 
-@pytest.mark.parametrize("count", [10_000, pytest.param(50_000, marks=pytest.mark.slow)])
-def test_a_victim_never_waits_long_beside_many_puts(count: int) -> None:
+def test_a_victim_never_waits_long_beside_many_puts() -> None:
     with temporary_mount(WORDS) as mount:
         wait_for_rings(mount)
         mine, theirs = mount.point / "mine", mount.point / "theirs"
@@ -79,7 +79,7 @@ def test_a_victim_never_waits_long_beside_many_puts(count: int) -> None:
         theirs.mkdir()
         os.chmod(theirs, 0o777)
         said: list[dict[str, Any]] = []
-        with attacker("attack_puts.py", mount, theirs, count, 64 << 10) as attack, machine_noise() as noise:
+        with attacker("attack_puts.py", mount, theirs, COUNT, 64 << 10) as attack, machine_noise() as noise:
             attack.hear()
             attack.tell("begin")
             listener = threading.Thread(target=lambda: said.append(attack.hear(200)))

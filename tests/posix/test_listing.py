@@ -130,11 +130,11 @@ def test_stable_names_come_exactly_once_while_others_change(folder: Path, engine
 
 def test_a_slow_reader_sees_each_stable_name_once(folder: Path, rng: random.Random) -> None:
     """Half of the names go, and as many others come, while a listing stands in the middle."""
-    stable = {f"stable-{number}" for number in range(500)}
-    going = {f"going-{number}" for number in range(500)}
+    stable = {f"stable-{number}" for number in range(300)}
+    going = {f"going-{number}" for number in range(300)}
     make(folder, stable | going)
     listing = Directory(folder)
-    seen = [listing.read() for _ in range(300)]
+    seen = [listing.read() for _ in range(200)]
     for name in sorted(going, key=lambda _: rng.random()):
         os.unlink(folder / name)
         os.close(os.open(folder / f"new-{name}", os.O_CREAT | os.O_WRONLY))
