@@ -7,10 +7,12 @@ import errno
 import itertools
 import os
 import random
+import signal
 import socket
 import struct
 import sys
 import threading
+import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -23,6 +25,7 @@ KEYS = 512
 PUNCH_HOLE = 3
 """FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE"""
 PEERS_MAX = 200
+PR_SET_PDEATHSIG = 1
 LIBC = ctypes.CDLL(None)
 LIBC.fallocate64.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
 
@@ -194,10 +197,31 @@ KINDS = ("garbage", "refused", "readers", "lingering", "hoarding", "memory", "pu
 def main() -> None:
     uid, mount, kind, seed = int(sys.argv[1]), sys.argv[2], sys.argv[3], int(sys.argv[4])
     become(uid)
-    siege = Siege(mount, Path(mount, f"attacker-{uid}"), random.Random(seed))
+    folder = Path(mount, f"attacker-{uid}")
     for rounds in itertools.count(1):
-        getattr(siege, kind)()
+        siege = Siege(mount, folder, random.Random(f"{seed} {rounds}"))
+        if kind == "lingering":
+            siege.lingering()  # in this process, whose sockets last
+        else:
+            _in_a_child(getattr(siege, kind))
         say(rounds=rounds)
+
+
+def _in_a_child(attack: Callable[[], None]) -> None:
+    """It takes what it has with it: an attacker that runs out of descriptors attacks no more."""
+    child = os.fork()
+    if not child:
+        LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        try:
+            attack()
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(1)
+    _, status = os.waitpid(child, 0)
+    if status:
+        raise SystemExit(f"the attack ended with status {status}")
 
 
 if __name__ == "__main__":

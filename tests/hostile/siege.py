@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import random
+import signal
 import subprocess
 import sys
 import tempfile
@@ -25,7 +27,7 @@ sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
 
 from attack_siege import KINDS  # noqa: E402
 from hostile_lab import HERE  # noqa: E402
-from mounting import KvfuseMount, temporary_mount  # noqa: E402
+from mounting import KvfuseMount, temporary_mount, wait_until  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.progress import track  # noqa: E402
 from rich.table import Table  # noqa: E402
@@ -42,7 +44,7 @@ def start(
     folder.mkdir(mode=0o700)
     subprocess.run(["chown", str(uid), folder], check=True)
     command = [sys.executable, str(HERE / program), str(uid), str(mount.point), *map(str, arguments)]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=output, text=True)
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=output, text=True, start_new_session=True)
 
 
 def ask(victim: subprocess.Popen[str]) -> dict[str, Any]:
@@ -69,6 +71,15 @@ def print_table(idle: dict[str, list[float]], besieged: dict[str, list[float]]) 
         pairs = [(np.percentile(alone, share), np.percentile(values, share)) for share in (50, 99, 100)]
         table.add_row(kind, str(len(values)), *[f"{1000 * value:.2f}" for pair in pairs for value in pair])
     Console(width=140).print(table)
+
+
+def _is_there(group: int) -> bool:
+    """A process of this group is left."""
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def _line_count(file: IO[str]) -> int:
@@ -104,9 +115,9 @@ def siege(minutes: float, idle_seconds: int, seed: int | None, words: tuple[str,
             ended = [kind for kind, attack in zip(KINDS, attackers, strict=True) if attack.poll() is not None]
         finally:
             for process in (*attackers, victim):
-                process.kill()
-            for process in (*attackers, victim):
+                os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
+                wait_until(lambda group=process.pid: not _is_there(group), "the end of an attacker's children")
         rounds = {kind: _line_count(output) for kind, output in zip(KINDS, said, strict=True)}
     print_table(idle["seconds"], report["seconds"])
     print(
