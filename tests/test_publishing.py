@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import time
@@ -19,6 +20,7 @@ from kvfuse.errors import EngineError, NotFound, Stale
 from kvfuse.remote.records.decorators import Delayed
 from kvfuse.volume import engines, format, schema
 from kvfuse.volume.api import ROOT_INODE, Changes
+from kvfuse.volume.node import Node
 from kvfuse.volume.sealed import as_formatted
 from kvfuse.volume.volume import Volume, run_volume
 from kvfuse.volume.writing import STAGED_CHUNKS_MAX
@@ -84,6 +86,16 @@ async def test_relaxed_blocks_cost_a_fraction_of_a_commit(tmp_path: Path) -> Non
     allowed = 20 * max(1.0, elapsed * rate / blocks)
     print(f"{trips * 1000 / blocks:.1f} round trips for 1,000 blocks at {blocks / elapsed:.0f} blocks/s")
     assert trips * 1000 / blocks < allowed
+
+
+async def test_files_that_were_replaced_are_forgotten(tmp_path: Path) -> None:
+    async with delayed_volume(tmp_path / "volume", "relaxed") as volume:
+        for number in range(4000):
+            await publish(volume, b"%d" % (number % 10), b"x" * 4096)
+        await volume.sync()
+        gc.collect()  # those of the tests before
+        nodes = sum(isinstance(one, Node) for one in gc.get_objects())
+    assert nodes < 1500
 
 
 async def test_strict_writers_share_commits(tmp_path: Path) -> None:

@@ -29,6 +29,8 @@ change something share them, and each waits for what is more than its own share.
 commit so large that they see it."""
 CROWD_SIZE = 16 << 20
 """Bytes of other records at which it does."""
+GIVERS_MIN = 1000
+"""see `Pending._givers_max`"""
 LINK_SHARE = 16
 """One part in so many of a commit's operations: changes that depend on each other, at which their commit is awaited."""
 LINKED_MAX = 1000
@@ -125,6 +127,8 @@ class Pending:
         self._serial = 0
         self._new_count = 0
         """changes since the last commit was built"""
+        self._givers_max = GIVERS_MIN
+        """how many inodes may be kept as giving up slots before those are forgotten that have none any more"""
         self._counts: dict[int, int] = {}
         """user -> its changes that the next commit looks at"""
         self._linked_count = 0
@@ -299,6 +303,9 @@ class Pending:
     def _count_anew(self) -> None:
         """A commit was built: the next one looks at what is left."""
         self._counts = dict(Counter([*[node.uid for node in self._dirty], *[change.uid for change in self._names]]))
+        if len(self.core.givers) > self._givers_max:
+            self._giving_up()
+            self._givers_max = GIVERS_MIN + 2 * len(self.core.givers)
 
     @property
     def freeing_bytes(self) -> int:
