@@ -1,4 +1,4 @@
-"""Tests run side by side in several processes (pytest -n), but those that measure have the machine to themselves."""
+"""Tests run side by side in several processes (pytest -n), but some have the machine to themselves (mark ``alone``)."""
 
 from __future__ import annotations
 

@@ -48,6 +48,7 @@ kvfuse.cli.main()
 """
 
 
+@pytest.mark.alone  # it looks at all mounts: umount says that those are busy at this moment
 def test_from_mount_to_umount(place: Place) -> None:
     pid = place.mount()
     file = place.point / "a file"

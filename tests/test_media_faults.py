@@ -228,8 +228,8 @@ def test_a_cut_record_file_is_refused_with_a_reason(lab: Lab) -> None:
         assert done.returncode > 0, done
         assert f"{path} has {size // 2} bytes of the " in done.stderr
         assert "fsck --rebuild" in done.stderr
-    for command in (["info", str(lab.mount.volume)], ["status"]):
-        done = lab.command(*command)
+    for command in "info", "status":
+        done = lab.command(command, str(lab.mount.volume))
         assert done.returncode >= 0, done
     rebuilt = lab.command("fsck", "--rebuild", str(lab.mount.volume))
     assert rebuilt.returncode >= 0, rebuilt

@@ -23,7 +23,7 @@ from kvfuse.usrbio.penalty import FREE, Penalty
 
 TURN_COST = PASS_COST / 2
 """What is taken in one turn of a user, in calls"""
-CONNECT_COST = 4
+CONNECT_COST = TURN_COST
 """of a connection's first message: its tables are made with it, and taken down at its end"""
 FORGOTTEN_PER_SECOND = 10
 """bad messages of a user"""

@@ -38,8 +38,6 @@ log = logging.getLogger(__name__)
 
 MEMORY_SIZE = LENGTH_MAX + (64 << 20)
 """Bytes that calls under way may hold."""
-ACCEPTED_AT_ONCE = 8
-"""clients, in one pass of the event loop"""
 UNPROVEN_MAX = 64
 """clients of uid 0 whose capabilities are not known yet"""
 UNPROVEN_THREADS = 4
@@ -77,8 +75,7 @@ async def serve_rings(
             while True:
                 await trio.lowlevel.wait_readable(accepting)
                 try:
-                    for _ in range(ACCEPTED_AT_ONCE):
-                        clients.receive(accepting.accept()[0])
+                    clients.receive(accepting.accept()[0])  # one in a pass of the event loop: others wait for that long
                 except BlockingIOError:
                     pass
                 except OSError as error:

@@ -16,9 +16,10 @@ pytestmark = [pytest.mark.root, pytest.mark.alone]
 WORDS = ("allow_other", "volume.capacity=1GiB", "volume.segment_size=64MiB", "cache.tier_size=128MiB")
 VICTIM = 65532
 RINGS = 256
-ROUNDS_MAX = 5
+ROUNDS_MAX = 8
 SAMPLES = 100
-FACTOR = 3.0
+FACTORS = {"stat of an absent name": 3.0, "open and read": 3.0, "get": 3.0, "connect": 5.0}
+"""who connects stands in the kernel's queue of the socket, behind all that came before"""
 KINDS = ("refused", "reads", "exists", "puts", "bells", "fsyncs", "cancels", "deletes")
 CONNECTIONS = 250
 CONTROL_KINDS = ("messages", "rings", "connects")
@@ -71,7 +72,7 @@ def _attacking(mount: KvfuseMount, program: str, kind: str, count: int, uid: int
 def _compare(attack: AttackProcess, victim: AttackProcess, submitted_min: int) -> None:
     """Alone, attacked, alone and so on, beside whatever else the machine does.
 
-    Each doing must have had a round in which it took no longer than the factor times the slower round beside that one.
+    Each doing must have had a round in which it took no longer than its factor times the slower round beside that one.
     """
     before, slowed = _measure(victim), dict[str, float]()
     for _ in range(ROUNDS_MAX):
@@ -85,7 +86,7 @@ def _compare(attack: AttackProcess, victim: AttackProcess, submitted_min: int) -
             alone = max(before[doing], after[doing])
             print(f"  {doing}: p99 {alone * 1e6:.0f} us alone, {seconds * 1e6:.0f} us beside them")
             slowed[doing] = min(slowed.get(doing, seconds / alone), seconds / alone)
-        if max(slowed.values()) < FACTOR:
+        if all(times < FACTORS[doing] for doing, times in slowed.items()):
             return
         before = after
     raise AssertionError(f"so many times as slow: {slowed}")
