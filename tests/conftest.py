@@ -24,9 +24,9 @@ from volume_lab import Chaos, Disk, check
 
 from kvfuse.cluster.ceph import CephServers
 from kvfuse.cluster.etcd import EtcdServers
-from kvfuse.config import Options
+from kvfuse.options.config import Options
 from kvfuse.usrbio.client import Client, connect
-from kvfuse.volume import writing
+from kvfuse.volume.content import writer
 
 SEED = int(os.environ.get("KVFUSE_TEST_SEED") or random.SystemRandom().randrange(1 << 32))
 os.environ["KVFUSE_TEST_SEED"] = str(SEED)  # the processes of 'pytest -n' have the same
@@ -228,7 +228,7 @@ async def disk(options: Options, chaos: Chaos) -> AsyncIterator[Disk]:
 @pytest.fixture
 def small_rewrites(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where chunks are small: let them be changed in place all the same."""
-    monkeypatch.setattr(writing, "REWRITE_SIZE_MAX", 8192)
+    monkeypatch.setattr(writer, "REWRITE_SIZE_MAX", 8192)
 
 
 @pytest.fixture

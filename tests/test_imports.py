@@ -13,20 +13,18 @@ import kvfuse
 PACKAGE = Path(kvfuse.__file__).parent
 
 BASE = {"errors", "checksum", "sizes"}
-DOOR = BASE | {"config", "errnos", "mounttable", "volume", "wakefulness"}
+DOOR = BASE | {"options", "errnos", "mounttable", "volume"}
 
 ROOMS: dict[str, set[str]] = {
     "errors": set(),
     "errnos": {"errors"},
     "sizes": set(),
     "mounttable": set(),
-    "wakefulness": set(),
     "checksum": {"errors"},
     "options": {"errors", "sizes"},
-    "config": {"errors", "sizes", "options"},
     "slab": BASE,
     "remote": BASE,
-    "volume": BASE | {"config", "mounttable", "slab", "remote"},
+    "volume": BASE | {"options", "mounttable", "slab", "remote"},
     "fs": DOOR,
     "usrbio": DOOR,
     "target": DOOR | {"remote"},
@@ -112,19 +110,19 @@ def test_the_package_itself_imports_nothing_of_its_rooms() -> None:
     ("module", "source"),
     [
         ("kvfuse.slab.pool", "from kvfuse.remote import libc"),
-        ("kvfuse.remote.records.lmdb", "import kvfuse.slab.layout"),
-        ("kvfuse.volume.core", "from kvfuse.fs import ops"),
-        ("kvfuse.volume.core", "from kvfuse.cli import main"),
+        ("kvfuse.remote.records.lmdb.store", "import kvfuse.slab.layout"),
+        ("kvfuse.volume.inodes.core", "from kvfuse.fs import ops"),
+        ("kvfuse.volume.inodes.core", "from kvfuse.cli import main"),
         ("kvfuse.fs.ops", "from kvfuse.slab import layout"),
         ("kvfuse.fs.ops", "from ..slab import layout"),
-        ("kvfuse.fs.ops", "def f():\n    from kvfuse.usrbio import ring"),
-        ("kvfuse.connectors.vllm", "from kvfuse.usrbio import service"),
-        ("kvfuse.volume.core", "import pyfuse3"),
-        ("kvfuse.volume.core", "from lmdb import Environment"),
+        ("kvfuse.fs.ops", "def f():\n    from kvfuse.usrbio.protocol import queues"),
+        ("kvfuse.connectors.vllm", "from kvfuse.usrbio.daemon import listener"),
+        ("kvfuse.volume.inodes.core", "import pyfuse3"),
+        ("kvfuse.volume.inodes.core", "from lmdb import Environment"),
         ("kvfuse.cli.umount", "import pyfuse3.asyncio"),
         ("kvfuse.slab.pool", "import trio"),
         ("kvfuse.slab.pool", "from time import monotonic"),
-        ("kvfuse.errors", "from kvfuse.config import load"),
+        ("kvfuse.errors", "from kvfuse.options.config import load"),
     ],
 )
 def test_a_wrong_import_is_found(module: str, source: str) -> None:

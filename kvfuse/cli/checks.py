@@ -10,9 +10,9 @@ from pathlib import Path
 import click
 
 from kvfuse.cli.mounts import is_dead
-from kvfuse.config import MountOptions
 from kvfuse.errors import MountError
 from kvfuse.mounttable import FILE_SYSTEM, top_mount
+from kvfuse.options.config import MountOptions
 
 FUSE_DEVICE = Path("/dev/fuse")
 FUSE_CONF = Path("/etc/fuse.conf")

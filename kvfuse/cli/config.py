@@ -8,8 +8,8 @@ from typing import Any
 
 import click
 
-from kvfuse import config
 from kvfuse.cli.console import print_json, print_table
+from kvfuse.options import config
 from kvfuse.sizes import format_size
 
 

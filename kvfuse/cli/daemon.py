@@ -25,8 +25,8 @@ import click
 from kvfuse.cli import Failure, describe
 from kvfuse.cli.mounts import ANSWER_SECONDS, ask_health
 from kvfuse.cli.volumes import ensure_volume
-from kvfuse.config import Effective, LogOptions
 from kvfuse.errors import EngineTimeout, KvfuseError
+from kvfuse.options.config import Effective, LogOptions
 
 if TYPE_CHECKING:
     from kvfuse.fs.doors import Door
@@ -68,7 +68,7 @@ async def _serve(effective: Effective, point: Path, announce: Callable[[], None]
     import trio
 
     from kvfuse.fs.mount import serve
-    from kvfuse.usrbio.service import serve_rings
+    from kvfuse.usrbio.daemon.listener import serve_rings
 
     options = effective.options
     doors: list[Door] = [partial(serve_rings, options=options.usrbio)] if options.usrbio.enabled else []

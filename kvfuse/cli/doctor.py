@@ -20,12 +20,12 @@ from urllib.parse import urlsplit
 import click
 
 import kvfuse
-from kvfuse import config
 from kvfuse.cli import checks
 from kvfuse.cli.console import print_json, print_table
 from kvfuse.cli.version import installed_version
-from kvfuse.config import Options
 from kvfuse.errors import KvfuseError
+from kvfuse.options import config
+from kvfuse.options.config import Options
 from kvfuse.sizes import GIB, format_size
 
 OK, WARN, MISSING = "ok", "warn", "missing"
@@ -195,7 +195,7 @@ def _connection_problem(endpoint: str) -> str:
 
 
 async def _ask_records(options: Options) -> Finding:
-    from kvfuse.volume import engines, format
+    from kvfuse.volume.opening import engines, format
 
     if not options.is_shared:
         there = format.is_volume(options.volume_path)
@@ -210,7 +210,7 @@ async def _ask_records(options: Options) -> Finding:
 
 
 async def _ask_segments(options: Options) -> Finding:
-    from kvfuse.volume import engines
+    from kvfuse.volume.opening import engines
 
     try:
         free, place = await engines.free_space(options)

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import click
 
-from kvfuse import config
 from kvfuse.cli.volumes import make_volume
+from kvfuse.options import config
 
 
 @click.command("format")

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 import click
 import trio
 
-from kvfuse import config
 from kvfuse.cli.console import print_json
-from kvfuse.config import Options
+from kvfuse.options import config
+from kvfuse.options.config import Options
 from kvfuse.sizes import format_size
 
 if TYPE_CHECKING:
-    from kvfuse.volume.fsck import Progress
+    from kvfuse.volume.check.fsck import Progress
 
 SHOWN_PROBLEMS = 100
 
@@ -49,7 +49,7 @@ def fsck(ctx: click.Context, source: Path, verify: bool, repair: bool, rebuild: 
 
 
 def _check(options: Options, verify: bool, repair: bool, as_json: bool) -> int:
-    from kvfuse.volume.fsck import fsck as check
+    from kvfuse.volume.check.fsck import fsck as check
 
     with _progress() as progress:
         report = trio.run(functools.partial(check, options, repair=repair, verify=verify, progress=progress))
@@ -79,7 +79,7 @@ def _check(options: Options, verify: bool, repair: bool, as_json: bool) -> int:
 
 
 def _rebuild(options: Options, as_json: bool) -> int:
-    from kvfuse.volume.rebuild import rebuild
+    from kvfuse.volume.check.rebuild import rebuild
 
     with _progress() as progress:
         report = trio.run(functools.partial(rebuild, options, progress=progress))

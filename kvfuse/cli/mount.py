@@ -6,9 +6,9 @@ from pathlib import Path
 
 import click
 
-from kvfuse import config
 from kvfuse.cli import daemon
 from kvfuse.cli.checks import check_machine, check_mountpoint
+from kvfuse.options import config
 
 
 @click.command()

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import msgspec
 
-from kvfuse.config import Options, check_capacity, default_capacity
 from kvfuse.errors import ConfigError, VolumeBusy, VolumeError
+from kvfuse.options.config import Options, check_capacity, default_capacity
 from kvfuse.sizes import format_size
 
 MAKING_SECONDS = 30.0
@@ -55,7 +55,7 @@ def _has_room_for_a_volume(options: Options) -> bool:
     """False: a volume is there. VolumeError: something else is."""
     import trio
 
-    from kvfuse.volume.format import read_superblock
+    from kvfuse.volume.opening.format import read_superblock
 
     if options.is_shared:
         return trio.run(_look_for_shared, options)
@@ -66,7 +66,7 @@ def _has_room_for_a_volume(options: Options) -> bool:
 
 
 async def _look_for_shared(options: Options) -> bool:
-    from kvfuse.volume import engines, format
+    from kvfuse.volume.opening import engines, format
 
     async with engines.open_records(options) as records:
         if await format.is_vacant(records):
@@ -89,8 +89,8 @@ def make_volume(options: Options, *, replace: bool = False) -> str:
 
 
 async def _make_volume(options: Options, *, replace: bool) -> str:
-    from kvfuse.volume import engines  # loads numpy, which takes longer than all the rest
-    from kvfuse.volume.format import format_volume
+    from kvfuse.volume.opening import engines  # loads numpy, which takes longer than all the rest
+    from kvfuse.volume.opening.format import format_volume
 
     free, place = await engines.free_space(options)
     if free is not None and replace and options.has_segment_files:

@@ -20,7 +20,6 @@ import pyfuse3
 import trio
 
 import kvfuse
-from kvfuse.config import MountOptions, Options
 from kvfuse.errors import MountError
 from kvfuse.fs.doors import Door, Doors
 from kvfuse.fs.guarding import Guarding
@@ -29,10 +28,11 @@ from kvfuse.fs.ops import KvfuseOperations
 from kvfuse.fs.takeover import is_dead_mount, takeover, unmount
 from kvfuse.fs.turns import take_turns
 from kvfuse.fs.virtual import Reader, VirtualFolder
+from kvfuse.fs.wakefulness import Wakefulness
 from kvfuse.mounttable import top_mount
+from kvfuse.options.config import MountOptions, Options
 from kvfuse.volume.api import VolumeApi
 from kvfuse.volume.volume import open_volume
-from kvfuse.wakefulness import Wakefulness
 
 log = logging.getLogger(__name__)
 

@@ -28,7 +28,7 @@ from kvfuse.errnos import errno_of
 from kvfuse.fs.kernel import LISTING_SECONDS, Kept
 from kvfuse.fs.virtual import FOLDER_INODE, FOLDER_NAME, Reader, VirtualFolder, is_virtual
 from kvfuse.volume.api import NAME_MAX, ROOT_INODE, Attributes, Caller, Changes, Handle, VolumeApi
-from kvfuse.volume.credentials import Capability, Credentials
+from kvfuse.volume.inodes.credentials import Capability, Credentials
 
 log = logging.getLogger(__name__)
 

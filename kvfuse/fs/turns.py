@@ -27,7 +27,7 @@ from types import SimpleNamespace, TracebackType
 import pyfuse3
 import trio
 
-from kvfuse.wakefulness import LINGER_SECONDS, Wakefulness
+from kvfuse.fs.wakefulness import LINGER_SECONDS, Wakefulness
 
 TURN_SECONDS = 0.0005
 """How long workers may answer one request after the other before the event loop's other tasks have theirs."""

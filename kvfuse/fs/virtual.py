@@ -19,7 +19,7 @@ from typing import NamedTuple, Self
 
 from kvfuse.errors import BadHandle, NotADirectory, NotFound, NotPermitted, PermissionDenied
 from kvfuse.volume.api import FIRST_INODE, ROOT_INODE, VIRTUAL_NAME, DirEntry
-from kvfuse.volume.credentials import Capability, Credentials
+from kvfuse.volume.inodes.credentials import Capability, Credentials
 
 FOLDER_NAME = VIRTUAL_NAME
 SOCKET_NAME = b"control.sock"

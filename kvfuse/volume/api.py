@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from kvfuse.volume.maps import ContentMap
+from kvfuse.volume.views.content_map import ContentMap
 
 ROOT_INODE = 1
 FIRST_INODE = 1024

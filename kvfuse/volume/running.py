@@ -14,17 +14,17 @@ from typing import Any
 import trio
 
 from kvfuse import errors
-from kvfuse.config import Options
-from kvfuse.volume import schema
+from kvfuse.options.config import Options
 from kvfuse.volume.api import KernelCache
-from kvfuse.volume.core import Core
-from kvfuse.volume.holding import Held
-from kvfuse.volume.loading import load_core
-from kvfuse.volume.node import Node
-from kvfuse.volume.scrub import Scrubber
-from kvfuse.volume.sealed import ScanPages
-from kvfuse.volume.shared.parts import Parts
-from kvfuse.volume.shared.records import SharedRecords
+from kvfuse.volume.check.scrub import Scrubber
+from kvfuse.volume.inodes.core import Core
+from kvfuse.volume.inodes.node import Node
+from kvfuse.volume.opening.holding import Held
+from kvfuse.volume.opening.loading import load_core
+from kvfuse.volume.parts import Parts
+from kvfuse.volume.store import schema
+from kvfuse.volume.store.joined_reads import SharedRecords
+from kvfuse.volume.store.sealed import ScanPages
 
 FINISH_ATTEMPTS = 3
 FINISH_PAUSE = 1.0

@@ -14,19 +14,21 @@ from typing import Any
 import trio
 
 from kvfuse import errors
-from kvfuse.config import Options
+from kvfuse.options.config import Options
 from kvfuse.remote.records.api import RecordStore
 from kvfuse.remote.segments.api import SegmentStore
 from kvfuse.slab.layout import Superblock
-from kvfuse.volume import clock, effects, schema
 from kvfuse.volume.api import ROOT_INODE, Caller, Changes, DirEntry, KernelCache, Space
-from kvfuse.volume.handle import FileHandle
-from kvfuse.volume.holding import Held, hold
-from kvfuse.volume.maps import ContentMap
-from kvfuse.volume.node import Node, check_remembered
+from kvfuse.volume.content.refresh import is_quiet
+from kvfuse.volume.inodes import privileges
+from kvfuse.volume.inodes.handle import FileHandle
+from kvfuse.volume.inodes.node import Node, check_remembered
+from kvfuse.volume.opening.holding import Held, hold
 from kvfuse.volume.running import RunningVolume, make_parts
-from kvfuse.volume.shared.member import Member
-from kvfuse.volume.shared.refresh import is_quiet
+from kvfuse.volume.store import schema
+from kvfuse.volume.store.member import Member
+from kvfuse.volume.views import clock
+from kvfuse.volume.views.content_map import ContentMap
 
 log = logging.getLogger(__name__)
 
@@ -112,7 +114,7 @@ class Volume(RunningVolume):
         self._check_writable()
         node = await self.lookups.current(ino)
         if changes == Changes():
-            effects.heed_word_of_write(node, caller)
+            privileges.heed_word_of_write(node, caller)
         if changes.size is not None:
             if not node.is_file:
                 raise errors.InvalidArgument(f"inode {ino} is no file: it has no size to set")
@@ -121,11 +123,11 @@ class Volume(RunningVolume):
         if (changes.mode, changes.uid, changes.gid) != (None, None, None):
             self.blocks.readers_change(node)
         if changes.mode is not None:
-            effects.set_permissions(node, changes.mode, caller)
+            privileges.set_permissions(node, changes.mode, caller)
         if changes.size is not None:
-            effects.lose_privileges(node, caller)
+            privileges.lose_privileges(node, caller)
         if changes.uid is not None or changes.gid is not None:
-            effects.lose_privileges_to_owner(node, caller)
+            privileges.lose_privileges_to_owner(node, caller)
             node.uid = node.uid if changes.uid is None else changes.uid
             node.gid = node.gid if changes.gid is None else changes.gid
         node.atime = node.atime if changes.atime is None else clock.storable(changes.atime)
@@ -279,8 +281,8 @@ class Volume(RunningVolume):
     async def write(self, handle: FileHandle, offset: int, data: bytes | memoryview, *, by_kernel: bool = False) -> int:
         node = await self._current(handle) if handle.node.forgotten else handle.node
         if by_kernel:
-            effects.lose_privileges_to_kernel(node, handle.caller)
-        elif data and (node.mode & effects.SET_ID or node.flags & schema.FLAG_XATTRS):
+            privileges.lose_privileges_to_kernel(node, handle.caller)
+        elif data and (node.mode & privileges.SET_ID or node.flags & schema.FLAG_XATTRS):
             await self._lose_privileges(node, handle.caller)
         if handle.appends and self.coherence is not None:
             offset = self.coherence.append_offset(node, offset)
@@ -303,7 +305,7 @@ class Volume(RunningVolume):
 
     async def _lose_privileges(self, node: Node, caller: Caller) -> None:
         """Before bytes of the file change, by a door whose writes the kernel does not see."""
-        lost_bits = effects.lose_privileges(node, caller)
+        lost_bits = privileges.lose_privileges(node, caller)
         if await self.xattrs.drop_capability(node) or lost_bits:
             node.ctime = clock.now()
             self.journal.touch(node, forced=True)

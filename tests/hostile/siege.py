@@ -23,7 +23,7 @@ from typing import IO, Any
 import click
 import numpy as np
 
-sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
+sys.path[:0] = [str(Path(__file__).parents[1] / "labs"), str(Path(__file__).parent)]
 
 from attack_siege import KINDS  # noqa: E402
 from hostile_lab import HERE  # noqa: E402

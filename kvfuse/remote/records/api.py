@@ -1,7 +1,7 @@
 """The record store: an ordered map of bytes with multi-key optimistic commit.
 
 This file is the whole contract; every engine passes the one conformance suite in
-``tests/test_records_conformance.py``.
+``tests/remote/records/test_records_conformance.py``.
 
 * Keys are 1..``limits.key_size_max`` bytes, ordered as bytes. Values are 0..``limits.value_size_max``.
 * Every present key has a *version*: a positive integer that grows with each put of that key.

@@ -1,7 +1,7 @@
 """The segment store: a few large preallocated files of bytes, read and written in batches.
 
 This file is the whole contract; every engine and decorator passes the one conformance suite in
-``tests/test_segments_conformance.py``.
+``tests/remote/segments/test_segments_conformance.py``.
 
 * A segment is named by a number and has a fixed size, given when it is created. Its whole size is
   reserved then: a later write inside it never fails for lack of space where the engine can promise that.

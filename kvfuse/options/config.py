@@ -1,0 +1,475 @@
+"""Options of a mount: mount.conf (TOML) and ``-o`` words become frozen structs.
+
+Order of precedence, lowest first: built-in default, mount.conf, ``-o``, the command line's SOURCE. Every effective
+value knows where it came from (``Effective.origins``). What is wrong is a ``ConfigError`` that names the key, the line
+and what was expected; nothing is ever ignored in silence, except words of fstab that concern mount(8) alone.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import os
+import re
+import tomllib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+import msgspec
+from msgspec import Meta
+
+from kvfuse.errors import ConfigError
+from kvfuse.options.options import (
+    SIZES,
+    CacheOptions,
+    ClientOptions,
+    KernelFlag,
+    LogOptions,
+    MountOptions,
+    Options,
+    PublishOptions,
+    RecordOptions,
+    SegmentOptions,
+    UsrbioOptions,
+    VolumeOptions,
+)
+from kvfuse.sizes import GIB, MIB, format_size, parse_size
+
+__all__ = [
+    "KEYS",
+    "UNSET",
+    "CacheOptions",
+    "ClientOptions",
+    "Effective",
+    "LogOptions",
+    "MountOptions",
+    "Options",
+    "PublishOptions",
+    "RecordOptions",
+    "SegmentOptions",
+    "UsrbioOptions",
+    "VolumeOptions",
+    "check_capacity",
+    "default_capacity",
+    "disk_free",
+    "is_size",
+    "load",
+]
+
+CAPACITY_DEFAULT_MAX = 64 * GIB
+
+
+@dataclass(frozen=True)
+class Effective:
+    """Options, and for every key ("publish.mode") where its value came from."""
+
+    options: Options
+    origins: dict[str, str]
+    source: Path | None = None
+    """what the user named: the volume's folder or the mount.conf"""
+
+    def rows(self) -> Iterator[tuple[str, Any, str]]:
+        """(key, value, origin) in the order of mount.conf."""
+        for key, origin in self.origins.items():
+            section, name = key.split(".")
+            value = getattr(getattr(self.options, section), name)
+            if key == "publish.mode" and value is None:
+                value, origin = self.options.publish_mode, f"default with records.engine {self.options.records.engine}"
+            yield key, value, origin
+
+
+# -- what may be written ----------------------------------------------------------------------------
+
+KEYS: dict[str, Any] = {
+    f"{section.name}.{field.name}": field.type
+    for section in msgspec.structs.fields(Options)
+    for field in msgspec.structs.fields(section.type)
+}
+"""every key of mount.conf -> the type of its value"""
+
+UNSET: dict[str, str] = {
+    "volume.path": "SOURCE",
+    "volume.capacity": "the smaller of 64GiB and half of the free disk",
+    "volume.slab_size": "chosen from the capacity",
+    "volume.metadata_size": "a sixteenth of the capacity, at least 32MiB; with etcd at most 2GiB",
+    "records.path": "records, in the volume's folder",
+    "records.user": "nobody: the server does not ask",
+    "records.password_file": "none",
+    "records.ca_file": "whom the system trusts",
+    "records.cert_file": "none",
+    "records.key_file": "none",
+    "segments.path": "segments, in the volume's folder",
+    "segments.pool": "to be named",
+    "segments.namespace": "the volume's name",
+    "segments.keyring": "as ceph.conf says",
+    "publish.mode": "strict where the record store is shared, else relaxed",
+    "usrbio.user_iov_size": "128 times the memory that the daemon may have",
+    "usrbio.user_charged_size": "an eighth of the memory that the daemon may have",
+    "log.file": "log, in the volume's folder, or /var/log/kvfuse-NAME.log; in the foreground stderr",
+}
+"""what None stands for, for people"""
+
+_FLAG_WORDS: dict[str, tuple[str, bool | str]] = {
+    "ro": ("mount.read_only", True),
+    "rw": ("mount.read_only", False),
+    "atime": ("mount.atime", "relatime"),
+    "noatime": ("mount.atime", "noatime"),
+    "relatime": ("mount.atime", "relatime"),
+    "norelatime": ("mount.atime", "relatime"),  # "the kernel's default", as mount(8) has it
+    "strictatime": ("mount.atime", "strictatime"),
+    "nostrictatime": ("mount.atime", "relatime"),
+    "diratime": ("mount.diratime", True),
+    "nodiratime": ("mount.diratime", False),
+}
+_FORMER_VALUES: dict[str, dict[bool | str, str]] = {
+    "mount.atime": {True: "relatime", False: "noatime", "true": "relatime", "false": "noatime"}
+}
+"""what a key could be set to before -> what that means now"""
+_SHORT_WORDS = {"publish": "publish.mode"}
+# fmt: off
+_IGNORED_WORDS = frozenset((
+    "defaults", "_netdev", "nofail", "auto", "noauto", "comment", "user", "nouser", "users", "owner", "noowner",
+    "group", "nogroup", "async", "lazytime", "nolazytime", "silent", "loud", "mand", "nomand", "iversion", "noiversion",
+))
+# fmt: on
+"""words of fstab that are for mount(8), systemd or other file systems"""
+
+
+def _names_of_keys() -> dict[str, str]:
+    """``-o`` name -> key: every whole key, and its last part where no other key ends so."""
+    lasts = [key.split(".")[1] for key in KEYS]
+    short = {last: key for key, last in zip(KEYS, lasts, strict=True) if lasts.count(last) == 1}
+    return {**short, **{key: key for key in KEYS}, **_SHORT_WORDS}
+
+
+_NAMES = _names_of_keys()
+
+
+# -- one value --------------------------------------------------------------------------------------
+
+
+def _holds_sizes(annotation: Any) -> bool:
+    return annotation in SIZES or any(_holds_sizes(part) for part in get_args(annotation))
+
+
+def is_size(key: str) -> bool:
+    """The value of ``key`` is a number of bytes, or a list of them."""
+    return _holds_sizes(KEYS[key])
+
+
+def _expectation(annotation: Any) -> str:
+    """What a value of this type looks like, in words."""
+    if annotation is bool:
+        return "true or false"
+    if annotation is Path:
+        return "a path"
+    if get_origin(annotation) is Literal:
+        return "one of " + ", ".join(repr(choice) for choice in get_args(annotation))
+    if get_origin(annotation) is tuple:
+        return "a list of " + _expectation(get_args(annotation)[0])
+    for part in get_args(annotation):
+        if isinstance(part, Meta) and part.description:
+            return part.description
+    return _expectation(get_args(annotation)[0])
+
+
+def _masked(text: str) -> str:
+    """Without what stands before the last @ of a URL: it may be a password."""
+    return re.sub(r"://.*@", "://***@", text, flags=re.DOTALL)
+
+
+def _found(value: Any) -> str:
+    text = {True: "true", False: "false"}[value] if isinstance(value, bool) else _masked(repr(value))
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _to_bytes(value: Any) -> Any:
+    """Sizes written as text become numbers, also inside a list."""
+    if isinstance(value, list):
+        return [_to_bytes(part) for part in value]
+    return parse_size(value) if isinstance(value, str) else value
+
+
+def _hook(wanted: type, value: Any) -> Any:
+    """msgspec asks here about the one type it does not know."""
+    if wanted is Path and isinstance(value, str) and value and "\0" not in value:
+        return Path(value).expanduser()
+    raise ValueError("not a path")
+
+
+def _convert(key: str, value: Any, base: Path, where: str, *, from_text: bool = False) -> Any:
+    """``value`` as the type of ``key``; relative paths are below ``base``.
+
+    ``from_text``: the value is text of an ``-o`` word, so that "5" may be a number.
+    """
+    annotation = KEYS[key]
+    value = _FORMER_VALUES.get(key, {}).get(value, value) if isinstance(value, bool | str) else value
+    try:
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError("not finite")
+        plain = _to_bytes(value) if is_size(key) else value
+        result = msgspec.convert(plain, annotation, strict=not from_text, dec_hook=_hook)
+    except (ValueError, RuntimeError):  # RuntimeError: expanduser found no home
+        if key == "records.endpoints" and "@" in str(value):
+            where = where.partition("=")[0]  # the rest may be a password
+            remedy = "set records.user and records.password_file"
+            raise ConfigError(f"{where}: {key}: a user and a password have no place in a URL: {remedy}") from None
+        expected = _expectation(annotation)
+        raise ConfigError(f"{_masked(where)}: {key} is wrong - expected {expected}; found {_found(value)}") from None
+    return base / result if isinstance(result, Path) else result
+
+
+def _nearest(word: str, known: Iterable[str], otherwise: str) -> str:
+    """ " - did you mean ...?", or " - " and ``otherwise`` where no known word is like it."""
+    names = list(known)
+    same_last = [name for name in names if name.split(".")[-1] == word.split(".")[-1]]
+    near = difflib.get_close_matches(word, same_last, 1, 0.0) or difflib.get_close_matches(word, names, 1, 0.6)
+    return f" - did you mean '{near[0]}'?" if near else f" - {otherwise}"
+
+
+# -- mount.conf -------------------------------------------------------------------------------------
+
+_TABLE_LINE = re.compile(r"\s*\[\s*([^\[\]]+?)\s*\]\s*(#.*)?$")
+_KEY_LINE = re.compile(r"""\s*((?:[\w-]+|"[^"]*"|'[^']*')(?:\s*\.\s*(?:[\w-]+|"[^"]*"|'[^']*'))*)\s*=""")
+
+
+def _key_lines(text: str) -> dict[str, int]:
+    """Line on which each table and key of a TOML text stands (tomllib does not tell)."""
+    lines: dict[str, int] = {}
+    table = ""
+    for number, line in enumerate(text.splitlines(), 1):
+        if match := _TABLE_LINE.match(line):
+            table = re.sub(r"""\s|["']""", "", match[1])
+            lines.setdefault(table, number)
+        elif match := _KEY_LINE.match(line):
+            key = re.sub(r"""\s|["']""", "", match[1])
+            lines.setdefault(f"{table}.{key}" if table else key, number)
+    return lines
+
+
+def _read_file(file: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(key -> value, key -> "FILE:line") of a mount.conf."""
+    try:
+        text = file.read_text("utf-8")
+        tree = tomllib.loads(text)
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read: {error.strerror}") from error
+    except tomllib.TOMLDecodeError as error:
+        message, _, place = str(error).partition(" (at ")
+        line = re.match(r"line (\d+)", place)
+        where = f"{file.name} line {line[1]}" if line else file.name
+        raise ConfigError(f"{where}: not TOML: {message}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{file} is not a text file: a mount.conf is TOML in UTF-8") from None
+    lines = _key_lines(text)
+    values: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    for key, value in _flatten(tree):
+        line_number = lines.get(key) or lines.get(key.split(".")[0])
+        where = f"{file.name} line {line_number}" if line_number else file.name
+        if key not in KEYS:
+            tables = f"the tables are {', '.join(Options.__struct_fields__)}"
+            raise ConfigError(f"{where}: unknown key '{key}'{_nearest(key, KEYS, tables)}")
+        values[key] = _convert(key, value, file.parent.absolute(), where)
+        origins[key] = f"{file}:{line_number}" if line_number else str(file)
+    return values, origins
+
+
+def _flatten(tree: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Dotted key and value of everything one table deep. A table's name alone is a key too, if it is no table."""
+    for section, content in tree.items():
+        if isinstance(content, dict) and content:
+            for name, value in content.items():
+                yield f"{section}.{name}", value
+        elif not isinstance(content, dict) or section not in Options.__struct_fields__:
+            yield section, content
+
+
+# -- -o words ---------------------------------------------------------------------------------------
+
+
+def _split_list(text: str) -> list[str]:
+    """Parts between colons; of URLs, which have colons in them, between those before the next URL."""
+    return re.split(":(?=https?://)", text) if "://" in text else text.split(":")
+
+
+def _read_words(texts: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
+    """(key -> value, key -> "-o word") of mount options; a later word wins."""
+    values: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    for word in (word.strip() for text in texts for word in text.split(",")):
+        if not word or _is_ignored(word):
+            continue
+        key, value = _read_word(word)
+        if key == "mount.flags":
+            value = (*values.get(key, ()), *value)
+        values[key] = value
+        origins[key] = f"{origins[key]},{word}" if key == "mount.flags" and key in origins else f"-o {word}"
+    return values, origins
+
+
+def _is_ignored(word: str) -> bool:
+    name = word.split("=", 1)[0]
+    return name in _IGNORED_WORDS or name.lower().startswith("x-")
+
+
+def _read_word(word: str) -> tuple[str, Any]:
+    """Key and value of one ``-o`` word that is not ignored."""
+    name, equals, text = word.partition("=")
+    if name == "remount":
+        raise ConfigError("-o remount is not offered: unmount and mount again")
+    if not equals and name in _FLAG_WORDS:
+        return _FLAG_WORDS[name]
+    if not equals and name in get_args(KernelFlag):
+        return "mount.flags", (name,)
+    key = _NAMES.get(name)
+    if key is None:
+        known = [*_NAMES, *_FLAG_WORDS, *get_args(KernelFlag), *_IGNORED_WORDS]
+        help_there = "'kvfuse config' lists the keys"
+        raise ConfigError(f"-o {_masked(word)}: unknown option '{name}'{_nearest(name, known, help_there)}")
+    if not equals and KEYS[key] is bool:
+        return key, True
+    value: Any = _split_list(text) if get_origin(KEYS[key]) is tuple else text
+    return key, _convert(key, value, Path.cwd(), f"-o {word}", from_text=True)
+
+
+# -- the whole --------------------------------------------------------------------------------------
+
+
+def load(source: Path | None = None, *, file: Path | None = None, words: Sequence[str] = ()) -> Effective:
+    """The effective options of ``kvfuse mount [-c file] source ... [-o words]``.
+
+    ``source`` is a volume's folder (absent or not), or a mount.conf. ConfigError where something is wrong.
+    """
+    source = source.absolute() if source else None
+    if source and source.is_file():
+        if file is not None:
+            raise ConfigError(f"{source} is a file and -c gives {file}: only one of them can be the mount.conf")
+        file = source
+    elif source and not source.exists() and source.suffix in (".conf", ".toml"):
+        raise ConfigError(f"{source} does not exist")
+    values: dict[str, Any] = {}
+    origins = dict.fromkeys(KEYS, "default")
+    for more_values, more_origins in (_read_file(file) if file else ({}, {}), _read_words(words)):
+        values |= more_values
+        origins |= more_origins
+    if source and source != file:
+        values["volume.path"], origins["volume.path"] = source, "command line"
+    options = _build(values)
+    _check_combination(options, origins)
+    return Effective(options, origins, source or file)
+
+
+def _build(values: dict[str, Any]) -> Options:
+    tables: dict[str, dict[str, Any]] = {}
+    for key, value in values.items():
+        section, name = key.split(".")
+        tables.setdefault(section, {})[name] = value
+    return Options(
+        **{field.name: field.type(**tables.get(field.name, {})) for field in msgspec.structs.fields(Options)}
+    )
+
+
+# -- which options go together ----------------------------------------------------------------------
+
+_ONLY_WITH: dict[tuple[str, str], tuple[str, ...]] = {
+    ("records.engine", "lmdb"): ("records.path",),
+    ("records.engine", "etcd"): (
+        "volume.name",
+        *(f"records.{name}" for name in ("endpoints", "prefix", "user", "password_file", "ca_file", "cert_file")),
+        *(f"records.{name}" for name in ("key_file", "deadline", "operations_max", "request_size_max")),
+        "client.lease",
+    ),
+    ("segments.engine", "file"): ("segments.path", "segments.direct"),
+    ("segments.engine", "rados"): tuple(
+        f"segments.{name}"
+        for name in (
+            "conf_file",
+            "pool",
+            "namespace",
+            "user",
+            "keyring",
+            "object_size",
+            "deadline",
+            "in_flight_max",
+            "hedge_delay",
+        )
+    ),
+}
+"""(key, value) -> keys that say nothing without it"""
+
+
+def _check_combination(options: Options, origins: dict[str, str]) -> None:
+    """ConfigError where options that were given do not go together, or one that the others need is not given."""
+    engines = {"records.engine": options.records.engine, "segments.engine": options.segments.engine}
+    for (engine_key, engine), keys in _ONLY_WITH.items():
+        for key in keys:
+            if origins[key] != "default" and engines[engine_key] != engine:
+                raise ConfigError(
+                    f"{origins[key]}: {key} is for {engine_key} '{engine}', which here is '{engines[engine_key]}'"
+                )
+    if options.is_shared:
+        _check_shared(options, origins)
+    elif not options.has_segment_files:
+        raise ConfigError(
+            "segments.engine 'rados' needs records.engine 'etcd': records in 'lmdb' are one host's, and others that"
+            " reach the pool would not see them"
+        )
+
+
+def _check_shared(options: Options, origins: dict[str, str]) -> None:
+    records, segments = options.records, options.segments
+    _ = options.key_prefix  # ConfigError where the volume has no name
+    if options.has_segment_files and options.volume.path is None and segments.path is None:
+        raise ConfigError("segments.path is not set: name the segments' folder, on a file system that all hosts share")
+    if not options.has_segment_files and segments.pool is None:
+        raise ConfigError("segments.pool is not set: name the RADOS pool of the segments")
+    if options.volume.path is not None and (not options.has_segment_files or segments.path is not None):
+        raise ConfigError(
+            f"{origins['volume.path']}: volume.path is {options.volume.path}, but this volume has no folder: its"
+            " records are in etcd; give the mount.conf alone"
+        )
+    for one, other in (("user", "password_file"), ("cert_file", "key_file")):
+        if (getattr(records, one) is None) != (getattr(records, other) is None):
+            raise ConfigError(f"records.{one} and records.{other} go together: give both, or none")
+    uses_tls = {endpoint.startswith("https://") for endpoint in records.endpoints}
+    if len(uses_tls) != 1:
+        raise ConfigError("records.endpoints must be one or more URLs, all of http:// or all of https://")
+    for name in ("ca_file", "cert_file"):
+        if getattr(records, name) is not None and uses_tls == {False}:
+            raise ConfigError(f"records.{name} is for https://, but records.endpoints are of http://")
+    if records.deadline >= options.client.lease:
+        raise ConfigError(
+            f"client.lease is {options.client.lease:g} s: it must be longer than records.deadline,"
+            f" {records.deadline:g} s, or one slow call would lose it"
+        )
+    if not options.has_segment_files and 1.5 * segments.deadline >= options.client.lease:
+        raise ConfigError(
+            f"client.lease is {options.client.lease:g} s: it must be longer than one and a half times"
+            f" segments.deadline, {segments.deadline:g} s: a write is begun only if it ends before the lease may"
+        )
+
+
+# -- the space below --------------------------------------------------------------------------------
+
+
+def disk_free(path: Path) -> int:
+    """Bytes that this user may still write where ``path`` is, or will be."""
+    existing = next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists())
+    figures = os.statvfs(existing)
+    return figures.f_bavail * figures.f_frsize
+
+
+def default_capacity(free: int) -> int:
+    """The smaller of 64 GiB and half of the ``free`` bytes below the segments, in whole MiB."""
+    return min(CAPACITY_DEFAULT_MAX, free // 2) // MIB * MIB
+
+
+def check_capacity(capacity: int, free: int, place: str) -> None:
+    """ConfigError where the ``free`` bytes of ``place`` could not keep the promise of ``capacity`` bytes."""
+    if capacity > free:
+        raise ConfigError(
+            f"a capacity of {format_size(capacity)} is more than the {format_size(free)} that are free {place}"
+        )

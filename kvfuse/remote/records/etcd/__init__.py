@@ -1,0 +1,1 @@
+"""Records in etcd, for volumes of many hosts."""

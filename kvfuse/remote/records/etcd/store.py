@@ -1,0 +1,408 @@
+"""Records in etcd: shared by many hosts, linearizable, with leases and watches.
+
+**Keys.** A record is at ``PREFIX r/KEY``; its version is etcd's mod_revision. ``PREFIX m/ID`` is a store's marker.
+
+**Commits** of one store go one after the other, in the order in which they were called: the volume puts what waits
+into one. Every commit is durable when it returns (a majority of the members has synced it).
+
+**Markers: what became of a commit.** A request that was not answered may have been applied, or be applied later. So
+every transaction also compares the revision of this store's marker with the last one known, and puts the marker:
+"done N" with the changes, "refused N" where another comparison failed. Whichever of the attempts at commit N is
+applied first moves the marker; every other one finds it moved, does nothing, and reads in the marker what
+became of N. Attempts may therefore be repeated, at any member, and come late: N happens once or not at all.
+When the deadline passes without an answer N is in doubt (EngineTimeout). Before the next commit the marker is then
+moved to "refused N", if N has not moved it: from there on an attempt of N that is still on its way does nothing.
+
+**The marker's lease** is this store's own, of ``MARKER_SECONDS``, renewed by commits. When it is gone so is the marker,
+and no attempt that expects it can be applied: a new lease and marker then begin. So a store
+that died leaves nothing for long.
+
+**Awaits.** Reads run beside commits and each other. While a commit awaits its answer, others of the same store wait in
+``_turns``; those of other stores do not, which is what expected versions are for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import trio
+
+from kvfuse.errors import ConfigError, EngineError, EngineTimeout
+from kvfuse.remote.records.api import Change, Lease, Record, RecordLimits, RecordStore, Versioned
+from kvfuse.remote.records.etcd import wire
+from kvfuse.remote.records.etcd.client import CLOSE_SECONDS, Compacted, EtcdClient, EtcdOptions, LeaseGone
+from kvfuse.remote.records.etcd.gets import SharedGets
+from kvfuse.remote.records.etcd.watch import EtcdFeed
+
+__all__ = ["EtcdLease", "EtcdOptions", "EtcdRecords"]
+
+KEY_SIZE_MAX = 511
+VALUE_SIZE_MAX = 1 << 20
+OPERATION_OVERHEAD = 64
+"""bytes of a request for one operation, beside its key (with the prefix) and value"""
+REQUEST_OVERHEAD = 4096
+SCAN_PAGE = 5000
+"""rows asked for at once"""
+SNAPSHOT_TRIES = 3
+MARKER_SECONDS = 3600
+"""how long what a dead store leaves may stay"""
+
+
+@dataclass
+class _Marker:
+    """This store's marker: what moves with every commit. ``revision`` 0: not there yet."""
+
+    key: bytes
+    lease_id: int
+    renewed_at: float
+    revision: int = 0
+    sequence: int = 0
+    in_doubt: bool = False
+    """a commit was sent, and what became of it is not known"""
+
+    def done(self) -> bytes:
+        return b"done %d" % self.sequence
+
+    def compare(self) -> wire.Compare:
+        return wire.Compare(self.key, self.revision)
+
+    def put(self, value: bytes) -> wire.Operation:
+        return wire.Operation(request_put=wire.Put(self.key, value, self.lease_id))
+
+    def refusal(self) -> wire.Transaction:
+        """Move the marker if no attempt has moved it; else show it."""
+        show = wire.Operation(request_range=wire.Range(self.key))
+        return wire.Transaction([self.compare()], [self.put(b"refused %d" % self.sequence)], [show])
+
+    def settle_commit(self, answer: wire.TransactionAnswer) -> int | None:
+        """Take in the answer to a commit, see ``settle``."""
+        if not answer.succeeded:
+            refusal = answer.responses[0].response_txn if answer.responses else None
+            return self.settle(refusal or wire.TransactionAnswer(), answer.header.revision)
+        self.revision = answer.header.revision
+        self.in_doubt = False
+        return self.revision
+
+    def settle(self, refusal: wire.TransactionAnswer, revision: int) -> int | None:
+        """Take in the answer to ``refusal``, given at ``revision``: the version of what was done, or 0: nothing was.
+
+        Either way it is over. None: the marker is gone. Nothing more will be done, but something may have been.
+        """
+        version = 0
+        if not refusal.succeeded:
+            shown = refusal.responses[0].response_range if refusal.responses else None
+            if shown is None or not shown.kvs:
+                return None
+            revision = shown.kvs[0].mod_revision
+            version = revision if shown.kvs[0].value == self.done() else 0
+        self.revision = revision
+        self.in_doubt = False
+        return version
+
+
+@dataclass(frozen=True)
+class _Commit:
+    """One commit's operations, copied from the caller's."""
+
+    changes: list[wire.Operation]
+    compares: list[wire.Compare]
+
+    def transaction(self, marker: _Marker) -> wire.Transaction:
+        return wire.Transaction(
+            [*self.compares, marker.compare()],
+            [*self.changes, marker.put(marker.done())],
+            [wire.Operation(request_txn=marker.refusal())],
+        )
+
+
+class EtcdRecords(RecordStore):
+    """The shared record store. Made by ``open``."""
+
+    def __init__(self, options: EtcdOptions) -> None:
+        super().__init__(_limits(options))
+        self._options = options
+        self._base = options.prefix + b"r/"
+        self._client = EtcdClient(options)
+        self._turns = trio.Lock()  # fair: commits are applied in the order of the calls
+        self._marker: _Marker | None = None
+        self._feed = EtcdFeed(self._client, self._base)
+        self._gets = SharedGets(self._get_now, options.operations_max)
+
+    @classmethod
+    async def open(cls, options: EtcdOptions) -> Self:
+        """Connect. ConfigError where the options cannot work, EngineError where no member answers or lets us in."""
+        store = cls(options)
+        try:
+            await store._new_marker(store._deadline())  # who may not write here learns it now
+        except BaseException:
+            with trio.CancelScope(shield=True):
+                await store._client.aclose()
+            raise
+        return store
+
+    async def get(self, keys: Sequence[bytes]) -> list[Versioned | None]:
+        """As the contract says; one round trip for every ``operations_max`` keys, all at one revision.
+
+        Shared with others that are called at the same time.
+        """
+        if any(not 0 < len(key) <= self.limits.key_size_max for key in keys):
+            raise ValueError(f"a key is empty or longer than {self.limits.key_size_max} bytes")
+        if 0 < len(keys) <= self._options.operations_max:
+            return await self._gets.get(keys)
+        for _ in range(SNAPSHOT_TRIES):
+            rows: list[Versioned | None] = []
+            revision = 0
+            try:
+                for start in range(0, len(keys), self._options.operations_max):
+                    found, revision = await self._get(keys[start : start + self._options.operations_max], revision)
+                    rows += found
+            except Compacted:
+                continue
+            return rows
+        raise EngineError(f"etcd was compacted {SNAPSHOT_TRIES} times while {len(keys)} keys were read")
+
+    async def _get_now(self, keys: Sequence[bytes]) -> list[Versioned | None]:
+        rows, _ = await self._get(keys, 0)
+        return rows
+
+    async def _get(self, keys: Sequence[bytes], revision: int) -> tuple[list[Versioned | None], int]:
+        """Rows as they were at a revision (0: now), and that revision."""
+        self._client.check_open()
+        self.counters.gets += 1
+        asked = [wire.Operation(request_range=wire.Range(self._base + key, revision=revision)) for key in keys]
+        answer = await self._client.call("kv/txn", wire.Transaction(success=asked), wire.TRANSACTION, self._deadline())
+        if len(answer.responses) != len(keys):
+            raise EngineError(f"etcd answered {len(answer.responses)} of {len(keys)} keys")
+        rows: list[Versioned | None] = []
+        for key, response in zip(keys, answer.responses, strict=True):
+            kvs = response.response_range.kvs if response.response_range else []
+            if kvs and kvs[0].key != self._base + key:
+                raise EngineError(f"etcd answered {kvs[0].key!r} when asked for {self._base + key!r}")
+            rows.append(Versioned(kvs[0].value, kvs[0].mod_revision) if kvs else None)
+        return rows, revision or answer.header.revision
+
+    async def scan(self, prefix: bytes, after: bytes = b"", limit: int = 1000) -> list[Record]:
+        """As the contract says; one round trip for every ``SCAN_PAGE`` rows, all at one revision."""
+        if max(len(prefix), len(after)) > self.limits.key_size_max:
+            raise ValueError(f"a prefix or key is longer than {self.limits.key_size_max} bytes")
+        first = max(prefix, after + b"\0") if after else prefix
+        for _ in range(SNAPSHOT_TRIES):
+            try:
+                return await self._scan(self._base + first, wire.prefix_end(self._base + prefix), limit)
+            except Compacted:
+                continue
+        raise EngineError(f"etcd was compacted {SNAPSHOT_TRIES} times while {limit} rows were read")
+
+    async def _scan(self, key: bytes, key_end: bytes, limit: int) -> list[Record]:
+        """Rows from key to before key_end, as they were at one revision."""
+        records: list[Record] = []
+        revision = 0
+        while len(records) < limit and key < key_end:
+            self._client.check_open()
+            self.counters.scans += 1
+            asked = wire.Range(key, key_end, min(limit - len(records), SCAN_PAGE), revision)
+            answer = await self._client.call("kv/range", asked, wire.RANGE, self._deadline())
+            if any(not key <= kv.key < key_end for kv in answer.kvs):
+                raise EngineError(f"etcd answered keys that are not from {key!r} to {key_end!r}")
+            records += [Record(kv.key[len(self._base) :], kv.value, kv.mod_revision) for kv in answer.kvs]
+            if not answer.more or not answer.kvs:
+                break
+            key, revision = answer.kvs[-1].key + b"\0", revision or answer.header.revision
+        return records
+
+    async def commit(
+        self,
+        puts: Mapping[bytes, bytes],
+        deletes: Collection[bytes] = (),
+        expect: Mapping[bytes, int] | None = None,
+        *,
+        durable: bool = False,
+        lease: Lease | None = None,
+    ) -> int:
+        """As the contract says; always durable. The deadline includes waiting for earlier commits."""
+        expect = expect or {}
+        self.limits.check_commit(puts, deletes, expect)
+        commit = self._commit(puts, deletes, expect, self._lease_id(lease))
+        self.counters.commits += 1
+        self.counters.commit_operations += len(puts) + len(deletes) + len(expect)
+        deadline = self._deadline()
+        try:
+            with trio.fail_at(deadline):
+                await self._turns.acquire()
+        except trio.TooSlowError:
+            raise EngineTimeout("etcd: earlier commits took all of the time; this one was not sent") from None
+        try:
+            self._client.check_open()
+            version = await self._apply(commit, deadline)
+        finally:
+            self._turns.release()
+        self.counters.conflicts += not version
+        return version
+
+    def _commit(
+        self, puts: Mapping[bytes, bytes], deletes: Collection[bytes], expect: Mapping[bytes, int], lease_id: int
+    ) -> _Commit:
+        base = self._base
+        changes = [wire.Operation(request_put=wire.Put(base + key, value, lease_id)) for key, value in puts.items()]
+        changes += [wire.Operation(request_delete_range=wire.DeleteRange(base + key)) for key in deletes]
+        return _Commit(changes, [wire.Compare(base + key, version) for key, version in expect.items()])
+
+    async def _apply(self, commit: _Commit, deadline: float) -> int:
+        """Have it done or refused, whatever happened before; its version or 0. Called in turn."""
+        marker = await self._ready_marker(deadline)
+        marker.sequence += 1
+        marker.in_doubt = True  # until an answer is taken in: also when this task is cancelled
+        try:
+            answer = await self._client.call("kv/txn", commit.transaction(marker), wire.TRANSACTION, deadline)
+        except LeaseGone:  # the caller's
+            version = await self._resolve(marker, deadline)
+        else:
+            version = marker.settle_commit(answer)
+        if version is None:
+            self._marker = None
+            raise EngineError("etcd: this store's own lease ended during a commit, which may have been done")
+        return version
+
+    async def _ready_marker(self, deadline: float) -> _Marker:
+        """The marker, with nothing in doubt, under a lease that has long to live. Called in turn."""
+        marker = self._marker
+        now = trio.current_time()
+        if marker is not None and now - marker.renewed_at > MARKER_SECONDS / 3:
+            alive = await self.keep_alive(marker.lease_id, deadline)
+            marker.renewed_at = now
+            marker = self._marker = marker if alive else None
+        if marker is not None and (not marker.in_doubt or await self._resolve(marker, deadline) is not None):
+            return marker
+        return await self._new_marker(deadline)
+
+    async def _resolve(self, marker: _Marker, deadline: float) -> int | None:
+        """What became of the last commit, see ``_Marker.settle``."""
+        try:
+            answer = await self._client.call("kv/txn", marker.refusal(), wire.TRANSACTION, deadline)
+        except LeaseGone:
+            return None
+        return marker.settle(answer, answer.header.revision)
+
+    async def _new_marker(self, deadline: float) -> _Marker:
+        """One that is there: from now on an attempt at a commit that finds it absent does nothing."""
+        now = trio.current_time()
+        lease = await self._grant(MARKER_SECONDS, deadline)
+        marker = _Marker(self._options.prefix + b"m/%x" % lease.ID, lease.ID, now)
+        if await self._resolve(marker, deadline) is None:
+            raise EngineError("etcd: the lease that was granted for a marker is gone")
+        self._marker = marker
+        return marker
+
+    def watch(self, prefix: bytes) -> AsyncIterator[Change]:
+        """As the contract says: from the newest revision that an answer has told this store of.
+
+        All watches share one stream, of all changes.
+        """
+        if self._feed.failure is not None:
+            self._feed = EtcdFeed(self._client, self._base)
+        return self._feed.watch(prefix)
+
+    async def lease(self, ttl: float) -> Lease:
+        """A lease of whole seconds, two at the least; ``ttl`` of what is returned says how many."""
+        if ttl <= 0:
+            raise ValueError(f"a lease of {ttl} seconds")
+        granted = await self._grant(math.ceil(ttl), self._deadline())
+        return EtcdLease(self, granted.ID, float(granted.TTL))
+
+    async def _grant(self, ttl: int, deadline: float) -> wire.LeaseAnswer:
+        """One whose answer was lost ends by itself, with nothing under it."""
+        self._client.check_open()
+        return await self._client.call("lease/grant", wire.LeaseGrant(ttl), wire.LEASE, deadline)
+
+    async def keep_alive(self, lease_id: int, deadline: float | None = None) -> bool:
+        """Renew a lease; False when it is gone."""
+        self._client.check_open()
+        message = wire.LeaseCall(lease_id)
+        answer = await self._client.call("lease/keepalive", message, wire.KEEPALIVE, deadline or self._deadline())
+        if answer.result is None:
+            raise EngineError(f"etcd did not renew lease {lease_id:x}: {answer.error.message if answer.error else ''}")
+        return answer.result.TTL > 0
+
+    async def revoke(self, lease_id: int) -> None:
+        """End a lease, if it has not ended."""
+        self._client.check_open()
+        try:
+            await self._client.call("lease/revoke", wire.LeaseCall(lease_id), wire.ANSWER, self._deadline())
+        except LeaseGone:
+            pass
+
+    async def aclose(self) -> None:
+        """As the contract says. Leases that were not given back end when their time does.
+
+        Not cancelled: it takes as long as the deadlines of the calls under way, at the most.
+        """
+        with trio.CancelScope(shield=True):
+            await self._feed.aclose()
+            async with self._turns:  # after the commits that were called before
+                if self._client.closed:
+                    return
+                if self._marker is not None:
+                    with trio.move_on_after(CLOSE_SECONDS):
+                        await self._forget(self._marker)
+                await self._client.aclose()
+
+    async def _forget(self, marker: _Marker) -> None:
+        """Where that fails the marker goes with its lease, later."""
+        try:
+            await self.revoke(marker.lease_id)
+        except EngineError:
+            pass
+
+    def _deadline(self) -> float:
+        return trio.current_time() + self._options.deadline
+
+    def _lease_id(self, lease: Lease | None) -> int:
+        if lease is None:
+            return 0
+        if isinstance(lease, EtcdLease) and lease.store is self:
+            return lease.id
+        raise ValueError("the lease is not one of this store")
+
+
+class EtcdLease(Lease):
+    """A lease that the cluster counts; this host's clock has no part in it."""
+
+    def __init__(self, store: EtcdRecords, lease_id: int, ttl: float) -> None:
+        self.store = store
+        self.id = lease_id
+        self.ttl = ttl
+
+    async def keepalive(self) -> bool:
+        """As the contract says. EngineTimeout: it may have been renewed."""
+        return await self.store.keep_alive(self.id)
+
+    async def revoke(self) -> None:
+        """As the contract says. EngineTimeout: it may have ended; it will, when its time is over."""
+        await self.store.revoke(self.id)
+
+
+def _limits(options: EtcdOptions) -> RecordLimits:
+    """What one transaction may carry, beside the marker.
+
+    etcd counts comparisons and changes apart; their sum is what is held here. What a refused commit does to the marker
+    counts as one more. ConfigError where nothing would fit.
+    """
+    operations = options.operations_max - 2
+    overhead = (options.operations_max + 1) * (OPERATION_OVERHEAD + len(options.prefix)) + REQUEST_OVERHEAD
+    size = options.request_size_max - overhead
+    if operations < 1 or size < 2 * KEY_SIZE_MAX:
+        raise ConfigError(
+            f"etcd with {options.operations_max} operations (records.operations_max) and {options.request_size_max}"
+            " bytes (records.request_size_max) of a request has no room for a commit"
+        )
+    return RecordLimits(
+        key_size_max=KEY_SIZE_MAX,
+        value_size_max=min(VALUE_SIZE_MAX, size - KEY_SIZE_MAX),
+        commit_operations_max=operations,
+        commit_bytes_max=size,
+        shared=True,
+        durable=True,
+    )

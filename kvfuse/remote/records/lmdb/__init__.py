@@ -1,0 +1,1 @@
+"""Records in one LMDB file, for volumes of one host."""

@@ -1,0 +1,63 @@
+"""The two files that LMDB maps, guarded against a medium that loses their bytes (``mapguard.py``).
+
+After a fault LMDB finds filler: it may say anything, but it goes on, and the store is used no more. So nothing is read,
+and nothing is committed, unless `Medium.is_intact` afterwards, or before.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import weakref
+from pathlib import Path
+
+from kvfuse.remote.mapguard import GuardedMap
+from kvfuse.remote.records.lmdb import datafile
+from kvfuse.remote.records.lmdb.residency import mapped_address
+
+DATA_FILE, LOCK_FILE = "data.mdb", "lock.mdb"
+
+
+def check(directory: Path) -> None:
+    """EngineError where bytes of the files are missing that LMDB would map; Corrupt where they are none of LMDB's."""
+    datafile.check_whole(directory / DATA_FILE)
+    datafile.check_readable(directory / LOCK_FILE)
+
+
+class Medium:
+    """Of a store that is open in ``directory``, mapped for ``size`` bytes."""
+
+    def __init__(self, directory: Path, size: int) -> None:
+        self.path = directory / DATA_FILE
+        descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        filler = datafile.filler_page(mmap.PAGESIZE)
+        self._data = GuardedMap(self.path, descriptor, mapped_address(self.path), size, None, filler)
+        weakref.finalize(self._data, os.close, descriptor)
+        self._lock = _guarded_lock(directory / LOCK_FILE)
+
+    @property
+    def failed(self) -> bool:
+        return self._data.failed or (self._lock is not None and self._lock.failed)
+
+    def is_intact(self) -> bool:
+        """What was read until now are bytes of the files, and none were cut off."""
+        return not self.failed and self._data.is_intact()
+
+    def grew(self) -> None:
+        """A commit may have made the file longer."""
+        self._data.grew()
+
+    def give_up(self) -> None:
+        """It is not intact, and never will be again."""
+        self._data.failed = True
+
+
+def _guarded_lock(path: Path) -> GuardedMap | None:
+    """A page of zeros in it is a table without readers, whose lock is free. Without a descriptor: LMDB's locks of the
+    file would go with it. None where a reader does without the file (a file system that is mounted read-only).
+    """
+    try:
+        address = mapped_address(path)
+        return GuardedMap(path, None, address, os.stat(path).st_size, None, bytes(mmap.PAGESIZE))
+    except (LookupError, FileNotFoundError):
+        return None

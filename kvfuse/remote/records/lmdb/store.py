@@ -1,0 +1,491 @@
+"""Records in an LMDB environment: one file, no server, crash-safe, read by other processes without a call.
+
+**Layout.** Directory ``PATH`` with LMDB's ``data.mdb`` and ``lock.mdb``; one unnamed database. A stored
+value is the record's version (8 bytes, big-endian: the id of the LMDB transaction that put it, which
+only grows) followed by the record's value.
+
+**Durability.** The environment is opened without ``metasync``. LMDB then commits by writing the new pages
+to pages that neither of the two last snapshots uses, ``fdatasync``, and writing the meta page, unsynced.
+
+* *Ordered*: a meta page never reaches the disk before the pages it points to. The next commit's
+  ``fdatasync`` makes it durable before a page of the snapshot before it is overwritten, so after a loss of power
+  the newer valid meta page names a whole snapshot: a prefix of the commits, never a hole.
+* *Durable*: one more ``fdatasync`` (``env.sync(True)``) carries the meta page, and so this commit and all before
+  it, to the disk. That costs as much as LMDB's default, which writes the meta page synchronously.
+
+``sync=False`` would make an ordered commit cheaper by one ``fdatasync``, but lets the kernel write a meta page
+before its pages: a loss of power could then destroy the store. It breaks the contract and is not used.
+
+**Threads.** Reads run on the event loop's thread: the map is memory, a get costs about a microsecond.
+A write transaction belongs to the thread that began it, so one worker thread owns them all. It
+would lose the interpreter lock at every put and, beside a busy event loop, wait up to the switch interval
+to get it back: seconds for a thousand puts. Therefore the loop stands still while a chunk is put - as
+long as the puts themselves take - and goes on while the worker flushes and syncs, which is where
+the time goes. Measured beside a loop that never idles, 1,000 puts: 10 ms instead of 4,500.
+
+**Size.** A *meter* has the store keep a record of what all others weigh, put by every transaction that changes one. Its
+version is that transaction's id, so one that another program left behind is known by it, and counted anew. The map is
+all that the store may ever take of the disk (`bound`).
+
+This process must be the only writer (the volume's own lock sees to it) and must not fork with a store open.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import struct
+import weakref
+import zlib
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+import lmdb
+import trio
+
+from kvfuse.errors import Corrupt, EngineError, EngineFull, ReadOnly
+from kvfuse.remote.records.api import ABSENT, Change, Lease, Meter, Record, RecordLimits, RecordStore, Usage, Versioned
+from kvfuse.remote.records.lmdb import medium
+from kvfuse.remote.records.lmdb.local import LocalLease, Watch, own_lease
+from kvfuse.remote.records.lmdb.medium import DATA_FILE, Medium
+from kvfuse.remote.records.lmdb.residency import MappedFile
+
+_T = TypeVar("_T")
+log = logging.getLogger(__name__)
+
+VERSION_SIZE = 8
+_USAGE = struct.Struct(">qq")
+MAP_SIZE = 4 << 40
+"""Address space asked for, not disk; less where the process may not have as much. `bound` makes it less."""
+MAP_SIZE_MIN = 1 << 30
+PARKED_OPERATIONS_MAX = 512
+"""Operations put while the event loop stands still: about a millisecond."""
+FULL_FREE_BYTES = 1 << 20
+"""LMDB answers EIO to a short write; with less than this free it was for lack of space."""
+
+LIMITS = RecordLimits(
+    key_size_max=511,
+    value_size_max=4 << 20,
+    # Dirty pages stay in memory until the commit, and LMDB keeps them for the next: at most a page an operation.
+    commit_operations_max=1 << 19,
+    commit_bytes_max=256 << 20,
+    shared=False,
+)
+
+
+class LmdbRecords(RecordStore):
+    """The embedded record store. Made by ``open``."""
+
+    def __init__(
+        self, environment: lmdb.Environment, path: Path, *, read_only: bool, meter: Meter | None = None
+    ) -> None:
+        super().__init__(LIMITS)
+        self._environment = environment
+        self._path = path
+        self._read_only = read_only
+        self._mapped = MappedFile(path / DATA_FILE)
+        self._medium = Medium(path, environment.info()["map_size"])
+        self._meter = meter
+        self._usage = _recorded_usage(environment, meter) if meter else None
+        if not self._medium.is_intact():
+            raise self._lost()
+        self._writer = _Writer()
+        self._commit_lock = trio.Lock()  # fair: commits are applied in the order of the calls
+        self._closed = False
+        self._watches: weakref.WeakSet[Watch] = weakref.WeakSet()
+
+    @classmethod
+    def open(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        read_only: bool = False,
+        map_size: int = MAP_SIZE,
+        meter: Meter | None = None,
+    ) -> Self:
+        """Open the store in directory ``path``; made if absent, unless ``read_only``.
+
+        ``map_size`` is the most bytes the store may have; see `bound`. EngineError when it cannot be opened.
+        """
+        directory = Path(path)
+        try:
+            if not read_only:
+                directory.mkdir(parents=True, exist_ok=True)
+            medium.check(directory)
+            environment = _open_environment(directory, read_only, map_size)
+            return cls(environment, directory, read_only=read_only, meter=meter)
+        except (OSError, lmdb.Error) as error:
+            raise _translated(error, directory) from error
+
+    @property
+    def usage(self) -> Usage | None:
+        return self._usage
+
+    def bound(self, size: int) -> int:
+        """Called while nobody commits. Never more than was mapped at first, nor less than the file has."""
+        map_size = int(self._environment.info()["map_size"])
+        if size < map_size:
+            try:
+                self._environment.set_mapsize(size)
+            except lmdb.Error as error:
+                raise _translated(error, self._path) from error
+            self._mapped = MappedFile(self._path / DATA_FILE)
+            self._medium = Medium(self._path, size)
+        return min(size, map_size)
+
+    async def get(self, keys: Sequence[bytes]) -> list[Versioned | None]:
+        self.counters.gets += 1
+        sizes = [len(key) for key in keys]
+        if sizes and (max(sizes) > self.limits.key_size_max or not min(sizes)):
+            raise ValueError(f"a key is empty or longer than {self.limits.key_size_max} bytes")
+        values = self._reading(lambda transaction: [transaction.get(key) for key in keys])
+        self._mapped.touched(len(keys))
+        return [None if value is None else Versioned(value[VERSION_SIZE:], _version(value)) for value in values]
+
+    async def scan(self, prefix: bytes, after: bytes = b"", limit: int = 1000) -> list[Record]:
+        self.counters.scans += 1
+        if max(len(prefix), len(after)) > self.limits.key_size_max:
+            raise ValueError(f"a prefix or key is longer than {self.limits.key_size_max} bytes")
+        records = self._reading(lambda transaction: _scan(transaction, prefix, after, limit))
+        self._mapped.touched(len(records))
+        return records
+
+    def _reading(self, call: Callable[[lmdb.Transaction[bytes]], _T]) -> _T:
+        """What ``call`` finds in a snapshot. EngineError."""
+        if self._medium.failed:
+            raise self._lost()
+        try:
+            transaction = self._environment.begin()
+            try:
+                found = call(transaction)
+            finally:
+                transaction.abort()
+        except lmdb.Error as error:
+            raise _translated(error, self._path) if self._medium.is_intact() else self._lost() from error
+        if not self._medium.is_intact():
+            raise self._lost()
+        return found
+
+    def _lost(self) -> EngineError:
+        """The file is not used any more, by nobody."""
+        error = f"{self._medium.path}: bytes of it cannot be read any more: 'kvfuse fsck --rebuild' recovers blocks"
+        self.counters.medium_failures += 1
+        if self.counters.medium_failures == 1:
+            log.error("%s", error)
+        self._medium.give_up()
+        return EngineError(error)
+
+    async def commit(
+        self,
+        puts: Mapping[bytes, bytes],
+        deletes: Collection[bytes] = (),
+        expect: Mapping[bytes, int] | None = None,
+        *,
+        durable: bool = False,
+        lease: Lease | None = None,
+    ) -> int:
+        """As the contract says. One that has begun is not abandoned: when cancelled, it still finishes.
+
+        The version is the id of LMDB's transaction.
+        """
+        if self._read_only:
+            raise ReadOnly(f"{self._path} is open for reading only")
+        own = own_lease(lease, self)
+        self.limits.check_commit(puts, deletes, expect or {})
+        transaction = _Transaction(self._environment, self._medium, puts, deletes, expect or {}, durable, self._meter)
+        self.counters.commits += 1
+        self.counters.commit_operations += transaction.operation_count
+        async with self._turn():
+            applied = not (own and own.revoked) and await self._apply(transaction)
+            if applied and own:
+                own.attach(transaction.changes)
+        self._mapped.touched(transaction.operation_count)
+        self.counters.conflicts += not applied
+        return transaction.id if applied else 0
+
+    @asynccontextmanager
+    async def _turn(self) -> AsyncIterator[None]:
+        """Commits take turns in the order in which they came. A write transaction must not outlive its call."""
+        async with self._commit_lock:
+            if self._closed:
+                raise EngineError(f"{self._path} is closed")
+            with trio.CancelScope(shield=True):
+                yield
+
+    def watch(self, prefix: bytes) -> AsyncIterator[Change]:
+        watch = Watch(prefix)
+        self._watches.add(watch)
+        if self._closed:
+            watch.close()
+        return watch
+
+    async def lease(self, ttl: float) -> Lease:
+        if ttl <= 0:
+            raise ValueError(f"a lease of {ttl} seconds")
+        return LocalLease(ttl, self, self._end_lease)
+
+    async def _end_lease(self, lease: LocalLease) -> None:
+        """Delete what was put under the lease and not put anew since."""
+        async with self._turn():
+            found = self._reading(lambda transaction: {key: transaction.get(key) for key in lease.attached})
+            deletes = [key for key, value in found.items() if value and _version(value) == lease.attached[key]]
+            await self._apply(_Transaction(self._environment, self._medium, {}, deletes, {}, False, self._meter))
+
+    async def aclose(self) -> None:
+        with trio.CancelScope(shield=True):
+            async with self._commit_lock:
+                if self._closed:
+                    return
+                self._closed = True
+                self._writer.close()
+                self._environment.close()
+        for watch in list(self._watches):
+            watch.close()
+
+    async def _apply(self, transaction: _Transaction) -> bool:
+        if not self._medium.is_intact():
+            raise self._lost()
+        transaction.usage = self._usage
+        try:
+            if not await self._stage(transaction):
+                return False
+            await self._writer.run(transaction.finish)
+        except (lmdb.Error, MediumFailed) as error:
+            raise self._commit_error(transaction, error) from error
+        finally:
+            if transaction.is_open:
+                self._writer.run_parked(transaction.abort)
+            if transaction.committed:
+                self._usage = transaction.usage
+                for watch in list(self._watches):
+                    watch.offer(transaction.changes)
+        return True
+
+    async def _stage(self, transaction: _Transaction) -> bool:
+        """Check and put in chunks, the loop standing still during each. False: a version had moved."""
+        stop = PARKED_OPERATIONS_MAX
+        is_as_expected = self._writer.run_parked(transaction.begin, stop)
+        while is_as_expected and stop < transaction.operation_count:
+            await trio.lowlevel.checkpoint()
+            is_as_expected = self._writer.run_parked(transaction.step, stop, stop + PARKED_OPERATIONS_MAX)
+            stop += PARKED_OPERATIONS_MAX
+        return is_as_expected
+
+    def _commit_error(self, transaction: _Transaction, error: Exception) -> EngineError:
+        """EngineFull only where nothing was done: LMDB writes the meta page last."""
+        if not self._medium.is_intact():
+            return self._lost()
+        if transaction.committed or self._environment.info()["last_txnid"] >= transaction.id > 0:
+            return EngineError(f"{self._path}: {error}; the commit may have happened")
+        if getattr(error, "code", errno.EIO) == errno.EIO:
+            free = os.statvfs(self._path)
+            if free.f_bavail * free.f_frsize < FULL_FREE_BYTES:
+                return EngineFull(f"{self._path}: no space left for records")
+        return _translated(error, self._path)
+
+
+class MediumFailed(Exception):
+    """A page of the file could not be read."""
+
+
+class _Transaction:
+    """One commit. Everything but the constructor runs in the writer's thread."""
+
+    def __init__(
+        self,
+        environment: lmdb.Environment,
+        medium: Medium,
+        puts: Mapping[bytes, bytes],
+        deletes: Collection[bytes],
+        expect: Mapping[bytes, int],
+        durable: bool,
+        meter: Meter | None,
+    ) -> None:
+        self._environment = environment
+        self._medium = medium
+        self._meter = meter
+        # Copied: the caller may reuse its collections while this commit waits for its turn.
+        self._expect = list(expect.items())
+        self._changes: list[tuple[bytes, bytes | None]] = [*puts.items(), *((key, None) for key in deletes)]
+        self._durable = durable
+        self._transaction: Any = None
+        self.operation_count = len(self._expect) + len(self._changes)
+        self.id = 0
+        self.usage: Usage | None = None
+        """of all records, as this commit leaves them"""
+        self.committed = False
+        self.changes: list[Change] = []
+
+    def begin(self, stop: int) -> bool:
+        """Have the store's write lock, and do the operations before ``stop``."""
+        self._transaction = self._environment.begin(write=True)
+        self.id = self._transaction.id()
+        return self.step(0, stop)
+
+    def step(self, start: int, stop: int) -> bool:
+        """Do operations start..stop: first come the expectations, then the changes. False: a version had moved."""
+        for key, version in self._expect[start:stop]:
+            value = self._transaction.get(key)
+            if (ABSENT if value is None else _version(value)) != version:
+                self._check_medium()
+                return False
+        expect_count = len(self._expect)
+        for key, put in self._changes[max(start - expect_count, 0) : max(stop - expect_count, 0)]:
+            self._change(key, put)
+        self._check_medium()
+        return True
+
+    def _check_medium(self) -> None:
+        """MediumFailed before anything is made of pages that could not be read."""
+        if not self._medium.is_intact():
+            raise MediumFailed
+
+    def _change(self, key: bytes, value: bytes | None) -> None:
+        if self._meter is not None and self.usage is not None:
+            self.usage = self._weighed(self._meter, self.usage, key, value)
+        if value is not None:
+            self._transaction.put(key, self.id.to_bytes(VERSION_SIZE, "big") + value)
+        elif not self._transaction.delete(key):
+            return
+        self.changes.append(Change(key, value, self.id))
+
+    def _weighed(self, meter: Meter, usage: Usage, key: bytes, value: bytes | None) -> Usage:
+        """As it is when the record is put or deleted."""
+        if key == meter.key:
+            return usage if value is None else Usage(*_USAGE.unpack_from(value))  # somebody counted, and knows better
+        size, items = meter.weigh(key, value) if value is not None else (0, 0)
+        old = self._transaction.get(key)
+        if old is not None:
+            old_size, old_items = meter.weigh(key, old[VERSION_SIZE:])
+            size, items = size - old_size, items - old_items
+        return Usage(usage.size + size, usage.items + items)
+
+    @property
+    def is_open(self) -> bool:
+        """It holds the store's write lock."""
+        return self._transaction is not None
+
+    def finish(self) -> None:
+        if self.changes:
+            if self._meter is not None and self.usage is not None:
+                self._transaction.put(self._meter.key, _usage_row(self.usage, self.id))
+            self._check_medium()
+            transaction, self._transaction = self._transaction, None  # LMDB itself ends one that fails to commit
+            transaction.commit()
+            self.committed = True
+            self._medium.grew()
+        else:
+            self.abort()
+        if self._durable:
+            self._environment.sync(True)
+        self._check_medium()
+
+    def abort(self) -> None:
+        self._transaction.abort()
+        self._transaction = None
+
+
+class _Writer:
+    """The one thread that owns the write transactions."""
+
+    def __init__(self) -> None:
+        self._executor = ThreadPoolExecutor(1, "kvfuse-records")
+
+    def run_parked(self, call: Callable[..., _T], *arguments: Any) -> _T:
+        """Run with the event loop standing still: nobody competes for the interpreter lock."""
+        return self._executor.submit(call, *arguments).result()
+
+    async def run(self, call: Callable[[], _T]) -> _T:
+        """Run beside the event loop. The caller shields this from cancellation."""
+        token = trio.lowlevel.current_trio_token()
+        done = trio.Event()
+
+        def wake(_: Future[_T]) -> None:
+            token.run_sync_soon(done.set)
+
+        future = self._executor.submit(call)
+        future.add_done_callback(wake)
+        await done.wait()
+        return future.result()
+
+    def close(self) -> None:
+        self._executor.shutdown()
+
+
+def _open_environment(directory: Path, read_only: bool, map_size: int) -> lmdb.Environment:
+    """Halve the map until the process may have it (RLIMIT_AS, containers)."""
+    while True:
+        try:
+            return lmdb.open(
+                str(directory),
+                map_size=map_size,
+                readonly=read_only,
+                create=not read_only,
+                mode=0o640,
+                metasync=False,
+                readahead=False,  # keys are scattered: readahead would fill memory with neighbours
+                max_spare_txns=4,
+            )
+        except lmdb.MemoryError:
+            if map_size <= MAP_SIZE_MIN:
+                raise
+            map_size //= 2
+
+
+def _usage_row(usage: Usage, version: int) -> bytes:
+    """The record of the count as it is stored. One that is damaged, or not of the last commit, is counted anew."""
+    row = version.to_bytes(VERSION_SIZE, "big") + _USAGE.pack(*usage)
+    return row + zlib.crc32(row).to_bytes(4, "big")
+
+
+def _recorded_usage(environment: lmdb.Environment, meter: Meter) -> Usage:
+    """What the last transaction recorded; counted where it did not."""
+    with environment.begin(buffers=True) as transaction:
+        row = transaction.get(meter.key)
+        if row is not None and len(row) >= VERSION_SIZE + _USAGE.size:
+            usage = Usage(*_USAGE.unpack_from(row, VERSION_SIZE))
+            if row == _usage_row(usage, transaction.id()):
+                return usage
+        size = items = 0
+        for key, value in transaction.cursor():
+            more_size, more_items = meter.weigh(bytes(key), bytes(value[VERSION_SIZE:]))
+            size += more_size
+            items += more_items
+    return Usage(size, items)
+
+
+def _scan(transaction: lmdb.Transaction[bytes], prefix: bytes, after: bytes, limit: int) -> list[Record]:
+    records: list[Record] = []
+    cursor = transaction.cursor()
+    start = max(prefix, after)
+    found = cursor.set_range(start) if start else cursor.first()
+    if not found or limit <= 0:
+        return records
+    for key, value in cursor.iternext():
+        if not key.startswith(prefix):
+            break
+        if key == after:
+            continue
+        records.append(Record(key, value[VERSION_SIZE:], _version(value)))
+        if len(records) == limit:
+            break
+    return records
+
+
+def _version(value: bytes | memoryview) -> int:
+    return int.from_bytes(value[:VERSION_SIZE], "big")
+
+
+def _translated(error: Exception, path: Path) -> EngineError:
+    code = getattr(error, "code", getattr(error, "errno", 0))
+    if isinstance(error, lmdb.MapFullError):
+        return EngineFull(f"{path}: the records have reached the store's map size")
+    if isinstance(error, lmdb.DiskError) or code in (errno.ENOSPC, errno.EDQUOT):
+        return EngineFull(f"{path}: no space left for records ({error})")
+    if isinstance(error, (lmdb.CorruptedError, lmdb.InvalidError, lmdb.PageNotFoundError, lmdb.VersionMismatchError)):
+        return Corrupt(f"{path}: {error}")
+    return EngineError(f"{path}: {error}")

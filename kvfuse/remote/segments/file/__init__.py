@@ -1,0 +1,1 @@
+"""Segments as files of a folder, local or shared."""

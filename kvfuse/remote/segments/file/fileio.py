@@ -1,0 +1,318 @@
+"""What the file engine does in its threads: system calls on segment files. Nothing here waits for trio."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import mmap
+import os
+import secrets
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+import trio
+
+from kvfuse.errors import EngineError, EngineFull, MediumError
+from kvfuse.remote import libc
+from kvfuse.remote.mapguard import GuardedMap
+from kvfuse.remote.segments.file import direct
+
+IOV_MAX = os.sysconf("SC_IOV_MAX")
+ZEROS = memoryview(bytes(1 << 20))
+
+
+class SegmentFile:
+    """An open segment file, closed once it is retired and no call uses it: never under a thread's hands.
+
+    Uses are counted on the event loop's thread only (``with file:``).
+    """
+
+    def __init__(self, path: Path, segment: int, fd: int, *, is_direct: bool) -> None:
+        self.path = path
+        self.segment = segment
+        self.fd = fd
+        self.size = os.fstat(fd).st_size
+        self.is_direct = is_direct
+        self.block_lock = threading.Lock()
+        """held while a part of a block is changed (direct)"""
+        self.sync_failed = False
+        self.retired = False
+        self.closed = trio.Event()
+        self._use_count = 0
+        self._mapping: mmap.mmap | None = None
+        self._mapping_address = 0
+
+    @classmethod
+    def open(cls, path: Path, segment: int, *, is_direct: bool, read_only: bool) -> Self:
+        flags = (os.O_RDONLY if read_only else os.O_RDWR) | os.O_CLOEXEC | (os.O_DIRECT if is_direct else 0)
+        return cls(path, segment, os.open(path, flags), is_direct=is_direct)
+
+    def __enter__(self) -> Self:
+        self._use_count += 1
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._use_count -= 1
+        self._close_if_unused()
+
+    def retire(self) -> None:
+        """Close now, or when the last call that uses the file has ended."""
+        self.retired = True
+        self._close_if_unused()
+
+    def _close_if_unused(self) -> None:
+        if self.retired and not self._use_count and not self.closed.is_set():
+            self._mapping = None  # unmapped with the last view of it
+            os.close(self.fd)
+            self.closed.set()
+
+    def resident(self, offset: int, length: int) -> memoryview | None:
+        """A view of a range of which all pages are in the page cache. For the kernel alone: see `SegmentStore.view`.
+
+        None also where the file has lost bytes of it: behind its end the last page reads as zeros.
+        """
+        if os.lseek(self.fd, 0, os.SEEK_END) < offset + length:
+            return None
+        if self._mapping is None:
+            self._mapping = self._map(self.fd)
+            if self._mapping is None:
+                return None
+            self._mapping_address = direct.address_of(self._mapping)
+        head = offset % mmap.PAGESIZE
+        if not libc.is_resident(self._mapping_address + offset - head, head + length):
+            return None
+        return memoryview(self._mapping)[offset : offset + length]
+
+    def _map(self, fd: int) -> mmap.mmap | None:
+        """The whole file, read-only. None where the system refuses, or the file is shorter by now."""
+        try:
+            return mmap.mmap(fd, self.size, prot=mmap.PROT_READ)
+        except (OSError, ValueError):
+            return None
+
+    def source(self) -> tuple[int, npt.NDArray[np.uint8], GuardedMap | None] | None:
+        """A mapping of its own, with a descriptor that is closed when it is gone; None if there may be no more.
+
+        On some file systems a file cannot be mapped at all.
+        """
+        try:
+            fd = os.dup(self.fd)
+        except OSError:
+            return None
+        memory = self._map(fd)
+        if memory is None:
+            os.close(fd)
+            return None
+        guard = GuardedMap(self.path, fd, direct.address_of(memory), self.size, memory)
+        weakref.finalize(guard, os.close, fd)
+        return fd, np.frombuffer(memory, np.uint8), guard
+
+    def drop_mapped_pages(self) -> None:
+        """The mapped pages stop counting as this process's memory; views that are still held fault them in."""
+        if self._mapping is not None:
+            self._mapping.madvise(mmap.MADV_DONTNEED)
+
+
+class Run:
+    """Neighbouring transfers of one file, done by one system call. ``advance`` leaves the rest."""
+
+    __slots__ = ("bounces", "file", "length", "offset", "transfer_count", "views")
+
+    def __init__(self, file: SegmentFile, offset: int, view: memoryview) -> None:
+        self.file = file
+        self.offset = offset
+        self.views = [view]
+        self.length = view.nbytes
+        self.transfer_count = 1
+        self.bounces = file.is_direct and not direct.is_aligned(offset, view)
+
+    def takes(self, file: SegmentFile, offset: int, view: memoryview) -> bool:
+        """Go on with these bytes, if they continue this run; False if not."""
+        if (
+            offset != self.offset + self.length
+            or file is not self.file
+            or len(self.views) >= IOV_MAX
+            or self.bounces
+            or (file.is_direct and not direct.is_aligned(offset, view))
+        ):
+            return False
+        self.views.append(view)
+        self.length += view.nbytes
+        self.transfer_count += 1
+        return True
+
+    def advance(self, byte_count: int) -> None:
+        """The first ``byte_count`` bytes are done."""
+        self.offset += byte_count
+        self.length -= byte_count
+        done = 0
+        while done < len(self.views) and byte_count >= self.views[done].nbytes:
+            byte_count -= self.views[done].nbytes
+            done += 1
+        del self.views[:done]
+        if byte_count:
+            self.views[0] = self.views[0][byte_count:]
+
+
+def read_resident(run: Run) -> bool:
+    """Read as much as needs no waiting. False where this file system never answers without waiting."""
+    try:
+        run.advance(os.preadv(run.file.fd, run.views, run.offset, os.RWF_NOWAIT))
+    except BlockingIOError:
+        pass
+    except OSError as error:
+        if error.errno != errno.EOPNOTSUPP:
+            raise engine_error(error, run.file.path, run.offset) from error
+        return False
+    return True
+
+
+def read_runs(runs: Sequence[Run]) -> None:
+    for run in runs:
+        with translated(run.file.path, run.offset):
+            if run.bounces:
+                direct.read(run.file.fd, run.views[0], run.offset)
+                continue
+            while run.length:
+                byte_count = os.preadv(run.file.fd, run.views, run.offset)
+                if byte_count == 0:
+                    raise EOFError
+                run.advance(byte_count)
+
+
+def write_runs(runs: Sequence[Run]) -> None:
+    for run in runs:
+        with translated(run.file.path, run.offset):
+            if run.bounces:
+                direct.write(run.file.fd, run.views[0], run.offset, run.file.block_lock)
+                continue
+            while run.length:
+                run.advance(os.pwritev(run.file.fd, run.views, run.offset))
+
+
+def zero(file: SegmentFile, offset: int, length: int) -> None:
+    with translated(file.path, offset):
+        if not file.is_direct:
+            _zero_range(file.fd, offset, length)
+            return
+        # Parts of blocks are changed under the same lock as other writers'; whole blocks by the file system.
+        end = offset + length
+        first = min(-(-offset // direct.BLOCK_SIZE) * direct.BLOCK_SIZE, end)
+        last = max(end - end % direct.BLOCK_SIZE, first)
+        if offset < first:
+            direct.write(file.fd, ZEROS[: first - offset], offset, file.block_lock)
+        if first < last:
+            _zero_range(file.fd, first, last - first)
+        if last < end:
+            direct.write(file.fd, ZEROS[: end - last], last, file.block_lock)
+
+
+def create(path: Path, segment: int, size: int, *, is_direct: bool) -> SegmentFile:
+    """Make a preallocated file appear at ``path``, whole and durable, or not at all. One that is there already is it.
+
+    Another host that makes the same file at the same time gets the same one: a name is linked once.
+    """
+    temporary = path.with_suffix(f".{secrets.token_hex(8)}.new")
+    with translated(path):
+        fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o640)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX)  # says that somebody is at it
+            _preallocate(fd, size)
+            os.fsync(fd)
+            with contextlib.suppress(FileExistsError):
+                os.link(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+            os.close(fd)
+        sync_directory(path.parent)
+        return SegmentFile.open(path, segment, is_direct=is_direct, read_only=False)
+
+
+def remove_unfinished(temporary: Path) -> None:
+    """Remove what a creation left that did not end; not what another process is about to make."""
+    try:
+        fd = os.open(temporary, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        temporary.unlink(missing_ok=True)
+    except BlockingIOError:
+        pass
+    finally:
+        os.close(fd)
+
+
+def remove(path: Path) -> None:
+    with translated(path):
+        path.unlink(missing_ok=True)
+        sync_directory(path.parent)
+
+
+def sync(files: Sequence[SegmentFile]) -> None:
+    for file in files:
+        if file.sync_failed:
+            raise EngineError(f"{file.path}: an earlier sync failed, written data may be lost: check the disk")
+        with translated(file.path):
+            file.sync_failed = True  # until it is known to have succeeded
+            os.fdatasync(file.fd)
+            file.sync_failed = False
+
+
+def sync_directory(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+@contextlib.contextmanager
+def translated(path: Path, offset: int = 0) -> Iterator[None]:
+    """Errors of the operating system as the project's."""
+    try:
+        yield
+    except EOFError:
+        raise MediumError(f"{path} at {offset}: the file is shorter than its segment") from None
+    except OSError as error:
+        raise engine_error(error, path, offset) from error
+
+
+_KINDS = {errno.ENOSPC: EngineFull, errno.EDQUOT: EngineFull, errno.EIO: MediumError, errno.ENODATA: MediumError}
+
+
+def engine_error(error: OSError, path: Path, offset: int) -> EngineError:
+    kind = _KINDS.get(error.errno or 0, EngineError)
+    return kind(f"{path} at {offset}: {os.strerror(error.errno or 0)}")
+
+
+def _preallocate(fd: int, size: int) -> None:
+    try:
+        libc.fallocate(fd, 0, 0, size)
+    except OSError as error:
+        if error.errno != errno.EOPNOTSUPP:
+            raise
+        _write_zeros(fd, 0, size)
+
+
+def _zero_range(fd: int, offset: int, length: int) -> None:
+    """Where the file system cannot zero a range, write zeros: punching a hole would give the space away."""
+    try:
+        libc.fallocate(fd, libc.FALLOC_FL_ZERO_RANGE | libc.FALLOC_FL_KEEP_SIZE, offset, length)
+    except OSError as error:
+        if error.errno != errno.EOPNOTSUPP:
+            raise
+        _write_zeros(fd, offset, length)
+
+
+def _write_zeros(fd: int, offset: int, length: int) -> None:
+    while length:
+        byte_count = os.pwrite(fd, ZEROS[:length], offset)
+        offset += byte_count
+        length -= byte_count

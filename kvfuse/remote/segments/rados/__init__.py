@@ -1,0 +1,1 @@
+"""Segments as objects in Ceph RADOS."""

@@ -1,0 +1,39 @@
+"""What engines import: `connect` to a mount, move bytes through rings of shared memory, keep blocks by key.
+
+    with connect("/mnt/kv") as client, client.iov(1 << 20) as iov, client.ring() as ring:
+        file = client.file("/mnt/kv/weights", "r")
+        ring.prep_read(iov, 0, file, offset=0, length=1 << 20)
+        ring.submit()
+        (done,) = ring.wait()
+
+`docs/usrbio.md` says which call to use when. A client may be used from many threads, a ring from one at a time.
+After a fork the child makes a client of its own.
+"""
+
+from __future__ import annotations
+
+from kvfuse.errors import Disconnected
+from kvfuse.usrbio.client.block_store import BlockStore
+from kvfuse.usrbio.client.client import Client, connect
+from kvfuse.usrbio.client.files import File, Namespace
+from kvfuse.usrbio.client.iov import Iov
+from kvfuse.usrbio.client.ring import Ring
+from kvfuse.usrbio.protocol.keys import file_name, key_of
+from kvfuse.usrbio.protocol.wire import CQE, Flag, Op, Priority
+
+__all__ = [
+    "CQE",
+    "BlockStore",
+    "Client",
+    "Disconnected",
+    "File",
+    "Flag",
+    "Iov",
+    "Namespace",
+    "Op",
+    "Priority",
+    "Ring",
+    "connect",
+    "file_name",
+    "key_of",
+]

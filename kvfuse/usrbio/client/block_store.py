@@ -1,0 +1,356 @@
+"""Blocks by key: put, get and exists over rings, for any number of threads. See `BlockStore`."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from errno import ECANCELED, EDQUOT, EIO, EMSGSIZE, ENOENT, ENOSPC, ETIMEDOUT
+from time import monotonic
+from typing import NamedTuple, Self, TypedDict
+
+import numpy as np
+import numpy.typing as npt
+
+from kvfuse.errors import Disconnected
+from kvfuse.usrbio.client.client import DEADLINE_S, Client, connect
+from kvfuse.usrbio.client.iov import Iov, bytes_of
+from kvfuse.usrbio.client.ring import Found, Ring
+from kvfuse.usrbio.client.session import Bytes
+from kvfuse.usrbio.protocol.queues import Entries
+from kvfuse.usrbio.protocol.wire import CQE, Op, Priority
+
+Key = bytes | str
+"""1 to 255 bytes; text is its UTF-8"""
+Sizes = npt.NDArray[np.int64]
+
+MISSES = frozenset({ENOENT, ETIMEDOUT, ECANCELED, EIO})
+"""a get that ends so is a miss"""
+NOT_STORED = frozenset({ENOSPC, EDQUOT, ETIMEDOUT, ECANCELED, EIO})
+"""a put of a batch that ends so is answered with False"""
+GRACE_S = 1.0
+"""what the daemon may take beyond a deadline to say that it passed"""
+SCRATCH_SIZE_MAX = 64 << 20
+"""bytes that are bounced in one submission, unless a single block has more"""
+SCRATCH_ALIGNMENT = 64
+KEYS_MAX = 4000
+"""keys in one entry: as many of the longest fit the aux area of a ring"""
+
+
+class _Terms(TypedDict):
+    """What every entry is submitted with."""
+
+    priority: Priority
+    timeout: float
+
+
+class _Part(NamedTuple):
+    """Where the bytes of one buffer are, for the daemon."""
+
+    iov: Iov
+    offset: int
+    array: Bytes
+    is_bounced: bool
+
+
+class _Lane:
+    """A ring, and memory for buffers that the daemon cannot map. One caller has it at a time."""
+
+    def __init__(self, client: Client, entries: int) -> None:
+        self.ring: Ring = client.ring(entries, ops=(Op.GET, Op.PUT, Op.EXISTS, Op.DELETE, Op.PREFETCH))
+        self._client = client
+        self._scratch: Iov | None = None
+
+    def scratch(self, size: int) -> Iov:
+        """At least ``size`` bytes."""
+        if self._scratch is None or self._scratch.size < size:
+            old, self._scratch = self._scratch, None  # the larger one may be refused
+            if old is not None:
+                old.close()
+            self._scratch = self._client.iov(1 << max(size - 1, 4095).bit_length())
+        return self._scratch
+
+    def close(self) -> None:
+        self.ring.close()
+        if self._scratch is not None:
+            self._scratch.close()
+
+
+class BlockStore:
+    """Blocks of one namespace: a folder of the mount, in which the block of a key is the file of that name.
+
+    A block is put whole and got whole. A get that the daemon cannot answer within ``deadline`` seconds, or at all, is a
+    miss; Disconnected is raised only when the daemon is gone or answers nothing. What is wrong with a call itself -
+    no permission, a buffer that is too small, a bad key - is raised, once every block of the batch has been served.
+
+    Buffers that lie in an iov of the client are used in place; others are copied once more. Safe to use from any number
+    of threads: each call takes a ring that is idle, or makes one.
+    """
+
+    def __init__(
+        self, mount: str | os.PathLike[str] | Client, namespace: str | os.PathLike[str],
+        *, create: bool = True, deadline: float = DEADLINE_S, entries: int = 256, priority: Priority = Priority.NORMAL,
+    ) -> None:  # fmt: skip
+        """``mount``: a client, or a path inside the mount. FileNotFoundError for no such mount or, without ``create``,
+        folder; Disconnected."""
+        self._own = None if isinstance(mount, Client) else connect(mount)
+        self.client = mount if isinstance(mount, Client) else self._own_client()
+        self._deadline = deadline
+        self._entries = entries
+        self._priority = priority
+        self._idle: list[_Lane] = []
+        self._lock = threading.Lock()
+        self._closed = False
+        try:
+            self.namespace = self.client.namespace(namespace, create)
+        except BaseException:
+            if self._own is not None:
+                self._own.close()
+            raise
+
+    def _own_client(self) -> Client:
+        assert self._own is not None
+        return self._own
+
+    # -- one block -----------------------------------------------------------------------------------
+
+    def put(self, key: Key, buffer: object) -> None:
+        """The block of ``key`` is these bytes from here on. OSError (ENOSPC, EDQUOT, ETIMEDOUT, ...)."""
+        (result,) = self._move(Op.PUT, [key], [buffer]).tolist()
+        if result < 0:
+            raise OSError(-result, os.strerror(-result))
+
+    def get_into(self, key: Key, buffer: object) -> int | None:
+        """The size of the block, which stands at the start of ``buffer`` now; None for a miss."""
+        (size,) = self.get_many_into([key], [buffer]).tolist()
+        return None if size < 0 else int(size)
+
+    def get(self, key: Key) -> memoryview | None:
+        """The bytes of the block, read-only; None for a miss.
+
+        Where the block is in shared memory they are not copied: what is there stays as long as the memoryview is
+        held, and its room with it, so let go of it (``with store.get(key) as view``, ``view.release()``).
+        """
+        return self.get_many([key])[0]
+
+    def delete(self, key: Key) -> bool:
+        """Whether the block was there, and is gone."""
+        return bool(self.delete_many([key])[0])
+
+    # -- many blocks, each call one submission -------------------------------------------------------
+
+    def put_many(self, keys: Sequence[Key], buffers: Sequence[object]) -> Found:
+        """Which are stored; the others found no room, or the deadline passed."""
+        results = self._move(Op.PUT, keys, buffers)
+        _raise_unless(results, NOT_STORED)
+        return results >= 0
+
+    def get_many_into(self, keys: Sequence[Key], buffers: Sequence[object]) -> Sizes:
+        """The size of each block, -1 for a miss. OSError EMSGSIZE if one is larger than its buffer."""
+        results = self._move(Op.GET, keys, buffers)
+        _raise_unless(results, MISSES)
+        return np.maximum(results, -1)
+
+    def get_many(self, keys: Sequence[Key]) -> list[memoryview | None]:
+        """As `get` for each."""
+        encoded = _encode(keys)
+        found: list[memoryview | None] = [None] * len(encoded)
+        left = list(range(len(encoded)))
+        give_up = monotonic() + self._deadline
+        with self._lane() as lane:
+            while left and monotonic() < give_up:
+                elsewhere: dict[int, int] = {}
+                for start in range(0, len(left), self._entries):
+                    self._get_views(lane, encoded, left[start : start + self._entries], found, elsewhere)
+                left = self._get_copies(lane, encoded, elsewhere, found)
+        return found
+
+    def exists(self, keys: Sequence[Key]) -> Found:
+        """Which blocks are there."""
+        return self._ask(keys, Ring.prep_exists)
+
+    def delete_many(self, keys: Sequence[Key]) -> Found:
+        """Which blocks were there, and are gone."""
+        return self._ask(keys, Ring.prep_delete)
+
+    def prefetch(self, keys: Sequence[Key]) -> Found:
+        """Which blocks are in shared memory now, brought there if need be."""
+        return self._ask(keys, Ring.prep_prefetch)
+
+    def longest_prefix(self, keys: Sequence[Key]) -> int:
+        """How many blocks from the first on are there without a gap."""
+        encoded = _encode(keys)
+        total = 0
+        with self._lane() as lane:
+            for start in range(0, len(encoded), KEYS_MAX):
+                window = encoded[start : start + KEYS_MAX]
+                lane.ring.prep_exists(self.namespace, window, prefix=True, **self._terms)
+                result = int(self._finish(lane.ring, 1)["result"][0])
+                total += max(result, 0)
+                _raise_unless(np.array([result]), MISSES)
+                if result < len(window):
+                    break
+        return total
+
+    # -- how -----------------------------------------------------------------------------------------
+
+    @property
+    def _terms(self) -> _Terms:
+        return {"priority": self._priority, "timeout": self._deadline}
+
+    def _ask(self, keys: Sequence[Key], prepare: Callable[..., Found]) -> Found:
+        encoded = _encode(keys)
+        answers: list[Found] = []
+        with self._lane() as lane:
+            for start in range(0, len(encoded), KEYS_MAX):
+                answers.append(prepare(lane.ring, self.namespace, encoded[start : start + KEYS_MAX], **self._terms))
+                _raise_unless(self._finish(lane.ring, 1)["result"], MISSES)
+        return np.concatenate(answers) if answers else np.zeros(0, np.bool_)
+
+    def _get_views(
+        self, lane: _Lane, keys: list[bytes], numbers: list[int], found: list[memoryview | None],
+        elsewhere: dict[int, int],
+    ) -> None:  # fmt: skip
+        """Fill in what is in shared memory, and what is empty; note the sizes of other blocks. By their ``numbers``."""
+        nowhere, order = [None] * len(numbers), np.arange(len(numbers))
+        asked = [keys[number] for number in numbers]
+        lane.ring.prep_gets(nowhere, 0, self.namespace, asked, 0, order, view=True, **self._terms)
+        completions = self._finish(lane.ring, len(numbers))
+        for place, (number, result) in enumerate(zip(numbers, completions["result"].tolist(), strict=True)):
+            if result == 0:
+                found[number] = memoryview(b"")
+            elif result > 0:
+                found[number] = lane.ring.view(completions[place])
+            elif result == -EMSGSIZE:
+                elsewhere[number] = int(completions[place]["offset"])
+        _raise_unless(completions["result"], MISSES | {EMSGSIZE})
+
+    def _get_copies(
+        self, lane: _Lane, keys: list[bytes], sizes: dict[int, int], found: list[memoryview | None]
+    ) -> list[int]:
+        """Fill in blocks of these sizes. The numbers of those that a larger one has taken the place of by now."""
+        buffers = [np.empty(size, np.uint8) for size in sizes.values()]
+        results = self._move_on(lane, Op.GET, [keys[number] for number in sizes], buffers)
+        _raise_unless(results, MISSES | {EMSGSIZE})
+        for number, buffer, result in zip(sizes, buffers, results.tolist(), strict=True):
+            if result >= 0:
+                found[number] = buffer[:result].data.toreadonly()
+        return [number for number, result in zip(sizes, results.tolist(), strict=True) if result == -EMSGSIZE]
+
+    def _move(self, op: Op, keys: Sequence[Key], buffers: Sequence[object]) -> Sizes:
+        with self._lane() as lane:
+            return self._move_on(lane, op, _encode(keys), list(map(bytes_of, buffers)))
+
+    def _move_on(self, lane: _Lane, op: Op, keys: list[bytes], arrays: list[Bytes]) -> Sizes:
+        """Put or get, as many at a time as the ring and the scratch memory hold. Results as of the completions."""
+        if len(keys) != len(arrays):
+            raise ValueError(f"{len(keys)} keys and {len(arrays)} buffers")
+        if op is Op.GET and not all(array.flags.writeable for array in arrays):
+            raise ValueError("a block cannot be got into a read-only buffer")
+        results: Sizes = np.zeros(len(keys), np.int64)
+        start = 0
+        while start < len(keys):
+            parts = self._plan(lane, arrays[start : start + self._entries])
+            end = start + len(parts)
+            results[start:end] = self._move_parts(lane.ring, op, keys[start:end], parts)
+            start = end
+        return results
+
+    def _plan(self, lane: _Lane, arrays: list[Bytes]) -> list[_Part]:
+        """Where the first of the arrays are, or their stand-ins: as many as may be bounced at once, at least one."""
+        located = [self.client.locate_bytes(array) for array in arrays]
+        offsets: list[int] = []
+        end = 0
+        for array, place in zip(arrays, located, strict=True):
+            size = 0 if place is not None else -(-len(array) // SCRATCH_ALIGNMENT) * SCRATCH_ALIGNMENT
+            if offsets and end + size > SCRATCH_SIZE_MAX:
+                break
+            offsets.append(end)
+            end += size
+        scratch = lane.scratch(end)
+        return [
+            _Part(scratch, offset, array, True) if place is None else _Part(*place, array, False)
+            for array, place, offset in zip(arrays, located, offsets, strict=False)
+        ]
+
+    def _move_parts(self, ring: Ring, op: Op, keys: list[bytes], parts: list[_Part]) -> Sizes:
+        iovs = [part.iov for part in parts]
+        offsets = [part.offset for part in parts]
+        sizes = [len(part.array) for part in parts]
+        numbers = np.arange(len(keys))
+        if op is Op.PUT:
+            for part in parts:
+                if part.is_bounced:
+                    part.iov.array[part.offset : part.offset + len(part.array)] = part.array
+            ring.prep_puts(iovs, offsets, self.namespace, keys, sizes, numbers, **self._terms)
+        else:
+            ring.prep_gets(iovs, offsets, self.namespace, keys, sizes, numbers, **self._terms)
+        results: Sizes = self._finish(ring, len(keys))["result"]
+        if op is Op.GET:
+            for part, size in zip(parts, results.tolist(), strict=True):
+                if part.is_bounced and size > 0:
+                    part.array[:size] = part.iov.array[part.offset : part.offset + size]
+        return results
+
+    def _finish(self, ring: Ring, count: int) -> Entries:
+        """Submit, and the completions of all ``count`` entries by their number. Disconnected."""
+        ring.submit()
+        completions = np.zeros(count, CQE)
+        missing = count
+        give_up = monotonic() + self._deadline + GRACE_S
+        while missing:
+            rows = ring.wait(missing, max(give_up - monotonic(), 0))
+            if not len(rows):
+                self.client.session.close()  # the daemon may still write: nobody may take it for silent
+                raise Disconnected(f"the daemon left calls unanswered beyond their deadline of {self._deadline:g} s")
+            completions[rows["user_data"]] = rows
+            missing -= len(rows)
+        return completions
+
+    @contextmanager
+    def _lane(self) -> Iterator[_Lane]:
+        """An idle lane, or a new one. It is idle again afterwards, unless something of it is still under way."""
+        try:
+            lane = self._idle.pop()
+        except IndexError:
+            lane = _Lane(self.client, self._entries)
+        try:
+            yield lane
+        finally:
+            with self._lock:
+                is_usable = not self._closed and lane.ring.in_flight == 0
+                if is_usable:
+                    self._idle.append(lane)
+            if not is_usable:
+                lane.close()
+
+    # -- the end -------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Give back rings and memory; the client, too, if the store made it. Calls under way end first."""
+        with self._lock:
+            self._closed = True
+            lanes, self._idle = self._idle, []
+        for lane in lanes:
+            lane.close()
+        self.namespace.close()
+        if self._own is not None:
+            self._own.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _encode(keys: Sequence[Key]) -> list[bytes]:
+    return [key.encode() if isinstance(key, str) else key for key in keys]
+
+
+def _raise_unless(results: Sizes, expected: frozenset[int]) -> None:
+    """Raise the first failure that is none of the expected ones."""
+    for result in results[results < 0].tolist():
+        if -result not in expected:
+            raise OSError(-result, os.strerror(-result))

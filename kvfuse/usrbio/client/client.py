@@ -1,0 +1,182 @@
+"""The client: one connection to a mount's daemon, and what is registered through it."""
+
+from __future__ import annotations
+
+import os
+import threading
+from bisect import bisect_right
+from collections.abc import Iterable
+from pathlib import Path
+
+from kvfuse.errors import Disconnected
+from kvfuse.usrbio.client.files import File, Namespace, Registered
+from kvfuse.usrbio.client.iov import Iov, address_of, bytes_of, map_descriptor, new_memory, populate, shared_part
+from kvfuse.usrbio.client.ring import Ring
+from kvfuse.usrbio.client.session import Bytes, Session, find_mount
+from kvfuse.usrbio.protocol.wire import Op
+
+DEADLINE_S = 10.0
+
+
+def connect(path: str | os.PathLike[str], *, deadline: float = DEADLINE_S) -> Client:
+    """A client of the mount that ``path`` lies in; each control request may take ``deadline`` seconds.
+
+    FileNotFoundError where there is no such mount, Disconnected where nobody answers.
+    """
+    return Client(find_mount(path), deadline)
+
+
+class Client:
+    """A connection and all that is registered through it. Safe to use from any thread."""
+
+    def __init__(self, mount: Path, deadline: float) -> None:
+        self.mount = str(mount)
+        self.session = Session(mount, deadline)
+        self._deadline = deadline
+        self._lock = threading.Lock()
+        self._iovs: set[Iov] = set()
+        self._named: set[Registered] = set()
+        self._places: tuple[tuple[int, Iov], ...] = ()
+        """(address, iov) of those that are used in place, ordered; replaced, never changed"""
+
+    # -- memory --------------------------------------------------------------------------------------
+
+    def iov(self, size: int) -> Iov:
+        """New shared memory of ``size`` bytes, zeroed: the fastest kind."""
+        array, part = new_memory(size)
+        return self._add_iov(Iov(array, part, None, self._forget_iov))
+
+    def wrap(self, buffer: object) -> Iov:
+        """Memory that is there already: a SharedMemory, the descriptor of shared memory, an array, a CPU tensor, any
+        writable buffer. Shared memory is used in place if this process has a descriptor of it; other
+        memory is copied from and to (``Iov.in_place`` says which)."""
+        if isinstance(buffer, int):
+            return self._add_iov(Iov(*map_descriptor(buffer), None, self._forget_iov))
+        array = bytes_of(buffer)
+        part = shared_part(array)
+        if part is not None:
+            try:
+                return self._add_iov(Iov(array, part, None, self._forget_iov))
+            except OSError:
+                pass  # mapped from a file of a disk: the daemon takes only memory
+        return self._add_iov(self._mirrored(array))
+
+    def locate(self, buffer: object) -> tuple[Iov, int] | None:
+        """(iov, offset) of a buffer that lies in an iov used in place, else None."""
+        return self.locate_bytes(bytes_of(buffer))
+
+    def locate_bytes(self, array: Bytes) -> tuple[Iov, int] | None:
+        """As `locate`, of an array of bytes."""
+        places, address = self._places, address_of(array)
+        index = bisect_right(places, address, key=lambda place: place[0]) - 1
+        if index < 0:
+            return None
+        start, iov = places[index]
+        return (iov, address - start) if address + len(array) <= start + iov.size else None
+
+    def _mirrored(self, array: Bytes) -> Iov:
+        mirror, part = new_memory(len(array), read_only=not array.flags.writeable)
+        return Iov(array, part, mirror, self._forget_iov)
+
+    def _add_iov(self, iov: Iov) -> Iov:
+        filled = iov.array if iov.mirror is None else iov.mirror
+        if iov.array.flags.writeable:
+            populate(filled)
+        try:
+            with self._lock:
+                iov.register(self.session)
+                self._iovs.add(iov)
+                self._sort_places()
+        except BaseException:
+            iov.close()
+            raise
+        return iov
+
+    def _forget_iov(self, iov: Iov) -> None:
+        with self._lock:
+            self._iovs.discard(iov)
+            self._sort_places()
+
+    def _sort_places(self) -> None:
+        located = sorted((iov for iov in self._iovs if iov.in_place), key=lambda iov: (iov.address, iov.size))
+        self._places = tuple((iov.address, iov) for iov in located)
+
+    # -- what entries name, and rings ----------------------------------------------------------------
+
+    def file(self, target: int | str | os.PathLike[str], mode: str = "r") -> File:
+        """Register a file of the mount: a descriptor open for ``mode`` ("r", "w" or "rw"), or a path.
+
+        A path is created where ``mode`` writes, never truncated. Both stay the caller's; the daemon has its own.
+        PermissionError where the descriptor is not open for the mode.
+        """
+        file = File.make(target, mode, self._forget_named)
+        self._add_named(file, target if isinstance(target, int) else None)
+        return file
+
+    def namespace(self, path: str | os.PathLike[str], create: bool = True, *, mode: int = 0o644) -> Namespace:
+        """A folder of the mount (``path`` is relative to its root) whose files are blocks, made where it is absent.
+
+        ``mode``: permission bits of new blocks. FileNotFoundError without ``create``.
+        """
+        namespace = Namespace.make(Path(self.mount, path), create, mode, self._forget_named)
+        self._add_named(namespace, None)
+        return namespace
+
+    def ring(self, entries: int = 256, *, aux_size: int | None = None, ops: Iterable[Op] | None = None) -> Ring:
+        """A ring of ``entries`` (a power of two), for one thread at a time.
+
+        ``ops``: what it may do (None: everything). ``aux_size``: bytes for the keys and results of entries under
+        way; None: enough for a key an entry and for thousands more in EXISTS, DELETE and PREFETCH.
+        """
+        return Ring(self, entries, aux_size, ops)
+
+    def _add_named(self, named: Registered, descriptor: int | None) -> None:
+        with self._lock:
+            named.register(self.session, descriptor)
+            self._named.add(named)
+
+    def _forget_named(self, named: Registered) -> None:
+        with self._lock:
+            self._named.discard(named)
+
+    # -- the end, and a new start --------------------------------------------------------------------
+
+    def reconnect(self) -> None:
+        """Connect again, and register everything again: the same objects go on working. Where the connection stands, as
+        another thread was faster, nothing is done.
+
+        What rings had under way is forgotten; each ring starts anew at its next use. A file whose path is gone, or
+        is another file's now, answers EBADF from here on; a namespace is made again. Disconnected while there is no
+        daemon.
+        """
+        with self._lock:
+            if not self.session.has_ended:
+                return
+            try:
+                session = Session(find_mount(self.mount), self._deadline)
+            except FileNotFoundError as error:
+                raise Disconnected(str(error)) from None
+            self.session.close()
+            try:
+                for iov in self._iovs:
+                    iov.register(session)
+                for named in self._named:
+                    named.register_again(session)
+            except BaseException:
+                session.close()
+                raise
+            self.session = session
+
+    def close(self) -> None:
+        """The daemon takes back all that was registered. Views stay true while they are held."""
+        with self._lock:
+            self.session.close()
+            iovs = tuple(self._iovs)
+        for iov in iovs:
+            iov.close()
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,0 +1,112 @@
+"""What the entries of a ring name by handle: files and namespaces. Registered with the daemon through a descriptor."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Self
+
+from kvfuse.usrbio.client.session import Session
+from kvfuse.usrbio.protocol.wire import Access, Request
+
+MODES = {
+    "r": (Access.READ, os.O_RDONLY),
+    "w": (Access.WRITE, os.O_WRONLY),
+    "rw": (Access.READ | Access.WRITE, os.O_RDWR),
+}
+"""mode of `Client.file` -> what is asked of the daemon, how a path is opened"""
+
+
+class Registered:
+    """A file or folder of the mount that the daemon knows by ``handle``. Ends with `close`."""
+
+    ADD: Request
+    DROP: Request
+
+    def __init__(self, path: str, open_flags: int, argument: int, forget: Callable[[Registered], None]) -> None:
+        self.path = path
+        """where it was when it was registered first"""
+        self.handle = 0
+        """the daemon's number for it; 0 while it is not registered: operations answer EBADF"""
+        self.inode = 0
+        self._open_flags = open_flags | os.O_CLOEXEC
+        self._argument = argument
+        self._forget = forget
+        self._session: Session | None = None
+
+    def register(self, session: Session, descriptor: int | None = None) -> None:
+        """By an open descriptor, else by opening the path. OSError; FileNotFoundError if that is another inode now."""
+        self.handle = 0
+        opened = os.open(self.path, self._open_flags, 0o644) if descriptor is None else descriptor
+        try:
+            if self.inode not in (0, os.fstat(opened).st_ino):
+                raise FileNotFoundError(f"{self.path}: another file took the place of inode {self.inode}")
+            reply, _ = session.request(self.ADD, self._argument, descriptors=[opened])
+        finally:
+            if descriptor is None:
+                os.close(opened)
+        self._session = session
+        self.handle, self.inode = reply.values[:2]
+
+    def register_again(self, session: Session) -> None:
+        """After the daemon came back. What is gone keeps the handle 0."""
+        self._open_flags &= ~os.O_CREAT
+        try:
+            self.register(session)
+        except OSError:
+            self.handle = 0
+
+    def close(self) -> None:
+        """The daemon lets go of it."""
+        self._forget(self)
+        handle, self.handle = self.handle, 0
+        if handle and self._session is not None:
+            self._session.drop(self.DROP, handle)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class File(Registered):
+    """A regular file. Stays registered when its descriptor is closed, and when it is renamed."""
+
+    ADD, DROP = Request.ADD_FILE, Request.DROP_FILE
+
+    @classmethod
+    def make(cls, target: int | str | os.PathLike[str], mode: str, forget: Callable[[Registered], None]) -> File:
+        """Not registered yet. A path is opened for the mode, created where it may be written, and never truncated."""
+        try:
+            access, flags = MODES[mode]
+        except KeyError:
+            raise ValueError(f"mode {mode!r}: it must be one of {', '.join(MODES)}") from None
+        if isinstance(target, int):
+            return cls(os.readlink(f"/proc/self/fd/{target}"), flags, access, forget)
+        if Access.WRITE in access:
+            flags |= os.O_CREAT
+        return cls(os.path.abspath(target), flags, access, forget)
+
+
+class Namespace(Registered):
+    """A folder whose files are blocks, each called by its key (see `keys`)."""
+
+    ADD, DROP = Request.OPEN_NAMESPACE, Request.CLOSE_NAMESPACE
+
+    create = False
+
+    @classmethod
+    def make(cls, path: Path, create: bool, mode: int, forget: Callable[[Registered], None]) -> Namespace:
+        """Not registered yet. ``create``: make the folder where it is absent. ``mode``: permissions of new blocks."""
+        namespace = cls(str(path), os.O_RDONLY | os.O_DIRECTORY, mode, forget)
+        namespace.create = create
+        return namespace
+
+    def register(self, session: Session, descriptor: int | None = None) -> None:
+        """As `Registered.register`; but it is what the path names now, whichever inode that is."""
+        self.inode = 0
+        if self.create:
+            os.makedirs(self.path, exist_ok=True)
+        super().register(session, descriptor)

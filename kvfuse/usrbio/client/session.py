@@ -1,0 +1,226 @@
+"""A client's connection to the daemon: the control socket inside the mount, and what lives as long as it does.
+
+The connection is the lifetime of everything registered through it: when it ends, whichever way, the daemon takes back
+files, iovs, rings and pins. Requests are answered in order; each has a deadline.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import stat
+import struct
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from errno import ENOENT
+from functools import partial
+from itertools import count
+from mmap import PROT_READ, mmap
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from kvfuse.errors import Disconnected
+from kvfuse.usrbio.protocol.wire import DESCRIPTORS_MAX, MESSAGE_SIZE_MAX, SOCKET_PATH, VERSION, Message, Request
+
+Bytes = npt.NDArray[np.uint8]
+_TIMEVAL = struct.Struct("ll")
+
+
+def find_mount(path: str | os.PathLike[str]) -> Path:
+    """The root of the mount that ``path`` lies in. FileNotFoundError where it is in none with rings; Disconnected."""
+    start = Path(os.path.abspath(path))
+    for folder in (start, *start.parents):
+        try:
+            found = os.stat(folder / SOCKET_PATH)
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except OSError as error:
+            raise Disconnected(f"{folder}: the mount does not answer: {error.strerror}") from error
+        if stat.S_ISSOCK(found.st_mode):
+            return folder
+    raise FileNotFoundError(ENOENT, f"{start} is not inside a kvfuse mount that offers rings ({SOCKET_PATH} is absent)")
+
+
+class _Arena(mmap):
+    """A mapped arena. Every view of it keeps the session, and with it the pins, alive."""
+
+    session: Session
+
+
+class Session:
+    """One connection. Safe to use from any thread. ``deadline``: seconds that a request may take."""
+
+    def __init__(self, mount: Path, deadline: float) -> None:
+        self.unpins: deque[int] = deque()
+        """pins of views that died: the next submission of any ring gives them back"""
+        self._deadline = deadline
+        self._numbers = count(1)
+        self._lock = threading.Lock()
+        self._arenas: dict[int, Bytes] = {}
+        self._views: dict[int, weakref.ref[Bytes]] = {}
+        self._closing = False
+        self._socket = _connect(mount, deadline)
+        try:
+            reply, _ = self.request(Request.HELLO, VERSION)
+            if reply.values[0] != VERSION:
+                raise Disconnected(f"the daemon speaks version {reply.values[0]} of the ring protocol, not {VERSION}")
+        except BaseException:
+            self._socket.close()
+            raise
+        _sessions.add(self)
+
+    def request(self, request: Request, *values: int, descriptors: Sequence[int] = ()) -> tuple[Message, list[int]]:
+        """(reply, descriptors that came with it). OSError as the daemon answered, TimeoutError, Disconnected."""
+        if self._closing:
+            raise Disconnected("the connection is closed")
+        message = Message(request, next(self._numbers), values=values)
+        with self._lock:
+            try:
+                self._socket.settimeout(self._deadline)
+                socket.send_fds(self._socket, [message.pack()], list(descriptors))
+                reply, received = self._reply_to(message.number)
+            except TimeoutError:
+                raise TimeoutError(f"the daemon did not answer within {self._deadline:g} s") from None
+            except (OSError, ValueError) as error:
+                self.close()
+                raise Disconnected(f"the daemon is gone: {error}") from error
+        if reply.status < 0:
+            _close_all(received)
+            raise OSError(-reply.status, reply.text or os.strerror(-reply.status))
+        return reply, received
+
+    def drop(self, request: Request, handle: int) -> None:
+        """Have the daemon let go of something. If the connection has ended, it has already."""
+        try:
+            self.request(request, handle)
+        except Disconnected:
+            pass
+
+    def _reply_to(self, number: int) -> tuple[Message, list[int]]:
+        """The reply with that number; those of requests that were given up are thrown away."""
+        give_up = time.monotonic() + self._deadline
+        while True:
+            self._socket.settimeout(max(give_up - time.monotonic(), 1e-6))
+            data, received, _, _ = socket.recv_fds(
+                self._socket, MESSAGE_SIZE_MAX, DESCRIPTORS_MAX, socket.MSG_CMSG_CLOEXEC
+            )
+            if not data:
+                raise ConnectionResetError("the connection was closed")
+            reply = Message.unpack(data)
+            if reply.number == number:
+                return reply, list(received)
+            _close_all(received)
+
+    def hangup_descriptor(self) -> int:
+        """A new descriptor that reports a hangup when the connection ends. Disconnected."""
+        try:
+            return os.dup(self._socket.fileno())
+        except OSError:
+            raise Disconnected("the connection is closed") from None
+
+    # -- pinned views --------------------------------------------------------------------------------
+
+    def view(self, arena: int, offset: int, size: int, pin: int) -> memoryview:
+        """Read-only bytes of an arena. ``pin`` goes to `unpins` when the last reference to them is gone."""
+        bytes_ = self._arenas.get(arena)
+        if bytes_ is None:
+            try:
+                bytes_ = self._arenas[arena] = self._map_arena(arena)
+            except BaseException:
+                self.unpins.append(pin)
+                raise
+        if offset + size > len(bytes_):
+            raise self.broken(f"a view of {size} bytes at {offset} of an arena of {len(bytes_)}")
+        exporter = bytes_[offset : offset + size]
+        self._views[pin] = weakref.ref(exporter, partial(self._unpin, pin))
+        return exporter.data
+
+    def _map_arena(self, arena: int) -> Bytes:
+        reply, (descriptor,) = self.request(Request.MAP_ARENA, arena)
+        try:
+            mapping = _Arena(descriptor, reply.values[0], prot=PROT_READ)
+        finally:
+            os.close(descriptor)
+        mapping.session = self
+        return np.frombuffer(mapping, np.uint8)
+
+    def _unpin(self, pin: int, _: object) -> None:
+        """May run in any thread and at any instruction: takes no lock."""
+        self._views.pop(pin, None)
+        self.unpins.append(pin)
+        if self._closing and not self._views:
+            self._hang_up()
+
+    # -- the end -------------------------------------------------------------------------------------
+
+    @property
+    def has_ended(self) -> bool:
+        """It is closed, or the daemon has hung up."""
+        try:
+            poll = select.poll()
+            poll.register(self._socket, 0)  # a hangup is reported whatever one asks for
+            return self._closing or bool(poll.poll(0))
+        except ValueError:  # the socket is closed
+            return True
+
+    def broken(self, what: str) -> Disconnected:
+        """The error to raise where the daemon does what the protocol does not allow: nothing more is asked of it."""
+        self.close()
+        return Disconnected(f"the daemon does not keep to the protocol: {what}")
+
+    def close(self) -> None:
+        """End the connection; while views are alive it stays, so that nothing else takes the place of their bytes."""
+        self._closing = True
+        if not self._views:
+            self._hang_up()
+
+    def _hang_up(self) -> None:
+        """Tell the daemon and the rings that wait; shutdown reaches them, which a close alone would not."""
+        try:
+            self._socket.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass  # it is closed, or the daemon is gone
+        self._socket.close()
+
+
+_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
+
+
+def _leave_to_parent() -> None:
+    """In the child of a fork: the connections are the parent's and end when it ends. Here they are closed."""
+    for session in list(_sessions):
+        session._closing = True
+        session._socket.close()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
+
+
+def _connect(mount: Path, deadline: float) -> socket.socket:
+    """Through a descriptor of the folder: the name of a socket may be 107 bytes long, that of a mount 4095."""
+    folder_name, socket_name = os.path.split(SOCKET_PATH)
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+    try:
+        folder = os.open(mount / folder_name, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            # With a timeout of Python's, connect() would fail at once where many wait to be accepted.
+            seconds, microseconds = divmod(int(deadline * 1e6), 10**6)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIMEVAL.pack(seconds, microseconds))
+            connection.connect(f"/proc/self/fd/{folder}/{socket_name}")
+        finally:
+            os.close(folder)
+    except OSError as error:
+        connection.close()
+        raise Disconnected(f"{mount}: no daemon answers: {error.strerror or error}") from error
+    return connection
+
+
+def _close_all(descriptors: Sequence[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)

@@ -1,0 +1,138 @@
+"""What each user has registered, through all its connections, and how much of it that may be.
+
+Users are who the kernel says is connected. Root with its capabilities, and the user that runs the daemon, could end it
+anyway: only the limits of a connection, and those of all clients together, hold for them.
+"""
+
+from __future__ import annotations
+
+import resource
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Literal
+from weakref import WeakValueDictionary
+
+from msgspec.structs import replace
+
+from kvfuse.errors import InvalidArgument, QuotaExceeded
+from kvfuse.options.config import UsrbioOptions
+from kvfuse.usrbio.daemon.call_memory import Pool
+from kvfuse.usrbio.daemon.machine_memory import memory_size
+from kvfuse.usrbio.daemon.peer import Peer
+
+Limit = Literal["user_connections", "user_rings", "user_ring_size", "user_files", "user_iovs", "user_iov_size"]
+"""the option that says how much"""
+CONNECTIONS_MAX = 1024
+ALL_RINGS_MAX = 1024
+DESCRIPTORS: dict[Limit, int] = {"user_connections": 1, "user_rings": 5, "user_iovs": 2}
+"""of the daemon, that one of these takes"""
+ADDRESSES = 128
+"""times the memory that the daemon may have: so much of clients' memory takes a quarter of it for page tables"""
+
+
+class _User:
+    """What one user has. It is there as long as one of its connections."""
+
+    def __init__(self) -> None:
+        self.held: Counter[Limit] = Counter()
+
+
+class Account:
+    """What one connection has of what its user may have. Event loop only. ``key``: its user, where it has limits."""
+
+    def __init__(self, peer: Peer, user: _User, options: UsrbioOptions, pools: Pools) -> None:
+        self._peer = peer
+        self._user = user
+        self._options = options
+        self._pools = pools
+        self._held: Counter[Limit] = Counter()
+        self.key = None if peer.is_unlimited else peer.uid
+
+    def take(self, limit: Limit, amount: int = 1) -> None:
+        """QuotaExceeded, and nothing is taken, where that is more than the user may have."""
+        held, allowed = self._user.held[limit], getattr(self._options, limit)
+        if not self._peer.is_unlimited and held + amount > allowed:
+            raise QuotaExceeded(
+                f"user {self._peer.uid} asks for {amount} more than the {held} it has, and usrbio.{limit} is {allowed}"
+            )
+        taken: list[tuple[Pool, int]] = []
+        for pool, size in self._pools.of(limit, amount):
+            if not pool.take(size, self.key):
+                for other, taken_size in taken:
+                    other.give(taken_size, self.key)
+                if self.key is None or size > pool.free:
+                    raise InvalidArgument("all clients together have as much registered as this daemon can hold")
+                raise QuotaExceeded(f"user {self._peer.uid} has its part of what this daemon can hold, of {limit[5:]}")
+            taken.append((pool, size))
+        self._user.held[limit] += amount
+        self._held[limit] += amount
+
+    def give(self, limit: Limit, amount: int = 1) -> None:
+        for pool, size in self._pools.of(limit, amount):
+            pool.give(size, self.key)
+        self._user.held[limit] -= amount
+        self._held[limit] -= amount
+
+    @contextmanager
+    def taking(self, limit: Limit, amount: int = 1) -> Iterator[None]:
+        """As `take`; given back where the body fails."""
+        self.take(limit, amount)
+        try:
+            yield
+        except BaseException:
+            self.give(limit, amount)
+            raise
+
+    def close(self) -> None:
+        """The connection has ended: what it had goes back."""
+        for limit, amount in list(self._held.items()):
+            self.give(limit, amount)
+
+
+class Pools:
+    """What the daemon can hold of all clients together. It needs descriptors for its own work, too."""
+
+    def __init__(self) -> None:
+        self._descriptors = Pool(resource.getrlimit(resource.RLIMIT_NOFILE)[0] * 3 // 4)
+        self._things: dict[Limit, Pool] = {"user_connections": Pool(CONNECTIONS_MAX), "user_rings": Pool(ALL_RINGS_MAX)}
+
+    def of(self, limit: Limit, amount: int) -> list[tuple[Pool, int]]:
+        """The pools from which ``amount`` of something is taken, and how much of each."""
+        found = [(self._descriptors, DESCRIPTORS[limit] * amount)] if limit in DESCRIPTORS else []
+        return [*found, (self._things[limit], amount)] if limit in self._things else found
+
+
+class Accounts:
+    """Of all users. ``options``: the limits."""
+
+    def __init__(self, options: UsrbioOptions) -> None:
+        self._options = replace(options, user_iov_size=options.user_iov_size or ADDRESSES * memory_size())
+        self._pools = Pools()
+        self._users: WeakValueDictionary[tuple[int, bool], _User] = WeakValueDictionary()
+
+    def open(self, peer: Peer) -> Account:
+        """For one more connection of a user."""
+        key = (peer.uid, peer.is_unlimited)  # a container's root does not pay for what the machine's root has
+        user = self._users.get(key)
+        if user is None:
+            user = self._users[key] = _User()
+        return Account(peer, user, self._options, self._pools)
+
+    def check_connections(self, uid: int) -> None:
+        """QuotaExceeded where a user with limits has as many as it may."""
+        user, allowed = self._users.get((uid, False)), self._options.user_connections
+        if user is not None and user.held["user_connections"] >= allowed:
+            raise QuotaExceeded(f"user {uid} has as many connections as it may: usrbio.user_connections is {allowed}")
+
+    def statistics(self) -> dict[str, dict[str, int]]:
+        """What each user has now, by its number; "root": all that have no limits."""
+        return {
+            "root" if is_unlimited else str(uid): {limit[5:]: amount for limit, amount in user.held.items() if amount}
+            for (uid, is_unlimited), user in list(self._users.items())
+            if any(user.held.values())
+        }
+
+    def statistics_of(self, uid: int) -> dict[str, dict[str, int]]:
+        """The same for one user, with limits."""
+        return {name: held for name, held in self.statistics().items() if name == str(uid)}

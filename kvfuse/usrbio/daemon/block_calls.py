@@ -1,0 +1,153 @@
+"""What the event loop does with blocks for a ring: who may, what a key means, and what the kernel has to hear of it."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import trio
+
+from kvfuse import errors
+from kvfuse.usrbio.daemon.call import Call, Done, in_ring_thread
+from kvfuse.usrbio.daemon.peer import Peer
+from kvfuse.usrbio.daemon.registry import Namespace
+from kvfuse.usrbio.daemon.ring_thread import Worker
+from kvfuse.volume.api import Caller
+from kvfuse.volume.inodes.credentials import Capability
+from kvfuse.volume.inodes.node import Node
+from kvfuse.volume.names.blocks import Binding
+from kvfuse.volume.volume import Volume
+
+EXISTS_KEYS = 2048
+"""keys of one call that are looked for before the event loop does something else"""
+
+
+@dataclass
+class BlockCalls:
+    """Of one connection. What a call raises is its answer.
+
+    ``finish``: completes what changed something. ``read_here``: reads a file in the event loop, for a call.
+    """
+
+    volume: Volume
+    peer: Peer
+    finish: Callable[[Worker, Done], None]
+    read_here: Callable[[Worker, Call, Any, int, int], Awaitable[None]]
+
+    async def get(self, worker: Worker, call: Call) -> None:
+        namespace = call.namespace
+        assert namespace is not None
+        await self._check(namespace, 1)
+        for is_last in (False, True):
+            try:
+                if await self._get_bound(worker, call, namespace, is_last):
+                    return
+            except errors.Stale as error:  # another host took the name from the file after it was looked up
+                if is_last:
+                    raise errors.NotFound(str(error)) from error
+
+    async def _get_bound(self, worker: Worker, call: Call, namespace: Namespace, is_last: bool) -> bool:
+        """Answer with the block that the name means now. False, unless ``is_last``: by then it meant another one."""
+        binding = await self._bind(namespace, call.names[0])
+        handle = await self.volume.open(binding.ino, os.O_RDONLY, self.caller())
+        try:
+            size = binding.map.size
+            if size > 0:
+                await self.volume.show(handle, 0, (size - 1) // binding.map.chunk_size)
+            if await in_ring_thread(worker, lambda: worker.server.get_again(call)):
+                return True
+            if not (binding.valid or is_last):
+                return False
+            size = handle.node.size
+            if size > call.entry.length:
+                worker.complete(call, -errno.EMSGSIZE, size)
+            elif not size:
+                worker.complete(call, 0)
+            else:
+                await self.read_here(worker, call, handle, 0, size)
+            return True
+        finally:
+            with trio.CancelScope(shield=True):
+                await self.volume.release(handle)
+
+    async def _bind(self, namespace: Namespace, name: bytes) -> Binding:
+        """What the name means, if this peer may read it. NotFound, PermissionDenied."""
+        binding = await self.volume.blocks.bind(namespace.ino, name)
+        if binding is None:
+            raise errors.NotFound(os.fsdecode(name))
+        if not self.peer.may(binding, 4):
+            raise errors.PermissionDenied(f"{os.fsdecode(name)} may not be read")
+        namespace.remember(name, binding)
+        return binding
+
+    async def put(self, worker: Worker, call: Call) -> None:
+        entry, namespace, name = call.entry, call.namespace, call.names[0]
+        assert namespace is not None
+        await self._check_sticky(await self._check(namespace, 3), call.names)
+        if call.data is None:
+            await in_ring_thread(worker, lambda: worker.server.copy_now(call))
+            if call.data is None:
+                return
+        old = await self.volume.blocks.put(namespace.ino, name, call.data, self.caller(), namespace.mode)
+        self.finish(worker, Done(call, entry.length, directory=namespace.ino, names=[(name, old)]))
+
+    async def exists(self, worker: Worker, call: Call) -> None:
+        namespace = call.namespace
+        assert namespace is not None
+        await self._check(namespace, 1)
+        names, found = list(call.names), list[bool]()
+        for start in range(0, len(names), EXISTS_KEYS):
+            if start:
+                await trio.lowlevel.checkpoint()
+            found += await self.volume.blocks.exists(namespace.ino, names[start : start + EXISTS_KEYS])
+        if call.entry.flags and False in found:
+            first = found.index(False)
+            found = [True] * first + [False] * (len(found) - first)
+        worker.server.answer_keys(call, found)
+
+    async def delete(self, worker: Worker, call: Call) -> None:
+        namespace = call.namespace
+        assert namespace is not None
+        await self._check_sticky(await self._check(namespace, 3), call.names)
+        with trio.CancelScope(shield=True):  # given up in the middle, nobody would know what the kernel has to drop
+            inodes = await self.volume.blocks.delete(namespace.ino, call.names)
+
+        gone = [row for row in zip(call.names, inodes, strict=True) if row[1]]
+        found = [ino != 0 for ino in inodes]
+        self.finish(worker, Done(call, 0, directory=namespace.ino, names=gone, found=found))
+
+    async def prefetch(self, worker: Worker, call: Call) -> None:
+        namespace = call.namespace
+        assert namespace is not None
+        await self._check(namespace, 1)
+        loaded = await self.volume.blocks.prefetch(namespace.ino, call.names, lambda binding: self.peer.may(binding, 4))
+        worker.server.answer_keys(call, loaded)
+
+    def caller(self) -> Caller:
+        peer = self.peer
+        return Caller(peer.uid, peer.gid, peer.pid, peer.powers.has(Capability.FSETID), peer.groups)
+
+    async def _check(self, namespace: Namespace, wanted: int) -> Node:
+        """The directory. PermissionDenied or ReadOnly, unless the peer may use it so: 1 search, 2 write."""
+        directory = await self.volume.attributes(namespace.ino)
+        namespace.may_list = self.peer.may(directory, 4)
+        namespace.may_put = self.peer.may(directory, 3)
+        namespace.waits = self.volume.blocks.waits(namespace.ino)
+        if not self.peer.may(directory, wanted):
+            raise errors.PermissionDenied("the namespace's directory does not allow it")
+        if wanted & 2 and namespace.read_only:
+            raise errors.ReadOnly("the mount is bound read-only there")
+        return directory
+
+    async def _check_sticky(self, directory: Node, names: Sequence[bytes]) -> None:
+        """PermissionDenied for taking names from somebody else in a directory with the sticky bit."""
+        if not directory.mode & stat.S_ISVTX or self.peer.powers.has(Capability.FOWNER):
+            return
+        for name in names:
+            old = (await self.volume.lookups.find(directory.ino, name)).node
+            if old is not None and not self.peer.may_take_name(directory, old):
+                raise errors.PermissionDenied(f"{os.fsdecode(name)} is somebody else's, and the directory sticky")

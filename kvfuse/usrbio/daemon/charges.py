@@ -1,0 +1,232 @@
+"""Clients' memory that is charged to the daemon: pages that were not there until the daemon wrote to them.
+
+The kernel charges a page of shared memory to the control group of the process that touches it first, until nobody has
+the memory open any more - also after it was dropped here. So what a user has cost is remembered by the memory's file
+handle, which does not keep it, and looked at again where the user asks for more than it may have: how much of the
+memory is still there at all. Pages that the client touched itself cost nothing here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from itertools import islice
+from math import inf
+from typing import NamedTuple
+from weakref import WeakValueDictionary
+
+from kvfuse.options.config import UsrbioOptions
+from kvfuse.usrbio.daemon.call_memory import Pool
+from kvfuse.usrbio.daemon.machine_memory import memory_size
+from kvfuse.usrbio.daemon.page_owners import OwnGroup
+from kvfuse.usrbio.daemon.peer import Peer
+
+log = logging.getLogger(__name__)
+
+USER_SHARE = 8
+"""A user's part of the memory that this process may have, where no option says how much"""
+ALL_SHARE = 4
+"""what all users may have together, at least what one may"""
+CHARGE_MIN = 64 << 10
+"""Bytes that memory is counted with at least: else remembering it could take more than it has"""
+LOOKS = 500
+"""memories that are looked at in one go"""
+LOOKS_SECONDS = 0.02
+"""between two goes of one user"""
+WATCH_SECONDS = 0.01
+"""between looks at what the group pays for"""
+SHARED_FILES = "/dev/shm"
+_AT_EMPTY_PATH = 0x1000
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class _Handle(ctypes.Structure):
+    _fields_ = (("size", ctypes.c_uint), ("kind", ctypes.c_int), ("data", ctypes.c_ubyte * 128))
+
+
+class Memory(NamedTuple):
+    """Which memory it is, without keeping it: a file handle, see name_to_handle_at(2)."""
+
+    device: int
+    kind: int
+    handle: bytes
+
+    @classmethod
+    def of(cls, descriptor: int) -> Memory:
+        """OSError."""
+        found, mount = _Handle(size=128), ctypes.c_int()
+        if _libc.name_to_handle_at(descriptor, b"", ctypes.byref(found), ctypes.byref(mount), _AT_EMPTY_PATH):
+            raise OSError(ctypes.get_errno(), "no handle of the memory")
+        return cls(os.fstat(descriptor).st_dev, found.kind, bytes(found.data[: found.size]))
+
+    def size_there(self, base: int) -> int:
+        """Bytes that are there; 0 when nobody has it any more. ``base``: a descriptor of its file system. OSError."""
+        found = _Handle(size=len(self.handle), kind=self.kind)
+        ctypes.memmove(found.data, self.handle, len(self.handle))
+        descriptor = _libc.open_by_handle_at(base, ctypes.byref(found), os.O_PATH | os.O_CLOEXEC)
+        if descriptor < 0:
+            if ctypes.get_errno() == errno.ESTALE:
+                return 0
+            raise OSError(ctypes.get_errno(), "the memory cannot be looked at")
+        try:
+            return os.fstat(descriptor).st_blocks * 512
+        finally:
+            os.close(descriptor)
+
+
+@contextmanager
+def _bases() -> Iterator[dict[int, int]]:
+    """Device number -> a descriptor of the file system: of memfds, and of /dev/shm."""
+    with ExitStack() as undo:
+        descriptors = [os.memfd_create("kvfuse-base", os.MFD_CLOEXEC)]
+        undo.callback(os.close, descriptors[0])
+        with suppress(OSError):
+            descriptors.append(os.open(SHARED_FILES, os.O_RDONLY | os.O_CLOEXEC))
+            undo.callback(os.close, descriptors[1])
+        yield {os.fstat(descriptor).st_dev: descriptor for descriptor in descriptors}
+
+
+class Charge:
+    """What one user's memory has cost. Any thread. ``limit``: bytes; ``charges``: of all users."""
+
+    def __init__(self, limit: float, charges: Charges, *, is_outside: bool) -> None:
+        self.is_slow = False
+        """a small copy waited for its memory: see `Iov.holds_lock`"""
+        self._limit = limit
+        self._is_outside = is_outside
+        self._charges = charges
+        self._sizes: dict[Memory, int] = {}
+        """what is counted, the one last looked at at the end"""
+        self._held = 0
+        self._lock = threading.Lock()
+        self._next_look = 0.0
+
+    @property
+    def is_watched(self) -> bool:
+        """More is charged than was counted: it is to be found out for what, also while memory is being copied."""
+        return self._is_outside and self._charges.is_alarmed()
+
+    def mark_slow(self) -> None:
+        self._charges.mark_slow(self)
+
+    def count_own(self, address: int, length: int) -> int:
+        """Pages of a mapping that are charged to the daemon."""
+        group = self._charges.group
+        return group.count_pages(address, length) if group is not None else 0
+
+    def take(self, descriptor: int, size: int) -> None:
+        """``size`` bytes of pages of some memory are about to be brought into being. OSError EDQUOT, ENOMEM."""
+        if not self._charges.is_counting:
+            return
+        memory = Memory.of(descriptor)
+        if memory.device not in self._charges.devices:
+            if self._limit < inf:  # when it is gone is not to be known
+                raise OSError(errno.EDQUOT, "memory in a tmpfs of the client's own has to be there before it is used")
+            return
+        if self._take(memory, size):
+            return
+        self.look_again()
+        if self._take(memory, size):
+            return
+        if self._held + size > self._limit:
+            raise OSError(errno.EDQUOT, f"the user has {self._held} bytes of memory that are charged to the daemon")
+        self._charges.look_again()
+        if not self._take(memory, size):
+            raise OSError(errno.ENOMEM, "all users together have as much memory charged to the daemon as may be")
+
+    def _take(self, memory: Memory, size: int) -> bool:
+        with self._lock:
+            if memory not in self._sizes:
+                size = max(size, CHARGE_MIN)
+            if self._held + size > self._limit or not self._charges.pool.take(size):
+                return False
+            self._held += size
+            self._sizes[memory] = self._sizes.get(memory, 0) + size
+            self._charges.holders.add(self)
+            return True
+
+    def look_again(self) -> None:
+        """Give back what is gone: some memories in turn, as this may be the thread that all wait for."""
+        with self._lock, _bases() as bases:
+            if time.monotonic() < self._next_look:
+                return
+            for memory in list(islice(self._sizes, LOOKS)):
+                size = self._sizes.pop(memory)
+                there = memory.size_there(bases[memory.device])
+                left = min(size, max(there, CHARGE_MIN)) if there else 0
+                if left:
+                    self._sizes[memory] = left
+                self._held -= size - left
+                self._charges.pool.give(size - left)
+            if not self._sizes:
+                self._charges.holders.discard(self)
+            self._next_look = time.monotonic() + LOOKS_SECONDS
+
+
+class Charges:
+    """Of all users. ``options``: the limits. ``own_size``: bytes of shared memory that the daemon has for itself."""
+
+    def __init__(self, options: UsrbioOptions, own_size: Callable[[], int] = lambda: 0) -> None:
+        size = memory_size()
+        self._limit = options.user_charged_size or size // USER_SHARE
+        self._size = max(size // ALL_SHARE, self._limit)
+        self.pool = Pool(self._size)
+        self.holders: set[Charge] = set()
+        """of users that have some, also when they are gone"""
+        self._users: WeakValueDictionary[tuple[int, bool, bool], Charge] = WeakValueDictionary()
+        self._slow: set[tuple[int, bool]] = set()
+        self._own_size = own_size
+        self._next_watch = 0.0
+        self._is_alarmed = False
+        self.group: OwnGroup | None = None
+        with suppress(OSError, StopIteration):  # no group of our own, or not root
+            self.group = OwnGroup()
+        with _bases() as bases:
+            self.devices = frozenset(bases)
+            try:
+                self.is_counting = all(Memory.of(base).size_there(base) >= 0 for base in bases.values())
+            except OSError:  # not root, or a kernel without handles of tmpfs
+                self.is_counting = False
+                log.info("memory of clients that is charged to the daemon has no limit: that takes CAP_DAC_READ_SEARCH")
+
+    @property
+    def size(self) -> int:
+        """Bytes of all users: no less than what is still there."""
+        return self._size - self.pool.free
+
+    def of(self, peer: Peer) -> Charge:
+        """Of the user that a client is. For root with its capabilities only the limit of all holds."""
+        is_outside = self.group is not None and not self.group.has(peer.pid)
+        key = (peer.uid, peer.is_unlimited, is_outside)
+        charge = self._users.get(key)
+        if charge is None:
+            limit = inf if peer.is_unlimited else self._limit
+            charge = self._users[key] = Charge(limit, self, is_outside=is_outside)
+            charge.is_slow = key[:2] in self._slow
+        return charge
+
+    def mark_slow(self, slow: Charge) -> None:
+        """From now on nobody else waits for the memory of that user, also when it connects again."""
+        slow.is_slow = True
+        self._slow |= {key[:2] for key, charge in list(self._users.items()) if charge is slow}
+
+    def is_alarmed(self) -> bool:
+        """The daemon's group pays for much more shared memory than was counted: as of some milliseconds ago.
+
+        That is what a client achieves who punches holes after the daemon looked and before it copied.
+        """
+        now = time.monotonic()
+        if self.group is not None and now >= self._next_watch:
+            self._next_watch = now + WATCH_SECONDS
+            self._is_alarmed = self.group.shared_size() > self._own_size() + self.size + self._limit
+        return self._is_alarmed
+
+    def look_again(self) -> None:
+        for charge in list(self.holders):
+            charge.look_again()

@@ -1,0 +1,137 @@
+"""What rings want of the event loop, in the order in which it is done: users take turns here, too.
+
+To start a call takes the event loop some ten microseconds, and what it then does is often all of it. So calls are not
+started as they arrive, but some in each pass of the event loop: between two passes everybody else has a turn, the
+kernel's requests before all. The next call is one of the user that had the least work done since it has some waiting.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import suppress
+from typing import NamedTuple
+
+import trio
+
+from kvfuse.usrbio.daemon.call import Call
+from kvfuse.usrbio.daemon.ring_thread import Worker
+from kvfuse.usrbio.protocol.wire import MANY_KEY_OPS
+
+PASS_COST = 16.0
+"""Calls that are started in one pass of the event loop, about: a millisecond"""
+PIECE = 16
+"""calls of one ring that are started together"""
+KEYS_PER_CALL = 64
+"""of a call with many keys, that take as long as another call"""
+
+
+class _Job(NamedTuple):
+    """Calls of one ring, and what does them; or somebody who waits for a turn. ``cost``: in calls."""
+
+    cost: float
+    do: Callable[..., None]
+    worker: Worker | None = None
+    calls: Sequence[Call] = ()
+
+
+class _Line:
+    """What waits of one user. ``cost``: of what was done of it, beginning with that of the others when it arrived."""
+
+    def __init__(self, cost: float) -> None:
+        self.jobs: deque[_Job] = deque()
+        self.cost = cost
+
+
+class Desk:
+    """See the module. `put` is for any thread, all else for the event loop, which runs `run` as a task."""
+
+    def __init__(self) -> None:
+        self._token = trio.lowlevel.current_trio_token()
+        self._lock = threading.Lock()
+        self._lines: dict[Hashable, _Line] = {}
+        """of users for whom something waits"""
+        self._cost = 0.0
+        """of the line that was served last"""
+        self._is_called = False
+        """`_begin` or `run` will look at what waits"""
+        self._more = trio.Event()
+
+    def put(self, user: Hashable, worker: Worker, calls: list[Call], do: Callable[[Worker, list[Call]], None]) -> None:
+        """Have the event loop call ``do`` with these calls, some at a time, in this order."""
+        pieces = [calls[start : start + PIECE] for start in range(0, len(calls), PIECE)]
+        self._put(user, [_Job(_cost_of(piece), do, worker, piece) for piece in pieces])
+
+    async def turn(self, user: Hashable, cost: float) -> None:
+        """Wait until the user may have the event loop do what takes as long as so many calls. Event loop only."""
+        came = trio.Event()
+        self._put(user, [_Job(cost, lambda *_: came.set())])
+        await came.wait()
+
+    def _put(self, user: Hashable, jobs: list[_Job]) -> None:
+        with self._lock:
+            line = self._lines.get(user)
+            if line is None:
+                line = self._lines[user] = _Line(self._cost)
+            line.jobs.extend(jobs)
+            if self._is_called:
+                return
+            self._is_called = True
+        with suppress(trio.RunFinishedError):  # the daemon has ended: nobody waits for an answer
+            self._token.run_sync_soon(self._begin)
+
+    async def run(self) -> None:
+        """Go on where there is more than one pass may take."""
+        while True:
+            await self._more.wait()
+            self._more = trio.Event()
+            while self._serve_some():
+                await trio.lowlevel.checkpoint()
+
+    def calls_of(self, worker: Worker) -> Iterator[Call]:
+        """What waits of a ring."""
+        with self._lock:
+            jobs = [job for line in self._lines.values() for job in line.jobs if job.worker is worker]
+        return (call for job in jobs for call in job.calls)
+
+    def drop(self, workers: set[Worker]) -> None:
+        """Forget what waits of rings that have ended."""
+        with self._lock:
+            for line in self._lines.values():
+                line.jobs = deque(job for job in line.jobs if job.worker not in workers)
+
+    def _begin(self) -> None:
+        if self._serve_some():
+            self._more.set()
+
+    def _serve_some(self) -> bool:
+        """As much as one pass may take. Whether more waits."""
+        cost = 0.0
+        while cost < PASS_COST:
+            with self._lock:
+                job = self._next()
+            if job is None:
+                return False
+            cost += job.cost
+            job.do(job.worker, job.calls)
+        return True
+
+    def _next(self) -> _Job | None:
+        """With the lock: the next job; none, and `put` has to call."""
+        while self._lines:
+            user, line = min(self._lines.items(), key=lambda item: item[1].cost)
+            if line.jobs:
+                job = line.jobs.popleft()
+                self._cost = line.cost
+                line.cost += job.cost
+                return job
+            del self._lines[user]
+        self._is_called = False
+        return None
+
+
+def _cost_of(calls: list[Call]) -> float:
+    if calls[0].entry.op not in MANY_KEY_OPS:
+        return len(calls)
+    return sum(1 + len(call.names) / KEYS_PER_CALL for call in calls)

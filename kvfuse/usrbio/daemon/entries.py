@@ -1,0 +1,494 @@
+"""What a ring's thread does with submissions: checks them, reads by itself, makes calls of the rest.
+
+Entries are copies of what the client wrote, and nothing in them is believed: the handles of a call were found, and
+its ranges lie in their iov or in the aux area.
+"""
+
+from __future__ import annotations
+
+import errno
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from kvfuse.usrbio.daemon import reads
+from kvfuse.usrbio.daemon.call import PIECE, Answer, Call, Entry, Refused, Short, Tables
+from kvfuse.usrbio.daemon.client_memory import Iov
+from kvfuse.usrbio.daemon.columns import LOW_HALF, as_words, find_overlaps, may_overlap, same
+from kvfuse.usrbio.daemon.penalty import MALFORMED
+from kvfuse.usrbio.daemon.registry import Namespace
+from kvfuse.usrbio.daemon.weights import weight_of
+from kvfuse.usrbio.protocol.keys import file_name, file_names
+from kvfuse.usrbio.protocol.queues import Entries
+from kvfuse.usrbio.protocol.wire import (
+    CQE_STRUCT,
+    FILE_OPS,
+    KEY_SIZE_MAX,
+    KEYS_MAX,
+    LENGTH_MAX,
+    SQE_STRUCT,
+    Flag,
+    Op,
+    Priority,
+    unpack_keys,
+)
+from kvfuse.volume.views.content_map import ContentMap
+
+if TYPE_CHECKING:
+    from kvfuse.usrbio.daemon.ring_thread import Worker
+
+COLUMNS_MIN = 24
+"""Entries in a batch from which they are served as columns."""
+LARGE = 256 << 10
+"""Bytes of an operation from which it is not kept back for those behind it."""
+PUTS_SIZE = 4 << 20
+"""Bytes of puts from which they are not: to pass on a few together costs less than it wins to begin with the first"""
+NAMES_PER_TURN = 1024
+"""Keys that are looked at before others may work."""
+OFFSET_MAX = 1 << 62
+CALL_SIZE = 8 << 10
+"""Bytes that the task of a call takes, about."""
+KEY_SIZE = 100
+"""Bytes that a key takes beside its own, about."""
+TIMEOUT_US_MAX = (1 << 32) - 1
+"""in an SQE's last word; the bits above are reserved"""
+OPS = frozenset(map(int, Op))
+_VIEW = int(Flag.VIEW)  # plain numbers: arithmetic with flags is slow
+_PREFIX = int(Flag.PREFIX)
+
+
+def _is_late(entry: Entry, taken_at: float) -> bool:
+    return entry.timeout_us != 0 and time.monotonic() > taken_at + entry.timeout_us / 1e6
+
+
+class Server:
+    """See the module. Everything but `answer_keys` is the ring thread's. ``op_mask``: bit n allows operation n."""
+
+    def __init__(self, worker: Worker, tables: Tables, aux: npt.NDArray[np.uint8], op_mask: int) -> None:
+        self._worker = worker
+        self._tables = tables
+        self._aux_area = aux
+        self._op_mask = op_mask
+        self._reader = reads.Reader()
+        self.count = 0
+        """entries served since somebody set it to 0"""
+        self.bad_count = 0
+        """malformed ones among them"""
+
+    def close(self) -> None:
+        """Let go of memory: the rest goes when the garbage collector comes, as the worker and this know each other."""
+        self._aux_area = self._aux_area[:0].copy()
+        self._reader = reads.Reader()
+
+    # -- serving -------------------------------------------------------------------------------------
+
+    def serve(self, rows: Entries, taken_at: float) -> Entries:
+        """Serve what was taken from the queue at ``taken_at`` (monotonic seconds). What waits for memory comes back."""
+        self.count += len(rows)
+        if len(rows) >= COLUMNS_MIN:
+            rows = self._serve_columns(self._without_overlaps(rows), taken_at)
+        elif len(rows) > 1 and may_overlap(rows):
+            rows = self._without_overlaps(rows)
+        calls: list[Call] = []
+        done: list[bytes] = []
+        waiting: list[int] = []
+        short: set[int] = set()
+        """operations for which there is no room now"""
+        kept_size = 0
+        for number, fields in enumerate(SQE_STRUCT.iter_unpack(rows.tobytes())):
+            entry = Entry._make(fields)
+            try:
+                if entry.op in short and not _is_late(entry, taken_at):
+                    raise Short
+                answer = self._answer(entry, taken_at, calls)
+            except Short:
+                short.add(entry.op)
+                waiting.append(number)
+                self.count -= 1
+                continue
+            if answer is not None:
+                done.append(CQE_STRUCT.pack(entry.user_data, *answer))
+            kept_size += entry.length
+            is_wanted = self._worker.is_wanted()
+            if is_wanted or (entry.length >= LARGE and (entry.op != Op.PUT or kept_size >= PUTS_SIZE)):
+                self._pass_on(done, calls)
+                done, calls, kept_size = [], [], 0
+            if is_wanted:
+                self._worker.pause()
+        self._pass_on(done, calls)
+        return rows[waiting] if waiting else rows[:0]
+
+    def serve_one(self, entry: Entry, taken_at: float) -> bool:
+        """As `serve`, of an entry that came alone. False: it has to wait for memory."""
+        calls: list[Call] = []
+        try:
+            answer = self._answer(entry, taken_at, calls)
+        except Short:
+            return False
+        self.count += 1
+        self._pass_on([CQE_STRUCT.pack(entry.user_data, *answer)] if answer is not None else [], calls)
+        return True
+
+    def _pass_on(self, done: list[bytes], calls: list[Call]) -> None:
+        if done:
+            self._worker.publish(b"".join(done), len(done))
+        if calls:
+            self._tables.start(self._worker, calls)
+
+    def _without_overlaps(self, rows: Entries) -> Entries:
+        """Refuse entries whose bytes would land where those of another one of this batch do."""
+        refused = find_overlaps(rows, self._tables.iovs)
+        if not len(refused):
+            return rows
+        self.bad_count += len(refused)
+        self._worker.post(rows["user_data"][refused], np.full(len(refused), -errno.EINVAL))
+        return np.delete(rows, refused)
+
+    def _serve_columns(self, rows: Entries, taken_at: float) -> Entries:
+        """Serve plain reads as columns, those of one file into one iov together; returns what is left."""
+        if not self._op_mask >> Op.READ & 1:
+            return rows
+        words = as_words(rows)
+        kinds = words[:, 0], words[:, 1] & LOW_HALF
+        if same(kinds[0]) and same(kinds[1]):
+            done = self._serve_reads(words, taken_at)
+            return rows if done is None else rows[~done] if not done.all() else rows[:0]
+        left = np.ones(len(rows), bool)
+        groups: dict[tuple[int, int], list[int]] = {}
+        for number, kind in enumerate(zip(kinds[0].tolist(), kinds[1].tolist(), strict=True)):
+            groups.setdefault(kind, []).append(number)
+        for numbers in groups.values():
+            done = self._serve_reads(words[numbers], taken_at) if len(numbers) >= COLUMNS_MIN else None
+            if done is not None:
+                left[numbers] = ~done
+        return rows[left]
+
+    def _serve_reads(self, words: npt.NDArray[np.uint64], taken_at: float) -> npt.NDArray[np.bool_] | None:
+        """Serve entries that differ in their numbers only, if they are plain reads: which are done. None: none is."""
+        entry = Entry(*SQE_STRUCT.unpack(words[0].tobytes()))
+        file, iov = self._tables.files.get(entry.handle), self._tables.iovs.get(entry.iov)
+        if entry.op != Op.READ or entry.flags or entry.priority > Priority.LOW or file is None or iov is None:
+            return None
+        columns = np.ascontiguousarray(words.T)
+        offsets, iov_offsets, lengths, user_data, timeouts_us = columns[[2, 3, 4, 6, 7]]
+        length_max = int(lengths.max())
+        is_plain = (
+            file.readable
+            and iov.writable
+            and length_max <= iov.size
+            and int(lengths.min()) > 0
+            and int((iov_offsets + lengths).max()) <= iov.size
+            and int(iov_offsets.max()) <= iov.size  # or the sum may have wrapped
+            and int(offsets.max()) < OFFSET_MAX
+        )
+        if not is_plain:
+            return None
+        if timeouts_us.any():
+            timeout_us = int(timeouts_us.min())
+            if not 0 < timeout_us <= TIMEOUT_US_MAX or timeout_us < (time.monotonic() - taken_at) * 1e6:
+                return None
+            if int(timeouts_us.max()) > TIMEOUT_US_MAX:
+                return None
+        try:
+            with nullcontext() if iov.holds_lock else self._worker.copying():
+                results = self._reader.read_many(
+                    file.map, offsets.view(np.int64), lengths.view(np.int64), iov, iov_offsets.view(np.int64)
+                )
+        except OSError:
+            return None
+        done: npt.NDArray[np.bool_] = results != reads.ASK
+        if file.map.notes_reads:
+            file.map.note_read()
+        if done.all():
+            self._worker.post(user_data, results)
+        elif done.any():
+            self._worker.post(user_data[done], results[done])
+        return done
+
+    def _answer(self, entry: Entry, taken_at: float, calls: list[Call]) -> Answer | None:
+        """As `_serve`; what was wrong is an answer, too. Short."""
+        try:
+            return self._serve(entry, taken_at, calls)
+        except Refused as refusal:
+            number = refusal.number
+        except OSError as error:
+            number = error.errno or errno.EIO
+        self.bad_count += number in MALFORMED
+        return Answer(-number)
+
+    def _serve(self, entry: Entry, taken_at: float, calls: list[Call]) -> Answer | None:
+        """The answer to an entry, or None: it is in ``calls``, or has no completion. Refused, OSError, Short."""
+        op = entry.op
+        if op == Op.RELEASE:
+            self._worker.pass_over()
+            self._tables.unpin(entry.offset)
+            return None
+        if op not in OPS or entry.reserved or entry.priority > Priority.LOW:
+            raise Refused(errno.EINVAL)
+        if not self._op_mask >> op & 1 and op != Op.CANCEL:
+            raise Refused(errno.EPERM)
+        deadline = float("inf")
+        if entry.timeout_us:
+            deadline = taken_at + entry.timeout_us / 1e6
+            if _is_late(entry, taken_at):
+                raise Refused(errno.ETIMEDOUT)
+        if op == Op.GET:
+            return self._serve_get(entry, deadline, calls)
+        if op in FILE_OPS:
+            return self._serve_file(entry, deadline, calls)
+        if op == Op.CANCEL:
+            return self._cancel(entry, deadline)
+        calls.append(self._call_of_put(entry, deadline) if op == Op.PUT else self._call_of_keys(entry, deadline))
+        return None
+
+    # files
+
+    def _serve_file(self, entry: Entry, deadline: float, calls: list[Call]) -> Answer | None:
+        file = self._tables.files.get(entry.handle)
+        if file is None:
+            raise Refused(errno.EBADF)
+        call = Call(entry, deadline, file=file)
+        if entry.op != Op.FSYNC:
+            if entry.flags or entry.offset > OFFSET_MAX:
+                raise Refused(errno.EINVAL)
+            iov = call.iov = self._range(entry)
+            if not (file.readable if entry.op == Op.READ else file.writable):
+                raise Refused(errno.EBADF)
+            if entry.op == Op.WRITE:
+                with self._reserved(call, entry.length):
+                    self._copy(call, np.empty(entry.length, np.uint8), iov)
+            else:
+                if not iov.writable:
+                    raise Refused(errno.EACCES)
+                result = self._read(file.map, entry.offset, entry.length, iov, entry.iov_offset)
+                if result != reads.ASK:
+                    if file.map.notes_reads:
+                        file.map.note_read()
+                    return Answer(result)
+        if not call.size:
+            self._reserve(call, min(entry.length, PIECE))
+        calls.append(call)
+        return None
+
+    def _read(self, content: ContentMap, offset: int, length: int, iov: Iov, iov_offset: int) -> int:
+        """`reads.read`, where others work meanwhile if it is much."""
+        if length <= reads.SMALL and iov.holds_lock:
+            began = time.perf_counter()
+            result = reads.read(content, offset, length, iov, iov_offset)
+            iov.note_copy(time.perf_counter() - began)
+            return result
+        with self._worker.copying():
+            return reads.read(content, offset, length, iov, iov_offset)
+
+    def _range(self, entry: Entry) -> Iov:
+        """The iov of an entry, whose range lies in it."""
+        iov = self._tables.iovs.get(entry.iov)
+        if iov is None or entry.length > iov.size or entry.iov_offset > iov.size - entry.length:
+            raise Refused(errno.EFAULT)
+        if entry.length > LENGTH_MAX:
+            raise Refused(errno.EINVAL)
+        return iov
+
+    def _reserve(self, call: Call, size: int) -> None:
+        """Let a call have ``size`` bytes and what its task takes. Short."""
+        size += CALL_SIZE
+        weight = weight_of(call)
+        if not self._tables.share.take(size, weight, self._worker.nudge):
+            raise Short
+        call.size, call.weight = size, weight
+
+    @contextmanager
+    def _reserved(self, call: Call, size: int) -> Iterator[None]:
+        """As `_reserve`; given back where the body fails."""
+        self._reserve(call, size)
+        try:
+            yield
+        except BaseException:
+            self._tables.share.give(call.size, call.weight)
+            call.size = call.weight = 0
+            raise
+
+    def _copy(self, call: Call, buffer: npt.NDArray[np.uint8], iov: Iov) -> None:
+        """The bytes of an entry, which the client may change from now on. OSError."""
+        if len(buffer) <= reads.SMALL and iov.holds_lock:
+            began = time.perf_counter()
+            iov.read(call.entry.iov_offset, buffer)
+            iov.note_copy(time.perf_counter() - began)
+        else:
+            with self._worker.copying():
+                iov.read(call.entry.iov_offset, buffer)
+        call.data = buffer.data
+
+    # keys
+
+    def _namespace(self, entry: Entry) -> Namespace:
+        namespace = self._tables.namespaces.get(entry.handle)
+        if namespace is None:
+            raise Refused(errno.EBADF)
+        return namespace
+
+    def _aux(self, offset: int, length: int) -> npt.NDArray[np.uint8]:
+        aux = self._aux_area
+        if length > len(aux) or offset > len(aux) - length:
+            raise Refused(errno.EINVAL)
+        return aux[offset : offset + length]
+
+    def _name(self, entry: Entry) -> bytes:
+        """The file name of the one key of an entry."""
+        if not 1 <= entry.key_length <= KEY_SIZE_MAX or entry.flags & ~_VIEW:
+            raise Refused(errno.EINVAL)
+        return file_name(self._aux(entry.key_offset, entry.key_length).tobytes())
+
+    def _call_of_put(self, entry: Entry, deadline: float) -> Call:
+        """With a copy of the bytes, unless the event loop has to allow it before. Refused, Short, OSError."""
+        namespace = self._namespace(entry)
+        name = self._name(entry)
+        iov = self._range(entry)
+        call = Call(entry, deadline, namespace=namespace, names=(name,), iov=iov)
+        if namespace.read_only:
+            raise Refused(errno.EROFS)
+        if namespace.may_put:
+            with self._reserved(call, entry.length):
+                self._copy_put(call)
+        else:
+            self._reserve(call, 0)
+        return call
+
+    def _copy_put(self, call: Call) -> None:
+        """Copy the bytes of a put that has memory for them, into the tier where that has room, too. OSError."""
+        assert call.namespace is not None
+        assert call.iov is not None
+        length, iov, call.iov = call.entry.length, call.iov, None
+        block = self._tables.allocate(call.namespace, length)
+        self._copy(call, np.empty(length, np.uint8) if block is None else block.buffer, iov)
+        call.data = call.data if block is None else block
+
+    def _serve_get(self, entry: Entry, deadline: float, calls: list[Call]) -> Answer | None:
+        namespace = self._namespace(entry)
+        name = self._name(entry)
+        iov = self._range(entry) if entry.length else None
+        if iov is not None and not iov.writable:
+            raise Refused(errno.EACCES)
+        answer = self._get(entry, namespace, name, iov)
+        if answer is None:
+            call = Call(entry, deadline, namespace=namespace, names=(name,), iov=iov)
+            self._reserve(call, min(entry.length, PIECE))
+            calls.append(call)
+        return answer
+
+    def _get(self, entry: Entry, namespace: Namespace, name: bytes, iov: Iov | None) -> Answer | None:
+        """The answer to a GET from what is known of its block; None: the event loop has to look. OSError."""
+        binding = namespace.bindings.get(name)
+        if binding is None or not binding.valid:
+            return None
+        content = binding.map
+        version, size = content.version, content.size
+        if size < 0:
+            return None
+        row = content.rows.get(0)
+        pin = 0
+        if entry.flags & _VIEW and size and row is not None and row.block is not None and namespace.may_list:
+            pin = self._tables.pin(row.block)
+        if pin:
+            assert row is not None
+            assert row.source is not None
+            answer = Answer(size, row.start, row.source.arena, pin)
+        elif size > entry.length:
+            answer = Answer(-errno.EMSGSIZE, size)
+        elif iov is None or self._read(content, 0, size, iov, entry.iov_offset) == size:
+            answer = Answer(size)
+        else:
+            return None
+        if content.version == version and binding.valid:
+            if content.notes_reads and answer.result >= 0:
+                content.note_read()
+            return answer
+        if pin:
+            self._tables.unpin(pin)
+        return None
+
+    def copy_now(self, call: Call) -> bool:
+        """Copy the bytes of a put that the event loop allowed. It ends with ENOMEM where there is no memory."""
+
+        def attempt() -> bool:
+            if not self._tables.share.take(call.entry.length):
+                raise OSError(errno.ENOMEM, "calls that are under way hold all memory")
+            call.size += call.entry.length
+            self._copy_put(call)
+            return True
+
+        return self._worker.attempt(call, attempt)
+
+    # once more, after the event loop made it possible
+
+    def read_again(self, call: Call) -> bool:
+        """Try a READ again; False if the event loop has to do it."""
+        entry, file, iov = call.entry, call.file, call.iov
+        assert file is not None
+        assert iov is not None
+
+        def attempt() -> bool:
+            result = self._read(file.map, entry.offset, entry.length, iov, entry.iov_offset)
+            if result == reads.ASK:
+                return False
+            if file.map.notes_reads:
+                file.map.note_read()
+            self._worker.complete(call, result)
+            return True
+
+        return self._worker.attempt(call, attempt)
+
+    def get_again(self, call: Call) -> bool:
+        """Try a GET again; False if the event loop has to do it."""
+
+        def attempt() -> bool:
+            assert call.namespace is not None
+            answer = self._get(call.entry, call.namespace, call.names[0], call.iov)
+            if answer is not None and not self._worker.complete(call, *answer) and answer.pin:
+                self._tables.unpin(answer.pin)
+            return answer is not None
+
+        return self._worker.attempt(call, attempt)
+
+    def _call_of_keys(self, entry: Entry, deadline: float) -> Call:
+        namespace = self._namespace(entry)
+        if entry.flags & ~_PREFIX or entry.length > min(entry.key_length, KEYS_MAX):
+            raise Refused(errno.EINVAL)
+        self._aux(entry.offset, entry.length)
+        packed = self._aux(entry.key_offset, entry.key_length)
+        call = Call(entry, deadline, namespace=namespace)
+        with self._reserved(call, len(packed) + entry.length * KEY_SIZE):
+            try:
+                keys = unpack_keys(packed.tobytes(), entry.length)
+            except ValueError:
+                raise Refused(errno.EINVAL) from None
+            names: list[bytes] = []
+            for start in range(0, len(keys), NAMES_PER_TURN):
+                names += file_names(keys[start : start + NAMES_PER_TURN])
+                self._worker.pause()
+        call.names = names
+        return call
+
+    def answer_keys(self, call: Call, found: Sequence[bool]) -> None:
+        """Write a result byte for each key, and complete the call."""
+        start = call.entry.offset
+        results = np.asarray(found, np.uint8)
+
+        def write() -> None:
+            self._aux_area[start : start + len(results)] = results
+
+        self._worker.write_if_wanted(call, write)
+        self._worker.complete(call, int(results.sum()))
+
+    def _cancel(self, entry: Entry, deadline: float) -> Answer | None:
+        """Take an entry out of the line; one that is with the event loop is cancelled there. Short."""
+        if self._worker.withdraw(entry.offset):
+            return Answer(0)
+        call = Call(entry, deadline)
+        self._reserve(call, 0)
+        self._tables.cancel(self._worker, call)
+        return None

@@ -1,0 +1,106 @@
+"""Entries that a ring's thread has taken, and that wait to be served: a line for each priority."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from kvfuse.usrbio.daemon.columns import as_words
+from kvfuse.usrbio.protocol.queues import Entries
+from kvfuse.usrbio.protocol.wire import Priority
+
+if TYPE_CHECKING:
+    from kvfuse.usrbio.daemon.entries import Server
+
+TURN_ENTRIES = 256
+TURN_BYTES = 16 << 20
+"""What is served before higher priorities are looked for again."""
+LOW_TURN = 8
+"""Each so manieth turn goes to the priority that has waited for longest."""
+_PRIORITY_BITS = np.uint64(0xFF00)
+"""in the first word of an SQE"""
+CLASSES = (Priority.HIGH, Priority.NORMAL, Priority.LOW)
+
+
+class _Waiting(NamedTuple):
+    """Entries that were taken together."""
+
+    rows: Entries
+    taken_at: float
+
+
+class Lines:
+    """Of one ring; its thread only. ``server``: serves entries, and returns those for which there is no memory."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self._waiting: dict[int, deque[_Waiting]] = {kind: deque() for kind in CLASSES}
+        self._all = tuple(self._waiting.values())
+        self._turn = 0
+        self._served_at = dict.fromkeys(reversed(CLASSES), 0)
+        """priority -> the last turn that it had; the lowest first"""
+
+    @property
+    def is_empty(self) -> bool:
+        high, normal, low = self._all
+        return not (high or normal or low)
+
+    def add(self, rows: Entries, taken_at: float) -> None:
+        """Let entries wait for their turn."""
+        if not len(rows):
+            return
+        if not np.count_nonzero(as_words(rows)[:, 0] & _PRIORITY_BITS):
+            self._waiting[Priority.NORMAL].append(_Waiting(rows, taken_at))
+            return
+        priorities = rows["priority"]
+        for kind in CLASSES:  # an unknown priority is refused later
+            chosen = rows[priorities == kind if kind else ~np.isin(priorities, CLASSES[::2])]
+            if len(chosen):
+                self._waiting[kind].append(_Waiting(chosen, taken_at))
+
+    def serve(self, entries_max: int) -> bool:
+        """Serve some of the highest priority that waits. False when nothing does, or there is no memory for any."""
+        kinds = [kind for kind in CLASSES if self._waiting[kind]]
+        self._turn += 1
+        if self._turn % LOW_TURN == 0:
+            kinds = [kind for kind in sorted(self._served_at, key=self._served_at.__getitem__) if kind in kinds]
+        for kind in kinds:
+            for _ in range(len(self._waiting[kind])):
+                if self._serve_first(self._waiting[kind], entries_max):
+                    self._served_at[kind] = self._turn
+                    return True
+        return False
+
+    def _serve_first(self, line: deque[_Waiting], entries_max: int) -> bool:
+        """Serve the first of a line. False when there was no memory for any of it: then it is the last."""
+        rows, taken_at = line[0]
+        count = min(len(rows), entries_max)
+        if count > 1:
+            total = 0
+            for number, length in enumerate(rows["length"][:count].tolist()):
+                total += length
+                if total > TURN_BYTES and number:
+                    count = number
+                    break
+        if count == len(rows):
+            line.popleft()
+        else:
+            line[0] = _Waiting(rows[count:], taken_at)
+        waiting = self._server.serve(rows[:count], taken_at)
+        if len(waiting):
+            line.append(_Waiting(waiting, taken_at))
+        return len(waiting) < count
+
+    def remove(self, user_data: int) -> bool:
+        """Take out the first entry with this number. False where there is none."""
+        for line in self._waiting.values():
+            for number, (rows, taken_at) in enumerate(line):
+                found = np.flatnonzero(rows["user_data"] == user_data)
+                if len(found):
+                    line[number] = _Waiting(np.delete(rows, found[0]), taken_at)
+                    if not len(line[number].rows):
+                        del line[number]
+                    return True
+        return False

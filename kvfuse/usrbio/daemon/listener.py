@@ -1,0 +1,198 @@
+"""The daemon's side of the control socket: who is connected, and what all clients together may have.
+
+`connection.py` serves each of them.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Collection
+from contextlib import closing
+
+import trio
+
+from kvfuse import errors
+from kvfuse.options.config import UsrbioOptions
+from kvfuse.usrbio.daemon.accounts import Account, Accounts
+from kvfuse.usrbio.daemon.audience import CONNECT_COST, Audience, Audiences
+from kvfuse.usrbio.daemon.call_memory import Pool, Share, UnderWay
+from kvfuse.usrbio.daemon.charges import Charges
+from kvfuse.usrbio.daemon.connection import Connection
+from kvfuse.usrbio.daemon.desk import Desk
+from kvfuse.usrbio.daemon.doorman import Doorman
+from kvfuse.usrbio.daemon.interpreter import Interpreter, watched_loop
+from kvfuse.usrbio.daemon.passing import Usher, Ushers, open_ushers, turn_away
+from kvfuse.usrbio.daemon.peer import Peer, credentials
+from kvfuse.usrbio.daemon.pins import Pinned
+from kvfuse.usrbio.daemon.ring_thread import THREAD_NAME
+from kvfuse.usrbio.protocol.wire import LENGTH_MAX
+from kvfuse.volume.api import KernelCache
+from kvfuse.volume.volume import Volume
+
+log = logging.getLogger(__name__)
+
+MEMORY_SIZE = LENGTH_MAX + (64 << 20)
+"""Bytes that calls under way may hold."""
+UNPROVEN_MAX = 64
+"""clients of uid 0 whose capabilities are not known yet"""
+UNPROVEN_THREADS = 4
+WARNING_SECONDS = 1.0
+"""between two warnings of clients that were turned away"""
+SCARCE = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.ECONNABORTED)
+SCARCE_SECONDS = 0.1
+"""after which it is tried again to accept a client"""
+
+
+async def serve_rings(
+    volume: Volume,
+    listener: socket.socket,
+    kernel: KernelCache,
+    device: int,
+    *,
+    options: UsrbioOptions | None = None,
+    task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
+) -> None:
+    """Serve clients that connect to ``listener``, until cancelled. ``device``: st_dev of the mount's files.
+
+    ``options``: the limits of users; None: the default ones.
+    """
+    turns = Interpreter()
+    with listener.dup() as accepting, Doorman(turns) as doorman, watched_loop(turns):
+        accepting.setblocking(False)
+        async with open_ushers() as ushers, trio.open_nursery() as nursery:
+            clients = Clients(volume, kernel, device, ushers, doorman, nursery, options or UsrbioOptions())
+            nursery.start_soon(clients.desk.run)
+            volume.sections["rings"] = clients.statistics
+            volume.sections["ring_users"] = clients.accounts.statistics
+            volume.user_sections["rings"] = clients.statistics_of
+            volume.user_sections["ring_users"] = clients.accounts.statistics_of
+            task_status.started()
+            while True:
+                await trio.lowlevel.wait_readable(accepting)
+                try:
+                    clients.receive(accepting.accept()[0])  # one in a pass of the event loop: others wait for that long
+                except BlockingIOError:
+                    pass
+                except OSError as error:
+                    if error.errno not in SCARCE:
+                        raise
+                    log.warning("a client has to wait: %s", error)
+                    await trio.sleep(SCARCE_SECONDS)
+
+
+class Clients:
+    """All that are connected, and what they share: the volume, and the limits of this process."""
+
+    def __init__(
+        self,
+        volume: Volume,
+        kernel: KernelCache,
+        device: int,
+        ushers: Ushers,
+        doorman: Doorman,
+        nursery: trio.Nursery,
+        options: UsrbioOptions,
+    ) -> None:
+        """``nursery``: of tasks that end with it."""
+        self.volume = volume
+        self.kernel = kernel
+        self.device = device
+        self._ushers = ushers
+        self.pool = Pool(MEMORY_SIZE)
+        self._under_way = UnderWay()
+        self.accounts = Accounts(options)
+        self.desk = Desk()
+        self._nursery = nursery
+        self._audiences = Audiences(self.desk, nursery)
+        self._unproven = 0
+        self._unproven_threads = trio.CapacityLimiter(UNPROVEN_THREADS)
+        self._warned_at = -WARNING_SECONDS
+        self.pinned = Pinned(volume.core.tier.capacity)
+        self.charges = Charges(options, lambda: volume.core.tier.statistics().used_bytes)
+        self.doorman = doorman
+        self.interpreter = doorman.interpreter
+        self._connections: set[Connection] = set()
+
+    def receive(self, client: socket.socket) -> None:
+        """Somebody has connected. One that is too many of its user is gone at once: to be cheap where many come."""
+        uid = credentials(client)[1]
+        try:
+            if uid:
+                self.accounts.check_connections(uid)
+            elif self._unproven >= UNPROVEN_MAX:
+                raise errors.QuotaExceeded(f"{UNPROVEN_MAX} processes of uid 0 have connected at once")
+        except errors.QuotaExceeded as error:
+            if turn_away(client):
+                self._warn(error)
+                return
+        self._nursery.start_soon(self._serve, trio.socket.from_stdlib_socket(client))
+
+    def _warn(self, reason: object) -> None:
+        if time.monotonic() - self._warned_at >= WARNING_SECONDS:
+            self._warned_at = time.monotonic()
+            log.warning("a client was turned away: %s", reason)
+
+    async def _find_peer(self, stream: trio.socket.SocketType) -> Peer:
+        self._unproven += 1
+        try:
+            return await Peer.of(stream, self._unproven_threads)
+        finally:
+            self._unproven -= 1
+
+    async def _serve(self, stream: trio.socket.SocketType) -> None:
+        """One client, until it is gone and its socket is closed. It counts for its user until then."""
+        with stream:
+            try:
+                peer = await self._find_peer(stream)
+                user = (peer.uid, peer.is_unlimited)
+                usher = self._ushers.of(user)
+                with closing(self.accounts.open(peer)) as account:
+                    try:
+                        account.take("user_connections")
+                        async with self._audiences.of(user) as audience:
+                            await audience.turn(stream, CONNECT_COST)
+                            await self._serve_peer(stream, peer, account, audience, usher)
+                    finally:
+                        await usher.empty(stream)
+            except* (errors.QuotaExceeded, errors.InvalidArgument) as group:
+                self._warn(group.exceptions[0])
+            except* OSError as group:
+                log.info("a client's connection failed: %s", group.exceptions[0])
+            except* Exception as group:  # its own connection ends; all others go on
+                log.error("a client could not be served", exc_info=group)
+
+    async def _serve_peer(
+        self, stream: trio.socket.SocketType, peer: Peer, account: Account, audience: Audience, usher: Usher
+    ) -> None:
+        with closing(Share(self.pool, account.key, self._under_way)) as share:  # when no task of the client's is left
+            async with trio.open_nursery() as nursery:
+                connection = Connection(self, stream, peer, account, audience, usher, nursery, share)
+                self._connections.add(connection)
+                try:
+                    await connection.run()
+                finally:
+                    self._connections.discard(connection)
+                nursery.cancel_scope.cancel()
+
+    def statistics(self) -> dict[str, int]:
+        """What all clients have registered now."""
+        counts = _counts(self._connections)
+        threads = sum(thread.name == THREAD_NAME for thread in threading.enumerate())
+        sizes = {"memory_bytes": MEMORY_SIZE - self.pool.free, "charged_bytes": self.charges.size}
+        return {**counts, "threads": threads, **sizes}
+
+    def statistics_of(self, uid: int) -> dict[str, int]:
+        """What one user's clients have."""
+        return dict(_counts([connection for connection in self._connections if connection.peer.uid == uid]))
+
+
+def _counts(connections: Collection[Connection]) -> Counter[str]:
+    counts = Counter(connections=len(connections), files=0, iovs=0, namespaces=0, rings=0, pins=0)
+    for connection in connections:
+        counts.update(connection.counts())
+    return counts

@@ -1,0 +1,68 @@
+"""Which control group pays for pages of shared memory. Takes /proc/kpagecgroup, so CAP_SYS_ADMIN, as root has."""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+
+from kvfuse.usrbio.daemon.machine_memory import own_group
+
+PAGE = 4096
+_PRESENT = 1 << 63
+_FRAME = (1 << 55) - 1
+"""bits of an entry in /proc/self/pagemap"""
+
+
+class OwnGroup:
+    """This process's control group for memory; OSError where it has none that counts, or pages cannot be looked up."""
+
+    def __init__(self) -> None:
+        self.folder = own_group()
+        self._number = self.folder.stat().st_ino
+        self._path = _path_of("self")
+        with _opened("/proc/self/pagemap"), _opened("/proc/kpagecgroup"):
+            pass
+
+    def has(self, pid: int) -> bool:
+        """Whether a process is in it, or below it. Such a process could use up the group's memory by itself."""
+        try:
+            return f"{_path_of(str(pid))}/".startswith(f"{self._path}/")
+        except (OSError, StopIteration):
+            return False
+
+    def shared_size(self) -> int:
+        """Bytes of shared memory that it pays for."""
+        rows = (line.split() for line in (self.folder / "memory.stat").read_text().splitlines())
+        return next(int(value) for name, value in rows if name == "shmem")
+
+    def count_pages(self, address: int, length: int) -> int:
+        """Mapped pages of a range, from a page's start, that it pays for."""
+        with _opened("/proc/self/pagemap") as pages, _opened("/proc/kpagecgroup") as owners:
+            entries = np.frombuffer(os.pread(pages, -(-length // PAGE) * 8, address // PAGE * 8), np.uint64)
+            frames = (entries[entries & _PRESENT != 0] & _FRAME).tolist()
+            return sum(int.from_bytes(os.pread(owners, 8, 8 * frame), "little") == self._number for frame in frames)
+
+
+def faults() -> int:
+    """How often this thread has touched pages that were not mapped."""
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+
+
+def _path_of(process: str) -> str:
+    """A process's group for memory."""
+    lines = [line.split(":", 2) for line in Path(f"/proc/{process}/cgroup").read_text().splitlines()]
+    return next(path for _, names, path in sorted(lines, reverse=True) if "memory" in names.split(",") or not names)
+
+
+@contextmanager
+def _opened(path: str) -> Iterator[int]:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,101 @@
+"""Blocks of the shared-memory tier that a client holds, each by a number that it gives back.
+
+A block that is held keeps all of its arena, as the arena serves no other kind before it is wholly free. So what counts
+for a user is the memory of the arenas in which it holds something: beyond its part it gets copies, not views.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Hashable
+
+from kvfuse.volume.views.arenas import Arena
+from kvfuse.volume.views.tier import ARENAS_MAX, TierBlock
+
+PART = 0.75
+"""of the tier that others leave: what a user may keep from being used otherwise"""
+NUMBER_MAX = (1 << 32) - 1
+"""what a completion has room for"""
+
+
+class Pinned:
+    """Arenas in which users hold blocks. ``capacity``: of the tier, in bytes. Any thread. A user None has no limit."""
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._held: dict[Hashable, Counter[Arena]] = {}
+        self._lock = threading.Lock()
+
+    def take(self, user: Hashable, arena: Arena) -> bool:
+        """Count a block that the user is to hold. False where it may not: it holds as much of the tier as it may."""
+        with self._lock:
+            held = self._held.get(user)
+            if user is not None and (held is None or arena not in held) and not self._has_room(user, arena):
+                return False
+            if held is None:
+                held = self._held[user] = Counter()
+            held[arena] += 1
+            return True
+
+    def _has_room(self, user: Hashable, arena: Arena) -> bool:
+        """Whether one more arena fits into the part of what others leave: of memory, and of the tier's arenas."""
+        own = {arena, *self._held.get(user, ())}
+        others = {held for key, arenas in self._held.items() if key != user for held in arenas} - own
+        size_max = PART * (self._capacity - sum(held.memory.resident for held in others))
+        count_max = PART * (ARENAS_MAX - len(others))
+        if len(own) == 1:
+            return True
+        return sum(held.memory.resident for held in own) <= size_max and len(own) <= count_max
+
+    def give(self, user: Hashable, arena: Arena) -> None:
+        with self._lock:
+            held = self._held[user]
+            held[arena] -= 1
+            if not held[arena]:
+                del held[arena]
+            if not held:
+                del self._held[user]
+
+
+class Pins:
+    """Up to ``count_max`` of one connection of a user. Any thread."""
+
+    def __init__(self, count_max: int, pinned: Pinned, user: Hashable = None) -> None:
+        self._count_max = count_max
+        self._pinned = pinned
+        self._user = user
+        self._blocks: dict[int, TierBlock] = {}
+        self._last = 0
+        self._lock = threading.Lock()
+        self.arenas: set[int] = set()
+        """in which the client was ever given a block"""
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def take(self, block: TierBlock) -> int:
+        """Hold a block: the pin. 0, and it is not held, where that are too many, or it is too much for the user."""
+        with self._lock:
+            if len(self._blocks) >= self._count_max or not self._pinned.take(self._user, block.home):
+                return 0
+            number = self._last % NUMBER_MAX + 1
+            while number in self._blocks:  # a client may give more back than there are numbers
+                number = number % NUMBER_MAX + 1
+            self._last = number
+            self._blocks[number] = block
+            self.arenas.add(block.arena)
+            return number
+
+    def give(self, pin: int) -> None:
+        """Let go of it. One that is not held is passed over."""
+        with self._lock:
+            block = self._blocks.pop(pin, None)
+            if block is not None:
+                self._pinned.give(self._user, block.home)
+
+    def clear(self) -> None:
+        with self._lock:
+            for block in self._blocks.values():
+                self._pinned.give(self._user, block.home)
+            self._blocks.clear()

@@ -1,0 +1,127 @@
+"""What a client registered with the daemon: files, namespaces. Checked here, trusted nowhere else.
+
+Objects are made by the event loop and then read by ring threads, which keep their own references: a thing that
+was dropped stays usable until the last operation that found it has ended.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import os
+import stat
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvfuse import errors
+from kvfuse.usrbio.protocol.wire import Access
+from kvfuse.volume.names.blocks import Binding
+from kvfuse.volume.views.content_map import ContentMap
+
+TMPFS_MAGIC = 0x01021994
+"""the type of tmpfs, and of memfds, in statfs(2)"""
+BINDINGS_MAX = 100_000
+"""keys that a connection remembers, of all its namespaces"""
+_fstatfs = ctypes.CDLL(None, use_errno=True).fstatfs
+
+
+@dataclass(eq=False)
+class OpenFile:
+    """A registered file. ``handle``: the volume's, open as long as the file is registered."""
+
+    handle: Any
+    ino: int
+    readable: bool
+    writable: bool
+    map: ContentMap
+    use_count: int = 0
+    """operations on the event loop that need the handle"""
+    dropped: bool = False
+
+
+@dataclass(eq=False)
+class Remembered:
+    """How many keys the namespaces of a connection remember together. Event loop only."""
+
+    count: int = 0
+    namespaces: set[Namespace] = field(default_factory=set)
+
+    def make_room(self) -> None:
+        """For one more: where there are too many, all are forgotten, and asked for anew."""
+        if self.count >= BINDINGS_MAX:
+            for namespace in self.namespaces:
+                namespace.bindings = {}
+            self.namespaces.clear()
+            self.count = 0
+
+
+@dataclass(eq=False)
+class Namespace:
+    """A registered directory, whose files are blocks."""
+
+    ino: int
+    mode: int
+    """permission bits of new blocks"""
+    gid: int
+    """group of new blocks"""
+    read_only: bool = False
+    """the peer has it through a mount that is bound read-only"""
+    may_list: bool = False
+    """the peer may, as far as known, find out every name; else it must not see blocks that it did not name"""
+    may_put: bool = True
+    """the peer may, as far as known, make names in it; else a put is not copied before the event loop allowed it"""
+    waits: bool = False
+    """a put in it waits for its commit, as far as known"""
+    bindings: dict[bytes, Binding] = field(default_factory=dict)
+    """file name -> what it meant, which this peer may read; to be asked whether it is still valid"""
+    remembered: Remembered = field(default_factory=Remembered)
+    """of all namespaces of the connection"""
+
+    def remember(self, name: bytes, binding: Binding) -> None:
+        self.remembered.make_room()
+        self.remembered.namespaces.add(self)
+        self.remembered.count += name not in self.bindings
+        self.bindings[name] = binding
+
+
+def check_memory(descriptor: int) -> None:
+    """OSError EINVAL for anything but shared memory in ordinary pages.
+
+    Huge pages (hugetlbfs, or a memfd of them) have seals, too. But a hole in them is SIGBUS where the machine's pool is
+    empty, whereas tmpfs fills it, or fails the system call.
+    """
+    fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
+    kind = (ctypes.c_long * 32)()
+    if _fstatfs(descriptor, kind) or kind[0] != TMPFS_MAGIC:
+        raise OSError(errno.EINVAL, "the memory is no memfd of ordinary pages, and no file in a tmpfs such as /dev/shm")
+
+
+def check_file(descriptor: int, device: int, access: Access) -> int:
+    """The inode of a descriptor of a regular file of the mount, open as ``access`` says. May wait for the kernel.
+
+    KvfuseError: BadHandle, PermissionDenied, InvalidArgument.
+    """
+    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+    status = os.fstat(descriptor)
+    if status.st_dev != device or flags & os.O_PATH:
+        raise errors.BadHandle("the descriptor is not one of an open file of this mount")
+    if not stat.S_ISREG(status.st_mode):
+        raise errors.InvalidArgument("the descriptor is not one of a regular file")
+    mode = flags & os.O_ACCMODE
+    if (access & Access.READ and mode == os.O_WRONLY) or (access & Access.WRITE and mode == os.O_RDONLY):
+        raise errors.PermissionDenied(f"the descriptor is not open for {access.name}")
+    return status.st_ino
+
+
+def check_directory(descriptor: int, device: int) -> tuple[int, bool]:
+    """(inode, bound read-only) of a descriptor of a directory of the mount. May wait for the kernel.
+
+    KvfuseError: BadHandle, NotADirectory.
+    """
+    status = os.fstat(descriptor)
+    if status.st_dev != device:
+        raise errors.BadHandle("the descriptor is not one of this mount")
+    if not stat.S_ISDIR(status.st_mode):
+        raise errors.NotADirectory("the descriptor is not one of a directory")
+    return status.st_ino, bool(os.fstatvfs(descriptor).f_flag & os.ST_RDONLY)

@@ -1,0 +1,1 @@
+"""What both sides of a ring agree on: layouts, queues, keys."""

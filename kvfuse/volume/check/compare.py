@@ -1,0 +1,196 @@
+"""What a check finds when it has read all records: inodes against their names, slabs against extents, counters."""
+
+from __future__ import annotations
+
+import dataclasses
+import stat
+import time
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from kvfuse.errors import VolumeError
+from kvfuse.remote.segments.api import Transfer
+from kvfuse.slab import layout
+from kvfuse.volume.api import ROOT_INODE
+from kvfuse.volume.store import schema
+from kvfuse.volume.store.sealed import get_sound
+
+if TYPE_CHECKING:
+    from kvfuse.remote.records.api import Usage
+    from kvfuse.volume.check.fsck import Check
+
+
+def compare_inodes(check: Check) -> None:
+    """Links, names and times of every inode against the names that were seen."""
+    for ino, inode in check.inodes.items():
+        record = inode.record
+        key = schema.inode_key(ino)
+        if stat.S_ISDIR(record.mode):
+            check.report.directories += 1
+            links = 2 + inode.subdirectories
+            if not inode.has_times:
+                now = time.time_ns()
+                check.problem(
+                    f"directory {ino} has no times", {schema.times_key(ino): schema.encode_times(now, now, now)}
+                )
+            if ino != ROOT_INODE and inode.names and record.parent != inode.parent:
+                mended = {key: schema.encode_inode(with_links(record, parent=inode.parent, nlink=links))}
+                check.problem(f"directory {ino} is in {inode.parent}, not in {record.parent}", mended)
+                continue
+        else:
+            check.report.files += 1
+            links = inode.names
+        if not inode.names and ino != ROOT_INODE:
+            lost = schema.entry_key(ROOT_INODE, b"lost+found.%d" % ino)
+            check.problem(f"inode {ino} has no name", {lost: schema.encode_entry_reference(ino)})
+        elif record.nlink != links:
+            mended = {key: schema.encode_inode(with_links(record, nlink=links))}
+            check.problem(f"inode {ino} has {record.nlink} links recorded, but {links}", mended)
+    for ino, difference in check.far_blocks.items():
+        if difference and ino in check.far_files:
+            text = f"inode {ino}: its chunk records hold {difference:+} units of 512 bytes"
+            check.problem(text, deletes=check.far_files[ino])
+    if ROOT_INODE not in check.inodes:
+        check.problem("the root directory does not exist: 'kvfuse fsck --rebuild' recovers the blocks")
+
+
+def check_reachable(check: Check) -> None:
+    """Every directory is below the root: one that is below itself goes to the root."""
+    reachable = {ROOT_INODE}
+    for ino, inode in check.inodes.items():
+        path: list[int] = []
+        while ino not in reachable and ino in check.inodes and ino not in path and inode.entry is not None:
+            path.append(ino)
+            ino = inode.parent
+            inode = check.inodes.get(ino, inode)
+        if ino in path and (entry := check.inodes[ino].entry) is not None:
+            lost = schema.entry_key(ROOT_INODE, b"lost+found.%d" % ino)
+            check.problem(f"directory {ino} is below itself", {lost: entry.value}, [entry.key])
+        reachable.update(path)
+
+
+def compare_slabs(check: Check) -> None:
+    """Durable slots that no file has are leaked. They are freed when nothing else is left to be mended."""
+    is_last = check.report.clean
+    for state in check.slabs.durable_images():
+        count = check.geometry.slots_per_slab(state.slot_size)
+        bitmap = bytearray(state.bitmap)
+        leaked = 0
+        for index in range(count):
+            addr = state.slab * check.geometry.slab_size + index * state.slot_size
+            if bitmap[index >> 3] >> (index & 7) & 1 and addr not in check.owners and addr not in check.freed:
+                bitmap[index >> 3] &= ~(1 << (index & 7))
+                leaked += 1
+        if leaked:
+            key = schema.slab_key(state.slab)
+            text = f"slab {state.slab}: {leaked} slots of {state.slot_size} bytes are allocated, but to no file"
+            if not is_last:
+                check.problem(text)
+            elif any(bitmap):
+                check.problem(text, {key: schema.encode_slab(state.slot_size, bytes(bitmap))})
+            else:
+                check.problem(text, deletes=[key])
+
+
+async def check_counters(check: Check) -> None:
+    """Numbers that are given next are not in use; what statfs counts is what there is."""
+    keys = [schema.COUNTER_INODE, schema.COUNTER_GENERATION, schema.COUNTER_FILES]
+    *rows, exact = await get_sound(check.records, [*keys, schema.EXACT_SIZES])
+    found = [schema.decode_u64(row.value) if row is not None and len(row.value) == 8 else 0 for row in rows[:2]]
+    inode_max = max([*check.inodes, *check.inline, *check.orphans], default=0)
+    generation_max = min(check.generation_max, 1 << 62)  # a damaged record may say anything
+    if found[0] <= inode_max:
+        mended = {keys[0]: schema.encode_u64(inode_max + schema.COUNTER_RANGE)}
+        check.problem(f"the next inode would be {found[0]}, but {inode_max} exists", mended)
+    if found[1] <= generation_max:
+        mended = {keys[1]: schema.encode_u64(generation_max + schema.COUNTER_RANGE)}
+        check.problem(f"the next generation would be {found[1]}, but {generation_max} exists", mended)
+    if exact is None or len(exact.value) % 8:
+        check.problem("the volume's exact slot sizes are not recorded", {schema.EXACT_SIZES: schema.encode_u64s(())})
+    files = check.report.files + check.report.directories
+    if rows[2] is None:
+        mended = {keys[2]: schema.encode_counts(files, sum(check.weights.values()))}
+        check.problem("the number of inodes is not recorded", mended)
+    elif check.records.limits.shared or check.counted:
+        _check_counts(check, rows[2].value, files)
+    if check.records.usage is not None:
+        _check_usage(check, check.records.usage, files)
+
+
+def _check_count(check: Check, counted: int, files: int, mended: dict[bytes, bytes]) -> None:
+    """A round that mends something else leaves it to the next one."""
+    if counted != files:
+        check.problem(f"{counted} inodes are counted, {files} exist", mended if check.report.clean else {})
+
+
+def _check_counts(check: Check, common: bytes, files: int) -> None:
+    """What clients counted together against what is there. ``common``: the value of the record that has most of it."""
+    weight = sum(check.weights.values())
+    mended = {schema.COUNTER_FILES: schema.encode_counts(files, weight)}
+    mended |= dict.fromkeys(check.counted, schema.encode_counts(0, 0))
+    try:
+        counted = schema.decode_counts(common)
+    except schema.Malformed:
+        counted = schema.Counts(0, None)
+    for counts in check.counted.values():
+        counted = counted.add(counts)
+    _check_count(check, counted.inodes, files, mended)
+    if check.records.limits.shared and not check.damaged:
+        _check_size(check, counted.size, weight, mended)
+
+
+def _check_size(check: Check, counted: int | None, weight: int, mended: dict[bytes, bytes]) -> None:
+    """As `_check_count`."""
+    if counted is None:
+        text = f"names and attributes were never counted, as an older program made the volume: they take {weight} bytes"
+    else:
+        text = f"names and attributes are counted as {counted} bytes, but they take {weight}"
+    if counted != weight:
+        check.problem(text, mended if check.report.clean else {})
+
+
+def _check_usage(check: Check, counted: Usage, files: int) -> None:
+    """What the store has counted against what is there."""
+    if check.damaged:
+        return  # what they weigh is not known
+    weight = sum(check.weights.values())
+    mended = {schema.USAGE: schema.encode_usage(weight, files)}
+    _check_count(check, counted.items, files, mended)
+    _check_size(check, counted.size, weight, mended)
+
+
+async def check_segments(check: Check) -> None:
+    """Every slab that is used lies in a segment that exists, with its size."""
+    used = Counter(check.geometry.locate(addr)[0] for addr in check.owners)
+    present = {info.segment: info.size for info in await check.segments.list()}
+    for segment, extents in sorted(used.items()):
+        size = check.geometry.segment_size(segment)
+        if present.get(segment) != size:
+            state = f"has {present[segment]} bytes" if segment in present else "does not exist"
+            check.problem(f"segment {segment} {state} instead of {size}: {extents} extents are lost")
+            continue
+        image = bytearray(layout.SUPERBLOCK_SIZE)
+        await check.segments.read([Transfer(segment, 0, image)])
+        try:
+            found = layout.parse_superblock(image)
+            if (found.volume_id, found.segment) != (check.superblock.volume_id, segment):
+                check.problem(f"segment {segment} holds the header of another segment")
+        except VolumeError as error:
+            header = layout.pack_superblock(dataclasses.replace(check.superblock, segment=segment))
+            check.problem(f"segment {segment}: {error}", writes=[Transfer(segment, 0, header)])
+
+
+def empty_root() -> schema.InodeRecord:
+    """The root directory, where nobody can tell any more whose it was: nobody but root gets in."""
+    now = time.time_ns()
+    mode = stat.S_IFDIR | 0o700
+    return schema.InodeRecord(ROOT_INODE, mode, 0, 0, 2, 0, now, now, now, 0, (), 0, 0, b"", 0, 0)
+
+
+def with_links(record: schema.InodeRecord, *, nlink: int, parent: int | None = None) -> schema.InodeRecord:
+    """The record with another number of links, and in another directory."""
+    values = {name: getattr(record, name) for name in record.__struct_fields__}
+    values["nlink"] = nlink
+    if parent is not None:
+        values["parent"] = parent
+    return schema.InodeRecord(**values)

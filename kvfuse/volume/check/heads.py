@@ -1,0 +1,234 @@
+"""Slot heads against records: what a check of a volume reads in the head tables of slabs."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from kvfuse.errors import EngineError, VolumeError
+from kvfuse.remote.segments.api import SegmentStore, Transfer
+from kvfuse.slab import layout
+from kvfuse.slab.allocator import Allocator
+from kvfuse.slab.image import SlabState
+from kvfuse.slab.layout import Geometry, Superblock
+from kvfuse.volume.slots import heads
+from kvfuse.volume.store import schema
+
+if TYPE_CHECKING:
+    from kvfuse.volume.check.fsck import Check
+
+
+async def state_from_heads(geometry: Geometry, segments: SegmentStore, slab: int) -> SlabState | None:
+    """A slab whose record is lost, with every slot taken: its heads say of what size. None where they do not.
+
+    The check frees the slots that no file has when it has read all files.
+    """
+    if slab >= geometry.slab_count:
+        return None
+    table = bytearray(geometry.head_size)
+    try:
+        await segments.read([Transfer(*geometry.locate_head(slab), table)])
+    except (EngineError, ValueError):
+        return None
+    rows, _ = layout.find_headers(table, geometry)
+    live = rows[rows["state"] != layout.STATE_FREE]
+    if not len(live):
+        return None
+    slot_size = int(live["slot_pages"][live["generation"].argmax()]) * layout.PAGE_SIZE
+    count = geometry.slots_per_slab(slot_size)
+    bitmap = ((1 << count) - 1).to_bytes(-(-count // 8), "little")
+    state = SlabState(slab, slot_size, bitmap)
+    try:
+        Allocator(geometry).restore([state])
+    except VolumeError:
+        return None
+    return state
+
+
+class Named(NamedTuple):
+    """An extent that a record names."""
+
+    ino: int
+    chunk: int
+    piece_offset: int
+    """bytes of the chunk before it"""
+    extent: schema.ExtentRecord
+
+
+@dataclass
+class HeadCheck:
+    """Compares every slot's head with what the records say.
+
+    A head that does not speak for its extent is a problem: a rebuild would lose the file. What a crash may leave is a
+    note: heads of free slots that claim to be a file's, heads that are behind a change in place, and descriptions of a
+    file's former name, owner or size.
+    Problems carry the heads as they have to be, and so does ``mends``.
+    """
+
+    check: Check
+
+    def __post_init__(self) -> None:
+        self.mends: list[Transfer] = []
+        """what rewrites the heads that only notes are about"""
+        self._superblock = self.check.superblock
+        self._geometry = self.check.geometry
+        self._stored: Counter[int] = Counter()
+        """inode -> bytes in slots"""
+        self._stray_count = 0
+        self._old_count = 0
+        self._behind_count = 0
+
+    async def run(self) -> None:
+        check, geometry = self.check, self._geometry
+        by_slab: dict[int, list[int]] = defaultdict(list)
+        for addr, named in check.named.items():
+            by_slab[geometry.slab_of(addr)].append(addr)
+            self._stored[named.ino] += named.extent.length
+        sizes = {info.segment: info.size for info in await check.segments.list()}
+        for segment in range(geometry.segment_count):
+            if sizes.get(segment) == geometry.segment_size(segment):
+                for slab in geometry.slabs_of(segment):
+                    await self._compare_slab(slab, sorted(by_slab.get(slab, ())))
+                    check.progress("heads", slab + 1, geometry.slab_count)
+        remedy = "were mended" if check.mends_heads else "'--verify --repair' mends them"
+        if self._stray_count:
+            check.report.notes.append(f"{self._stray_count} heads of free slots claim to be a file's: {remedy}")
+        if self._behind_count:
+            text = f"{self._behind_count} heads do not know how their slots were changed last"
+            check.report.notes.append(f"{text}, a rebuild may lose these files: {remedy}")
+        if self._old_count:
+            check.report.notes.append(f"{self._old_count} heads describe a file as it was before: {remedy}")
+
+    async def _compare_slab(self, slab: int, addrs: list[int]) -> None:
+        """``addrs``: of the slots that files have in it."""
+        geometry = self._geometry
+        table = bytearray(geometry.head_size)
+        segment, start = geometry.locate_head(slab)
+        try:
+            await self.check.segments.read([Transfer(segment, start, table)])
+        except (EngineError, ValueError) as error:
+            self.check.problem(f"the heads of slab {slab} cannot be read: {error}")
+            return
+        self._find_strays(slab, table, addrs)
+        described = []
+        for head in map(self._head, addrs):
+            place = geometry.locate_header(head.addr, head.slot_size)[1] - start
+            rows, valid = layout.parse_headers(table[place : place + layout.HEADER_SIZE], layout.HEADER_SIZE, 1)
+            wrong = differences(rows[0], head, self._superblock) if valid[0] else ["it is damaged"]
+            if not wrong and is_behind(rows[0], head):
+                self._behind_count += 1
+                self.mends += heads.transfers(self._superblock, [head])
+            elif wrong:
+                text = f"inode {head.ino}: the head of its slot in segment {segment} at {start + place} is wrong"
+                self.check.problem(f"{text} ({', '.join(wrong)})", writes=heads.transfers(self._superblock, [head]))
+            elif rows[0]["descriptor_place"] != layout.DESCRIPTOR_NONE and head.description:
+                described.append((head, rows[0]))
+        await self._compare_descriptions(table, start, described)
+
+    def _head(self, addr: int) -> heads.Head:
+        """The head that a slot has to have."""
+        named = self.check.named[addr]
+        extent = named.extent
+        return heads.Head(
+            addr,
+            self.check.slabs.slot_size(addr),
+            extent.length,
+            extent.generation,
+            extent.checksums,
+            named.ino,
+            named.chunk,
+            named.piece_offset,
+            layout.STATE_SEALED if extent.checksums else layout.STATE_UNSEALED,
+            extent.length,
+            b"" if named.piece_offset else self._description(named.ino),
+        )
+
+    def _description(self, ino: int) -> bytes:
+        record = self.check.file_record(ino)
+        path = self.check.path_of(ino)
+        if record is None or not path:
+            return b""
+        return heads.encode_description(
+            heads.Description(
+                path,
+                record.mode,
+                record.uid,
+                record.gid,
+                record.size,
+                record.mtime,
+                record.chunk_size,
+                self._stored[ino],
+            )
+        )
+
+    async def _compare_descriptions(
+        self, table: bytearray, start: int, described: list[tuple[heads.Head, np.void]]
+    ) -> None:
+        """Of the first chunk of each file. ``start``: file offset of the head ``table``."""
+        geometry = self._geometry
+        for head, row in described:
+            if head.chunk:
+                continue
+            length = int(row["descriptor_length"])
+            if row["descriptor_place"] == layout.DESCRIPTOR_BEHIND_HEADER:
+                place = geometry.locate_header(head.addr, head.slot_size)[1] - start + layout.HEADER_SIZE
+                text = bytes(table[place : place + length])
+            else:
+                segment, offset = geometry.locate(head.addr)
+                buffer = bytearray(min(length, head.slot_size))
+                try:
+                    await self.check.segments.read([Transfer(segment, offset + head.slot_size - len(buffer), buffer)])
+                except (EngineError, ValueError):
+                    buffer = bytearray()
+                text = bytes(buffer)
+            found, expected = heads.decode_description(text), heads.decode_description(head.description)
+            assert expected is not None
+            if found is None or _identity(found) != _identity(expected):
+                self._old_count += 1
+                self.mends += heads.transfers(self._superblock, [head])
+
+    def _find_strays(self, slab: int, table: bytearray, addrs: list[int]) -> None:
+        """Heads that speak for slots which no file has, or has by other heads."""
+        geometry = self._geometry
+        named_places = {geometry.locate_header(addr, self.check.slabs.slot_size(addr)) for addr in addrs}
+        rows, offsets = layout.find_headers(table, geometry)
+        for row, offset in zip(rows, offsets.tolist(), strict=True):
+            addr = slab * geometry.slab_size + offset
+            slot_size = int(row["slot_pages"]) * layout.PAGE_SIZE
+            place = geometry.locate_header(addr, slot_size)
+            if row["state"] == layout.STATE_FREE or place in named_places:
+                continue
+            if addr in self.check.owners or addr in self.check.freed:
+                continue  # of a removed file whose bytes are not freed yet
+            self._stray_count += 1
+            self.mends.append(Transfer(*place, bytes(layout.HEADER_SIZE)))
+
+
+def differences(row: np.void, head: heads.Head, superblock: Superblock) -> list[str]:
+    """What an intact header says otherwise than it has to; nothing: it is about this extent."""
+    if row["state"] == layout.STATE_FREE:
+        return ["it says that the slot is free"]
+    expected = {
+        "generation": head.generation,
+        "inode": head.ino,
+        "chunk": head.chunk,
+        "piece_offset": head.piece_offset,
+        "slot_pages": head.slot_size // layout.PAGE_SIZE,
+    }
+    wrong = [f"{name} {int(row[name])} instead of {value}" for name, value in expected.items() if row[name] != value]
+    if row["fingerprint"].tobytes() != heads.fingerprint(superblock, head.ino, head.chunk):
+        wrong.append("another fingerprint")
+    return wrong
+
+
+def is_behind(row: np.void, head: heads.Head) -> bool:
+    """The extent was changed in place, or cut, and the header does not say so. One without checksums still changes."""
+    found = int(row["state"]), int(row["length"]), int(row["checksum"])
+    return bool(head.checksums) and found != (head.state, head.length, head.checksum)
+
+
+def _identity(description: heads.Description) -> tuple[bytes, int, int, int, int]:
+    return description.path, description.mode, description.uid, description.gid, description.size

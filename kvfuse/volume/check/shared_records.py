@@ -1,0 +1,85 @@
+"""What a check looks at in a shared volume, beside what every volume has: clients, slabs' holders, freed slots.
+
+A slab whose holder is gone is no error, nor are counts or an orphan of such a client: whoever opens the volume next
+takes them over. An f record is one only where it does not name a durable slot that no file has: whoever holds the slab
+would free somebody's bytes, now or in the slot's next life.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import TYPE_CHECKING
+
+from kvfuse.volume.store import schema
+
+if TYPE_CHECKING:
+    from kvfuse.volume.check.fsck import Check
+
+MALFORMED = (ValueError, struct.error)
+"""What decoding a damaged record raises."""
+
+
+async def read_shared(check: Check) -> None:
+    """The records of these kinds; after those that name extents."""
+    clients = await _read_clients(check)
+    await _read_holders(check)
+    await _read_freed(check)
+    await _read_open(check, clients)
+    await _read_counts(check)
+
+
+async def _read_clients(check: Check) -> set[int]:
+    clients = set()
+    async for row in check.rows(b"m", "clients"):
+        try:
+            schema.decode_member(row.value)
+            clients.add(schema.key_client(row.key))
+        except MALFORMED as error:
+            check.problem(f"the record of client {row.key[1:].hex()} cannot be read: {error}", deletes=[row.key])
+    return clients
+
+
+async def _read_holders(check: Check) -> None:
+    async for row in check.rows(b"l", "holders"):
+        slab = schema.key_slab(row.key)
+        try:
+            schema.decode_holder(row.value)
+        except MALFORMED as error:
+            check.problem(f"who holds slab {slab} cannot be read: {error}", deletes=[row.key])
+            continue
+        if slab >= check.geometry.slab_count:
+            check.problem(f"slab {slab} is held, but the volume has {check.geometry.slab_count}", deletes=[row.key])
+
+
+async def _read_freed(check: Check) -> None:
+    async for row in check.rows(b"f", "freed slots"):
+        freed = schema.split_freed_key(row.key)
+        what = f"slot {freed.addr} of slab {freed.slab} is to be freed"
+        is_there = freed.addr < check.geometry.data_size and check.geometry.slab_of(freed.addr) == freed.slab
+        if not is_there or not check.slabs.is_durable(freed.addr):
+            check.problem(f"{what}, but it is not allocated", deletes=[row.key])
+        elif freed.addr in check.owners:
+            check.problem(f"{what}, but inode {check.owners[freed.addr]} has it", deletes=[row.key])
+        elif freed.addr in check.freed:
+            check.problem(f"{what} twice", deletes=[row.key])
+        else:
+            check.freed.add(freed.addr)
+            check.generation_max = max(check.generation_max, freed.generation)
+    if check.freed:
+        check.report.notes.append(f"{len(check.freed)} slots are free when somebody takes their slabs")
+
+
+async def _read_open(check: Check, clients: set[int]) -> None:
+    """One of a client that is gone would keep a removed file's bytes for ever."""
+    async for row in check.rows(b"h", "open files"):
+        ino, client = schema.split_open_key(row.key)
+        if client not in clients:
+            check.problem(f"removed inode {ino} is open by client {client:x}, which is gone", deletes=[row.key])
+
+
+async def _read_counts(check: Check) -> None:
+    async for row in check.rows(b"q", "counts"):
+        try:
+            check.counted[row.key] = schema.decode_counts(row.value)
+        except MALFORMED as error:
+            check.problem(f"the counts of client {row.key[1:].hex()} cannot be read: {error}", deletes=[row.key])

@@ -1,0 +1,1 @@
+"""From memory to the record store: what is pending, how a commit is planned, sent and settled."""

@@ -1,0 +1,165 @@
+"""A commit of what is pending, drafted and applied to memory: both between two awaits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvfuse.volume.commit.batch import Batch, Draft, Taken
+from kvfuse.volume.commit.planner import Drafting
+from kvfuse.volume.inodes.chunk import COMMITTED, FRESH, Extent
+from kvfuse.volume.inodes.metadata_budget import growth
+from kvfuse.volume.inodes.node import Node
+from kvfuse.volume.store import schema
+
+if TYPE_CHECKING:
+    from kvfuse.slab.allocator import Slot
+
+
+@dataclass
+class BatchBuilder(Drafting):
+    """See the module."""
+
+    def _build(self, flushed: set[Node]) -> Batch:
+        """A commit of everything that changed, but for nodes with bytes that no slot has: they come next time.
+
+        What was flushed and staged anew during the flush goes in as it was flushed, and stays changed.
+        """
+        self._new_count = self._extra_size = 0
+        batch = Batch(late=self._late(flushed))
+        draft = self._draft_all(batch.late) if self._may_fit() else None
+        if draft is None or not draft.has_room(Draft(), self.core.records.limits):
+            draft = self._draft_some(batch)
+        self._apply(draft, batch)
+        self._count_anew()
+        return batch
+
+    def _may_fit(self) -> bool:
+        """Unless it is clear from the numbers that not everything has room in one commit."""
+        return len(self._dirty) + len(self._extra) <= self.core.records.limits.commit_operations_max
+
+    # -- applying ------------------------------------------------------------------------------------
+
+    def _apply(self, draft: Draft, batch: Batch) -> None:
+        """Memory is as if the commit were in the store, but for what `_settle` does then."""
+        late = batch.late
+        if self.core.shared:
+            gone = dict.fromkeys(draft.gone)
+            batch.taken = [_taken(node, node in gone) for node in {**dict.fromkeys(draft.nodes), **gone}]
+            batch.expect, batch.draft, batch.files = draft.expect, draft, draft.files
+            batch.size = growth(draft.puts, draft.deletes, draft.before)
+        if self._ties:
+            batch.ties = [(node, other) for node in draft.nodes for other in self._ties.drop(node)]
+        self._linked_count = len(self._ties)
+        dead: list[Extent] = []
+        born: set[int] = set()
+        for node in draft.nodes:
+            self._apply_node(node, [] if node in draft.bequests else dead, born)
+        for node in draft.gone:
+            dead += self._dead_of_gone(node)
+            node.extra, node.dead = {}, []
+            del self._gone[node]
+        for change in draft.names:
+            change.sent = True
+            del self._names[change]
+        batch.reserved = sum([self.core.metadata.taken(node) for node in draft.nodes if node.reserved])
+        for node in draft.nodes:
+            node.changed = bool(node.staged_count and node.nlink)
+            if not node.changed:
+                del self._dirty[node]
+        for key in draft.extra:
+            self._extra.pop(key, None)
+        self._sent_extra = draft.extra
+        if batch.left_serial is None:
+            self._times = {}
+            dead += self.core.dead
+            self.core.dead = []
+        else:
+            for directory in draft.times:
+                del self._times[directory]
+            dead += draft.dead
+            del self.core.dead[: len(draft.dead)]
+            late.add(self._attributed(self._extra))
+        batch.puts, batch.deletes = draft.puts, draft.deletes
+        batch.nodes, batch.times, batch.names, batch.vacated = draft.nodes, draft.times, draft.names, draft.vacated
+        batch.unborn, self.core.unborn = self.core.unborn, []
+        if batch.too_large:
+            self.core.dead += dead  # its records go in several commits: none of them may find a slot free already
+        else:
+            batch.freed = self._release(dead, born)
+        self._put_slabs(batch, None if batch.too_large else draft)
+
+    def _release(self, dead: list[Extent], born: set[int]) -> list[Extent]:
+        """Those whose slots leave the durable image with this commit. ``born``: addresses that come into it."""
+        slabs = self.core.slabs
+        if not self.core.shared:
+            slabs.release([extent.slot for extent in dead])
+            return dead
+        released = []
+        for extent in dead:  # the slot of one that another host gave up, too, may be released already
+            if self._is_mine(extent) and slabs.is_durable(extent.addr) and extent.addr not in born:
+                extent.slot_size = slabs.slot_size(extent.addr)
+                slabs.release([extent.slot])
+                released.append(extent)
+        return released
+
+    def _attributed(self, keys: Iterable[bytes]) -> list[Node]:
+        """Inodes that some of these records are attributes of."""
+        inos = {schema.key_inode(key) for key in keys if key.startswith(schema.XATTR_PREFIX)}
+        return [node for node in map(self.core.nodes.get, inos) if node is not None]
+
+    def _apply_node(self, node: Node, dead: list[Extent], born: set[int]) -> None:
+        node.forced = node.atime_moved = False
+        node.committing = True
+        node.extra = {}
+        if not node.nlink:
+            return
+        if self.core.shared:
+            _begin_base(node)
+        node.dirty_chunks = frozenset()
+        if node.born:
+            fresh: list[Slot] = []
+            for extent in node.born:
+                if extent.state == FRESH:
+                    extent.state = COMMITTED
+                    fresh.append(extent.slot)
+            if self.core.shared:
+                born.update([addr for addr, _ in fresh])
+            node.born.clear()
+            self.core.slabs.commit(fresh)
+            self.counters.blocks += 1
+        if node.dead:
+            dead += node.dead
+            node.dead.clear()
+
+    def _put_slabs(self, batch: Batch, draft: Draft | None) -> None:
+        """The bitmaps and counters that changed. ``draft``: which bitmaps have to be in this commit; None: all.
+
+        Of a commit that was recalled there may be others, as they are stored: those go as far as there is room.
+        """
+        wanted, others_max = (draft.slabs, draft.slab_room(self.core.records.limits)) if draft else (set(), None)
+        for key, value in self.core.take_counters().items():
+            if value is not None:
+                batch.puts[key] = value
+        for state in self.core.slabs.take_dirty(wanted, others_max):
+            if state.slot_size:
+                batch.puts[schema.slab_key(state.slab)] = schema.encode_slab(state.slot_size, state.bitmap)
+            else:
+                batch.deletes.add(schema.slab_key(state.slab))
+
+
+def _taken(node: Node, is_gone: bool) -> Taken:
+    chunks = [(chunk, chunk.base, chunk.dirty) for chunk in node.chunks.values() if chunk.base is not None]
+    born = [extent for extent in node.born if extent.state == FRESH and node.nlink]
+    dead, dirty_chunks = list(node.dead), node.dirty_chunks
+    return Taken(node, node.forced, node.extra, born, dead, dirty_chunks, chunks, node.cut_size, node.reserved, is_gone)
+
+
+def _begin_base(node: Node) -> None:
+    """What is stored of each chunk, and where the file was cut, is from now on what this commit says."""
+    node.cut_size = None
+    for chunk in node.chunks.values():
+        if chunk.base is not None:
+            chunk.base = None if chunk.staged is None else tuple([extent.record() for extent in chunk.extents])
+            chunk.dirty = [] if chunk.staged is None else chunk.dirty

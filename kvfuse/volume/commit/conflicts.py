@@ -1,0 +1,272 @@
+"""What a refused commit means: others changed the same names or inodes, and memory is brought to terms with that.
+
+The commit is *recalled* first: everything in it is pending again. Then each key that had moved is looked at:
+
+* A name: the later replaces the earlier. What has the name now leaves it with our change, as what was there before
+  would have. A directory, or a file with several names, stays: then ours is lost, and counted. Who removed a file here
+  did not mean the one that has the name now: that stays, too.
+* Two inodes with one name here: who is elsewhere in the store is followed. This is seen before a commit, too.
+* An inode: both changes are put together (`merging`). One that another host renamed is followed; one that was removed
+  is lost here, as if it had been unlinked while it was open.
+* A directory into which names were put: its new version is expected from now on; if it is gone, so are they.
+
+Nothing else commits meanwhile. Operations go on at each await: what is decided here is done without one.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+import trio
+
+from kvfuse.remote.records.api import ABSENT
+from kvfuse.volume.commit.batch import Batch, Taken
+from kvfuse.volume.commit.pending import NameChange
+from kvfuse.volume.inodes.chunk import COMMITTED, FRESH, Extent
+from kvfuse.volume.inodes.node import MovedAgain, Node
+from kvfuse.volume.store import schema
+from kvfuse.volume.store.sealed import ScanPages, get_marked, get_sound
+
+if TYPE_CHECKING:
+    from kvfuse.remote.records.api import Versioned
+    from kvfuse.volume.commit.journal import Journal
+
+FOLLOW_SECONDS = 2.0
+"""Wait for the watch to say where an inode went."""
+LOOK_SECONDS = 0.02
+"""between two looks"""
+SEARCH_PAGE = 1000
+"""names that are read at once where it says nothing"""
+
+log = logging.getLogger(__name__)
+
+
+class Conflicts:
+    """See the module."""
+
+    def __init__(self, journal: Journal) -> None:
+        self.journal = journal
+        self.core = journal.core
+
+    # -- recalling -----------------------------------------------------------------------------------
+
+    def recall(self, batch: Batch) -> None:
+        """The commit was refused: memory is as if it had never been built. What happened since stays."""
+        journal, draft = self.journal, batch.draft
+        committed: list[Extent] = []
+        for taken in batch.taken:
+            self._recall_node(taken, committed)
+        self.core.slabs.recall([extent.slot for extent in committed], [extent.slot for extent in batch.freed])
+        for change in draft.names:
+            change.sent = False
+            current = journal.find(change.parent, change.name)
+            if current is not None and current is not change and change.vacated:
+                current.moved, current.vacated = change.moved, True
+            if current is not None and current is not change:
+                current.leaves = change.leaves
+        journal.restore(batch, {key for taken in batch.taken for key in taken.extra})
+
+    def _recall_node(self, taken: Taken, committed: list[Extent]) -> None:
+        node = taken.node
+        node.committing = False
+        node.extra = {**taken.extra, **node.extra}
+        if node.nlink or taken.is_gone:  # what was removed since is freed by its orphan record, as it is stored
+            node.dead = [*taken.dead, *node.dead]
+        for extent in taken.born:
+            if extent.state == COMMITTED:
+                extent.state = FRESH
+                committed.append(extent)
+                node.born.append(extent)
+            else:  # it was given up since, and no record ever names it
+                committed.append(extent)
+                self.core.unborn.append(extent)
+                node.dead = [other for other in node.dead if other is not extent]
+        if node.nlink:
+            node.reserved += taken.reserved
+            if taken.cut_size is not None:
+                node.cut_size = taken.cut_size if node.cut_size is None else min(node.cut_size, taken.cut_size)
+            node.forced = node.forced or taken.forced or not node.writers
+            node.dirty_chunks = {*taken.dirty_chunks, *node.dirty_chunks}
+            for chunk, base, dirty in taken.chunks:
+                chunk.base = base
+                chunk.dirty = [*dirty, *[span for span in chunk.dirty if span not in dirty]]
+            self.core.givers[node] = None
+            self.journal.touch(node)
+        else:
+            self.core.metadata.release(taken.reserved)
+
+    # -- coming to terms -----------------------------------------------------------------------------
+
+    async def resolve(self, found: Mapping[bytes, Versioned | None]) -> None:
+        """``found``: what the keys have now that had moved. Afterwards the next commit may be built."""
+        for key, row in found.items():
+            if key[:1] == b"d":
+                await self._resolve_entry(key, row)
+            elif key[:1] == b"i":
+                await self._resolve_inode(key, row)
+            elif key[:1] == b"o":
+                self.journal.freed_elsewhere(schema.key_inode(key))
+            elif key[:1] == b"x":
+                self.journal.attribute_is(key, row)
+
+    async def untangle(self) -> None:
+        """Before a commit is built: two inodes that were changed here have one name.
+
+        So another host has renamed one, or removed it, and that was not heard of in time: both records have one key, so
+        what the commit expects of the one it would overwrite with the other. EngineError.
+        """
+        while keys := self._contested():
+            rows = await get_marked(self.core.records, keys)
+            for key, row in zip(keys, rows, strict=True):
+                await self._resolve_entry(key, row)
+
+    def _contested(self) -> list[bytes]:
+        claims: dict[tuple[int, bytes], int] = {}
+        contested: dict[tuple[int, bytes], None] = {}
+        for node in [node for node in self.journal.changed_inline(aside=False) if node.nlink]:
+            place = (node.parent, node.name)
+            change = self.journal.find(*place)
+            if claims.setdefault(place, node.ino) != node.ino or (change is not None and not _means(change, node)):
+                contested[place] = None
+        return [schema.entry_key(*place) for place in contested]
+
+    async def _resolve_entry(self, key: bytes, row: Versioned | None) -> None:
+        parent, _, name = schema.split_entry_key(key)
+        try:
+            entry = schema.decode_entry(row.value) if row is not None else None
+        except schema.Malformed:
+            self._lose_entry(parent, name)
+            return
+        for node in self.journal.changed_inline(aside=True):
+            change = self.journal.find(parent, name)
+            if not node.nlink or (node.parent, node.name) != (parent, name):
+                continue
+            if change is not None and _means(change, node):
+                continue
+            if row is None or not isinstance(entry, schema.InodeRecord) or entry.ino != node.ino:
+                await self._follow(node)
+            elif change is None:
+                try:
+                    await self.journal.merge(node, entry, row.version)
+                except MovedAgain:
+                    await self._follow(node)
+        change = self.journal.find(parent, name)
+        if change is not None and change.version != (row.version if row is not None else ABSENT):
+            self._resolve_name(parent, name, change, row)
+
+    def _resolve_name(self, parent: int, name: bytes, change: NameChange, row: Versioned | None) -> None:
+        """The name means something else in the store than when it was changed here."""
+        entry = schema.decode_entry(row.value) if row is not None else None
+        journal = self.journal
+        if isinstance(entry, int) or (isinstance(entry, schema.InodeRecord) and entry.nlink != 1):
+            journal.counters.lost_names += 1
+            log.warning("%r in directory %d: another host was faster, ours is lost", name, parent)
+            self._give_up(parent, name, change)
+            return
+        if change.node is None and change.moved is not None and entry is not None and entry.ino != change.moved.ino:
+            self._give_up(parent, name, change)
+            return
+        journal.stays(parent, name, change)  # what had the name is not ours to remove any more
+        change.stored, change.version = row is not None, row.version if row is not None else 0
+        ours = change.node
+        if isinstance(entry, schema.InodeRecord) and row is not None and (ours is None or entry.ino != ours.ino):
+            journal.replaces(change, entry, row.version)
+        elif isinstance(entry, schema.InodeRecord) and row is not None and ours is not None:
+            ours.version, ours.base = row.version, entry
+
+    def _lose_entry(self, parent: int, name: bytes) -> None:
+        """Nobody can read the record any more: it stays for fsck, and what was to take its place is lost."""
+        log.error("%r in directory %d: its record is damaged, what was changed here of the file is lost", name, parent)
+        for node in self.journal.changed_inline(aside=True):
+            if (node.parent, node.name) == (parent, name):
+                self.journal.lost(node)
+        change = self.journal.find(parent, name)
+        if change is not None:
+            self.journal.counters.lost_names += 1
+            self._give_up(parent, name, change)
+
+    def _give_up(self, parent: int, name: bytes, change: NameChange) -> None:
+        node = change.node
+        self.journal.stays(parent, name, change)
+        self.journal.forget_change(parent, name)
+        if node is not None:
+            self.journal.lost(node)
+
+    async def _resolve_inode(self, key: bytes, row: Versioned | None) -> None:
+        ino = schema.key_inode(key)
+        current = self.core.nodes.get(ino) or self.journal.folders.get(ino)
+        self.journal.give_up_times(ino, current)
+        try:
+            record = schema.decode_inode(row.value) if row is not None else None
+        except schema.Malformed:
+            log.error("the record of inode %d is damaged, what was changed here of it is lost", ino)
+            record = None
+        for node in dict.fromkeys([current, *self.journal.changed(ino)]):
+            if node is None:
+                continue
+            if row is not None and record is not None:
+                await self.journal.merge(node, record, row.version)
+            elif node.is_directory:
+                self._lose_folder(node)
+            else:
+                self.journal.lost(node)
+
+    def _lose_folder(self, directory: Node) -> None:
+        """The directory was removed elsewhere, with the names that were about to come into it."""
+        for name, change in list(self.journal.overlay.get(directory.ino, {}).items()):
+            self.journal.counters.lost_names += 1
+            self._give_up(directory.ino, name, change)
+        self.journal.lost(directory)
+
+    async def _follow(self, node: Node) -> None:
+        """An inode is not where it was: another host renamed or removed it."""
+        deadline = trio.current_time() + FOLLOW_SECONDS
+        here = (node.parent, node.name)
+        while trio.current_time() < deadline and node.nlink:
+            told = [here, node.moved_to, self.core.places.get(node.ino)]  # it may be back
+            places = [place for place in dict.fromkeys(told) if place is not None and place[1]]
+            keys = [schema.orphan_key(node.ino), schema.inode_key(node.ino)]
+            removed, own, *entries = await get_sound(
+                self.core.records, [*keys, *[schema.entry_key(*place) for place in places]]
+            )
+            if removed is not None:
+                break
+            if own is not None:  # it got a second name
+                node.own_record = True
+                await self.journal.merge(node, schema.decode_inode(own.value), own.version)
+                return
+            for place, row in zip(places, entries, strict=True):
+                entry = schema.decode_entry(row.value) if row is not None else None
+                if row is not None and isinstance(entry, schema.InodeRecord) and entry.ino == node.ino:
+                    node.parent, node.name = place
+                    with suppress(MovedAgain):
+                        await self.journal.merge(node, entry, row.version)
+                        return
+            await trio.sleep(LOOK_SECONDS)
+        else:
+            if node.nlink and await self._search(node):
+                return
+        self.journal.lost(node)
+
+    async def _search(self, node: Node) -> bool:
+        """Nobody told where an inode went, as when the watch broke off in between: look at all names there are.
+
+        It may be long, but nothing else is left before the changes are given up. EngineError.
+        """
+        log.warning("inode %d is not where it was, and nobody tells where it is: all names are read", node.ino)
+        async for rows, _ in ScanPages(self.core.records, b"d", SEARCH_PAGE):
+            for row in rows:
+                entry = schema.decode_entry(row.value)
+                if isinstance(entry, schema.InodeRecord) and entry.ino == node.ino:
+                    parent, _, name = schema.split_entry_key(row.key)
+                    node.parent, node.name = parent, name
+                    await self.journal.merge(node, entry, row.version)
+                    return True
+        return False
+
+
+def _means(change: NameChange, node: Node) -> bool:
+    return change.node is not None and change.node.ino == node.ino

@@ -1,0 +1,366 @@
+"""What a commit of pending changes would put and delete, and which of them go together: nothing is changed here.
+
+Whatever may go alone does, so that a commit keeps to the limits of the record store: what has no room is left for the
+next one, the oldest first. A *unit* is what may not be separated: inodes that took each other's names, a directory and
+what came into it or left, an inode and all its names.
+
+In a shared volume every slot that an inode gives up needs a record, and a file may have more slots than a commit has
+records. Such a unit leaves a *bequest*: an orphan record of a new inode, and chunk records, that name them many at a
+time. So the unit is one commit all the same, and `Removed` frees the slots piece by piece.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from stat import S_IFREG
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from kvfuse.volume.commit.batch import Batch, Draft, Unit
+from kvfuse.volume.commit.late import Late, is_held, settlers
+from kvfuse.volume.commit.pending import NameChange, Pending
+from kvfuse.volume.inodes.chunk import RESTED, Extent
+from kvfuse.volume.inodes.metadata_budget import NOT_STORED, TIMES_WEIGHT, entry_weight, inode_weight
+from kvfuse.volume.inodes.node import Node
+from kvfuse.volume.store import schema
+
+if TYPE_CHECKING:
+    from kvfuse.remote.records.api import RecordLimits
+
+SLOT_SHARE = 4
+"""One part in so many of a commit's operations: records of slots that are given up together piece by piece."""
+
+
+@dataclass
+class Drafting(Pending):
+    """See the module."""
+
+    def _draft_all(self, late: Late) -> Draft:
+        """Everything but what is late."""
+        draft = Draft(extra=dict(self._ready_extra(late)))
+        for node in self._dirty:
+            if node not in late:
+                self._draft_node(draft, node)
+        for node in self._gone:
+            self._draft_gone(draft, node)
+        for change in self._names:
+            if not is_held(change.moved, late):
+                self._draft_name(draft, change, late)
+        for directory in self._times:
+            self._draft_times(draft, directory)
+        draft.dead = self.core.dead
+        self._draft_dead(draft, draft.dead)
+        self._draft_extra(draft)
+        return draft.measure()
+
+    def _draft_node(self, draft: Draft, node: Node, *, bequeaths: bool = False) -> None:
+        draft.nodes.append(node)
+        if node.nlink:
+            if node.dirty_chunks and node.base is not None:
+                node.ctime = max(node.ctime, node.base.ctime + 1)  # by this others see it, whatever their clocks say
+            record = node.record()
+            if node.own_record:
+                key = schema.inode_key(node.ino)
+                draft.puts[key] = schema.encode_inode(record)
+            else:
+                key = schema.entry_key(node.parent, node.name)
+                draft.puts[key] = schema.encode_entry_inline(record)
+            if self.core.shared:
+                draft.records[node] = record
+                draft.expect.setdefault(key, node.version)
+                draft.files += not node.version
+                if node.version:
+                    draft.before[key] = inode_weight(len(key), len(node.target))
+            for index in node.dirty_chunks:
+                chunk = node.chunks.get(index)
+                key = schema.chunk_key(node.ino, index)
+                if chunk is not None and chunk.extents:
+                    draft.puts[key] = schema.encode_chunk(tuple([extent.record() for extent in chunk.extents]))
+                else:
+                    draft.deletes.add(key)
+            if node.born:
+                self._draft_slabs(draft, node.born)
+            if node.dead and bequeaths:
+                self._draft_bequest(draft, node)
+            elif node.dead:
+                self._draft_dead(draft, node.dead)
+        if node.extra:
+            draft.extra.update(node.extra)
+
+    def _draft_bequest(self, draft: Draft, node: Node) -> None:
+        """What the inode gives up has another owner. EngineError where no inode number is left."""
+        draft.bequests.add(node)
+        heir = Node(self.core.inodes.next(), S_IFREG | 0o600, node.uid, node.gid, node.chunk_size)
+        heir.flags = schema.FLAG_CHUNK_RECORDS
+        heir.atime = heir.mtime = heir.ctime = node.ctime
+        draft.puts[schema.orphan_key(heir.ino)] = orphan_of(heir.record(), self.core.client)
+        slots_max = slot_records_max(self.core.records.limits)
+        for number, start in enumerate(range(0, len(node.dead), slots_max)):
+            extents = tuple([extent.record() for extent in node.dead[start : start + slots_max]])
+            draft.puts[schema.chunk_key(heir.ino, schema.INLINE_CHUNKS + number)] = schema.encode_chunk(extents)
+
+    def _draft_gone(self, draft: Draft, node: Node) -> None:
+        draft.gone.append(node)
+        draft.extra.update(node.extra)
+        if self.core.shared and node.version:  # what was found by an orphan record is freed once, by whom it concerns
+            key = schema.orphan_key(node.ino)
+            draft.expect[key] = node.version
+            draft.before[key] = inode_weight(len(key), len(node.target))
+        if _leaves_orphan(node) and not self.core.shared:  # bytes that were staged may have come to slots since
+            draft.extra[schema.orphan_key(node.ino)] = schema.encode_inode(node.orphan_record())
+        self._draft_dead(draft, self._dead_of_gone(node))
+
+    def _dead_of_gone(self, node: Node) -> list[Extent]:
+        """What is freed with the last name: in a shared volume the orphan record names all that is stored."""
+        return [] if self.core.shared and _leaves_orphan(node) else node.dead
+
+    def _draft_dead(self, draft: Draft, extents: list[Extent]) -> None:
+        """Slots that cease to be durable. Those in slabs of others are left to them."""
+        if self.core.shared:
+            for extent in extents:
+                slab = self.core.geometry.slab_of(extent.addr)
+                if not self.core.slabs.holds(slab):
+                    has_rested = extent.state == RESTED
+                    key = schema.freed_key(slab, extent.addr, extent.generation)
+                    draft.puts[key] = schema.RESTED_SLOT if has_rested else b""
+            extents = [extent for extent in extents if self._is_mine(extent)]
+        self._draft_slabs(draft, extents)
+
+    def _is_mine(self, extent: Extent) -> bool:
+        return not self.core.shared or self.core.slabs.holds(self.core.geometry.slab_of(extent.addr))
+
+    def _draft_slabs(self, draft: Draft, extents: list[Extent]) -> None:
+        """The slabs of slots that become durable, or cease to be."""
+        slab_size = self.core.geometry.slab_size
+        draft.slabs.update([extent.addr // slab_size for extent in extents])
+
+    def _draft_name(self, draft: Draft, change: NameChange, late: Late) -> None:
+        """A change of a name that may go now; only the first half of it where ``node`` comes later."""
+        parent, name, node = change.parent, change.name, change.node
+        if node in late:
+            if change.may_go_first:
+                draft.deletes.add(schema.entry_key(parent, name))
+                draft.vacated.append((parent, name))
+                if self.core.shared:
+                    self._expect_name(draft, change)
+            return
+        draft.names.append(change)
+        if self.core.shared and (node is not None or change.stored):
+            self._expect_name(draft, change)
+            directory = self.folders.get(parent)
+            if node is not None and directory is not None and directory.version:
+                self._draft_folder(draft, directory)
+        if node is None:
+            if change.stored:
+                draft.deletes.add(schema.entry_key(parent, name))
+        elif node.own_record:
+            draft.puts[schema.entry_key(parent, name)] = schema.encode_entry_reference(node.ino)
+
+    def _expect_name(self, draft: Draft, change: NameChange) -> None:
+        """The stored name is as it was when it was changed here.
+
+        Whoever loses it is kept by an orphan record, as it is stored: so the name's version says.
+        """
+        key = schema.entry_key(change.parent, change.name)
+        node = change.node
+        draft.expect[key] = change.version
+        record = change.leaves.base if isinstance(change.leaves, Node) else change.leaves
+        if record is not None:
+            draft.before[key] = inode_weight(len(key), len(record.target))
+            draft.files -= 1
+            draft.puts[schema.orphan_key(record.ino)] = orphan_of(record, self.core.client)
+        elif change.version and (node is None or node.own_record or node.version != change.version):
+            draft.before[key] = entry_weight(len(change.name))
+
+    def _draft_folder(self, draft: Draft, directory: Node) -> None:
+        """A name comes into a directory, which must not be removed meanwhile: who is about to has marked it."""
+        key = schema.inode_key(directory.ino)
+        draft.expect.setdefault(key, directory.version)
+        if directory.base is not None and directory.base.flags & schema.FLAG_LEAVING:
+            directory.flags &= ~schema.FLAG_LEAVING
+            draft.records[directory] = record = directory.record()
+            draft.puts[key] = schema.encode_inode(record)
+            draft.before[key] = inode_weight(len(key), 0)
+
+    def _draft_times(self, draft: Draft, directory: Node) -> None:
+        draft.times.append(directory)
+        if directory.nlink:
+            times = schema.encode_times(directory.atime, directory.mtime, directory.ctime)
+            draft.puts[schema.times_key(directory.ino)] = times
+            draft.before[schema.times_key(directory.ino)] = TIMES_WEIGHT
+            if self.core.shared and directory.version:  # where another host removed it, nobody takes its times away
+                draft.expect.setdefault(schema.inode_key(directory.ino), directory.version)
+
+    def _ready_extra(self, late: Late) -> Iterable[tuple[bytes, bytes | None]]:
+        """Other records that may go now: an attribute comes with its inode, or after it.
+
+        The inode may have lost its name to one that is late: then the stored name still means it, as it was before.
+        """
+        return [
+            (key, value)
+            for key, value in self._extra.items()
+            if not key.startswith(schema.XATTR_PREFIX) or not is_held(self.core.nodes.get(schema.key_inode(key)), late)
+        ]
+
+    def _draft_extra(self, draft: Draft) -> None:
+        for key, value in draft.extra.items():
+            if self.core.shared and key.startswith(schema.XATTR_PREFIX):
+                draft.expect[key], draft.before[key] = self.seen.get(key, NOT_STORED)
+            if value is None:
+                draft.deletes.add(key)
+            else:
+                draft.puts[key] = value
+
+    # -- when not everything has room ----------------------------------------------------------------
+
+    def _draft_some(self, batch: Batch) -> Draft:
+        """As many units as have room, the oldest first, and of what goes alone as much as has room beside them.
+
+        What is left out is added to what is late.
+        """
+        limits = self.core.records.limits
+        late = batch.late.copy()
+        units = self._units(late)
+        draft = Draft()
+        taken = 0
+        for unit in units:
+            part = self._draft_unit(unit, late)
+            if not draft.has_room(part, limits):
+                if taken:
+                    break
+                whole = self._draft_unit(unit, late, bequeaths=True) if self.core.shared else part
+                batch.too_large = not draft.has_room(whole, limits)
+                part = part if batch.too_large else whole
+            draft.add(part)
+            taken += 1
+        for unit in units[taken:]:
+            batch.late.add(unit.members())
+        if taken < len(units):
+            batch.left_serial = units[taken].serial
+        if not batch.too_large and not self._add_loose(draft, batch.late):
+            batch.left_serial = 0
+        return draft
+
+    def _draft_unit(self, unit: Unit, late: Late, *, bequeaths: bool = False) -> Draft:
+        draft = Draft()
+        for node in unit.nodes:
+            self._draft_node(draft, node, bequeaths=bequeaths)
+            if node in self._times:
+                self._draft_times(draft, node)
+        for node in unit.gone:
+            self._draft_gone(draft, node)
+        for change in unit.names:
+            self._draft_name(draft, change, late)
+        self._draft_extra(draft)
+        return draft.measure()
+
+    def _add_loose(self, draft: Draft, late: Late) -> bool:
+        """Times, attributes and slots that belong to no unit, as far as there is room; False if something is left."""
+        for piece in list(self._loose(draft, late)):
+            if not draft.has_room(piece.measure(), self.core.records.limits):
+                return False
+            draft.add(piece)
+        return True
+
+    def _loose(self, draft: Draft, late: Late) -> Iterator[Draft]:
+        """Piece by piece. A slot that another host freed goes together with the record that says so."""
+        paired = set()
+        for extent in self.core.dead:
+            piece = Draft(dead=[extent])
+            key = schema.freed_key(self.core.geometry.slab_of(extent.addr), extent.addr, extent.generation)
+            if self._extra.get(key, b"") is None:
+                piece.extra[key] = None
+                paired.add(key)
+            self._draft_dead(piece, [extent])
+            self._draft_extra(piece)
+            yield piece
+        with_unit = set(draft.times)
+        for directory in self._times:
+            if directory not in late and directory not in with_unit:
+                piece = Draft()
+                self._draft_times(piece, directory)
+                yield piece
+        for key, value in self._ready_extra(late):
+            if key not in draft.extra and key not in paired:
+                piece = Draft(extra={key: value})
+                self._draft_extra(piece)
+                yield piece
+
+    def _units(self, late: Late) -> list[Unit]:
+        """What may go now, in units, the oldest first."""
+        groups = _Groups()
+        changes: list[tuple[NameChange, Node | None]] = []
+        for change in self._names:
+            if is_held(change.moved, late):
+                continue
+            if change.node in late:
+                if change.may_go_first:
+                    changes.append((change, groups.join(settlers(change.moved))))
+                continue
+            members = list(settlers(change.moved))
+            if change.node is not None:
+                members.append(change.node)
+            if any(node.is_directory for node in members):
+                members += [node for node in [self.core.nodes.get(change.parent)] if node in self._dirty]
+            changes.append((change, groups.join(members)))
+        for node in self._ties:
+            if node not in late:
+                groups.join((node, *self._ties.of(node)))
+        units: dict[Node | None, Unit] = {}
+        alone: list[Unit] = []
+        for node, serial in self._dirty.items():
+            if node not in late:
+                unit = units.setdefault(groups.first(node), Unit(serial=serial))
+                unit.nodes.append(node)
+                unit.serial = min(unit.serial, serial)
+        for node, serial in self._gone.items():
+            unit = units.setdefault(groups.first(node), Unit(serial=serial))
+            unit.gone.append(node)
+            unit.serial = min(unit.serial, serial)
+        for change, member in changes:
+            home = units.get(groups.first(member)) if member is not None else None
+            if home is None:
+                alone.append(home := Unit())
+            home.names.append(change)
+        return sorted([*alone, *units.values()], key=lambda unit: unit.serial)
+
+
+class _Groups:
+    """Which inodes go together."""
+
+    def __init__(self) -> None:
+        self._above: dict[Node, Node] = {}
+
+    def first(self, node: Node) -> Node:
+        """The one that stands for all that go with ``node``."""
+        while (above := self._above.get(node, node)) is not node:
+            node = above
+        return node
+
+    def join(self, nodes: Iterable[Node]) -> Node | None:
+        """These go together: one of them."""
+        top: Node | None = None
+        for node in nodes:
+            here = self.first(node)
+            if top is None:
+                top = here
+            elif here is not top:
+                self._above[here] = top
+        return top
+
+
+def slot_records_max(limits: RecordLimits) -> int:
+    """Records of slots that one commit may carry beside a file's other records."""
+    return max(1, limits.commit_operations_max // SLOT_SHARE)
+
+
+def orphan_of(record: schema.InodeRecord, client: int) -> bytes:
+    """The orphan record of an inode as it is stored."""
+    return schema.encode_orphan(msgspec.structs.replace(record, nlink=0), client)
+
+
+def _leaves_orphan(node: Node) -> bool:
+    """Its orphan record is to be put."""
+    return node.extra.get(schema.orphan_key(node.ino)) is not None

@@ -1,0 +1,77 @@
+"""Shows other threads where the bytes of a file are: makes content maps, and fills them as far as it is asked to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvfuse.errors import Stale
+from kvfuse.volume.content.access_times import AccessTimes
+from kvfuse.volume.content.cutting import Content
+from kvfuse.volume.inodes.chunk import DISCARDED, Chunk
+from kvfuse.volume.inodes.core import Core
+from kvfuse.volume.inodes.node import Node
+from kvfuse.volume.views.content_map import ContentMap, MapRow, Sources
+
+
+@dataclass
+class Mapper:
+    """See the module."""
+
+    core: Core
+    content: Content
+    access: AccessTimes
+
+    def __post_init__(self) -> None:
+        self._sources = Sources(self.core.segments)
+
+    def map_of(self, node: Node) -> ContentMap:
+        """The inode's map. Stale for one that was removed."""
+        if node.map is None:
+            if node.reaped or self.core.nodes.get(node.ino) is not node:  # nobody would end the map with the inode
+                raise Stale(f"inode {node.ino} was removed")
+            node.map = ContentMap(node.ino, node.chunk_size, node.size, self.access.log_for(node))
+        return node.map
+
+    async def show(self, node: Node, first: int, last: int) -> None:
+        """Have rows for the chunks ``first``..``last`` of which all bytes in slots are in one place that is mapped.
+
+        Others stay unknown: those with staged bytes, or in pieces, or in segments that cannot be mapped. Rows may be
+        gone again when this returns, where the file changes meanwhile. Waits for the records of far chunks.
+        """
+        for index in range(first, min(last, (node.size - 1) // node.chunk_size) + 1):
+            shown = self.map_of(node)
+            shown_row = shown.rows.get(index)
+            if shown_row is not None:
+                if shown_row.source is None or shown_row.source.is_intact():
+                    continue
+                shown.hide(index)
+            row = self._copy(node, index)
+            if row is None:
+                chunk = node.chunks.get(index) or await self.content.chunk(node, index)
+                row = self._row(chunk)
+            if row is not None:
+                self.map_of(node).add(index, row)  # nothing has waited since the chunk was looked at
+
+    def _copy(self, node: Node, index: int) -> MapRow | None:
+        """A row for the copy of the file in the shared-memory tier."""
+        block = self.core.tier.find(node.ino)
+        if block is None or block.size != node.size:
+            return None
+        start = index * node.chunk_size
+        return MapRow(block.source, block.offset + start, min(node.chunk_size, block.size - start), block=block)
+
+    def _row(self, chunk: Chunk | None) -> MapRow | None:
+        if chunk is None or (chunk.staged is None and not chunk.extents):
+            return MapRow(None, 0, 0)
+        if chunk.staged is not None or len(chunk.extents) > 1:
+            return None
+        extent = chunk.extents[0]
+        if extent.state == DISCARDED:
+            return None  # a damaged volume: the slot may become another file's, and nobody would hide the row
+        if self.core.shared:
+            return None  # the news that another host frees the slot may be late: each read has to be verified
+        segment, start = self.core.locate(extent.addr)
+        source = self._sources.get(segment)
+        if source is None:
+            return None
+        return MapRow(source, start, extent.length, extent.checksums, extent.verified)

@@ -1,0 +1,195 @@
+"""Bytes of sealed extents, fetched before the kernel asks for them: where each read is a round trip to servers.
+
+A file that is opened, or read from its start, is likely to be read on. Its extent is then fetched in parts, side by
+side, and what was fetched is kept until it was handed out once (the kernel caches it then), the file is closed, or
+the memory is needed. So a reader waits for about one round trip, and a small read costs no engine call of its own.
+
+Only what never changes is fetched: sealed extents of volumes in which nothing is written in place. A part counts
+when its bytes are those that the extent's checksums promise; whatever else came, or failed, is left to the
+read itself, which knows what to do about it (`reading`). An extent that the file no longer has is never asked for:
+who asks looks whether it is the file's before, and after he waited.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import trio
+
+from kvfuse.checksum import CHECKSUM_SIZE, GRANULE_SIZE, granule_checksums
+from kvfuse.errors import KvfuseError
+from kvfuse.remote.segments.api import Transfer
+from kvfuse.volume.inodes.chunk import Extent
+from kvfuse.volume.inodes.core import Core
+from kvfuse.volume.inodes.node import Node
+
+log = logging.getLogger(__name__)
+
+PART_SIZE = 4 * GRANULE_SIZE
+"""Bytes of one call to the engine: what the kernel asks for at once, too."""
+WINDOW_SIZE = 4 * PART_SIZE
+"""Bytes of an extent that are fetched together, at most."""
+MEMORY_MAX = 64 << 20
+"""Bytes of all windows that are kept, or under way."""
+EAGER_SIZE_MIN = PART_SIZE // 8
+"""A first read of so many bytes announces more: the kernel reads that far ahead for those who read on."""
+
+
+class _Part:
+    """A run of granules of a window."""
+
+    __slots__ = ("done", "error", "is_whole", "scope")
+
+    def __init__(self) -> None:
+        self.done = trio.Event()
+        self.scope = trio.CancelScope()
+        self.error: KvfuseError | None = None
+        self.is_whole = False
+        """its bytes are there, and right"""
+
+
+class _Window:
+    """Up to WINDOW_SIZE bytes of an extent, which begin ``low`` bytes into it."""
+
+    __slots__ = ("bytes", "checksums", "low", "node", "parts", "reach", "rest")
+
+    def __init__(self, node: Node, extent: Extent, low: int) -> None:
+        self.node = node
+        self.low = low
+        self.checksums = extent.checksums
+        self.bytes = np.empty(min(extent.length - low, WINDOW_SIZE), np.uint8).data
+        """memory is used as it is filled"""
+        self.parts: list[_Part | None] = [None] * -(-len(self.bytes) // PART_SIZE)
+        """None: not asked for"""
+        self.rest = len(self.bytes)
+        """bytes that nobody was given yet"""
+        self.reach = 0
+        """up to where they were given"""
+
+    def is_intact(self, number: int) -> bool:
+        """The bytes of a part are those that its checksums promise."""
+        start = (self.low + number * PART_SIZE) // GRANULE_SIZE * CHECKSUM_SIZE
+        found = granule_checksums(self.bytes[number * PART_SIZE : (number + 1) * PART_SIZE])
+        return found == self.checksums[start : start + len(found)]
+
+    def covering(self, offset: int, length: int) -> list[_Part | None]:
+        """The parts of a range of the window."""
+        return self.parts[offset // PART_SIZE : -(-(offset + length) // PART_SIZE)]
+
+
+Key = tuple[Extent, int]
+"""of a window: its extent, and its number in that"""
+
+
+class Fetcher:
+    """See the module. ``run`` has to be running, or nothing is fetched. Event loop only."""
+
+    def __init__(self, core: Core, memory_max: int = MEMORY_MAX) -> None:
+        self.core = core
+        self.memory_max = memory_max
+        self.memory_size = 0
+        """bytes of all windows"""
+        self._nursery: trio.Nursery | None = None
+        self._windows: dict[Key, _Window] = {}
+        """the oldest first"""
+        self._files: dict[Node, set[Key]] = {}
+
+    async def run(self) -> None:
+        """Fetch, for ever. Nothing that is under way outlives it."""
+        async with trio.open_nursery() as nursery:
+            self._nursery = nursery
+            try:
+                await trio.sleep_forever()
+            finally:
+                self._nursery = None  # while it still takes tasks: once its last one has ended it does not
+
+    def opened(self, node: Node, extent: Extent) -> None:
+        """A file was opened that begins with ``extent``, and the kernel has nothing of it: its start will be read."""
+        self._begin(node, (extent, 0), PART_SIZE)
+
+    def closed(self, node: Node) -> None:
+        """Nobody has the file open any more: nothing is kept of it."""
+        for key in list(self._files.get(node, ())):
+            self._drop(key)
+
+    async def read(self, node: Node, extent: Extent, start: int, length: int) -> memoryview | None:
+        """Bytes of an extent, right but maybe no longer the file's; None where they have to be read.
+
+        EngineError where they were waited for, and the engine failed.
+        """
+        number, offset = divmod(start, WINDOW_SIZE)
+        key = extent, number
+        if offset + length > WINDOW_SIZE:
+            return None
+        self._expect(node, key, offset, length)
+        window = self._windows.get(key)
+        if window is None:
+            return None
+        for part in window.covering(offset, length):
+            if part is None or (part.done.is_set() and not part.is_whole):
+                return None
+            await part.done.wait()
+            if part.error is not None:
+                raise part.error
+            if not part.is_whole:
+                return None
+        window.rest -= length
+        window.reach = max(window.reach, offset + length)
+        if window.rest <= 0 and self._windows.get(key) is window:
+            self._drop(key)
+        return window.bytes[offset : offset + length]
+
+    # -- what to fetch -------------------------------------------------------------------------------
+
+    def _expect(self, node: Node, key: Key, offset: int, length: int) -> None:
+        """A range of a window is about to be read: fetch it where it is read from its start on, and what follows."""
+        window = self._windows.get(key)
+        if offset and (window is None or offset > window.reach + PART_SIZE):
+            return
+        is_eager = bool(offset) or length >= EAGER_SIZE_MIN
+        self._begin(node, key, WINDOW_SIZE if is_eager else PART_SIZE)
+
+    def _begin(self, node: Node, key: Key, length: int) -> None:
+        """Have the first ``length`` bytes of a window, unless they are there or under way."""
+        nursery, (extent, number) = self._nursery, key
+        if nursery is None or not extent.checksums or not node.handles:
+            return
+        window = self._windows.get(key)
+        if window is None:
+            window = self._windows[key] = _Window(node, extent, number * WINDOW_SIZE)
+            self._files.setdefault(node, set()).add(key)
+            self.memory_size += len(window.bytes)
+            while self.memory_size > self.memory_max and len(self._windows) > 1:
+                self._drop(next(iter(self._windows)))
+        for index in range(min(-(-length // PART_SIZE), len(window.parts))):
+            if window.parts[index] is None:
+                window.parts[index] = part = _Part()
+                nursery.start_soon(self._fetch, extent, window, index, part)
+
+    async def _fetch(self, extent: Extent, window: _Window, index: int, part: _Part) -> None:
+        """Fill a part. What comes after the window was dropped is for those who still wait for it."""
+        low = index * PART_SIZE
+        transfer = Transfer(*self.core.locate(extent.addr + window.low + low), window.bytes[low : low + PART_SIZE])
+        try:
+            with part.scope, self.core.reads.reading():
+                await self.core.segments.read([transfer])
+                part.is_whole = window.is_intact(index)
+        except KvfuseError as error:
+            part.error = error
+        except ValueError as error:
+            log.warning("nothing could be fetched: %s", error)  # whoever reads it hears why
+        finally:
+            part.done.set()
+
+    def _drop(self, key: Key) -> None:
+        """A window is not needed. What of it is under way is cancelled: who waits for it reads for himself."""
+        window = self._windows.pop(key)
+        self.memory_size -= len(window.bytes)
+        keys = self._files[window.node]
+        keys.discard(key)
+        if not keys:
+            del self._files[window.node]
+        for part in window.parts:
+            if part is not None:
+                part.scope.cancel()

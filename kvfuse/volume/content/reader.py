@@ -1,0 +1,339 @@
+"""Bytes of files from their extents: chunks and their records, reads, verification. Nothing here changes a file.
+
+A read that waits for an engine may find, when it is back, that the extent is another's: then it reads again.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+import trio
+
+from kvfuse.checksum import GRANULE_SIZE, crc32c, granule_checksums
+from kvfuse.errors import Corrupt
+from kvfuse.remote.segments.api import Transfer
+from kvfuse.volume.content.read_ahead import Fetcher
+from kvfuse.volume.inodes.chunk import COMMITTED, DISCARDED, Chunk, Extent
+from kvfuse.volume.inodes.core import Core
+from kvfuse.volume.inodes.node import Node
+from kvfuse.volume.store import schema
+
+log = logging.getLogger(__name__)
+
+READS_MAX = 8
+"""Extents that one call reads side by side, where each is a round trip."""
+
+
+async def _keep(node: Node) -> None:
+    """Nobody else changes it."""
+
+
+@dataclass
+class ContentReader:
+    """See the module."""
+
+    core: Core
+    renew: Callable[[Node], Awaitable[None]] = field(default=_keep, kw_only=True)
+    """brings an inode up to what other hosts have stored; Stale, if it is gone"""
+    fetcher: Fetcher | None = field(default=None, kw_only=True)
+    """where each read of the engine is a round trip, and nothing is written in place"""
+
+    # -- chunks --------------------------------------------------------------------------------------
+
+    def restore_chunks(self, node: Node, record: schema.InodeRecord) -> Node:
+        """Give a node decoded from ``record`` its inline chunks."""
+        for index, extents in enumerate(record.chunks):
+            if extents:
+                node.chunks[index] = Chunk([self.extent(extent) for extent in extents])
+        if record.chunks and record.chunks[0]:
+            node.described = (-1, b"", 0, 0, 0, 0)
+        return node
+
+    def extent(self, record: schema.ExtentRecord) -> Extent:
+        """An extent that a record names."""
+        slabs = self.core.slabs
+        state = COMMITTED
+        if not self.core.shared and not slabs.is_durable(record.addr):
+            log.error("slot %d belongs to a file but is free: 'kvfuse fsck' tells more", record.addr)
+            state = DISCARDED  # it is not ours to free
+        slot_size = slabs.slot_size(record.addr)
+        return Extent(record.addr, slot_size, record.length, record.generation, record.checksums, state)
+
+    async def chunk(self, node: Node, index: int) -> Chunk | None:
+        """The chunk, from its record where it has one of its own; None for a hole."""
+        while True:
+            chunk = node.chunks.get(index)
+            if chunk is not None or index < schema.INLINE_CHUNKS or not node.flags & schema.FLAG_CHUNK_RECORDS:
+                return chunk
+            merges = node.content_merges
+            found = (await self.core.records.get([schema.chunk_key(node.ino, index)]))[0]
+            if node.content_merges != merges:
+                continue  # what was read may be older than what is known by now
+            if found is None or index in node.chunks or index in node.dirty_chunks:
+                return node.chunks.get(index)
+            node.chunks[index] = Chunk([self.extent(extent) for extent in schema.decode_chunk(found.value)])
+
+    async def load_all(self, node: Node, first: int = 0) -> None:
+        """Have every chunk from ``first`` on in memory."""
+        if not node.flags & schema.FLAG_CHUNK_RECORDS:
+            return
+        prefix = schema.chunk_prefix(node.ino)
+        start = schema.chunk_key(node.ino, first - 1) if first > 0 else b""
+        after, merges = start, node.content_merges
+        while True:
+            rows = await self.core.records.scan(prefix, after)
+            if node.content_merges != merges:  # as in `chunk`
+                after, merges = start, node.content_merges
+                continue
+            for row in rows:
+                index = schema.chunk_index(row.key)
+                if index not in node.chunks and index not in node.dirty_chunks:
+                    extents = [self.extent(extent) for extent in schema.decode_chunk(row.value)]
+                    node.chunks[index] = Chunk(extents)
+            if not rows:
+                return
+            after = rows[-1].key
+
+    # -- reading -------------------------------------------------------------------------------------
+
+    def opened(self, node: Node) -> None:
+        """A file is opened of which the kernel has no bytes: those at its start will be asked for."""
+        chunk = node.chunks.get(0)
+        if self.fetcher is not None and chunk is not None and chunk.staged is None and chunk.extents:
+            self.fetcher.opened(node, chunk.extents[0])
+
+    def closed(self, node: Node) -> None:
+        """Nobody has the file open any more."""
+        if self.fetcher is not None:
+            self.fetcher.closed(node)
+
+    async def read(self, node: Node, offset: int, size: int) -> bytes | bytearray | memoryview:
+        """Bytes at ``offset``, short at the end of the file; a view of the segment where that is possible."""
+        end = min(offset + size, node.size)
+        if offset >= end:
+            return b""
+        index, start = divmod(offset, node.chunk_size)
+        length = end - offset
+        if start + length <= node.chunk_size:
+            chunk = node.chunks.get(index) or await self.chunk(node, index)
+            if chunk is None:
+                return bytes(length)
+            if chunk.staged is not None:
+                return chunk.staged.read(start, start + length)
+            if len(chunk.extents) == 1 and start + length <= chunk.extents[0].length:
+                return await self._read_extent(node, index, chunk.extents[0], start, length)
+        result = bytearray(length)
+        await self._read_parts(node, offset, memoryview(result))
+        return result
+
+    async def read_into(self, node: Node, offset: int, target: memoryview) -> int:
+        """As `read`, but into ``target``; how many bytes."""
+        length = max(0, min(len(target), node.size - offset))
+        await self._read_parts(node, offset, target[:length])
+        return length
+
+    async def _read_parts(self, node: Node, offset: int, target: memoryview) -> None:
+        """Fill ``target`` from all the chunks and extents that it covers."""
+        end = offset + len(target)
+        position = offset
+        parts = []
+        while position < end:
+            index, start = divmod(position, node.chunk_size)
+            length = min(end - position, node.chunk_size - start)
+            part = target[position - offset : position - offset + length]
+            parts.append(partial(self._read_part, node, index, start, part))
+            position += length
+        await self._do_all(parts)
+
+    async def _read_part(self, node: Node, index: int, start: int, target: memoryview) -> None:
+        """Fill ``target`` from one chunk, or with zeros where there is none."""
+        chunk = await self.chunk(node, index)
+        if chunk is not None and chunk.staged is not None:
+            target[:] = chunk.staged.read(start, start + len(target))
+        elif chunk is not None:
+            await self._read_chunk(node, index, chunk, start, target)
+        else:
+            _clear(target)
+
+    async def _do_all(self, reads: Sequence[Callable[[], Awaitable[None]]]) -> None:
+        """Side by side, where each may be a round trip: so a call waits for about one, and for one deadline."""
+        if self.core.shared and len(reads) > 1:
+            await _side_by_side(reads)
+        else:
+            for read in reads:
+                await read()
+
+    async def _read_chunk(self, node: Node, index: int, chunk: Chunk, start: int, target: memoryview) -> None:
+        """Fill ``target`` from the extents. While one is read others may be given up: then the file is read anew."""
+        piece_start = 0
+        pieces = []
+        for extent in chunk.extents:
+            low = max(start, piece_start)
+            high = min(start + len(target), piece_start + extent.length)
+            if low < high:
+                part = target[low - start : high - start]
+                pieces.append(partial(self._read_piece, node, index, extent, low - piece_start, low, part))
+            piece_start += extent.length
+        await self._do_all(pieces)
+        _clear(target[max(0, piece_start - start) :])
+
+    async def _read_piece(
+        self, node: Node, index: int, extent: Extent, start: int, chunk_start: int, target: memoryview
+    ) -> None:
+        """Fill ``target`` with what begins at ``start`` of an extent, at ``chunk_start`` of its chunk."""
+        if _is_current(node, index, extent):
+            target[:] = await self._read_extent(node, index, extent, start, len(target), may_view=False)
+        else:
+            count = await self.read_into(node, index * node.chunk_size + chunk_start, target)
+            _clear(target[count:])
+
+    async def _read_extent(
+        self, node: Node, index: int, extent: Extent, start: int, length: int, *, may_view: bool = True
+    ) -> bytes | bytearray | memoryview:
+        """Bytes of one extent, verified granule by granule the first time they are touched.
+
+        Only what is verified is viewed, and only for the kernel: this process would not survive a medium that fails.
+        """
+        core = self.core
+        if core.shared:
+            return await self._read_shared(node, index, extent, start, length)
+        segment, file_offset = core.locate(extent.addr)
+        low, high, needed = start, start + length, 0
+        if extent.checksums:
+            first, last = start // GRANULE_SIZE, (start + length - 1) // GRANULE_SIZE
+            needed = ((2 << (last - first)) - 1) << first & ~extent.verified
+            if needed:
+                low, high = first * GRANULE_SIZE, min((last + 1) * GRANULE_SIZE, extent.length)
+        view = core.segments.view(segment, file_offset + low, high - low) if may_view and not needed else None
+        if view is not None:
+            return view
+        return await self._read_engine(node, index, extent, start, length, (low, high))
+
+    async def _read_engine(
+        self, node: Node, index: int, extent: Extent, start: int, length: int, span: tuple[int, int]
+    ) -> memoryview | bytes:
+        """As above, where the bytes are not resident. Meanwhile the extent may be unsealed, replaced or shortened."""
+        low, high = span
+        checksums = extent.checksums
+        segment, file_offset = self.core.locate(extent.addr)
+        buffer = np.empty(high - low, np.uint8).data
+        offset = _offset_of(node, index, extent) + start
+        with self.core.reads.reading():
+            await self.core.segments.read([Transfer(segment, file_offset + low, buffer)])
+            if not _is_current(node, index, extent) or extent.checksums is not checksums:
+                return await self._read_again(node, offset, length)
+        if checksums:
+            self._verify(node, extent, buffer, low)
+        return buffer[start - low : start - low + length]
+
+    async def _read_shared(self, node: Node, index: int, extent: Extent, start: int, length: int) -> memoryview | bytes:
+        """Where others free slots, too: what was fetched, else from the engine, verified each time.
+
+        Bytes that are wrong may be those of a slot's next life: the inode is read anew once. Meanwhile it may change.
+        """
+        offset = _offset_of(node, index, extent) + start
+        checksums = extent.checksums
+
+        def is_same() -> bool:
+            return _is_current(node, index, extent) and extent.checksums is checksums
+
+        data = await self.fetcher.read(node, extent, start, length) if self.fetcher is not None else None
+        if data is None and is_same():
+            try:
+                data = await self._read_verified(node, extent, start, length, is_same)
+            except Corrupt:
+                await self.renew(node)
+                data = await self._read_verified(node, extent, start, length, is_same) if is_same() else None
+        if data is not None and is_same():
+            return data
+        return await self._read_again(node, offset, length)
+
+    async def _read_again(self, node: Node, offset: int, length: int) -> memoryview:
+        """What the file has there by now; zeros behind its end."""
+        buffer = memoryview(bytearray(length))
+        await self.read_into(node, offset, buffer)
+        return buffer
+
+    async def _read_verified(
+        self, node: Node, extent: Extent, start: int, length: int, is_same: Callable[[], bool]
+    ) -> memoryview | None:
+        """Bytes of an extent, from the engine. None where it is no longer the same. Corrupt where they are wrong."""
+        low = start // GRANULE_SIZE * GRANULE_SIZE
+        high = min(-(-(start + length) // GRANULE_SIZE) * GRANULE_SIZE, extent.length)
+        segment, file_offset = self.core.locate(extent.addr)
+        buffer = np.empty(high - low, np.uint8).data
+        with self.core.reads.reading():
+            await self.core.segments.read([Transfer(segment, file_offset + low, buffer)])
+        if not is_same():
+            return None
+        extent.verified = 0
+        self._verify(node, extent, buffer, low)
+        return buffer[start - low : start - low + length]
+
+    def check_extent(self, extent: schema.ExtentRecord, data: memoryview) -> None:
+        """Corrupt, unless these are the extent's bytes."""
+        if extent.checksums and granule_checksums(data) != extent.checksums:
+            self.core.counters.checksum_failures += 1
+            raise Corrupt(f"checksum mismatch in the slot at {extent.addr} of generation {extent.generation}")
+
+    def _verify(self, node: Node, extent: Extent, view: memoryview, low: int) -> None:
+        """Check the granules in ``view``, which begins with the one at ``low``; Corrupt names the first bad one."""
+        for position in range(0, len(view), GRANULE_SIZE):
+            number = (low + position) // GRANULE_SIZE
+            expected = int.from_bytes(extent.checksums[4 * number : 4 * number + 4], "little")
+            if not extent.verified >> number & 1:
+                found = crc32c(view[position : position + GRANULE_SIZE])
+                if found != expected:
+                    self.core.counters.checksum_failures += 1
+                    segment, file_offset = self.core.locate(extent.addr)
+                    message = (
+                        f"inode {node.ino}: checksum mismatch in segment {segment} at offset "
+                        f"{file_offset + low + position}: expected {expected:#010x}, found {found:#010x}"
+                    )
+                    log.error(message)
+                    raise Corrupt(message)
+                extent.verified |= 1 << number
+
+
+async def _side_by_side(reads: Sequence[Callable[[], Awaitable[None]]]) -> None:
+    """The first error ends the others, and is raised."""
+    errors: list[Exception] = []
+    turns = trio.Semaphore(READS_MAX)
+    async with trio.open_nursery() as nursery:
+
+        async def run(read: Callable[[], Awaitable[None]]) -> None:
+            async with turns:
+                try:
+                    await read()
+                except Exception as error:  # as the caller would get it, were they done one by one
+                    errors.append(error)
+                    nursery.cancel_scope.cancel()
+
+        for read in reads:
+            nursery.start_soon(run, read)
+    if errors:
+        raise errors[0]
+
+
+def _is_current(node: Node, index: int, extent: Extent) -> bool:
+    """The chunk's bytes are those of the extent, and of its neighbours."""
+    chunk = node.chunks.get(index)
+    return chunk is not None and chunk.staged is None and extent in chunk.extents
+
+
+def _offset_of(node: Node, index: int, extent: Extent) -> int:
+    """Where in the file an extent begins."""
+    offset = index * node.chunk_size
+    for other in node.chunks[index].extents:
+        if other is extent:
+            break
+        offset += other.length
+    return offset
+
+
+def _clear(target: memoryview) -> None:
+    np.frombuffer(target, np.uint8)[:] = 0

@@ -1,0 +1,135 @@
+"""Inodes in memory are brought up to what the record store says of them, where other hosts write it, too.
+
+Only what nobody changes here is taken over as a whole. An inode with changes of our own keeps them: the journal puts
+both together when it commits them, and finds that the record has moved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from kvfuse.volume.content.cutting import Content
+from kvfuse.volume.content.kernel_news import KernelNews
+from kvfuse.volume.inodes.core import Core
+from kvfuse.volume.inodes.node import Node
+from kvfuse.volume.store import schema
+
+
+@dataclass
+class Refresher:
+    """See the module. Nothing here waits."""
+
+    core: Core
+    content: Content
+    news: KernelNews = field(default_factory=KernelNews)
+    readers_change: Callable[[Node], None] = lambda node: None
+    """is told before other people may read an inode than before"""
+    revive: Callable[[Node], None] = lambda node: None
+    """as `SharedJournal.revive`"""
+
+    def take(self, record: schema.InodeRecord, version: int, place: tuple[int, bytes], *, own: bool) -> Node:
+        """The node of a record that was just read. ``place``: the name that led to it; ``own``: the record is its own.
+
+        What the node says already is not older than the record, or it is brought up to it.
+        """
+        node = self.core.nodes.get(record.ino)
+        if node is not None and not node.nlink and version > node.version:
+            self.revive(node)  # another host renamed it before our removal came
+            node = self.core.nodes.get(record.ino)
+            if node is not None and not (node.changed or node.committing or node.lock):
+                self._renounce(node)
+        if node is None:
+            node = self.content.restore_chunks(Node.from_record(record), record)
+            node.own_record, node.version, node.base = own, version, record
+            _put_at(node, record, place)
+            if self.core.places.content_version(node.ino) != version:
+                self.core.places.set_content_version(node.ino, 0)
+            return self.core.nodes.add(node)
+        if version > node.version and is_quiet(node):
+            self._bring_up(node, record, own=own)
+            node.version = version
+            _put_at(node, record, place)
+        elif version > max(node.version, node.moved_version) and not own:  # an answer may be older than the news
+            node.moved_to, node.moved_version = place, version
+        elif own and version == node.version:
+            _put_at(node, record, place)
+        return node
+
+    def _renounce(self, node: Node) -> None:
+        """Give up what was written to an open file after it was removed here: what is read next is what is stored."""
+        self.content.drop_all(node)
+        node.dead, node.base = [], None
+
+    def _bring_up(self, node: Node, record: schema.InodeRecord, *, own: bool) -> None:
+        base = node.base
+        if base is None or (base.mode, base.uid, base.gid) != (record.mode, record.uid, record.gid):
+            self.readers_change(node)
+        if not node.is_directory:
+            if not node.atime_moved or base is None or record.atime != base.atime:
+                node.atime, node.atime_moved = record.atime, False
+            node.mtime, node.ctime = record.mtime, record.ctime
+            if base is None or _content_of(base) != _content_of(record):
+                self._replace_content(node, record)
+        node.mode, node.uid, node.gid, node.nlink = record.mode, record.uid, record.gid, record.nlink
+        node.flags, node.chunk_size, node.target = record.flags, record.chunk_size, record.target
+        node.own_record, node.base = own, record
+        node.capability_free = False
+        node.appends, node.cut_size = False, None
+        self.news.attributes(node.ino)
+
+    def _replace_content(self, node: Node, record: schema.InodeRecord) -> None:
+        for index in list(node.chunks):
+            node.changing(index)
+        node.chunks.clear()
+        node.complete = False
+        node.content_merges += 1
+        self.content.restore_chunks(node, record)
+        node.far_blocks = record.far_blocks
+        node.end_moved += record.size - node.size
+        node.set_size(record.size)
+        self.core.places.set_content_version(node.ino, 0)
+        self.news.content(node.ino)
+
+    def take_times(self, node: Node, value: bytes, version: int) -> None:
+        """A directory's times. What is known here already comes again, and late, as news of what this host stored."""
+        if version <= node.times_version:
+            return
+        node.times_version = version
+        atime, mtime, ctime = schema.decode_times(value)
+        if node.times_changed:  # of two changes at the same time the later one holds
+            if ctime > node.ctime:
+                node.mtime, node.ctime = mtime, ctime
+        elif (mtime, ctime) == (node.mtime, node.ctime):
+            node.atime = max(node.atime, atime)  # it moves without being stored (`access`)
+        else:
+            node.atime, node.mtime, node.ctime = atime, mtime, ctime
+        self.news.attributes(node.ino)
+
+
+def _put_at(node: Node, record: schema.InodeRecord, place: tuple[int, bytes]) -> None:
+    """``place``: a name that led to the inode, or did once, or none where it was found by its number.
+
+    A directory is where its record says, also where the name is not known: the record that is put next says it again.
+    """
+    parent, name = place
+    if node.is_directory:
+        node.parent = record.parent
+        if name and record.parent == parent:
+            node.name = name
+    elif name:
+        node.parent, node.name = place
+
+
+def is_quiet(node: Node) -> bool:
+    """Nothing of the inode was changed here that the store does not know, or is about to be."""
+    return not (node.changed or node.committing or node.staged_count or node.born or node.dead or node.lock)
+
+
+def _content_of(record: schema.InodeRecord) -> tuple[object, ...]:
+    """What is the same as long as the bytes are. Chunks with records of their own show in the time of change.
+
+    That of the inode, as the bytes' time can be set back; so other changes of such a file count as one of its bytes.
+    """
+    far = record.ctime if record.flags & schema.FLAG_CHUNK_RECORDS else 0
+    return record.size, record.chunks, record.far_blocks, record.chunk_size, far

@@ -1,0 +1,317 @@
+"""What other hosts change is let known here: one watch over the records of a shared volume.
+
+* Inodes in memory are brought up to it, what is known of names is corrected, and the kernel is told to forget.
+* An inode that lost its last name elsewhere and is open here gets a record that says so, under this client's lease:
+  its bytes stay until the last handle is closed, or until the lease ends.
+* While there is no watch nothing is trusted that has not just been read. When it stands again, everything that is
+  cached was perhaps changed in between: it is dropped, and open files are read anew.
+
+Changes are taken in the order of their commits, one record at a time: names are settled by the newest version, so the
+order in which the two names of a rename come does not matter. Commits of our own are left out.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from dataclasses import asdict, dataclass, field
+from weakref import WeakSet
+
+import trio
+
+from kvfuse.errors import Corrupt, EngineError, Stale
+from kvfuse.remote.records.api import Change
+from kvfuse.volume.api import ROOT_INODE, KernelCache
+from kvfuse.volume.commit.journal import Journal
+from kvfuse.volume.content.refresh import is_quiet
+from kvfuse.volume.inodes.core import Core
+from kvfuse.volume.inodes.node import Node
+from kvfuse.volume.names.shared_lookup import SharedLookup
+from kvfuse.volume.store import schema
+from kvfuse.volume.store.joined_reads import SharedRecords
+from kvfuse.volume.store.member import Member
+
+RETRY_SECONDS = 0.5
+"""Longest pause before a watch that ended is begun anew."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class CoherenceCounters:
+    changes: int = 0
+    """records that other hosts changed"""
+    watches: int = 0
+    """begun; each but the first followed one that broke"""
+    held: int = 0
+    """removed files that were kept for a handle here"""
+
+
+@dataclass
+class Coherence:
+    """See the module."""
+
+    core: Core
+    records: SharedRecords
+    journal: Journal
+    lookup: SharedLookup
+    member: Member
+    counters: CoherenceCounters = field(default_factory=CoherenceCounters)
+
+    def __post_init__(self) -> None:
+        self.news = self.lookup.refresher.news
+        self._merger, self.journal.merger = self.journal.merger, self._merge
+        self._unsure_ends: WeakSet[Node] = WeakSet()
+        """files that others may have changed: the kernel may have taken an older end for theirs"""
+        self._held: dict[int, Node] = {}
+        """removed files that are open here: they have, or will have, an h record"""
+        self._changed_holds: dict[int, bool] = {}
+        """inode -> whether its h record is to be there; not done yet"""
+        self._work = trio.Event()
+
+    def tell(self, kernel: KernelCache) -> None:
+        """Who is told of what other hosts change."""
+        self.news.kernel = kernel
+
+    def statistics(self) -> dict[str, int]:
+        return {
+            **asdict(self.counters),
+            "removed_open_count": len(self._held),
+            "is_watched": int(self.lookup.is_watched),
+        }
+
+    async def run(self) -> None:
+        """Watch, for ever."""
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self.records.run)
+            nursery.start_soon(self.news.run)
+            nursery.start_soon(self._keep_holds)
+            while True:
+                try:
+                    await self._watch()
+                except EngineError as error:
+                    log.warning("the watch of other hosts' changes broke, it is begun anew: %s", error)
+                self.lookup.is_watched = False
+                await trio.sleep(RETRY_SECONDS * random.uniform(0.5, 1.0))
+
+    async def _watch(self) -> None:
+        changes = self.records.watch(b"")
+        self.records.lost_track()
+        if self.counters.watches:
+            await self._renew()
+        self.counters.watches += 1
+        self.lookup.is_watched = True
+        async for change in changes:
+            await self._take(change)
+
+    # -- one change ----------------------------------------------------------------------------------
+
+    async def _take(self, change: Change) -> None:
+        """Waits, where a commit of our own is under way that may be this one."""
+        kind = change.key[:1]
+        if kind not in (b"d", b"i", b"t", b"o"):
+            return
+        is_own = await self.records.is_own(change.version)
+        self.records.heard([change.key], change.version, is_present=change.value is not None)
+        self.counters.changes += not is_own
+        if is_own:  # what others committed before it has been told
+            self.lookup.paths.caught_up(self.records.sent_at(change.version))
+        if kind == b"d":
+            self._take_entry(change, is_own)
+        elif kind == b"t":
+            self._take_times(change)
+        elif is_own:
+            if kind == b"i" and change.value is not None:
+                self._is_ours(schema.key_inode(change.key), change.version)
+        elif kind == b"i":
+            self._take_inode(change)
+        elif change.value is not None and schema.decode_orphan(change.value).remover != self.member.client:
+            self._take_removed(schema.key_inode(change.key))
+
+    def _take_entry(self, change: Change, is_own: bool) -> None:
+        core = self.core
+        parent, _, name = schema.split_entry_key(change.key)
+        core.known.settle(parent, name, change.value is not None)
+        entry = schema.decode_entry(change.value) if change.value is not None else None
+        if is_own:
+            if isinstance(entry, schema.InodeRecord):
+                self._is_ours(entry.ino, change.version)
+            return
+        ino = entry.ino if isinstance(entry, schema.InodeRecord) else entry
+        if change.version > core.known.version(parent, name):
+            is_followed = False
+            if ino is not None and core.known.inode(parent, name) == ino:
+                core.known.note(parent, name, ino, change.version)
+                is_followed = core.nodes.get(ino) is not None
+            else:
+                self.journal.renaming(parent, name)
+                core.known.drop(parent, name, change.version)
+            if not is_followed and (parent == ROOT_INODE or core.places.known(parent)):
+                self.news.name(parent, name)  # what is not in memory may be on its way to the kernel in a listing
+        if change.value is not None:
+            core.known.shelf.put(parent, name, change.value, change.version)
+        if isinstance(entry, schema.InodeRecord):
+            self._take_record(entry, change.version, parent, name, own=False)
+
+    def _is_ours(self, ino: int, version: int) -> None:
+        """Bytes that the kernel cached have another version by a change that came through it."""
+        if self.core.places.content_version(ino):
+            self.core.places.set_content_version(ino, version)
+
+    def _take_inode(self, change: Change) -> None:
+        ino = schema.key_inode(change.key)
+        if change.value is not None:
+            place = self.core.places.get(ino) or (0, b"")
+            self._take_record(schema.decode_inode(change.value), change.version, *place, own=True)
+            return
+        node = self.core.nodes.get(ino)
+        if node is not None and node.is_directory:
+            self.core.known.removed(ino)
+            self.core.tier.retire(ino)
+            self.journal.withdraw_attributes(node)
+            node.nlink = 0
+            self.core.nodes.drop(node)
+            self.news.attributes(ino)
+
+    def _take_record(self, record: schema.InodeRecord, version: int, parent: int, name: bytes, *, own: bool) -> None:
+        """An inode was put. Of one that is not in memory, the kernel may know more than its place."""
+        core = self.core
+        node = core.nodes.get(record.ino)
+        if node is not None:
+            if version > node.version:
+                place = (parent, name) if not own else (record.parent or node.parent, node.name)
+                self.lookup.refresher.take(record, version, place, own=own)
+                core.places.set(record.ino, *place)
+        elif core.places.known(record.ino):
+            if not own:
+                core.places.set(record.ino, parent, name)
+            core.places.set_content_version(record.ino, 0)
+            self.news.content(record.ino)
+
+    def _take_times(self, change: Change) -> None:
+        """Our own, too: what was read before it may be older."""
+        directory = self.core.nodes.get(schema.key_inode(change.key))
+        if directory is not None and change.value is not None:
+            self.lookup.refresher.take_times(directory, change.value, change.version)
+
+    def opened(self, node: Node) -> bool:
+        """A file is opened: whether what the kernel cached of its bytes is true. From now on it is."""
+        places = self.core.places
+        is_valid = places.content_version(node.ino) > 0
+        if not is_valid and node.size:
+            self._unsure_ends.add(node)
+        places.set_content_version(node.ino, max(node.version, 1))
+        return is_valid
+
+    def append_offset(self, node: Node, offset: int) -> int:
+        """Where bytes go that the kernel wants at ``offset`` by a descriptor for appends: it may not know yet how far
+        others got. Where they had no hand in it the kernel means what it says: bytes of a mapping come by any
+        descriptor that may write, and O_APPEND can be taken away.
+        """
+        if offset >= node.size or (node not in self._unsure_ends and self.core.places.content_version(node.ino)):
+            return offset
+        self._content_differs(node)
+        return node.size
+
+    def _content_differs(self, node: Node) -> None:
+        """Bytes are not, or not where, the kernel cached them."""
+        self.core.places.set_content_version(node.ino, 0)
+        self.news.content(node.ino)
+
+    async def _merge(self, node: Node, record: schema.InodeRecord, version: int) -> None:
+        await self._merger(node, record, version)
+        self._content_differs(node)
+
+    # -- removed files that are open here ------------------------------------------------------------
+
+    def _take_removed(self, ino: int) -> None:
+        """Another host took the last name of a file."""
+        node = self.core.nodes.get(ino)
+        if node is None or node.reaped:
+            return
+        self.news.attributes(ino)
+        if node.nlink and not is_quiet(node):
+            self.journal.lost(node)
+        node.nlink = 0
+        if node.handles:
+            self.hold(node)
+        else:
+            self._end(node)
+
+    def _end(self, node: Node) -> None:
+        """Nobody can ask for the file any more: what only memory has of it is given up."""
+        self.core.tier.drop(node.ino)
+        self.journal.reap(node)
+        self.core.nodes.drop(node)
+
+    def hold(self, node: Node) -> None:
+        """The file is open here and has no name: nobody may free its bytes."""
+        if node.ino not in self._held:
+            self.counters.held += 1
+            self._held[node.ino] = node
+            self._set_hold(node.ino, True)
+
+    def let_go(self, node: Node) -> bool:
+        """The last handle of a file without names was closed. False: it was not another host that removed it."""
+        if self._held.pop(node.ino, None) is None:
+            return False
+        self._set_hold(node.ino, False)
+        self._end(node)
+        return True
+
+    def _set_hold(self, ino: int, is_held: bool) -> None:
+        self._changed_holds[ino] = is_held
+        self._work.set()
+
+    async def _keep_holds(self) -> None:
+        """Write what `hold` and `let_go` said, for ever."""
+        while True:
+            await self._work.wait()
+            self._work = trio.Event()
+            for ino, is_held in list(self._changed_holds.items()):
+                key = schema.open_key(ino, self.member.client)
+                try:
+                    if is_held:
+                        await self.records.commit({key: b""}, lease=self.member.lease)
+                    else:
+                        await self.records.commit({}, [key])
+                except EngineError as error:
+                    log.warning("inode %d is removed, and open here: that could not be said yet: %s", ino, error)
+                    self._work.set()
+                    await trio.sleep(RETRY_SECONDS * random.random())
+                else:
+                    if self._changed_holds[ino] == is_held:
+                        del self._changed_holds[ino]
+                    else:
+                        self._work.set()
+
+    # -- a watch that broke --------------------------------------------------------------------------
+
+    async def _renew(self) -> None:
+        """Drop what is cached, and read what is open anew. EngineError leaves it to be done again."""
+        core = self.core
+        core.known.clear()
+        kept = [node for node in core.nodes if node.handles or not is_quiet(node) or node.is_directory]
+        for node in [node for node in core.nodes if not node.busy and not node.is_directory]:
+            node.end_map()
+            core.tier.drop(node.ino)
+            core.nodes.drop(node)
+        core.places.distrust_all()
+        for ino, parent, name in core.places:
+            self.news.name(parent, name)
+            self.news.content(ino)
+        for node in kept:
+            if node.nlink and node.version:
+                await self._renew_node(node)
+
+    async def _renew_node(self, node: Node) -> None:
+        try:
+            await self.lookup.renew(node)
+        except Corrupt as error:  # whoever asks for it gets this error; the watch goes on
+            log.error("inode %d cannot be read anew: %s", node.ino, error)
+        except Stale:
+            (removed,) = await self.records.get([schema.orphan_key(node.ino)])
+            if removed is not None:
+                self._take_removed(node.ino)
+            elif node.is_directory:
+                self.core.nodes.drop(node)

@@ -1,0 +1,65 @@
+"""Where little is free, those who have more of it than an equal part for each client leave some to the others.
+
+Every client computes this alike, from what all can see. Who has more gives back slabs that are partly used: those that
+it took no slot of lately, the emptiest first. Who has less, and no room, waits a while for that.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import trio
+
+from kvfuse.volume.hosts.slab_view import SlabView
+from kvfuse.volume.inodes.core import Core
+
+OWED_SECONDS = 8.0
+"""So long somebody waits for slabs of others, after the last one came: they look for what they may give every few."""
+
+
+@dataclass
+class Shares:
+    """Of one client. ``view``: what all hold and use."""
+
+    core: Core
+    view: SlabView
+    _partly_free: dict[int, int] = field(default_factory=dict)
+    """slabs that could be given back at the last look -> bytes that were free in them"""
+    _owed_since: float | None = None
+
+    def _share(self) -> int:
+        """An equal part, in bytes, of what is free in the whole volume."""
+        free = self.core.geometry.data_size - self.view.used_bytes
+        return max(free, 0) // max(len(self.view.members), 1)
+
+    @property
+    def surplus(self) -> int:
+        """Bytes that this client has too many, while what is nobody's is less than a part; or not above 0."""
+        share = self._share()
+        return self.core.slabs.free_bytes - share if self.view.unheld_free_bytes < share else 0
+
+    def to_give(self) -> list[int]:
+        """Slabs to be withdrawn now, while no commit is under way. Asked again and again while there is a surplus."""
+        before, self._partly_free = self._partly_free, self.core.slabs.partly_free()
+        freeing = {self.core.geometry.slab_of(extent.addr) for extent in self.core.dead}
+        given = []
+        left = self.surplus
+        for slab, free in sorted(self._partly_free.items(), key=lambda item: item[1], reverse=True):
+            if free <= left and free >= before.get(slab, free + 1) and slab not in freeing:
+                given.append(slab)
+                left -= free
+        return given
+
+    def came(self) -> None:
+        """This client got slabs: more may follow."""
+        self._owed_since = None
+
+    def is_owed(self) -> bool:
+        """Others have more than their part, and are about to give some of it back."""
+        others = len(self.view.members) - 1
+        if self.core.slabs.free_bytes + others * self.core.geometry.slab_size >= self._share():
+            self._owed_since = None
+            return False
+        if self._owed_since is None:
+            self._owed_since = trio.current_time()
+        return trio.current_time() < self._owed_since + OWED_SECONDS

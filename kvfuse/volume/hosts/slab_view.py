@@ -1,0 +1,279 @@
+"""What the record store says of slabs and clients of a shared volume, kept up to date by watches.
+
+It may be old at any time: it is for choosing and for figures. Whoever acts on it commits, and expects what he saw.
+"""
+
+from __future__ import annotations
+
+import logging
+import struct
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import trio
+
+from kvfuse.errors import EngineError, VolumeError
+from kvfuse.remote.records.api import ABSENT, Change, RecordStore
+from kvfuse.slab.image import SlabState, durable_slots
+from kvfuse.slab.layout import Geometry
+from kvfuse.volume.store import schema
+from kvfuse.volume.store.schema import NOBODY, Counts, Holder
+from kvfuse.volume.store.sealed import ScanPages, get_page
+
+KINDS = (b"m", b"l", b"s", b"f", b"q", schema.COUNTER_FILES)
+"""prefixes of the records that are followed"""
+SCAN_ROWS = 1000
+RETRY_SECONDS = 0.5
+
+log = logging.getLogger(__name__)
+
+
+class Seen(NamedTuple):
+    """An l record as it was seen; version ABSENT: there was none."""
+
+    holder: Holder
+    version: int
+
+
+class Use(NamedTuple):
+    """An s record: how many of a slab's slots are durable."""
+
+    slot_size: int
+    slots_used: int
+
+
+NEVER_HELD = Seen(Holder(NOBODY, 0), ABSENT)
+UNUSED = Use(0, 0)
+
+
+@dataclass
+class SlabView:
+    """See the module. ``changed`` is told of every change, after it is in the view."""
+
+    records: RecordStore
+    geometry: Geometry
+    changed: Callable[[Change], object] = lambda change: None
+
+    def __post_init__(self) -> None:
+        self.members: set[int] = set()
+        """clients that are alive"""
+        self.holders: dict[int, Seen] = {}
+        self.uses: dict[int, Use] = {}
+        self._unclear: set[int] = set()
+        """slabs whose holder's record is damaged"""
+        self.counts: dict[int, Counts] = {}
+        """client -> what it made, less what it removed"""
+        self.counted = Counts(0, None)
+        """the same of clients that are gone"""
+        self._beside: dict[int, Counts] = {}
+        """client -> what `counts_beside` said of it, since one of these changed"""
+        self.freed: Counter[int] = Counter()
+        """slab -> durable slots that its holder has still to free, about"""
+        self.used_bytes = 0
+        """of durable slots"""
+        self._versions: dict[bytes, int] = {}
+        """of every record here but f"""
+        self.ready = trio.Event()
+        """everything was read once"""
+        self.held_counts: Counter[int] = Counter()
+        """client -> slabs that it holds"""
+        self._unheld_start = 0
+        """slabs below are held"""
+        self._unheld_used = 0
+        """bytes of durable slots in slabs that nobody holds"""
+
+    # -- questions -----------------------------------------------------------------------------------
+
+    def seen(self, slab: int) -> Seen:
+        return self.holders.get(slab, NEVER_HELD)
+
+    def use(self, slab: int) -> Use:
+        return self.uses.get(slab, UNUSED)
+
+    def slots_free(self, slab: int) -> int:
+        """Of a slab that has a slot size; about."""
+        use = self.use(slab)
+        slot_count = self.geometry.slots_per_slab(use.slot_size) if use.slot_size else 0
+        return slot_count - use.slots_used + max(min(self.freed[slab], use.slots_used), 0)
+
+    def freed_bytes(self, slab: int) -> int:
+        """Of slots in use that are free as soon as whoever holds the slab, or takes it, sees to it."""
+        use = self.use(slab)
+        return max(min(self.freed[slab], use.slots_used), 0) * use.slot_size
+
+    @property
+    def unheld_count(self) -> int:
+        """Slabs that nobody holds."""
+        return self.geometry.slab_count - self.held_counts.total()
+
+    @property
+    def unheld_free_bytes(self) -> int:
+        """Bytes in slabs that nobody holds and that are no durable slots."""
+        return self.unheld_count * self.geometry.slab_size - self._unheld_used
+
+    def unheld(self) -> Iterator[int]:
+        """Slabs that nobody holds, ascending."""
+        while self._unheld_start < self.geometry.slab_count and self.seen(self._unheld_start).holder.client != NOBODY:
+            self._unheld_start += 1
+        for slab in range(self._unheld_start, self.geometry.slab_count):
+            if self.seen(slab).holder.client == NOBODY and slab not in self._unclear:
+                yield slab
+
+    def gone(self) -> list[int]:
+        """Clients that left something behind: slabs, or counts."""
+        return sorted({*self.held_counts, *self.counts} - self.members)
+
+    def counts_beside(self, client: int) -> Counts:
+        """What is there, but for what this client made and removed."""
+        beside = self._beside.get(client)
+        if beside is None:
+            beside = self.counted
+            for other, counts in self.counts.items():
+                if other != client:
+                    beside = beside.add(counts)
+            self._beside[client] = beside
+        return beside
+
+    def held_by(self, client: int) -> list[int]:
+        """Its slabs, ascending; looks at all that anybody holds."""
+        return sorted([slab for slab, seen in self.holders.items() if seen.holder.client == client])
+
+    # -- following -----------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Follow the records until the store is closed."""
+        async with trio.open_nursery() as nursery:
+            begun = [trio.Event() for _ in KINDS]
+            for kind, event in zip(KINDS, begun, strict=True):
+                nursery.start_soon(self._follow, kind, event)
+            for event in begun:
+                await event.wait()
+            self.ready.set()
+
+    async def _follow(self, kind: bytes, begun: trio.Event) -> None:
+        """Changes since the watch began come twice, here and by the scan: the version tells."""
+        while True:
+            try:
+                changes = self.records.watch(kind)
+                await self._read(kind)
+                begun.set()
+                async for change in changes:
+                    self.apply(change)
+            except EngineError as error:
+                log.info("what other clients do to records %r is read anew: %s", kind, error)
+                await trio.sleep(RETRY_SECONDS)
+            else:
+                return
+
+    async def _read(self, kind: bytes) -> None:
+        """All records of a kind, and without those that are gone."""
+        known = {key for key in self._versions if key.startswith(kind)}
+        if kind == b"f":
+            self.freed.clear()
+        async for rows, damaged in ScanPages(self.records, kind, SCAN_ROWS):
+            for row in rows:
+                known.discard(row.key)
+                self.apply(Change(*row))
+            known.difference_update(damaged)
+            self._note_damaged(damaged)
+        for key in known:
+            self.apply(Change(key, None, self._versions.get(key, ABSENT)))
+
+    async def refresh(self, keys: Sequence[bytes]) -> None:
+        """Look at records that were not as expected. One round trip; what the watches bring meanwhile is kept."""
+        before = {key: self._versions.get(key, ABSENT) for key in keys}
+        rows, damaged = await get_page(self.records, keys)
+        self._note_damaged(damaged)
+        for key, row in zip(keys, rows, strict=True):
+            if key in damaged:
+                continue
+            if row is not None:
+                self.apply(Change(key, *row))
+            elif self._versions.get(key, ABSENT) == before[key]:
+                self.apply(Change(key, None, before[key]))
+
+    def _note_damaged(self, keys: Iterable[bytes]) -> None:
+        """Nobody can tell who holds these slabs: this client does not ask for them."""
+        self._unclear.update([schema.key_slab(key) for key in keys if key[:1] == b"l"])
+
+    def apply(self, change: Change) -> None:
+        """Take over a change, unless a newer one is known. What cannot be read is left out: it is fsck's business."""
+        key, value, version = change
+        if not schema.is_key(key):
+            return
+        if key[:1] == b"f":
+            self.freed[schema.key_slab(key)] += 1 if value is not None else -1
+        elif version < self._versions.get(key, ABSENT):
+            return
+        else:
+            try:
+                self._APPLY[key[:1]](self, key, value, version)
+            except (ValueError, struct.error, VolumeError) as error:
+                log.warning("record %s is damaged, 'kvfuse fsck' mends what can be: %s", key.hex(), error)
+                return
+            if value is None:
+                self._versions.pop(key, None)
+            else:
+                self._versions[key] = version
+        self.changed(change)
+
+    def _apply_member(self, key: bytes, value: bytes | None, version: int) -> None:
+        client = schema.key_client(key)
+        if value is None:
+            self.members.discard(client)
+        else:
+            self.members.add(client)
+
+    def _apply_holder(self, key: bytes, value: bytes | None, version: int) -> None:
+        slab = schema.key_slab(key)
+        if slab >= self.geometry.slab_count:
+            raise ValueError(f"the volume has {self.geometry.slab_count} slabs")
+        seen = Seen(schema.decode_holder(value), version) if value is not None else NEVER_HELD
+        before = self.seen(slab).holder.client
+        self.holders[slab] = seen
+        used = self.use(slab).slot_size * self.use(slab).slots_used
+        self._unheld_used += used * ((seen.holder.client == NOBODY) - (before == NOBODY))
+        if before != NOBODY:
+            self.held_counts[before] -= 1
+            if not self.held_counts[before]:
+                del self.held_counts[before]
+        if seen.holder.client != NOBODY:
+            self.held_counts[seen.holder.client] += 1
+        else:
+            self._unheld_start = min(self._unheld_start, slab)
+
+    def _apply_slab(self, key: bytes, value: bytes | None, version: int) -> None:
+        slab = schema.key_slab(key)
+        use = UNUSED
+        if value is not None:
+            state = SlabState(slab, *schema.decode_slab(value))
+            if state.slot_size:
+                use = Use(state.slot_size, int(durable_slots(state, self.geometry).sum()))
+        before = self.uses.pop(slab, UNUSED)
+        added = use.slot_size * use.slots_used - before.slot_size * before.slots_used
+        self.used_bytes += added
+        if self.seen(slab).holder.client == NOBODY:
+            self._unheld_used += added
+        if use.slots_used:
+            self.uses[slab] = use
+
+    def _apply_counts(self, key: bytes, value: bytes | None, version: int) -> None:
+        if value is None:
+            self.counts.pop(schema.key_client(key), None)
+        else:
+            self.counts[schema.key_client(key)] = schema.decode_counts(value)
+        self._beside.clear()
+
+    def _apply_counter(self, key: bytes, value: bytes | None, version: int) -> None:
+        self.counted = schema.decode_counts(value) if value is not None else Counts(0, None)
+        self._beside.clear()
+
+    _APPLY = {
+        b"m": _apply_member,
+        b"l": _apply_holder,
+        b"s": _apply_slab,
+        b"q": _apply_counts,
+        b"n": _apply_counter,
+    }

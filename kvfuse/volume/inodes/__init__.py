@@ -1,0 +1,1 @@
+"""What is in memory: inodes, chunks, known names, and what the parts of a volume share."""

@@ -1,0 +1,171 @@
+"""What a file's bytes are made of: extents in slots, bytes staged for them, and the chunks that hold both."""
+
+from __future__ import annotations
+
+from kvfuse.slab.allocator import Slot
+from kvfuse.volume.store import schema
+
+FRESH = 0
+"""The extent's slot is in no commit: giving it up is nobody's business."""
+COMMITTED = 1
+"""The extent's slot is in a commit that was sent: giving it up takes another commit."""
+DISCARDED = 2
+"""The extent is given up."""
+RESTED = 3
+"""It was given up with its inode, whom nobody else can be reading any more."""
+
+
+class Extent:
+    """A run of a file's bytes in one slot."""
+
+    __slots__ = ("addr", "checksums", "generation", "length", "reach", "slot_size", "state", "verified")
+
+    def __init__(self, addr: int, slot_size: int, length: int, generation: int, checksums: bytes, state: int) -> None:
+        self.addr = addr
+        self.slot_size = slot_size
+        self.length = length
+        self.reach = length
+        """bytes of the slot that the file has, had or is about to have: the store may still name them"""
+        self.generation = generation
+        self.checksums = checksums
+        """CRC32C of each started granule; empty: unsealed"""
+        self.state = state
+        self.verified = 0
+        """bit n: granule n was verified since it came from the engine"""
+
+    @property
+    def slot(self) -> Slot:
+        return Slot(self.addr, self.slot_size)
+
+    def record(self) -> schema.ExtentRecord:
+        return schema.ExtentRecord(self.addr, self.length, self.generation, self.checksums)
+
+
+class Staged:
+    """Bytes of one chunk on their way to slots, from the chunk's start on.
+
+    The bytes are a list of pieces as they were written, so a sequential writer's buffers are kept and
+    not copied. Slots are allocated as the bytes come, so a full volume is known at the write.
+    """
+
+    __slots__ = ("dropped", "length", "pieces", "slots", "unsure", "writing")
+
+    def __init__(self) -> None:
+        self.pieces: list[bytes | bytearray | memoryview] = []
+        """A bytearray grows and changes, so nobody else ever has a view of it while it may; the rest stay as they are.
+
+        What an engine has read into is none: a frame that a traceback keeps alive may still have views of it.
+        """
+        self.length = 0
+        self.slots: list[Slot] = []
+        self.writing = False
+        """being written to slots: the bytes may not change, a writer takes a copy"""
+        self.dropped = False
+        """truncated away or unlinked while it was being written"""
+        self.unsure = False
+        """a write to its slots failed, and may still happen"""
+
+    @property
+    def capacity(self) -> int:
+        return sum(slot.size for slot in self.slots)
+
+    def flat(self) -> bytearray:
+        """The bytes in one buffer that may be changed."""
+        piece = self.pieces[0] if len(self.pieces) == 1 else None
+        if not isinstance(piece, bytearray):
+            piece = bytearray().join(self.pieces)
+            self.pieces = [piece]
+        return piece
+
+    def append(self, data: bytes | memoryview) -> None:
+        last = self.pieces[-1] if self.pieces else None
+        if len(data) < PIECE_SIZE_MIN and last is not None:
+            if not isinstance(last, bytearray):
+                last = self.pieces[-1] = bytearray(last)
+            last += data
+        else:
+            self.pieces.append(data)
+        self.length += len(data)
+
+    def overwrite(self, offset: int, data: bytes | memoryview) -> None:
+        """Put ``data`` at ``offset``, which may lie behind the end (zeros between)."""
+        buffer = self.flat()
+        if offset > len(buffer):
+            buffer.extend(bytes(offset - len(buffer)))
+        buffer[offset : offset + len(data)] = data
+        self.length = len(buffer)
+
+    def truncate(self, length: int) -> None:
+        if length < self.length:
+            del self.flat()[length:]
+            self.length = length
+
+    def copy(self) -> Staged:
+        twin = Staged()
+        twin.pieces = [bytearray().join(self.pieces)] if self.pieces else []
+        twin.length = self.length
+        return twin
+
+    def read(self, start: int, end: int) -> bytes | bytearray | memoryview:
+        """Bytes ``start``..``end`` (both within the chunk), zeros behind the staged length."""
+        if not self.pieces:
+            return bytes(end - start)
+        piece = self.pieces[0] if len(self.pieces) == 1 else self.flat_copy()
+        if end <= self.length:
+            # A view of a bytearray would forbid its growth while the reply is on its way.
+            return piece[start:end] if isinstance(piece, bytearray) else memoryview(piece)[start:end]
+        return bytes(piece[start:end]).ljust(end - start, b"\0")
+
+    def flat_copy(self) -> bytes | bytearray:
+        """The bytes in one buffer; kept so when they may still change, so that it is done once."""
+        if self.writing:
+            return b"".join(self.pieces)
+        return self.flat()
+
+
+PIECE_SIZE_MIN = 64 << 10
+"""Smaller appends are gathered in one buffer instead of being kept as pieces."""
+
+
+class Chunk:
+    """One chunk of a file: what is in slots, and what is staged over it."""
+
+    __slots__ = ("base", "dirty", "extents", "staged", "writing")
+
+    def __init__(self, extents: list[Extent] | None = None) -> None:
+        self.extents = extents or []
+        self.base: tuple[schema.ExtentRecord, ...] | None = None
+        """in a shared volume: what is stored of a chunk that was changed here; None: it was not"""
+        self.dirty: list[tuple[int, int]] = []
+        """(start, end) in the chunk of bytes written since, in the order of the writes"""
+        self.staged: Staged | None = None
+        self.writing: Staged | None = None
+        """on its way to slots; ``staged`` itself, or what it is a changed copy of"""
+
+    def changes(self) -> None:
+        """In a shared volume: the chunk is about to be other than it is stored."""
+        if self.base is None:
+            self.base = tuple([extent.record() for extent in self.extents])
+
+    def wrote(self, start: int, end: int) -> None:
+        """In a shared volume: bytes are about to be written."""
+        self.changes()
+        if self.dirty and self.dirty[-1][1] == start:
+            start = self.dirty.pop()[0]
+        self.dirty.append((start, end))
+
+    @property
+    def length(self) -> int:
+        """Bytes in slots; the rest of the chunk reads as zeros."""
+        return sum([extent.length for extent in self.extents])
+
+    @property
+    def blocks(self) -> int:
+        if self.staged is not None:
+            return -(-self.staged.length // 4096) * 8
+        return blocks_of(self.extents)
+
+
+def blocks_of(extents: list[Extent]) -> int:
+    """As st_blocks counts them: units of 512 bytes."""
+    return sum([-(-extent.length // 4096) * 8 for extent in extents])

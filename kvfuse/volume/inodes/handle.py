@@ -1,0 +1,31 @@
+"""Open files."""
+
+from __future__ import annotations
+
+import itertools
+import os
+
+from kvfuse.volume.api import Caller
+from kvfuse.volume.inodes.node import Node
+
+_handle_ids = itertools.count(1)
+
+
+class FileHandle:
+    """An open file; see `api.Handle`."""
+
+    __slots__ = ("appends", "cache_valid", "caller", "counts_reads", "direct", "id", "node", "readable", "writable")
+
+    def __init__(self, node: Node, flags: int, caller: Caller) -> None:
+        self.id = next(_handle_ids)
+        self.node = node
+        self.caller = caller
+        mode = flags & os.O_ACCMODE
+        self.readable = mode != os.O_WRONLY
+        self.writable = mode != os.O_RDONLY
+        self.appends = bool(flags & os.O_APPEND)
+        self.direct = bool(flags & os.O_DIRECT)
+        self.counts_reads = not flags & os.O_NOATIME
+        """reads move the access time"""
+        self.cache_valid = True
+        """no other host has changed the content since the kernel cached it; what other doors change they tell it"""

@@ -1,0 +1,1 @@
+"""Names and what they mean: lookup, changes, attributes, blocks by key."""

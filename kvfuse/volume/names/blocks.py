@@ -1,0 +1,388 @@
+"""Block calls: whole files by (directory, name), as rings ask for them. One block is one file, whoever made it.
+
+A *binding* says which file a name means, for threads that ask for it again and again. It holds until the name means
+something else, or other people may read the file: then it is marked before anything changes (`Binding.valid`), so
+whoever saw it valid after a copy has a block that the name meant at some time during the copy.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from itertools import islice
+from typing import Any
+
+import trio
+
+from kvfuse import errors
+from kvfuse.slab.allocator import Slot
+from kvfuse.volume.api import NAME_MAX, ROOT_INODE, VIRTUAL_NAME, Caller
+from kvfuse.volume.commit.journal import Journal
+from kvfuse.volume.content.cutting import Content
+from kvfuse.volume.content.mapper import Mapper
+from kvfuse.volume.inodes.chunk import Chunk, Staged
+from kvfuse.volume.inodes.core import Core
+from kvfuse.volume.inodes.node import Node
+from kvfuse.volume.names.changes import Names
+from kvfuse.volume.names.lookup import Found, Lookup
+from kvfuse.volume.slots.flusher import Flusher
+from kvfuse.volume.views.content_map import SIZE_UNKNOWN, ContentMap
+from kvfuse.volume.views.tier import ReadClass, TierBlock
+
+log = logging.getLogger(__name__)
+
+PREFETCH_PEERS = 8
+"""Blocks that are read into the tier at the same time."""
+PAUSE_KEYS = 16
+"""keys of one call that are dealt with before the event loop does something else"""
+DELETE_PEERS = 128
+"""Names of a call that are removed at the same time: they share round trips to the store, and commits."""
+
+
+UNBOUND_AT_ONCE = 64
+"""The oldest bindings that go when there are too many: a dict is slow to find its first entry after others went."""
+
+
+class Binding:
+    """What a name means. Made and marked by the event loop; any thread may look, and keep it."""
+
+    __slots__ = ("directory", "gid", "ino", "map", "mode", "name", "uid", "valid")
+
+    def __init__(self, directory: int, node: Node, name: bytes, shown: ContentMap) -> None:
+        self.valid = True
+        self.directory = directory
+        self.name = name
+        self.ino = node.ino
+        self.uid = node.uid
+        self.gid = node.gid
+        self.mode = node.mode
+        self.map = shown
+
+
+@dataclass
+class BlockCounters:
+    puts: int = 0
+    put_bytes: int = 0
+    deletes: int = 0
+    asked: int = 0
+    """names in calls of ``exists``"""
+    prefetches: int = 0
+
+
+@dataclass
+class Blocks:
+    """See the module. Event loop only, but for `bound`. ``binding_count_max``: names that are kept bound."""
+
+    core: Core
+    journal: Journal
+    flusher: Flusher
+    lookup: Lookup
+    names: Names
+    content: Content
+    mapper: Mapper
+    binding_count_max: int
+
+    def __post_init__(self) -> None:
+        self.counters = BlockCounters()
+        self._bindings: dict[tuple[int, bytes], Binding] = {}
+        self._names: dict[int, set[tuple[int, bytes]]] = {}
+        """inode -> its bound names"""
+        self.journal.renaming = self._unbind
+
+    def start(self) -> None:
+        """Called in the event loop, once, before anybody else may use the tier."""
+        token = trio.lowlevel.current_trio_token()
+
+        def in_loop() -> None:
+            with suppress(trio.RunFinishedError):
+                token.run_sync_soon(self._forget_evicted, idempotent=True)
+
+        self.core.tier.on_eviction = in_loop
+
+    def end(self) -> None:
+        """No name is bound any more."""
+        for directory, name in list(self._bindings):
+            self._unbind(directory, name)
+
+    # -- bindings ------------------------------------------------------------------------------------
+
+    def bound(self, directory: int, name: bytes) -> Binding | None:
+        """What a name means, if that is at hand. From any thread."""
+        return self._bindings.get((directory, name))
+
+    async def bind(self, directory: int, name: bytes) -> Binding | None:
+        """What a name means until the caller's next await; None where it means no regular file. Waits for the store."""
+        binding = self._bindings.get((directory, name))
+        if binding is not None and binding.map.size != SIZE_UNKNOWN:
+            return binding
+        node = (await self.lookup.find(directory, name)).node if len(name) <= NAME_MAX else None
+        binding = self._bindings.get((directory, name))
+        if binding is not None and node is not None and binding.map is node.map:
+            return binding  # somebody else was faster: whom it was given to may be about to use it
+        self._unbind(directory, name)  # its map has ended
+        if node is None or not node.is_file:
+            return None
+        if len(self._bindings) >= self.binding_count_max:
+            for key in list(islice(self._bindings, UNBOUND_AT_ONCE)):
+                self._unbind(*key)
+        binding = Binding(directory, node, name, self.mapper.map_of(node))
+        self._bindings[directory, name] = binding
+        self._names.setdefault(node.ino, set()).add((directory, name))
+        return binding
+
+    def _unbind(self, directory: int, name: bytes) -> None:
+        """The name is about to mean something else, or nothing."""
+        binding = self._bindings.pop((directory, name), None)
+        if binding is not None:
+            binding.valid = False
+            names = self._names[binding.ino]
+            names.discard((directory, name))
+            if not names:
+                del self._names[binding.ino]
+
+    def readers_change(self, node: Node) -> None:
+        """Owner or mode of an inode are about to change."""
+        for directory, name in list(self._names.get(node.ino, ())):
+            self._unbind(directory, name)
+        self.names.forget_copy(node)
+        if node.is_directory:
+            for directory, name in [key for key in self._bindings if key[0] == node.ino]:
+                self._unbind(directory, name)  # who was let through the directory may not be any more
+            self.core.tier.retire(node.ino)
+
+    def _forget_evicted(self) -> None:
+        """Let go of blocks that the tier needs the room of."""
+        evicted = self.core.tier.evicted
+        while evicted:
+            node = self.core.nodes.get(evicted.popleft())
+            if node is not None and node.map is not None:
+                node.map.hide_copies()
+
+    # -- looking -------------------------------------------------------------------------------------
+
+    async def exists(self, directory: int, names: list[bytes]) -> list[bool]:
+        """Which names exist, all seen at the same time; what they mean is not looked at. Stale, NotADirectory.
+
+        Waits for the store until all names of the directory are known; see `Lookup.exist`.
+        """
+        await self.lookup.directory(directory)
+        self.counters.asked += len(names)
+        return await self.lookup.exist(directory, names)
+
+    async def prefetch(
+        self, directory: int, names: Sequence[bytes], may_read: Callable[[Binding], bool] = lambda binding: True
+    ) -> list[bool]:
+        """Read blocks into the shared-memory tier: which of them are there now.
+
+        Those are not that are absent or empty, that ``may_read`` forbids, ever had two names (their readers are not
+        those of one directory), are being written, cannot be read, or for which there is no room.
+        """
+        loaded = [False] * len(names)
+
+        async def load(number: int, name: bytes) -> None:
+            try:
+                loaded[number] = await self._load(directory, name, may_read)
+            except errors.OperationError as error:
+                log.warning("block %r could not be read into the tier: %s", name, error)
+
+        await _for_each(names, load, PREFETCH_PEERS)
+        return loaded
+
+    async def _load(self, directory: int, name: bytes, may_read: Callable[[Binding], bool]) -> bool:
+        binding = await self.bind(directory, name)
+        node = self.core.nodes.get(binding.ino) if binding is not None else None
+        if binding is None or node is None or not may_read(binding):
+            return False
+        if self.core.tier.find(node.ino) is not None:
+            return True
+        if not node.size or node.own_record or not _is_quiet(node):
+            return False
+        block = self.core.tier.allocate(node.size, ReadClass.of(node))
+        if block is None:
+            return False
+        version = binding.map.version
+        await self.content.read_into(node, 0, block.buffer.data)
+        if not (binding.valid and binding.map.version == version and _is_quiet(node)):
+            return False
+        self.counters.prefetches += 1
+        self._keep(node, block)
+        return True
+
+    def _keep(self, node: Node, block: TierBlock) -> None:
+        """``block`` has the file's bytes. Rows that show them elsewhere go: who looks next is shown the block."""
+        self.core.tier.keep(node.ino, block)
+        if node.map is not None:
+            for index in list(node.map.rows):
+                node.map.hide(index)
+
+    # -- changing ------------------------------------------------------------------------------------
+
+    async def put(self, directory: int, name: bytes, data: memoryview | TierBlock, caller: Caller, mode: int) -> int:
+        """Let ``name`` mean a new file that has ``data``, instead of the file it means, in one step.
+
+        Returns the inode that had the name, 0 if none. ``data`` is kept, it may never change again; a block of the
+        tier stays there as the file's copy where its readers are the file's. ``mode``: permission bits. Waits for
+        staging memory, for room on a full volume, and in strict folders for the commit; until then a cancellation
+        leaves everything as it was. NoSpace, IsADirectory, NotFound, InvalidArgument, NameTooLong, ReadOnly.
+        """
+        self._check(directory, name)
+        content = data.buffer.data if isinstance(data, TierBlock) else data
+        folder, found, slots, gone = await self._prepare(directory, name, len(content))
+        node = self.names.replace(folder, name, found, mode, caller)
+        self._stage(node, content, slots)
+        if isinstance(data, TierBlock) and data.read_class == ReadClass.of(node):
+            self.core.tier.keep(node.ino, data)
+        self.counters.puts += 1
+        self.counters.put_bytes += len(content)
+        if self.names.publish_waits(folder, node):
+            with trio.CancelScope(shield=True):  # it is done: the caller has to hear what was replaced
+                await self.names.publish(folder, node)
+        return found.node.ino if found.node is not None else gone
+
+    def waits(self, directory: int) -> bool:
+        """A put there waits for its commit; or it is not known whether it does."""
+        folder = self.core.nodes.get(directory)
+        return folder is None or self.names.is_strict(folder)
+
+    async def _prepare(self, directory: int, name: bytes, size: int) -> tuple[Node, Found, list[list[Slot]], int]:
+        """(directory, what the name means, slots for each chunk, inode that lost the name already, or 0).
+
+        All true until the next await.
+        """
+        if self.flusher.staged_bytes > self.flusher.staging_size:
+            await self.flusher.wait_for_room()
+        wait, gone = self.journal.room_wait(), 0
+        while True:
+            folder, found = await self.names.find_replaceable(directory, name)
+            try:
+                slots = self._reserve(size, self.core.chunk_size_in(folder))
+            except errors.NoSpace:
+                if not await self.journal.free(wait):
+                    raise
+                await self.core.reads.passed()
+                continue
+            if found.node is None or not self.names.goes_first(found):
+                return folder, found, slots, gone
+            for taken in slots:  # there is room: nobody waits with it
+                self.core.slabs.cancel(taken)
+            gone = found.node.ino
+            with suppress(errors.NotFound):
+                await self.names.unlink(directory, name)
+
+    def _reserve(self, size: int, chunk_size: int) -> list[list[Slot]]:
+        """Slots for each chunk of a file. NoSpace leaves everything as it was."""
+        slots: list[list[Slot]] = []
+        try:
+            for offset in range(0, size, chunk_size):
+                slots.append(self.core.slabs.allocate(min(chunk_size, size - offset)))
+        except errors.NoSpace:
+            for taken in slots:
+                self.core.slabs.cancel(taken)
+            raise
+        return slots
+
+    def _stage(self, node: Node, content: memoryview, slots: list[list[Slot]]) -> None:
+        """Give a new file its bytes."""
+        node.set_size(len(content))
+        for index, taken in enumerate(slots):
+            staged = Staged()
+            start = index * node.chunk_size
+            staged.pieces = [content[start : start + node.chunk_size] if len(slots) > 1 else content]
+            staged.length = len(staged.pieces[0])
+            staged.slots = taken
+            chunk = node.chunks[index] = Chunk()
+            self.flusher.stage(node, chunk, staged)
+            if staged.length == node.chunk_size and self.flusher.is_half_full:
+                self.flusher.chunk_is_full(node, index)
+
+    async def delete(self, directory: int, names: Sequence[bytes]) -> list[int]:
+        """Remove files: the inode of each that was there and is gone, 0 for what is absent or a directory.
+
+        Waits for the store where a name is not known, and in strict folders for the commit. After an error, which is
+        raised, some of them may be gone. ReadOnly, NotFound.
+        """
+        self._check_writable()
+        gone: dict[int, Node] = {}
+
+        async def remove(number: int, name: bytes) -> None:
+            with suppress(errors.NotFound, errors.NameTooLong, errors.IsADirectory):
+                _, gone[number] = await self.names.unlink(directory, name)
+
+        await _for_each(names, remove, DELETE_PEERS)
+        if gone:
+            self.counters.deletes += len(gone)
+            await self.names.publish(await self.lookup.directory(directory), *gone.values())
+        return [gone[number].ino if number in gone else 0 for number in range(len(names))]
+
+    def _check_writable(self) -> None:
+        if self.core.read_only:
+            raise errors.ReadOnly("the volume is mounted read-only")
+
+    def _check(self, directory: int, name: bytes) -> None:
+        """The kernel checks names that come through the file door; here nobody else does."""
+        self._check_writable()
+        if name in (b"", b".", b"..") or b"/" in name or b"\0" in name:
+            raise errors.InvalidArgument(f"{name!r} is no name of a file")
+        if directory == ROOT_INODE and name == VIRTUAL_NAME:
+            raise errors.NotPermitted(f"{name!r} is the daemon's own")
+
+    def statistics(self) -> dict[str, Any]:
+        return {**asdict(self.counters), "bindings": len(self._bindings)}
+
+
+def _is_quiet(node: Node) -> bool:
+    """Nobody changes the file's bytes now, in a way that says so only at the start or the end."""
+    return not node.writers and node.lock is None
+
+
+async def _for_each(names: Sequence[bytes], job: Callable[[int, bytes], Awaitable[None]], peer_count: int) -> None:
+    """Call ``job`` with the place and the name of each, ``peer_count`` at a time.
+
+    After an OperationError no further one is begun; it is raised when those under way have ended.
+    """
+    rest = iter(enumerate(names))
+    failures: list[errors.OperationError] = []
+    count = busy = 0
+    """of peers, and of those that are at a name"""
+    is_looked_after = False
+
+    async def work() -> None:
+        nonlocal count, busy
+        for number, name in rest:
+            if number + 1 < len(names):
+                see_to_more()
+            busy += 1
+            try:
+                await job(number, name)
+            except errors.OperationError as error:
+                failures.append(error)
+            busy -= 1
+            if failures:
+                break
+            if number % PAUSE_KEYS == PAUSE_KEYS - 1:
+                await trio.lowlevel.checkpoint()
+        count -= 1
+
+    def see_to_more() -> None:
+        nonlocal is_looked_after
+        if count < peer_count and not is_looked_after:
+            is_looked_after = True
+            nursery.start_soon(add)
+
+    async def add() -> None:
+        """More peers where all that are there wait: names that need no wait are dealt with by one, with pauses."""
+        nonlocal count, is_looked_after
+        is_looked_after = False
+        if busy == count:
+            more = min(count, peer_count - count)
+            count += more
+            for _ in range(more):
+                nursery.start_soon(work)
+
+    async with trio.open_nursery() as nursery:
+        count = 1
+        nursery.start_soon(work)
+    if failures:
+        raise failures[0]

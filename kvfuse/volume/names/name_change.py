@@ -1,0 +1,198 @@
+"""A change of names in the making: the records it puts, what it expects, and what is done in memory after it.
+
+Everything is built from the records as they are stored (`Node.base`, `Node.version`), not from inodes in memory:
+those may have changes that the journal will store later, with bytes that have no slots yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import msgspec
+
+from kvfuse.remote.records.api import ABSENT
+from kvfuse.volume.inodes.metadata_budget import TIMES_WEIGHT, growth, inode_weight, weight
+from kvfuse.volume.inodes.node import Node
+from kvfuse.volume.store import schema
+from kvfuse.volume.store.transaction import Transaction
+
+
+class InodeChange:
+    """What becomes of one inode, and of the place of its record."""
+
+    __slots__ = ("before", "name", "node", "own", "parent", "record")
+
+    def __init__(self, node: Node, record: schema.InodeRecord) -> None:
+        self.node = node
+        self.record = record
+        self.own = node.own_record
+        self.parent = node.parent
+        self.name = node.name
+        self.before = self.key
+        """of the record, before the change"""
+
+    def set(self, **values: object) -> None:
+        """Fields of the record."""
+        self.record = msgspec.structs.replace(self.record, **values)
+
+    @property
+    def key(self) -> bytes:
+        """Of the record."""
+        return schema.inode_key(self.node.ino) if self.own else schema.entry_key(self.parent, self.name)
+
+    def put(self, puts: dict[bytes, bytes]) -> None:
+        encode = schema.encode_inode if self.own else schema.encode_entry_inline
+        puts[self.key] = encode(self.record)
+
+    def apply(self, version: int) -> None:
+        """Let the inode in memory be stored so. What was changed here besides stays changed.
+
+        Unless it was read since, as another host has changed it once more; or removed, which is told without a version.
+        """
+        node, record = self.node, self.record
+        if node.version > version or not node.nlink:
+            return
+        node.base, node.version, node.stored = record, version, True
+        node.own_record, node.nlink = self.own, record.nlink
+        node.parent, node.name = self.parent, self.name
+        if not node.is_directory:
+            node.ctime = max(node.ctime, record.ctime)
+        else:
+            node.flags = node.flags & ~schema.FLAG_LEAVING | record.flags & schema.FLAG_LEAVING
+
+
+class Draft:
+    """See the module. ``client``: who removes what is removed."""
+
+    def __init__(self, client: int) -> None:
+        self.client = client
+        self.inodes: dict[int, InodeChange] = {}
+        self.names: list[tuple[int, bytes, Node | None]] = []
+        """(directory, name, what it means then)"""
+        self.made: list[Node] = []
+        self.removed: list[Node] = []
+        self._expect: dict[bytes, int] = {}
+        self._puts: dict[bytes, bytes] = {}
+        self._deletes: set[bytes] = set()
+        self.is_stale = False
+        """what it is built from was changed by others meanwhile"""
+
+    def _expect_key(self, key: bytes, version: int) -> None:
+        if self._expect.setdefault(key, version) != version:
+            self.is_stale = True
+
+    def expect_all(self, versions: Mapping[bytes, int]) -> None:
+        """Records that must be as they are known here."""
+        for key, version in versions.items():
+            self._expect_key(key, version)
+
+    def expect(self, node: Node) -> None:
+        """The inode must be stored as it is known here."""
+        key = schema.inode_key(node.ino) if node.own_record else schema.entry_key(node.parent, node.name)
+        self._expect_key(key, node.version)
+
+    def change(self, node: Node) -> InodeChange:
+        """An inode whose record is put anew."""
+        change = self.inodes.get(node.ino)
+        if change is None:
+            assert node.base is not None, f"inode {node.ino} is not stored"
+            self.expect(node)
+            change = self.inodes[node.ino] = InodeChange(node, node.base)
+        return change
+
+    def make(self, node: Node) -> None:
+        """A new inode under a name that nobody has."""
+        self._expect_key(schema.entry_key(node.parent, node.name), ABSENT)
+        change = self.inodes[node.ino] = InodeChange(node, node.record())
+        self._mean(change)
+        self.made.append(node)
+        if node.is_directory:
+            self._puts[schema.times_key(node.ino)] = schema.encode_times(node.atime, node.mtime, node.ctime)
+
+    def enter(self, directory: Node, *, directory_count: int = 0) -> None:
+        """A name is put into a directory, which must not be removed meanwhile; ``directory_count``: more are in it."""
+        self.expect(directory)
+        if directory_count or (directory.base is not None and directory.base.flags & schema.FLAG_LEAVING):
+            change = self.change(directory)
+            flags = change.record.flags & ~schema.FLAG_LEAVING
+            change.set(nlink=change.record.nlink + directory_count, flags=flags)
+
+    def name(self, parent: int, name: bytes, version: int, node: Node | None) -> None:
+        """Let a name, whose record has ``version``, mean another inode, or nothing."""
+        key = schema.entry_key(parent, name)
+        self._expect_key(key, version)
+        if node is None:
+            self._deletes.add(key)
+            self.names.append((parent, name, None))
+        else:
+            self._deletes.discard(key)
+            change = self.change(node)
+            change.parent, change.name = parent, name
+            if node.is_directory:
+                change.set(parent=parent)
+            self._mean(change)
+
+    def _mean(self, change: InodeChange) -> None:
+        if change.own:
+            key = schema.entry_key(change.parent, change.name)
+            self._puts[key] = schema.encode_entry_reference(change.node.ino)
+        self.names.append((change.parent, change.name, change.node))
+
+    def own(self, node: Node) -> None:
+        """The record of an inode moves from its only name to a key of its own: the name becomes a reference."""
+        change = self.change(node)
+        if not change.own:
+            change.own = True
+            self._expect_key(schema.inode_key(node.ino), ABSENT)
+            self._mean(change)
+
+    def unlink(self, node: Node, now: int) -> None:
+        """A name of a file goes; the last one leaves the file to those who have it open."""
+        change = self.change(node)
+        change.set(nlink=change.record.nlink - 1, ctime=now)
+        if change.record.nlink == 0:
+            self._remove(change)
+            self._puts[schema.orphan_key(node.ino)] = schema.encode_orphan(change.record, self.client)
+
+    def remove_directory(self, node: Node) -> None:
+        change = self.change(node)
+        change.set(nlink=0)
+        self._remove(change)
+        self._deletes.add(schema.times_key(node.ino))
+        if change.record.flags & schema.FLAG_XATTRS:  # they go with the orphan record, as those of a file
+            self._puts[schema.orphan_key(node.ino)] = schema.encode_orphan(change.record, self.client)
+
+    def _remove(self, change: InodeChange) -> None:
+        if change.own:
+            self._deletes.add(schema.inode_key(change.node.ino))
+        self.removed.append(change.node)
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.inodes
+
+    def transaction(self, applied: Callable[[int], None]) -> Transaction:
+        """``applied`` is called as `Transaction.applied` says, after the inodes were changed in memory."""
+        puts = dict(self._puts)
+        for change in self.inodes.values():
+            if change.record.nlink:
+                change.put(puts)
+
+        def apply(version: int) -> None:
+            for change in self.inodes.values():
+                change.apply(version)
+            applied(version)
+
+        files, deletes = len(self.made) - len(self.removed), self._deletes - puts.keys()
+        size = growth(puts, deletes, self._weights_before())
+        return Transaction(self._expect, puts, deletes, apply, files, size)
+
+    def _weights_before(self) -> dict[bytes, int]:
+        """What stored records weigh that may be put or deleted, by key: names, inodes, times of removed directories."""
+        names = {key for key, version in self._expect.items() if key[:1] == b"d" and version != ABSENT}
+        before = {key: weight(len(key), schema.REFERENCE_SIZE) for key in names}
+        before |= {key: TIMES_WEIGHT for key in self._deletes if key[:1] == b"t"}
+        for change in self.inodes.values():
+            if change.node not in self.made:
+                before[change.before] = inode_weight(len(change.before), len(change.record.target))
+        return before

@@ -1,0 +1,213 @@
+"""By which names the kernel came to an inode, and whether they still mean it, where other hosts change names, too.
+
+The kernel walks a path name by name. In folders that publish strictly names are asked for at the store, but for
+directories of which it is known what they were called a moment ago (`BELIEF_SECONDS`), and files whose names this
+client itself changed last: these are answered from what is known here, which a watch keeps true. A directory is known
+as it was when it was asked for; all are known as they were when a commit of our own was sent, once the watch tells of
+that one: by then it has told of everything before. The question for the last name of a path - or, where that was one of
+our own, the one that the call itself brings - asks for all names above it, too: what was believed is checked before it
+counts.
+
+A look at a directory itself ends with what was believed. So who renames or removes a directory, or says who may do what
+in it, goes on only when nobody believes the old name any more (`outlive_beliefs`). Only its times and its number of
+links may be a moment old.
+
+A name that means something else by then is forgotten, and the call ends with `Moved`: the kernel then walks the path
+once more (ESTALE) and gets answers of the store. Each name is found out once, so a call by descriptor that
+goes through a directory which was moved elsewhere is answered at its second attempt at the latest.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import trio
+
+from kvfuse import errors
+from kvfuse.remote.records.api import Versioned
+from kvfuse.volume.api import ROOT_INODE
+from kvfuse.volume.inodes.core import Core
+from kvfuse.volume.inodes.node import Node
+from kvfuse.volume.store import schema
+
+BELIEF_SECONDS = 0.02
+"""How long a directory's name is taken to mean what it meant at some time, if nobody said else"""
+WAIT_SECONDS = 1.25 * BELIEF_SECONDS
+"""after which no host believes what was changed before: clocks of hosts may run at rates that differ a little"""
+
+DEPTH_MAX = 1024
+"""directories above each other that are looked at"""
+
+CONTESTED_SECONDS = 2.0
+"""How long a name that turned out to mean something else is asked for: the kernel walks a path twice at most"""
+CONTESTED_MAX = 1000
+"""names of which that is kept"""
+
+Place = tuple[int, bytes]
+"""(directory, name)"""
+
+NOWHERE: Place = (0, b"")
+"""of a directory that is not where it was, and did not show up elsewhere yet"""
+
+
+class Moved(errors.Stale):
+    """A name on the path means something else than was believed: the kernel is to walk it again."""
+
+
+class Link(NamedTuple):
+    """A name, and the inode that it was believed to mean."""
+
+    parent: int
+    name: bytes
+    ino: int
+
+    @property
+    def key(self) -> bytes:
+        return schema.entry_key(self.parent, self.name)
+
+
+async def outlive_beliefs() -> None:
+    """Wait until no host takes a directory's name, or its mode, for what it was before this call."""
+    await trio.sleep(WAIT_SECONDS)
+
+
+class Paths:
+    """See the module. Nothing here waits. ``asked_at``: when the store was asked, which no change came before."""
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        self._directories: dict[int, Place] = {}
+        """directory -> name by which the kernel came to it last; of those that it knows"""
+        self._sure_until: dict[int, float] = {}
+        """directory that is known there -> until when its name need not be asked for; trio's time"""
+        self._all_sure_until = -math.inf
+        """the same of all directories: what others changed was heard of"""
+        self._doubtful: dict[int, Link] = {}
+        """any other inode -> name that was believed to mean it: not checked yet"""
+        self._warned: Place | None = None
+        """the last name whose look ended with `Moved`, and may be looked at once more in the same walk"""
+        self._contested: dict[Place, float] = {}
+        """name that others changed under our hands -> until when it is asked for each time"""
+
+    # -- what the kernel was told --------------------------------------------------------------------
+
+    def is_contested(self, parent: int, name: bytes) -> bool:
+        """What is known of the name turned out to be wrong lately."""
+        return trio.current_time() < self._contested.get((parent, name), -math.inf)
+
+    def is_sure(self, directory: Node, parent: int, name: bytes) -> bool:
+        """The name meant the directory a moment ago."""
+        if self._directories.get(directory.ino) != (parent, name):
+            return False
+        return trio.current_time() < max(self._all_sure_until, self._sure_until.get(directory.ino, -math.inf))
+
+    def caught_up(self, asked_at: float) -> None:
+        """All that others changed before then has been told by the watch, and is known here."""
+        self._all_sure_until = asked_at + BELIEF_SECONDS
+
+    def came(self, node: Node, parent: int, name: bytes, *, asked_at: float | None) -> None:
+        """The kernel is told that a name means the inode. ``asked_at``: None, if that is only believed."""
+        if node.is_directory:
+            self._directories[node.ino] = (parent, name)
+            if asked_at is not None:
+                self._sure_until[node.ino] = asked_at + BELIEF_SECONDS
+        elif asked_at is not None:
+            self._doubtful.pop(node.ino, None)
+        else:
+            self._doubtful[node.ino] = Link(parent, name, node.ino)
+
+    def moved(self, node: Node, parent: int, name: bytes) -> None:
+        """The kernel itself renamed the inode."""
+        if node.ino in self._directories:
+            self._directories[node.ino] = (parent, name)
+        elif node.ino in self._doubtful:
+            self._doubtful[node.ino] = Link(parent, name, node.ino)
+
+    def forget(self, ino: int) -> None:
+        """The kernel does not know the inode any more."""
+        self._directories.pop(ino, None)
+        self._sure_until.pop(ino, None)
+        self._doubtful.pop(ino, None)
+
+    # -- what is to be checked -----------------------------------------------------------------------
+
+    def doubt(self, ino: int) -> Link | None:
+        """The name that the kernel was told unchecked of an inode, which is no directory."""
+        return self._doubtful.get(ino)
+
+    def settle(self, doubt: Link) -> None:
+        """It was checked. Who was told the same since then waits for a check of his own."""
+        if self._doubtful.get(doubt.ino) is doubt:
+            del self._doubtful[doubt.ino]
+
+    def above(self, directory: int) -> list[Link]:
+        """The names that lead to a directory, its own first, as far up as they are known."""
+        return list(self._above(directory))
+
+    def _above(self, ino: int) -> Iterator[Link]:
+        for _ in range(DEPTH_MAX):
+            parent, name = self._place(ino)
+            if ino == ROOT_INODE or not name:
+                return
+            yield Link(parent, name, ino)
+            ino = parent
+
+    def _place(self, ino: int) -> Place:
+        place = self._directories.get(ino)
+        if place is None and (node := self._core.nodes.get(ino)) is not None:
+            place = (node.parent, node.name)
+        return place or self._core.places.get(ino) or NOWHERE
+
+    def expected(self, links: Sequence[Link]) -> dict[bytes, int] | None:
+        """Key -> version of the records that say so; None where one of them is not known."""
+        known = self._core.known
+        versions = {link.key: known.version(link.parent, link.name) for link in links}
+        is_known = all(known.inode(link.parent, link.name) == link.ino for link in links)
+        return versions if is_known and all(versions.values()) else None
+
+    def check(
+        self,
+        links: Sequence[Link],
+        rows: Mapping[bytes, Versioned | None],
+        asked_at: float,
+        remembered: Place | None = None,
+    ) -> None:
+        """Compare with what the store says. Moved, and what was wrong is forgotten.
+
+        ``remembered``: the name that was looked for below them, where the kernel has it in its cache. Whatever error
+        ends the look by which it makes sure of that, it only forgets the name and looks again: that must end so, too.
+        """
+        wrong = [link for link in links if not self._holds(link, rows[link.key])]
+        if wrong and remembered is not None and self._warned != remembered:
+            self._warned = remembered
+        elif wrong:
+            self._warned = None
+            for link in wrong:
+                self._lose(link)
+        if wrong:
+            raise Moved(f"{wrong[-1].name!r} in directory {wrong[-1].parent} is not inode {wrong[-1].ino} any more")
+        for link in links:
+            if link.ino in self._directories:
+                self._sure_until[link.ino] = asked_at + BELIEF_SECONDS
+
+    def _lose(self, link: Link) -> None:
+        """The name means something else."""
+        self._core.known.drop(link.parent, link.name)
+        if len(self._contested) >= CONTESTED_MAX:
+            self._contested.clear()
+        self._contested[link.parent, link.name] = trio.current_time() + CONTESTED_SECONDS
+        doubt = self._doubtful.pop(link.ino, None)
+        if doubt is None and self._place(link.ino) == (link.parent, link.name):
+            self._directories[link.ino] = NOWHERE
+
+    def _holds(self, link: Link, row: Versioned | None) -> bool:
+        if row is None:
+            return False
+        entry = schema.decode_entry(row.value)
+        if isinstance(entry, schema.InodeRecord):
+            return entry.ino == link.ino
+        if entry == link.ino and self._core.known.version(link.parent, link.name) < row.version:
+            self._core.known.note(link.parent, link.name, entry, row.version)
+        return entry == link.ino

@@ -1,0 +1,309 @@
+"""From names to inodes where other hosts change names, too.
+
+Versions say what is newer. Names in folders that publish strictly are asked for at the store: what a host closed
+before, the next open here sees. Relaxed folders are answered from what a watch keeps true (`coherence`); so are, in
+strict folders, names of directories, and of files that this client changed last, which are checked by the question that
+follows (`paths`). While the store is away, what is known is told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import trio
+
+from kvfuse import errors
+from kvfuse.volume.api import NAME_MAX
+from kvfuse.volume.inodes.node import Node
+from kvfuse.volume.names.lookup import Found, Lookup
+from kvfuse.volume.names.path_beliefs import Link, Paths
+from kvfuse.volume.store import schema
+from kvfuse.volume.store.joined_reads import SharedRecords
+
+CATCH_UP_COMMITS = 3
+"""Of one inode: one may have begun before the record, the next one has to do with it."""
+
+
+class NotCaughtUp(errors.EngineError):
+    """Another host has stored something newer of an inode that was changed here, too, and that cannot be stored now.
+
+    So what it is is known by nobody: unlike where the store is away, what is known here is not told.
+    """
+
+
+class Told(NamedTuple):
+    """What the store said of an inode; see `Refresher.take`."""
+
+    record: schema.InodeRecord
+    version: int
+    place: tuple[int, bytes]
+    own: bool
+
+
+@dataclass
+class SharedLookup(Lookup):
+    """See the module. ``records``: those of the core, as this room sees them."""
+
+    records: SharedRecords
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.paths = Paths(self.core)
+        self.is_watched = False
+        """what other hosts change is told here soon after"""
+
+    def asks(self, parent: int) -> bool:
+        directory = self.core.nodes.get(parent)
+        return directory is None or not self.is_watched or self.is_strict(directory)
+
+    # -- what the kernel asks for --------------------------------------------------------------------
+
+    async def by_name(self, parent: int, name: bytes) -> Node:
+        """As there. Moved, where the names above are not what the kernel was told: it is to walk the path again."""
+        if name in (b".", b".."):
+            return await super().by_name(parent, name)
+        self.core.counters.lookups += 1
+        check_name(name)
+        asked_at = trio.current_time()
+        with suppress(errors.EngineError):  # what is known is told all the same
+            directory = await self.directory(parent)  # which says whether to ask
+            if directory.nlink == 0:
+                raise errors.NotFound(f"directory {parent} was removed")
+        found, asks = self.known(parent, name), self.asks(parent)
+        is_believed = asks and found is not None and not found.change and self._believes(parent, name, found)
+        if found is None or (asks and not found.change and not is_believed):
+            above = self.paths.above(parent) if asks else ()
+            found = await self.find_shared(parent, name, is_fresh=asks, above=above)
+        if found.node is None:
+            self.core.counters.absent_lookups += 1
+            raise errors.NotFound(name)
+        self.paths.came(found.node, parent, name, asked_at=None if is_believed else asked_at)
+        return found.node
+
+    def _believes(self, parent: int, name: bytes, found: Found) -> bool:
+        """A name in a strict folder is told as it is known here: who acts upon it checks it.
+
+        Of other hosts' files the kernel would only ask one question more for each open. A file that is open here cannot
+        be checked later: the kernel asks for attributes of descriptors in the same way, which do not go by names.
+        """
+        node = found.node
+        if node is None or not self.is_watched or self.paths.is_contested(parent, name):
+            return False
+        if node.is_directory:
+            return self.paths.is_sure(node, parent, name)
+        return not node.handles and self.records.made(found.version)
+
+    def is_doubtful(self, ino: int) -> bool:
+        return self.paths.doubt(ino) is not None
+
+    async def current(self, ino: int) -> Node:
+        doubt = self.paths.doubt(ino)
+        if doubt is not None:
+            await self._check(doubt)
+        return await self.node(ino)
+
+    async def _check(self, doubt: Link) -> None:
+        """Bring a file up to what the store says, if it says something. NotCaughtUp; Moved, where the name does not
+        mean the file any more.
+        """
+        links = [doubt, *self.paths.above(doubt.parent)]
+        keys = [link.key for link in links] + [schema.inode_key(doubt.ino), schema.times_key(doubt.ino)]
+        asked_at = trio.current_time()
+        try:
+            rows = dict(zip(keys, await self.core.records.get(keys), strict=True))
+        except errors.Corrupt:
+            raise
+        except errors.EngineError:
+            return  # what is known is told all the same, and checked the next time
+        try:
+            self.paths.check(links, rows, asked_at)
+        except errors.Stale:
+            node = self.core.nodes.get(doubt.ino)
+            if node is None or not node.handles:
+                raise
+            return  # it was opened meanwhile: a descriptor goes with the inode, whatever its names are
+        named, own = rows[doubt.key], rows[schema.inode_key(doubt.ino)]
+        assert named is not None, "a name that means something has a record"
+        entry = schema.decode_entry(named.value)
+        place = (doubt.parent, doubt.name)
+        if isinstance(entry, schema.InodeRecord):
+            await self._catch_up(Told(entry, named.version, place, own=False))
+        elif own is not None:
+            await self._catch_up(Told(schema.decode_inode(own.value), own.version, place, own=True))
+        self.paths.settle(doubt)
+
+    async def _catch_up(self, told: Told) -> Node:
+        """Bring an inode up to a record. One that is changed here, too, has both changes when this returns.
+
+        Its commit finds that the record has moved, and puts both together. One that was under way may have come before
+        the record; then it is taken over afterwards, or put together with what was changed meanwhile. In relaxed
+        folders that is not waited for. NotCaughtUp: what was changed here cannot be committed now.
+        """
+        node = self.refresher.take(told.record, told.version, told.place, own=told.own)
+        directory = self.core.nodes.get(told.place[0])
+        if directory is not None and not self.is_strict(directory):
+            return node
+        for _ in range(CATCH_UP_COMMITS):
+            if node.version >= told.version or not node.nlink:
+                return node
+            if not (node.changed or node.committing):
+                self.journal.touch(node)  # somebody began to write, and has not changed anything yet
+            try:
+                await self.journal.commit(node)
+            except errors.EngineError as error:
+                raise NotCaughtUp(f"inode {node.ino} was changed by another host, and here: {error}") from error
+            if node.version < told.version:
+                node = self.refresher.take(told.record, told.version, told.place, own=told.own)
+        return node
+
+    async def current_directory(self, ino: int) -> Node:
+        above = self.paths.above(ino)
+        known = self.core.nodes.get(ino)
+        is_removed = known is not None and known.nlink == 0  # no path leads to it, whoever is in it came before
+        if not is_removed and any(self.asks(link.parent) for link in above):
+            with suppress(errors.EngineError):  # what is known is told all the same
+                await self.check_path(above)
+        return await self.directory(ino)
+
+    async def check_path(self, above: Sequence[Link]) -> None:
+        """Moved, where these names are not what was believed."""
+        keys = [link.key for link in above]
+        asked_at = trio.current_time()
+        self.paths.check(above, dict(zip(keys, await self.core.records.get(keys), strict=True)), asked_at)
+
+    async def path_versions(self, directory: int, is_fresh: bool) -> dict[bytes, int]:
+        """What a change in a directory expects of the names above: they lead there when it is made. Key -> version.
+
+        The kernel may have been told otherwise (Moved). Who only puts a name into a directory need not expect it: the
+        kernel has looked for that name, and so it was asked for, with all names above.
+        """
+        above = self.paths.above(directory)
+        versions = None if is_fresh else self.paths.expected(above)
+        if versions is None:
+            await self.check_path(above)
+            versions = self.paths.expected(above)
+        return versions or {}
+
+    def forget(self, ino: int, count: int) -> Node | None:
+        node = super().forget(ino, count)
+        if not self.core.places.known(ino):
+            self.paths.forget(ino)
+        return node
+
+    # -- finding -------------------------------------------------------------------------------------
+
+    async def find(self, parent: int, name: bytes) -> Found:
+        check_name(name)
+        with suppress(errors.EngineError):  # what is known is told all the same
+            await self.directory(parent)  # which says whether to ask
+        return await self.find_shared(parent, name, is_fresh=self.asks(parent))
+
+    def known(self, parent: int, name: bytes) -> Found | None:
+        """What the name means as far as is known here, without asking."""
+        change = self.journal.find(parent, name)
+        if change is not None:
+            return Found(change.node, change.stored, change, self.journal.epoch, change.version)
+        ino = self.core.known.inode(parent, name)
+        node = self.core.nodes.get(ino) if ino is not None else None
+        if node is not None and node.own_record:
+            return Found(node, True, None, self.journal.epoch, self.core.known.version(parent, name))
+        if node is not None:
+            if (node.parent, node.name) != (parent, name):
+                return None  # it was renamed elsewhere, and the news of this name are still to come
+            return Found(node, True, None, self.journal.epoch, node.version)
+        if self.core.known.is_absent(parent, name):
+            return Found(None, False, None, self.journal.epoch)
+        return None
+
+    async def find_shared(self, parent: int, name: bytes, *, is_fresh: bool, above: Sequence[Link] = ()) -> Found:
+        """As `find`. ``is_fresh``: ask the store, whatever is known; what is known counts where it does not answer.
+
+        A name that was changed here while the store was asked is looked for again. ``above``: names that the answer
+        depends on. EngineError, NotCaughtUp; Moved.
+        """
+        may_learn = True
+        while True:
+            found = self.known(parent, name)
+            if found is not None and (found.change or not is_fresh):
+                return found
+            if not is_fresh and (node := self.learning.shelved(parent, name)) is not None:
+                return Found(node, True, None, self.journal.epoch, node.version)
+            try:
+                if not is_fresh and may_learn and self.learning.pays(parent):
+                    may_learn = False
+                    await self.learning.read_page(parent)
+                    continue
+                asked = await self._ask(parent, name, above)
+            except (NotCaughtUp, errors.Corrupt):
+                raise
+            except errors.EngineError:
+                found = self.known(parent, name)
+                if found is None:
+                    raise
+                return found
+            if asked is not None:
+                return asked
+
+    async def _ask(self, parent: int, name: bytes, above: Sequence[Link]) -> Found | None:
+        """What the store says a name means; None where it was changed here meanwhile, or between two questions.
+
+        An inode with a record of its own costs a second question, unless it is known which one it is.
+        """
+        known = self.core.known
+        before = known.version(parent, name)
+        guess = known.inode(parent, name)
+        key = schema.entry_key(parent, name)
+        keys = [key, *[link.key for link in above]]
+        if guess is not None:
+            keys += [schema.inode_key(guess), schema.times_key(guess)]
+        asked_at = trio.current_time()
+        rows = dict(zip(keys, await self.records.get(keys), strict=True))
+        entry = rows[key]
+        record = schema.decode_entry(entry.value) if entry is not None else None
+        meant = record.ino if isinstance(record, schema.InodeRecord) else record or guess
+        is_remembered = meant is not None and self.core.places.get(meant) == (parent, name)
+        self.paths.check(above, rows, asked_at, (parent, name) if is_remembered else None)
+        version = entry.version if entry is not None else 0
+        if self.journal.find(parent, name) is not None or known.version(parent, name) not in (before, version):
+            return None
+        if record is None:
+            return await self._absent(parent, name)
+        if isinstance(record, int) and record != guess:
+            known.note(parent, name, record)  # the next answer has both, as they are at one moment
+            return None
+        if isinstance(record, schema.InodeRecord):
+            told = Told(record, version, (parent, name), own=False)
+            node = self.refresher.take(record, version, told.place, own=False)
+        elif (own := rows[schema.inode_key(record)]) is not None:
+            told = Told(schema.decode_inode(own.value), own.version, (parent, name), own=True)
+            node = self.refresher.take(told.record, told.version, told.place, own=True)
+            if (times := rows[schema.times_key(record)]) is not None:
+                self.refresher.take_times(node, times.value, times.version)
+        else:
+            raise errors.Stale(f"{name!r} in directory {parent} means inode {record}, which has no record")
+        if not node.own_record and node.version > version:
+            return None  # it has left the name since
+        known.note(parent, name, node.ino, version)
+        if node.version < told.version:  # it is changed here, too
+            node = await self._catch_up(told)
+            if self.journal.find(parent, name) is not None or known.inode(parent, name) != node.ino:
+                return None
+        return Found(node, True, None, self.journal.epoch, version if node.own_record else node.version)
+
+    async def _absent(self, parent: int, name: bytes) -> Found | None:
+        """The store has no such name. In relaxed folders more is read, so that the next name need not be asked for."""
+        self.core.known.drop(parent, name)
+        if not self.asks(parent):
+            await self.learning.read_page(parent)
+            if self.journal.find(parent, name) is not None or self.core.known.inode(parent, name) is not None:
+                return None
+        return Found(None, False, None, self.journal.epoch)
+
+
+def check_name(name: bytes) -> None:
+    """NameTooLong."""
+    if len(name) > NAME_MAX:
+        raise errors.NameTooLong(f"a name of {len(name)} bytes: at most {NAME_MAX} are allowed")

@@ -1,0 +1,1 @@
+"""Making a volume, opening its engines, holding it, loading its state."""

@@ -1,0 +1,307 @@
+"""Making a volume, reading its superblock, and the lock of one that is in a folder.
+
+With embedded records a volume is a folder::
+
+    superblock     4 KiB: identity, geometry, format version; written last, so a folder with it is a volume
+    records/       the record store (lmdb)
+    segments/      the segment files
+    lock           held by the daemon that has the volume open; says who that is
+
+With shared records it is what they say: the superblock is a record, written last, and who has the volume open is a
+record under a lease (``member.py``).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import shutil
+import socket
+import stat
+import time
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from uuid import uuid4
+
+from kvfuse.errors import VolumeBusy, VolumeError
+from kvfuse.options.config import Options
+from kvfuse.remote.records.api import ABSENT, RecordStore
+from kvfuse.slab import layout
+from kvfuse.slab.layout import Geometry, Superblock
+from kvfuse.volume.api import FIRST_INODE, ROOT_INODE
+from kvfuse.volume.inodes.metadata_budget import growth, own_size
+from kvfuse.volume.inodes.node import Node
+from kvfuse.volume.opening import engines
+from kvfuse.volume.store import schema, sealed
+from kvfuse.volume.store.member import Member, membership
+
+SUPERBLOCK_FILE = "superblock"
+LOCK_FILE = "lock"
+KNOWN_FILES = frozenset({SUPERBLOCK_FILE, LOCK_FILE, "records", "segments", "log"})
+"""Names that may stand in a volume's folder: a folder with others is not ours to format."""
+RECORD_FILES = r"(data|lock)\.mdb"
+SEGMENT_FILES = r"[0-9a-f]{8}\.(seg|new).*"
+"""what files of an engine's folder are called"""
+
+
+def is_volume(path: Path) -> bool:
+    """A volume was formatted in this folder (it may be damaged)."""
+    return (path / SUPERBLOCK_FILE).exists()
+
+
+def read_superblock(path: Path) -> Superblock:
+    """Of the volume in folder ``path``. VolumeError when there is none, it is damaged or of a newer format."""
+    try:
+        image = (path / SUPERBLOCK_FILE).read_bytes()
+    except FileNotFoundError:
+        raise VolumeError(
+            f"{path} is no kvfuse volume: it has no superblock; 'kvfuse format {path}' makes one"
+        ) from None
+    except OSError as error:
+        raise VolumeError(f"the superblock of {path} cannot be read: {error.strerror}") from error
+    return _parse_superblock(image, str(path))
+
+
+async def read_shared_superblock(records: RecordStore, title: str) -> Superblock:
+    """Of the shared volume whose records these are. VolumeError as `read_superblock`."""
+    (found,) = await records.get([schema.SUPERBLOCK])
+    if found is None:
+        raise VolumeError(f"{title} holds no kvfuse volume: it has no superblock; 'kvfuse format' makes one")
+    return _parse_superblock(found.value, title)
+
+
+async def is_vacant(records: RecordStore) -> bool:
+    """No volume was ever made of these records, or none is left of it."""
+    found = await records.get([schema.SUPERBLOCK, schema.COUNTER_INODE, schema.inode_key(ROOT_INODE)])
+    return not any(found)
+
+
+def _parse_superblock(image: bytes, title: str) -> Superblock:
+    try:
+        return layout.parse_superblock(image)
+    except VolumeError as error:
+        raise VolumeError(f"{title}: {error}") from None
+
+
+@contextmanager
+def locked(path: Path, mountpoint: str = "", wait_seconds: float = 0.0) -> Iterator[None]:
+    """Hold the volume in folder ``path`` alone. VolumeBusy says who else does.
+
+    A daemon whose mount was just taken away is still flushing: that one is waited for, up to ``wait_seconds``.
+    """
+    descriptor = os.open(path / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        deadline = time.monotonic() + wait_seconds
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() >= deadline:
+                    raise VolumeBusy(f"the volume {path} is in use by {describe_holder(path)}") from None
+                time.sleep(0.05)
+        holder = {"pid": os.getpid(), "host": socket.gethostname(), "mountpoint": mountpoint, "since": int(time.time())}
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, json.dumps(holder).encode(), 0)
+        yield
+        os.ftruncate(descriptor, 0)
+    finally:
+        os.close(descriptor)
+
+
+def holder(path: Path) -> dict[str, object]:
+    """Who wrote the lock of this volume last: pid, host, mountpoint, since; empty when nobody holds it."""
+    try:
+        said = json.loads((path / LOCK_FILE).read_bytes() or b"{}")
+    except (OSError, ValueError):
+        return {}
+    return said if isinstance(said, dict) else {}
+
+
+def describe_holder(path: Path) -> str:
+    said = holder(path)
+    if not said:
+        return "another process"
+    where = f", mounted on {said['mountpoint']}" if said.get("mountpoint") else ""
+    return f"process {said.get('pid')} on {said.get('host')}{where}"
+
+
+async def format_volume(options: Options, *, replace: bool = False) -> Superblock:
+    """Make an empty volume as ``options`` say. VolumeError, with nothing changed, where that cannot be.
+
+    ``options.volume.capacity`` must be set. ``replace``: drop the volume that is there.
+    """
+    capacity = options.volume.capacity
+    if capacity is None:
+        raise ValueError("format_volume needs a capacity")
+    try:
+        geometry = Geometry.choose(capacity, options.volume.slab_size, options.volume.segment_size)
+    except ValueError as error:
+        raise VolumeError(f"{options.title} cannot be formatted: {error}") from None
+    superblock = Superblock(uuid4().bytes, geometry, time.time_ns(), features=layout.KNOWN_FEATURES)
+    if options.is_shared:
+        await _format_shared(options, superblock, replace)
+    else:
+        await _format_folder(options, superblock, replace)
+    return superblock
+
+
+async def _format_folder(options: Options, superblock: Superblock, replace: bool) -> None:
+    path = options.volume_path
+    _check_folder(path, replace)
+    for folder, ours in _engine_folders(options):
+        _check_engine_folder(folder, ours)
+    path.mkdir(parents=True, exist_ok=True)
+    with locked(path):
+        if replace:
+            (path / SUPERBLOCK_FILE).unlink(missing_ok=True)
+        for folder, _ in _engine_folders(options):
+            if folder.exists():
+                shutil.rmtree(folder)
+            folder.mkdir(parents=True)
+        async with engines.open_records(options) as records:
+            await write_first_records(options, sealed.as_formatted(records, superblock))
+        write_superblock(path, superblock)
+
+
+async def _format_shared(options: Options, superblock: Superblock, replace: bool) -> None:
+    """The superblock goes first and comes last, so that one who dies in between leaves no volume."""
+    title = options.title
+    if options.has_segment_files:
+        _check_engine_folder(options.segments_path, SEGMENT_FILES)
+    async with (
+        engines.open_records(options) as records,
+        membership(records, options.client.lease, title) as member,
+        engines.open_segments(options) as segments,
+    ):
+        (found,) = await records.get([schema.SUPERBLOCK])
+        if found is not None and not replace:
+            raise VolumeError(
+                f"{title} is a kvfuse volume already; 'kvfuse format --force' would drop all that is in it"
+            )
+        present = await segments.list()
+        if present and not replace:
+            raise VolumeError(
+                f"{title} has no superblock, but {len(present)} segments: 'kvfuse fsck --rebuild' recovers their"
+                " blocks, 'kvfuse format --force' drops them"
+            )
+        await _drop_records(records, member)
+        for info in present:
+            await segments.remove(info.segment)
+        records = sealed.as_formatted(records, superblock)
+        await write_shared_superblock(records, superblock, member, first_records(options))
+
+
+async def _drop_records(records: RecordStore, member: Member) -> None:
+    """All of a volume, the superblock before everything else."""
+    await records.commit({}, [schema.SUPERBLOCK], member.fence)
+    kept = {*member.fence, schema.MOUNTED}
+    after = b""
+    while rows := await records.scan(b"", after, 1000):
+        await commit_in_parts(records, deletes=[row.key for row in rows if row.key not in kept])
+        after = rows[-1].key
+
+
+async def write_shared_superblock(
+    records: RecordStore, superblock: Superblock, member: Member, others: Mapping[bytes, bytes] | None = None
+) -> None:
+    """With the ``others``, or none of them. VolumeError where somebody else did meanwhile, or the lease is lost."""
+    puts = {**(others or {}), schema.SUPERBLOCK: layout.pack_superblock(superblock)}
+    expect = {schema.SUPERBLOCK: ABSENT, **member.fence}
+    if not await records.commit(puts, (), expect, durable=True):
+        raise VolumeError("the volume was changed by another client while it was made: look at it, and try again")
+
+
+async def commit_in_parts(
+    records: RecordStore, puts: Mapping[bytes, bytes] | None = None, deletes: Collection[bytes] = ()
+) -> None:
+    """Commits of at most what the store takes at once: not all or nothing. For volumes that nobody else has open."""
+    limits = records.limits
+    part: dict[bytes, bytes | None] = {}
+    size = 0
+    for key, value in [*(puts or {}).items(), *((key, None) for key in deletes)]:
+        more = len(key) + len(value or b"")
+        if part and (len(part) >= limits.commit_operations_max or size + more > limits.commit_bytes_max):
+            await _commit_part(records, part)
+            part, size = {}, 0
+        part[key] = value
+        size += more
+    if part:
+        await _commit_part(records, part)
+
+
+async def _commit_part(records: RecordStore, part: Mapping[bytes, bytes | None]) -> None:
+    puts = {key: value for key, value in part.items() if value is not None}
+    await records.commit(puts, [key for key, value in part.items() if value is None])
+
+
+def write_superblock(path: Path, superblock: Superblock) -> None:
+    _write_durably(path / SUPERBLOCK_FILE, layout.pack_superblock(superblock))
+
+
+def _check_folder(path: Path, replace: bool) -> None:
+    """VolumeError unless the folder is absent, empty, or a volume that may be replaced."""
+    if not path.exists():
+        return
+    if not path.is_dir():
+        raise VolumeError(f"{path} is no folder")
+    strangers = sorted(set(os.listdir(path)) - KNOWN_FILES)
+    if strangers:
+        raise VolumeError(f"{path} is not empty ({strangers[0]!r} is in it): choose an empty folder for a volume")
+    if is_volume(path) and not replace:
+        raise VolumeError(f"{path} is a kvfuse volume already; 'kvfuse format --force' would drop all that is in it")
+
+
+def _engine_folders(options: Options) -> list[tuple[Path, str]]:
+    """The engines' folders, and what files of theirs are called."""
+    return [(options.records_path, RECORD_FILES), (options.segments_path, SEGMENT_FILES)]
+
+
+def _check_engine_folder(folder: Path, ours: str) -> None:
+    """VolumeError where formatting would remove a file that is not a volume's."""
+    for name in sorted(os.listdir(folder)) if folder.is_dir() else []:
+        if not re.fullmatch(ours, name):
+            raise VolumeError(f"{folder} holds {name!r}, which is no part of a volume: choose an empty folder")
+
+
+async def write_first_records(options: Options, records: RecordStore) -> None:
+    """The records of an empty volume, in an empty record store."""
+    await records.commit(first_records(options), durable=True)
+
+
+def first_records(options: Options) -> dict[bytes, bytes]:
+    """An empty root directory, and where the counters begin."""
+    root = Node(ROOT_INODE, stat.S_IFDIR | 0o755, os.geteuid(), os.getegid(), options.volume.chunk_size)
+    root.nlink = 2
+    size = own_size(options)
+    now = time.time_ns()
+    directory = {
+        schema.inode_key(ROOT_INODE): schema.encode_inode(root.record()),
+        schema.times_key(ROOT_INODE): schema.encode_times(now, now, now),
+    }
+    return {
+        **directory,
+        schema.COUNTER_INODE: schema.encode_u64(FIRST_INODE),
+        schema.COUNTER_GENERATION: schema.encode_u64(1),
+        schema.COUNTER_FILES: schema.encode_counts(1, growth(directory, (), {})),
+        schema.EXACT_SIZES: schema.encode_u64s(options.volume.exact_sizes),
+        **({} if size is None else {schema.METADATA_SIZE: schema.encode_u64(size)}),
+    }
+
+
+def _write_durably(path: Path, content: bytes) -> None:
+    """The whole file or nothing, also after a loss of power."""
+    temporary = path.with_suffix(".new")
+    with temporary.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.rename(path)
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)

@@ -1,0 +1,111 @@
+"""A volume held alone: its superblock, and its engines open. One in a folder is locked, a shared one has a record."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+from kvfuse.errors import EngineError, VolumeError
+from kvfuse.mounttable import top_mount
+from kvfuse.options.config import Options
+from kvfuse.remote.records.api import RecordStore
+from kvfuse.remote.segments.api import SegmentStore
+from kvfuse.slab.layout import Superblock
+from kvfuse.volume.inodes.metadata_budget import meter_of
+from kvfuse.volume.opening import engines, format
+from kvfuse.volume.store import sealed
+from kvfuse.volume.store.member import FencedRecords, FencedSegments, Member, memberships
+
+LOCK_WAIT = 30.0
+"""Seconds to wait for a daemon that flushes after its mount was taken away."""
+
+
+class Held(NamedTuple):
+    """What a volume is made of, while it is held."""
+
+    superblock: Superblock
+    records: RecordStore
+    segments: SegmentStore
+    member: Member | None = None
+    """this client, where others may have the volume, too"""
+    again: Callable[[], Awaitable[Held]] | None = None
+    """has it as another client, when ``member`` lost its lease. EngineError, VolumeError where that cannot be yet"""
+
+
+@asynccontextmanager
+async def hold(
+    options: Options,
+    mountpoint: str = "",
+    *,
+    records_read_only: bool = False,
+    segments_read_only: bool = False,
+    alone: bool = True,
+) -> AsyncIterator[Held]:
+    """The volume that ``options`` name; given back at the end. VolumeError, VolumeBusy where it cannot be opened.
+
+    ``mountpoint``: for others to know who holds it. Not ``alone``: together with others, where records are shared.
+    Errors of the body come out as they are.
+    """
+    if options.is_shared:
+        async with _hold_shared(options, mountpoint, segments_read_only, alone=alone) as held:
+            yield held
+    else:
+        async with _hold_folder(options, mountpoint, records_read_only, segments_read_only) as held:
+            yield held
+
+
+@asynccontextmanager
+async def _hold_folder(
+    options: Options, mountpoint: str, records_read_only: bool, segments_read_only: bool
+) -> AsyncIterator[Held]:
+    path = options.volume_path
+    superblock = format.read_superblock(path)
+    async with AsyncExitStack() as stack:
+        stack.enter_context(format.locked(path, mountpoint, LOCK_WAIT if _is_closing(path) else 0.0))
+        _check_records(options.records_path)
+        try:
+            records = await stack.enter_async_context(
+                engines.open_records(options, read_only=records_read_only, meter=meter_of(superblock))
+            )
+        except EngineError as error:
+            raise VolumeError(f"{error}: 'kvfuse fsck --rebuild' recovers blocks") from error
+        segments = await stack.enter_async_context(engines.open_segments(options, read_only=segments_read_only))
+        yield Held(superblock, sealed.as_formatted(records, superblock), segments)
+
+
+@asynccontextmanager
+async def _hold_shared(
+    options: Options, mountpoint: str, segments_read_only: bool, *, alone: bool
+) -> AsyncIterator[Held]:
+    """Every commit and every write of the body is refused once this client's lease has ended."""
+    async with engines.open_records(options) as plain_records:
+        # Without one there is nothing to hold.
+        records = sealed.as_formatted(plain_records, await format.read_shared_superblock(plain_records, options.title))
+        async with memberships(records, options.client.lease, options.title, mountpoint, alone=alone) as join:
+            member = await join()
+            async with engines.open_segments(options, read_only=segments_read_only) as segments:
+
+                async def held(member: Member) -> Held:
+                    superblock = await format.read_shared_superblock(records, options.title)
+                    fenced = FencedRecords(records, member), FencedSegments(segments, member)
+                    return Held(superblock, *fenced) if alone else Held(superblock, *fenced, member, again)
+
+                async def again() -> Held:
+                    await segments.renew()  # the others may have cut off the client that this one was
+                    return await held(await join())
+
+                yield await held(member)
+
+
+def _check_records(path: Path) -> None:
+    """VolumeError, with nothing made, where the store is lost."""
+    if not path.is_dir() or not any(path.iterdir()):
+        raise VolumeError(f"{path} is empty, the records are lost: 'kvfuse fsck --rebuild' recovers blocks")
+
+
+def _is_closing(path: Path) -> bool:
+    """Somebody holds the volume whose mount is gone: a daemon that still flushes."""
+    mountpoint = str(format.holder(path).get("mountpoint", ""))
+    return bool(mountpoint) and top_mount(Path(mountpoint)) is None

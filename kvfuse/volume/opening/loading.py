@@ -1,0 +1,140 @@
+"""The state of a volume, read from its records when it is opened."""
+
+from __future__ import annotations
+
+import dataclasses
+import struct
+
+from kvfuse import errors
+from kvfuse.options.config import Options
+from kvfuse.remote.records.api import RecordStore
+from kvfuse.remote.segments.api import SegmentStore, Transfer
+from kvfuse.slab.allocator import Allocator
+from kvfuse.slab.image import SlabState
+from kvfuse.slab.layout import PAGE_SIZE, SUPERBLOCK_SIZE, Superblock, parse_superblock
+from kvfuse.volume.api import ROOT_INODE
+from kvfuse.volume.inodes.core import Core
+from kvfuse.volume.inodes.grace import Grace
+from kvfuse.volume.inodes.metadata_budget import Metadata, affordable_limit, default_size, store_size
+from kvfuse.volume.inodes.node import Nodes
+from kvfuse.volume.store import schema
+from kvfuse.volume.store.member import Member
+from kvfuse.volume.store.numbers import NumberRange, SharedNumberRange
+from kvfuse.volume.store.sealed import DamagedRecords, ScanPages
+from kvfuse.volume.views.tier import SharedTier
+
+REUSE_SECONDS_MIN = 1.0
+"""for which a freed slot of a shared volume rests; twice the longer of the engines' deadlines, where that is more"""
+
+
+async def load_core(
+    options: Options,
+    superblock: Superblock,
+    records: RecordStore,
+    segments: SegmentStore,
+    member: Member | None = None,
+) -> Core:
+    """The state of a volume from its records. ``member``: this client, where others have the volume open, too."""
+    keys = [schema.COUNTER_INODE, schema.COUNTER_GENERATION, schema.COUNTER_FILES, schema.inode_key(ROOT_INODE)]
+    try:
+        *found, budget = await records.get([*keys, schema.EXACT_SIZES, schema.METADATA_SIZE])
+    except DamagedRecords as error:
+        raise errors.VolumeError(f"{options.title}: the record store is damaged: {error}") from error
+    values = [record.value for record in found if record is not None]
+    if len(values) < len(found):
+        raise errors.VolumeError(
+            f"{options.title}: the record store is damaged (no counters): 'kvfuse fsck --rebuild' recovers blocks"
+        )
+    try:
+        limit = schema.decode_u64(budget.value) if budget is not None else default_size(superblock.geometry.capacity)
+        core = await _load_values(options, superblock, records, segments, values, limit, is_alone=member is None)
+    except DamagedRecords as error:
+        raise errors.VolumeError(f"{options.title}: the record store is damaged: {error}") from error
+    except (ValueError, struct.error) as error:
+        raise errors.VolumeError(
+            f"{options.title}: the record store is damaged ({error}): 'kvfuse fsck --repair' mends what can be"
+        ) from error
+    return core if member is None else _shared(core, member, options)
+
+
+def _shared(core: Core, member: Member, options: Options) -> Core:
+    """As one of several clients has the volume: slabs and numbers are this one's only when they are leased."""
+    return dataclasses.replace(
+        core,
+        inodes=SharedNumberRange(schema.COUNTER_INODE),
+        generations=SharedNumberRange(schema.COUNTER_GENERATION),
+        file_count=0,
+        client=member.client,
+        grace=Grace(max(REUSE_SECONDS_MIN, 2 * options.records.deadline, 2 * core.segments.limits.deadline)),
+    )
+
+
+async def _load_values(
+    options: Options,
+    superblock: Superblock,
+    records: RecordStore,
+    segments: SegmentStore,
+    values: list[bytes],
+    metadata_limit: int,
+    *,
+    is_alone: bool,
+) -> Core:
+    """``values``: of the counters, the root directory, the exact sizes. ``is_alone``: all slabs are this client's."""
+    geometry = superblock.geometry
+    inode, generation = [schema.decode_u64(value) for value in values[:2]]
+    sizes = {*schema.decode_u64s(values[4]), *options.volume.exact_sizes}
+    exact_sizes = {-(-size // PAGE_SIZE) * PAGE_SIZE for size in sizes if size <= geometry.slab_size}
+    slabs = Allocator(geometry, exact_sizes, granted=is_alone)
+    states: list[SlabState] = []
+    async for rows, damaged in ScanPages(records, b"s"):
+        if damaged and is_alone:  # where others are, too, each takes slabs whose records it can read
+            raise DamagedRecords(dict.fromkeys(damaged, 0))
+        states += [SlabState(schema.key_slab(row.key), *schema.decode_slab(row.value)) for row in rows]
+    if is_alone:
+        slabs.restore(states)
+    tier = SharedTier(options.cache.tier_size)
+    used = {geometry.locate_head(state.slab)[0] for state in states}
+    await _check_segments(options.title, superblock, segments, used)
+    return Core(
+        superblock=superblock,
+        geometry=geometry,
+        records=records,
+        segments=segments,
+        slabs=slabs,
+        nodes=Nodes(options.cache.nodes, tier),
+        tier=tier,
+        chunk_size=min(schema.decode_inode(values[3]).chunk_size or options.volume.chunk_size, geometry.slab_size),
+        strict=options.publish_mode == "strict",
+        read_only=options.mount.read_only,
+        inodes=NumberRange(schema.COUNTER_INODE, inode),
+        generations=NumberRange(schema.COUNTER_GENERATION, generation),
+        metadata=_bounded(records, metadata_limit, geometry.data_size),
+        file_count=records.usage.items if records.usage is not None else schema.decode_counts(values[2]).inodes,
+    )
+
+
+def _bounded(records: RecordStore, limit: int, data_size: int) -> Metadata:
+    """The metadata budget, and a store that can hold it. A process that may not map as much has a smaller one."""
+    bound = records.bound(store_size(limit, data_size))
+    if bound:
+        limit = min(limit, affordable_limit(bound, data_size))
+    return Metadata(limit, lambda: records.usage.size if records.usage is not None else 0)
+
+
+async def _check_segments(title: str, superblock: Superblock, segments: SegmentStore, used: set[int]) -> None:
+    """VolumeError unless every segment that holds bytes is there, whole, and this volume's."""
+    remedy = "'kvfuse fsck --verify' tells which files are lost"
+    sizes = {info.segment: info.size for info in await segments.list()}
+    for segment in sorted(used):
+        size = superblock.geometry.segment_size(segment)
+        if sizes.get(segment) != size:
+            found = f"has {sizes[segment]} bytes instead of {size}" if segment in sizes else "is missing"
+            raise errors.VolumeError(f"{title}: segment {segment} {found}: {remedy}")
+        image = bytearray(SUPERBLOCK_SIZE)
+        await segments.read([Transfer(segment, 0, image)])
+        try:
+            header = parse_superblock(image)
+        except errors.VolumeError as error:
+            raise errors.VolumeError(f"{title}: segment {segment}: {error}: {remedy}") from None
+        if (header.volume_id, header.segment) != (superblock.volume_id, segment):
+            raise errors.VolumeError(f"{title}: the file of segment {segment} is another segment's: {remedy}")

@@ -1,0 +1,154 @@
+"""The parts of a mounted volume that belong to one membership: they are made together, and forgotten together.
+
+A client that lost its lease can commit and write nothing any more (`FencedRecords`, `FencedSegments`): what its
+parts have in memory will never be stored. `Parts.abandon` ends them: whoever waits for a commit gets an EngineError,
+and their nodes are marked, so that an operation that began with one of them ends in an EngineError too, and does not
+bring it to the parts that follow.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import trio
+
+from kvfuse.errors import EngineError
+from kvfuse.options.config import Options
+from kvfuse.volume.commit.journal import Journal
+from kvfuse.volume.content.access_times import AccessTimes
+from kvfuse.volume.content.cutting import Content
+from kvfuse.volume.content.mapper import Mapper
+from kvfuse.volume.content.read_ahead import Fetcher
+from kvfuse.volume.hosts.coherence import Coherence
+from kvfuse.volume.hosts.slab_leases import SlabLeases
+from kvfuse.volume.inodes.core import Core
+from kvfuse.volume.names.blocks import Blocks
+from kvfuse.volume.names.changes import Names
+from kvfuse.volume.names.lookup import Lookup
+from kvfuse.volume.names.shared_changes import SharedNames
+from kvfuse.volume.names.shared_lookup import SharedLookup
+from kvfuse.volume.names.xattrs import Xattrs
+from kvfuse.volume.slots.flusher import Flusher
+from kvfuse.volume.store import schema
+from kvfuse.volume.store.joined_reads import SharedRecords
+from kvfuse.volume.store.member import Member
+from kvfuse.volume.store.schema import Counts
+
+log = logging.getLogger(__name__)
+
+
+class Parts:
+    """See the module. ``member``: this client, where others have the volume open, too."""
+
+    def __init__(self, core: Core, options: Options, member: Member | None) -> None:
+        self.core = core
+        self.flusher = Flusher(core, options.cache.staging_size)
+        self.journal = Journal(core, self.flusher, options.publish.window)
+        self.content = Content(core, self.journal, self.flusher)
+        self.access = AccessTimes(core, self.journal, options.mount.access_times, directories=options.mount.diratime)
+        self.mapper = Mapper(core, self.content, self.access)
+        self.lookups, self.names = self._make_names()
+        self.journal.make_room = self.names.reap_unnamed
+        self.blocks = Blocks(
+            core,
+            self.journal,
+            self.flusher,
+            self.lookups,
+            self.names,
+            self.content,
+            self.mapper,
+            binding_count_max=options.cache.nodes,
+        )
+        self.lookups.refresher.readers_change = self.blocks.readers_change
+        self.xattrs = Xattrs(core, self.journal, self.lookups)
+        self.coherence: Coherence | None = None
+        """where others have the volume open, too"""
+        self.leases: SlabLeases | None = None
+        """likewise"""
+        if member is not None and isinstance(core.records, SharedRecords) and isinstance(self.lookups, SharedLookup):
+            self.content.fetcher = Fetcher(core)
+            self.leases = SlabLeases(core, self.journal)
+            self.leases.inheritance.free_later = self.journal.free_later
+            self.journal.more = self.leases.more
+            view, committer = self.leases.view, self.journal.committer
+            self.core.metadata.stored = lambda: view.counts_beside(core.client).add(Counts(0, committer.size)).size
+            self.core.metadata.sharers = lambda: len(view.members)
+            self.coherence = Coherence(core, core.records, self.journal, self.lookups, member)
+            flusher, records = self.flusher, core.records
+            self.journal.committer.gathering.coming = lambda: flusher.has_callers or records.is_asked
+        self._scope = trio.CancelScope()
+        self._ended = trio.Event()
+
+    def _make_names(self) -> tuple[Lookup, Names]:
+        core, journal, content = self.core, self.journal, self.content
+        if isinstance(core.records, SharedRecords):
+            shared = SharedLookup(core, journal, content, core.records)
+            return shared, SharedNames(core, journal, content, shared)
+        lookups = Lookup(core, journal, content)
+        return lookups, Names(core, journal, content, lookups)
+
+    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Write, commit and follow other hosts until `stop`; from its start on also when the caller is cancelled.
+
+        Started when slabs and numbers are there to be given. EngineError before, if the store does not answer.
+        """
+        self.blocks.start()
+        try:
+            with self._scope:
+                await self._run(task_status)
+        except BaseExceptionGroup as group:
+            if errors := group.subgroup(EngineError):
+                raise EngineError(str(_first(errors))) from group
+            raise
+        finally:
+            self._ended.set()
+
+    async def _run(self, task_status: trio.TaskStatus[None]) -> None:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self.flusher.run)
+            nursery.start_soon(self.journal.run)
+            if not self.core.shared:
+                nursery.start_soon(self.access.run)
+            if self.content.fetcher is not None:
+                nursery.start_soon(self.content.fetcher.run)
+            if self.coherence is not None and self.leases is not None:
+                nursery.start_soon(self.coherence.run)
+                await nursery.start(self.leases.run)
+            self._scope.shield = True
+            task_status.started()
+
+    @property
+    def is_over(self) -> bool:
+        """`run` has ended: nothing is committed any more."""
+        return self._ended.is_set()
+
+    async def leave(self) -> None:
+        """Everything is stored: leave nothing that others would have to see to, and end `run`."""
+        if self.leases is None:
+            return
+        await self.leases.close()
+        self.stop()
+        await self._ended.wait()
+        try:
+            await self.core.records.commit({}, [schema.sequence_key(self.core.client)])
+        except EngineError as error:
+            log.info("others take away this client's sequence record: %s", error)
+
+    def stop(self) -> None:
+        """End `run`."""
+        self._scope.cancel()
+
+    async def abandon(self) -> None:
+        """End everything: what is not in the store by now never will be. Returns when nothing is under way."""
+        self.stop()
+        await self._ended.wait()
+        self.flusher.give_up()
+        self.blocks.end()
+        self.core.nodes.forget_all()
+
+
+def _first(group: BaseExceptionGroup[EngineError]) -> BaseException:
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

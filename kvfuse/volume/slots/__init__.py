@@ -1,0 +1,1 @@
+"""Staged bytes become extents in slots, with their headers."""

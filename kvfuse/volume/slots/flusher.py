@@ -1,0 +1,380 @@
+"""Staged bytes on their way to slots: checksums, batched writes.
+
+One batch is written at a time; whatever is staged meanwhile joins the next. Bytes are written before
+any record names them (`Journal` sees to that), headers (`headers`) with their bytes.
+
+Bytes that could not be written stay staged, and are tried again. But nobody waits for more than one deadline: who
+waits while a write is late is told, whether it was his or one that had to come first.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import trio
+
+from kvfuse.checksum import GRANULE_SIZE, granule_checksums
+from kvfuse.errors import EngineError, EngineTimeout
+from kvfuse.remote.segments.api import Transfer
+from kvfuse.slab import layout
+from kvfuse.slab.allocator import Slot
+from kvfuse.volume.inodes.chunk import FRESH, Chunk, Extent, Staged
+from kvfuse.volume.inodes.grace import Give
+from kvfuse.volume.inodes.node import Node
+from kvfuse.volume.inodes.pace import Pace
+from kvfuse.volume.slots.headers import HeaderRow, HeaderWriter
+
+log = logging.getLogger(__name__)
+
+BATCH_BYTES = 64 << 20
+BATCH_CHUNKS = 512
+"""Staged bytes, and chunks that have them, written in one call to the segment engine."""
+PREPARED_BYTES = 2 << 20
+PREPARED_CHUNKS = 64
+"""Bytes and chunks whose checksums and headers are made before others may have their turn."""
+PAUSE_MIN = 0.1
+PAUSE_MAX = 0.5
+"""Seconds between attempts after failed writes: of the first, and at most."""
+
+
+class _Item(NamedTuple):
+    """One staged chunk in a batch."""
+
+    node: Node
+    chunk_index: int
+    chunk: Chunk
+    staged: Staged
+    extents: list[Extent]
+    identity: tuple[int, bytes, int, int, int, int]
+    """of the file, as the headers have it"""
+
+
+class _Turn:
+    """One run over what is full, which some wait for."""
+
+    __slots__ = ("ended", "error")
+
+    def __init__(self) -> None:
+        self.ended = trio.Event()
+        self.error: EngineError | None = None
+
+    def end(self, error: EngineError | None = None) -> None:
+        self.error = self.error or error
+        self.ended.set()
+
+
+@dataclass
+class Flusher(HeaderWriter):
+    """Writes staged chunks and their headers. ``staging_size``: bytes that may be staged before writers wait."""
+
+    staging_size: int
+    staged_bytes: int = 0
+    dropped_size: int = 0
+    """bytes of slots that are being written in vain"""
+    _full: dict[tuple[int, int], tuple[Node, int]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._lock = trio.Lock()
+        self._work = trio.Event()
+        self._room: trio.Event | None = None
+        """of those who wait for it, if somebody does"""
+        self._turn = _Turn()
+        """the next one"""
+        self._failed = trio.Event()
+        self._error: EngineError | None = None
+        """of the turn that failed last"""
+        self._late: EngineTimeout | None = None
+        """the last write that was"""
+        self._is_over = False
+        self._caller_count = 0
+
+    def give_up(self) -> None:
+        """What is staged will never be written: nobody waits for that any more."""
+        self._is_over = True
+        self._made_room()
+        self._turn.end()
+
+    # -- staging accounts ----------------------------------------------------------------------------
+
+    def stage(self, node: Node, chunk: Chunk, staged: Staged) -> None:
+        """``staged`` becomes the chunk's staged bytes, instead of what was staged before."""
+        if chunk.staged is None:
+            node.staged_count += 1
+        else:
+            self.staged_bytes -= chunk.staged.length
+        chunk.staged = staged
+        self.staged_bytes += staged.length
+
+    def unstage(self, node: Node, chunk: Chunk) -> None:
+        """The chunk's staged bytes are gone: written, or given up (the slots are the caller's)."""
+        if chunk.staged is not None:
+            self.staged_bytes -= chunk.staged.length
+            node.staged_count -= 1
+            chunk.staged = None
+            self._made_room()
+
+    def _made_room(self) -> None:
+        if self._room is not None:
+            self._room.set()
+            self._room = None
+
+    def drop(self, staged: Staged) -> None:
+        """What is being written is no longer wanted: its slots come back when it was."""
+        if not staged.dropped:
+            staged.dropped = True
+            self.dropped_size += staged.capacity
+
+    def grew(self, byte_count: int) -> None:
+        """Staged bytes grew (or shrank) in place."""
+        self.staged_bytes += byte_count
+
+    def chunk_is_full(self, node: Node, index: int) -> None:
+        """A chunk will hardly change any more: write it without waiting for a commit."""
+        self._full[node.ino, index] = (node, index)
+        self._work.set()
+
+    @property
+    def has_callers(self) -> bool:
+        """Somebody waits for a file's bytes, and for its commit then."""
+        return self._caller_count > 0
+
+    @property
+    def is_half_full(self) -> bool:
+        """So much is staged that it should be written before the next commit asks for it."""
+        return self.staged_bytes > self.staging_size // 2
+
+    async def wait_for_room(self) -> None:
+        """Return when less is staged than may be. Everything staged is being written meanwhile.
+
+        EngineError where that failed; it stays staged, and will be tried again.
+        """
+        failed = self._failed
+        while self.staged_bytes > self.staging_size:
+            if self._is_over:
+                raise EngineError("nothing is written any more")
+            if failed.is_set() and self._error is not None:
+                raise self._error
+            if self._room is None:
+                self._room = trio.Event()
+            room = self._room
+            self._work.set()
+            with trio.move_on_after(0.1):
+                await room.wait()
+
+    async def write_out(self, node: Node) -> None:
+        """Return when what is staged was written, together with what others bring meanwhile; or could not be.
+
+        EngineTimeout where the engine let a deadline pass meanwhile: then it need not be asked for another one.
+        """
+        staged = [index for index, chunk in node.chunks.items() if chunk.staged is not None]
+        for index in staged:
+            self.chunk_is_full(node, index)
+        if staged and not self._is_over:
+            turn = self._turn
+            self._caller_count += 1
+            try:
+                await turn.ended.wait()
+            finally:
+                self._caller_count -= 1
+            if isinstance(turn.error, EngineTimeout):
+                raise turn.error
+
+    async def settled(self) -> None:
+        """Return when the batch that is being written now has been."""
+        async with self._lock:
+            pass
+
+    async def run(self) -> None:
+        """Write full chunks as they come, everything when too much is staged; for ever."""
+        pause = PAUSE_MIN
+        while True:
+            await self._work.wait()
+            self._work = trio.Event()
+            full, self._full = self._full, {}
+            turn, self._turn = self._turn, _Turn()
+            try:
+                await self._flush_chunks(list(full.values()))
+                if self.staged_bytes > self.staging_size:
+                    await self.flush([node for node in self.core.nodes if node.staged_count])
+            except EngineError as error:
+                if self._error is None:
+                    log.error("staged bytes could not be written, they stay in memory: %s", error)
+                self._tell(turn, error)
+                await trio.sleep(pause)
+                pause = min(2 * pause, PAUSE_MAX)
+            else:
+                self._error, pause = None, PAUSE_MIN
+            finally:
+                turn.end()
+
+    def _tell(self, turn: _Turn, error: EngineError) -> None:
+        """A turn failed. Who waits for the next one is told, too, where that took a deadline."""
+        self._error = error
+        self._failed.set()
+        self._failed = trio.Event()
+        turn.end(error)
+        if isinstance(error, EngineTimeout):
+            late, self._turn = self._turn, _Turn()
+            late.end(error)
+
+    # -- writing -------------------------------------------------------------------------------------
+
+    async def flush(self, nodes: Iterable[Node]) -> None:
+        """Everything that is staged in ``nodes`` now is in slots when this returns, with headers that are true.
+
+        A chunk changed meanwhile has been written as it was, and is still staged as it is now.
+        """
+        nodes = list(nodes)
+        chunks = [
+            (node, index)
+            for node in nodes
+            if node.staged_count
+            for index, chunk in node.chunks.items()
+            if chunk.staged is not None
+        ]
+        if chunks:
+            await self._flush_chunks(chunks)
+        await self._describe([node for node in nodes if node.nlink and node.described is not None])
+
+    async def _flush_chunks(self, chunks: Sequence[tuple[Node, int]]) -> None:
+        """EngineTimeout also where another batch, which had to be waited for, was late: a deadline is enough."""
+        before = self._late
+        async with self._lock:
+            if self._late is not None and self._late is not before:
+                raise self._late
+            start = 0
+            while start < len(chunks):
+                end, size = start, 0
+                while end < len(chunks) and size < BATCH_BYTES and end < start + BATCH_CHUNKS:
+                    size += _staged_length(*chunks[end])
+                    end += 1
+                await self._write_batch(chunks[start:end])
+                start = end
+
+    async def _write_batch(self, chunks: Sequence[tuple[Node, int]]) -> None:
+        """Under the lock. At each await staged chunks may be replaced or dropped; `_install` looks again."""
+        items: list[_Item] = []
+        try:
+            transfers = await self._prepare(chunks, items)
+            if not items:
+                return
+            await self.core.make_segments({transfer.segment for transfer in transfers})
+            await self.core.segments.write(transfers)
+        except BaseException as error:
+            if isinstance(error, EngineTimeout):
+                self._late = error
+            for item in items:
+                self._keep_staged(item)
+            raise
+        pace = Pace()
+        with trio.CancelScope(shield=True):  # the bytes are there
+            for item in items:
+                self._install(item)
+                await pace.rest()
+
+    async def _prepare(self, chunks: Sequence[tuple[Node, int]], items: list[_Item]) -> list[Transfer]:
+        """What is to be written of staged chunks; ``items`` gets those that are being written from now on."""
+        transfers: list[Transfer] = []
+        rows: list[HeaderRow] = []
+        byte_count, pace = 0, Pace()
+        for number, (node, index) in enumerate(chunks, 1):
+            if length := _staged_length(node, index):
+                items.append(self._begin(node, index, transfers, rows))
+                byte_count += length
+            if number == len(chunks) or len(rows) >= PREPARED_CHUNKS or byte_count >= PREPARED_BYTES:
+                transfers += self._header_transfers(rows)
+                rows, byte_count = [], 0
+                await pace.rest()
+        return transfers
+
+    def _begin(self, node: Node, index: int, transfers: list[Transfer], rows: list[HeaderRow]) -> _Item:
+        """A staged chunk is being written from now on: adds what is to be written to ``transfers`` and ``rows``."""
+        chunk = node.chunks[index]
+        staged = chunk.staged
+        assert staged is not None
+        staged.writing = True
+        chunk.writing = staged
+        extents = self._plan_extents(staged, transfers)
+        offset = 0
+        for extent in extents:
+            rows.append(HeaderRow(extent, node, index, offset, layout.STATE_SEALED))
+            offset += extent.length
+        return _Item(node, index, chunk, staged, extents, self._identity(node))
+
+    def _keep_staged(self, item: _Item) -> None:
+        """It could not be written: it stays staged, in memory that the failed write has no views of.
+
+        The engine may still write it: it writes the same chunk's later bytes after that, but nobody else may.
+        """
+        staged = item.staged
+        staged.writing = False
+        item.chunk.writing = None
+        staged.pieces = [b"".join(staged.pieces)]
+        if staged.dropped:
+            self.dropped_size -= staged.capacity
+        staged.unsure = True
+        if item.chunk.staged is not staged:
+            self.cancel(staged, staged.slots)
+
+    def _plan_extents(self, staged: Staged, transfers: list[Transfer]) -> list[Extent]:
+        """The extents that will hold the staged bytes; adds what is to be written to ``transfers``."""
+        pieces = staged.pieces
+        if len(pieces) > 1 and (len(staged.slots) > 1 or any(len(piece) % GRANULE_SIZE for piece in pieces[:-1])):
+            pieces = staged.pieces = [b"".join(pieces)]
+        extents: list[Extent] = []
+        offset = 0
+        for slot in staged.slots:
+            length = min(slot.size, staged.length - offset)
+            if length <= 0:
+                break
+            parts = [memoryview(pieces[0])[offset : offset + length]] if len(pieces) == 1 else pieces
+            checksums = b"".join([granule_checksums(part) for part in parts])
+            extents.append(Extent(slot.addr, slot.size, length, self.core.generations.next(), checksums, FRESH))
+            part_addr = slot.addr
+            for part in parts:
+                segment, file_offset = self.core.locate(part_addr)
+                transfers.append(Transfer(segment, file_offset, part))
+                part_addr += len(part)
+            offset += length
+        spare = staged.slots[len(extents) :]
+        if spare:
+            self.cancel(staged, spare)
+            staged.slots = staged.slots[: len(extents)]
+        return extents
+
+    def cancel(self, staged: Staged, slots: list[Slot]) -> None:
+        """Allocated slots of staged bytes are not needed. Where others write, too, a late write must not hit them."""
+        cancel: Give = self.core.slabs.cancel
+        if self.core.shared and staged.unsure:
+            cancel = self.core.grace.later(cancel)
+        cancel(slots)
+
+    def _install(self, item: _Item) -> None:
+        """The bytes are in their slots: they replace the chunk's extents - unless the chunk is gone."""
+        node, chunk, staged = item.node, item.chunk, item.staged
+        staged.writing = False
+        chunk.writing = None
+        if staged.dropped:
+            self.dropped_size -= staged.capacity
+            for extent in item.extents:
+                self.core.discard(node, extent)
+            return
+        if chunk.staged is staged:
+            self.unstage(node, chunk)
+        for extent in chunk.extents:
+            self.core.discard(node, extent)
+        # The file's bytes are the same as before, and no map shows the old extents since bytes were staged over them.
+        node.set_extents(item.chunk_index, item.extents)
+        node.born.extend(item.extents)
+        if item.chunk_index == 0:
+            node.described = item.identity
+
+
+def _staged_length(node: Node, index: int) -> int:
+    """Bytes that are staged of a chunk; 0 where there are none any more."""
+    chunk = node.chunks.get(index)
+    return chunk.staged.length if chunk is not None and chunk.staged is not None else 0

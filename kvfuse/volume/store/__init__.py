@@ -1,0 +1,1 @@
+"""The records: keys and values, checksums, number ranges, transactions, membership."""

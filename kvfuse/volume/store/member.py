@@ -1,0 +1,300 @@
+"""This client among those of a shared volume: its record under a lease, and what it may no longer do without.
+
+The record store alone judges the time: a client is alive as long as its record exists. ``alive`` is the client's own,
+more careful view: the lease's time counted from *before* the last successful renewal was sent. So it ends no
+later than the lease does, and whoever acts only while it holds is never overtaken.
+
+Commands that check a volume or make it anew have it alone (``schema.MOUNTED``); mounts share it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Self, TypeVar
+
+import trio
+
+from kvfuse.errors import EngineError, EngineTimeout, VolumeBusy
+from kvfuse.mounttable import top_mount
+from kvfuse.remote.records.api import ABSENT, Lease, RecordStore
+from kvfuse.remote.records.decorators import RecordDecorator
+from kvfuse.remote.segments.api import SegmentStore
+from kvfuse.remote.segments.decorators import SegmentDecorator
+from kvfuse.volume.store import schema
+from kvfuse.volume.store.schema import MemberRecord
+
+RENEWALS = 6
+"""in the time of a lease: one that fails with its member of the record store must not keep writes from beginning"""
+RETRY_SECONDS = 0.5
+"""after a renewal that got no answer"""
+LOOK_SECONDS = 0.2
+"""between two looks at a record that is about to go"""
+
+_T = TypeVar("_T")
+
+log = logging.getLogger(__name__)
+
+
+class Member:
+    """A client of a shared volume. Made by ``join``; used from the event loop's thread alone."""
+
+    def __init__(self, client: int, lease: Lease, version: int, joined: float) -> None:
+        self.client = client
+        """random u64"""
+        self.lease = lease
+        self.version = version
+        """of the member record: a commit that expects it is refused once the lease has ended"""
+        self.lost = trio.Event()
+        """the store says that the lease is gone"""
+        self._alive_until = joined + lease.ttl
+        self._heard = trio.Event()
+        """the next renewal, or the loss"""
+        self._writes: set[trio.CancelScope] = set()
+        """under way: they end with the lease"""
+        self._renewing = trio.CancelScope(shield=True)
+
+    @classmethod
+    async def join(
+        cls, records: RecordStore, lease_seconds: float, mountpoint: str, title: str, *, alone: bool = True
+    ) -> Self:
+        """Become a client of the volume, or its only one (``alone``). VolumeBusy says who is in the way.
+
+        A daemon of this host that has died, or whose mount is gone, is waited for: its record goes by itself. Who is
+        alone says so first and then looks for others, who look for that when they join: one of two sees the other.
+        """
+        said = MemberRecord(socket.gethostname(), os.getpid(), mountpoint)
+        client = 1 + secrets.randbelow((1 << 64) - 1)  # not NOBODY
+        key = schema.member_key(client)
+        puts = dict.fromkeys((key, schema.MOUNTED) if alone else (key,), schema.encode_member(said))
+        while True:
+            if alone:
+                await _wait_for_others(records, title, 2 * lease_seconds)
+            asked = trio.current_time()
+            lease = await records.lease(lease_seconds)
+            version = await records.commit(puts, (), dict.fromkeys((key, schema.MOUNTED), ABSENT), lease=lease)
+            if version and not (alone and await _others(records, client)):
+                return cls(client, lease, version, asked)
+            await lease.revoke()
+            await _wait_for_holder(records, title, 2 * lease_seconds)
+
+    @property
+    def alive(self) -> bool:
+        """The lease holds for sure, whatever the way to the record store does."""
+        return not self.lost.is_set() and trio.current_time() < self._alive_until
+
+    @property
+    def fence(self) -> dict[bytes, int]:
+        """What every commit of this client expects."""
+        return {schema.member_key(self.client): self.version}
+
+    def check(self, seconds: float = 0.0) -> None:
+        """EngineError where the lease is lost, or is not sure to last ``seconds`` more."""
+        if self.lost.is_set():
+            raise EngineError("this client's lease of the volume is lost: nothing is written any more")
+        if trio.current_time() + seconds >= self._alive_until:
+            raise EngineError("this client's lease of the volume could not be renewed in time: nothing is written now")
+
+    async def ready(self, seconds: float) -> None:
+        """As `check`, but where the next renewal is late, it is waited for as long as the lease holds for sure."""
+        while self.alive and trio.current_time() + seconds >= self._alive_until:
+            with trio.move_on_at(self._alive_until):
+                await self._heard.wait()
+        self.check(seconds)
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """A write, which the lease was ready for, is done in the body, and cut off when the lease ends.
+
+        EngineTimeout: how far it came is unknown.
+        """
+        with trio.CancelScope(deadline=self._alive_until) as scope:
+            self._writes.add(scope)
+            try:
+                yield
+            finally:
+                self._writes.discard(scope)
+        if scope.cancelled_caught:
+            raise EngineTimeout("this client's lease of the volume ended during a write: how far it came is unknown")
+
+    def lose(self) -> None:
+        """The lease is gone."""
+        self.lost.set()
+        self._heard.set()
+
+    def _renewed(self, asked: float) -> None:
+        """The store renewed the lease after ``asked``."""
+        self._alive_until = asked + self.lease.ttl
+        self._heard.set()
+        self._heard = trio.Event()
+        for scope in self._writes:
+            scope.deadline = self._alive_until
+
+    async def keep(self) -> None:
+        """Renew until the lease is lost or ``leave`` ends it; a cancellation of the caller alone does not."""
+        with self._renewing:
+            delay = self.lease.ttl / RENEWALS
+            while not self.lost.is_set():
+                await trio.sleep(delay)
+                asked = trio.current_time()
+                try:
+                    if await self.lease.keepalive():
+                        self._renewed(asked)
+                        delay = self.lease.ttl / RENEWALS
+                    else:
+                        log.error("this client's lease of the volume is lost: nothing is written any more")
+                        self.lose()
+                except EngineError as error:
+                    log.warning("the lease was not renewed: %s", error)
+                    delay = min(RETRY_SECONDS, self.lease.ttl / RENEWALS)
+
+    async def leave(self) -> None:
+        """Stop renewing and give the lease back, so that nobody waits for it to run out."""
+        self._renewing.cancel()
+        if self.lost.is_set():
+            return
+        self.lose()
+        try:
+            await self.lease.revoke()
+        except EngineError as error:
+            log.warning("the lease runs out by itself in %g s: %s", self.lease.ttl, error)
+
+
+@asynccontextmanager
+async def membership(
+    records: RecordStore, lease_seconds: float, title: str, mountpoint: str = "", *, alone: bool = True
+) -> AsyncIterator[Member]:
+    """Be a client of a shared volume in the body, see `Member.join`. Errors of the body come out as they are."""
+    async with memberships(records, lease_seconds, title, mountpoint, alone=alone) as join:
+        yield await join()
+
+
+@asynccontextmanager
+async def memberships(
+    records: RecordStore, lease_seconds: float, title: str, mountpoint: str = "", *, alone: bool = True
+) -> AsyncIterator[Callable[[], Awaitable[Member]]]:
+    """What makes one a client, and another client when that one's lease was lost, or it could not begin its work.
+
+    The one before leaves then, the last one at the end: nobody renews the lease of a client that does nothing.
+    """
+    last: Member | None = None
+    try:
+        async with trio.open_nursery() as nursery:
+
+            async def join() -> Member:
+                nonlocal last
+                if last is not None:
+                    await last.leave()
+                last = await Member.join(records, lease_seconds, mountpoint, title, alone=alone)
+                nursery.start_soon(last.keep)
+                return last
+
+            try:
+                yield join
+            finally:
+                if last is not None:
+                    with trio.CancelScope(shield=True):
+                        await last.leave()
+    except BaseExceptionGroup as group:
+        if len(group.exceptions) > 1:
+            raise
+        raise group.exceptions[0] from group.exceptions[0].__cause__
+
+
+async def _others(records: RecordStore, client: int = schema.NOBODY) -> list[MemberRecord]:
+    """The clients that are alive, as far as the store knows, but for ``client``."""
+    rows = await records.scan(schema.MEMBER_PREFIX)
+    return [_said(row.value) for row in rows if schema.key_client(row.key) != client]
+
+
+async def _wait_for_others(records: RecordStore, title: str, seconds: float) -> None:
+    """Return when nobody has the volume, if that is to be expected within ``seconds``. VolumeBusy otherwise."""
+    deadline = trio.current_time() + seconds
+    while others := await _others(records):
+        living = [said for said in others if not _is_ending(said)]
+        if living or trio.current_time() > deadline:
+            raise VolumeBusy(f"the volume {title} is in use by {describe((living or others)[0])}")
+        await trio.sleep(LOOK_SECONDS)
+
+
+async def _wait_for_holder(records: RecordStore, title: str, seconds: float) -> None:
+    """Return when the holder's record is gone, if that is to be expected within ``seconds``. VolumeBusy otherwise."""
+    deadline = trio.current_time() + seconds
+    while True:
+        (found,) = await records.get([schema.MOUNTED])
+        if found is None:
+            return
+        said = _said(found.value)
+        if not _is_ending(said) or trio.current_time() > deadline:
+            raise VolumeBusy(f"the volume {title} is in use by {describe(said)}")
+        await trio.sleep(LOOK_SECONDS)
+
+
+def _said(value: bytes) -> MemberRecord:
+    """Of a client that is alive, also where its record is damaged."""
+    try:
+        return schema.decode_member(value)
+    except schema.Malformed:
+        return MemberRecord("an unknown host (its record is damaged)", 0, "")
+
+
+def describe(said: MemberRecord) -> str:
+    where = f", mounted on {said.mountpoint}" if said.mountpoint else ""
+    return f"process {said.pid} on {said.host}{where}"
+
+
+def _is_ending(said: MemberRecord) -> bool:
+    """The holder is of this host and has died, or its mount is gone."""
+    if said.host != socket.gethostname():
+        return False
+    if not Path(f"/proc/{said.pid}").exists():
+        return True
+    return bool(said.mountpoint) and top_mount(Path(said.mountpoint)) is None
+
+
+class FencedRecords(RecordDecorator):
+    """Refuses commits of a client that lost its lease: each expects the client's own record."""
+
+    def __init__(self, inner: RecordStore, member: Member) -> None:
+        super().__init__(inner)
+        self.member = member
+
+    async def commit(
+        self,
+        puts: Mapping[bytes, bytes],
+        deletes: Collection[bytes] = (),
+        expect: Mapping[bytes, int] | None = None,
+        *,
+        durable: bool = False,
+        lease: Lease | None = None,
+    ) -> int:
+        if self.member.lost.is_set():
+            self.member.check()
+        fence = self.member.fence
+        version = await self.inner.commit(puts, deletes, {**(expect or {}), **fence}, durable=durable, lease=lease)
+        if not version:
+            (found,) = await self.inner.get(list(fence))
+            if found is None or found.version != self.member.version:
+                self.member.lose()
+                self.member.check()
+        return version
+
+
+class FencedSegments(SegmentDecorator):
+    """Refuses writes that may outlive this client's lease: the slots may be another's by then."""
+
+    def __init__(self, inner: SegmentStore, member: Member) -> None:
+        super().__init__(inner)
+        self.member = member
+
+    async def around(self, call: Callable[[], Awaitable[_T]], *, writes: bool) -> _T:
+        if not writes:
+            return await call()
+        await self.member.ready(self.limits.deadline)
+        with self.member.writing():
+            return await call()

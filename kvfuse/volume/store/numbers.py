@@ -1,0 +1,92 @@
+"""Numbers that are never given twice: inodes, and generations of slots. Taken from the record store in ranges."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from functools import partial
+
+from kvfuse.errors import EngineError
+from kvfuse.remote.records.api import RecordStore
+from kvfuse.volume.store import schema
+from kvfuse.volume.store.transaction import Transaction
+
+ATTEMPTS_MAX = 20
+"""Times that others may be faster before a range is given up."""
+
+Transact = Callable[[Transaction], Awaitable[bool]]
+"""as `Journal.transact`"""
+
+
+class NumberRange:
+    """Of a volume that nobody else has open.
+
+    A range is announced (`take`) by commits that are half a range ahead of what was given: a number that a slot
+    header shows was announced before, so none is given again after a crash.
+    """
+
+    def __init__(self, key: bytes, start: int) -> None:
+        self.key = key
+        self._next = start
+        self._end = start
+
+    def next(self) -> int:
+        value = self._next
+        self._next += 1
+        return value
+
+    def take(self) -> dict[bytes, bytes | None]:
+        """The record that announces a new range, when half of the announced numbers were given."""
+        if self._next + schema.COUNTER_RANGE // 2 <= self._end:
+            return {}
+        self._end = self._next + schema.COUNTER_RANGE
+        return {self.key: schema.encode_u64(self._end)}
+
+
+class SharedNumberRange(NumberRange):
+    """Of a shared volume: a range is this client's when a commit of its own has moved the counter over it.
+
+    One range is in use and one in reserve, so nobody waits for the next one while the record store answers.
+    """
+
+    def __init__(self, key: bytes) -> None:
+        super().__init__(key, 0)
+        self._reserve: range | None = None
+        self.wanted: Callable[[], object] = lambda: None
+        """is told when the reserve has come into use: see `fill`"""
+
+    def next(self) -> int:
+        """EngineError when both ranges were given and the record store did not answer since."""
+        if self._next == self._end:
+            if self._reserve is None:
+                raise EngineError(f"no number is left for {self.key[1:].decode()}: the record store does not answer")
+            self._next, self._end = self._reserve.start, self._reserve.stop
+            self._reserve = None
+            self.wanted()
+        return super().next()
+
+    def take(self) -> dict[bytes, bytes | None]:
+        """Nothing: commits of its own announce the ranges."""
+        return {}
+
+    async def fill(self, records: RecordStore, transact: Transact) -> None:
+        """Have a reserve. Numbers may be given at each await; a commit of unknown outcome may bring its range later."""
+        for _ in range(ATTEMPTS_MAX):
+            if self._reserve is not None:
+                return
+            (row,) = await records.get([self.key])
+            if row is None:
+                raise EngineError(f"the counter {self.key!r} is gone: 'kvfuse fsck --repair' counts anew")
+            start = schema.decode_u64(row.value)
+            end = start + schema.COUNTER_RANGE
+            if await transact(
+                Transaction(
+                    {self.key: row.version},
+                    {self.key: schema.encode_u64(end)},
+                    applied=partial(self._put_by, range(start, end)),
+                )
+            ):
+                return
+        raise EngineError(f"the counter {self.key!r} moved {ATTEMPTS_MAX} times while a range of it was taken")
+
+    def _put_by(self, taken: range, version: int) -> None:
+        self._reserve = taken

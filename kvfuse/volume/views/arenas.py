@@ -1,0 +1,162 @@
+"""Arenas of the shared-memory tier: memory that clients may map, the slots in it, and blocks that hold a slot each.
+
+`tier.py` says what they are for, and changes them under its lock.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import weakref
+from collections import OrderedDict, deque
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvfuse.volume.views.content_map import Source
+
+if TYPE_CHECKING:
+    from kvfuse.volume.inodes.node import Node
+
+_SEAL_FUTURE_WRITE = 0x0010
+_SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _SEAL_FUTURE_WRITE
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class ReadClass(NamedTuple):
+    """Files with the same readers: whoever may read one of them may read all."""
+
+    directory: int
+    """the inode of the only directory that they have a name in"""
+    uid: int
+    gid: int
+    mode: int
+    """the three bits that allow reading"""
+
+    @classmethod
+    def of(cls, node: Node) -> ReadClass:
+        return cls(node.parent, node.uid, node.gid, node.mode & 0o444)
+
+
+class Memory:
+    """One memfd, mapped writable here and by nobody else."""
+
+    __slots__ = ("address", "bytes", "descriptor", "resident")
+
+    def __init__(self, size: int) -> None:
+        self.descriptor = os.memfd_create("kvfuse-tier", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(self.descriptor, size)
+            self.bytes: Bytes = np.frombuffer(mmap.mmap(self.descriptor, size), np.uint8)
+            fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, _SEALS)
+            os.fchmod(self.descriptor, 0o400)
+        except BaseException:
+            os.close(self.descriptor)
+            raise
+        self.address: int = self.bytes.ctypes.data
+        weakref.finalize(self.bytes, os.close, self.descriptor)  # every view of the bytes keeps it open
+        self.resident = 0
+        """bytes from the start that were touched, and so take memory"""
+
+
+class Arena:
+    """Memory cut into slots of one kind."""
+
+    __slots__ = (
+        "kept_count",
+        "kind",
+        "leased_count",
+        "memory",
+        "number",
+        "returned",
+        "shared",
+        "source",
+        "touched",
+        "used_at",
+    )
+
+    def __init__(self, number: int, kind: Kind, memory: Memory, returned: deque[tuple[Arena, int]]) -> None:
+        self.number = number
+        self.kind = kind
+        self.memory = memory
+        self.returned = returned
+        self.source = Source(memory.descriptor, _read_only(memory.bytes), number)
+        self.touched = 0
+        """slots from the start that were in use at some time"""
+        self.leased_count = 0
+        self.kept_count = 0
+        self.used_at = 0
+        """when a block in it was last kept or found"""
+        self.shared = False
+        """a descriptor was given: somebody may have it mapped"""
+
+    @property
+    def has_unused(self) -> bool:
+        """There are slots that were never in use."""
+        return (self.touched + 1) * self.kind.slot_size <= len(self.memory.bytes)
+
+
+class Kind:
+    """All arenas with one slot size and one read class."""
+
+    __slots__ = ("arenas", "free", "kept", "read_class", "retired", "slot_size")
+
+    def __init__(self, slot_size: int, read_class: ReadClass) -> None:
+        self.slot_size = slot_size
+        self.read_class = read_class
+        self.arenas: list[Arena] = []
+        self.free: list[tuple[Arena, int]] = []
+        self.kept: OrderedDict[int, TierBlock] = OrderedDict()
+        """inode -> its block, the one used last at the end"""
+        self.retired = False
+
+
+class _Lease:
+    """The right to a slot. numpy keeps it as the owner of the bytes, so it ends with the last view of them."""
+
+    __slots__ = ("__array_interface__", "arena", "slot")
+
+    def __init__(self, arena: Arena, slot: int, size: int) -> None:
+        self.arena = arena
+        self.slot = slot
+        address = arena.memory.address + slot * arena.kind.slot_size
+        self.__array_interface__ = {"data": (address, False), "shape": (size,), "typestr": "|u1", "version": 3}
+
+    def __del__(self) -> None:
+        self.arena.returned.append((self.arena, self.slot))
+
+
+class TierBlock:
+    """``size`` bytes of an arena. Written by whoever allocated it, before anybody else sees it; then never again."""
+
+    __slots__ = ("buffer", "home", "offset", "size", "used_at")
+
+    def __init__(self, arena: Arena, slot: int, size: int) -> None:
+        self.buffer: Bytes = np.asarray(_Lease(arena, slot, size))
+        self.size = size
+        self.offset = slot * arena.kind.slot_size
+        """of the first byte in the arena"""
+        self.used_at = 0
+        self.home = arena
+
+    @property
+    def arena(self) -> int:
+        return self.home.number
+
+    @property
+    def source(self) -> Source:
+        """The arena, for `MapRow`."""
+        return self.home.source
+
+    @property
+    def read_class(self) -> ReadClass:
+        return self.home.kind.read_class
+
+
+def _read_only(data: Bytes) -> Bytes:
+    view = data.view()
+    view.flags.writeable = False
+    return view

@@ -1,0 +1,279 @@
+"""The shared-memory tier: copies of whole files in memory that clients may map, read-only.
+
+The memory is cut into *arenas*, one memfd each. An arena has slots of one size, and blocks of one *read class*: a
+client maps an arena as a whole, which it may because whoever may read one block in it may read all of them. The
+daemon maps an arena writable and then seals it: nobody else can, whoever he is. Numbers of arenas are never used
+again, and an arena that a client may have mapped never serves another read class.
+
+A block is free when nobody holds it, or a view of its bytes, any more: the cache here (`keep`), a staged write, a
+row of a content map, a client's pin. Its slot then comes back by way of a queue, as that may happen in any thread
+at any time. Everything here may be called from any thread, and waits for nothing but a short lock.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple
+
+from kvfuse.errors import NotFound
+from kvfuse.volume.views.arenas import Arena, Kind, Memory, ReadClass, TierBlock
+
+__all__ = ["ReadClass", "SharedTier", "TierBlock", "TierStatistics"]
+
+ARENA_SIZE = 64 << 20
+"""Bytes of an arena, about; more where one slot is larger. Memory is used as it is touched."""
+ARENAS_MAX = 256
+"""Each takes a descriptor."""
+SLOT_ALIGNMENT = 4096
+EVICTIONS_MAX = 16
+"""Blocks that make room in one call: those that somebody still holds free nothing yet."""
+
+
+class TierStatistics(NamedTuple):
+    """Of the tier; sizes in bytes."""
+
+    capacity: int
+    used_bytes: int
+    """memory that was touched"""
+    kept_bytes: int
+    """of blocks that can be found"""
+    blocks: int
+    arenas: int
+    hits: int
+    misses: int
+    evictions: int
+
+
+class SharedTier:
+    """See the module. ``capacity``: bytes of memory; 0: there is no tier."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.evicted: deque[int] = deque()
+        """inodes whose blocks had to go, for who may hold them elsewhere"""
+        self.on_eviction: Callable[[], None] = lambda: None
+        """called, in any thread, after something was put into ``evicted``"""
+        self._lock = threading.Lock()
+        self._kinds: dict[tuple[int, ReadClass], Kind] = {}
+        self._kept: dict[int, TierBlock] = {}
+        self._arenas: dict[int, Arena] = {}
+        self._returned: deque[tuple[Arena, int]] = deque()
+        self._numbers = itertools.count(1)
+        self._clock = itertools.count(1)
+        self._used_bytes = self._kept_bytes = 0
+        self._hits = self._misses = self._evictions = 0
+
+    # -- blocks --------------------------------------------------------------------------------------
+
+    def allocate(self, size: int, read_class: ReadClass) -> TierBlock | None:
+        """A block of ``size`` > 0 bytes with any content; None where there is no room for it now."""
+        slot_size = -(-size // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
+        if slot_size > self.capacity:
+            return None
+        evictions = self._evictions
+        with self._lock:
+            self._collect()
+            kind = self._kinds.get((slot_size, read_class))
+            if kind is None:
+                kind = self._kinds[slot_size, read_class] = Kind(slot_size, read_class)
+            found = self._take(kind) or self._make_room(kind)
+            block = TierBlock(*found, size) if found else None
+            if not kind.arenas:
+                self._kinds.pop((slot_size, read_class), None)
+        if self._evictions != evictions:
+            self.on_eviction()
+        return block
+
+    def keep(self, ino: int, block: TierBlock) -> None:
+        """``block`` holds all bytes of file ``ino``: it can be found until room is needed, or it is dropped."""
+        arena = block.home
+        with self._lock:
+            self._forget(ino)
+            if arena.kind.retired:
+                return
+            self._kept[ino] = arena.kind.kept[ino] = block
+            self._kept_bytes += block.size
+            arena.kept_count += 1
+            block.used_at = arena.used_at = next(self._clock)
+
+    def find(self, ino: int) -> TierBlock | None:
+        """The block of a file, which is then the last to go."""
+        with self._lock:
+            block = self._kept.get(ino)
+            if block is None:
+                self._misses += 1
+                return None
+            self._hits += 1
+            block.used_at = block.home.used_at = next(self._clock)
+            block.home.kind.kept.move_to_end(ino)
+            return block
+
+    def drop(self, ino: int) -> None:
+        """The file has other bytes now, or other readers, or is no more. Whoever holds the block keeps it."""
+        if ino in self._kept:
+            with self._lock:
+                self._forget(ino)
+
+    def clear(self) -> None:
+        """What was true of any file may be true no more."""
+        with self._lock:
+            for ino in list(self._kept):
+                self._forget(ino)
+
+    def retire(self, directory: int) -> None:
+        """Nothing is added to the arenas of a directory any more: others may use it than until now."""
+        with self._lock:
+            for key, kind in list(self._kinds.items()):
+                if kind.read_class.directory == directory:
+                    kind.retired = True
+                    del self._kinds[key]
+                    for ino in list(kind.kept):
+                        self._forget(ino)
+            self._collect()
+            for arena in list(self._arenas.values()):
+                if arena.kind.retired and not arena.leased_count:
+                    self._give_back(arena)
+
+    def arena_descriptor(self, arena: int) -> int:
+        """A new descriptor of an arena, which can only be read, for a client of its read class. NotFound."""
+        with self._lock:
+            found = self._arenas.get(arena)
+            if found is None:
+                raise NotFound(f"arena {arena} is no more")
+            found.shared = True
+            return os.open(f"/proc/self/fd/{found.memory.descriptor}", os.O_RDONLY | os.O_CLOEXEC)
+
+    def statistics(self) -> TierStatistics:
+        with self._lock:
+            return TierStatistics(
+                self.capacity,
+                self._used_bytes,
+                self._kept_bytes,
+                len(self._kept),
+                len(self._arenas),
+                self._hits,
+                self._misses,
+                self._evictions,
+            )
+
+    # -- under the lock ------------------------------------------------------------------------------
+
+    def _collect(self) -> None:
+        """Let slots be used again that nobody holds any more."""
+        while self._returned:
+            arena, slot = self._returned.popleft()
+            arena.leased_count -= 1
+            if not arena.kind.retired:
+                arena.kind.free.append((arena, slot))
+            elif not arena.leased_count:
+                self._give_back(arena)
+
+    def _forget(self, ino: int) -> None:
+        block = self._kept.pop(ino, None)
+        if block is not None:
+            del block.home.kind.kept[ino]
+            block.home.kept_count -= 1
+            self._kept_bytes -= block.size
+
+    def _take(self, kind: Kind) -> tuple[Arena, int] | None:
+        """A free slot, one that was never used, or the first one of a new arena: if there is memory for it."""
+        if kind.free:
+            arena, slot = kind.free.pop()
+        else:
+            unused = next((arena for arena in kind.arenas if arena.has_unused), None)
+            new = unused or self._add_arena(kind)
+            if new is None or not self._touch(new):
+                return None
+            arena, slot = new, new.touched - 1
+        arena.leased_count += 1
+        return arena, slot
+
+    def _touch(self, arena: Arena) -> bool:
+        """Take one slot more of an arena into use. False where that is too much memory."""
+        end = (arena.touched + 1) * arena.kind.slot_size
+        added = max(0, end - arena.memory.resident)
+        if self._used_bytes + added > self.capacity:
+            return False
+        self._used_bytes += added
+        arena.memory.resident += added
+        arena.touched += 1
+        return True
+
+    def _add_arena(self, kind: Kind, memory: Memory | None = None) -> Arena | None:
+        if memory is None:
+            if len(self._arenas) >= ARENAS_MAX or self._used_bytes + kind.slot_size > self.capacity:
+                return None
+            memory = Memory(max(1, ARENA_SIZE // kind.slot_size) * kind.slot_size)
+        arena = Arena(next(self._numbers), kind, memory, self._returned)
+        kind.arenas.append(arena)
+        self._arenas[arena.number] = arena
+        return arena
+
+    def _make_room(self, kind: Kind) -> tuple[Arena, int] | None:
+        """Evict what was not used for longest: blocks of this kind, or a whole arena of another one."""
+        evictions_left = EVICTIONS_MAX
+        while evictions_left:
+            oldest, block = next(iter(kind.kept.items()), (0, None))
+            other = self._oldest_arena(kind, block.used_at if block is not None else None)
+            del block
+            if other is not None:
+                evictions_left -= other.leased_count > 0
+                self._evict([ino for ino, block in other.kind.kept.items() if block.home is other])
+                self._collect()
+                if not other.leased_count:
+                    self._reassign(other, kind)
+            elif kind.kept:
+                evictions_left -= 1
+                self._evict([oldest])
+                self._collect()
+            else:
+                return None
+            if found := self._take(kind):
+                return found
+        return None
+
+    def _oldest_arena(self, kind: Kind, before: int | None) -> Arena | None:
+        """The arena of another kind that nobody but the cache holds, and that was not used since ``before``."""
+        found, found_time = None, before
+        for arena in self._arenas.values():
+            if arena.kind is kind or arena.leased_count != arena.kept_count:
+                continue
+            time = arena.used_at if arena.leased_count else 0
+            if found_time is None or time < found_time:
+                found, found_time = arena, time
+        return found
+
+    def _evict(self, inos: list[int]) -> None:
+        for ino in inos:
+            self._forget(ino)
+        self.evicted.extend(inos)
+        self._evictions += len(inos)
+
+    def _reassign(self, arena: Arena, kind: Kind) -> None:
+        """Let another kind have an arena that is wholly free - unless somebody may have it mapped, or it is too small.
+
+        Its number is not used again, and other readers than before find nothing of what was in it. A kind that has
+        slots that were never used needs memory for them, not more of them.
+        """
+        self._give_back(arena)
+        memory = arena.memory
+        if arena.shared or len(memory.bytes) < kind.slot_size or any(own.has_unused for own in kind.arenas):
+            return
+        if arena.kind.read_class != kind.read_class:
+            memory.bytes[: memory.resident] = 0
+        self._used_bytes += memory.resident
+        self._add_arena(kind, memory)
+
+    def _give_back(self, arena: Arena) -> None:
+        """An arena that nobody uses is no more; its memory goes when nobody maps it."""
+        kind = arena.kind
+        kind.free = [entry for entry in kind.free if entry[0] is not arena]
+        kind.arenas.remove(arena)
+        if not kind.arenas and not kind.retired:
+            self._kinds.pop((kind.slot_size, kind.read_class), None)
+        del self._arenas[arena.number]
+        self._used_bytes -= arena.memory.resident

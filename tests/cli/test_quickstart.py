@@ -1,0 +1,77 @@
+"""scripts/quickstart as a stranger runs it, but for the installation: a second run, an unmount, bad arguments."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from places import SCRIPTS
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> dict[str, str]:
+    """Variables under which the scripts take this python for their finished virtual environment."""
+    venv = tmp_path / "venv"
+    (venv / "bin").mkdir(parents=True)
+    python = venv / "bin" / "python"
+    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+    python.chmod(0o755)
+    with (SCRIPTS.parent / "pyproject.toml").open("rb") as project:
+        checksum = subprocess.run(["cksum"], stdin=project, capture_output=True, text=True, check=True).stdout.split()[
+            0
+        ]
+    (venv / f".kvfuse-{checksum}").touch()
+    return {**os.environ, "KVFUSE_VENV": str(venv), "PYTHONPATH": str(SCRIPTS.parent)}
+
+
+def quickstart(environment: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [str(SCRIPTS / "quickstart"), *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
+
+
+def test_it_mounts_and_replays_and_runs_again(tmp_path: Path, environment: dict[str, str]) -> None:
+    volume, point, trace = tmp_path / "a volume", tmp_path / "a mount", tmp_path / "trace.jsonl"
+    trace.write_text('{"timestamp": 0, "input_length": 512, "output_length": 1, "hash_ids": [1]}\n')
+    places = ("--volume", str(volume), "--mountpoint", str(point), "--capacity", "512MiB")
+    try:
+        first = quickstart(environment, *places, "--duration", "2")
+        assert first.returncode == 0, first.stdout + first.stderr
+        assert os.path.ismount(point), "it stays mounted"
+        assert "record round trips per 1,000 blocks" in first.stdout
+        assert "of a cache that starts empty" in first.stdout
+        assert "umount " + str(point).replace(" ", "\\ ") in first.stderr
+        assert list((point / "blocks").glob("*/*"))
+        again = quickstart(environment, *places, "--trace", str(trace), "--duration", "2")
+        assert again.returncode == 0, again.stdout + again.stderr
+        assert "Using the mount" in again.stderr
+    finally:
+        if os.path.ismount(point):
+            last = quickstart(environment, *places, "--duration", "1", "--umount")
+            assert last.returncode == 0, last.stderr
+    assert not os.path.ismount(point)
+    assert "Using the volume" in quickstart(environment, *places, "--duration", "1", "--umount").stderr
+    assert not os.path.ismount(point)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--trace", "/nowhere/trace"], "the trace /nowhere/trace cannot be read"),
+        (["--volume"], "--volume needs a value"),
+        (["--frobnicate"], "unknown argument: --frobnicate"),
+    ],
+)
+def test_bad_arguments_change_nothing(environment: dict[str, str], arguments: list[str], message: str) -> None:
+    done = quickstart(environment, *arguments)
+    assert done.returncode != 0
+    assert message in done.stderr
+
+
+def test_help_names_every_option(environment: dict[str, str]) -> None:
+    done = quickstart(environment, "--help")
+    assert done.returncode == 0
+    for option in ("--trace", "--volume", "--mountpoint", "--capacity", "--duration", "--umount", "--keep"):
+        assert option in done.stdout

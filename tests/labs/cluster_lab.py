@@ -1,0 +1,68 @@
+"""Real clusters on loopback for tests: started once a session, when the first test asks for one.
+
+A test gets a part of its own (a prefix of keys, a namespace), so tests need not clean up after each other. One that
+kills or stops a member brings it back.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+
+from kvfuse.cluster.ceph import PROGRAMS, CephServers, CephSettings
+from kvfuse.cluster.etcd import EtcdServers, EtcdSettings
+from kvfuse.remote.records.etcd.store import EtcdOptions
+from kvfuse.remote.segments.rados.store import RadosOptions
+
+MEMORY = "/dev/shm"
+"""Where etcd's data is. Tests kill servers, they cut no power: a flush for each commit, of three members to one disk,
+would only be waited for."""
+
+
+_Servers = TypeVar("_Servers", EtcdServers, CephServers)
+
+
+@contextmanager
+def running(start: Callable[[Path], _Servers], prefix: str, parent: str | None = None) -> Iterator[_Servers]:
+    """What ``start`` starts in a new folder in ``parent``; ended, and its data removed, at the end."""
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=parent) as folder:
+        servers = start(Path(folder))
+        try:
+            yield servers
+        finally:
+            servers.stop()
+
+
+def etcd_cluster(members: int = 3, settings: EtcdSettings | None = None) -> AbstractContextManager[EtcdServers]:
+    """A cluster of its own for whoever asks."""
+    if shutil.which("etcd") is None:
+        pytest.skip("needs etcd: apt-get install etcd-server")
+    return running(lambda folder: EtcdServers.start(folder, members, settings), "kvfuse-etcd-", MEMORY)
+
+
+def etcd_options(servers: EtcdServers, part: str, **more: object) -> EtcdOptions:
+    """How to reach a part of the keys: ``part`` is turned into a prefix."""
+    prefix = b"/" + re.sub(r"[^\w]", "_", part).encode() + b"/"
+    options = {"ca_file": servers.ca_file, "cert_file": servers.cert_file, "key_file": servers.key_file, **more}
+    return EtcdOptions(servers.endpoints, prefix, **options)
+
+
+def ceph_cluster(osds: int = 3, settings: CephSettings | None = None) -> AbstractContextManager[CephServers]:
+    """A cluster of its own for whoever asks."""
+    if any(shutil.which(program) is None for program in PROGRAMS):
+        pytest.skip("needs Ceph: apt-get install ceph-mon ceph-osd ceph-common")
+    return running(lambda folder: CephServers.start(folder, osds, settings), "kvfuse-ceph-")
+
+
+def rados_options(servers: CephServers, part: str, **more: object) -> RadosOptions:
+    """How to reach a part of the pool: ``part`` is turned into a namespace."""
+    namespace = re.sub(r"[^\w]", "_", part)
+    options = {"keyring": servers.keyring, **more}
+    return RadosOptions(servers.conf_file, servers.settings.pool, namespace, **options)

@@ -1,0 +1,246 @@
+"""Several volumes over one disk in memory, as many hosts have it open; each with a lease, and slow in its own way."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from typing import Any, TypeVar
+
+import trio
+from volume_lab import CALLER, MIB, Chaos, Disk, MemoryRecords, MemorySegments, check, lab_options
+
+from kvfuse import errors
+from kvfuse.options.config import Options
+from kvfuse.remote.records.api import ABSENT
+from kvfuse.volume.api import ROOT_INODE
+from kvfuse.volume.inodes.node import Node
+from kvfuse.volume.opening.holding import Held
+from kvfuse.volume.store import schema
+from kvfuse.volume.store.member import FencedRecords, FencedSegments, Member
+from kvfuse.volume.store.schema import MemberRecord
+from kvfuse.volume.volume import FileHandle, Volume, run_volume
+
+LEASE = 10.0
+
+R = TypeVar("R")
+
+
+@asynccontextmanager
+async def joined(disk: Disk, options: Options, client: int, chaos: Chaos) -> AsyncIterator[Volume]:
+    """The volume as one more client has it; each time it lost its lease it becomes ``client`` + 1000."""
+    records, segments = MemoryRecords(disk, chaos), MemorySegments(disk, chaos)
+    members: list[Member] = []
+    async with trio.open_nursery() as nursery:
+
+        async def join() -> Held:
+            number = client + 1000 * len(members)
+            if members:
+                await members[-1].leave()  # as `memberships` does
+                await segments.renew()
+            asked = trio.current_time()
+            lease = await records.lease(LEASE)
+            key = schema.member_key(number)
+            said = schema.encode_member(MemberRecord("lab", number, ""))
+            member = Member(number, lease, await records.commit({key: said}, (), {key: ABSENT}, lease=lease), asked)
+            members.append(member)
+            nursery.start_soon(member.keep)
+            fenced = FencedRecords(records, member), FencedSegments(segments, member)
+            return Held(disk.superblock, *fenced, member, join)
+
+        try:
+            async with run_volume(options, *await join()) as volume:
+                yield volume
+        finally:
+            with trio.CancelScope(shield=True):
+                await members[-1].leave()
+
+
+@asynccontextmanager
+async def volumes(
+    disk: Disk, options: Options, count: int, rng: random.Random, chaos: list[Chaos] | None = None
+) -> AsyncIterator[list[Volume]]:
+    """``count`` volumes of clients 1, 2, ...; ``chaos``: how each behaves, by default slow. Checked at the end."""
+    chaos = chaos or [Chaos(random.Random(rng.random()), delay=0.5) for _ in range(count)]
+    async with AsyncExitStack() as stack:
+        joining = [joined(disk, options, client, chaos[client - 1]) for client in range(1, count + 1)]
+        yield [await stack.enter_async_context(volume) for volume in joining]
+    await check_disk(disk)
+
+
+def hosts(
+    rng: random.Random, count: int, chaos: list[Chaos] | None = None, **options: Any
+) -> AbstractAsyncContextManager[list[Volume]]:
+    """`volumes` of a new disk, for a test that looks at it through them alone; ``options`` as for `lab_options`."""
+    made = lab_options(**options)
+    return volumes(Disk.format(made, shared=True), made, count, rng, chaos)
+
+
+async def quiet(*all_volumes: Volume) -> None:
+    """Everything is stored, and the watches have told it."""
+    for volume in all_volumes:
+        await volume.sync()
+    await trio.sleep(1)
+
+
+# -- what the disk has, when nobody has it open any more ------------------------------------------------
+
+
+def slots_of(disk: Disk) -> Counter[int]:
+    """How many records name each slot."""
+    found: Counter[int] = Counter()
+    for key, row in disk.records.items():
+        if key[:1] == b"d":
+            entry = schema.decode_entry(row.value)
+            chunks = () if isinstance(entry, int) else entry.chunks
+        elif key[:1] in (b"i", b"o"):
+            chunks = schema.decode_inode(row.value).chunks
+        elif key[:1] == b"c":
+            chunks = (schema.decode_chunk(row.value),)
+        else:
+            chunks = ()
+        found.update(extent.addr for chunk in chunks for extent in chunk)
+    return found
+
+
+async def check_disk(disk: Disk) -> None:
+    """Each slot is named once, and a check finds nothing."""
+    assert all(count == 1 for count in slots_of(disk).values())
+    report = await check(disk)
+    assert report.clean, [problem.text for problem in report.problems]
+
+
+# -- names --------------------------------------------------------------------------------------------
+
+
+async def names_in(volume: Volume, ino: int = ROOT_INODE) -> list[bytes]:
+    found: list[bytes] = []
+    after = 0
+    while rows := await volume.list_directory(ino, after, 100):
+        found += [row.name for row in rows]
+        after = rows[-1].cookie
+    return sorted(found)
+
+
+async def as_by_path(call: Callable[[], Awaitable[R]]) -> R:
+    """What a system call does: where the path turns out to lead elsewhere by now it is walked once more."""
+    try:
+        return await call()
+    except errors.Stale:
+        return await call()
+
+
+async def look(volume: Volume, name: bytes, parent: int = ROOT_INODE) -> Node:
+    """What stat(2) has the kernel ask: the name, and the attributes where it may not keep those that came with it."""
+
+    async def walk() -> Node:
+        node = await volume.lookup(parent, name)
+        return node if volume.may_keep_attributes(node.ino) else await volume.attributes(node.ino)
+
+    return await as_by_path(walk)
+
+
+async def exists(volume: Volume, name: bytes, parent: int = ROOT_INODE) -> bool:
+    """As `look`."""
+    try:
+        await look(volume, name, parent)
+    except errors.NotFound:
+        return False
+    return True
+
+
+async def make(volume: Volume, name: bytes, parent: int = ROOT_INODE) -> int:
+    """An empty file; its inode."""
+    handle, node = await volume.create(parent, name, 0o644, CALLER, os.O_RDWR | os.O_EXCL)
+    await volume.release(handle)
+    return node.ino
+
+
+# -- bytes --------------------------------------------------------------------------------------------
+
+
+async def put(volume: Volume, name: bytes, data: bytes, parent: int = ROOT_INODE) -> None:
+    """Make a file, as a shell's redirection does."""
+    handle, node = await volume.create(parent, name, 0o644, CALLER, os.O_RDWR)
+    await volume.write(handle, 0, data)
+    await volume.flush(handle)
+    await volume.release(handle)
+    volume.forget(node.ino, 1)
+
+
+async def get(volume: Volume, name: bytes, parent: int = ROOT_INODE) -> bytes | None:
+    """What a file has, by the first walk of its path; None: absent."""
+    try:
+        node = await volume.lookup(parent, name)
+    except errors.NotFound:
+        return None
+    try:
+        handle = await volume.open(node.ino, os.O_RDONLY, CALLER)
+        try:
+            return bytes(await volume.read(handle, 0, 64 * MIB))
+        finally:
+            await volume.release(handle)
+    finally:
+        volume.forget(node.ino, 1)
+
+
+async def open_path(volume: Volume, *path: bytes) -> FileHandle:
+    """As open(2), to read."""
+
+    async def walk() -> FileHandle:
+        ino = ROOT_INODE
+        for name in path:
+            ino = (await volume.lookup(ino, name)).ino
+        return await volume.open(ino, os.O_RDONLY, CALLER)
+
+    return await as_by_path(walk)
+
+
+async def read(volume: Volume, *path: bytes) -> bytes:
+    """As a program reads a file, whose path is walked twice if need be."""
+    handle = await open_path(volume, *path)
+    data = bytes(await volume.read(handle, 0, 64 * MIB))
+    await volume.release(handle)
+    return data
+
+
+async def write_at(volume: Volume, name: bytes, offset: int, data: bytes, flags: int = os.O_RDWR) -> None:
+    node = await volume.lookup(ROOT_INODE, name)
+    handle = await volume.open(node.ino, flags, CALLER)
+    await volume.write(handle, offset, data)
+    await volume.flush(handle)
+    await volume.fsync(handle)
+    await volume.release(handle)
+    volume.forget(node.ino, 1)
+
+
+# -- what is waited for -------------------------------------------------------------------------------
+
+
+async def until(is_so: Callable[[], bool], seconds: float = 3 * LEASE) -> None:
+    """Wait, by a clock that jumps, for what clients do by and by."""
+    with trio.fail_after(seconds):
+        while True:
+            if is_so():
+                return
+            await trio.sleep(0.001)
+
+
+async def eventually(condition: Callable[[], Awaitable[bool]]) -> None:
+    """Wait, by a clock that jumps, until what another client did is heard of here."""
+    with trio.fail_after(10):
+        while True:
+            if await condition():
+                return
+            await trio.sleep(0.001)
+
+
+async def until_node(volume: Volume, ino: int, is_so: Callable[[Node], bool]) -> None:
+    """Wait for news of an inode that need not have been looked up by a name."""
+
+    async def has_come() -> bool:
+        return is_so(await volume.attributes(ino))
+
+    await eventually(has_come)

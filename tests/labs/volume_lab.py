@@ -1,0 +1,457 @@
+"""A volume over engines in memory: slow, failing, and copied between any two steps as a crash would leave them.
+
+What a killed daemon leaves is what its engines had applied: a commit wholly or not at all, a segment
+write in any part. ``Disk.copy`` taken at any moment is therefore a crash, without a process to kill.
+
+A *shared* disk (``Disk.format(options, shared=True)``) is open in several volumes at once: their stores see each
+other's commits and watches, leases end by trio's clock, and every client has a ``Chaos`` of its own, so that one of
+them can be slow, frozen or cut off while the others go on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import sys
+import traceback
+import weakref
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+
+import numpy as np
+import numpy.typing as npt
+import trio
+
+from kvfuse.errors import EngineError, EngineTimeout
+from kvfuse.options.config import CacheOptions, MountOptions, Options, PublishOptions, VolumeOptions
+from kvfuse.remote.mapguard import GuardedMap
+from kvfuse.remote.records.api import (
+    ABSENT,
+    Change,
+    Lease,
+    Record,
+    RecordLimits,
+    RecordStore,
+    Versioned,
+)
+from kvfuse.remote.records.lmdb.local import Watch
+from kvfuse.remote.records.lmdb.store import LIMITS
+from kvfuse.remote.segments.api import SegmentInfo, SegmentLimits, SegmentStore, Transfer
+from kvfuse.slab.layout import Geometry, Superblock
+from kvfuse.volume.api import Caller
+from kvfuse.volume.check.fsck import Check, Report
+from kvfuse.volume.opening.format import first_records
+from kvfuse.volume.volume import Volume, run_volume
+
+CALLER = Caller(0, 0)
+MIB = 1 << 20
+
+
+SHARED_LIMITS = dataclasses.replace(LIMITS, shared=True, commit_operations_max=128, commit_bytes_max=3 * MIB // 2)
+
+
+@dataclass
+class Disk:
+    """All that survives a daemon."""
+
+    superblock: Superblock
+    records: dict[bytes, Versioned] = field(default_factory=dict)
+    version: int = 0
+    segments: dict[int, bytearray] = field(default_factory=dict)
+    shared: bool = False
+    mappable: bool = False
+    """segments can be mapped, as those of a shared file system can; if not shared, they always can"""
+    watches: weakref.WeakSet[MemoryWatch] = field(default_factory=weakref.WeakSet)
+    """of all stores of this disk"""
+    fences: bool = False
+    """segments' clients have identities, and may be cut off"""
+    fenced: set[bytes] = field(default_factory=set)
+    durable: bool = False
+    """every write and every commit is, when its call returns"""
+    audit: Callable[[Mapping[bytes, bytes], Collection[bytes]], None] | None = None
+    """looks at the records after each commit, with what it put and deleted"""
+
+    @classmethod
+    def format(cls, options: Options, *, shared: bool = False) -> Disk:
+        geometry = Geometry.choose(options.volume.capacity, None, options.volume.segment_size)
+        disk = cls(Superblock(random.randbytes(16), geometry, 1), shared=shared)
+        disk.apply(first_records(options), ())
+        return disk
+
+    @property
+    def limits(self) -> RecordLimits:
+        return dataclasses.replace(SHARED_LIMITS if self.shared else LIMITS, durable=self.durable)
+
+    def copy(self) -> Disk:
+        """As after a crash of all: nobody watches the copy, and no lease of it ends."""
+        segments = {number: bytearray(image) for number, image in self.segments.items()}
+        return Disk(self.superblock, dict(self.records), self.version, segments, self.shared)
+
+    def apply(self, puts: Mapping[bytes, bytes], deletes: Collection[bytes]) -> None:
+        self.version += 1
+        changes = [Change(key, value, self.version) for key, value in puts.items()]
+        changes += [Change(key, None, self.version) for key in deletes if key in self.records]
+        for key, value, version in changes:
+            if value is None:
+                del self.records[key]
+            else:
+                self.records[key] = Versioned(value, version)
+        if self.audit is not None:
+            self.audit(puts, deletes)
+        for watch in list(self.watches):
+            watch.offer(changes)
+
+
+@dataclass
+class Delay:
+    """An answer of the store that stays on its way: what it says is what was so when it was given."""
+
+    prefix: bytes
+    """of a key that the question is about"""
+    given: trio.Event = field(default_factory=trio.Event)
+    arrives: trio.Event = field(default_factory=trio.Event)
+
+
+@dataclass
+class Chaos:
+    """How the engines behave for one client: calls may be held up, or fail. Probabilities for each call."""
+
+    random: random.Random
+    delay: float = 0.0
+    commit_error: float = 0.0
+    """half of it before the commit, half after; 2: every commit fails"""
+    commit_error_after: float = 0.0
+    read_error: float = 0.0
+    """of segments"""
+    write_error: float = 0.0
+    sync_error: float = 0.0
+    deadline: float = 5.0
+    """seconds after which a call of a client that is cut off fails"""
+    stalled: trio.Event | None = None
+    """the client is frozen: its calls stop where they are, and go on when this is set"""
+    deaf: trio.Event | None = None
+    """the client hears of no changes until this is set; its calls go on"""
+    late: Delay | None = None
+    """an answer that comes late; its call alone is held up"""
+    cut: trio.Event | None = None
+    """the client is cut off: its calls, those under way too, time out; it hears of no changes until this is set"""
+    commits: int = 0
+    durable_commits: int = 0
+    events: list[str] = field(default_factory=list)
+    """what the engines were asked that matters for durability, in order"""
+    first_write: trio.Event = field(default_factory=trio.Event)
+    """a segment write began"""
+
+    async def hold_up(self) -> None:
+        if self.random.random() < self.delay:
+            await trio.sleep(self.random.random() * 0.01)
+        await self.wait_if_stalled()
+        if self.cut is not None and not self.cut.is_set():
+            with trio.move_on_after(self.deadline):
+                await self.cut.wait()
+                return
+            await self.wait_if_stalled()
+            raise EngineTimeout(f"injected: no answer in {self.deadline} s")
+
+    async def answer(self, *keys: bytes) -> None:
+        """On its way from the store to the client."""
+        await self.hold_up()
+        if self.late is not None and any(key.startswith(self.late.prefix) for key in keys):
+            late, self.late = self.late, None
+            late.given.set()
+            await late.arrives.wait()
+
+    async def wait_if_stalled(self) -> None:
+        while self.stalled is not None and not self.stalled.is_set():
+            await self.stalled.wait()
+
+    async def wait_if_unheard(self) -> None:
+        """Return when changes reach the client."""
+        if self.deaf is not None:
+            await self.deaf.wait()
+        await self.wait_if_stalled()
+        while self.cut is not None and not self.cut.is_set():
+            await self.cut.wait()
+            await self.wait_if_stalled()
+
+    def fails(self, probability: float) -> bool:
+        return self.random.random() < probability
+
+
+class MemoryWatch(Watch):
+    """A watch whose changes reach the client when it is neither frozen nor cut off."""
+
+    def __init__(self, prefix: bytes, chaos: Chaos) -> None:
+        super().__init__(prefix)
+        self._chaos = chaos
+
+    def break_off(self) -> None:
+        """As if it had fallen too far behind: the reader has to read everything anew."""
+        self._behind = True
+        self.close()
+
+    async def __anext__(self) -> Change:
+        change = await super().__anext__()
+        await self._chaos.wait_if_unheard()
+        return change
+
+
+class MemoryLease(Lease):
+    """A lease that the disk ends when it was not renewed in time by trio's clock."""
+
+    def __init__(self, ttl: float, store: MemoryRecords) -> None:
+        self.ttl = ttl
+        self.store = store
+        self.ended = False
+        self.attached: dict[bytes, int] = {}
+        """key -> the version it was put with"""
+        self._life = trio.CancelScope(deadline=trio.current_time() + ttl)
+        trio.lowlevel.spawn_system_task(self._end_in_time)
+
+    async def _end_in_time(self) -> None:
+        with self._life:
+            await trio.sleep_forever()
+        self.end()
+
+    def end(self) -> None:
+        """The lease is over, as everybody sees at once."""
+        records = self.store.disk.records
+        if not self.ended:
+            self.ended = True
+            self._life.cancel()
+            held = [key for key, version in self.attached.items() if key in records and records[key].version == version]
+            if held:
+                self.store.disk.apply({}, held)
+
+    async def keepalive(self) -> bool:
+        await self.store.chaos.hold_up()
+        if not self.ended:
+            self._life.deadline = trio.current_time() + self.ttl
+        renewed = not self.ended
+        await self.store.chaos.hold_up()
+        return renewed
+
+    async def revoke(self) -> None:
+        await self.store.chaos.hold_up()
+        self.end()
+
+
+class MemoryRecords(RecordStore):
+    """The contract of ``records/api.py`` over ``Disk.records``."""
+
+    def __init__(self, disk: Disk, chaos: Chaos, limits: RecordLimits | None = None) -> None:
+        super().__init__(limits or disk.limits)
+        self.disk = disk
+        self.chaos = chaos
+        self._order = trio.Lock()
+
+    async def get(self, keys: Sequence[bytes]) -> list[Versioned | None]:
+        self.counters.gets += 1
+        await self.chaos.hold_up()
+        found = [self.disk.records.get(key) for key in keys]
+        await self.chaos.answer(*keys)
+        return found
+
+    async def scan(self, prefix: bytes, after: bytes = b"", limit: int = 1000) -> list[Record]:
+        self.counters.scans += 1
+        await self.chaos.hold_up()
+        keys = sorted(key for key in self.disk.records if key.startswith(prefix) and key > after)[:limit]
+        rows = [Record(key, *self.disk.records[key]) for key in keys]
+        await self.chaos.answer(prefix)
+        return rows
+
+    async def commit(
+        self,
+        puts: Mapping[bytes, bytes],
+        deletes: Collection[bytes] = (),
+        expect: Mapping[bytes, int] | None = None,
+        *,
+        durable: bool = False,
+        lease: Lease | None = None,
+    ) -> int:
+        self.counters.commits += 1
+        self.limits.check_commit(puts, deletes, expect or {})
+        async with self._order:
+            await self.chaos.hold_up()
+            if self.chaos.fails(self.chaos.commit_error / 2):
+                raise EngineError("injected before the commit")
+            if not self._may(expect or {}, lease):
+                await self.chaos.hold_up()
+                return 0
+            self.disk.apply(puts, deletes)
+            version = self.disk.version
+            if isinstance(lease, MemoryLease):
+                lease.attached.update(dict.fromkeys(puts, version))
+            self.chaos.commits += 1
+            self.chaos.durable_commits += durable
+            self.chaos.events.append("durable commit" if durable else "commit")
+            await self.chaos.hold_up()
+            if self.chaos.fails(self.chaos.commit_error / 2 + self.chaos.commit_error_after):
+                raise EngineError("injected after the commit")
+        return version
+
+    def _may(self, expect: Mapping[bytes, int], lease: Lease | None) -> bool:
+        """Nothing expected has moved, and the lease lasts."""
+        if isinstance(lease, MemoryLease) and lease.ended:
+            return False
+        rows = {key: self.disk.records.get(key) for key in expect}
+        return all((row.version if row else ABSENT) == expect[key] for key, row in rows.items())
+
+    def watch(self, prefix: bytes) -> AsyncIterator[Change]:
+        watch = MemoryWatch(prefix, self.chaos)
+        self.disk.watches.add(watch)
+        return watch
+
+    async def lease(self, ttl: float) -> Lease:
+        await self.chaos.hold_up()
+        return MemoryLease(ttl, self)
+
+    async def aclose(self) -> None:
+        pass
+
+
+class MemorySegments(SegmentStore):
+    """The contract of ``segments/api.py`` over ``Disk.segments``."""
+
+    def __init__(self, disk: Disk, chaos: Chaos) -> None:
+        mappable = disk.mappable or not disk.shared
+        super().__init__(
+            SegmentLimits(
+                1, overwrite=True, preallocates=True, mappable=mappable, registers=False, durable=disk.durable
+            )
+        )
+        self.disk = disk
+        self.chaos = chaos
+        self._identity = random.randbytes(8)
+        self._frames: list[FrameType] = []
+        """of the last read and its callers: what they had views of may be seen for longer than they run"""
+
+    def identity(self) -> bytes:
+        return self._identity if self.disk.fences else b""
+
+    async def fence(self, identity: bytes) -> bool:
+        await self.chaos.hold_up()
+        if self.disk.fences:
+            self.disk.fenced.add(identity)
+        return self.disk.fences
+
+    async def renew(self) -> None:
+        self._identity = random.randbytes(8)
+
+    def _check_fence(self) -> None:
+        if self._identity in self.disk.fenced:
+            raise EngineError("injected: this client was cut off")
+
+    async def create(self, segment: int, size: int) -> None:
+        await self.chaos.hold_up()
+        image = self.disk.segments.setdefault(segment, bytearray(size))
+        if len(image) != size:
+            raise EngineError(f"segment {segment} has {len(image)} bytes, not {size}")
+
+    async def remove(self, segment: int) -> None:
+        self.disk.segments.pop(segment, None)
+
+    async def list(self) -> list[SegmentInfo]:
+        return [SegmentInfo(segment, len(image)) for segment, image in sorted(self.disk.segments.items())]
+
+    def _range(self, segment: int, offset: int, length: int) -> memoryview:
+        image = self.disk.segments.get(segment)
+        if image is None or not 0 <= offset <= offset + length <= len(image):
+            raise ValueError(f"segment {segment} has no {length} bytes at {offset}")
+        return memoryview(image)[offset : offset + length]
+
+    async def read(self, batch: Sequence[Transfer]) -> None:
+        self.counters.reads += len(batch)
+        if self.chaos.fails(self.chaos.read_error):
+            raise EngineError("injected: a read")
+        for segment, offset, buffer in batch:
+            source = self._range(segment, offset, len(buffer))
+            middle = len(buffer) // 2
+            for part in (slice(0, middle), slice(middle, None)):
+                await self.chaos.hold_up()
+                memoryview(buffer)[part] = source[part]
+            await self.chaos.hold_up()
+        # Python 3.12 and later do this to whom a deadline has just passed, by the traceback of what ended the wait.
+        self._frames = [frame for frame, _ in traceback.walk_stack(sys._getframe())]
+
+    async def write(self, batch: Sequence[Transfer]) -> None:
+        self.counters.writes += len(batch)
+        self.chaos.events.append("write")
+        self.chaos.first_write.set()
+        fails = self.chaos.fails(self.chaos.write_error)
+        order = self.chaos.random.sample(batch, len(batch))
+        for segment, offset, buffer in order:
+            if fails and self.chaos.fails(0.5):
+                continue
+            target = self._range(segment, offset, len(buffer))
+            middle = len(buffer) // 2
+            for part in (slice(0, middle), slice(middle, None)):
+                self._check_fence()
+                target[part] = memoryview(buffer)[part]
+                await self.chaos.hold_up()
+        self.chaos.events.append("written")
+        if fails:
+            raise EngineError("injected: a part of the batch was written")
+
+    async def zero(self, segment: int, offset: int, length: int) -> None:
+        self._range(segment, offset, length)[:] = bytes(length)
+
+    async def sync(self) -> None:
+        await self.chaos.hold_up()
+        self.chaos.events.append("sync")
+        if self.chaos.fails(self.chaos.write_error + self.chaos.sync_error):
+            raise EngineError("injected: sync")
+
+    def view(self, segment: int, offset: int, length: int) -> memoryview | None:
+        if not self.limits.mappable or self.chaos.random.random() < self.chaos.delay:
+            return None
+        return self._range(segment, offset, length).toreadonly()
+
+    def source(self, segment: int) -> tuple[int, npt.NDArray[np.uint8], GuardedMap | None] | None:
+        """Without a descriptor."""
+        if not self.limits.mappable:
+            return None
+        image = self._range(segment, 0, len(self.disk.segments.get(segment, b"")))
+        return -1, np.frombuffer(image.toreadonly(), np.uint8), None
+
+    async def aclose(self) -> None:
+        pass
+
+
+def lab_options(
+    *,
+    capacity: int = 8 * MIB,
+    strict: bool = False,
+    nodes: int = 1000,
+    staging_size: int = 64 * MIB,
+    chunk: int = MIB,
+    tier_size: int = 64 * MIB,
+) -> Options:
+    """Options of a volume in memory; ``chunk``: bytes of a chunk."""
+    return Options(
+        volume=VolumeOptions(path=Path("/in-memory"), capacity=capacity, chunk_size=chunk),
+        publish=PublishOptions(mode="strict" if strict else "relaxed", window=0.05),
+        cache=CacheOptions(nodes=nodes, staging_size=staging_size, tier_size=tier_size),
+        mount=MountOptions(),
+    )
+
+
+@asynccontextmanager
+async def opened(
+    disk: Disk, options: Options, chaos: Chaos | None = None, limits: RecordLimits | None = None
+) -> AsyncIterator[Volume]:
+    """The volume on ``disk``; flushed at the end. ``limits``: of commits, if not the disk's."""
+    chaos = chaos or Chaos(random.Random(0))
+    records = MemoryRecords(disk, chaos, limits)
+    async with run_volume(options, disk.superblock, records, MemorySegments(disk, chaos)) as volume:
+        yield volume
+
+
+async def check(disk: Disk, *, verify: bool = True) -> Report:
+    """What fsck says of a volume that nobody has open."""
+    chaos = Chaos(random.Random(0))
+    checker = Check(disk.superblock, MemoryRecords(disk, chaos), MemorySegments(disk, chaos))
+    return await checker.run(verify)

@@ -1,0 +1,156 @@
+"""A ring's thread that the test drives itself, and the client's end of its ring."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from kvfuse.checksum import GRANULE_SIZE, granule_checksums
+from kvfuse.options.options import UsrbioOptions
+from kvfuse.usrbio.daemon.call import Call
+from kvfuse.usrbio.daemon.call_memory import Pool, Share
+from kvfuse.usrbio.daemon.charges import Charge, Charges
+from kvfuse.usrbio.daemon.client_memory import Iov, seal_memory
+from kvfuse.usrbio.daemon.doorman import Doorman
+from kvfuse.usrbio.daemon.interpreter import Interpreter, User
+from kvfuse.usrbio.daemon.peer import Peer
+from kvfuse.usrbio.daemon.registry import Namespace, OpenFile
+from kvfuse.usrbio.daemon.ring_thread import Worker
+from kvfuse.usrbio.protocol.queues import Entries, RingMemory
+from kvfuse.usrbio.protocol.wire import SQE, Layout, Op
+from kvfuse.volume.views.content_map import ContentMap, MapRow, Source
+
+MIB = 1 << 20
+CHUNK = 4 * GRANULE_SIZE
+FILE, HOLED, IOV = 1, 2, 3
+IOV_SIZE = 2 * MIB
+
+
+@dataclass
+class Registered:
+    """A connection with two files and an iov, and no event loop: calls are only noted."""
+
+    files: dict[int, OpenFile] = field(default_factory=dict)
+    iovs: dict[int, Iov] = field(default_factory=dict)
+    namespaces: dict[int, Namespace] = field(default_factory=dict)
+    share: Share = field(default_factory=lambda: Share(Pool(MIB)))
+    interpreter: Interpreter = field(default_factory=Interpreter)
+    doorman: Doorman = field(default_factory=lambda: Doorman(Interpreter()))
+    user: User = field(default_factory=User)
+    calls: list[Call] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+    at_start: Callable[[], object] = lambda: None
+
+    def start(self, worker: Worker, calls: list[Call]) -> None:
+        self.calls += calls
+        self.at_start()
+
+    def in_loop(self, function: Callable[[], object]) -> None:
+        function()
+
+    def cancel(self, worker: Worker, call: Call) -> None:
+        worker.complete(call, -errno.ENOENT)
+
+    def pin(self, block: Any) -> int:
+        raise AssertionError("nothing is pinned here")
+
+    def unpin(self, pin: int) -> None:
+        raise AssertionError("nothing is pinned here")
+
+    def allocate(self, namespace: Namespace, size: int) -> Any:
+        raise AssertionError("nothing is put here")
+
+    def failed(self, reason: str) -> None:
+        self.failures.append(reason)
+
+
+@dataclass
+class Lab:
+    """A worker that the test drives itself, and the client's end of its ring."""
+
+    worker: Worker
+    client: RingMemory
+    registered: Registered
+    content: bytes
+    """of FILE; HOLED has the same, with zeros in its second chunk"""
+
+    def submit(self, rows: Entries) -> None:
+        self.client.sq.write(rows)
+        self.client.sq.publish(len(rows))
+
+    def results(self) -> list[tuple[int, int]]:
+        """Completions that came, as (user_data, result)."""
+        count = self.client.cq.given - self.client.cq.position
+        rows = self.client.cq.read(count)
+        self.client.cq.take(count)
+        return [(int(row["user_data"]), int(row["result"])) for row in rows]
+
+    def run(self, rows: Entries) -> list[tuple[int, int]]:
+        self.submit(rows)
+        while self.worker.step():
+            pass
+        return self.results()
+
+    def iov_bytes(self, offset: int, length: int) -> bytes:
+        return self.registered.iovs[IOV].bytes[offset : offset + length].tobytes()
+
+
+def entries(count: int, **columns: Any) -> Entries:
+    """SQEs, by default reads of FILE into neighbouring pages, numbered."""
+    rows = np.zeros(count, SQE)
+    rows["op"], rows["handle"], rows["iov"], rows["length"] = Op.READ, FILE, IOV, 4096
+    rows["iov_offset"] = np.arange(count) * 4096
+    rows["user_data"] = np.arange(count)
+    for name, value in columns.items():
+        rows[name] = value
+    return rows
+
+
+def shared(size: int, *, sealed: bool) -> int:
+    """A memfd; one that may not be sealed is as a file in /dev/shm."""
+    descriptor = os.memfd_create("test", os.MFD_CLOEXEC | (os.MFD_ALLOW_SEALING if sealed else 0))
+    os.ftruncate(descriptor, size)
+    return descriptor
+
+
+def free_of_charge() -> Charge:
+    """Of a user for whom only the limit of all holds."""
+    return Charges(UsrbioOptions()).of(Peer(1, os.geteuid(), 0, frozenset()))
+
+
+@contextmanager
+def worker_lab(rng: random.Random, *, sealed: bool) -> Iterator[Lab]:
+    """``sealed``: the client's memory can be sealed against shrinking."""
+    content = rng.randbytes(3 * CHUNK + 12345)
+    descriptor = shared(len(content) + 4096, sealed=True)
+    os.pwrite(descriptor, content, 4096)
+    image = np.frombuffer(mmap.mmap(descriptor, 0, prot=mmap.PROT_READ), np.uint8)
+    source = Source(descriptor, image)
+    registered = Registered()
+    for handle in (FILE, HOLED):
+        shown = ContentMap(handle, CHUNK, len(content))
+        for index in range(4):
+            part = content[index * CHUNK : (index + 1) * CHUNK]
+            sums = granule_checksums(memoryview(part))
+            shown.rows[index] = MapRow(source, 4096 + index * CHUNK, len(part), sums)
+        if handle == HOLED:
+            shown.rows[1] = MapRow(None, 0, 0)
+        registered.files[handle] = OpenFile(None, handle, True, False, shown)
+    memory_descriptor = shared(IOV_SIZE, sealed=sealed)
+    seal_memory(memory_descriptor)
+    registered.iovs[IOV] = Iov(memory_descriptor, IOV_SIZE, free_of_charge())
+    memory, ring_descriptor = RingMemory.create(Layout.of(64, 4096))
+    bells = [os.eventfd(0, os.EFD_NONBLOCK) for _ in range(2)]
+    yield Lab(
+        Worker(registered, memory, bells[0], bells[1], -1), RingMemory.attach(ring_descriptor), registered, content
+    )
+    for number in (descriptor, ring_descriptor, *bells):
+        os.close(number)

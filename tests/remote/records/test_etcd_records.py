@@ -1,0 +1,499 @@
+"""What only the etcd engine promises: outcomes that are settled, leases that end, watches, users, limits."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+import trio.testing
+from cluster_lab import etcd_cluster, etcd_options
+from lossy_proxy import lossy_proxy
+
+from kvfuse.cluster.etcd import EtcdServers, EtcdSettings
+from kvfuse.errors import ConfigError, EngineError, EngineTimeout
+from kvfuse.remote.records.api import Change
+from kvfuse.remote.records.etcd import store as etcd_engine
+from kvfuse.remote.records.etcd import watch as etcd_watch
+from kvfuse.remote.records.etcd import wire
+from kvfuse.remote.records.etcd.client import ATTEMPT_SHARE, Endpoint, EtcdClient
+from kvfuse.remote.records.etcd.store import EtcdOptions, EtcdRecords
+
+ROOT_PASSWORD = "root's"
+DEADLINE = 1.5
+SLOW = 0.25
+"""of a deadline"""
+
+
+@pytest.fixture
+def options(etcd: EtcdServers, tmp_path: Path) -> EtcdOptions:
+    return etcd_options(etcd, str(tmp_path))
+
+
+@pytest.fixture
+async def store(options: EtcdOptions) -> AsyncIterator[EtcdRecords]:
+    store = await EtcdRecords.open(options)
+    yield store
+    await store.aclose()
+
+
+@pytest.fixture(scope="module")
+def guarded() -> Iterator[EtcdServers]:
+    """One member with TLS that asks for certificates and passwords; tenant ``blue`` may use /blue/."""
+    with etcd_cluster(1, EtcdSettings(tls=True, root_password=ROOT_PASSWORD)) as servers:
+        servers.create_user("blue", "blue's", b"/blue/")
+        yield servers
+
+
+async def keys_under(options: EtcdOptions, prefix: bytes) -> list[bytes]:
+    """Raw keys, the engine's own included."""
+    client = EtcdClient(options)
+    asked = wire.Range(prefix, wire.prefix_end(prefix), keys_only=True)
+    answer = await client.call("kv/range", asked, wire.RANGE, trio.current_time() + 10)
+    await client.aclose()
+    return [kv.key for kv in answer.kvs]
+
+
+# -- outcomes -----------------------------------------------------------------------------------------
+
+
+async def test_lost_answers_lost_requests_and_late_requests_change_no_outcome(
+    etcd: EtcdServers, tmp_path: Path, rng: random.Random
+) -> None:
+    """Every commit puts a key of its own and moves a counter, so one that is done twice, or later, shows."""
+    async with lossy_proxy(etcd.endpoints[0], rng) as proxy:
+        options = EtcdOptions((proxy.endpoint,), f"/{tmp_path}/".encode(), deadline=0.25)
+        store = await EtcdRecords.open(options)
+        judge = await EtcdRecords.open(replace(options, endpoints=etcd.endpoints, deadline=30.0))
+        versions = {b"done": 0, b"refused": 0, b"unknown": 0}
+        counter = 0
+        unknown: dict[bytes, bool] = {}
+        for number in range(80):
+            key = b"%d" % number
+            moved = rng.random() < 0.3
+            proxy.loss = rng.choice([0.0, 0.5, 0.9])
+            try:
+                version = await store.commit({key: b"", b"counter": key}, expect={b"counter": counter - moved})
+            except EngineTimeout:
+                proxy.loss = 0.0
+                await settle(store)
+                (row,) = await judge.get([key])
+                unknown[key] = row is not None
+                versions[b"unknown"] += 1
+                assert row is None or not moved
+                counter = row.version if row else counter
+            else:
+                assert (version == 0) is moved, "refused by its own earlier attempt, or done against what it expected"
+                counter = version or counter
+                versions[b"refused" if moved else b"done"] += 1
+            await proxy.deliver_late()
+            (row,) = await judge.get([b"counter"])
+            assert (row.version if row else 0) == counter, "a commit was applied after its outcome was told"
+        print(versions, proxy.fates)
+        assert all(versions.values())
+        assert all(proxy.fates.values())
+        present = await judge.get(list(unknown))
+        assert [row is not None for row in present] == list(unknown.values())
+        await store.aclose()
+        await judge.aclose()
+
+
+async def settle(store: EtcdRecords) -> None:
+    """After any commit that returned, the one before is done or never will be."""
+    while True:
+        try:
+            await store.commit({})
+        except EngineTimeout:
+            continue
+        return
+
+
+async def test_a_cluster_that_is_only_slow_is_waited_for(options: EtcdOptions, rng: random.Random) -> None:
+    """Its members answer, but when one of a healthy cluster would have been given up."""
+    async with lossy_proxy(options.endpoints[0], rng) as proxy:
+        store = await EtcdRecords.open(replace(options, endpoints=(proxy.endpoint,), deadline=DEADLINE))
+        proxy.delay = DEADLINE * SLOW
+        failures = 0
+        for number in range(8):
+            try:
+                assert await store.commit({b"slow%d" % number: b"1"})
+            except EngineTimeout:
+                failures += 1
+        assert failures <= 1, "then it is known to be slow"
+        proxy.delay = 0.0
+        for number in range(10):
+            assert await store.commit({b"quick%d" % number: b"1"})
+        assert store._client._patience == DEADLINE * ATTEMPT_SHARE
+        await store.aclose()
+
+
+async def test_a_cancelled_commit_is_settled_before_the_next(
+    etcd: EtcdServers, tmp_path: Path, rng: random.Random
+) -> None:
+    async with lossy_proxy(etcd.endpoints[0], rng) as proxy:
+        store = await EtcdRecords.open(EtcdOptions((proxy.endpoint,), f"/{tmp_path}/".encode()))
+        seen = set()
+        for number in range(60):
+            with trio.move_on_after(rng.choice([0.0, rng.random() * 0.01, 0.1])):
+                await store.commit({b"k": b"%d" % number})
+            last = await store.commit({b"other": b""})
+            (row,) = await store.get([b"k"])
+            assert row is None or row.version < last
+            seen.add(row is not None and row.value == b"%d" % number)
+        assert seen == {True, False}
+        await store.aclose()
+
+
+async def test_a_store_whose_own_lease_was_taken_goes_on(store: EtcdRecords) -> None:
+    assert store._marker is not None
+    first = await store.commit({b"a": b"1"})
+    await store.revoke(store._marker.lease_id)
+    with pytest.raises(EngineError, match="own lease"):
+        await store.commit({b"a": b"2"}, expect={b"a": first})
+    second = await store.commit({b"a": b"2"}, expect={b"a": first})
+    assert second > first
+    assert await store.commit({b"a": b"3"}, expect={b"a": first}) == 0
+
+
+async def test_a_store_that_was_idle_for_hours_gets_a_new_marker(store: EtcdRecords) -> None:
+    first = store._marker
+    assert first is not None
+    first.renewed_at -= 3600
+    assert await store.commit({b"a": b"1"})
+    assert store._marker is first, "its lease was alive and is renewed"
+    first.renewed_at -= 3600
+    await store.revoke(first.lease_id)
+    assert await store.commit({b"a": b"2"})
+    assert store._marker is not first
+
+
+async def test_a_closed_store_leaves_its_records_and_nothing_else(options: EtcdOptions) -> None:
+    store = await EtcdRecords.open(options)
+    await store.commit({b"a": b"1"})
+    assert len(await keys_under(options, options.prefix)) == 2
+    await store.aclose()
+    assert await keys_under(options, options.prefix) == [options.prefix + b"r/a"]
+
+
+async def test_the_stated_limits_are_those_of_the_members(store: EtcdRecords, rng: random.Random) -> None:
+    """As many operations with as many bytes as a commit may have, half of them expectations, then all of them puts."""
+    limits = store.limits
+    for put_count in (limits.commit_operations_max // 2, limits.commit_operations_max):
+        keys = [rng.randbytes(limits.key_size_max) for _ in range(limits.commit_operations_max)]
+        expect = dict.fromkeys(keys[put_count:], 0)
+        value_size = (limits.commit_bytes_max - sum(map(len, keys))) // put_count
+        puts = {key: rng.randbytes(value_size) for key in keys[:put_count]}
+        assert await store.commit(puts, expect=expect)
+    with pytest.raises(EngineError, match="too many operations"):
+        larger = replace(store._options, operations_max=200)
+        other = await EtcdRecords.open(larger)
+        try:
+            await other.commit({b"%d" % number: b"" for number in range(198)})
+        finally:
+            await other.aclose()
+
+
+# -- many keys, many rows -----------------------------------------------------------------------------
+
+
+async def test_more_keys_than_an_answer_holds_are_read_at_one_revision(store: EtcdRecords) -> None:
+    keys = [b"%04d" % number for number in range(3 * store.limits.commit_operations_max)]
+    halves = keys[:100], keys[-100:]
+    done = trio.Event()
+
+    async def write() -> None:
+        for number in range(20):
+            await store.commit(dict.fromkeys(halves[0][:50] + halves[1][:50], b"%d" % number))
+        done.set()
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(write)
+        while not done.is_set():
+            rows = await store.get(keys)
+            assert len({row and row.version for row in rows[:50] + rows[-100:-50]}) == 1
+    assert store.counters.gets >= 4
+
+
+async def test_a_long_scan_comes_in_pages(store: EtcdRecords, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(etcd_engine, "SCAN_PAGE", 7)
+    keys = [b"k%03d" % number for number in range(50)]
+    await store.commit(dict.fromkeys(keys, b"v"))
+    assert [row.key for row in await store.scan(b"k", limit=1000)] == keys
+    assert [row.key for row in await store.scan(b"k", keys[3], limit=20)] == keys[4:24]
+    assert store.counters.scans == 8 + 3
+
+
+# -- leases -------------------------------------------------------------------------------------------
+
+
+async def test_a_lease_that_is_not_renewed_ends_and_takes_its_records_along(options: EtcdOptions) -> None:
+    """The cluster judges: the lease that is renewed outlives one that began later and is not."""
+    store, other = await EtcdRecords.open(options), await EtcdRecords.open(options)
+    kept, left = await store.lease(2), await store.lease(2)
+    fence = await store.commit({b"kept": b"", b"own": b""}, lease=kept)
+    await store.commit({b"left": b""}, lease=left)
+    watch = other.watch(b"left")
+    with trio.fail_after(30):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(keep_renewing, kept)
+            while (change := await anext(watch)).value is not None:
+                pass  # it may show the put before
+            nursery.cancel_scope.cancel()
+    assert change.key == b"left"
+    assert [row.key for row in await other.scan(b"")] == [b"kept", b"own"]
+    assert not await left.keepalive()
+    assert await store.commit({b"left": b""}, lease=left) == 0
+    assert await store.commit({b"done": b""}, expect={b"kept": fence}, lease=kept)
+    await store.aclose()
+    await other.aclose()
+
+
+async def keep_renewing(lease: etcd_engine.EtcdLease) -> None:
+    while True:
+        assert await lease.keepalive()
+        await trio.sleep(lease.ttl / 4)
+
+
+async def test_who_lost_its_lease_commits_nothing_that_expects_its_record(options: EtcdOptions) -> None:
+    """The fence: another takes over by removing the client's record, or the lease's end does."""
+    client, other = await EtcdRecords.open(options), await EtcdRecords.open(options)
+    lease = await client.lease(30)
+    alive = await client.commit({b"client": b""}, lease=lease)
+    assert await client.commit({b"slab": b"1"}, expect={b"client": alive})
+    assert await other.commit({b"slab": b"other's"}, [b"client"])
+    assert await client.commit({b"slab": b"2"}, expect={b"client": alive}) == 0
+    assert (await other.get([b"slab"]))[0].value == b"other's"
+    await client.aclose()
+    await other.aclose()
+
+
+# -- watches ------------------------------------------------------------------------------------------
+
+
+async def test_a_watch_shows_what_other_stores_commit(options: EtcdOptions) -> None:
+    first, second = await EtcdRecords.open(options), await EtcdRecords.open(options)
+    watch = first.watch(b"p")
+    version = await second.commit({b"p1": b"1", b"q": b""})
+    assert await anext(watch) == (b"p1", b"1", version)
+    await first.aclose()
+    await second.aclose()
+
+
+async def test_a_watch_that_missed_a_compaction_says_so(store: EtcdRecords, etcd: EtcdServers) -> None:
+    watch = store.watch(b"")
+    await store.commit({b"a": b"1"})
+    await store.commit({b"a": b"2"})
+    await trio.to_thread.run_sync(etcd.compact)
+    for _ in range(2):
+        with pytest.raises(EngineError, match="anew"):
+            await anext(watch)
+    fresh = store.watch(b"")
+    await store.commit({b"a": b"3"})
+    assert (await anext(fresh)).value == b"3"
+
+
+async def test_a_watch_that_is_read_passes_over_a_compaction(store: EtcdRecords, etcd: EtcdServers) -> None:
+    watch = store.watch(b"")
+    await store.commit({b"a": b"1"})
+    assert (await anext(watch)).value == b"1"
+    await trio.to_thread.run_sync(etcd.compact)
+    await store.commit({b"a": b"2"})
+    assert (await anext(watch)).value == b"2"
+
+
+async def test_all_watches_of_a_store_share_one_stream(
+    options: EtcdOptions, etcd: EtcdServers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever of their readers goes, another reads on: nothing is lost, and nobody waits for what came."""
+    store, other = await EtcdRecords.open(options), await EtcdRecords.open(options)
+    streams = 0
+    stream = store._client.stream
+
+    async def counted(*arguments: Any) -> Any:
+        nonlocal streams
+        streams += 1
+        return await stream(*arguments)
+
+    monkeypatch.setattr(store._client, "stream", counted)
+    seen: dict[bytes, list[bytes]] = {prefix: [] for prefix in (b"", b"a", b"b", b"c")}
+
+    async def read(prefix: bytes, watch: AsyncIterator[Change], count: int) -> None:
+        for _ in range(count):
+            seen[prefix].append((await anext(watch)).key)
+
+    with trio.fail_after(30):
+        async with trio.open_nursery() as nursery:
+            for prefix in (b"c", b"a", b"b", b""):  # the first one to wait reads for all, and hears of nothing
+                nursery.start_soon(read, prefix, store.watch(prefix), 6 if prefix == b"" else 3)
+                await trio.testing.wait_all_tasks_blocked()
+            for name in (b"a", b"b", b"c"):
+                for number in range(2):
+                    await other.commit({b"%b%d" % (name, number): b""})
+            while sum(map(len, seen.values())) < 12:
+                await trio.testing.wait_all_tasks_blocked(0.01)
+            nursery.cancel_scope.cancel()
+    assert [len(keys) for keys in seen.values()] == [6, 2, 2, 2]
+    assert seen[b""] == [b"a0", b"a1", b"b0", b"b1", b"c0", b"c1"]
+    assert streams == 1
+    await store.aclose()
+    await other.aclose()
+
+
+async def test_another_reads_on_where_the_reader_of_all_watches_is_cancelled(options: EtcdOptions) -> None:
+    store, other = await EtcdRecords.open(options), await EtcdRecords.open(options)
+    watches = [store.watch(b"") for _ in range(3)]
+    seen: list[bytes] = []
+
+    async def read(watch: AsyncIterator[Change]) -> None:
+        seen.append((await anext(watch)).key)
+
+    with trio.fail_after(30):
+        async with trio.open_nursery() as staying:
+            async with trio.open_nursery() as going:
+                going.start_soon(read, watches[0])
+                await trio.testing.wait_all_tasks_blocked()
+                for watch in watches[1:]:
+                    staying.start_soon(read, watch)
+                await trio.testing.wait_all_tasks_blocked()
+                going.cancel_scope.cancel()
+            await other.commit({b"key": b""})
+    assert seen == [b"key", b"key"]
+    assert (await anext(watches[0])).key == b"key"
+    await store.aclose()
+    await other.aclose()
+
+
+async def test_a_watch_whose_reader_stays_away_says_so(store: EtcdRecords, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(etcd_watch, "BACKLOG_MAX", 2)
+    away, read = store.watch(b""), store.watch(b"")
+    for number in range(3):
+        await store.commit({b"%d" % number: b""})
+        await anext(read)
+    with pytest.raises(EngineError, match="2 changes behind: read the state anew"):
+        await anext(away)
+    fresh = store.watch(b"")
+    await store.commit({b"later": b""})
+    assert (await anext(fresh)).key == (await anext(read)).key == b"later"
+
+
+# -- users, TLS, options ------------------------------------------------------------------------------
+
+
+async def test_a_user_of_one_prefix_can_do_everything_there(guarded: EtcdServers) -> None:
+    options = etcd_options(guarded, "blue", user="blue", password="blue's")
+    store = await EtcdRecords.open(options)
+    watch = store.watch(b"")
+    lease = await store.lease(30)
+    version = await store.commit({b"a": b"1", b"b": b"2"}, [b"c"], lease=lease)
+    assert (await store.get([b"a"]))[0].version == version
+    assert [row.key for row in await store.scan(b"")] == [b"a", b"b"]
+    assert (await anext(watch)).key == b"a"
+    assert await lease.keepalive()
+    await lease.revoke()
+    assert await store.scan(b"") == []
+    await store.aclose()
+
+
+async def test_a_user_of_one_prefix_can_do_nothing_elsewhere(guarded: EtcdServers) -> None:
+    with pytest.raises(EngineError, match="user 'blue' needs read and write"):
+        await EtcdRecords.open(etcd_options(guarded, "red", user="blue", password="blue's"))
+
+
+async def test_a_token_that_a_member_forgot_is_replaced(guarded: EtcdServers) -> None:
+    options = etcd_options(guarded, "blue", user="blue", password="blue's", deadline=20.0)
+    store = await EtcdRecords.open(options)
+    lease = await store.lease(30)
+    for _ in range(2):
+        guarded.kill(0)
+        await trio.to_thread.run_sync(guarded.restart, 0)
+        assert await lease.keepalive()
+        assert await store.commit({b"a": b"1"})
+    await store.aclose()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"user": "blue", "password": "red's"}, "invalid user ID or password"),
+        ({"user": "", "password": ""}, "records.user"),
+        ({"cert_file": None, "key_file": None, "deadline": 1.0}, "did not answer"),
+        ({"ca_file": None, "deadline": 1.0}, "CERTIFICATE_VERIFY_FAILED"),
+    ],
+)
+async def test_who_is_not_let_in_is_told_why(guarded: EtcdServers, wrong: dict[str, object], message: str) -> None:
+    options = etcd_options(guarded, "blue", **{"user": "blue", "password": "blue's", **wrong})
+    with pytest.raises(EngineError, match=message):
+        await EtcdRecords.open(options)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"endpoints": ()}, "no endpoint"),
+        ({"endpoints": ("127.0.0.1:2379",)}, "is not like http"),
+        ({"operations_max": 2}, "no room"),
+        ({"request_size_max": 4096}, "no room"),
+        ({"endpoints": ("https://127.0.0.1:1",), "ca_file": Path("/absent/ca.pem")}, "/absent/ca.pem"),
+    ],
+)
+async def test_options_that_cannot_work_are_refused(wrong: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        await EtcdRecords.open(EtcdOptions(**{"endpoints": ("http://127.0.0.1:1",), **wrong}))
+
+
+async def test_a_password_is_not_shown() -> None:
+    assert "secret" not in repr(EtcdOptions(("http://127.0.0.1:1",), password="secret"))
+
+
+# -- endpoints ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 200 OK\r\nContent-Length: 6\r\n\r\n<html>", b"SSH-2.0-x\r\n"])
+async def test_something_else_than_etcd_is_an_answer_in_time(answer: bytes) -> None:
+    async def serve(client: trio.SocketStream) -> None:
+        await client.receive_some()
+        await client.send_all(answer)
+
+    async with trio.open_nursery() as nursery:
+        listeners = await nursery.start(partial(trio.serve_tcp, serve, 0, host="127.0.0.1"))
+        endpoint = f"http://127.0.0.1:{listeners[0].socket.getsockname()[1]}"
+        start = trio.current_time()
+        with pytest.raises(EngineTimeout, match=endpoint):
+            await EtcdRecords.open(EtcdOptions((endpoint,), deadline=0.5))
+        assert trio.current_time() - start < 2
+        nursery.cancel_scope.cancel()
+
+
+async def test_a_member_that_fails_is_left_alone_for_longer_and_longer(autojump_clock: trio.testing.MockClock) -> None:
+    endpoint = Endpoint("http://127.0.0.1:1")
+    waits = []
+    for _ in range(8):
+        for _ in range(10):
+            endpoint.failed()  # ten calls at once are one failure
+        waits.append(endpoint.shunned_until - trio.current_time())
+        await trio.sleep(waits[-1])
+    assert all(before * 1.1 < after for before, after in itertools.pairwise(waits[:5]))
+    assert max(waits) < 25
+    endpoint.answered()
+    assert endpoint.shunned_until <= trio.current_time()
+
+
+async def test_calls_stay_with_a_member_until_it_fails_and_then_go_to_another() -> None:
+    client = EtcdClient(EtcdOptions(("http://a", "http://b", "http://c")))
+    first = client.choose()
+    assert client.choose() is first
+    first.failed()
+    second = client.choose()
+    assert second is not first
+    second.failed()
+    third = client.choose()
+    assert third not in (first, second)
+    third.failed()
+    assert client.choose() is min((first, second, third), key=lambda endpoint: endpoint.shunned_until)
+    await client.aclose()

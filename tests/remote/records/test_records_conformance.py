@@ -1,0 +1,549 @@
+"""The contract of ``kvfuse/remote/records/api.py``, sentence by sentence, for every engine and decorator.
+
+An engine joins with one line in ENGINES: a function that opens its store for a directory that is
+empty, or holds what an earlier store of the same test left there. For etcd the directory names a part of the keys.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+import trio
+import trio.testing
+from cluster_lab import etcd_options
+
+from kvfuse.errors import EngineError
+from kvfuse.remote.faults import FaultPlan
+from kvfuse.remote.records import decorators
+from kvfuse.remote.records.api import ABSENT, Change, RecordStore
+from kvfuse.remote.records.etcd.store import EtcdRecords
+from kvfuse.remote.records.lmdb.store import LmdbRecords
+
+Opener = Callable[[Path], Awaitable[RecordStore]]
+Reopen = Callable[[], Awaitable[RecordStore]]
+
+
+async def lmdb(path: Path) -> LmdbRecords:
+    return LmdbRecords.open(path)
+
+
+def decorated(decorate: Callable[[RecordStore], RecordStore]) -> Opener:
+    """An engine that is lmdb inside."""
+
+    async def open_decorated(path: Path) -> RecordStore:
+        return decorate(LmdbRecords.open(path))
+
+    return open_decorated
+
+
+ENGINES: dict[str, Opener | None] = {
+    "lmdb": lmdb,
+    "passing": decorated(decorators.RecordDecorator),
+    "delayed": decorated(lambda store: decorators.Delayed(store, commit_seconds=1e-4, read_seconds=1e-5)),
+    "deadlined": decorated(lambda store: decorators.Deadlined(store, seconds=60)),
+    "faulty, without faults": decorated(lambda store: decorators.Faulty(store, FaultPlan(seed=0))),
+    "etcd": None,
+}
+"""name -> what opens it; None: needs a cluster"""
+
+
+@pytest.fixture(params=ENGINES)
+def opener(request: pytest.FixtureRequest, tmp_path: Path) -> Reopen:
+    """Opens the same store again and again."""
+    open_store = ENGINES[request.param]
+    if open_store is not None:
+        return lambda: open_store(tmp_path / "records")
+    # A slow machine is no fault here: what deadlines do is tested with the engine.
+    options = etcd_options(request.getfixturevalue("etcd"), str(tmp_path), deadline=60.0)
+    return lambda: EtcdRecords.open(options)
+
+
+@pytest.fixture
+async def store(opener: Reopen) -> AsyncIterator[RecordStore]:
+    store = await opener()
+    yield store
+    await store.aclose()
+
+
+@asynccontextmanager
+async def opened(opener: Reopen) -> AsyncIterator[RecordStore]:
+    store = await opener()
+    try:
+        yield store
+    finally:
+        await store.aclose()
+
+
+async def content(store: RecordStore) -> dict[bytes, bytes]:
+    return {key: value for key, value, _ in await store.scan(b"", limit=1_000_000)}
+
+
+async def values(store: RecordStore, *keys: bytes) -> list[bytes | None]:
+    return [None if row is None else row.value for row in await store.get(keys)]
+
+
+# -- get, versions, commit ----------------------------------------------------------------------------
+
+
+async def test_get_answers_in_the_order_of_the_keys(store: RecordStore) -> None:
+    await store.commit({b"a": b"1", b"b": b"", b"c": b"3" * 10_000})
+    assert await values(store, b"c", b"absent", b"a", b"b", b"a") == [b"3" * 10_000, None, b"1", b"", b"1"]
+    assert await store.get([]) == []
+
+
+async def test_a_version_is_positive_and_grows_with_each_put(store: RecordStore) -> None:
+    seen = [ABSENT]
+    for value in (b"1", b"1", b"2"):
+        assert await store.commit({b"k": value})
+        seen.append((await store.get([b"k"]))[0].version)
+        await store.commit({b"other": value})
+    await store.commit({}, [b"k"])
+    await store.commit({b"k": b"3"})
+    seen.append((await store.get([b"k"]))[0].version)
+    assert seen == sorted(set(seen))
+    assert (await store.scan(b"k"))[0].version == seen[-1]
+
+
+async def test_a_commit_answers_the_version_of_all_its_puts(store: RecordStore) -> None:
+    first = await store.commit({b"a": b"1", b"b": b"1"})
+    second = await store.commit({b"b": b"2"}, [b"c"], {b"a": first})
+    assert 0 < first < second
+    a, b = await store.get([b"a", b"b"])
+    assert (a.version, b.version) == (first, second)
+
+
+async def test_a_put_of_another_key_leaves_the_version(store: RecordStore) -> None:
+    await store.commit({b"k": b"1"})
+    before = await store.get([b"k"])
+    await store.commit({b"j": b"1"}, [b"l"])
+    assert await store.get([b"k"]) == before
+
+
+async def test_a_commit_that_meets_its_expectations_is_applied(store: RecordStore) -> None:
+    await store.commit({b"a": b"1", b"b": b"1"})
+    a, b = await store.get([b"a", b"b"])
+    assert await store.commit({b"a": b"2"}, [b"b"], {b"a": a.version, b"b": b.version, b"c": ABSENT})
+    assert await content(store) == {b"a": b"2"}
+
+
+@pytest.mark.parametrize("moved", [b"present", b"deleted", b"created"])
+async def test_a_moved_version_refuses_the_whole_commit(store: RecordStore, moved: bytes) -> None:
+    await store.commit({b"present": b"1", b"deleted": b"1", b"victim": b"1"})
+    rows = dict(zip((b"present", b"deleted"), await store.get([b"present", b"deleted"]), strict=True))
+    expect = {key: row.version for key, row in rows.items()} | {b"created": ABSENT}
+    await store.commit({} if moved == b"deleted" else {moved: b"2"}, [b"deleted"] if moved == b"deleted" else [])
+    before = await content(store)
+    assert await store.commit({b"new": b"x", b"present": b"x"}, [b"victim"], expect) == 0
+    assert await content(store) == before
+    assert store.counters.conflicts == 1
+
+
+async def test_expectations_alone_are_only_checked(store: RecordStore) -> None:
+    await store.commit({b"a": b"1"})
+    (row,) = await store.get([b"a"])
+    assert await store.commit({}, expect={b"a": row.version})
+    assert not await store.commit({}, expect={b"a": row.version + 1})
+    assert not await store.commit({}, expect={b"a": ABSENT})
+    assert await store.get([b"a"]) == [row]
+
+
+async def test_deleting_an_absent_key_is_no_error(store: RecordStore) -> None:
+    assert await store.commit({b"a": b"1"}, [b"absent"])
+    assert await store.commit({}, [b"absent"], durable=True)
+    assert await content(store) == {b"a": b"1"}
+
+
+async def test_an_empty_commit_succeeds(store: RecordStore) -> None:
+    assert await store.commit({})
+    assert await store.commit({}, durable=True)
+
+
+async def test_keys_are_bytes_ordered_as_bytes(store: RecordStore) -> None:
+    keys = [b"\x00", b"\x00\x00", b"\x01", b"a", b"a\x00", b"ab", b"b", b"\xfe\xff", b"\xff", b"\xff\xff"]
+    await store.commit(dict.fromkeys(reversed(keys), b"v"))
+    assert [row.key for row in await store.scan(b"")] == keys
+
+
+# -- limits -------------------------------------------------------------------------------------------
+
+
+async def test_the_largest_of_everything_is_taken(store: RecordStore) -> None:
+    limits = store.limits
+    key = b"k" * limits.key_size_max
+    value = random.Random(1).randbytes(limits.value_size_max)
+    assert await store.commit({key: value})
+    assert await values(store, key) == [value]
+    operations = {b"%d" % i: b"" for i in range(limits.commit_operations_max)}
+    assert await store.commit(operations)
+    assert len(await store.scan(b"", limit=1_000_000)) == limits.commit_operations_max + 1
+
+
+@pytest.mark.parametrize("what", ["empty key", "long key", "long value", "operations", "bytes", "put and deleted"])
+async def test_a_commit_over_a_limit_does_nothing(store: RecordStore, what: str) -> None:
+    limits = store.limits
+    large = bytes(limits.value_size_max)
+    puts = {
+        "empty key": {b"": b""},
+        "long key": {b"k" * (limits.key_size_max + 1): b""},
+        "long value": {b"k": large + b"1"},
+        "operations": {b"%d" % i: b"" for i in range(limits.commit_operations_max)},
+        "bytes": {b"%d" % i: large for i in range(limits.commit_bytes_max // len(large) + 1)},
+        "put and deleted": {b"gone": b""},
+    }[what]
+    await store.commit({b"gone": b"1"})
+    with pytest.raises(ValueError):
+        await store.commit(puts, [b"gone"])
+    assert await content(store) == {b"gone": b"1"}
+
+
+@pytest.mark.parametrize("size", [0, 1])
+async def test_a_key_of_no_possible_size_is_refused_everywhere(store: RecordStore, size: int) -> None:
+    key = b"k" * (store.limits.key_size_max + 1) * size
+    with pytest.raises(ValueError):
+        await store.get([b"a", key])
+    with pytest.raises(ValueError):
+        await store.commit({}, [key])
+    with pytest.raises(ValueError):
+        await store.commit({}, expect={key: ABSENT})
+
+
+# -- scan ---------------------------------------------------------------------------------------------
+
+
+async def test_scan_shows_a_prefix_in_order(store: RecordStore) -> None:
+    await store.commit({b"a": b"0", b"p": b"1", b"p\x00": b"2", b"pq": b"3", b"p\xff": b"4", b"q": b"5"})
+    assert [row.value for row in await store.scan(b"p")] == [b"1", b"2", b"3", b"4"]
+    assert await store.scan(b"zzz") == []
+    assert await store.scan(b"p" * store.limits.key_size_max) == []
+
+
+async def test_scan_resumes_after_a_key_present_or_not(store: RecordStore) -> None:
+    await store.commit({b"p%d" % i: b"" for i in range(0, 10, 2)} | {b"o": b"", b"q": b""})
+
+    async def after(key: bytes) -> list[bytes]:
+        return [row.key for row in await store.scan(b"p", key)]
+
+    assert await after(b"p4") == [b"p6", b"p8"]
+    assert await after(b"p5") == [b"p6", b"p8"]
+    assert await after(b"p8") == []
+    assert await after(b"a") == await after(b"p") == await after(b"") == [b"p0", b"p2", b"p4", b"p6", b"p8"]
+    assert await after(b"z") == []
+
+
+async def test_scan_resumes_after_the_longest_key(store: RecordStore) -> None:
+    longest = b"p" * store.limits.key_size_max
+    await store.commit({longest: b"1", b"q": b"2"})
+    assert [row.key for row in await store.scan(b"", longest)] == [b"q"]
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3, 5, 6])
+async def test_fewer_rows_than_the_limit_mean_the_end(store: RecordStore, limit: int) -> None:
+    keys = [b"k%d" % i for i in range(5)]
+    await store.commit(dict.fromkeys(keys, b"v"))
+    seen: list[bytes] = []
+    while True:
+        rows = await store.scan(b"k", seen[-1] if seen else b"", limit)
+        seen += [row.key for row in rows]
+        assert len(rows) <= limit
+        if len(rows) < limit:
+            break
+    assert seen == keys
+
+
+# -- concurrency --------------------------------------------------------------------------------------
+
+
+async def test_concurrent_increments_lose_nothing(store: RecordStore) -> None:
+    async def increment(times: int) -> None:
+        while times:
+            (row,) = await store.get([b"n"])
+            value, version = (0, ABSENT) if row is None else (int(row.value), row.version)
+            times -= bool(await store.commit({b"n": b"%d" % (value + 1)}, expect={b"n": version}))
+
+    async with trio.open_nursery() as nursery:
+        for _ in range(8):
+            nursery.start_soon(increment, 10)
+    assert await values(store, b"n") == [b"80"]
+
+
+async def test_commits_are_applied_in_the_order_of_the_calls(store: RecordStore) -> None:
+    called: list[int] = []
+
+    async def put(number: int) -> None:
+        called.append(number)
+        await store.commit({b"last": b"%d" % number, b"%d" % number: b""})
+
+    async with trio.open_nursery() as nursery:
+        for number in range(30):
+            nursery.start_soon(put, number)
+    rows = await store.get([b"%d" % number for number in called])
+    versions = [row.version for row in rows]
+    assert versions == sorted(set(versions))
+    assert await values(store, b"last") == [b"%d" % called[-1]]
+
+
+async def test_a_read_sees_a_commit_wholly_or_not_at_all(store: RecordStore) -> None:
+    keys = [b"%04d" % i for i in range(min(2000, store.limits.commit_operations_max))]
+    done = trio.Event()
+    mixed: list[set[bytes]] = []
+    rounds = 0
+
+    async def read() -> None:
+        nonlocal rounds
+        while not done.is_set():
+            got = {row.value for row in await store.get(keys) if row}
+            scanned = {row.value for row in await store.scan(b"", limit=5000)}
+            rounds += 1
+            mixed.extend(seen for seen in (got, scanned) if len(seen) > 1)
+            await trio.lowlevel.checkpoint()
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(read)
+        for number in range(10):
+            await store.commit(dict.fromkeys(keys, b"%d" % number))
+            assert await values(store, keys[0], keys[-1]) == [b"%d" % number] * 2
+        done.set()
+    assert rounds > 1
+    assert mixed == []
+
+
+@pytest.mark.parametrize("checkpoints", range(6))
+@pytest.mark.parametrize("waiting", [False, True], ids=["alone", "in a queue"])
+async def test_a_cancelled_commit_is_whole_or_absent(store: RecordStore, checkpoints: int, waiting: bool) -> None:
+    keys = [b"%d" % i for i in range(min(1500, store.limits.commit_operations_max))]
+    scope = trio.CancelScope()
+
+    async def commit() -> None:
+        with scope:
+            await store.commit(dict.fromkeys(keys, b"v"), durable=True)
+
+    async with trio.open_nursery() as nursery:
+        if waiting:
+            nursery.start_soon(store.commit, {b"other": b"v"})
+            await trio.lowlevel.checkpoint()
+        nursery.start_soon(commit)
+        for _ in range(checkpoints):
+            await trio.lowlevel.checkpoint()
+        scope.cancel()
+    found = len(await store.scan(b"", limit=5000)) - waiting
+    assert found in (0, len(keys))
+    assert await store.commit({b"after": b"v"}), "a cancelled commit left the store unusable"
+
+
+async def test_a_cancelled_read_has_no_effect(store: RecordStore) -> None:
+    await store.commit({b"a": b"1"})
+    for read in (lambda: store.get([b"a"]), lambda: store.scan(b"")):
+        with trio.CancelScope() as scope:
+            scope.cancel()
+            await read()
+    assert await values(store, b"a") == [b"1"]
+
+
+async def test_arguments_belong_to_the_caller_again_after_the_call_began(store: RecordStore) -> None:
+    puts = {b"a": b"1"}
+
+    async def commit(puts: dict[bytes, bytes], *, task_status: trio.TaskStatus[None]) -> None:
+        task_status.started()  # and the call begins before anybody else runs
+        await store.commit(puts)
+
+    async with trio.open_nursery() as nursery:
+        await nursery.start(commit, {b"first": b""})
+        await nursery.start(commit, puts)
+        puts[b"a"] = b"2"
+        puts[b"b"] = b"2"
+    assert await content(store) == {b"first": b"", b"a": b"1"}
+
+
+# -- durability (what a running test can see of it) ---------------------------------------------------
+
+
+@pytest.mark.parametrize("durable", [False, True])
+async def test_commits_outlive_the_store(opener: Reopen, durable: bool) -> None:
+    async with opened(opener) as store:
+        await store.commit({b"a": b"1", b"b": b"2"}, durable=durable)
+        await store.commit({}, [b"b"], durable=durable)
+        (before,) = await store.get([b"a"])
+    async with opened(opener) as store:
+        assert await store.get([b"a", b"b"]) == [before, None]
+        assert await store.commit({b"a": b"3"}, expect={b"a": before.version})
+        assert (await store.get([b"a"]))[0].version > before.version
+
+
+# -- watch, lease, close, counters --------------------------------------------------------------------
+
+
+async def test_a_watch_shows_later_changes_in_commit_order(store: RecordStore) -> None:
+    await store.commit({b"p1": b"before"})
+    watch = store.watch(b"p")
+    for number in range(3):
+        await store.commit({b"p%d" % number: b"%d" % number, b"q": b"hidden"})
+    await store.commit({}, [b"p1", b"pabsent"])
+    rows = await store.get([b"p0", b"p1", b"p2"])
+    seen = [await anext(watch) for _ in range(4)]
+    assert [(change.key, change.value) for change in seen] == [
+        (b"p0", b"0"),
+        (b"p1", b"1"),
+        (b"p2", b"2"),
+        (b"p1", None),
+    ]
+    assert (seen[0].version, seen[2].version) == (rows[0].version, rows[2].version)
+    assert [change.version for change in seen] == sorted(change.version for change in seen)
+
+
+async def test_a_watch_wakes_its_reader_and_ends_with_the_store(opener: Reopen) -> None:
+    seen: list[Change] = []
+    all_seen = trio.Event()
+
+    async def read(watch: AsyncIterator[Change]) -> None:
+        async for change in watch:
+            seen.append(change)
+            if len(seen) == 3:
+                all_seen.set()
+
+    with trio.fail_after(30):
+        async with trio.open_nursery() as nursery, opened(opener) as store:
+            nursery.start_soon(read, store.watch(b""))
+            nursery.start_soon(read, store.watch(b"a"))
+            await trio.testing.wait_all_tasks_blocked()
+            await store.commit({b"a": b"1"})
+            await store.commit({b"b": b"1"})
+            await all_seen.wait()
+    assert sorted(change.key for change in seen) == [b"a", b"a", b"b"]
+
+
+async def test_a_cancelled_wait_for_a_change_loses_none(store: RecordStore) -> None:
+    watch = store.watch(b"p")
+    for number in range(5):
+        with trio.move_on_after(0.02):
+            await anext(watch)
+            raise AssertionError("nothing had changed")
+        await store.commit({b"p%d" % number: b""})
+        assert (await anext(watch)).key == b"p%d" % number
+
+
+async def test_a_refused_commit_is_not_watched(store: RecordStore) -> None:
+    watch = store.watch(b"")
+    await store.commit({b"a": b"1"}, expect={b"a": 77})
+    await store.commit({b"b": b"1"})
+    assert (await anext(watch)).key == b"b"
+
+
+async def test_a_watch_of_a_closed_store_has_ended(opener: Reopen) -> None:
+    async with opened(opener) as store:
+        pass
+    assert [change async for change in store.watch(b"")] == []
+
+
+async def test_a_lease_lives_until_it_is_revoked(store: RecordStore) -> None:
+    lease = await store.lease(30)
+    assert lease.ttl == 30
+    assert await lease.keepalive()
+    await lease.revoke()
+    await lease.revoke()
+    assert not await lease.keepalive()
+
+
+async def test_a_lease_takes_the_records_put_under_it_along(store: RecordStore) -> None:
+    lease, other = await store.lease(30), await store.lease(30)
+    await store.commit({b"a": b"1", b"again": b"1", b"other": b"1", b"gone": b"1"}, lease=lease)
+    await store.commit({b"plain": b"1", b"again": b"2"}, [b"gone"])
+    await store.commit({b"other": b"2"}, lease=other)
+    watch = store.watch(b"")
+    await lease.revoke()
+    assert await content(store) == {b"plain": b"1", b"again": b"2", b"other": b"2"}
+    change = await anext(watch)
+    assert (change.key, change.value) == (b"a", None)
+    await other.revoke()
+    assert await content(store) == {b"plain": b"1", b"again": b"2"}
+
+
+async def test_a_commit_under_a_lease_that_is_gone_is_refused(store: RecordStore) -> None:
+    lease = await store.lease(30)
+    await lease.revoke()
+    assert await store.commit({b"a": b"1"}, lease=lease) == 0
+    assert await content(store) == {}
+    assert await store.commit({b"a": b"1"})
+
+
+async def test_a_lease_of_another_store_is_no_lease(opener: Reopen) -> None:
+    async with opened(opener) as first:
+        lease = await first.lease(30)
+    async with opened(opener) as second:
+        with pytest.raises(ValueError):
+            await second.commit({b"a": b"1"}, lease=lease)
+
+
+async def test_close_finishes_what_is_in_flight(opener: Reopen) -> None:
+    store = await opener()
+    results: list[int] = []
+
+    async def put(number: int, *, task_status: trio.TaskStatus[None]) -> None:
+        task_status.started()  # and the call begins before anybody else runs
+        results.append(await store.commit({b"%d" % number: b""}))
+
+    async with trio.open_nursery() as nursery:
+        for number in range(5):
+            await nursery.start(put, number)
+        await store.aclose()
+        await store.aclose()
+    assert results == sorted(set(results)) != [0]
+    assert len(results) == 5
+    with pytest.raises(EngineError):
+        await store.commit({b"late": b""})
+    with pytest.raises(EngineError):
+        await store.get([b"0"])
+    async with opened(opener) as again:
+        assert len(await again.scan(b"")) == 5
+
+
+async def test_counters_count_what_was_asked(store: RecordStore) -> None:
+    await store.get([b"a", b"b"])
+    await store.scan(b"")
+    await store.commit({b"a": b"", b"b": b""}, [b"c"], {b"a": ABSENT})
+    await store.commit({b"a": b""}, expect={b"a": ABSENT})
+    counters = store.counters
+    assert (counters.gets, counters.scans, counters.commits, counters.conflicts) == (1, 1, 2, 1)
+    assert counters.commit_operations == 6
+    assert counters.round_trips == 4
+
+
+# -- against a plain model ----------------------------------------------------------------------------
+
+
+async def test_the_store_equals_a_dict_after_every_step(opener: Reopen, rng: random.Random) -> None:
+    keys = [rng.randbytes(rng.randint(1, 3)) for _ in range(40)]
+    model: dict[bytes, bytes] = {}
+    versions: dict[bytes, int] = {}
+    store = await opener()
+    for _ in range(100 if store.limits.shared else 400):
+        puts = {key: rng.randbytes(rng.choice([0, 1, 100, 5000])) for key in rng.sample(keys, 3)}
+        deletes = [key for key in rng.sample(keys, 3) if key not in puts]
+        expect = {key: versions.get(key, ABSENT) for key in rng.sample(keys, rng.randint(0, 3))}
+        stale = bool(expect) and rng.random() < 0.3
+        if stale:
+            expect[rng.choice(list(expect))] += rng.choice([1, 1000])
+        version = await store.commit(puts, deletes, expect, durable=rng.random() < 0.05)
+        assert (version == 0) is stale
+        if not stale:
+            model.update(puts)
+            for key in deletes:
+                model.pop(key, None)
+        if rng.random() < 0.05:
+            await store.aclose()
+            store = await opener()
+        rows = await store.scan(b"")
+        assert [(row.key, row.value) for row in rows] == sorted(model.items())
+        assert await values(store, *keys) == [model.get(key) for key in keys]
+        for row in rows:
+            grew = row.version > versions.get(row.key, ABSENT)
+            assert grew if (row.key in puts and not stale) else row.version == versions[row.key]
+            assert row.version == version or row.key not in puts or stale
+        versions = {row.key: row.version for row in rows}
+        prefix, after, limit = rng.choice(keys)[:1], rng.choice(keys), rng.randint(1, 5)
+        expected = [key for key in sorted(model) if key.startswith(prefix) and key > after][:limit]
+        assert [row.key for row in await store.scan(prefix, after, limit)] == expected
+    await store.aclose()

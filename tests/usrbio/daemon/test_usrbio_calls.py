@@ -1,0 +1,330 @@
+"""What the event loop owes to others when it is interrupted in the middle of calls, or the volume changes there."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import trio
+import trio.testing
+from block_calls import put
+from volume_lab import MIB, Disk, lab_options, opened
+
+from kvfuse.errors import NotFound, Stale
+from kvfuse.usrbio.daemon.block_calls import BlockCalls
+from kvfuse.usrbio.daemon.call import Call, Entry
+from kvfuse.usrbio.daemon.call_memory import Pool, Share
+from kvfuse.usrbio.daemon.loop_calls import Calls
+from kvfuse.usrbio.daemon.peer import Peer
+from kvfuse.usrbio.daemon.registry import Namespace, OpenFile
+from kvfuse.usrbio.protocol.wire import Flag, Op
+from kvfuse.volume.api import ROOT_INODE, Caller
+from kvfuse.volume.views.content_map import ContentMap
+from kvfuse.volume.volume import FileHandle, Volume
+
+INODE = 1234
+
+
+class StuckVolume:
+    """Of two writes the second is done together with others, and the first never ends."""
+
+    async def write_in_slots(self, handle: object, writes: Sequence[tuple[int, memoryview]]) -> list[bool]:
+        return [False, True]
+
+    async def write(self, handle: object, offset: int, data: memoryview) -> int:
+        await trio.sleep_forever()
+        raise AssertionError("it sleeps for ever")
+
+
+class IdleWorker:
+    """A ring whose thread does what it is told at once."""
+
+    stopped = False
+
+    def __init__(self) -> None:
+        self.completed: list[Call] = []
+
+    def run_here(self, job: Callable[[], None]) -> bool:
+        job()
+        return True
+
+    def complete_many(self, rows: list[tuple[Call, int]]) -> None:
+        self.completed += [call for call, _ in rows]
+
+    def give_up(self, call: Call, number: int, then: Callable[[], object] = lambda: None) -> None:
+        then()
+
+
+async def test_the_kernel_hears_of_what_was_written_although_its_neighbour_is_cancelled() -> None:
+    """A client dies while one of its writes waits: the others changed bytes that the kernel may have cached."""
+    dropped: list[int] = []
+    worker: Any = IdleWorker()
+    kernel: Any = SimpleNamespace(drop_content=dropped.append)
+    volume: Any = StuckVolume()
+    file = OpenFile(None, INODE, True, True, ContentMap(INODE, 4096, 0))
+    async with trio.open_nursery() as nursery:
+        calls = Calls(volume, kernel, Peer(1, 0, 0, frozenset()), nursery, Share(Pool(1 << 20)))
+        writes = [
+            Call(Entry(Op.WRITE, 0, 0, 1, 1, 0, number, 0, 1, 0, number, 0, 0), float("inf"), file=file, data=b"x")
+            for number in range(2)
+        ]
+        calls.start(worker, writes)
+        await trio.testing.wait_all_tasks_blocked()
+        nursery.cancel_scope.cancel()
+    assert INODE in dropped
+    assert writes[1] in worker.completed
+
+
+class PuttingVolume:
+    """Puts are done at once, but for those of ``stuck`` names, which wait until they are let go."""
+
+    def __init__(self, *stuck: bytes) -> None:
+        self.blocks = self
+        self.begun: list[bytes] = []
+        self.stuck = {name: trio.Event() for name in stuck}
+
+    async def attributes(self, ino: int) -> SimpleNamespace:
+        return SimpleNamespace(ino=ino, uid=0, gid=0, mode=0o40755)
+
+    def waits(self, directory: int) -> bool:
+        return False
+
+    async def put(self, directory: int, name: bytes, *_: object) -> int:
+        self.begun.append(name)
+        if name in self.stuck:
+            await self.stuck[name].wait()
+        return 0
+
+
+class PutWorker(IdleWorker):
+    """A ring that counts how often its thread was woken, and what was given up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wake_count = 0
+        self.given_up: list[bytes] = []
+        self.reasons: set[int] = set()
+
+    def run_here(self, job: Callable[[], None]) -> bool:
+        self.wake_count += 1
+        return not self.stopped and super().run_here(job)
+
+    def give_up(self, call: Call, number: int, then: Callable[[], object] = lambda: None) -> None:
+        if not call.ended:
+            self.given_up.append(call.names[0])
+            self.reasons.add(number)
+        call.ended = True
+        then()
+
+    def complete(self, call: Call, result: int) -> None:
+        assert (call.entry.op, result) == (Op.CANCEL, 0)
+
+    @property
+    def names(self) -> list[bytes]:
+        return [call.names[0] for call in self.completed]
+
+
+def puts_of(names: str, deadline: float = float("inf")) -> list[Call]:
+    namespace = Namespace(ROOT_INODE, 0o644, 0)
+    return [
+        Call(
+            Entry(Op.PUT, 0, 0, 1, 1, 1, 0, 0, 1, 0, ord(name), 0, 0),
+            deadline,
+            namespace=namespace,
+            names=(name.encode(),),
+            data=b"x",
+        )
+        for name in names
+    ]
+
+
+def cancel_of(name: str) -> Call:
+    return Call(Entry(Op.CANCEL, 0, 0, 0, 0, 0, ord(name), 0, 0, 0, 0, 0, 0), float("inf"))
+
+
+@contextlib.asynccontextmanager
+async def calls_of(volume: Any) -> AsyncIterator[Calls]:
+    kernel: Any = SimpleNamespace(drop_name=lambda *_: None, drop_attributes=lambda *_: None)
+    async with trio.open_nursery() as nursery:
+        yield Calls(volume, kernel, Peer(1, 0, 0, frozenset()), nursery, Share(Pool(1 << 20)))
+        await trio.testing.wait_all_tasks_blocked()
+        nursery.cancel_scope.cancel()
+
+
+@pytest.mark.parametrize("seconds", [60.0, float("inf")])
+async def test_puts_that_need_no_wait_wake_the_thread_of_their_ring_once(
+    seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvfuse.usrbio.daemon.loop_calls.PUTS_SECONDS", 60.0)  # a slow machine takes more than a turn
+    volume, first, second = PuttingVolume(), PutWorker(), PutWorker()
+    async with calls_of(volume) as calls:
+        calls.start(cast(Any, first), puts_of("abcd", time.monotonic() + seconds))
+        calls.start(cast(Any, second), puts_of("ef"))
+        calls.start(cast(Any, first), puts_of("gh"))
+    assert (first.names, second.names) == ([b"a", b"b", b"c", b"d", b"g", b"h"], [b"e", b"f"])
+    assert (first.wake_count, second.wake_count) == (1, 1)
+
+
+async def test_puts_do_not_wait_for_one_that_waits() -> None:
+    """Nor for those that wait after it; and rings hear of those that are done."""
+    volume, worker = PuttingVolume(b"b", b"d"), PutWorker()
+    async with calls_of(volume) as calls:
+        calls.start(cast(Any, worker), puts_of("abcde"))
+        await trio.testing.wait_all_tasks_blocked()
+        assert worker.names == [b"a", b"c", b"e"]
+        calls.start(cast(Any, worker), puts_of("fg"))
+        await trio.testing.wait_all_tasks_blocked()
+        assert worker.names == [b"a", b"c", b"e", b"f", b"g"]
+        volume.stuck[b"d"].set()
+        await trio.testing.wait_all_tasks_blocked()
+        calls.start(cast(Any, worker), puts_of("hi"))
+        await trio.testing.wait_all_tasks_blocked()
+        volume.stuck[b"b"].set()
+    assert b"".join(worker.names) == b"acefgdhib"
+
+
+@pytest.mark.parametrize("cancelled", ["b", "c", "bc"])
+async def test_a_cancelled_put_leaves_the_others_alone(cancelled: str) -> None:
+    volume, worker = PuttingVolume(b"b", b"c"), PutWorker()
+    async with calls_of(volume) as calls:
+        calls.start(cast(Any, worker), puts_of("abcd"))
+        await trio.testing.wait_all_tasks_blocked()
+        for name in cancelled:
+            calls.cancel(cast(Any, worker), [cancel_of(name)])
+        await trio.testing.wait_all_tasks_blocked()
+        for stuck in volume.stuck.values():
+            stuck.set()
+    assert b"".join(worker.given_up).decode() == cancelled
+    assert b"".join(volume.begun) == b"abcd"
+    assert sorted(worker.names) == [name.encode() for name in "abcd" if name not in cancelled]
+
+
+async def test_a_put_that_is_cancelled_before_its_turn_is_never_begun() -> None:
+    volume, worker = PuttingVolume(), PutWorker()
+    async with calls_of(volume) as calls:
+        calls.start(cast(Any, worker), puts_of("abcd"))
+        calls.cancel(cast(Any, worker), [cancel_of("c")])
+    assert worker.given_up == [b"c"]
+    assert volume.begun == [b"a", b"b", b"d"]
+
+
+async def test_puts_have_turns_between_which_others_have_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvfuse.usrbio.daemon.loop_calls.PUTS_SECONDS", 0.0)
+    volume, worker = PuttingVolume(), PutWorker()
+    begun_before: list[int] = []
+    async with calls_of(volume) as calls:
+        calls.start(cast(Any, worker), puts_of("abcd"))
+        for _ in range(4):
+            await trio.lowlevel.checkpoint()
+            begun_before.append(len(volume.begun))
+    assert worker.names == [b"a", b"b", b"c", b"d"]
+    assert begun_before[0] < 4
+
+
+@pytest.mark.parametrize("late", ["b", "c", "bc", "bcd"])
+async def test_a_put_is_given_up_at_its_deadline(late: str, autojump_clock: trio.testing.MockClock) -> None:
+    volume, worker = PuttingVolume(b"b", b"c", b"d"), PutWorker()
+    async with calls_of(volume) as calls:
+        deadline = time.monotonic() + 5.0
+        for name in "abcde":
+            calls.start(cast(Any, worker), puts_of(name, deadline if name in late else float("inf")))
+        await trio.sleep(4.0)
+        assert worker.given_up == []
+        await trio.sleep(2.0)
+        assert b"".join(sorted(worker.given_up)).decode() == late
+        for stuck in volume.stuck.values():
+            stuck.set()
+    assert worker.reasons == {errno.ETIMEDOUT}
+    assert b"".join(volume.begun) == b"abcde"
+    assert sorted(worker.names) == [name.encode() for name in "abcde" if name not in late]
+
+
+async def test_puts_of_a_ring_that_stopped_are_not_begun() -> None:
+    """Those of another one of the same client are."""
+    volume, stopping, other = PuttingVolume(), PutWorker(), PutWorker()
+    async with calls_of(volume) as calls:
+        calls.start(cast(Any, stopping), puts_of("abc"))
+        calls.start(cast(Any, other), puts_of("de"))
+        stopping.stopped = True
+        calls.end(cast(Any, stopping))
+    assert volume.begun == [b"d", b"e"]
+    assert other.names == [b"d", b"e"]
+
+
+async def test_puts_that_wait_end_with_their_ring() -> None:
+    volume, stopping, other = PuttingVolume(b"b"), PutWorker(), PutWorker()
+    async with calls_of(volume) as calls:
+        calls.start(cast(Any, stopping), puts_of("abc"))
+        await trio.testing.wait_all_tasks_blocked()
+        stopping.stopped = True
+        calls.end(cast(Any, stopping))
+        await trio.testing.wait_all_tasks_blocked()
+        calls.start(cast(Any, other), puts_of("de"))
+    assert volume.begun == [b"a", b"b", b"c", b"d", b"e"]
+    assert stopping.names == [b"a", b"c"]
+    assert other.names == [b"d", b"e"]
+
+
+class AwaitedWorker(IdleWorker):
+    """A ring whose thread does what it is told when the test says so."""
+
+    def __init__(self, answers: list[bool]) -> None:
+        super().__init__()
+        self.jobs, self.waiting = trio.open_memory_channel[Callable[[], None]](1)
+        self.results: list[int] = []
+        self.server = SimpleNamespace(get_again=lambda call: answers.pop(0))
+
+    def run_in_turn(self, job: Callable[[], None]) -> bool:
+        self.jobs.send_nowait(job)
+        return True
+
+    def complete(self, call: Call, result: int, offset: int = 0) -> None:
+        self.results.append(result)
+
+
+def get_of(namespace: Namespace, name: bytes) -> Call:
+    entry = Entry(Op.GET, 0, Flag.VIEW, 1, 0, len(name), 0, 0, 0, 0, 1, 0, 0)
+    return Call(entry, float("inf"), namespace=namespace, names=(name,))
+
+
+def block_calls(volume: Volume) -> BlockCalls:
+    nothing: Any = None
+    return BlockCalls(volume, Peer(1, 0, 0, frozenset()), nothing, nothing)
+
+
+async def test_a_get_of_a_name_that_means_another_block_meanwhile_is_of_that_one() -> None:
+    """Not refused with the size of the one that is gone, where there is no buffer but may be a view."""
+    options = lab_options(capacity=16 * MIB)
+    answers = [False, True]
+    worker: Any = AwaitedWorker(answers)
+    async with opened(Disk.format(options), options) as volume, trio.open_nursery() as nursery:
+        await put(volume, b"a", b"old")
+        nursery.start_soon(block_calls(volume).get, worker, get_of(Namespace(ROOT_INODE, 0o644, 0), b"a"))
+        job = await worker.waiting.receive()
+        await put(volume, b"a", b"new")
+        job()
+        (await worker.waiting.receive())()
+    assert (answers, worker.results) == ([], [])
+
+
+async def test_a_get_of_what_another_host_took_away_is_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = lab_options(capacity=16 * MIB)
+    asked: list[int] = []
+
+    async def gone(ino: int, flags: int, caller: Caller) -> FileHandle:
+        asked.append(ino)
+        raise Stale(f"inode {ino} was removed")
+
+    worker: Any = AwaitedWorker([])
+    async with opened(Disk.format(options), options) as volume:
+        await put(volume, b"a", b"old")
+        with monkeypatch.context() as patch:
+            patch.setattr(volume, "open", gone)
+            with pytest.raises(NotFound):
+                await block_calls(volume).get(worker, get_of(Namespace(ROOT_INODE, 0o644, 0), b"a"))
+    assert len(asked) == 2

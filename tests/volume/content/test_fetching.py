@@ -1,0 +1,379 @@
+"""Extents that are fetched before they are asked for: never wrong bytes, few engine calls, bounded memory."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import trio
+import trio.testing
+from shared_lab import eventually, put, quiet, volumes
+from volume_lab import CALLER, MIB, Chaos, Disk, lab_options
+
+from kvfuse import errors
+from kvfuse.options.config import Options
+from kvfuse.remote.segments.api import Transfer
+from kvfuse.volume.api import ROOT_INODE
+from kvfuse.volume.content import read_ahead
+from kvfuse.volume.content.read_ahead import Fetcher
+from kvfuse.volume.volume import FileHandle, Volume
+
+KIB = 1 << 10
+CHUNK = MIB
+PART = 256 * KIB
+
+
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small volume has no extents of several parts, as these usually are."""
+    monkeypatch.setattr(read_ahead, "PART_SIZE", PART)
+    monkeypatch.setattr(read_ahead, "WINDOW_SIZE", CHUNK)
+    monkeypatch.setattr(read_ahead, "EAGER_SIZE_MIN", 32 * KIB)
+
+
+@pytest.fixture
+def options() -> Options:
+    return lab_options(strict=False, capacity=64 * MIB, chunk=CHUNK)
+
+
+@pytest.fixture
+def disk(options: Options) -> Disk:
+    return Disk.format(options, shared=True)
+
+
+class HeldReads:
+    """Reads of a volume's segment engine: they wait for ``gate``, and fail if they are to."""
+
+    def __init__(self, volume: Volume, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.begun: list[tuple[int, int]] = []
+        """(offset, bytes) of each transfer"""
+        self.cancelled = 0
+        self.gate = trio.Event()
+        self.gates: dict[int, trio.Event] = {}
+        """of transfers with a gate of their own, by number"""
+        self.failing: set[int] = set()
+        """numbers of transfers that fail"""
+        self._read = volume.core.segments.read
+        monkeypatch.setattr(volume.core.segments, "read", self.read)
+
+    async def read(self, batch: Sequence[Transfer]) -> None:
+        number = len(self.begun)
+        self.begun += [(transfer.offset, len(transfer.buffer)) for transfer in batch]
+        try:
+            await self.gates.get(number, self.gate).wait()
+        except trio.Cancelled:
+            self.cancelled += 1
+            raise
+        if number in self.failing:
+            raise errors.EngineError("injected: a read")
+        await self._read(batch)
+
+
+async def open_known(volume: Volume, name: bytes) -> FileHandle:
+    """Open a file of another client, when it is heard of."""
+    found: list[Any] = []
+
+    async def is_there() -> bool:
+        try:
+            found.append(await volume.lookup(ROOT_INODE, name))
+        except errors.NotFound:
+            return False
+        return True
+
+    await eventually(is_there)
+    return await volume.open(found[-1].ino, os.O_RDONLY, CALLER)
+
+
+def fetcher_of(volume: Volume) -> Fetcher:
+    assert volume.content.fetcher is not None
+    return volume.content.fetcher
+
+
+@dataclass
+class File:
+    """A file that ``one`` stored and ``two`` has open; what ``two`` reads of its segments waits for ``reads``."""
+
+    data: bytes
+    one: Volume
+    two: Volume
+    reads: HeldReads
+    handle: FileHandle
+
+    async def read(self, start: int = 0, length: int = MIB) -> bytes:
+        return bytes(await self.two.read(self.handle, start, length))
+
+    @asynccontextmanager
+    async def being_read(self) -> AsyncIterator[list[bytes]]:
+        """All of it was asked for, and is waited for at the end; the list has it then."""
+        got: list[bytes] = []
+
+        async def read() -> None:
+            got.append(await self.read())
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(read)
+            await trio.testing.wait_all_tasks_blocked()
+            yield got
+
+    async def rewrite(self, data: bytes) -> None:
+        """By ``one``; ``two`` has heard of it."""
+        writer = await self.one.open(self.handle.node.ino, os.O_WRONLY, CALLER)
+        await self.one.write(writer, 0, data)
+        await self.one.release(writer)
+        await quiet(self.one, self.two)
+
+
+OpenFile = Callable[..., AbstractAsyncContextManager[File]]
+
+
+@pytest.fixture
+def open_file(disk: Disk, options: Options, rng: random.Random, monkeypatch: pytest.MonkeyPatch) -> OpenFile:
+    """Of ``size`` random bytes; nothing is kept of it once it is closed. ``fetching``: or ``two`` has no fetcher."""
+
+    @asynccontextmanager
+    async def open_file(size: int, *, fetching: bool = True) -> AsyncIterator[File]:
+        data = rng.randbytes(size)
+        async with volumes(disk, options, 2, rng) as (one, two):
+            await put(one, b"file", data)
+            await quiet(one, two)
+            fetcher = fetcher_of(two)
+            if not read_ahead:
+                two.content.fetcher = None
+            reads = HeldReads(two, monkeypatch)
+            handle = await open_known(two, b"file")
+            yield File(data, one, two, reads, handle)
+            if handle.node.handles:  # the test did not close it
+                await two.release(handle)
+            assert fetcher.memory_size == 0
+
+    return open_file
+
+
+async def test_a_file_is_fetched_as_it_is_opened_and_read_once(
+    open_file: OpenFile, autojump_clock: trio.testing.MockClock
+) -> None:
+    async with open_file(700 * KIB) as file:
+        await trio.testing.wait_all_tasks_blocked()
+        assert len(file.reads.begun) == 1
+        file.reads.gate.set()
+        for start in range(0, len(file.data), 100 * KIB):
+            assert await file.read(start, 100 * KIB) == file.data[start : start + 100 * KIB]
+        assert sum(size for _, size in file.reads.begun) == len(file.data)
+        assert len(file.reads.begun) == 3
+        assert fetcher_of(file.two).memory_size == 0  # all of it was given
+
+
+async def test_parts_of_a_large_extent_are_fetched_side_by_side(
+    open_file: OpenFile, autojump_clock: trio.testing.MockClock
+) -> None:
+    async with open_file(CHUNK) as file:
+        async with trio.open_nursery() as nursery:
+            got: dict[int, bytes] = {}
+
+            async def read(start: int) -> None:
+                got[start] = await file.read(start, PART)
+
+            nursery.start_soon(read, 0)
+            await trio.testing.wait_all_tasks_blocked()
+            assert len(file.reads.begun) == 4
+            file.reads.gate.set()
+            for start in range(PART, CHUNK, PART):
+                nursery.start_soon(read, start)
+        assert b"".join(got[start] for start in sorted(got)) == file.data
+        assert len(file.reads.begun) == 4
+
+
+async def test_a_random_reader_gets_no_more_than_he_asks_for(
+    open_file: OpenFile, autojump_clock: trio.testing.MockClock
+) -> None:
+    async with open_file(CHUNK) as file:
+        file.reads.gate.set()
+        for start in (0, 3 * PART, 2 * PART + 128 * KIB, 3 * PART + 175 * KIB):
+            assert await file.read(start, 4 * KIB) == file.data[start : start + 4 * KIB]
+        assert len(file.reads.begun) == 4  # what came with the opening, and a granule each
+
+
+async def test_what_was_fetched_and_rewritten_elsewhere_is_not_shown(
+    open_file: OpenFile, rng: random.Random, autojump_clock: trio.testing.MockClock
+) -> None:
+    after = rng.randbytes(300 * KIB)
+    async with open_file(300 * KIB) as file:
+        await trio.testing.wait_all_tasks_blocked()
+        assert len(file.reads.begun) == 1
+        file.reads.gate.set()
+        await trio.testing.wait_all_tasks_blocked()  # it was fetched
+        await file.rewrite(after)
+        assert await file.read() == after
+
+
+async def test_what_is_rewritten_elsewhere_while_it_is_fetched_is_read_anew(
+    open_file: OpenFile, rng: random.Random, autojump_clock: trio.testing.MockClock
+) -> None:
+    after = rng.randbytes(200 * KIB)
+    async with open_file(200 * KIB) as file:
+        async with file.being_read() as got:
+            await file.rewrite(after)
+            file.reads.gate.set()
+        assert got == [after]
+
+
+async def test_a_file_may_be_cut_while_it_is_read(open_file: OpenFile, autojump_clock: trio.testing.MockClock) -> None:
+    async with open_file(256 * KIB, fetching=False) as file:
+        file.reads.gates[0] = trio.Event()
+        file.reads.gate.set()
+        async with file.being_read() as got:
+            await file.two.content.truncate(file.handle.node, 100_000)
+            file.reads.gates[0].set()
+        assert got == [file.data[:100_000] + bytes(len(file.data) - 100_000)]
+
+
+async def test_what_is_cut_while_it_is_fetched_is_not_shown(
+    open_file: OpenFile, autojump_clock: trio.testing.MockClock
+) -> None:
+    cut = 300 * KIB + 7
+    async with open_file(512 * KIB) as file:
+        zeros = bytes(len(file.data) - cut)
+        async with file.being_read() as got, trio.open_nursery() as nursery:
+            nursery.start_soon(file.two.content.truncate, file.handle.node, cut)
+            await trio.testing.wait_all_tasks_blocked()
+            file.reads.gate.set()
+        assert got[0][:cut] == file.data[:cut]
+        assert got[0][cut:] in (file.data[cut:], zeros)
+        await file.two.content.truncate(file.handle.node, len(file.data))
+        assert await file.read() == file.data[:cut] + zeros
+
+
+async def test_a_fetch_that_fails_fails_only_who_waits_for_its_part(
+    open_file: OpenFile, autojump_clock: trio.testing.MockClock
+) -> None:
+    async with open_file(CHUNK) as file:
+        file.two.content.closed(file.handle.node)  # nothing is under way from its opening
+        file.reads.failing = {2}
+        outcomes: dict[int, bytes | None] = {}
+        async with trio.open_nursery() as nursery:
+
+            async def read(start: int) -> None:
+                try:
+                    outcomes[start] = await file.read(start, PART)
+                except errors.EngineError:
+                    outcomes[start] = None
+
+            for start in range(0, CHUNK, PART):
+                nursery.start_soon(read, start)
+                await trio.testing.wait_all_tasks_blocked()
+            file.reads.gate.set()
+        failed = [start for start, found in outcomes.items() if found is None]
+        assert len(failed) == 1
+        for start, found in outcomes.items():
+            assert found is None or found == file.data[start : start + PART]
+        assert await file.read(failed[0], PART) == file.data[failed[0] : failed[0] + PART]
+
+
+async def test_wrong_bytes_are_an_error_of_their_granule_alone(
+    open_file: OpenFile, disk: Disk, autojump_clock: trio.testing.MockClock
+) -> None:
+    async with open_file(MIB) as file:
+        segment, offset = file.two.core.locate(file.handle.node.chunks[0].extents[0].addr)
+        disk.segments[segment][offset + 300 * KIB] ^= 1
+        file.reads.gate.set()
+        with pytest.raises(errors.Corrupt):
+            await file.read()
+        assert await file.read(0, 100 * KIB) == file.data[: 100 * KIB]
+        assert await file.read(512 * KIB, 512 * KIB) == file.data[512 * KIB :]
+        disk.segments[segment][offset + 300 * KIB] ^= 1
+
+
+async def test_a_file_that_is_closed_is_no_longer_fetched(
+    open_file: OpenFile, autojump_clock: trio.testing.MockClock
+) -> None:
+    async with open_file(CHUNK) as file:
+        await trio.testing.wait_all_tasks_blocked()
+        assert (len(file.reads.begun), fetcher_of(file.two).memory_size) == (1, CHUNK)
+        await file.two.release(file.handle)
+        await trio.testing.wait_all_tasks_blocked()
+        assert (file.reads.cancelled, fetcher_of(file.two).memory_size) == (1, 0)
+
+
+async def test_a_file_may_be_read_while_fetching_ends(
+    open_file: OpenFile, autojump_clock: trio.testing.MockClock
+) -> None:
+    """As where a lease is lost. Who goes on when the last task has ended finds a nursery that takes no more."""
+    async with open_file(CHUNK) as file:
+        await trio.testing.wait_all_tasks_blocked()
+        node = file.handle.node
+        extent = node.chunks[0].extents[0]
+        for _ in range(30):  # trio draws who of two goes on first
+            fetcher = Fetcher(file.two.core)
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(fetcher.run)
+                await trio.testing.wait_all_tasks_blocked()
+                fetcher.opened(node, extent)
+                await trio.testing.wait_all_tasks_blocked()
+                (part, *_) = fetcher._windows[extent, 0].parts
+                assert part is not None
+                nursery.cancel_scope.cancel()
+                with trio.CancelScope(shield=True):
+                    await part.done.wait()
+                    assert await fetcher.read(node, extent, 0, CHUNK) is None
+                fetcher.closed(node)
+
+
+async def test_who_waits_for_what_is_given_up_reads_for_himself(
+    open_file: OpenFile, autojump_clock: trio.testing.MockClock
+) -> None:
+    async with open_file(MIB) as file:
+        await trio.testing.wait_all_tasks_blocked()
+        async with file.being_read() as got:
+            file.two.content.closed(file.handle.node)
+            await trio.testing.wait_all_tasks_blocked()
+            file.reads.gate.set()
+        assert got == [file.data]
+        assert file.reads.cancelled == 4
+
+
+async def test_memory_is_bounded_whatever_is_open(
+    disk: Disk, options: Options, rng: random.Random, autojump_clock: trio.testing.MockClock
+) -> None:
+    data = {b"%d" % number: rng.randbytes(MIB) for number in range(6)}
+    async with volumes(disk, options, 2, rng) as (one, two):
+        for name, content in data.items():
+            await put(one, name, content)
+        await quiet(one, two)
+        fetcher = fetcher_of(two)
+        fetcher.memory_max = 2 * MIB
+        handles = {name: await open_known(two, name) for name in data}
+        assert 0 < fetcher.memory_size <= 2 * MIB
+        for name, handle in handles.items():
+            assert bytes(await two.read(handle, 0, MIB)) == data[name]
+            assert fetcher.memory_size <= 2 * MIB
+            await two.release(handle)
+        assert fetcher.memory_size == 0
+
+
+async def test_windows_of_one_file_are_bounded_too(
+    disk: Disk,
+    options: Options,
+    rng: random.Random,
+    autojump_clock: trio.testing.MockClock,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(read_ahead, "WINDOW_SIZE", 512 * KIB)
+    data = rng.randbytes(CHUNK)
+    chaos = [Chaos(random.Random(rng.random()), delay=0.2) for _ in range(2)]
+    async with volumes(disk, options, 2, rng, chaos) as (one, two):
+        await put(one, b"file", data)
+        await quiet(one, two)
+        fetcher = fetcher_of(two)
+        fetcher.memory_max = MIB
+        handle = await open_known(two, b"file")
+        for start in [*range(0, CHUNK, 512 * KIB), *range(0, CHUNK, 100 * KIB)]:
+            length = min(64 * KIB, CHUNK - start)
+            assert bytes(await two.read(handle, start, length)) == data[start : start + length]
+            assert fetcher.memory_size <= MIB
+        await two.release(handle)
+        assert fetcher.memory_size == 0

@@ -1,0 +1,597 @@
+"""Files that several clients of a shared volume change at the same time: nothing is lost, and nothing made up."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from itertools import count
+
+import pytest
+import trio
+import trio.testing
+from records_audit import Audit
+from shared_lab import check_disk, get, hosts, names_in, put, quiet, volumes, write_at
+from volume_lab import CALLER, MIB, Chaos, Disk, lab_options
+
+from kvfuse import errors
+from kvfuse.remote.segments.api import Transfer
+from kvfuse.volume.api import ROOT_INODE, Changes
+from kvfuse.volume.commit.batch import Draft
+from kvfuse.volume.inodes.chunk import COMMITTED, Extent
+from kvfuse.volume.store import schema
+from kvfuse.volume.volume import Volume
+
+CHUNK = 64 << 10
+
+
+@pytest.mark.parametrize("strict", [True, False], ids=["strict", "relaxed"])
+async def test_what_one_wrote_the_other_reads(
+    rng: random.Random, autojump_clock: trio.testing.MockClock, strict: bool
+) -> None:
+    data = {b"%d" % number: rng.randbytes(rng.randrange(1, 12 * CHUNK)) for number in range(10)}
+    async with hosts(rng, 2, strict=strict, capacity=16 * MIB, chunk=CHUNK) as (one, two):
+        for number, name in enumerate(data):
+            await put((one, two)[number % 2], name, data[name])
+        if not strict:
+            await quiet(one, two)
+        for volume in (one, two):
+            for name in data:
+                assert await get(volume, name) == data[name]
+
+
+async def test_after_a_write_that_failed_what_others_write_is_read(
+    rng: random.Random, autojump_clock: trio.testing.MockClock
+) -> None:
+    chaos = [Chaos(random.Random(number)) for number in range(2)]
+    data = rng.randbytes(CHUNK // 2)
+    async with hosts(rng, 2, chaos, strict=True, capacity=16 * MIB, chunk=CHUNK) as (one, two):
+        await put(one, b"file", data)
+        handle = await one.open((await one.lookup(ROOT_INODE, b"file")).ino, os.O_RDWR, CALLER)
+        chaos[0].cut = trio.Event()
+        with pytest.raises(errors.EngineError):
+            await one.write(handle, 100, b"never")  # the bytes around it cannot be read
+        chaos[0].cut.set()
+        await one.release(handle)
+        await write_at(two, b"file", 200, b"later")
+        assert await get(one, b"file") == data[:200] + b"later" + data[205:]
+
+
+@pytest.mark.parametrize("strict", [True, False], ids=["strict", "relaxed"])
+async def test_disjoint_writes_of_two_hosts_are_both_there(
+    rng: random.Random, autojump_clock: trio.testing.MockClock, strict: bool
+) -> None:
+    expected = bytearray(rng.randbytes(12 * CHUNK))
+    async with hosts(rng, 2, strict=strict, capacity=32 * MIB, chunk=CHUNK) as (one, two):
+        await put(one, b"file", bytes(expected))
+        await quiet(one, two)
+        for _ in range(10):
+            async with trio.open_nursery() as nursery:
+                for volume, parity in ((one, 0), (two, 1)):
+                    for page in rng.sample(range(parity, len(expected) // 4096, 2), 3):
+                        data = rng.randbytes(4096)
+                        expected[page * 4096 : (page + 1) * 4096] = data
+                        nursery.start_soon(write_at, volume, b"file", page * 4096, data)
+        await quiet(one, two)
+        assert await get(one, b"file") == expected
+        assert await get(two, b"file") == expected
+
+
+async def keep_writing(volume: Volume) -> None:
+    """Its own part of a file, again and again."""
+    while True:
+        await write_at(volume, b"file", 0, b"own!")
+
+
+async def keep_changing_modes(volume: Volume) -> None:
+    """Of the file, which nobody has open meanwhile."""
+    node = await volume.lookup(ROOT_INODE, b"file")
+    while True:
+        for mode in (0o600, 0o644):
+            await volume.set_attributes(node.ino, Changes(mode=mode), CALLER)
+
+
+@pytest.mark.parametrize("change", [keep_writing, keep_changing_modes])
+async def test_an_open_sees_what_another_host_closed_while_a_commit_of_the_same_file_is_under_way(
+    rng: random.Random, autojump_clock: trio.testing.MockClock, change: Callable[[Volume], Awaitable[None]]
+) -> None:
+    async with hosts(rng, 2, strict=True, capacity=64 * MIB, chunk=CHUNK) as (one, two):
+        await put(one, b"file", bytes(2 * CHUNK))
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(change, two)
+            for number in range(1, 60):
+                part = b"%4d" % number
+                offset = rng.choice([4, CHUNK])  # in the chunk that the other changes, and in another
+                await write_at(one, b"file", offset, part)
+                found = await get(two, b"file")
+                assert found is not None
+                assert found[offset : offset + 4] == part, number
+            nursery.cancel_scope.cancel()
+        await quiet(one, two)
+        assert await get(one, b"file") == await get(two, b"file")
+
+
+async def test_an_open_sees_what_another_host_closed_beside_bytes_that_nobody_closed_yet(
+    rng: random.Random, autojump_clock: trio.testing.MockClock
+) -> None:
+    async with hosts(rng, 2, strict=True, capacity=64 * MIB, chunk=CHUNK) as (one, two):
+        await put(one, b"file", bytes(2 * CHUNK))
+        handle = await two.open((await two.lookup(ROOT_INODE, b"file")).ino, os.O_RDWR, CALLER)
+        for number in range(10):
+            part = b"%4d" % number
+            await two.write(handle, 4 * number, part)
+            await write_at(one, b"file", CHUNK - 4 * number, part)
+            found = await get(two, b"file")
+            assert found is not None
+            assert found[4 * number : 4 * number + 4] == found[CHUNK - 4 * number : CHUNK - 4 * number + 4] == part
+        await two.flush(handle)
+        assert await get(one, b"file") == found
+        await two.release(handle)
+        two.forget(handle.node.ino, 1)
+
+
+async def test_slots_behind_the_stored_size_stay_in_the_record(
+    rng: random.Random, autojump_clock: trio.testing.MockClock
+) -> None:
+    """A host stores them so whose bytes came to slots before the size did; others change attributes meanwhile."""
+    data = rng.randbytes(5 * 4096)
+    async with hosts(rng, 2, strict=False, capacity=16 * MIB, chunk=4096) as (one, two):
+        await put(one, b"file", data)
+        await quiet(one, two)
+        node = await two.lookup(ROOT_INODE, b"file")
+        node.size = 2 * 4096 + 100
+        assert [len(extents) for extents in node.record().chunks] == [1] * 5
+        node.size = len(data)
+
+
+async def test_bytes_are_read_anew_although_their_time_was_set_back(
+    rng: random.Random, autojump_clock: trio.testing.MockClock
+) -> None:
+    data = rng.randbytes(20 * 4096)
+    async with hosts(rng, 2, strict=False, capacity=16 * MIB, chunk=4096) as (one, two):
+        await put(one, b"file", data)
+        await quiet(one, two)
+        assert await get(two, b"file") == data
+        node = await one.lookup(ROOT_INODE, b"file")
+        mtime = node.mtime
+        handle = await one.open(node.ino, os.O_RDWR, CALLER)
+        await one.write(handle, 15 * 4096, b"newer")
+        await one.set_attributes(node.ino, Changes(mtime=mtime), CALLER)
+        await one.release(handle)
+        await quiet(one, two)
+        assert await get(two, b"file") == data[: 15 * 4096] + b"newer" + data[15 * 4096 + 5 :]
+
+
+async def test_times_that_two_hosts_set_are_those(rng: random.Random, autojump_clock: trio.testing.MockClock) -> None:
+    chaos = [Chaos(random.Random(number)) for number in range(2)]
+    async with hosts(rng, 2, chaos, strict=False, capacity=16 * MIB) as (one, two):
+        await put(one, b"file", b"data")
+        await quiet(one, two)
+        ino = (await two.lookup(ROOT_INODE, b"file")).ino
+        await two.set_attributes(ino, Changes(mtime=10**9), CALLER)
+        chaos[1].stalled = trio.Event()
+        await one.set_attributes(ino, Changes(atime=2 * 10**9, mode=0o600), CALLER)
+        await one.sync()
+        chaos[1].stalled.set()
+        await quiet(two, one)
+        for volume in (one, two):
+            node = await volume.lookup(ROOT_INODE, b"file")
+            assert (node.atime, node.mtime, node.mode & 0o777) == (2 * 10**9, 10**9, 0o600)
+
+
+async def test_what_two_hosts_changes_were_put_together_to_goes_on_growing(
+    rng: random.Random, autojump_clock: trio.testing.MockClock
+) -> None:
+    data = rng.randbytes(1000)
+    async with hosts(rng, 2, strict=False, capacity=16 * MIB, chunk=CHUNK) as (one, two):
+        await put(one, b"file", data)
+        await quiet(one, two)
+        ino = (await two.lookup(ROOT_INODE, b"file")).ino
+        handle = await two.open(ino, os.O_RDWR, CALLER)
+        await two.write(handle, 500, b"own")
+        await write_at(one, b"file", 0, b"theirs")
+        await quiet(one)
+        await two.release(await two.open(ino, os.O_RDONLY, CALLER))
+        assert await two.write(handle, 1000, b"and more") == 8
+        await two.release(handle)
+        await quiet(two, one)
+        assert await get(one, b"file") == b"theirs" + data[6:500] + b"own" + data[503:] + b"and more"
+
+
+@pytest.mark.parametrize("strict", [True, False], ids=["strict", "relaxed"])
+async def test_appends_of_all_hosts_are_there_once(
+    rng: random.Random, autojump_clock: trio.testing.MockClock, strict: bool
+) -> None:
+    async with hosts(rng, 2, strict=strict, capacity=32 * MIB, chunk=4096) as (one, two):
+        await put(one, b"log", b"")
+        await quiet(one, two)
+
+        async def append(volume: Volume, title: bytes) -> None:
+            for number in range(20):
+                line = b"%s %d %s\n" % (title, number, b"x" * rng.choice([1, 500, 5000]))
+                node = await volume.lookup(ROOT_INODE, b"log")
+                handle = await volume.open(node.ino, os.O_WRONLY | os.O_APPEND, CALLER)
+                await volume.write(handle, node.size, line)  # as the kernel does, by the size it knows
+                lines.add(line)
+                await volume.fsync(handle)
+                await volume.release(handle)
+                volume.forget(node.ino, 1)
+
+        lines: set[bytes] = set()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(append, one, b"one")
+            nursery.start_soon(append, two, b"two")
+        await quiet(one, two)
+        for volume in (one, two):
+            found = await get(volume, b"log")
+            assert found is not None
+            assert Counter(found.splitlines(keepends=True)) == Counter(lines)
+
+
+@pytest.mark.parametrize("strict", [True, False], ids=["strict", "relaxed"])
+@pytest.mark.parametrize("run", range(5))
+async def test_appends_that_were_taken_are_there_once_where_engines_fail(
+    rng: random.Random, autojump_clock: trio.testing.MockClock, run: int, strict: bool
+) -> None:
+    """Of those that failed a part may be there, or all of it, but once."""
+    taken: set[bytes] = set()
+    failed: set[bytes] = set()
+    chaos = [Chaos(random.Random(rng.random()), delay=0.5) for _ in range(3)]
+
+    async def append(volume: Volume, title: bytes) -> None:
+        node = await volume.lookup(ROOT_INODE, b"log")
+        handle = await volume.open(node.ino, os.O_WRONLY | os.O_APPEND, CALLER)
+        for number in range(20):
+            line = b"%s %d %s\n" % (title, number, b"x" * rng.choice([1, 500, 5000]))
+            try:
+                await volume.write(handle, (await volume.attributes(node.ino)).size, line)
+                taken.add(line)
+                if rng.random() < 0.5:
+                    await volume.fsync(handle)
+            except errors.EngineError:
+                failed.add(line)
+            await trio.sleep(rng.random() * 0.1)
+        await volume.release(handle)
+
+    async with hosts(rng, 3, chaos, strict=strict, capacity=32 * MIB, chunk=4096) as all_volumes:
+        await put(all_volumes[0], b"log", b"")
+        await quiet(*all_volumes)
+        for one in chaos:
+            one.commit_error = one.write_error = one.read_error = 0.1
+        async with trio.open_nursery() as nursery:
+            for volume, title in zip(all_volumes, (b"one", b"two", b"three"), strict=True):
+                nursery.start_soon(append, volume, title)
+        for one in chaos:
+            one.commit_error = one.write_error = one.read_error = 0.0
+        await quiet(*all_volumes)
+        await quiet(*all_volumes)
+        for volume in all_volumes:
+            found = await get(volume, b"log") or b""
+            assert [line for line in taken if found.count(line) != 1] == []
+            assert [line for line in failed - taken if found.count(line) > 1] == []
+
+
+@pytest.mark.parametrize("size", [100, CHUNK + 100, 2 * CHUNK, 40 * CHUNK + 100, 40 * CHUNK - 150])
+@pytest.mark.parametrize("failing", range(4))
+async def test_an_append_outlasts_reads_that_fail_while_it_is_moved_behind_another(
+    rng: random.Random,
+    autojump_clock: trio.testing.MockClock,
+    monkeypatch: pytest.MonkeyPatch,
+    size: int,
+    failing: int,
+) -> None:
+    """``size``: of the file before. ``failing``: which read of the commit does."""
+    data, numbers = rng.randbytes(size), count()
+    async with hosts(rng, 2, strict=False, capacity=16 * MIB, chunk=CHUNK) as (one, two):
+        await put(one, b"file", data)
+        await quiet(one, two)
+        handle = await two.open((await two.lookup(ROOT_INODE, b"file")).ino, os.O_RDWR | os.O_APPEND, CALLER)
+        await two.write(handle, size, b"two" * 50)
+        await write_at(one, b"file", size, b"one" * 50, os.O_RDWR | os.O_APPEND)
+        read = two.core.segments.read
+
+        async def read_or_fail(batch: Sequence[Transfer]) -> None:
+            if next(numbers) == failing:
+                raise errors.EngineError("injected: a read")
+            await read(batch)
+
+        with monkeypatch.context() as during, suppress(errors.EngineError):
+            during.setattr(two.core.segments, "read", read_or_fail)
+            await two.fsync(handle)
+        await two.release(handle)
+        await quiet(two, one)
+        for volume in (one, two):
+            assert await get(volume, b"file") == data + b"one" * 50 + b"two" * 50
+
+
+@pytest.mark.parametrize("how", ["write", "write behind", "append"])
+async def test_who_syncs_is_told_of_changes_that_there_was_no_room_to_put_together(
+    rng: random.Random, autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    data = rng.randbytes(CHUNK // 2)
+    flags = os.O_RDWR | os.O_APPEND if how == "append" else os.O_RDWR
+    offset = 0 if how == "write" else len(data)
+    async with hosts(rng, 2, strict=False, capacity=16 * MIB, chunk=CHUNK) as (one, two):
+        await put(one, b"file", data)
+        await quiet(one, two)
+        handle = await two.open((await two.lookup(ROOT_INODE, b"file")).ino, flags, CALLER)
+        await two.write(handle, offset, b"lost" * 50)
+        theirs = len(data) if how == "append" else 1000
+        await write_at(one, b"file", theirs, b"one" * 50, flags)
+
+        def allocate(length: int) -> None:
+            raise errors.NoSpace(f"injected: no {length} bytes")
+
+        with monkeypatch.context() as during, pytest.raises(errors.NoSpace, match="changes of two hosts"):
+            during.setattr(two.core.slabs, "allocate", allocate)
+            await two.fsync(handle)
+        await two.fsync(handle)
+        await two.release(handle)
+        await quiet(two, one)
+        for volume in (one, two):
+            assert await get(volume, b"file") == data[:theirs] + b"one" * 50 + data[theirs + 150 :]
+
+
+async def test_of_files_that_two_put_under_one_name_one_is_whole(
+    rng: random.Random, autojump_clock: trio.testing.MockClock
+) -> None:
+    options = lab_options(capacity=32 * MIB, chunk=CHUNK)
+    disk = Disk.format(options, shared=True)
+    wanted: dict[bytes, list[bytes]] = {}
+    async with volumes(disk, options, 3, rng) as all_volumes:
+
+        async def work(volume: Volume, number: int, rng: random.Random) -> None:
+            for serial in range(30):
+                name, data = b"name%d" % rng.randrange(5), rng.randbytes(rng.randrange(1, 3 * CHUNK))
+                wanted.setdefault(name, []).append(data)
+                await put(volume, b"tmp%d.%d" % (number, serial), data)
+                await volume.rename(ROOT_INODE, b"tmp%d.%d" % (number, serial), ROOT_INODE, name, 0)
+
+        async with trio.open_nursery() as nursery:
+            for number, volume in enumerate(all_volumes):
+                nursery.start_soon(work, volume, number, random.Random(rng.random()))
+        await quiet(*all_volumes)
+        for volume in all_volumes:
+            assert await names_in(volume) == sorted(wanted)
+        found = [{name: await get(volume, name) for name in wanted} for volume in all_volumes]
+        assert found[0] == found[1] == found[2]
+        assert all(found[0][name] in wanted[name] for name in wanted)
+        await trio.sleep(60)  # what was replaced is freed
+        assert not [key for key in disk.records if key[:1] in (b"o", b"f")]
+
+
+async def test_an_open_fails_where_bytes_of_ours_that_cannot_be_stored_hide_what_another_host_closed(
+    rng: random.Random, autojump_clock: trio.testing.MockClock
+) -> None:
+    chaos = [Chaos(random.Random(number)) for number in range(2)]
+    async with hosts(rng, 2, chaos, strict=True, capacity=64 * MIB, chunk=CHUNK) as (one, two):
+        await put(one, b"file", bytes(2 * CHUNK))
+        handle = await two.open((await two.lookup(ROOT_INODE, b"file")).ino, os.O_RDWR, CALLER)
+        await two.write(handle, 0, b"ours")
+        chaos[1].write_error = 1.0
+        await write_at(one, b"file", CHUNK, b"theirs")
+        with pytest.raises(errors.EngineError):
+            await get(two, b"file")
+        chaos[1].write_error = 0.0
+        found = await get(two, b"file")
+        assert found is not None
+        assert (found[:4], found[CHUNK : CHUNK + 6]) == (b"ours", b"theirs")
+        await two.release(handle)
+        two.forget(handle.node.ino, 1)
+
+
+async def test_a_slot_that_another_host_freed_goes_with_the_record_that_says_so(
+    rng: random.Random, autojump_clock: trio.testing.MockClock
+) -> None:
+    """Also where a commit has no room for all: who finds the record of a slot that is free may free its next life."""
+    async with hosts(rng, 1, strict=False, capacity=16 * MIB) as (one,):
+        core, journal = one.core, one.parts.journal
+        slab = next(slab for slab in range(core.geometry.slab_count) if core.slabs.holds(slab))
+        addr = slab * core.geometry.slab_size
+        extents = [Extent(addr + number * 4096, 4096, 10, number, b"", COMMITTED) for number in range(5)]
+        core.dead += extents
+        for extent in extents:
+            journal.put(schema.freed_key(slab, extent.addr, extent.generation), None)
+        pieces = list(journal._loose(Draft(), set()))
+        assert [(piece.dead, piece.deletes) for piece in pieces] == [
+            ([extent], {schema.freed_key(slab, extent.addr, extent.generation)}) for extent in extents
+        ]
+
+
+async def test_a_late_removal_takes_what_was_there_then_and_nothing_newer(
+    rng: random.Random, autojump_clock: trio.testing.MockClock
+) -> None:
+    chaos = [Chaos(random.Random(number)) for number in range(2)]
+    async with hosts(rng, 2, chaos, strict=False) as (one, two):
+        await put(one, b"file", b"old")
+        await quiet(one, two)
+        chaos[0].stalled = trio.Event()
+        await one.unlink(ROOT_INODE, b"file")
+        await put(two, b"file.part", b"newer")
+        await two.rename(ROOT_INODE, b"file.part", ROOT_INODE, b"file", 0)
+        await two.sync()
+        chaos[0].stalled.set()
+        await quiet(one, two)
+        assert await get(one, b"file") == await get(two, b"file") == b"newer"
+
+
+@pytest.mark.parametrize("strict", [True, False], ids=["strict", "relaxed"])
+async def test_what_another_host_removes_stays_readable_while_it_is_open(
+    rng: random.Random, autojump_clock: trio.testing.MockClock, strict: bool
+) -> None:
+    options = lab_options(strict=strict, capacity=16 * MIB, chunk=CHUNK)
+    disk = Disk.format(options, shared=True)
+    data = rng.randbytes(10 * CHUNK)
+    async with volumes(disk, options, 2, rng) as (one, two):
+        await put(one, b"file", data)
+        await quiet(one, two)
+        node = await two.lookup(ROOT_INODE, b"file")
+        handle = await two.open(node.ino, os.O_RDONLY, CALLER)
+        await one.unlink(ROOT_INODE, b"file")
+        await quiet(one, two)
+        for number in range(10):  # would take the slots, if they were free
+            await put(one, b"other%d" % number, rng.randbytes(10 * CHUNK))
+        await trio.sleep(60)
+        assert bytes(await two.read(handle, 0, 64 * MIB)) == data
+        await two.release(handle)
+        two.forget(node.ino, 1)
+        await trio.sleep(120)
+        assert not [key for key in disk.records if key[:1] in (b"o", b"f", b"h")]
+
+
+class Actor:
+    """Does what it likes to a few names that others change too, and remembers what it was told."""
+
+    def __init__(self, volume: Volume, rng: random.Random, number: int, written: dict[bytes, set[bytes]]) -> None:
+        self.volume = volume
+        self.rng = rng
+        self.number = number
+        self.written = written
+        """name -> whole contents that it may have"""
+        self.tolerated: tuple[type[errors.KvfuseError], ...] = ()
+        """where commits fail, what was asked for may have happened all the same"""
+
+    async def run(self, steps: int) -> None:
+        for serial in range(steps):
+            name = self.rng.choice(list(self.written))
+            action = self.rng.choices([self.publish, self.unlink, self.read, self.overwrite], [6, 2, 4, 2])[0]
+            try:
+                await action(name, serial)
+            except (errors.NotFound, errors.Stale, errors.Exists, *self.tolerated):
+                pass
+
+    def data(self) -> bytes:
+        """Bytes that say where they come from, so that a mixture shows."""
+        return self.rng.randbytes(16) * self.rng.choice([1, 300, 5000, 20_000])
+
+    async def publish(self, name: bytes, serial: int) -> None:
+        data, temporary = self.data(), b"tmp%d.%d" % (self.number, serial)
+        self.written[name].add(data)
+        await put(self.volume, temporary, data)
+        await self.volume.rename(ROOT_INODE, temporary, ROOT_INODE, name, 0)
+
+    async def unlink(self, name: bytes, serial: int) -> None:
+        await self.volume.unlink(ROOT_INODE, name)
+
+    async def read(self, name: bytes, serial: int) -> None:
+        data = await get(self.volume, name)
+        assert data is None or data in self.written[name], f"{name!r}: {len(data)} bytes that nobody wrote"
+
+    async def overwrite(self, name: bytes, serial: int) -> None:
+        """A file of its own, in place, in pieces."""
+        own = b"own%d" % self.number
+        data = self.data()
+        await put(self.volume, own, data)
+        offset = self.rng.randrange(len(data))
+        piece = self.rng.randbytes(self.rng.randrange(1, 5000))
+        await write_at(self.volume, own, offset, piece)
+        expected = bytearray(data)
+        expected[offset : offset + len(piece)] = piece
+        assert await get(self.volume, own) == expected
+        await self.volume.unlink(ROOT_INODE, own)
+
+
+def is_held(disk: Disk, freed_key: bytes) -> bool:
+    """Somebody holds the slab of an f record, and should have seen to it."""
+    row = disk.records[schema.holder_key(schema.key_slab(freed_key))]
+    return schema.decode_holder(row.value).client != schema.NOBODY
+
+
+@pytest.mark.parametrize("strict", [True, False], ids=["strict", "relaxed"])
+@pytest.mark.parametrize("faults", [0.0, 0.05], ids=["reliable", "failing"])
+@pytest.mark.parametrize("capacity", [64 * MIB, 9 * MIB], ids=["roomy", "full"])
+async def test_random_work_of_three(
+    rng: random.Random, autojump_clock: trio.testing.MockClock, strict: bool, faults: float, capacity: int
+) -> None:
+    """``full``: there is hardly room for it, and the three have to share slabs."""
+    options = lab_options(strict=strict, capacity=capacity, chunk=CHUNK, nodes=rng.choice([1000, 8]))
+    disk = Disk.format(options, shared=True)
+    Audit.attach(disk)
+    chaos = [Chaos(random.Random(rng.random()), delay=0.3) for _ in range(3)]
+    written: dict[bytes, set[bytes]] = {b"name%d" % number: set() for number in range(4)}
+    async with volumes(disk, options, 3, rng, chaos) as all_volumes:
+        for one in chaos:
+            one.commit_error_after = faults
+        crashed: list[Disk] = []
+
+        async def crash() -> None:
+            while True:
+                await trio.sleep(rng.random() * 0.1)
+                crashed.append(disk.copy())
+
+        async with trio.open_nursery() as watching:
+            watching.start_soon(crash)
+            async with trio.open_nursery() as nursery:
+                for number, volume in enumerate(all_volumes):
+                    actor = Actor(volume, random.Random(rng.random()), number, written)
+                    actor.tolerated = (errors.EngineError,) * (faults > 0) + (errors.NoSpace,) * (capacity < 64 * MIB)
+                    nursery.start_soon(actor.run, 40)
+            watching.cancel_scope.cancel()
+        for one in chaos:
+            one.commit_error_after = 0
+        await quiet(*all_volumes)
+        states = [{name: await get(volume, name) for name in written} for volume in all_volumes]
+        assert states[0] == states[1] == states[2]
+        assert all(states[0][name] is None or states[0][name] in written[name] for name in written)
+        await trio.sleep(60)
+        assert not [key for key in disk.records if key[:1] == b"o" or (key[:1] == b"f" and is_held(disk, key))]
+    for copy in (*rng.sample(crashed, min(len(crashed), 10)), disk):  # as if all had died at the same moment
+        await check_disk(copy)
+
+
+async def test_threads_see_no_slots_of_a_shared_volume(
+    rng: random.Random, autojump_clock: trio.testing.MockClock
+) -> None:
+    """Another host may free the slot, and use it again, before this one hears of it."""
+    options = lab_options(capacity=24 * MIB, chunk=CHUNK, nodes=64)
+    disk = Disk.format(options, shared=True)
+    disk.mappable = True
+    async with volumes(disk, options, 1, rng) as (volume,):
+        await put(volume, b"block", rng.randbytes(CHUNK))
+        await quiet(volume)
+        node = await volume.lookup(ROOT_INODE, b"block")
+        handle = await volume.open(node.ino, os.O_RDONLY, CALLER)
+        await volume.show(handle, 0, 0)
+        rows = volume.content_map(handle).rows.values()
+        assert not [row for row in rows if row.source is not None and row.block is None]
+        await volume.release(handle)
+        volume.forget(node.ino, 1)
+
+
+async def test_names_of_one_call_are_removed_together(
+    rng: random.Random, autojump_clock: trio.testing.MockClock
+) -> None:
+    """Where each name is asked for at the store, and removed there: they share the way, which takes some 10 ms."""
+    chaos = [Chaos(random.Random(rng.random()), delay=1) for _ in range(2)]
+    async with hosts(rng, 2, chaos, strict=True, capacity=16 * MIB, chunk=CHUNK) as (first, second):
+        there = [b"block %d" % number for number in range(60)]
+        async with trio.open_nursery() as nursery:
+            for name in there:
+                nursery.start_soon(put, second, name, b"x")
+        names = [*there, *[b"absent %d" % number for number in range(1200)]]
+        rng.shuffle(names)
+        started = trio.current_time()
+        gone = await first.blocks.delete(ROOT_INODE, names)
+        assert trio.current_time() - started < 2
+        assert {name for name, ino in zip(names, gone, strict=True) if ino} == set(there)
+        assert not any(await first.blocks.delete(ROOT_INODE, there))
+        assert await names_in(second) == []
+
+
+async def test_rings_hear_who_may_read_a_file_that_both_hosts_change(
+    rng: random.Random, autojump_clock: trio.testing.MockClock
+) -> None:
+    """The other host's mode comes with the conflict of the two, not with the watch."""
+    async with hosts(rng, 2, strict=True, capacity=16 * MIB, chunk=CHUNK) as (one, two):
+        await put(one, b"file", b"secret")
+        binding = await two.blocks.bind(ROOT_INODE, b"file")
+        assert binding is not None
+        handle = await two.open(binding.ino, os.O_RDWR, CALLER)
+        await two.write(handle, 0, b"S")
+        await one.set_attributes(binding.ino, Changes(mode=0o600), CALLER)
+        await two.flush(handle)
+        assert handle.node.mode & 0o777 == 0o600
+        assert not binding.valid
+        await two.release(handle)

@@ -1,0 +1,252 @@
+"""Records of names that came before anybody asked: lookups in folders that others filled cost no questions."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+import trio
+import trio.testing
+from shared_lab import eventually, exists, get, put, quiet, volumes
+from volume_lab import CALLER, MIB, Disk, lab_options
+
+from kvfuse.errors import EngineTimeout
+from kvfuse.options.config import Options
+from kvfuse.remote.records.api import Record
+from kvfuse.volume.api import ROOT_INODE
+from kvfuse.volume.inodes.shelf import Shelf
+from kvfuse.volume.store import schema
+from kvfuse.volume.volume import Volume
+
+FILLED = [b"%d" % number for number in range(40)]
+
+
+@pytest.fixture
+def options() -> Options:
+    return lab_options(strict=False, capacity=16 * MIB)
+
+
+@pytest.fixture
+def disk(options: Options) -> Disk:
+    return Disk.format(options, shared=True)
+
+
+def questions(volume: Volume) -> int:
+    counters = volume.core.records.counters
+    return counters.gets + counters.scans
+
+
+def record(name: bytes, version: int, value: bytes = b"I") -> Record:
+    return Record(schema.entry_key(1, name), value, version)
+
+
+@asynccontextmanager
+async def newcomer(disk: Disk, options: Options, rng: random.Random) -> AsyncIterator[Volume]:
+    """A volume whose root was filled (FILLED: each name has itself as its content) by one that is gone."""
+    async with volumes(disk, options, 1, rng) as (one,):
+        for name in FILLED:
+            await put(one, name, name)
+    async with volumes(disk, options, 2, rng) as (_, volume):
+        await eventually(lambda: is_relaxed(volume))
+        await quiet(volume)  # it also asks for what those left who are gone
+        yield volume
+
+
+async def test_names_that_the_watch_told_of_are_not_asked_for(
+    disk: Disk, options: Options, rng: random.Random, autojump_clock: trio.testing.MockClock
+) -> None:
+    names = [b"%d" % number for number in range(40)]
+    async with volumes(disk, options, 2, rng) as (one, two):
+        for name in names:
+            await put(one, name, name)
+        await quiet(one, two)
+        assert await is_relaxed(two)
+        before = questions(two)
+        for name in names:
+            assert await get(two, name) == name
+        assert questions(two) == before
+
+
+async def test_a_folder_that_was_filled_before_is_read_in_pages(
+    disk: Disk, options: Options, rng: random.Random, autojump_clock: trio.testing.MockClock
+) -> None:
+    async with newcomer(disk, options, rng) as volume:
+        before = questions(volume)
+        for name in FILLED:
+            assert await get(volume, name) == name
+        assert questions(volume) - before == 1
+
+
+async def test_names_that_are_missed_side_by_side_take_one_page(
+    disk: Disk,
+    options: Options,
+    rng: random.Random,
+    autojump_clock: trio.testing.MockClock,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As where a ring puts many blocks into a folder that others filled."""
+    async with newcomer(disk, options, rng) as volume:
+        scan, scans = volume.core.records.scan, 0
+
+        async def slow(*arguments: Any) -> Sequence[Record]:
+            nonlocal scans
+            scans += 1
+            await trio.sleep(0.01)
+            return await scan(*arguments)
+
+        monkeypatch.setattr(volume.core.records, "scan", slow)
+        async with trio.open_nursery() as nursery:
+            for name in FILLED:
+                nursery.start_soon(put, volume, b"new " + name, b"y")
+        assert scans == 1
+        assert await get(volume, b"new 39") == b"y"
+        assert await get(volume, b"39") == b"39"
+
+
+async def test_who_waits_for_a_page_hears_that_it_did_not_come(
+    disk: Disk,
+    options: Options,
+    rng: random.Random,
+    autojump_clock: trio.testing.MockClock,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A deadline of the store is waited for once."""
+    async with newcomer(disk, options, rng) as volume:
+        refused: list[int] = []
+
+        async def silent(*_: object) -> Sequence[Record]:
+            await trio.sleep(3.0)
+            raise EngineTimeout("no answer within 3 s")
+
+        async def miss(number: int) -> None:
+            with pytest.raises(EngineTimeout):
+                await volume.lookup(ROOT_INODE, b"absent %d" % number)
+            refused.append(number)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(volume.core.records, "scan", silent)
+            patch.setattr(volume.core.records, "get", silent)
+            began = trio.current_time()
+            async with trio.open_nursery() as nursery:
+                for number in range(8):
+                    nursery.start_soon(miss, number)
+            assert trio.current_time() - began < 4.0
+        assert len(refused) == 8
+        assert await get(volume, b"39") == b"39"
+
+
+async def is_relaxed(volume: Volume) -> bool:
+    """Names in the root are told as the watch says."""
+    await volume.attributes(ROOT_INODE)
+    return not volume.lookups.asks(ROOT_INODE)
+
+
+async def test_what_others_did_to_a_name_counts_not_what_was_shelved(
+    disk: Disk, options: Options, rng: random.Random, autojump_clock: trio.testing.MockClock
+) -> None:
+    async with volumes(disk, options, 2, rng) as (one, two):
+        for name in (b"removed", b"renamed", b"rewritten", b"replaced"):
+            await put(one, name, b"before " + name)
+        await quiet(one, two)
+        assert len(two.core.known.shelf) == 4
+        await one.unlink(ROOT_INODE, b"removed")
+        await one.rename(ROOT_INODE, b"renamed", ROOT_INODE, b"elsewhere", 0)
+        node = await one.lookup(ROOT_INODE, b"rewritten")
+        handle = await one.open(node.ino, os.O_WRONLY, CALLER)
+        await one.write(handle, 0, b"AFTER")
+        await one.release(handle)
+        await put(one, b"new", b"after replaced")
+        await one.rename(ROOT_INODE, b"new", ROOT_INODE, b"replaced", 0)
+        await quiet(one, two)
+        assert not await exists(two, b"removed")
+        assert not await exists(two, b"renamed")
+        assert await get(two, b"elsewhere") == b"before renamed"
+        assert await get(two, b"rewritten") == b"AFTERe rewritten"
+        assert await get(two, b"replaced") == b"after replaced"
+
+
+async def test_what_this_host_did_to_a_name_counts_not_what_was_shelved(
+    disk: Disk, options: Options, rng: random.Random, autojump_clock: trio.testing.MockClock
+) -> None:
+    async with volumes(disk, options, 2, rng) as (one, two):
+        for name in (b"removed", b"changed"):
+            await put(one, name, name)
+        await quiet(one, two)
+        await two.unlink(ROOT_INODE, b"removed")
+        assert not await exists(two, b"removed")
+        node = await two.lookup(ROOT_INODE, b"changed")
+        await two.content.truncate(node, 3)
+        await two.sync()
+        two.core.nodes.drop(node)
+        assert not await exists(two, b"removed")
+        assert await get(two, b"changed") == b"cha"
+
+
+async def test_a_page_that_is_older_than_the_news_is_not_believed(
+    disk: Disk,
+    options: Options,
+    rng: random.Random,
+    autojump_clock: trio.testing.MockClock,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with volumes(disk, options, 1, rng) as (one,):
+        for name in (b"gone", b"other", b"stays"):
+            await put(one, name, b"before")
+    async with volumes(disk, options, 2, rng) as (one, two):
+        await eventually(lambda: is_relaxed(two))
+        scan, is_read, may_go_on = two.core.records.scan, trio.Event(), trio.Event()
+
+        async def late(prefix: bytes, after: bytes = b"", limit: int = 1000) -> Sequence[Record]:
+            rows = await scan(prefix, after, limit)
+            is_read.set()
+            await may_go_on.wait()
+            return rows
+
+        monkeypatch.setattr(two.core.records, "scan", late)
+        found: list[bytes | None] = []
+        async with trio.open_nursery() as nursery:
+
+            async def look() -> None:
+                found.append(await get(two, b"stays"))
+
+            nursery.start_soon(look)
+            await is_read.wait()
+            await one.unlink(ROOT_INODE, b"gone")
+            await put(one, b"new", b"after")
+            await one.rename(ROOT_INODE, b"new", ROOT_INODE, b"other", 0)
+            await quiet(one)
+            may_go_on.set()
+        assert found == [b"before"]
+        assert not await exists(two, b"gone")
+        assert await get(two, b"other") == b"after"
+
+
+def test_the_shelf_is_bounded_and_keeps_only_inodes() -> None:
+    shelf = Shelf(records_max=10)
+    for number in range(25):
+        shelf.put(1, b"%d" % number, b"I", number + 1)
+    shelf.put(1, b"reference", schema.encode_entry_reference(7), 30)
+    assert len(shelf) == 10
+    assert shelf.take(1, b"reference") is None
+    assert shelf.take(1, b"14") is None
+    found = shelf.take(1, b"24")
+    assert found is not None
+    assert found.version == 25
+    assert shelf.take(1, b"24") is None
+
+
+def test_a_page_leaves_out_what_changed_while_it_was_read() -> None:
+    shelf = Shelf()
+    with shelf.reading() as page:
+        shelf.drop(1, b"a")
+        page.keep([record(b"a", 1), record(b"b", 1)])
+    assert len(shelf) == 1
+    assert shelf.take(1, b"b") is not None
+    with shelf.reading() as page:
+        shelf.clear()
+        page.keep([record(b"a", 1)])
+    assert not len(shelf)

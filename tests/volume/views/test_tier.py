@@ -1,0 +1,266 @@
+"""The shared-memory tier: slots, arenas, what goes first, and who may map what."""
+
+from __future__ import annotations
+
+import gc
+import mmap
+import os
+import random
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvfuse.errors import NotFound
+from kvfuse.volume.views.tier import EVICTIONS_MAX, ReadClass, SharedTier, TierBlock
+
+KIB = 1 << 10
+MIB = 1 << 20
+HERE = ReadClass(1, 0, 0, 0o444)
+THERE = ReadClass(2, 0, 0, 0o444)
+
+
+def allocate(tier: SharedTier, size: int, read_class: ReadClass = HERE) -> TierBlock:
+    block = tier.allocate(size, read_class)
+    assert block is not None
+    assert len(block.buffer) == size
+    return block
+
+
+def keep(tier: SharedTier, ino: int, size: int, read_class: ReadClass = HERE) -> None:
+    block = allocate(tier, size, read_class)
+    block.buffer[:] = ino % 251
+    tier.keep(ino, block)
+
+
+def test_a_slot_is_free_when_the_last_view_of_it_is_gone() -> None:
+    tier = SharedTier(64 * KIB)
+    block = allocate(tier, 64 * KIB)
+    part, view = block.buffer[10:20], memoryview(block.buffer)[1:2]
+    del block
+    assert tier.allocate(1, HERE) is None
+    del part
+    assert tier.allocate(1, HERE) is None
+    del view
+    assert tier.allocate(64 * KIB, HERE) is not None
+
+
+def test_capacity_is_a_promise() -> None:
+    tier = SharedTier(MIB)
+    held = [allocate(tier, 64 * KIB - number, ReadClass(number % 3, 0, 0, 0)) for number in range(16)]
+    assert tier.statistics().used_bytes == MIB
+    assert tier.allocate(1, HERE) is None
+    assert tier.allocate(2 * MIB, HERE) is None
+    held.clear()
+    assert tier.allocate(MIB, HERE) is not None, "arenas that are wholly free serve another size"
+    assert tier.statistics().used_bytes <= MIB
+
+
+def test_without_capacity_there_is_no_tier() -> None:
+    assert SharedTier(0).allocate(1, HERE) is None
+
+
+def test_what_was_not_used_for_longest_goes_first() -> None:
+    tier = SharedTier(16 * 64 * KIB)
+    for ino in range(16):
+        keep(tier, ino, 64 * KIB)
+    assert tier.find(0) is not None
+    keep(tier, 100, 64 * KIB)
+    assert tier.find(1) is None
+    assert tier.find(0) is not None
+    assert list(tier.evicted) == [1]
+
+
+def test_another_kind_gives_its_arena_when_it_is_older() -> None:
+    tier = SharedTier(MIB)
+    for ino in range(8):
+        keep(tier, ino, 64 * KIB, THERE)
+    for ino in range(100, 108):
+        keep(tier, ino, 64 * KIB, HERE)
+    keep(tier, 200, 64 * KIB, HERE)
+    assert all(tier.find(ino) is None for ino in range(8))
+    assert all(tier.find(ino) is not None for ino in range(100, 108))
+    keep(tier, 300, 128 * KIB, HERE)
+    assert tier.find(100) is not None, "memory of the other kind was left"
+
+
+def test_blocks_that_somebody_holds_stay_and_do_not_cost_the_whole_cache() -> None:
+    tier = SharedTier(100 * 4 * KIB)
+    held = []
+    for ino in range(100):
+        held.append(allocate(tier, 4 * KIB))
+        tier.keep(ino, held[-1])
+    calls: list[int] = []
+    tier.on_eviction = lambda: calls.append(len(tier.evicted))
+    assert tier.allocate(4 * KIB, HERE) is None
+    assert calls == [EVICTIONS_MAX]
+    assert tier.find(EVICTIONS_MAX) is not None
+    del held[:EVICTIONS_MAX]
+    assert tier.allocate(4 * KIB, HERE) is not None
+
+
+def test_a_kept_block_is_found_until_it_is_dropped_or_replaced() -> None:
+    tier = SharedTier(MIB)
+    first, second = allocate(tier, 100), allocate(tier, 100)
+    tier.keep(5, first)
+    assert tier.find(5) is first
+    tier.keep(5, second)
+    assert tier.find(5) is second
+    tier.drop(5)
+    tier.drop(5)
+    assert tier.find(5) is None
+    assert tier.statistics().kept_bytes == 0
+
+
+def test_a_retired_directory_gets_other_arenas() -> None:
+    tier = SharedTier(MIB)
+    keep(tier, 1, 4 * KIB)
+    pinned = tier.find(1)
+    assert pinned is not None
+    tier.retire(HERE.directory)
+    assert tier.find(1) is None
+    later = allocate(tier, 4 * KIB)
+    assert later.arena != pinned.arena
+    tier.keep(1, pinned)
+    assert tier.find(1) is None, "a block of a retired arena is not cached again"
+    used = tier.statistics().used_bytes
+    del pinned
+    allocate(tier, 4 * KIB)
+    assert tier.statistics().used_bytes == used, "one slot more, and the retired arena is gone"
+
+
+def test_an_arena_that_was_mapped_never_serves_other_readers() -> None:
+    tier = SharedTier(64 * KIB)
+    block = allocate(tier, 64 * KIB)
+    block.buffer[:] = 1
+    number = block.arena
+    with os.fdopen(tier.arena_descriptor(number), "rb") as file:
+        mapping = mmap.mmap(file.fileno(), 64 * KIB, prot=mmap.PROT_READ)
+    del block
+    other = allocate(tier, 64 * KIB, THERE)
+    other.buffer[:] = 2
+    assert other.arena != number
+    assert set(mapping[:]) <= {0, 1}
+    with pytest.raises(NotFound):
+        tier.arena_descriptor(number)
+
+
+def test_an_arena_that_changes_its_readers_shows_nothing_of_what_was_in_it() -> None:
+    tier = SharedTier(64 * KIB)
+    block = allocate(tier, 64 * KIB)
+    block.buffer[:] = 1
+    number = block.arena
+    del block
+    other = allocate(tier, 4 * KIB, THERE)
+    assert other.arena > number
+    assert tier.statistics().used_bytes == 64 * KIB, "the memory is the same"
+    assert not other.source.bytes.any()
+
+
+PROBE = """
+import mmap, os, sys
+descriptor, size = int(sys.argv[1]), int(sys.argv[2])
+if len(sys.argv) > 3:
+    os.setgroups([]); os.setgid(65534); os.setuid(65534)
+assert mmap.mmap(descriptor, size, prot=mmap.PROT_READ)[0] == 7
+opened = [descriptor]
+try:
+    opened.append(os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR))
+except PermissionError:
+    pass
+for name in opened:
+    for attempt in (
+        lambda: mmap.mmap(name, size, prot=mmap.PROT_READ | mmap.PROT_WRITE),
+        lambda: os.pwrite(name, b"x", 0),
+        lambda: os.ftruncate(name, 0),
+        lambda: os.posix_fallocate(name, 0, 2 * size),
+    ):
+        try:
+            attempt()
+        except OSError:
+            continue
+        sys.exit(f"descriptor {name} of {opened}: {attempt} succeeded")
+print("read only", len(opened))
+"""
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("user", [[], ["nobody"]], ids=["root", "unprivileged"])
+def test_nobody_else_can_write_to_an_arena(user: list[str]) -> None:
+    tier = SharedTier(MIB)
+    block = allocate(tier, 4 * KIB)
+    block.buffer[:] = 7
+    descriptor = tier.arena_descriptor(block.arena)
+    try:
+        size = os.fstat(descriptor).st_size
+        done = subprocess.run(
+            [sys.executable, "-c", PROBE, str(descriptor), str(size), *user],
+            pass_fds=[descriptor],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    finally:
+        os.close(descriptor)
+    assert done.stdout == f"read only {1 if user else 2}\n", done.stderr
+    assert (block.buffer == 7).all()
+
+
+def test_descriptors_go_with_their_arenas() -> None:
+    def count() -> int:
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    gc.collect()
+    before = count()
+    tier = SharedTier(MIB)
+    block = allocate(tier, 100)
+    source = block.source
+    del tier, block
+    gc.collect()
+    assert os.preadv(source.fd, [bytearray(4)], 0) == 4, "open as long as somebody may read there"
+    del source
+    gc.collect()
+    assert count() == before
+
+
+def test_threads_beside_each_other(seed: int) -> None:
+    """Every block that is found has one value in all its bytes, that of its inode."""
+    tier = SharedTier(2 * MIB)
+    failures: list[str] = []
+    classes = [ReadClass(number, 0, 0, 0o444) for number in range(3)]
+
+    def work(number: int) -> None:
+        rng = random.Random(f"{seed} {number}")
+        pins: list[tuple[int, TierBlock]] = []
+        for _ in range(3000):
+            ino = rng.randrange(200)
+            if (found := tier.find(ino)) is not None:
+                pins.append((ino, found))
+            elif (block := tier.allocate(rng.randrange(1, 40 * KIB), classes[ino % 3])) is not None:
+                block.buffer[:] = ino
+                tier.keep(ino, block)
+            if rng.random() < 0.1:
+                tier.drop(rng.randrange(200))
+            if rng.random() < 0.002:
+                tier.retire(rng.randrange(3))
+            while pins and (len(pins) > 8 or rng.random() < 0.3):
+                ino, pin = pins.pop(rng.randrange(len(pins)))
+                if np.any(pin.buffer != ino) or pin.read_class != classes[ino % 3]:
+                    failures.append(f"inode {ino}: {set(pin.buffer.tolist())}")
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    statistics = tier.statistics()
+    assert statistics.used_bytes <= 2 * MIB
+    assert statistics.hits
+    assert statistics.evictions
+    for ino in range(200):
+        tier.drop(ino)
+    assert tier.allocate(2 * MIB, HERE) is not None, "no slot was lost"
