@@ -16,9 +16,14 @@ from kvfuse.errors import EngineError
 from kvfuse.options.config import Options
 from kvfuse.volume.commit.journal import Journal
 from kvfuse.volume.content.access_times import AccessTimes
-from kvfuse.volume.content.cutting import Content
+from kvfuse.volume.content.chunks import Chunks
+from kvfuse.volume.content.cutting import Cutter
+from kvfuse.volume.content.in_place import InPlaceWriter
 from kvfuse.volume.content.mapper import Mapper
+from kvfuse.volume.content.merge import Merger
 from kvfuse.volume.content.read_ahead import Fetcher
+from kvfuse.volume.content.reader import Reader
+from kvfuse.volume.content.writer import Writer
 from kvfuse.volume.hosts.coherence import Coherence
 from kvfuse.volume.hosts.slab_leases import SlabLeases
 from kvfuse.volume.inodes.core import Core
@@ -29,6 +34,7 @@ from kvfuse.volume.names.shared_changes import SharedNames
 from kvfuse.volume.names.shared_lookup import SharedLookup
 from kvfuse.volume.names.xattrs import Xattrs
 from kvfuse.volume.slots.flusher import Flusher
+from kvfuse.volume.slots.headers import HeaderWriter
 from kvfuse.volume.store import schema
 from kvfuse.volume.store.joined_reads import SharedRecords
 from kvfuse.volume.store.member import Member
@@ -42,20 +48,24 @@ class Parts:
 
     def __init__(self, core: Core, options: Options, member: Member | None) -> None:
         self.core = core
-        self.flusher = Flusher(core, options.cache.staging_size)
+        headers = HeaderWriter(core)
+        self.flusher = Flusher(core, headers, options.cache.staging_size)
         self.journal = Journal(core, self.flusher, options.publish.window)
-        self.content = Content(core, self.journal, self.flusher)
+        self.chunks = Chunks(core, self.flusher)
         self.access = AccessTimes(core, self.journal, options.mount.access_times, directories=options.mount.diratime)
-        self.mapper = Mapper(core, self.content, self.access)
+        self.mapper = Mapper(core, self.chunks, self.access)
         self.lookups, self.names = self._make_names()
         self.journal.make_room = self.names.reap_unnamed
+        self.reader = self._make_reader()
+        self.writer = Writer(core, self.journal, self.flusher, self.reader, InPlaceWriter(core, self.journal, headers))
+        self.cutter = Cutter(core, self.chunks, self.reader, self.writer)
         self.blocks = Blocks(
             core,
             self.journal,
             self.flusher,
             self.lookups,
             self.names,
-            self.content,
+            self.reader,
             self.mapper,
             binding_count_max=options.cache.nodes,
         )
@@ -66,7 +76,8 @@ class Parts:
         self.leases: SlabLeases | None = None
         """likewise"""
         if member is not None and isinstance(core.records, SharedRecords) and isinstance(self.lookups, SharedLookup):
-            self.content.fetcher = Fetcher(core)
+            merger = Merger(core, self.chunks, self.reader, self.writer, self.lookups.refresher)
+            self.journal.merger = merger.merge
             self.leases = SlabLeases(core, self.journal)
             self.leases.inheritance.free_later = self.journal.free_later
             self.journal.more = self.leases.more
@@ -80,12 +91,17 @@ class Parts:
         self._ended = trio.Event()
 
     def _make_names(self) -> tuple[Lookup, Names]:
-        core, journal, content = self.core, self.journal, self.content
+        core, journal, chunks = self.core, self.journal, self.chunks
         if isinstance(core.records, SharedRecords):
-            shared = SharedLookup(core, journal, content, core.records)
-            return shared, SharedNames(core, journal, content, shared)
-        lookups = Lookup(core, journal, content)
-        return lookups, Names(core, journal, content, lookups)
+            shared = SharedLookup(core, journal, chunks, core.records)
+            return shared, SharedNames(core, journal, chunks, shared)
+        lookups = Lookup(core, journal, chunks)
+        return lookups, Names(core, journal, chunks, lookups)
+
+    def _make_reader(self) -> Reader:
+        if isinstance(self.lookups, SharedLookup):
+            return Reader(self.core, self.chunks, self.lookups.renew, Fetcher(self.core))
+        return Reader(self.core, self.chunks)
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Write, commit and follow other hosts until `stop`; from its start on also when the caller is cancelled.
@@ -109,8 +125,8 @@ class Parts:
             nursery.start_soon(self.journal.run)
             if not self.core.shared:
                 nursery.start_soon(self.access.run)
-            if self.content.fetcher is not None:
-                nursery.start_soon(self.content.fetcher.run)
+            if self.reader.fetcher is not None:
+                nursery.start_soon(self.reader.fetcher.run)
             if self.coherence is not None and self.leases is not None:
                 nursery.start_soon(self.coherence.run)
                 await nursery.start(self.leases.run)

@@ -17,6 +17,7 @@ from kvfuse import errors
 from kvfuse.options.config import Options
 from kvfuse.volume.api import KernelCache
 from kvfuse.volume.check.scrub import Scrubber
+from kvfuse.volume.content.chunks import forget_lost
 from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.inodes.node import Node
 from kvfuse.volume.opening.holding import Held
@@ -73,7 +74,8 @@ class RunningVolume:
         """Go on with these."""
         self.parts = parts
         self.core = parts.core
-        self.flusher, self.journal, self.content = parts.flusher, parts.journal, parts.content
+        self.flusher, self.journal = parts.flusher, parts.journal
+        self.chunks, self.reader, self.writer, self.cutter = parts.chunks, parts.reader, parts.writer, parts.cutter
         self.mapper, self.lookups, self.names = parts.mapper, parts.lookups, parts.names
         self.blocks, self.xattrs, self.access = parts.blocks, parts.xattrs, parts.access
         self.access.changed = self._access_time_moved
@@ -115,10 +117,10 @@ class RunningVolume:
 
     async def _reap_orphan(self, record: schema.InodeRecord) -> None:
         """Corrupt, with nothing freed, where a record of the file is damaged."""
-        node = self.content.restore_chunks(Node.from_record(record), record)
+        node = self.chunks.restore_chunks(Node.from_record(record), record)
         node.nlink = 0
         await self.names.load_for_removal(node)
-        self.content.forget_lost(node)
+        forget_lost(node)
         if self.names.removal.is_large(node):
             await self.names.removal.take_apart(node)
         else:

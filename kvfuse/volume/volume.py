@@ -19,6 +19,7 @@ from kvfuse.remote.records.api import RecordStore
 from kvfuse.remote.segments.api import SegmentStore
 from kvfuse.slab.layout import Superblock
 from kvfuse.volume.api import ROOT_INODE, Caller, Changes, DirEntry, KernelCache, Space
+from kvfuse.volume.content.in_place import has_unsealed
 from kvfuse.volume.content.refresh import is_quiet
 from kvfuse.volume.inodes import privileges
 from kvfuse.volume.inodes.handle import FileHandle
@@ -119,7 +120,7 @@ class Volume(RunningVolume):
             if not node.is_file:
                 raise errors.InvalidArgument(f"inode {ino} is no file: it has no size to set")
             _check_content(node)
-            await self.content.truncate(node, changes.size)
+            await self.cutter.truncate(node, changes.size)
         if (changes.mode, changes.uid, changes.gid) != (None, None, None):
             self.blocks.readers_change(node)
         if changes.mode is not None:
@@ -214,7 +215,7 @@ class Volume(RunningVolume):
         if flags & os.O_TRUNC:
             try:
                 await self._lose_privileges(node, caller)
-                await self.content.truncate(node, 0)
+                await self.cutter.truncate(node, 0)
             except BaseException:
                 with trio.CancelScope(shield=True):
                     await self.release(handle)
@@ -229,7 +230,7 @@ class Volume(RunningVolume):
         if self.coherence is not None:
             handle.cache_valid = self.coherence.opened(node)
             if handle.readable and not handle.cache_valid:
-                self.content.opened(node)
+                self.reader.opened(node)
         self.core.unnamed.pop(node.ino, None)
         node.writers += handle.writable
         return handle
@@ -256,13 +257,13 @@ class Volume(RunningVolume):
 
     async def read(self, handle: FileHandle, offset: int, size: int) -> bytes | bytearray | memoryview:
         node = await self._current(handle)
-        data = await self.content.read(node, offset, size)
+        data = await self.reader.read(node, offset, size)
         self._count_read(handle, node, len(data))
         return data
 
     async def read_into(self, handle: FileHandle | Node, offset: int, target: memoryview) -> int:
         node = await self._current(handle)
-        length = await self.content.read_into(node, offset, target)
+        length = await self.reader.read_into(node, offset, target)
         self._count_read(handle, node, length)
         return length
 
@@ -287,7 +288,7 @@ class Volume(RunningVolume):
         if handle.appends and self.coherence is not None:
             offset = self.coherence.append_offset(node, offset)
         size = node.size
-        written = await self.content.write(node, offset, data, appends=handle.appends) if data else 0
+        written = await self.writer.write(node, offset, data, appends=handle.appends) if data else 0
         self._count_written(1, written)
         if by_kernel and written < len(data) and (handle.direct or offset + len(data) <= size):
             # It would take this for all of the mapped pages that it writes back, and make EIO of a direct write.
@@ -297,7 +298,7 @@ class Volume(RunningVolume):
     async def write_in_slots(self, handle: FileHandle, writes: Sequence[tuple[int, memoryview]]) -> list[bool]:
         node = await self._current(handle)
         await self._lose_privileges(node, handle.caller)
-        written = await self.content.write_in_slots(node, writes)
+        written = await self.writer.write_in_slots(node, writes)
         self._count_written(
             sum(written), sum(len(data) for (_, data), done in zip(writes, written, strict=True) if done)
         )
@@ -356,7 +357,7 @@ class Volume(RunningVolume):
         if node.nlink and handle.writable and node.writers == 0:
             if node.changed:
                 self.journal.touch(node)
-            if self.content.has_unsealed(node):
+            if has_unsealed(node):
                 node.handles += 1
                 self._background(self._seal(node))
         self._let_go(node)
@@ -365,7 +366,7 @@ class Volume(RunningVolume):
         """Nobody uses this handle any more; the last one of an unlinked file takes the file along."""
         node.handles -= 1
         if not node.handles:
-            self.content.closed(node)
+            self.reader.closed(node)
         if node.nlink or node.handles or (self.coherence is not None and self.coherence.let_go(node)):
             return
         if self.names.knows_all(node):
@@ -392,7 +393,7 @@ class Volume(RunningVolume):
     async def _seal(self, node: Node) -> None:
         """The last writer of a file that was changed in place closed it."""
         try:
-            await self.content.seal(node)
+            await self.writer.in_place.seal(node)
         except errors.EngineError as error:
             log.warning("inode %d stays unsealed, so it is read without verification: %s", node.ino, error)
         finally:
@@ -460,7 +461,7 @@ class Volume(RunningVolume):
 
     async def info(self, ino: int) -> dict[str, Any]:
         node = await self.lookups.node(ino)
-        await self.content.load_all(node)
+        await self.chunks.load_all(node)
         return {
             "ino": node.ino,
             "size": node.size,
@@ -469,7 +470,7 @@ class Volume(RunningVolume):
             "nlink": node.nlink,
             "stored": node.stored and not node.changed,
             "publish": "strict" if self.names.is_strict(await self._folder(node)) else "relaxed",
-            "extents": [row for index in sorted(node.chunks) for row in self.content.describe_chunk(node, index)],
+            "extents": [row for index in sorted(node.chunks) for row in self.chunks.describe_chunk(node, index)],
         }
 
     # -- what operations share -----------------------------------------------------------------------

@@ -453,7 +453,7 @@ class Journal(SharedJournal):
         async with self._freeing:
             if batch.freed or batch.unborn:
                 try:
-                    await self.flusher.mark_free([extent.slot for extent in (*batch.freed, *batch.unborn)])
+                    await self.flusher.headers.mark_free([extent.slot for extent in (*batch.freed, *batch.unborn)])
                 except EngineError:
                     batch.is_unsure = True
                     raise

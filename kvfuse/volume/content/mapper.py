@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from kvfuse.errors import Stale
 from kvfuse.volume.content.access_times import AccessTimes
-from kvfuse.volume.content.cutting import Content
+from kvfuse.volume.content.chunks import Chunks
 from kvfuse.volume.inodes.chunk import DISCARDED, Chunk
 from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.inodes.node import Node
@@ -18,7 +18,7 @@ class Mapper:
     """See the module."""
 
     core: Core
-    content: Content
+    chunks: Chunks
     access: AccessTimes
 
     def __post_init__(self) -> None:
@@ -47,7 +47,7 @@ class Mapper:
                 shown.hide(index)
             row = self._copy(node, index)
             if row is None:
-                chunk = node.chunks.get(index) or await self.content.chunk(node, index)
+                chunk = node.chunks.get(index) or await self.chunks.load_chunk(node, index)
                 row = self._row(chunk)
             if row is not None:
                 self.map_of(node).add(index, row)  # nothing has waited since the chunk was looked at

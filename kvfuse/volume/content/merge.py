@@ -16,9 +16,12 @@ import numpy as np
 from kvfuse.errors import EngineError, NoSpace
 from kvfuse.remote.records.api import Versioned
 from kvfuse.remote.segments.api import Transfer
-from kvfuse.volume.content.cutting import Content
+from kvfuse.volume.content.chunks import Chunks
+from kvfuse.volume.content.reader import Reader
 from kvfuse.volume.content.refresh import Refresher
-from kvfuse.volume.inodes.chunk import FRESH, Chunk, Staged
+from kvfuse.volume.content.writer import Writer
+from kvfuse.volume.inodes.chunk import FRESH, Chunk
+from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.inodes.node import MovedAgain, Node
 from kvfuse.volume.store import schema
 
@@ -34,9 +37,12 @@ Theirs = dict[int, tuple[schema.ExtentRecord, ...]]
 
 @dataclass
 class Merger:
-    """See the module."""
+    """Puts other hosts' changes into inodes that were changed here. One of each membership."""
 
-    content: Content
+    core: Core
+    chunks: Chunks
+    reader: Reader
+    writer: Writer
     refresher: Refresher
 
     async def merge(self, node: Node, record: schema.InodeRecord, version: int) -> None:
@@ -77,7 +83,7 @@ class Merger:
         if tail is not None:
             node.appends = True
             try:
-                self.content.lay(node, record.size, *tail)
+                self.writer.lay(node, record.size, *tail)
             except NoSpace:
                 _lose(node)
         node.end_moved += node.size - size_before
@@ -115,7 +121,7 @@ class Merger:
         if node.cut_size is None or not record.flags & schema.FLAG_CHUNK_RECORDS:
             return found
         after = schema.chunk_key(node.ino, max(schema.INLINE_CHUNKS, -(-node.cut_size // node.chunk_size)) - 1)
-        while rows := await self.content.core.records.scan(schema.chunk_prefix(node.ino), after):
+        while rows := await self.core.records.scan(schema.chunk_prefix(node.ino), after):
             found.update([schema.chunk_index(row.key) for row in rows])
             after = rows[-1].key
         return found
@@ -127,9 +133,7 @@ class Merger:
         rows: list[Versioned | None] = []
         if far:
             key = schema.inode_key(node.ino) if node.own_record else schema.entry_key(node.parent, node.name)
-            found, *rows = await self.content.core.records.get(
-                [key, *[schema.chunk_key(node.ino, index) for index in far]]
-            )
+            found, *rows = await self.core.records.get([key, *[schema.chunk_key(node.ino, index) for index in far]])
             entry = None
             if found is not None:
                 entry = schema.decode_inode(found.value) if node.own_record else schema.decode_entry(found.value)
@@ -170,13 +174,13 @@ class Merger:
         view = np.empty(sum(extent.length for extent in extents), np.uint8).data
         transfers, start = [], 0
         for extent in extents:
-            transfers.append(Transfer(*self.content.core.locate(extent.addr), view[start : start + extent.length]))
+            transfers.append(Transfer(*self.core.locate(extent.addr), view[start : start + extent.length]))
             start += extent.length
-        with self.content.core.reads.reading():
-            await self.content.core.segments.read(transfers)
+        with self.core.reads.reading():
+            await self.core.segments.read(transfers)
         start = 0
         for extent in extents:
-            self.content.check_extent(extent, view[start : start + extent.length])
+            self.reader.check_extent(extent, view[start : start + extent.length])
             start += extent.length
         return view
 
@@ -194,7 +198,7 @@ class Merger:
         before: Bytes = b""
         if head:
             before = read[index][0] if index in read else await self._read_extents(list(theirs.get(index, ())))
-        return before[:head], bytes(await self.content.read(node, start, node.size - start))
+        return before[:head], bytes(await self.reader.read(node, start, node.size - start))
 
     # -- putting together: nothing waits -------------------------------------------------------------
 
@@ -230,12 +234,12 @@ class Merger:
         """What is stored, and the file does not consist of here, is ours to free; the rest another host has freed."""
         kept = {(extent.addr, extent.generation) for chunk in node.chunks.values() for extent in chunk.extents}
         node.dead = [
-            self.content.extent(extent)
+            self.chunks.restore_extent(extent)
             for extents in theirs.values()
             for extent in extents
             if (extent.addr, extent.generation) not in kept
         ]
-        self.content.core.givers[node] = None
+        self.core.givers[node] = None
 
     def _far_difference(self, node: Node, theirs: Theirs) -> int:
         """Units that the changed far chunks have more here than they are stored with."""
@@ -263,7 +267,7 @@ class Merger:
         node.changing(index)
         if extents or chunk is not None:
             chunk = node.chunks.setdefault(index, Chunk())
-            chunk.extents = [self.content.extent(extent) for extent in extents]
+            chunk.extents = [self.chunks.restore_extent(extent) for extent in extents]
 
     def _lay_over(
         self,
@@ -293,37 +297,33 @@ class Merger:
                 merged[low:end] = ours[low:end]
                 laid.append((low, end))
         node.changing(index)
-        self.content.unstage(node, chunk)
+        self.chunks.unstage(node, chunk)
         for extent in chunk.extents:
             if extent.state == FRESH:
-                self.content.core.discard(node, extent)
+                self.core.discard(node, extent)
         node.born = [extent for extent in node.born if extent.state == FRESH]
-        chunk.extents = [self.content.extent(extent) for extent in extents]
+        chunk.extents = [self.chunks.restore_extent(extent) for extent in extents]
         node.dirty_chunks = {*node.dirty_chunks} - {index}
         chunk.base, chunk.dirty = extents, []
         if 0 < kept < len(stored):
-            self.content.cut_chunk(node, index, kept, stored[:kept])
+            self.chunks.cut_chunk(node, index, kept, stored[:kept])
         elif kept < len(stored):
-            self.content.drop_chunk(node, index)
-        staged = self._room_for(merged) if laid else None
-        if staged is None:
+            self.chunks.drop_chunk(node, index)
+        if not laid or not self._stage(node, chunk, merged):
             if kept == len(stored):
                 chunk.base = None
             return not laid
         node.chunks[index], chunk.dirty = chunk, laid
-        if index >= schema.INLINE_CHUNKS:
-            node.chunk_changed(index)
-        self.content.flusher.stage(node, chunk, staged)
+        node.chunk_changed(index)
         return True
 
-    def _room_for(self, merged: bytearray) -> Staged | None:
-        staged = Staged()
+    def _stage(self, node: Node, chunk: Chunk, merged: bytearray) -> bool:
+        """False where there is no room for that."""
         try:
-            staged.slots = self.content.core.slabs.allocate(len(merged))
+            self.writer.stage_copy(node, chunk, merged)
         except NoSpace:
-            return None
-        staged.pieces, staged.length = [merged], len(merged)
-        return staged
+            return False
+        return True
 
 
 def _merged_time(ours: int, base: int, theirs: int) -> int:
@@ -375,6 +375,5 @@ def _far_needed(node: Node, record: schema.InodeRecord) -> set[int]:
 
 def _look(chunk: Chunk) -> tuple[object, ...]:
     """What is other when the chunk was changed."""
-    staged: Staged | None = chunk.staged
-    staged_length = staged.length if staged is not None else 0
-    return staged, staged_length, [*chunk.extents], chunk.length, len(chunk.dirty), chunk.dirty[-1:]
+    staged_length = chunk.staged.length if chunk.staged is not None else 0
+    return chunk.staged, staged_length, [*chunk.extents], chunk.length, len(chunk.dirty), chunk.dirty[-1:]

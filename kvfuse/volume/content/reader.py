@@ -1,4 +1,4 @@
-"""Bytes of files from their extents: chunks and their records, reads, verification. Nothing here changes a file.
+"""Bytes of files from their extents: reads, and verification of what was read. Nothing here changes a file.
 
 A read that waits for an engine may find, when it is back, that the extent is another's: then it reads again.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -16,8 +16,9 @@ import trio
 from kvfuse.checksum import GRANULE_SIZE, crc32c, granule_checksums
 from kvfuse.errors import Corrupt
 from kvfuse.remote.segments.api import Transfer
+from kvfuse.volume.content.chunks import Chunks
 from kvfuse.volume.content.read_ahead import Fetcher
-from kvfuse.volume.inodes.chunk import COMMITTED, DISCARDED, Chunk, Extent
+from kvfuse.volume.inodes.chunk import Chunk, Extent
 from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.inodes.node import Node
 from kvfuse.volume.store import schema
@@ -33,72 +34,15 @@ async def _keep(node: Node) -> None:
 
 
 @dataclass
-class ContentReader:
-    """See the module."""
+class Reader:
+    """Reads files of one volume. One of each membership."""
 
     core: Core
-    renew: Callable[[Node], Awaitable[None]] = field(default=_keep, kw_only=True)
+    chunks: Chunks
+    renew: Callable[[Node], Awaitable[None]] = _keep
     """brings an inode up to what other hosts have stored; Stale, if it is gone"""
-    fetcher: Fetcher | None = field(default=None, kw_only=True)
+    fetcher: Fetcher | None = None
     """where each read of the engine is a round trip, and nothing is written in place"""
-
-    # -- chunks --------------------------------------------------------------------------------------
-
-    def restore_chunks(self, node: Node, record: schema.InodeRecord) -> Node:
-        """Give a node decoded from ``record`` its inline chunks."""
-        for index, extents in enumerate(record.chunks):
-            if extents:
-                node.chunks[index] = Chunk([self.extent(extent) for extent in extents])
-        if record.chunks and record.chunks[0]:
-            node.described = (-1, b"", 0, 0, 0, 0)
-        return node
-
-    def extent(self, record: schema.ExtentRecord) -> Extent:
-        """An extent that a record names."""
-        slabs = self.core.slabs
-        state = COMMITTED
-        if not self.core.shared and not slabs.is_durable(record.addr):
-            log.error("slot %d belongs to a file but is free: 'kvfuse fsck' tells more", record.addr)
-            state = DISCARDED  # it is not ours to free
-        slot_size = slabs.slot_size(record.addr)
-        return Extent(record.addr, slot_size, record.length, record.generation, record.checksums, state)
-
-    async def chunk(self, node: Node, index: int) -> Chunk | None:
-        """The chunk, from its record where it has one of its own; None for a hole."""
-        while True:
-            chunk = node.chunks.get(index)
-            if chunk is not None or index < schema.INLINE_CHUNKS or not node.flags & schema.FLAG_CHUNK_RECORDS:
-                return chunk
-            merges = node.content_merges
-            found = (await self.core.records.get([schema.chunk_key(node.ino, index)]))[0]
-            if node.content_merges != merges:
-                continue  # what was read may be older than what is known by now
-            if found is None or index in node.chunks or index in node.dirty_chunks:
-                return node.chunks.get(index)
-            node.chunks[index] = Chunk([self.extent(extent) for extent in schema.decode_chunk(found.value)])
-
-    async def load_all(self, node: Node, first: int = 0) -> None:
-        """Have every chunk from ``first`` on in memory."""
-        if not node.flags & schema.FLAG_CHUNK_RECORDS:
-            return
-        prefix = schema.chunk_prefix(node.ino)
-        start = schema.chunk_key(node.ino, first - 1) if first > 0 else b""
-        after, merges = start, node.content_merges
-        while True:
-            rows = await self.core.records.scan(prefix, after)
-            if node.content_merges != merges:  # as in `chunk`
-                after, merges = start, node.content_merges
-                continue
-            for row in rows:
-                index = schema.chunk_index(row.key)
-                if index not in node.chunks and index not in node.dirty_chunks:
-                    extents = [self.extent(extent) for extent in schema.decode_chunk(row.value)]
-                    node.chunks[index] = Chunk(extents)
-            if not rows:
-                return
-            after = rows[-1].key
-
-    # -- reading -------------------------------------------------------------------------------------
 
     def opened(self, node: Node) -> None:
         """A file is opened of which the kernel has no bytes: those at its start will be asked for."""
@@ -119,13 +63,13 @@ class ContentReader:
         index, start = divmod(offset, node.chunk_size)
         length = end - offset
         if start + length <= node.chunk_size:
-            chunk = node.chunks.get(index) or await self.chunk(node, index)
+            chunk = node.chunks.get(index) or await self.chunks.load_chunk(node, index)
             if chunk is None:
                 return bytes(length)
             if chunk.staged is not None:
                 return chunk.staged.read(start, start + length)
             if len(chunk.extents) == 1 and start + length <= chunk.extents[0].length:
-                return await self._read_extent(node, index, chunk.extents[0], start, length)
+                return await self.read_extent(node, index, chunk.extents[0], start, length)
         result = bytearray(length)
         await self._read_parts(node, offset, memoryview(result))
         return result
@@ -151,11 +95,11 @@ class ContentReader:
 
     async def _read_part(self, node: Node, index: int, start: int, target: memoryview) -> None:
         """Fill ``target`` from one chunk, or with zeros where there is none."""
-        chunk = await self.chunk(node, index)
+        chunk = await self.chunks.load_chunk(node, index)
         if chunk is not None and chunk.staged is not None:
             target[:] = chunk.staged.read(start, start + len(target))
         elif chunk is not None:
-            await self._read_chunk(node, index, chunk, start, target)
+            await self.read_chunk(node, index, chunk, start, target)
         else:
             _clear(target)
 
@@ -167,7 +111,7 @@ class ContentReader:
             for read in reads:
                 await read()
 
-    async def _read_chunk(self, node: Node, index: int, chunk: Chunk, start: int, target: memoryview) -> None:
+    async def read_chunk(self, node: Node, index: int, chunk: Chunk, start: int, target: memoryview) -> None:
         """Fill ``target`` from the extents. While one is read others may be given up: then the file is read anew."""
         piece_start = 0
         pieces = []
@@ -186,12 +130,12 @@ class ContentReader:
     ) -> None:
         """Fill ``target`` with what begins at ``start`` of an extent, at ``chunk_start`` of its chunk."""
         if _is_current(node, index, extent):
-            target[:] = await self._read_extent(node, index, extent, start, len(target), may_view=False)
+            target[:] = await self.read_extent(node, index, extent, start, len(target), may_view=False)
         else:
             count = await self.read_into(node, index * node.chunk_size + chunk_start, target)
             _clear(target[count:])
 
-    async def _read_extent(
+    async def read_extent(
         self, node: Node, index: int, extent: Extent, start: int, length: int, *, may_view: bool = True
     ) -> bytes | bytearray | memoryview:
         """Bytes of one extent, verified granule by granule the first time they are touched.
@@ -221,7 +165,7 @@ class ContentReader:
         checksums = extent.checksums
         segment, file_offset = self.core.locate(extent.addr)
         buffer = np.empty(high - low, np.uint8).data
-        offset = _offset_of(node, index, extent) + start
+        offset = index * node.chunk_size + node.chunks[index].start_of(extent) + start
         with self.core.reads.reading():
             await self.core.segments.read([Transfer(segment, file_offset + low, buffer)])
             if not _is_current(node, index, extent) or extent.checksums is not checksums:
@@ -235,7 +179,7 @@ class ContentReader:
 
         Bytes that are wrong may be those of a slot's next life: the inode is read anew once. Meanwhile it may change.
         """
-        offset = _offset_of(node, index, extent) + start
+        offset = index * node.chunk_size + node.chunks[index].start_of(extent) + start
         checksums = extent.checksums
 
         def is_same() -> bool:
@@ -323,16 +267,6 @@ def _is_current(node: Node, index: int, extent: Extent) -> bool:
     """The chunk's bytes are those of the extent, and of its neighbours."""
     chunk = node.chunks.get(index)
     return chunk is not None and chunk.staged is None and extent in chunk.extents
-
-
-def _offset_of(node: Node, index: int, extent: Extent) -> int:
-    """Where in the file an extent begins."""
-    offset = index * node.chunk_size
-    for other in node.chunks[index].extents:
-        if other is extent:
-            break
-        offset += other.length
-    return offset
 
 
 def _clear(target: memoryview) -> None:

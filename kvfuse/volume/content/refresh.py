@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kvfuse.volume.content.cutting import Content
+from kvfuse.volume.content.chunks import Chunks
 from kvfuse.volume.content.kernel_news import KernelNews
 from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.inodes.node import Node
@@ -21,7 +21,7 @@ class Refresher:
     """See the module. Nothing here waits."""
 
     core: Core
-    content: Content
+    chunks: Chunks
     news: KernelNews = field(default_factory=KernelNews)
     readers_change: Callable[[Node], None] = lambda node: None
     """is told before other people may read an inode than before"""
@@ -40,7 +40,7 @@ class Refresher:
             if node is not None and not (node.changed or node.committing or node.lock):
                 self._renounce(node)
         if node is None:
-            node = self.content.restore_chunks(Node.from_record(record), record)
+            node = self.chunks.restore_chunks(Node.from_record(record), record)
             node.own_record, node.version, node.base = own, version, record
             _put_at(node, record, place)
             if self.core.places.content_version(node.ino) != version:
@@ -58,7 +58,7 @@ class Refresher:
 
     def _renounce(self, node: Node) -> None:
         """Give up what was written to an open file after it was removed here: what is read next is what is stored."""
-        self.content.drop_all(node)
+        self.chunks.drop_all(node)
         node.dead, node.base = [], None
 
     def _bring_up(self, node: Node, record: schema.InodeRecord, *, own: bool) -> None:
@@ -84,7 +84,7 @@ class Refresher:
         node.chunks.clear()
         node.complete = False
         node.content_merges += 1
-        self.content.restore_chunks(node, record)
+        self.chunks.restore_chunks(node, record)
         node.far_blocks = record.far_blocks
         node.end_moved += record.size - node.size
         node.set_size(record.size)

@@ -159,6 +159,10 @@ class Chunk:
         """Bytes in slots; the rest of the chunk reads as zeros."""
         return sum([extent.length for extent in self.extents])
 
+    def start_of(self, extent: Extent) -> int:
+        """Where in the chunk one of its extents begins."""
+        return sum([other.length for other in self.extents[: self.extents.index(extent)]])
+
     @property
     def blocks(self) -> int:
         if self.staged is not None:

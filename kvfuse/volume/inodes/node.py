@@ -8,8 +8,9 @@ a few dozen bytes each, so that a million known files fit.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
+from contextlib import asynccontextmanager
 from stat import S_IFDIR, S_IFMT, S_IFREG
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -221,7 +222,9 @@ class Node:
         return count
 
     def chunk_changed(self, index: int) -> None:
-        """A chunk's own record is to be put, or deleted, with the inode's."""
+        """A chunk's own record, where it has one, is to be put, or deleted, with the inode's."""
+        if index < schema.INLINE_CHUNKS:
+            return
         if isinstance(self.dirty_chunks, set):
             self.dirty_chunks.add(index)
         else:
@@ -327,7 +330,7 @@ class Node:
 
     @classmethod
     def from_record(cls, record: schema.InodeRecord) -> Node:
-        """Without extents: the caller adds chunks, see `content.load_chunks`."""
+        """Without extents: the caller adds chunks, see `content.chunks`."""
         node = cls(record.ino, record.mode, record.uid, record.gid, record.chunk_size)
         node.nlink = record.nlink
         node.rdev = record.rdev
@@ -420,3 +423,17 @@ def check_remembered(*nodes: Node) -> None:
     for node in nodes:
         if node.forgotten:
             raise EngineError(f"this client lost its lease of the volume: what was changed of inode {node.ino} is lost")
+
+
+@asynccontextmanager
+async def locked(node: Node) -> AsyncIterator[None]:
+    """The node's lock, for what must not interleave with other changes of its content."""
+    if node.lock is None:
+        node.lock = trio.Lock()
+    lock = node.lock
+    try:
+        async with lock:
+            yield
+    finally:  # a node that has one is taken for one that is being changed
+        if not lock.locked():
+            node.lock = None

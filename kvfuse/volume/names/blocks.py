@@ -20,8 +20,8 @@ from kvfuse import errors
 from kvfuse.slab.allocator import Slot
 from kvfuse.volume.api import NAME_MAX, ROOT_INODE, VIRTUAL_NAME, Caller
 from kvfuse.volume.commit.journal import Journal
-from kvfuse.volume.content.cutting import Content
 from kvfuse.volume.content.mapper import Mapper
+from kvfuse.volume.content.reader import Reader
 from kvfuse.volume.inodes.chunk import Chunk, Staged
 from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.inodes.node import Node
@@ -80,7 +80,7 @@ class Blocks:
     flusher: Flusher
     lookup: Lookup
     names: Names
-    content: Content
+    reader: Reader
     mapper: Mapper
     binding_count_max: int
 
@@ -203,7 +203,7 @@ class Blocks:
         if block is None:
             return False
         version = binding.map.version
-        await self.content.read_into(node, 0, block.buffer.data)
+        await self.reader.read_into(node, 0, block.buffer.data)
         if not (binding.valid and binding.map.version == version and _is_quiet(node)):
             return False
         self.counters.prefetches += 1

@@ -21,7 +21,7 @@ from kvfuse.volume.api import (
     Caller,
 )
 from kvfuse.volume.commit.journal import Journal
-from kvfuse.volume.content.cutting import Content
+from kvfuse.volume.content.chunks import Chunks
 from kvfuse.volume.inodes import metadata_budget, privileges
 from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.inodes.node import Node
@@ -38,11 +38,11 @@ class Names:
 
     core: Core
     journal: Journal
-    content: Content
+    chunks: Chunks
     lookup: Lookup
 
     def __post_init__(self) -> None:
-        self.removal = Removal(self.core, self.journal, self.content, self.reap)
+        self.removal = Removal(self.core, self.journal, self.chunks, self.reap)
         self.journal.helpers.append(self.removal.run)
 
     # -- publishing ----------------------------------------------------------------------------------
@@ -267,7 +267,7 @@ class Names:
 
     async def load_for_removal(self, node: Node) -> None:
         """Have in memory all that has to be removed with the inode."""
-        await self.content.load_all(node)
+        await self.chunks.load_all(node)
         if node.flags & schema.FLAG_XATTRS:
             keys = await all_keys(self.core.records, schema.xattr_prefix(node.ino))
             node.xattr_names |= {schema.xattr_name(key) for key in keys}
@@ -366,7 +366,7 @@ class Names:
             if schema.orphan_key(node.ino) in later.extra:
                 heir = later  # the store still has the name: the slots may not be freed before that changes
             later = later.heir
-        node.extra.update(self.content.drop_all(node))
+        node.extra.update(self.chunks.drop_all(node))
         for name in node.xattr_names:
             node.extra[schema.xattr_key(node.ino, name)] = None
         if node.stored or node.committing:
@@ -379,7 +379,7 @@ class Names:
         """Free what no record names; the rest is freed by its orphan record."""
         self.core.unnamed.pop(node.ino, None)
         node.reaped = True
-        self.content.drop_all(node)
+        self.chunks.drop_all(node)
         node.dead = []
         if not self.core.places.known(node.ino):
             self.core.nodes.drop(node)

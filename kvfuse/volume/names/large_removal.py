@@ -14,7 +14,7 @@ import trio
 
 from kvfuse.errors import EngineError
 from kvfuse.volume.commit.journal import Journal
-from kvfuse.volume.content.cutting import Content
+from kvfuse.volume.content.chunks import Chunks
 from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.inodes.node import Node
 from kvfuse.volume.store import schema
@@ -31,7 +31,7 @@ class Removal:
 
     core: Core
     journal: Journal
-    content: Content
+    chunks: Chunks
     reap: Callable[[Node], None]
 
     def __post_init__(self) -> None:
@@ -75,7 +75,7 @@ class Removal:
             node.xattr_names -= frozenset(attributes)
             node.extra.update({schema.xattr_key(node.ino, name): None for name in attributes})
             for index in far_chunks(node)[-(count - len(attributes)) :] if len(attributes) < count else []:
-                self.content.drop_chunk(node, index)
+                self.chunks.drop_chunk(node, index)
                 node.extra[schema.chunk_key(node.ino, index)] = None
                 del node.chunks[index]
             node.dirty_chunks = frozenset()

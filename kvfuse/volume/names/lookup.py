@@ -16,7 +16,7 @@ from kvfuse import errors
 from kvfuse.volume.api import NAME_MAX, ROOT_INODE, DirEntry
 from kvfuse.volume.commit.journal import Journal
 from kvfuse.volume.commit.pending import NameChange
-from kvfuse.volume.content.cutting import Content
+from kvfuse.volume.content.chunks import Chunks
 from kvfuse.volume.content.refresh import Refresher
 from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.inodes.node import Node
@@ -47,10 +47,10 @@ class Lookup:
 
     core: Core
     journal: Journal
-    content: Content
+    chunks: Chunks
 
     def __post_init__(self) -> None:
-        self.refresher = Refresher(self.core, self.content)
+        self.refresher = Refresher(self.core, self.chunks)
         self.learning = Learning(self.core, self.journal, self.refresher)
 
     # -- finding -------------------------------------------------------------------------------------
@@ -202,7 +202,7 @@ class Lookup:
             return self.refresher.take(record, version, (parent, name), own=own)
         node = self.core.nodes.get(record.ino)
         if node is None:
-            node = self.core.nodes.add(self.content.restore_chunks(Node.from_record(record), record))
+            node = self.core.nodes.add(self.chunks.restore_chunks(Node.from_record(record), record))
             node.own_record = own
             if name:
                 node.parent, node.name = parent, name
@@ -323,7 +323,7 @@ class Lookup:
 
     def _shown(self, record: schema.InodeRecord, parent: int, name: bytes) -> Node:
         """A node for a listing; it is kept only when the kernel takes it (`count_lookup`)."""
-        node = self.content.restore_chunks(Node.from_record(record), record)
+        node = self.chunks.restore_chunks(Node.from_record(record), record)
         node.parent, node.name = parent, name
         return node
 

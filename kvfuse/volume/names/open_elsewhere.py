@@ -21,7 +21,7 @@ from kvfuse.errors import EngineError
 from kvfuse.remote.records.api import Versioned
 from kvfuse.volume.commit.journal import Journal
 from kvfuse.volume.commit.planner import slot_records_max
-from kvfuse.volume.content.cutting import Content
+from kvfuse.volume.content.chunks import Chunks
 from kvfuse.volume.inodes.chunk import RESTED, Extent
 from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.inodes.node import Node
@@ -50,7 +50,7 @@ class Removed:
 
     core: Core
     journal: Journal
-    content: Content
+    chunks: Chunks
 
     def __post_init__(self) -> None:
         self._later: deque[tuple[float, int]] = deque()
@@ -217,9 +217,9 @@ class Removed:
             known.reaped = True
             known.end_map()
             self.core.nodes.drop(known)
-        node = self.content.restore_chunks(Node.from_record(record), record)
+        node = self.chunks.restore_chunks(Node.from_record(record), record)
         node.nlink, node.version = 0, version
-        await self.content.load_all(node)
+        await self.chunks.load_all(node)
         if not await self._unfold(node, record):
             return
         items: list[tuple[bytes, list[Extent]]] = [(key, []) for key in await self._attributes(node)]

@@ -19,7 +19,6 @@ from typing import NamedTuple
 
 from kvfuse import errors
 from kvfuse.volume.api import LINK_MAX, RENAME_EXCHANGE, RENAME_NOREPLACE, ROOT_INODE, SYMLINK_MAX, Caller
-from kvfuse.volume.content.merge import Merger
 from kvfuse.volume.inodes import privileges
 from kvfuse.volume.inodes.node import Node
 from kvfuse.volume.names.attempts import Attempts
@@ -57,13 +56,12 @@ class SharedNames(Attempts):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        removed = Removed(self.core, self.journal, self.content)
+        removed = Removed(self.core, self.journal, self.chunks)
         self.journal.helpers.append(removed.run)
         self.journal.reap, self.journal.free_later = self.reap, removed.later
         self.journal.hurry, self.journal.hurry_own = removed.hurry, removed.hurry_own
-        self.journal.merger = Merger(self.content, self.lookup.refresher).merge
         self.lookup.refresher.revive = self.journal.revive
-        self.content.renew = self.journal.renew = self.lookup.renew
+        self.journal.renew = self.lookup.renew
 
     async def publish(self, directory: Node, *nodes: Node) -> None:
         """As there. What a transaction brought into the store waits for nothing."""

@@ -3,8 +3,8 @@
 One batch is written at a time; whatever is staged meanwhile joins the next. Bytes are written before
 any record names them (`Journal` sees to that), headers (`headers`) with their bytes.
 
-Bytes that could not be written stay staged, and are tried again. But nobody waits for more than one deadline: who
-waits while a write is late is told, whether it was his or one that had to come first.
+Bytes that could not be written stay staged, and are tried again. But no caller waits longer than one engine deadline:
+when a batch times out, every waiter gets EngineTimeout, also those whose bytes were to follow in the next batch.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ import trio
 from kvfuse.checksum import GRANULE_SIZE, granule_checksums
 from kvfuse.errors import EngineError, EngineTimeout
 from kvfuse.remote.segments.api import Transfer
-from kvfuse.slab import layout
 from kvfuse.slab.allocator import Slot
 from kvfuse.volume.inodes.chunk import FRESH, Chunk, Extent, Staged
+from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.inodes.grace import Give
 from kvfuse.volume.inodes.node import Node
 from kvfuse.volume.inodes.pace import Pace
-from kvfuse.volume.slots.headers import HeaderRow, HeaderWriter
+from kvfuse.volume.slots.headers import HeaderWriter, identity_of
+from kvfuse.volume.slots.heads import Head, transfers
 
 log = logging.getLogger(__name__)
 
@@ -67,9 +68,11 @@ class _Turn:
 
 
 @dataclass
-class Flusher(HeaderWriter):
+class Flusher:
     """Writes staged chunks and their headers. ``staging_size``: bytes that may be staged before writers wait."""
 
+    core: Core
+    headers: HeaderWriter
     staging_size: int
     staged_bytes: int = 0
     dropped_size: int = 0
@@ -77,7 +80,6 @@ class Flusher(HeaderWriter):
     _full: dict[tuple[int, int], tuple[Node, int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         self._lock = trio.Lock()
         self._work = trio.Event()
         self._room: trio.Event | None = None
@@ -238,7 +240,7 @@ class Flusher(HeaderWriter):
         ]
         if chunks:
             await self._flush_chunks(chunks)
-        await self._describe([node for node in nodes if node.nlink and node.described is not None])
+        await self.headers.describe([node for node in nodes if node.nlink and node.described is not None])
 
     async def _flush_chunks(self, chunks: Sequence[tuple[Node, int]]) -> None:
         """EngineTimeout also where another batch, which had to be waited for, was late: a deadline is enough."""
@@ -259,11 +261,11 @@ class Flusher(HeaderWriter):
         """Under the lock. At each await staged chunks may be replaced or dropped; `_install` looks again."""
         items: list[_Item] = []
         try:
-            transfers = await self._prepare(chunks, items)
+            writes = await self._prepare(chunks, items)
             if not items:
                 return
-            await self.core.make_segments({transfer.segment for transfer in transfers})
-            await self.core.segments.write(transfers)
+            await self.core.make_segments({transfer.segment for transfer in writes})
+            await self.core.segments.write(writes)
         except BaseException as error:
             if isinstance(error, EngineTimeout):
                 self._late = error
@@ -278,32 +280,32 @@ class Flusher(HeaderWriter):
 
     async def _prepare(self, chunks: Sequence[tuple[Node, int]], items: list[_Item]) -> list[Transfer]:
         """What is to be written of staged chunks; ``items`` gets those that are being written from now on."""
-        transfers: list[Transfer] = []
-        rows: list[HeaderRow] = []
+        writes: list[Transfer] = []
+        heads: list[Head] = []
         byte_count, pace = 0, Pace()
         for number, (node, index) in enumerate(chunks, 1):
             if length := _staged_length(node, index):
-                items.append(self._begin(node, index, transfers, rows))
+                items.append(self._begin(node, index, writes, heads))
                 byte_count += length
-            if number == len(chunks) or len(rows) >= PREPARED_CHUNKS or byte_count >= PREPARED_BYTES:
-                transfers += self._header_transfers(rows)
-                rows, byte_count = [], 0
+            if number == len(chunks) or len(heads) >= PREPARED_CHUNKS or byte_count >= PREPARED_BYTES:
+                writes += transfers(self.core.superblock, heads)
+                heads, byte_count = [], 0
                 await pace.rest()
-        return transfers
+        return writes
 
-    def _begin(self, node: Node, index: int, transfers: list[Transfer], rows: list[HeaderRow]) -> _Item:
-        """A staged chunk is being written from now on: adds what is to be written to ``transfers`` and ``rows``."""
+    def _begin(self, node: Node, index: int, writes: list[Transfer], heads: list[Head]) -> _Item:
+        """A staged chunk is being written from now on: adds what is to be written to ``writes`` and ``heads``."""
         chunk = node.chunks[index]
         staged = chunk.staged
         assert staged is not None
         staged.writing = True
         chunk.writing = staged
-        extents = self._plan_extents(staged, transfers)
+        extents = self._plan_extents(staged, writes)
         offset = 0
         for extent in extents:
-            rows.append(HeaderRow(extent, node, index, offset, layout.STATE_SEALED))
+            heads.append(self.headers.head(node, index, offset, extent))
             offset += extent.length
-        return _Item(node, index, chunk, staged, extents, self._identity(node))
+        return _Item(node, index, chunk, staged, extents, identity_of(node))
 
     def _keep_staged(self, item: _Item) -> None:
         """It could not be written: it stays staged, in memory that the failed write has no views of.
@@ -320,8 +322,8 @@ class Flusher(HeaderWriter):
         if item.chunk.staged is not staged:
             self.cancel(staged, staged.slots)
 
-    def _plan_extents(self, staged: Staged, transfers: list[Transfer]) -> list[Extent]:
-        """The extents that will hold the staged bytes; adds what is to be written to ``transfers``."""
+    def _plan_extents(self, staged: Staged, writes: list[Transfer]) -> list[Extent]:
+        """The extents that will hold the staged bytes; adds what is to be written to ``writes``."""
         pieces = staged.pieces
         if len(pieces) > 1 and (len(staged.slots) > 1 or any(len(piece) % GRANULE_SIZE for piece in pieces[:-1])):
             pieces = staged.pieces = [b"".join(pieces)]
@@ -337,7 +339,7 @@ class Flusher(HeaderWriter):
             part_addr = slot.addr
             for part in parts:
                 segment, file_offset = self.core.locate(part_addr)
-                transfers.append(Transfer(segment, file_offset, part))
+                writes.append(Transfer(segment, file_offset, part))
                 part_addr += len(part)
             offset += length
         spare = staged.slots[len(extents) :]

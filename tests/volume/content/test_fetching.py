@@ -90,8 +90,8 @@ async def open_known(volume: Volume, name: bytes) -> FileHandle:
 
 
 def fetcher_of(volume: Volume) -> Fetcher:
-    assert volume.content.fetcher is not None
-    return volume.content.fetcher
+    assert volume.reader.fetcher is not None
+    return volume.reader.fetcher
 
 
 @dataclass
@@ -142,8 +142,8 @@ def open_file(disk: Disk, options: Options, rng: random.Random, monkeypatch: pyt
             await put(one, b"file", data)
             await quiet(one, two)
             fetcher = fetcher_of(two)
-            if not read_ahead:
-                two.content.fetcher = None
+            if not fetching:
+                two.reader.fetcher = None
             reads = HeldReads(two, monkeypatch)
             handle = await open_known(two, b"file")
             yield File(data, one, two, reads, handle)
@@ -227,7 +227,7 @@ async def test_a_file_may_be_cut_while_it_is_read(open_file: OpenFile, autojump_
         file.reads.gates[0] = trio.Event()
         file.reads.gate.set()
         async with file.being_read() as got:
-            await file.two.content.truncate(file.handle.node, 100_000)
+            await file.two.cutter.truncate(file.handle.node, 100_000)
             file.reads.gates[0].set()
         assert got == [file.data[:100_000] + bytes(len(file.data) - 100_000)]
 
@@ -239,12 +239,12 @@ async def test_what_is_cut_while_it_is_fetched_is_not_shown(
     async with open_file(512 * KIB) as file:
         zeros = bytes(len(file.data) - cut)
         async with file.being_read() as got, trio.open_nursery() as nursery:
-            nursery.start_soon(file.two.content.truncate, file.handle.node, cut)
+            nursery.start_soon(file.two.cutter.truncate, file.handle.node, cut)
             await trio.testing.wait_all_tasks_blocked()
             file.reads.gate.set()
         assert got[0][:cut] == file.data[:cut]
         assert got[0][cut:] in (file.data[cut:], zeros)
-        await file.two.content.truncate(file.handle.node, len(file.data))
+        await file.two.cutter.truncate(file.handle.node, len(file.data))
         assert await file.read() == file.data[:cut] + zeros
 
 
@@ -252,7 +252,7 @@ async def test_a_fetch_that_fails_fails_only_who_waits_for_its_part(
     open_file: OpenFile, autojump_clock: trio.testing.MockClock
 ) -> None:
     async with open_file(CHUNK) as file:
-        file.two.content.closed(file.handle.node)  # nothing is under way from its opening
+        file.two.reader.closed(file.handle.node)  # nothing is under way from its opening
         file.reads.failing = {2}
         outcomes: dict[int, bytes | None] = {}
         async with trio.open_nursery() as nursery:
@@ -329,7 +329,7 @@ async def test_who_waits_for_what_is_given_up_reads_for_himself(
     async with open_file(MIB) as file:
         await trio.testing.wait_all_tasks_blocked()
         async with file.being_read() as got:
-            file.two.content.closed(file.handle.node)
+            file.two.reader.closed(file.handle.node)
             await trio.testing.wait_all_tasks_blocked()
             file.reads.gate.set()
         assert got == [file.data]

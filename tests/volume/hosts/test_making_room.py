@@ -16,6 +16,7 @@ from volume_lab import CALLER, MIB, Chaos, Disk, MemoryRecords, check, lab_optio
 from kvfuse.errors import NoSpace
 from kvfuse.volume.api import ROOT_INODE, Changes
 from kvfuse.volume.commit import journal
+from kvfuse.volume.slots.headers import identity_of
 from kvfuse.volume.store import schema
 from kvfuse.volume.volume import Volume
 
@@ -360,7 +361,7 @@ async def test_who_took_a_slab_of_another_writes_about_the_files_in_it(
         await until(lambda: heir.core.slabs.holds(heir.core.geometry.slab_of(extent.addr)))
         await heir.set_attributes(node.ino, Changes(mode=0o600), CALLER)
         await quiet(heir)
-        assert node.described == heir.flusher._identity(node)
+        assert node.described == identity_of(node)
         await heir.release(handle)
         heir.forget(node.ino, 1)
     await check_disk(disk)

@@ -179,7 +179,7 @@ async def test_what_this_host_did_to_a_name_counts_not_what_was_shelved(
         await two.unlink(ROOT_INODE, b"removed")
         assert not await exists(two, b"removed")
         node = await two.lookup(ROOT_INODE, b"changed")
-        await two.content.truncate(node, 3)
+        await two.cutter.truncate(node, 3)
         await two.sync()
         two.core.nodes.drop(node)
         assert not await exists(two, b"removed")

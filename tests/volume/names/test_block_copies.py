@@ -175,7 +175,7 @@ async def test_what_changes_while_it_is_read_is_not_kept(
     async with opened(disk, options) as volume:
         await put(volume, b"block", b"old" * 1000)
         ino = (await bound(volume, b"block")).ino
-        read_into = volume.content.read_into
+        read_into = volume.reader.read_into
 
         async def read_and_change(node: Node, offset: int, target: memoryview) -> int:
             length = await read_into(node, offset, target)
@@ -187,7 +187,7 @@ async def test_what_changes_while_it_is_read_is_not_kept(
                 await volume.set_attributes(ino, Changes(mode=0o600), CALLER)
             return length
 
-        monkeypatch.setattr(volume.content, "read_into", read_and_change)
+        monkeypatch.setattr(volume.reader, "read_into", read_and_change)
         assert await volume.blocks.prefetch(ROOT_INODE, [b"block"]) == [False]
         assert volume.core.tier.find(ino) is None
         assert volume.core.tier.find((await bound(volume, b"block")).ino) is None

@@ -20,6 +20,7 @@ from volume_lab import CALLER, MIB, Disk, check, lab_options, opened
 from kvfuse.errors import Corrupt, EngineError, Stale
 from kvfuse.remote.segments.api import Transfer
 from kvfuse.volume.api import ROOT_INODE
+from kvfuse.volume.content.in_place import has_unsealed
 from kvfuse.volume.inodes.chunk import DISCARDED
 from kvfuse.volume.inodes.node import Node
 from kvfuse.volume.views.content_map import ContentMap, MapRow
@@ -117,7 +118,7 @@ async def seals_at_close(case: Case, rng: random.Random) -> None:
     version = case.shown.version
     other, case.handle = case.handle, await case.volume.open(case.ino, os.O_RDONLY, CALLER)
     await case.volume.release(other)
-    while case.volume.content.has_unsealed(case.handle.node):
+    while has_unsealed(case.handle.node):
         await trio.lowlevel.checkpoint()
     assert case.shown.version > version
     await case.volume.show(case.handle, 1, 1)
