@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from errno import EAGAIN
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -34,9 +34,6 @@ from kvfuse.usrbio.protocol.wire import (
     Word,
 )
 
-if TYPE_CHECKING:
-    from kvfuse.usrbio.client.client import Client
-
 KEY_CELL = 256
 """bytes of the aux area that each ticket has for its key; behind the cells are spans for many keys and results"""
 SPANS_SIZE = 1 << 20
@@ -51,7 +48,10 @@ Ending = Callable[[int, bool], None]
 class Submission:
     """Places entries, publishes and reaps. Starts anew by itself after the client reconnected."""
 
-    def __init__(self, client: Client, entries: int, aux_size: int | None, ops: Iterable[Op] | None) -> None:
+    def __init__(
+        self, session: Callable[[], Session], entries: int, aux_size: int | None, ops: Iterable[Op] | None
+    ) -> None:
+        """``session``: the client's present one."""
         allowed = frozenset(Op) if ops is None else frozenset(ops) | {Op.CANCEL, Op.RELEASE}
         self._cells_size = entries * KEY_CELL if allowed & (ONE_KEY_OPS | MANY_KEY_OPS) else 0
         if aux_size is None:
@@ -63,7 +63,7 @@ class Submission:
         self.entries = entries
         self._aux_size = aux_size
         self._op_mask = sum(1 << op for op in allowed)
-        self._client = client
+        self._present_session = session
         self._closed = False
         self._attach()
 
@@ -73,7 +73,7 @@ class Submission:
         """A new ring of the client's present connection, with nothing under way."""
         if self._closed:
             raise ValueError("the ring is closed")
-        session = self._client.session
+        session = self._present_session()
         reply, descriptors = session.request(Request.ADD_RING, self._place_count, self._aux_size, self._op_mask)
         try:
             memory_descriptor, daemon_bell, client_bell = descriptors
@@ -110,7 +110,7 @@ class Submission:
 
     def _follow(self) -> None:
         """Be a ring of the client's present connection."""
-        if self._session is not self._client.session or self._closed:
+        if self._session is not self._present_session() or self._closed:
             if not self._closed:
                 self._let_go()
             self._attach()

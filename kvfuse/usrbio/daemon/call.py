@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
+import numpy.typing as npt
 import trio
 
 from kvfuse.usrbio.daemon.call_memory import Share
@@ -13,10 +15,6 @@ from kvfuse.usrbio.daemon.client_memory import Iov
 from kvfuse.usrbio.daemon.doorman import Doorman
 from kvfuse.usrbio.daemon.interpreter import Interpreter, User
 from kvfuse.usrbio.daemon.registry import Namespace, OpenFile
-
-if TYPE_CHECKING:
-    from kvfuse.usrbio.daemon.ring_thread import Worker
-
 
 PIECE = 4 << 20
 """Bytes that are read at once into memory of the daemon."""
@@ -51,7 +49,7 @@ class Answer(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class Call:
-    """A checked operation that the event loop does. It ends once: `Worker.complete` says whether it was the end."""
+    """A checked operation that the event loop does. It ends once: `Ring.complete` says whether it was the end."""
 
     entry: Entry
     deadline: float
@@ -100,8 +98,55 @@ class Short(Exception):
     """There is no memory for an entry now: it has to wait."""
 
 
-class Tables(Protocol):
-    """What the worker asks of its connection: what is registered, and what the event loop does for it."""
+class Ring(Protocol):
+    """A ring's thread, as those see it that serve its entries and do its calls.
+
+    `run_in_turn`, `complete` and `nudge` are for any thread, all else for this one.
+    """
+
+    def run_in_turn(self, job: Callable[[], None]) -> bool:
+        """Have the ring's thread call ``job``, which waits for nothing, in its turn. False if the thread has ended."""
+
+    def complete(self, call: Call, result: int, offset: int = 0, arena: int = 0, pin: int = 0) -> bool:
+        """End a call, once. False when it had ended before: nobody hears of what was done."""
+
+    def is_wanted(self) -> bool:
+        """Somebody else is to work before the next entry."""
+
+    def pause(self) -> None:
+        """Let others work, if they are to."""
+
+    def copying(self) -> AbstractContextManager[None]:
+        """Others may work during this large copy."""
+
+    def post(self, user_data: npt.ArrayLike, results: npt.ArrayLike) -> None:
+        """Post many completions: their numbers, and their results."""
+
+    def publish(self, packed: bytes, count: int) -> None:
+        """Post completions that are packed already."""
+
+    def pass_over(self) -> None:
+        """An entry that was taken has no completion."""
+
+    def withdraw(self, user_data: int) -> bool:
+        """End an entry that still waits for its turn with -ECANCELED; False if there is none."""
+
+    def nudge(self) -> None:
+        """Have the thread look again at what waits. Any thread."""
+
+    def attempt(self, call: Call, attempt: Callable[[], bool]) -> bool:
+        """Keep others from ending the call meanwhile. True when it has ended, or nobody waits for it any more."""
+
+    def write_if_wanted(self, call: Call, write: Callable[[], None]) -> bool:
+        """Write into the client's memory, unless the call has ended. Never later than its completion."""
+
+
+R_contra = TypeVar("R_contra", contravariant=True)
+"""the rings' threads"""
+
+
+class Tables(Protocol[R_contra]):
+    """What a ring's thread asks of its connection: what is registered, and what the event loop does for it."""
 
     files: dict[int, OpenFile]
     iovs: dict[int, Iov]
@@ -112,10 +157,10 @@ class Tables(Protocol):
     user: User
     """whose turns the rings have"""
 
-    def start(self, worker: Worker, calls: list[Call]) -> None:
+    def start(self, ring: R_contra, calls: list[Call]) -> None:
         """In the event loop: do these calls. Called from the ring thread."""
 
-    def cancel(self, worker: Worker, call: Call) -> None:
+    def cancel(self, ring: R_contra, call: Call) -> None:
         """In the event loop: end the call that ``call`` wants to cancel."""
 
     def pin(self, block: Any) -> int:
@@ -132,7 +177,7 @@ class Tables(Protocol):
         """The client broke its ring: disconnect it. Any thread."""
 
 
-async def in_ring_thread(worker: Worker, job: Callable[[], bool]) -> bool:
+async def in_ring_thread(ring: Ring, job: Callable[[], bool]) -> bool:
     """What ``job`` says, called by the ring thread in its turn; False if that has ended."""
     done = trio.Event()
     token = trio.lowlevel.current_trio_token()
@@ -145,7 +190,7 @@ async def in_ring_thread(worker: Worker, job: Callable[[], bool]) -> bool:
         finally:
             token.run_sync_soon(done.set)
 
-    if not worker.run_in_turn(run):
+    if not ring.run_in_turn(run):
         return False
     await done.wait()
     return results[0]

@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import ExitStack, suppress
 from enum import Enum, auto
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import trio
 
@@ -29,6 +29,7 @@ from kvfuse.usrbio.daemon.call import Call, Tables
 from kvfuse.usrbio.daemon.call_memory import Share
 from kvfuse.usrbio.daemon.charges import Charge
 from kvfuse.usrbio.daemon.client_memory import Iov
+from kvfuse.usrbio.daemon.limits import Limits
 from kvfuse.usrbio.daemon.loop_calls import Calls
 from kvfuse.usrbio.daemon.passing import SO_PASSRIGHTS, NotTaken, Usher, close_all
 from kvfuse.usrbio.daemon.peer import Peer
@@ -48,9 +49,6 @@ from kvfuse.usrbio.protocol.wire import (
     Request,
 )
 from kvfuse.volume.views.tier import ReadClass, TierBlock
-
-if TYPE_CHECKING:
-    from kvfuse.usrbio.daemon.listener import Clients
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -89,7 +87,7 @@ class Next(Enum):
 class _Ring:
     """A ring of a connection, and its thread. ``shown``: the client's descriptors, to be closed once they are sent."""
 
-    def __init__(self, tables: Tables, layout: Layout, op_mask: int, shown: list[int]) -> None:
+    def __init__(self, tables: Tables[Worker], layout: Layout, op_mask: int, shown: list[int]) -> None:
         self.size = layout.size
         with ExitStack() as undo:
             memory, descriptor = RingMemory.create(layout)
@@ -128,7 +126,7 @@ class Connection:
 
     def __init__(
         self,
-        clients: Clients,
+        limits: Limits,
         stream: trio.socket.SocketType,
         peer: Peer,
         account: Account,
@@ -139,23 +137,23 @@ class Connection:
     ) -> None:
         self.peer = peer
         self._account = account
-        self._charge = clients.charges.of(peer)
+        self._charge = limits.charges.of(peer)
         self._audience = audience
         self._penalty = Penalty()
         self._usher = usher
-        self.doorman = clients.doorman
-        self.interpreter = clients.interpreter
+        self.doorman = limits.doorman
+        self.interpreter = limits.interpreter
         self._user_key = (peer.uid, peer.is_unlimited)
-        self.user = clients.interpreter.user(self._user_key)
+        self.user = limits.interpreter.user(self._user_key)
         self.files: dict[int, OpenFile] = {}
         self.iovs: dict[int, Iov] = {}
         self.namespaces: dict[int, Namespace] = {}
-        self._clients = clients
-        self._volume = clients.volume
+        self._limits = limits
+        self._volume = limits.volume
         self._stream = stream
-        self._device = clients.device
+        self._device = limits.device
         self.share = share
-        self._calls = Calls(clients.volume, clients.kernel, self.peer, nursery, self.share, clients.desk.calls_of)
+        self._calls = Calls(limits.volume, limits.kernel, self.peer, nursery, self.share, limits.desk.calls_of)
         self._rings: dict[int, _Ring] = {}
         self._handles = itertools.count(1)
         self._greeted = False
@@ -164,7 +162,7 @@ class Connection:
         self._next: Next = Next.NONE
         self._token = trio.lowlevel.current_trio_token()
         self._scope = trio.CancelScope()
-        self._pins = Pins(THINGS_MAX, clients.pinned, account.key)
+        self._pins = Pins(THINGS_MAX, limits.pinned, account.key)
         self._remembered = Remembered()
 
     # -- the control socket --------------------------------------------------------------------------
@@ -403,10 +401,10 @@ class Connection:
     # -- for the rings' threads ----------------------------------------------------------------------
 
     def start(self, worker: Worker, calls: list[Call]) -> None:
-        self._clients.desk.put(self._user_key, worker, calls, self._calls.start)
+        self._limits.desk.put(self._user_key, worker, calls, self._calls.start)
 
     def cancel(self, worker: Worker, call: Call) -> None:
-        self._clients.desk.put(self._user_key, worker, [call], self._calls.cancel)
+        self._limits.desk.put(self._user_key, worker, [call], self._calls.cancel)
 
     def in_loop(self, function: Callable[..., object], *arguments: object) -> None:
         with suppress(trio.RunFinishedError):  # the daemon has ended: nobody waits for an answer
@@ -436,7 +434,7 @@ class Connection:
             ring.worker.stop()
         for ring in self._rings.values():
             await self._end(ring)
-        self._clients.desk.drop({ring.worker for ring in self._rings.values()})
+        self._limits.desk.drop({ring.worker for ring in self._rings.values()})
         self._rings.clear()
         self._calls.close()
         for file in self.files.values():

@@ -10,13 +10,13 @@ import errno
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from kvfuse.usrbio.daemon import reads
-from kvfuse.usrbio.daemon.call import PIECE, Answer, Call, Entry, Refused, Short, Tables
+from kvfuse.usrbio.daemon.call import PIECE, Answer, Call, Entry, Refused, Ring, Short, Tables
 from kvfuse.usrbio.daemon.client_memory import Iov
 from kvfuse.usrbio.daemon.columns import LOW_HALF, as_words, find_overlaps, may_overlap, same
 from kvfuse.usrbio.daemon.penalty import MALFORMED
@@ -37,9 +37,6 @@ from kvfuse.usrbio.protocol.wire import (
     unpack_keys,
 )
 from kvfuse.volume.views.content_map import ContentMap
-
-if TYPE_CHECKING:
-    from kvfuse.usrbio.daemon.ring_thread import Worker
 
 COLUMNS_MIN = 24
 """Entries in a batch from which they are served as columns."""
@@ -66,10 +63,13 @@ def _is_late(entry: Entry, taken_at: float) -> bool:
 
 
 class Server:
-    """See the module. Everything but `answer_keys` is the ring thread's. ``op_mask``: bit n allows operation n."""
+    """Serves the entries of one ring, whose thread owns it. Only `answer_keys` is for other threads.
 
-    def __init__(self, worker: Worker, tables: Tables, aux: npt.NDArray[np.uint8], op_mask: int) -> None:
-        self._worker = worker
+    ``op_mask``: bit n allows operation n.
+    """
+
+    def __init__(self, ring: Ring, tables: Tables[Any], aux: npt.NDArray[np.uint8], op_mask: int) -> None:
+        self._ring = ring
         self._tables = tables
         self._aux_area = aux
         self._op_mask = op_mask
@@ -113,12 +113,12 @@ class Server:
             if answer is not None:
                 done.append(CQE_STRUCT.pack(entry.user_data, *answer))
             kept_size += entry.length
-            is_wanted = self._worker.is_wanted()
+            is_wanted = self._ring.is_wanted()
             if is_wanted or (entry.length >= LARGE and (entry.op != Op.PUT or kept_size >= PUTS_SIZE)):
                 self._pass_on(done, calls)
                 done, calls, kept_size = [], [], 0
             if is_wanted:
-                self._worker.pause()
+                self._ring.pause()
         self._pass_on(done, calls)
         return rows[waiting] if waiting else rows[:0]
 
@@ -135,9 +135,9 @@ class Server:
 
     def _pass_on(self, done: list[bytes], calls: list[Call]) -> None:
         if done:
-            self._worker.publish(b"".join(done), len(done))
+            self._ring.publish(b"".join(done), len(done))
         if calls:
-            self._tables.start(self._worker, calls)
+            self._tables.start(self._ring, calls)
 
     def _without_overlaps(self, rows: Entries) -> Entries:
         """Refuse entries whose bytes would land where those of another one of this batch do."""
@@ -145,7 +145,7 @@ class Server:
         if not len(refused):
             return rows
         self.bad_count += len(refused)
-        self._worker.post(rows["user_data"][refused], np.full(len(refused), -errno.EINVAL))
+        self._ring.post(rows["user_data"][refused], np.full(len(refused), -errno.EINVAL))
         return np.delete(rows, refused)
 
     def _serve_columns(self, rows: Entries, taken_at: float) -> Entries:
@@ -194,7 +194,7 @@ class Server:
             if int(timeouts_us.max()) > TIMEOUT_US_MAX:
                 return None
         try:
-            with nullcontext() if iov.holds_lock else self._worker.copying():
+            with nullcontext() if iov.holds_lock else self._ring.copying():
                 results = self._reader.read_many(
                     file.map, offsets.view(np.int64), lengths.view(np.int64), iov, iov_offsets.view(np.int64)
                 )
@@ -204,9 +204,9 @@ class Server:
         if file.map.notes_reads:
             file.map.note_read()
         if done.all():
-            self._worker.post(user_data, results)
+            self._ring.post(user_data, results)
         elif done.any():
-            self._worker.post(user_data[done], results[done])
+            self._ring.post(user_data[done], results[done])
         return done
 
     def _answer(self, entry: Entry, taken_at: float, calls: list[Call]) -> Answer | None:
@@ -224,7 +224,7 @@ class Server:
         """The answer to an entry, or None: it is in ``calls``, or has no completion. Refused, OSError, Short."""
         op = entry.op
         if op == Op.RELEASE:
-            self._worker.pass_over()
+            self._ring.pass_over()
             self._tables.unpin(entry.offset)
             return None
         if op not in OPS or entry.reserved or entry.priority > Priority.LOW:
@@ -281,7 +281,7 @@ class Server:
             result = reads.read(content, offset, length, iov, iov_offset)
             iov.note_copy(time.perf_counter() - began)
             return result
-        with self._worker.copying():
+        with self._ring.copying():
             return reads.read(content, offset, length, iov, iov_offset)
 
     def _range(self, entry: Entry) -> Iov:
@@ -297,7 +297,7 @@ class Server:
         """Let a call have ``size`` bytes and what its task takes. Short."""
         size += CALL_SIZE
         weight = weight_of(call)
-        if not self._tables.share.take(size, weight, self._worker.nudge):
+        if not self._tables.share.take(size, weight, self._ring.nudge):
             raise Short
         call.size, call.weight = size, weight
 
@@ -319,7 +319,7 @@ class Server:
             iov.read(call.entry.iov_offset, buffer)
             iov.note_copy(time.perf_counter() - began)
         else:
-            with self._worker.copying():
+            with self._ring.copying():
                 iov.read(call.entry.iov_offset, buffer)
         call.data = buffer.data
 
@@ -421,7 +421,7 @@ class Server:
             self._copy_put(call)
             return True
 
-        return self._worker.attempt(call, attempt)
+        return self._ring.attempt(call, attempt)
 
     # once more, after the event loop made it possible
 
@@ -437,10 +437,10 @@ class Server:
                 return False
             if file.map.notes_reads:
                 file.map.note_read()
-            self._worker.complete(call, result)
+            self._ring.complete(call, result)
             return True
 
-        return self._worker.attempt(call, attempt)
+        return self._ring.attempt(call, attempt)
 
     def get_again(self, call: Call) -> bool:
         """Try a GET again; False if the event loop has to do it."""
@@ -448,11 +448,11 @@ class Server:
         def attempt() -> bool:
             assert call.namespace is not None
             answer = self._get(call.entry, call.namespace, call.names[0], call.iov)
-            if answer is not None and not self._worker.complete(call, *answer) and answer.pin:
+            if answer is not None and not self._ring.complete(call, *answer) and answer.pin:
                 self._tables.unpin(answer.pin)
             return answer is not None
 
-        return self._worker.attempt(call, attempt)
+        return self._ring.attempt(call, attempt)
 
     def _call_of_keys(self, entry: Entry, deadline: float) -> Call:
         namespace = self._namespace(entry)
@@ -469,7 +469,7 @@ class Server:
             names: list[bytes] = []
             for start in range(0, len(keys), NAMES_PER_TURN):
                 names += file_names(keys[start : start + NAMES_PER_TURN])
-                self._worker.pause()
+                self._ring.pause()
         call.names = names
         return call
 
@@ -481,14 +481,14 @@ class Server:
         def write() -> None:
             self._aux_area[start : start + len(results)] = results
 
-        self._worker.write_if_wanted(call, write)
-        self._worker.complete(call, int(results.sum()))
+        self._ring.write_if_wanted(call, write)
+        self._ring.complete(call, int(results.sum()))
 
     def _cancel(self, entry: Entry, deadline: float) -> Answer | None:
         """Take an entry out of the line; one that is with the event loop is cancelled there. Short."""
-        if self._worker.withdraw(entry.offset):
+        if self._ring.withdraw(entry.offset):
             return Answer(0)
         call = Call(entry, deadline)
         self._reserve(call, 0)
-        self._tables.cancel(self._worker, call)
+        self._tables.cancel(self._ring, call)
         return None

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 
 from kvfuse.usrbio.daemon.columns import as_words
 from kvfuse.usrbio.protocol.queues import Entries
 from kvfuse.usrbio.protocol.wire import Priority
-
-if TYPE_CHECKING:
-    from kvfuse.usrbio.daemon.entries import Server
 
 TURN_ENTRIES = 256
 TURN_BYTES = 16 << 20
@@ -32,10 +30,13 @@ class _Waiting(NamedTuple):
 
 
 class Lines:
-    """Of one ring; its thread only. ``server``: serves entries, and returns those for which there is no memory."""
+    """Of one ring, whose thread owns it.
 
-    def __init__(self, server: Server) -> None:
-        self._server = server
+    ``serve``: gets entries and when they were taken; returns those for which there is no memory now.
+    """
+
+    def __init__(self, serve: Callable[[Entries, float], Entries]) -> None:
+        self._serve_entries = serve
         self._waiting: dict[int, deque[_Waiting]] = {kind: deque() for kind in CLASSES}
         self._all = tuple(self._waiting.values())
         self._turn = 0
@@ -88,7 +89,7 @@ class Lines:
             line.popleft()
         else:
             line[0] = _Waiting(rows[count:], taken_at)
-        waiting = self._server.serve(rows[:count], taken_at)
+        waiting = self._serve_entries(rows[:count], taken_at)
         if len(waiting):
             line.append(_Waiting(waiting, taken_at))
         return len(waiting) < count

@@ -18,26 +18,21 @@ import trio
 
 from kvfuse import errors
 from kvfuse.options.config import UsrbioOptions
-from kvfuse.usrbio.daemon.accounts import Account, Accounts
+from kvfuse.usrbio.daemon.accounts import Account
 from kvfuse.usrbio.daemon.audience import CONNECT_COST, Audience, Audiences
-from kvfuse.usrbio.daemon.call_memory import Pool, Share, UnderWay
-from kvfuse.usrbio.daemon.charges import Charges
+from kvfuse.usrbio.daemon.call_memory import Share
 from kvfuse.usrbio.daemon.connection import Connection
-from kvfuse.usrbio.daemon.desk import Desk
 from kvfuse.usrbio.daemon.doorman import Doorman
 from kvfuse.usrbio.daemon.interpreter import Interpreter, watched_loop
+from kvfuse.usrbio.daemon.limits import MEMORY_SIZE, Limits
 from kvfuse.usrbio.daemon.passing import Usher, Ushers, open_ushers, turn_away
 from kvfuse.usrbio.daemon.peer import Peer, credentials
-from kvfuse.usrbio.daemon.pins import Pinned
 from kvfuse.usrbio.daemon.ring_thread import THREAD_NAME
-from kvfuse.usrbio.protocol.wire import LENGTH_MAX
 from kvfuse.volume.api import KernelCache
 from kvfuse.volume.volume import Volume
 
 log = logging.getLogger(__name__)
 
-MEMORY_SIZE = LENGTH_MAX + (64 << 20)
-"""Bytes that calls under way may hold."""
 UNPROVEN_MAX = 64
 """clients of uid 0 whose capabilities are not known yet"""
 UNPROVEN_THREADS = 4
@@ -65,12 +60,13 @@ async def serve_rings(
     with listener.dup() as accepting, Doorman(turns) as doorman, watched_loop(turns):
         accepting.setblocking(False)
         async with open_ushers() as ushers, trio.open_nursery() as nursery:
-            clients = Clients(volume, kernel, device, ushers, doorman, nursery, options or UsrbioOptions())
-            nursery.start_soon(clients.desk.run)
+            limits = Limits(volume, kernel, device, doorman, options or UsrbioOptions())
+            clients = Clients(limits, ushers, nursery)
+            nursery.start_soon(limits.desk.run)
             volume.sections["rings"] = clients.statistics
-            volume.sections["ring_users"] = clients.accounts.statistics
+            volume.sections["ring_users"] = limits.accounts.statistics
             volume.user_sections["rings"] = clients.statistics_of
-            volume.user_sections["ring_users"] = clients.accounts.statistics_of
+            volume.user_sections["ring_users"] = limits.accounts.statistics_of
             task_status.started()
             while True:
                 await trio.lowlevel.wait_readable(accepting)
@@ -86,36 +82,17 @@ async def serve_rings(
 
 
 class Clients:
-    """All that are connected, and what they share: the volume, and the limits of this process."""
+    """All that are connected; the listener's task owns it."""
 
-    def __init__(
-        self,
-        volume: Volume,
-        kernel: KernelCache,
-        device: int,
-        ushers: Ushers,
-        doorman: Doorman,
-        nursery: trio.Nursery,
-        options: UsrbioOptions,
-    ) -> None:
+    def __init__(self, limits: Limits, ushers: Ushers, nursery: trio.Nursery) -> None:
         """``nursery``: of tasks that end with it."""
-        self.volume = volume
-        self.kernel = kernel
-        self.device = device
+        self.limits = limits
         self._ushers = ushers
-        self.pool = Pool(MEMORY_SIZE)
-        self._under_way = UnderWay()
-        self.accounts = Accounts(options)
-        self.desk = Desk()
         self._nursery = nursery
-        self._audiences = Audiences(self.desk, nursery)
+        self._audiences = Audiences(limits.desk, nursery)
         self._unproven = 0
         self._unproven_threads = trio.CapacityLimiter(UNPROVEN_THREADS)
         self._warned_at = -WARNING_SECONDS
-        self.pinned = Pinned(volume.core.tier.capacity)
-        self.charges = Charges(options, lambda: volume.core.tier.statistics().used_bytes)
-        self.doorman = doorman
-        self.interpreter = doorman.interpreter
         self._connections: set[Connection] = set()
 
     def receive(self, client: socket.socket) -> None:
@@ -123,7 +100,7 @@ class Clients:
         uid = credentials(client)[1]
         try:
             if uid:
-                self.accounts.check_connections(uid)
+                self.limits.accounts.check_connections(uid)
             elif self._unproven >= UNPROVEN_MAX:
                 raise errors.QuotaExceeded(f"{UNPROVEN_MAX} processes of uid 0 have connected at once")
         except errors.QuotaExceeded as error:
@@ -151,7 +128,7 @@ class Clients:
                 peer = await self._find_peer(stream)
                 user = (peer.uid, peer.is_unlimited)
                 usher = self._ushers.of(user)
-                with closing(self.accounts.open(peer)) as account:
+                with closing(self.limits.accounts.open(peer)) as account:
                     try:
                         account.take("user_connections")
                         async with self._audiences.of(user) as audience:
@@ -169,9 +146,11 @@ class Clients:
     async def _serve_peer(
         self, stream: trio.socket.SocketType, peer: Peer, account: Account, audience: Audience, usher: Usher
     ) -> None:
-        with closing(Share(self.pool, account.key, self._under_way)) as share:  # when no task of the client's is left
+        with closing(
+            Share(self.limits.pool, account.key, self.limits.under_way)
+        ) as share:  # when no task of the client's is left
             async with trio.open_nursery() as nursery:
-                connection = Connection(self, stream, peer, account, audience, usher, nursery, share)
+                connection = Connection(self.limits, stream, peer, account, audience, usher, nursery, share)
                 self._connections.add(connection)
                 try:
                     await connection.run()
@@ -183,7 +162,7 @@ class Clients:
         """What all clients have registered now."""
         counts = _counts(self._connections)
         threads = sum(thread.name == THREAD_NAME for thread in threading.enumerate())
-        sizes = {"memory_bytes": MEMORY_SIZE - self.pool.free, "charged_bytes": self.charges.size}
+        sizes = {"memory_bytes": MEMORY_SIZE - self.limits.pool.free, "charged_bytes": self.limits.charges.size}
         return {**counts, "threads": threads, **sizes}
 
     def statistics_of(self, uid: int) -> dict[str, int]:

@@ -41,7 +41,7 @@ FULL_SECONDS, FULL_SECONDS_MAX = 0.01, 0.08
 class Worker:
     """See the module. ``op_mask``: bit n allows operation n."""
 
-    def __init__(self, tables: Tables, memory: RingMemory, sq_bell: int, cq_bell: int, op_mask: int) -> None:
+    def __init__(self, tables: Tables[Worker], memory: RingMemory, sq_bell: int, cq_bell: int, op_mask: int) -> None:
         self._tables = tables
         self._memory = memory
         self._sq = memory.sq
@@ -63,7 +63,7 @@ class Worker:
         """it woke up with the turn, and did nothing yet"""
         self._penalty = Penalty()
         self.server = Server(self, tables, memory.aux, op_mask)
-        self._lines = Lines(self.server)
+        self._lines = Lines(self.server.serve)
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         """wakes the thread from within the daemon: of the bell the client has a descriptor, too, and may empty it"""
         self._poll = select.epoll()

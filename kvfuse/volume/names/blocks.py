@@ -199,7 +199,7 @@ class Blocks:
             return True
         if not node.size or node.own_record or not _is_quiet(node):
             return False
-        block = self.core.tier.allocate(node.size, ReadClass.of(node))
+        block = self.core.tier.allocate(node.size, _read_class(node))
         if block is None:
             return False
         version = binding.map.version
@@ -232,7 +232,7 @@ class Blocks:
         folder, found, slots, gone = await self._prepare(directory, name, len(content))
         node = self.names.replace(folder, name, found, mode, caller)
         self._stage(node, content, slots)
-        if isinstance(data, TierBlock) and data.read_class == ReadClass.of(node):
+        if isinstance(data, TierBlock) and data.read_class == _read_class(node):
             self.core.tier.keep(node.ino, data)
         self.counters.puts += 1
         self.counters.put_bytes += len(content)
@@ -386,3 +386,8 @@ async def _for_each(names: Sequence[bytes], job: Callable[[int, bytes], Awaitabl
         nursery.start_soon(work)
     if failures:
         raise failures[0]
+
+
+def _read_class(node: Node) -> ReadClass:
+    """Who may read a file, for its copy in the tier."""
+    return ReadClass(node.parent, node.uid, node.gid, node.mode & 0o444)

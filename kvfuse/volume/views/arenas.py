@@ -10,15 +10,12 @@ import mmap
 import os
 import weakref
 from collections import OrderedDict, deque
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from kvfuse.volume.views.content_map import Source
-
-if TYPE_CHECKING:
-    from kvfuse.volume.inodes.node import Node
 
 _SEAL_FUTURE_WRITE = 0x0010
 _SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _SEAL_FUTURE_WRITE
@@ -35,10 +32,6 @@ class ReadClass(NamedTuple):
     gid: int
     mode: int
     """the three bits that allow reading"""
-
-    @classmethod
-    def of(cls, node: Node) -> ReadClass:
-        return cls(node.parent, node.uid, node.gid, node.mode & 0o444)
 
 
 class Memory:

@@ -1,0 +1,37 @@
+"""What all clients of a mount share, and what bounds them together."""
+
+from __future__ import annotations
+
+from kvfuse.options.config import UsrbioOptions
+from kvfuse.usrbio.daemon.accounts import Accounts
+from kvfuse.usrbio.daemon.call_memory import Pool, UnderWay
+from kvfuse.usrbio.daemon.charges import Charges
+from kvfuse.usrbio.daemon.desk import Desk
+from kvfuse.usrbio.daemon.doorman import Doorman
+from kvfuse.usrbio.daemon.pins import Pinned
+from kvfuse.usrbio.protocol.wire import LENGTH_MAX
+from kvfuse.volume.api import KernelCache
+from kvfuse.volume.volume import Volume
+
+MEMORY_SIZE = LENGTH_MAX + (64 << 20)
+"""Bytes that calls under way may hold."""
+
+
+class Limits:
+    """Of one mount; the listener owns it, connections use it. Event loop only."""
+
+    def __init__(
+        self, volume: Volume, kernel: KernelCache, device: int, doorman: Doorman, options: UsrbioOptions
+    ) -> None:
+        """``device``: st_dev of the mount's files."""
+        self.volume = volume
+        self.kernel = kernel
+        self.device = device
+        self.doorman = doorman
+        self.interpreter = doorman.interpreter
+        self.desk = Desk()
+        self.accounts = Accounts(options)
+        self.pool = Pool(MEMORY_SIZE)
+        self.under_way = UnderWay()
+        self.pinned = Pinned(volume.core.tier.capacity)
+        self.charges = Charges(options, lambda: volume.core.tier.statistics().used_bytes)
