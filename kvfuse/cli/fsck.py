@@ -17,7 +17,7 @@ from kvfuse.options.config import Options
 from kvfuse.sizes import format_size
 
 if TYPE_CHECKING:
-    from kvfuse.volume.check.fsck import Progress
+    from kvfuse.volume.check.evidence import Progress
 
 SHOWN_PROBLEMS = 100
 

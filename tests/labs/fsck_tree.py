@@ -15,7 +15,8 @@ from kvfuse.checksum import GRANULE_SIZE
 from kvfuse.options.config import Options, VolumeOptions
 from kvfuse.remote.records.api import RecordStore
 from kvfuse.volume.api import ROOT_INODE
-from kvfuse.volume.check.fsck import Report, fsck
+from kvfuse.volume.check.evidence import Report
+from kvfuse.volume.check.fsck import fsck
 from kvfuse.volume.opening import engines, format
 from kvfuse.volume.store.sealed import as_formatted
 from kvfuse.volume.volume import Volume, open_volume

@@ -42,7 +42,8 @@ from kvfuse.remote.records.lmdb.store import LIMITS
 from kvfuse.remote.segments.api import SegmentInfo, SegmentLimits, SegmentStore, Transfer
 from kvfuse.slab.layout import Geometry, Superblock
 from kvfuse.volume.api import Caller
-from kvfuse.volume.check.fsck import Check, Report
+from kvfuse.volume.check.evidence import Report
+from kvfuse.volume.check.fsck import Check
 from kvfuse.volume.opening.format import first_records
 from kvfuse.volume.volume import Volume, run_volume
 

@@ -6,21 +6,18 @@ import dataclasses
 import stat
 import time
 from collections import Counter
-from typing import TYPE_CHECKING
 
 from kvfuse.errors import VolumeError
+from kvfuse.remote.records.api import Usage
 from kvfuse.remote.segments.api import Transfer
 from kvfuse.slab import layout
 from kvfuse.volume.api import ROOT_INODE
+from kvfuse.volume.check.evidence import Evidence, with_links
 from kvfuse.volume.store import schema
 from kvfuse.volume.store.sealed import get_sound
 
-if TYPE_CHECKING:
-    from kvfuse.remote.records.api import Usage
-    from kvfuse.volume.check.fsck import Check
 
-
-def compare_inodes(check: Check) -> None:
+def compare_inodes(check: Evidence) -> None:
     """Links, names and times of every inode against the names that were seen."""
     for ino, inode in check.inodes.items():
         record = inode.record
@@ -54,7 +51,7 @@ def compare_inodes(check: Check) -> None:
         check.problem("the root directory does not exist: 'kvfuse fsck --rebuild' recovers the blocks")
 
 
-def check_reachable(check: Check) -> None:
+def check_reachable(check: Evidence) -> None:
     """Every directory is below the root: one that is below itself goes to the root."""
     reachable = {ROOT_INODE}
     for ino, inode in check.inodes.items():
@@ -69,7 +66,7 @@ def check_reachable(check: Check) -> None:
         reachable.update(path)
 
 
-def compare_slabs(check: Check) -> None:
+def compare_slabs(check: Evidence) -> None:
     """Durable slots that no file has are leaked. They are freed when nothing else is left to be mended."""
     is_last = check.report.clean
     for state in check.slabs.durable_images():
@@ -92,7 +89,7 @@ def compare_slabs(check: Check) -> None:
                 check.problem(text, deletes=[key])
 
 
-async def check_counters(check: Check) -> None:
+async def check_counters(check: Evidence) -> None:
     """Numbers that are given next are not in use; what statfs counts is what there is."""
     keys = [schema.COUNTER_INODE, schema.COUNTER_GENERATION, schema.COUNTER_FILES]
     *rows, exact = await get_sound(check.records, [*keys, schema.EXACT_SIZES])
@@ -117,13 +114,13 @@ async def check_counters(check: Check) -> None:
         _check_usage(check, check.records.usage, files)
 
 
-def _check_count(check: Check, counted: int, files: int, mended: dict[bytes, bytes]) -> None:
+def _check_count(check: Evidence, counted: int, files: int, mended: dict[bytes, bytes]) -> None:
     """A round that mends something else leaves it to the next one."""
     if counted != files:
         check.problem(f"{counted} inodes are counted, {files} exist", mended if check.report.clean else {})
 
 
-def _check_counts(check: Check, common: bytes, files: int) -> None:
+def _check_counts(check: Evidence, common: bytes, files: int) -> None:
     """What clients counted together against what is there. ``common``: the value of the record that has most of it."""
     weight = sum(check.weights.values())
     mended = {schema.COUNTER_FILES: schema.encode_counts(files, weight)}
@@ -139,7 +136,7 @@ def _check_counts(check: Check, common: bytes, files: int) -> None:
         _check_size(check, counted.size, weight, mended)
 
 
-def _check_size(check: Check, counted: int | None, weight: int, mended: dict[bytes, bytes]) -> None:
+def _check_size(check: Evidence, counted: int | None, weight: int, mended: dict[bytes, bytes]) -> None:
     """As `_check_count`."""
     if counted is None:
         text = f"names and attributes were never counted, as an older program made the volume: they take {weight} bytes"
@@ -149,7 +146,7 @@ def _check_size(check: Check, counted: int | None, weight: int, mended: dict[byt
         check.problem(text, mended if check.report.clean else {})
 
 
-def _check_usage(check: Check, counted: Usage, files: int) -> None:
+def _check_usage(check: Evidence, counted: Usage, files: int) -> None:
     """What the store has counted against what is there."""
     if check.damaged:
         return  # what they weigh is not known
@@ -159,7 +156,7 @@ def _check_usage(check: Check, counted: Usage, files: int) -> None:
     _check_size(check, counted.size, weight, mended)
 
 
-async def check_segments(check: Check) -> None:
+async def check_segments(check: Evidence) -> None:
     """Every slab that is used lies in a segment that exists, with its size."""
     used = Counter(check.geometry.locate(addr)[0] for addr in check.owners)
     present = {info.segment: info.size for info in await check.segments.list()}
@@ -178,19 +175,3 @@ async def check_segments(check: Check) -> None:
         except VolumeError as error:
             header = layout.pack_superblock(dataclasses.replace(check.superblock, segment=segment))
             check.problem(f"segment {segment}: {error}", writes=[Transfer(segment, 0, header)])
-
-
-def empty_root() -> schema.InodeRecord:
-    """The root directory, where nobody can tell any more whose it was: nobody but root gets in."""
-    now = time.time_ns()
-    mode = stat.S_IFDIR | 0o700
-    return schema.InodeRecord(ROOT_INODE, mode, 0, 0, 2, 0, now, now, now, 0, (), 0, 0, b"", 0, 0)
-
-
-def with_links(record: schema.InodeRecord, *, nlink: int, parent: int | None = None) -> schema.InodeRecord:
-    """The record with another number of links, and in another directory."""
-    values = {name: getattr(record, name) for name in record.__struct_fields__}
-    values["nlink"] = nlink
-    if parent is not None:
-        values["parent"] = parent
-    return schema.InodeRecord(**values)

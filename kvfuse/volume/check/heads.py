@@ -4,58 +4,15 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from kvfuse.errors import EngineError, VolumeError
-from kvfuse.remote.segments.api import SegmentStore, Transfer
+from kvfuse.errors import EngineError
+from kvfuse.remote.segments.api import Transfer
 from kvfuse.slab import layout
-from kvfuse.slab.allocator import Allocator
-from kvfuse.slab.image import SlabState
-from kvfuse.slab.layout import Geometry, Superblock
+from kvfuse.slab.layout import Superblock
+from kvfuse.volume.check.evidence import Evidence
 from kvfuse.volume.slots import heads
-from kvfuse.volume.store import schema
-
-if TYPE_CHECKING:
-    from kvfuse.volume.check.fsck import Check
-
-
-async def state_from_heads(geometry: Geometry, segments: SegmentStore, slab: int) -> SlabState | None:
-    """A slab whose record is lost, with every slot taken: its heads say of what size. None where they do not.
-
-    The check frees the slots that no file has when it has read all files.
-    """
-    if slab >= geometry.slab_count:
-        return None
-    table = bytearray(geometry.head_size)
-    try:
-        await segments.read([Transfer(*geometry.locate_head(slab), table)])
-    except (EngineError, ValueError):
-        return None
-    rows, _ = layout.find_headers(table, geometry)
-    live = rows[rows["state"] != layout.STATE_FREE]
-    if not len(live):
-        return None
-    slot_size = int(live["slot_pages"][live["generation"].argmax()]) * layout.PAGE_SIZE
-    count = geometry.slots_per_slab(slot_size)
-    bitmap = ((1 << count) - 1).to_bytes(-(-count // 8), "little")
-    state = SlabState(slab, slot_size, bitmap)
-    try:
-        Allocator(geometry).restore([state])
-    except VolumeError:
-        return None
-    return state
-
-
-class Named(NamedTuple):
-    """An extent that a record names."""
-
-    ino: int
-    chunk: int
-    piece_offset: int
-    """bytes of the chunk before it"""
-    extent: schema.ExtentRecord
 
 
 @dataclass
@@ -68,7 +25,9 @@ class HeadCheck:
     Problems carry the heads as they have to be, and so does ``mends``.
     """
 
-    check: Check
+    check: Evidence
+    mends_heads: bool = False
+    """the caller writes ``mends``"""
 
     def __post_init__(self) -> None:
         self.mends: list[Transfer] = []
@@ -93,7 +52,7 @@ class HeadCheck:
                 for slab in geometry.slabs_of(segment):
                     await self._compare_slab(slab, sorted(by_slab.get(slab, ())))
                     check.progress("heads", slab + 1, geometry.slab_count)
-        remedy = "were mended" if check.mends_heads else "'--verify --repair' mends them"
+        remedy = "were mended" if self.mends_heads else "'--verify --repair' mends them"
         if self._stray_count:
             check.report.notes.append(f"{self._stray_count} heads of free slots claim to be a file's: {remedy}")
         if self._behind_count:

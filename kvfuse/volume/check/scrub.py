@@ -14,7 +14,7 @@ import logging
 import time
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import trio
 
@@ -24,14 +24,14 @@ from kvfuse.options.config import Options
 from kvfuse.remote.records.api import Record
 from kvfuse.remote.segments.api import SegmentStore, Transfer
 from kvfuse.slab import layout
-from kvfuse.volume.check.heads import Named, differences
+from kvfuse.volume.check.evidence import Named
+from kvfuse.volume.check.heads import differences
+from kvfuse.volume.hosts.slab_leases import SlabLeases
+from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.opening import engines
 from kvfuse.volume.slots import heads
 from kvfuse.volume.store import schema
 from kvfuse.volume.store.sealed import describe, get_sound, last_key, scan_page
-
-if TYPE_CHECKING:
-    from kvfuse.volume.running import RunningVolume
 
 ROWS = 64
 """Records that are read together."""
@@ -61,10 +61,17 @@ class ScrubCounters:
     """when the last pass ended, seconds since the epoch; 0: none has"""
 
 
-class Scrubber:
-    """See the module. ``run`` until ``stop``; in the event loop, a granule at a time."""
+class Scrubbed(Protocol):
+    """A mounted volume, whose parts change when it gets another lease."""
 
-    def __init__(self, volume: RunningVolume, options: Options) -> None:
+    core: Core
+    leases: SlabLeases | None
+
+
+class Scrubber:
+    """Reads a mounted volume again, a granule at a time; the volume owns it. ``run`` until ``stop``."""
+
+    def __init__(self, volume: Scrubbed, options: Options) -> None:
         self.counters = ScrubCounters()
         self._volume = volume
         self._options = options

@@ -7,30 +7,24 @@ would free somebody's bytes, now or in the slot's next life.
 
 from __future__ import annotations
 
-import struct
-from typing import TYPE_CHECKING
-
+from kvfuse.volume.check.evidence import MALFORMED
+from kvfuse.volume.check.reading import RecordReader
 from kvfuse.volume.store import schema
 
-if TYPE_CHECKING:
-    from kvfuse.volume.check.fsck import Check
 
-MALFORMED = (ValueError, struct.error)
-"""What decoding a damaged record raises."""
-
-
-async def read_shared(check: Check) -> None:
+async def read_shared(reader: RecordReader) -> None:
     """The records of these kinds; after those that name extents."""
-    clients = await _read_clients(check)
-    await _read_holders(check)
-    await _read_freed(check)
-    await _read_open(check, clients)
-    await _read_counts(check)
+    clients = await _read_clients(reader)
+    await _read_holders(reader)
+    await _read_freed(reader)
+    await _read_open(reader, clients)
+    await _read_counts(reader)
 
 
-async def _read_clients(check: Check) -> set[int]:
+async def _read_clients(reader: RecordReader) -> set[int]:
+    check = reader.found
     clients = set()
-    async for row in check.rows(b"m", "clients"):
+    async for row in reader.rows(b"m", "clients"):
         try:
             schema.decode_member(row.value)
             clients.add(schema.key_client(row.key))
@@ -39,8 +33,9 @@ async def _read_clients(check: Check) -> set[int]:
     return clients
 
 
-async def _read_holders(check: Check) -> None:
-    async for row in check.rows(b"l", "holders"):
+async def _read_holders(reader: RecordReader) -> None:
+    check = reader.found
+    async for row in reader.rows(b"l", "holders"):
         slab = schema.key_slab(row.key)
         try:
             schema.decode_holder(row.value)
@@ -51,8 +46,9 @@ async def _read_holders(check: Check) -> None:
             check.problem(f"slab {slab} is held, but the volume has {check.geometry.slab_count}", deletes=[row.key])
 
 
-async def _read_freed(check: Check) -> None:
-    async for row in check.rows(b"f", "freed slots"):
+async def _read_freed(reader: RecordReader) -> None:
+    check = reader.found
+    async for row in reader.rows(b"f", "freed slots"):
         freed = schema.split_freed_key(row.key)
         what = f"slot {freed.addr} of slab {freed.slab} is to be freed"
         is_there = freed.addr < check.geometry.data_size and check.geometry.slab_of(freed.addr) == freed.slab
@@ -69,16 +65,18 @@ async def _read_freed(check: Check) -> None:
         check.report.notes.append(f"{len(check.freed)} slots are free when somebody takes their slabs")
 
 
-async def _read_open(check: Check, clients: set[int]) -> None:
+async def _read_open(reader: RecordReader, clients: set[int]) -> None:
     """One of a client that is gone would keep a removed file's bytes for ever."""
-    async for row in check.rows(b"h", "open files"):
+    check = reader.found
+    async for row in reader.rows(b"h", "open files"):
         ino, client = schema.split_open_key(row.key)
         if client not in clients:
             check.problem(f"removed inode {ino} is open by client {client:x}, which is gone", deletes=[row.key])
 
 
-async def _read_counts(check: Check) -> None:
-    async for row in check.rows(b"q", "counts"):
+async def _read_counts(reader: RecordReader) -> None:
+    check = reader.found
+    async for row in reader.rows(b"q", "counts"):
         try:
             check.counted[row.key] = schema.decode_counts(row.value)
         except MALFORMED as error:

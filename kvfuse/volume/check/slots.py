@@ -2,37 +2,31 @@
 
 from __future__ import annotations
 
-import struct
-from typing import TYPE_CHECKING
-
 from kvfuse.checksum import granule_checksums
 from kvfuse.errors import EngineError
 from kvfuse.remote.records.api import Record
 from kvfuse.remote.segments.api import Transfer
 from kvfuse.slab import layout
+from kvfuse.volume.check.evidence import MALFORMED, Evidence
+from kvfuse.volume.check.reading import RecordReader, inode_in
 from kvfuse.volume.store import schema
 
-if TYPE_CHECKING:
-    from kvfuse.volume.check.fsck import Check
 
-MALFORMED = (ValueError, struct.error)
-"""What decoding a damaged record raises."""
-
-
-async def settle_contested(check: Check) -> None:
+async def settle_contested(reader: RecordReader) -> None:
     """Slots that several files claim: the header says whose they are, every other file goes."""
+    check = reader.found
     if not check.contested:
         return
     owners = {addr: await _header_owner(check, addr) for addr in check.contested}
     for prefix in (b"i", b"d", b"c"):
-        async for row in check.rows(prefix, "contested slots"):
+        async for row in reader.rows(prefix, "contested slots"):
             for ino, extent in _claims(row):
                 if extent.addr in owners and owners[extent.addr] != (ino, extent.generation):
                     keys = [row.key, *check.far_files.get(ino, [])]
                     check.problem(f"inode {ino}: its slot {extent.addr} is another file's too", deletes=keys)
 
 
-async def _header_owner(check: Check, addr: int) -> tuple[int, int] | None:
+async def _header_owner(check: Evidence, addr: int) -> tuple[int, int] | None:
     """(inode, generation) in the header of a slot; None where it cannot be read."""
     table = bytearray(layout.HEADER_SIZE)
     place = check.geometry.locate_header(addr, check.slabs.slot_size(addr))
@@ -44,7 +38,7 @@ async def _header_owner(check: Check, addr: int) -> tuple[int, int] | None:
     return (int(rows[0]["inode"]), int(rows[0]["generation"])) if valid[0] else None
 
 
-async def verify_data(check: Check) -> None:
+async def verify_data(check: Evidence) -> None:
     """Read what is sealed, and compare; a file with a wrong byte is to be removed."""
     total = sum(extent.length for _, extent, _ in check.sealed)
     check.sealed.sort(key=lambda row: row[1].addr)
@@ -62,16 +56,6 @@ async def verify_data(check: Check) -> None:
             check.problem(f"inode {ino}: its bytes in segment {segment} at {offset} are wrong", deletes=keys)
         check.report.verified_bytes += extent.length
         check.progress("bytes", check.report.verified_bytes, total)
-
-
-def inode_in(row: Record) -> schema.InodeRecord | None:
-    """The inode that a record holds; None where it holds none, or cannot be read."""
-    decode = {b"d": schema.decode_entry, b"i": schema.decode_inode, b"o": schema.decode_orphan}[row.key[:1]]
-    try:
-        record = decode(row.value)
-    except MALFORMED:
-        return None
-    return None if isinstance(record, int) else record
 
 
 def _claims(row: Record) -> list[tuple[int, schema.ExtentRecord]]:

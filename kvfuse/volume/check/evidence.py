@@ -1,0 +1,172 @@
+"""What a check of a volume has read: inodes, names and slots as the records say, and what is wrong with them.
+
+The readers fill an `Evidence` once; what compares changes nothing of it but the report.
+"""
+
+from __future__ import annotations
+
+import stat
+import struct
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from kvfuse.remote.records.api import Record, RecordStore
+from kvfuse.remote.segments.api import SegmentStore, Transfer
+from kvfuse.slab.allocator import Allocator
+from kvfuse.slab.layout import Geometry, Superblock
+from kvfuse.volume.api import ROOT_INODE
+from kvfuse.volume.inodes.core import PATH_DEPTH_MAX
+from kvfuse.volume.store import schema
+
+MALFORMED = (ValueError, struct.error)
+"""What decoding a damaged record raises."""
+Progress = Callable[[str, int, int], None]
+"""(what is done, how far, of how many; 0: not known)"""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Something that should not be. ``puts`` and ``deletes`` mend it, and ``writes`` to segments."""
+
+    text: str
+    puts: dict[bytes, bytes] = field(default_factory=dict)
+    deletes: tuple[bytes, ...] = ()
+    writes: tuple[Transfer, ...] = ()
+
+
+@dataclass
+class Report:
+    """What a check found."""
+
+    problems: list[Problem] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    """nothing wrong, but worth a line"""
+    files: int = 0
+    directories: int = 0
+    extents: int = 0
+    used_bytes: int = 0
+    verified_bytes: int = 0
+    repaired: int = 0
+
+    @property
+    def clean(self) -> bool:
+        return not self.problems
+
+
+@dataclass
+class Inode:
+    """What the records say of an inode with a record of its own, and what was seen."""
+
+    record: schema.InodeRecord
+    names: int = 0
+    subdirectories: int = 0
+    parent: int = 0
+    has_times: bool = False
+    entry: Record | None = None
+    """one that names it"""
+
+
+class Named(NamedTuple):
+    """An extent that a record names."""
+
+    ino: int
+    chunk: int
+    piece_offset: int
+    """bytes of the chunk before it"""
+    extent: schema.ExtentRecord
+
+
+@dataclass
+class Evidence:
+    """Of one pass over a volume; the check owns it."""
+
+    superblock: Superblock
+    records: RecordStore
+    segments: SegmentStore
+    progress: Progress
+    wants_verify: bool
+    """bytes and slot heads are compared, too"""
+    report: Report = field(default_factory=Report)
+    slabs: Allocator = field(init=False)
+    inodes: dict[int, Inode] = field(default_factory=dict)
+    inline: set[int] = field(default_factory=set)
+    orphans: set[int] = field(default_factory=set)
+    attributed: set[int] = field(default_factory=set)
+    """inodes that say they have attributes"""
+    owners: dict[int, int] = field(default_factory=dict)
+    """slot address -> inode"""
+    contested: set[int] = field(default_factory=set)
+    """slots that several files claim"""
+    far_files: dict[int, list[bytes]] = field(default_factory=dict)
+    """inode with chunk records -> key of its own record"""
+    far_blocks: Counter[int] = field(default_factory=Counter)
+    """inode -> units in its chunk records, less those that its own record counts"""
+    sealed: list[tuple[int, schema.ExtentRecord, list[bytes]]] = field(default_factory=list)
+    """what `verify` reads: (inode, extent, keys of the records that go when it is wrong)"""
+    generation_max: int = 0
+    damaged: set[bytes] = field(default_factory=set)
+    """keys of records that do not match their checksums"""
+    weights: dict[bytes, int] = field(default_factory=dict)
+    """kind of records -> what they weigh"""
+    named: dict[int, Named] = field(default_factory=dict)
+    """slot address -> what a file has there, of files that have names; where heads are compared"""
+    places: dict[int, tuple[int, bytes]] = field(default_factory=dict)
+    """inode -> (directory, name): one of its names"""
+    inline_records: dict[int, schema.InodeRecord] = field(default_factory=dict)
+    """of inodes without records of their own, where heads are compared"""
+    freed: set[int] = field(default_factory=set)
+    """slots that only wait for who holds their slab"""
+    counted: dict[bytes, schema.Counts] = field(default_factory=dict)
+    """key of a client's counts -> these"""
+
+    def __post_init__(self) -> None:
+        self.slabs = Allocator(self.geometry)
+
+    @property
+    def geometry(self) -> Geometry:
+        return self.superblock.geometry
+
+    def problem(
+        self,
+        text: str,
+        puts: dict[bytes, bytes] | None = None,
+        deletes: Sequence[bytes] = (),
+        writes: Sequence[Transfer] = (),
+    ) -> None:
+        self.report.problems.append(Problem(text, puts or {}, tuple(deletes), tuple(writes)))
+
+    def exists(self, ino: int) -> bool:
+        return ino in self.inodes or ino in self.inline or ino in self.orphans
+
+    def file_record(self, ino: int) -> schema.InodeRecord | None:
+        inode = self.inodes.get(ino)
+        return inode.record if inode is not None else self.inline_records.get(ino)
+
+    def path_of(self, ino: int) -> bytes:
+        """One path of an inode, as its names are; empty where it is not below the root."""
+        parts: list[bytes] = []
+        while ino != ROOT_INODE:
+            if ino not in self.places or len(parts) > PATH_DEPTH_MAX:
+                return b""
+            ino, name = self.places[ino]
+            parts.append(name)
+        return b"/".join(reversed(parts))
+
+
+def empty_root() -> schema.InodeRecord:
+    """The root directory, where nobody can tell any more whose it was: nobody but root gets in."""
+    now = time.time_ns()
+    mode = stat.S_IFDIR | 0o700
+    return schema.InodeRecord(ROOT_INODE, mode, 0, 0, 2, 0, now, now, now, 0, (), 0, 0, b"", 0, 0)
+
+
+def with_links(record: schema.InodeRecord, *, nlink: int, parent: int | None = None) -> schema.InodeRecord:
+    """The record with another number of links, and in another directory."""
+    values = {name: getattr(record, name) for name in record.__struct_fields__}
+    values["nlink"] = nlink
+    if parent is not None:
+        values["parent"] = parent
+    return schema.InodeRecord(**values)

@@ -1,0 +1,317 @@
+"""Reads every record of a volume once, and notes what it says in an `Evidence`. A damaged record is a problem."""
+
+from __future__ import annotations
+
+import stat
+from collections.abc import AsyncIterator, Sequence
+
+import msgspec
+
+from kvfuse.checksum import CHECKSUM_SIZE, GRANULE_SIZE
+from kvfuse.errors import EngineError, VolumeError
+from kvfuse.remote.records.api import Record
+from kvfuse.remote.segments.api import SegmentStore, Transfer
+from kvfuse.slab import layout
+from kvfuse.slab.allocator import Allocator
+from kvfuse.slab.image import SlabState
+from kvfuse.slab.layout import Geometry
+from kvfuse.volume.api import FILE_SIZE_MAX, ROOT_INODE
+from kvfuse.volume.check.evidence import MALFORMED, Evidence, Inode, Named, empty_root, with_links
+from kvfuse.volume.inodes.metadata_budget import weigh
+from kvfuse.volume.store import schema
+from kvfuse.volume.store.sealed import ScanPages, describe
+
+SCAN_ROWS = 2000
+FILE_KINDS = frozenset(
+    {stat.S_IFREG, stat.S_IFDIR, stat.S_IFLNK, stat.S_IFIFO, stat.S_IFSOCK, stat.S_IFCHR, stat.S_IFBLK}
+)
+
+
+class RecordReader:
+    """One pass over all records; the check owns it. ``found``: where it notes what they say."""
+
+    def __init__(self, found: Evidence) -> None:
+        self.found = found
+        self._rescued: list[SlabState] = []
+        """slabs whose records are damaged"""
+
+    async def read_all(self) -> None:
+        await self._read_slabs()
+        await self._read_inodes()
+        await self._read_entries()
+        await self._read_orphans()
+        await self._read_chunks()
+        await self._read_rest()
+
+    async def rows(self, prefix: bytes, what: str) -> AsyncIterator[Record]:
+        """Sound records; a damaged one is a problem, once."""
+        done = weight = 0
+        async for rows, damaged in ScanPages(self.found.records, prefix, SCAN_ROWS):
+            for key in damaged:
+                if key not in self.found.damaged:
+                    self.found.damaged.add(key)
+                    await self._drop_damaged(key)
+            for row in rows:
+                weight += weigh(row.key, row.value)[0]
+                if schema.is_key(row.key):
+                    yield row
+                else:
+                    self.found.problem(f"record {row.key!r} is of no kind", deletes=[row.key])
+            done += len(rows)
+            self.found.progress(what, done, 0)
+        self.found.weights[prefix] = weight
+
+    async def _drop_damaged(self, key: bytes) -> None:
+        """What goes with a damaged record is found by the next round of a repair."""
+        text = f"the record of {describe(key)} does not match its checksum"
+        puts: dict[bytes, bytes] = {}
+        deletes = [key]
+        if key == schema.inode_key(ROOT_INODE):
+            root = empty_root()
+            self.found.inodes[ROOT_INODE] = Inode(root)
+            puts = {key: schema.encode_inode(root)}
+            text += ": it gets mode 0700, and owner root"
+        elif key[:1] == b"s" and schema.is_key(key):
+            state = await state_from_heads(self.found.geometry, self.found.segments, schema.key_slab(key))
+            if state is not None:
+                self._rescued.append(state)
+                puts = {key: schema.encode_slab(state.slot_size, state.bitmap)}
+        elif key[:1] == b"c" and schema.is_key(key):
+            deletes += self.found.far_files.get(
+                schema.key_inode(key), []
+            )  # without its chunk the file would show zeros
+        self.found.problem(text, puts, deletes)
+
+    # -- reading -------------------------------------------------------------------------------------
+
+    async def _read_slabs(self) -> None:
+        states = []
+        async for row in self.rows(b"s", "slabs"):
+            try:
+                state = SlabState(schema.key_slab(row.key), *schema.decode_slab(row.value))
+                Allocator(self.found.geometry).restore([state])
+                states.append(state)
+            except (VolumeError, *MALFORMED) as error:
+                self.found.problem(f"slab record {row.key.hex()}: {error}", deletes=[row.key])
+        self.found.slabs.restore(states + self._rescued)
+
+    async def _read_inodes(self) -> None:
+        async for row in self.rows(b"i", "inodes"):
+            ino = schema.key_inode(row.key)
+            record = self._decode(row)
+            if record is None:
+                continue
+            if record.ino != ino:
+                self.found.problem(f"inode record {ino} holds inode {record.ino}", deletes=[row.key])
+                continue
+            self.found.inodes[ino] = Inode(record)
+            self._claim(record, row.key, row.key)
+
+    def _decode(self, row: Record) -> schema.InodeRecord | None:
+        try:
+            record = schema.decode_inode(row.value)
+            _check_fields(record)
+        except MALFORMED as error:
+            self.found.problem(f"record {row.key!r} cannot be read: {error}", deletes=[row.key])
+            return None
+        return record
+
+    async def _read_entries(self) -> None:
+        async for row in self.rows(b"d", "names"):
+            parent, cookie, name = schema.split_entry_key(row.key)
+            try:
+                entry = schema.decode_entry(row.value)
+                if isinstance(entry, schema.InodeRecord):
+                    _check_fields(entry, inline=True)
+            except MALFORMED as error:
+                self.found.problem(f"name {name!r} in directory {parent} cannot be read: {error}", deletes=[row.key])
+                continue
+            if cookie != schema.name_hash(name):
+                self.found.problem(f"name {name!r} in directory {parent} stands in the wrong place", deletes=[row.key])
+            elif parent not in self.found.inodes or not stat.S_ISDIR(self.found.inodes[parent].record.mode):
+                self._lost(row, name, parent, entry)
+            elif isinstance(entry, int):
+                self._read_reference(row, parent, name, entry)
+            elif entry.ino in self.found.inodes or entry.ino in self.found.inline:
+                self.found.problem(f"{name!r} in directory {parent}: inode {entry.ino} exists twice", deletes=[row.key])
+            else:
+                self.found.inline.add(entry.ino)
+                self.found.report.files += 1
+                if self.found.wants_verify:
+                    self.found.places[entry.ino] = parent, name
+                    self.found.inline_records[entry.ino] = entry
+                if entry.nlink != 1:
+                    mended = schema.encode_entry_inline(with_links(entry, nlink=1))
+                    self.found.problem(
+                        f"{name!r} in directory {parent}: {entry.nlink} links instead of 1", {row.key: mended}
+                    )
+                self._claim(entry, row.key, name)
+
+    def _read_reference(self, row: Record, parent: int, name: bytes, ino: int) -> None:
+        inode = self.found.inodes.get(ino)
+        if inode is None:
+            self.found.problem(
+                f"{name!r} in directory {parent} names inode {ino}, which does not exist", deletes=[row.key]
+            )
+            return
+        inode.names += 1
+        inode.parent = parent
+        self.found.places[ino] = parent, name
+        inode.entry = row
+        if stat.S_ISDIR(inode.record.mode):
+            self.found.inodes[parent].subdirectories += 1
+            if inode.names > 1:
+                self.found.problem(f"directory {ino} has a second name, {name!r} in {parent}", deletes=[row.key])
+
+    def _lost(self, row: Record, name: bytes, parent: int, entry: schema.InodeRecord | int) -> None:
+        """An entry of a directory that does not exist: the file goes to the root."""
+        ino = entry if isinstance(entry, int) else entry.ino
+        key = schema.entry_key(ROOT_INODE, b"lost+found.%d" % ino)
+        self.found.problem(f"{name!r} is in directory {parent}, which does not exist", {key: row.value}, [row.key])
+        if not isinstance(entry, int) and not self.found.exists(ino):
+            self.found.inline.add(ino)
+            self._claim(entry, row.key, name)
+
+    async def _read_orphans(self) -> None:
+        """Before the chunks. Nobody reads their bytes again: those are not verified."""
+        async for row in self.rows(b"o", "orphans"):
+            record = self._decode(row)
+            if record is not None:
+                self.found.report.notes.append(f"inode {record.ino} was unlinked while open: the next mount frees it")
+                self.found.orphans.add(record.ino)
+                self._claim(record, row.key, b"")
+
+    async def _read_chunks(self) -> None:
+        async for row in self.rows(b"c", "chunks"):
+            ino = schema.key_inode(row.key)
+            if not self.found.exists(ino):
+                self.found.problem(f"chunk record of inode {ino}, which does not exist", deletes=[row.key])
+                continue
+            what = f"chunk {schema.chunk_index(row.key)} of inode {ino}"
+            keys = [row.key, *self.found.far_files.get(ino, [])]  # without its chunk the file would show zeros
+            try:
+                extents = schema.decode_chunk(row.value)
+            except MALFORMED as error:
+                self.found.problem(f"{what}: {error}", deletes=keys)
+                continue
+            self.found.far_blocks[ino] += sum(-(-extent.length // 4096) * 8 for extent in extents)
+            self._claim_extents(ino, schema.chunk_index(row.key), extents, keys, what)
+
+    async def _read_rest(self) -> None:
+        async for row in self.rows(b"t", "times"):
+            ino = schema.key_inode(row.key)
+            if ino in self.found.inodes:
+                self.found.inodes[ino].has_times = len(row.value) == schema.TIMES_SIZE
+            else:
+                self.found.problem(f"times of directory {ino}, which does not exist", deletes=[row.key])
+        hidden: set[int] = set()
+        async for row in self.rows(b"x", "attributes"):
+            ino = schema.key_inode(row.key)
+            if not self.found.exists(ino):
+                self.found.problem(f"an attribute of inode {ino}, which does not exist", deletes=[row.key])
+            elif ino not in self.found.attributed:
+                hidden.add(ino)
+        await self._show_attributes(hidden)
+        for prefix in (b"n", b"k"):
+            async for _ in self.rows(prefix, "counters"):
+                pass  # only their checksums matter here
+
+    async def _show_attributes(self, hidden: set[int]) -> None:
+        """Inodes with attributes that do not say so: nobody finds these, and they would stay when their inode goes."""
+        for prefix in (b"i", b"d", b"o") if hidden else ():
+            async for row in self.rows(prefix, "hidden attributes"):
+                record = inode_in(row)
+                if record is not None and record.ino in hidden:
+                    shown = msgspec.structs.replace(record, flags=record.flags | schema.FLAG_XATTRS)
+                    encode = schema.encode_entry_inline if prefix == b"d" else schema.encode_inode
+                    self.found.problem(
+                        f"inode {record.ino} has attributes, and does not say so", {row.key: encode(shown)}
+                    )
+
+    # -- extents -------------------------------------------------------------------------------------
+
+    def _claim(self, record: schema.InodeRecord, key: bytes, name: bytes) -> None:
+        if record.flags & schema.FLAG_XATTRS:
+            self.found.attributed.add(record.ino)
+        if record.flags & schema.FLAG_CHUNK_RECORDS and key[:1] != b"o":
+            self.found.far_files[record.ino] = [key]
+            self.found.far_blocks[record.ino] -= record.far_blocks
+        for index, chunk in enumerate(record.chunks):
+            self._claim_extents(record.ino, index, chunk, [key], f"{name!r} (inode {record.ino}), chunk {index}")
+
+    def _claim_extents(
+        self, ino: int, chunk: int, extents: Sequence[schema.ExtentRecord], keys: list[bytes], what: str
+    ) -> None:
+        offset = 0
+        for extent in extents:
+            self._claim_extent(Named(ino, chunk, offset, extent), keys, what)
+            offset += extent.length
+
+    def _claim_extent(self, named: Named, keys: list[bytes], what: str) -> None:
+        """``keys``: the record that names the extent, and that of its file; they go when the extent cannot be right."""
+        ino, extent = named.ino, named.extent
+        self.found.report.extents += 1
+        slot_size = self.found.slabs.slot_size(extent.addr) if 0 <= extent.addr < self.found.geometry.data_size else 0
+        granules = -(-extent.length // GRANULE_SIZE)
+        if not self.found.slabs.is_durable(extent.addr) if slot_size else True:
+            self.found.problem(f"{what}: its slot {extent.addr} is not allocated", deletes=keys)
+        elif extent.addr in self.found.owners:
+            self.found.contested.add(extent.addr)
+        elif not 0 < extent.length <= slot_size or len(extent.checksums) not in (0, granules * CHECKSUM_SIZE):
+            self.found.problem(f"{what}: {extent.length} bytes in a slot of {slot_size}", deletes=keys)
+        else:
+            self.found.owners[extent.addr] = ino
+            self.found.generation_max = max(self.found.generation_max, extent.generation)
+            self.found.report.used_bytes += extent.length
+            if self.found.wants_verify and ino not in self.found.orphans:
+                self.found.named[extent.addr] = named
+            if self.found.wants_verify and extent.checksums and ino not in self.found.orphans:
+                self.found.sealed.append((ino, extent, keys))
+
+
+def _check_fields(record: schema.InodeRecord, *, inline: bool = False) -> None:
+    """ValueError, where a file system could not work with the inode."""
+    kind = stat.S_IFMT(record.mode)
+    if kind not in FILE_KINDS or (inline and kind == stat.S_IFDIR):
+        raise ValueError(f"inode {record.ino} has mode {record.mode:#o}")
+    if not 0 < record.ino < 1 << 63 or not 0 <= record.size <= FILE_SIZE_MAX:
+        raise ValueError(f"inode {record.ino} has {record.size} bytes")
+    if kind == stat.S_IFREG and (record.chunk_size <= 0 or record.chunk_size % layout.PAGE_SIZE):
+        raise ValueError(f"inode {record.ino} has chunks of {record.chunk_size} bytes")
+
+
+def inode_in(row: Record) -> schema.InodeRecord | None:
+    """The inode that a record holds; None where it holds none, or cannot be read."""
+    decode = {b"d": schema.decode_entry, b"i": schema.decode_inode, b"o": schema.decode_orphan}[row.key[:1]]
+    try:
+        record = decode(row.value)
+    except MALFORMED:
+        return None
+    return None if isinstance(record, int) else record
+
+
+async def state_from_heads(geometry: Geometry, segments: SegmentStore, slab: int) -> SlabState | None:
+    """A slab whose record is lost, with every slot taken: its heads say of what size. None where they do not.
+
+    The check frees the slots that no file has when it has read all files.
+    """
+    if slab >= geometry.slab_count:
+        return None
+    table = bytearray(geometry.head_size)
+    try:
+        await segments.read([Transfer(*geometry.locate_head(slab), table)])
+    except (EngineError, ValueError):
+        return None
+    rows, _ = layout.find_headers(table, geometry)
+    live = rows[rows["state"] != layout.STATE_FREE]
+    if not len(live):
+        return None
+    slot_size = int(live["slot_pages"][live["generation"].argmax()]) * layout.PAGE_SIZE
+    count = geometry.slots_per_slab(slot_size)
+    bitmap = ((1 << count) - 1).to_bytes(-(-count // 8), "little")
+    state = SlabState(slab, slot_size, bitmap)
+    try:
+        Allocator(geometry).restore([state])
+    except VolumeError:
+        return None
+    return state
