@@ -1,4 +1,4 @@
-"""Imports point one way: cli -> (fs | usrbio | target) -> volume -> (slab | remote). DESIGN's table, enforced."""
+"""Imports point one way: cli -> (fs | usrbio) -> volume -> (slab | remote), and down the rooms of each; no circles."""
 
 from __future__ import annotations
 
@@ -35,6 +35,22 @@ ROOMS: dict[str, set[str]] = {
 }
 """room -> what it may import of this package, beside itself and the version in kvfuse/__init__.py"""
 
+INNER: dict[str, list[set[str]]] = {
+    "volume": [
+        *[{"views"}, {"api"}, {"store"}, {"inodes"}, {"slots"}, {"commit"}, {"content"}, {"names"}, {"hosts"}],
+        *[{"opening"}, {"check"}, {"parts"}, {"running"}, {"volume"}],
+    ],
+    "usrbio": [{"protocol"}, {"client", "daemon"}, {"hf3fs"}],
+    "remote": [{"libc", "faults"}, {"mapguard"}, {"records", "segments"}],
+}
+"""room -> its rooms from the bottom up: each may import itself and those before it, not those beside it"""
+
+CIRCLES = [
+    ["kvfuse.volume.commit.late", "kvfuse.volume.commit.pending"],
+    ["kvfuse.volume.commit.conflicts", "kvfuse.volume.commit.journal"],
+]
+"""that are still there; no others"""
+
 OUTSIDE: dict[str, set[str]] = {
     "pyfuse3": {"fs", "cli.mount", "bench.barefs"},
     "lmdb": {"remote.records"},
@@ -67,6 +83,46 @@ def is_within(name: str, places: set[str]) -> bool:
     return any(name == place or name.startswith(place + ".") for place in places)
 
 
+def points_down(place: str, imported: str) -> bool:
+    """Within one room, both as "volume.commit.journal"."""
+    room, own, *_ = place.split(".")
+    floor = imported.split(".")[1]
+    below = [inner for floors in INNER[room] for inner in floors] if own == "__init__" else [own]
+    for floors in INNER[room]:
+        if own in floors:
+            break
+        below += floors
+    return floor in below
+
+
+def find_circles(edges: dict[str, set[str]]) -> list[list[str]]:
+    """Modules that import each other, through whatever others, also for their types alone."""
+    order: dict[str, int] = {}
+    lowest: dict[str, int] = {}
+    path: list[str] = []
+    circles = []
+
+    def visit(module: str) -> None:
+        order[module] = lowest[module] = len(order)
+        path.append(module)
+        for other in edges.get(module, ()):
+            if other not in order:
+                visit(other)
+            if other in path:
+                lowest[module] = min(lowest[module], lowest[other])
+        if lowest[module] == order[module]:
+            start = path.index(module)
+            circle = path[start:]
+            del path[start:]
+            if len(circle) > 1:
+                circles.append(sorted(circle))
+
+    for module in edges:
+        if module not in order:
+            visit(module)
+    return circles
+
+
 def violations(source: str, module: str) -> list[str]:
     """What ``module`` ("kvfuse.fs.ops") imports against the table."""
     place = module.removeprefix("kvfuse.")
@@ -77,6 +133,8 @@ def violations(source: str, module: str) -> list[str]:
         top = name.split(".")[0]
         if name.startswith("kvfuse.") and inner != "__version__" and not is_within(inner, ROOMS[room] | {room}):
             found.append(f"{module} imports {name}")
+        if inner.startswith(room + ".") and room in INNER and not points_down(place, inner):
+            found.append(f"{module} imports {name}, which is above it, or beside it")
         if top in OUTSIDE and not is_within(place, OUTSIDE[top]):
             found.append(f"{module} imports {name}")
         if room == "slab" and top in PURE:
@@ -95,6 +153,22 @@ def test_imports_point_one_way() -> None:
         line for name, path in modules() if name != "kvfuse.__init__" for line in violations(path.read_text(), name)
     ]
     assert found == []
+
+
+def test_no_modules_import_each_other() -> None:
+    sources = {name.removesuffix(".__init__"): path.read_text() for name, path in modules()}
+    edges: dict[str, set[str]] = {}
+    for module, source in sources.items():
+        for name in imported_names(source, module):
+            target = name if name in sources else name.rpartition(".")[0]
+            if target in sources and target not in (module, "kvfuse"):
+                edges.setdefault(module, set()).add(target)
+    assert [circle for circle in find_circles(edges) if circle not in CIRCLES] == []
+
+
+def test_a_circle_is_found() -> None:
+    assert find_circles({"a": {"b"}, "b": {"c"}, "c": {"b", "d"}}) == [["b", "c"]]
+    assert find_circles({"a": {"b"}, "b": {"c", "d"}, "c": {"d"}}) == []
 
 
 def test_every_room_is_in_the_table() -> None:
@@ -117,6 +191,10 @@ def test_the_package_itself_imports_nothing_of_its_rooms() -> None:
         ("kvfuse.fs.ops", "from ..slab import layout"),
         ("kvfuse.fs.ops", "def f():\n    from kvfuse.usrbio.protocol import queues"),
         ("kvfuse.connectors.vllm", "from kvfuse.usrbio.daemon import listener"),
+        ("kvfuse.volume.inodes.core", "from kvfuse.volume.commit.journal import Journal"),
+        ("kvfuse.volume.api", "from kvfuse.volume.store import schema"),
+        ("kvfuse.volume.hosts.coherence", "from kvfuse.volume.volume import Volume"),
+        ("kvfuse.usrbio.client.ring", "from kvfuse.usrbio.daemon.limits import Limits"),
         ("kvfuse.volume.inodes.core", "import pyfuse3"),
         ("kvfuse.volume.inodes.core", "from lmdb import Environment"),
         ("kvfuse.cli.umount", "import pyfuse3.asyncio"),

@@ -1,0 +1,119 @@
+"""What a house that can be held in a head keeps to: sizes of modules, classes and functions, and what only falls."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import kvfuse
+
+PACKAGE = Path(kvfuse.__file__).parent
+MODULE_LINES = 500
+METHODS = 25
+ATTRIBUTES = 15
+FUNCTION_LINES = 20
+"""of 95 % of all functions, without their docstrings"""
+SHARED_TESTS = 54
+"""places that ask whether many hosts have the volume. It only falls"""
+EXCEPTIONS = {
+    "KvfuseOperations": "one method for each request of the kernel, as pyfuse3 wants them",
+    "Allocator": "the life of a slot is one state machine, with one table",
+}
+"""classes that may have more methods or attributes, and why: at most 5"""
+SHRINKING = {
+    "Attempts": (40, 1),
+    "BatchBuilder": (53, 24),
+    "BlockStore": (26, 9),
+    "Calls": (27, 5),
+    "Committer": (16, 17),
+    "Connection": (31, 28),
+    "Dispatcher": (25, 17),
+    "Drafting": (46, 24),
+    "Journal": (96, 37),
+    "Names": (32, 1),
+    "Parts": (9, 17),
+    "Pending": (27, 24),
+    "RadosSegments": (27, 6),
+    "Ring": (45, 23),
+    "RunningVolume": (15, 28),
+    "SharedJournal": (73, 25),
+    "SharedLookup": (33, 4),
+    "SharedNames": (48, 1),
+    "SlabLeases": (31, 21),
+    "Submission": (18, 23),
+    "Volume": (67, 28),
+    "VolumeApi": (39, 0),
+    "Worker": (35, 25),
+}
+"""class -> methods and attributes that it has still; no more"""
+
+
+def sources() -> dict[Path, str]:
+    return {path.relative_to(PACKAGE): path.read_text() for path in PACKAGE.rglob("*.py")}
+
+
+def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    return (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+
+
+def lines_of(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Without the docstring."""
+    length = (function.end_lineno or 0) - function.lineno + 1
+    first = function.body[0]
+    is_docstring = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant)
+    return length - ((first.end_lineno or 0) - first.lineno + 1 if is_docstring else 0)
+
+
+class Members:
+    """Of the classes of this project, with what they inherit."""
+
+    def __init__(self) -> None:
+        nodes = [node for text in sources().values() for node in ast.walk(ast.parse(text))]
+        self.classes = {node.name: node for node in nodes if isinstance(node, ast.ClassDef)}
+
+    def of(self, name: str) -> tuple[set[str], set[str]]:
+        """(methods, attributes that methods set or the class declares)"""
+        node = self.classes[name]
+        methods = {item.name for item in node.body if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef)}
+        attributes = {
+            item.attr
+            for item in ast.walk(node)
+            if isinstance(item, ast.Attribute) and isinstance(item.ctx, ast.Store) and ast.unparse(item.value) == "self"
+        }
+        for base in node.bases:
+            inherited = ast.unparse(base).split("[")[0].rpartition(".")[2]
+            if inherited in self.classes and inherited != name:
+                more_methods, more_attributes = self.of(inherited)
+                methods |= more_methods
+                attributes |= more_attributes
+        return methods, attributes
+
+
+def test_modules_fit_on_a_few_screens() -> None:
+    large = {str(path): text.count("\n") for path, text in sources().items() if text.count("\n") > MODULE_LINES}
+    assert large == {}
+
+
+def test_classes_are_small() -> None:
+    members = Members()
+    large = {}
+    for name in members.classes:
+        methods, attributes = map(len, members.of(name))
+        methods_max, attributes_max = SHRINKING.get(name, (METHODS, ATTRIBUTES))
+        if methods > max(methods_max, METHODS) or attributes > max(attributes_max, ATTRIBUTES):
+            large[name] = (methods, attributes)
+    assert {name: size for name, size in large.items() if name not in EXCEPTIONS} == {}
+    assert len(EXCEPTIONS) <= 5
+
+
+def test_functions_are_short() -> None:
+    lengths = sorted(lines_of(function) for text in sources().values() for function in functions(ast.parse(text)))
+    assert lengths[len(lengths) * 95 // 100] <= FUNCTION_LINES
+
+
+def test_few_places_ask_who_has_the_volume() -> None:
+    found = sum(len(re.findall(r"\bcore\.shared\b", text)) for text in sources().values())
+    assert found <= SHARED_TESTS
+    assert found > SHARED_TESTS - 3, f"{found} are left: lower SHARED_TESTS"
