@@ -1,9 +1,9 @@
 """The parts of a mounted volume that belong to one membership: they are made together, and forgotten together.
 
 A client that lost its lease can commit and write nothing any more (`FencedRecords`, `FencedSegments`): what its
-parts have in memory will never be stored. `Parts.abandon` ends them: whoever waits for a commit gets an EngineError,
-and their nodes are marked, so that an operation that began with one of them ends in an EngineError too, and does not
-bring it to the parts that follow.
+parts have in memory will never be stored. `Parts.abandon` ends them: every caller that waits for a commit gets an
+EngineError, and their nodes are marked, so that an operation that began with one of them ends in an EngineError, too,
+and does not bring it to the parts that follow.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 
 
 class Parts:
-    """See the module. ``member``: this client, where others have the volume open, too."""
+    """Makes the parts of one membership, and ends them. ``member``: this client, on a shared volume."""
 
     def __init__(self, core: Core, options: Options, member: Member | None) -> None:
         self.core = core

@@ -48,7 +48,7 @@ async def make_parts(options: Options, held: Held, former: Core | None = None) -
 
 
 class RunningVolume:
-    """See the module. ``read_only``: nothing is ever committed."""
+    """The parts of a mounted volume and its background tasks. ``read_only``: nothing is ever committed."""
 
     def __init__(self, parts: Parts, options: Options, nursery: trio.Nursery, held: Held) -> None:
         self.read_only = parts.core.read_only

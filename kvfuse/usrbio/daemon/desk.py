@@ -45,7 +45,7 @@ class _Line:
 
 
 class Desk:
-    """See the module. `put` is for any thread, all else for the event loop, which runs `run` as a task."""
+    """Lines up the calls of all rings; `Limits` owns it. `put` is for any thread, all else for the event loop."""
 
     def __init__(self) -> None:
         self._token = trio.lowlevel.current_trio_token()

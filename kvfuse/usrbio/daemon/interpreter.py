@@ -72,7 +72,7 @@ class Seat:
 
 
 class Interpreter:
-    """See the module. What takes a seat is called by the thread that has it; the rest by any thread."""
+    """Gives ring threads their turns; the listener owns it. Methods with a seat are for its thread."""
 
     def __init__(self) -> None:
         self.token = [True]

@@ -1,13 +1,13 @@
-"""What other hosts change is let known here: one watch over the records of a shared volume.
+"""Follow what other hosts change, by one watch over the records of a shared volume.
 
-* Inodes in memory are brought up to it, what is known of names is corrected, and the kernel is told to forget.
-* An inode that lost its last name elsewhere and is open here gets a record that says so, under this client's lease:
-  its bytes stay until the last handle is closed, or until the lease ends.
-* While there is no watch nothing is trusted that has not just been read. When it stands again, everything that is
-  cached was perhaps changed in between: it is dropped, and open files are read anew.
+* The watch updates inodes in memory, corrects what is known of names, and invalidates the kernel's cache.
+* An inode that lost its last name on another host and is open here gets a record that says so, under this client's
+  lease: its bytes stay until the last handle is closed, or until the lease ends.
+* While the watch is broken the volume trusts nothing that it has not just read. After a reconnect everything cached may
+  be stale: the watch drops it, and reads open files anew.
 
-Changes are taken in the order of their commits, one record at a time: names are settled by the newest version, so the
-order in which the two names of a rename come does not matter. Commits of our own are left out.
+The watch applies changes in the order of their commits, one record at a time: the newest version decides what a name
+means, so the order of the two names of a rename does not matter. It skips this client's own commits.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class CoherenceCounters:
 
 @dataclass
 class Coherence:
-    """See the module."""
+    """Follows the watch of one membership, whose parts own it."""
 
     core: Core
     records: SharedRecords

@@ -1,12 +1,12 @@
-"""What clients that are gone left behind, and who sees to it: their writes under way, removed files, and records.
+"""Adopt what departed clients left behind: their writes in flight, removed files, and records.
 
-* *Writes*: a client's sequence record says who it is to the segment engine. Whoever takes its slabs has the
-  engine refuse what it may still have under way (`fence`); where that cannot be done, a grace has to pass instead.
+* *Writes*: a client's sequence record holds its identity at the segment engine. The client that takes its slabs has the
+  engine refuse the writes that it may still have in flight (`fence`); where the engine cannot, a grace passes instead.
 * *Removed files*: the heir makes each orphan record its own, by a commit that expects it unchanged and the remover
   gone. So one client alone ever frees it.
 * *Sequence records* go last, when the client holds no slab any more.
 
-Looked for at the start and whenever a client goes, until nothing is left of those whose heir this client is.
+A client looks at its start, and whenever another one departs, until nothing is left of those whose heir it is.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Inheritance:
-    """See the module. ``heir`` says which client sees to what another one left."""
+    """Adopts what departed clients left; one membership's parts own it. ``heir``: who adopts from whom."""
 
     core: Core
     journal: JournalPart

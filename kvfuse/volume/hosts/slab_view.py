@@ -1,6 +1,6 @@
 """What the record store says of slabs and clients of a shared volume, kept up to date by watches.
 
-It may be old at any time: it is for choosing and for figures. Whoever acts on it commits, and expects what he saw.
+It may be stale at any time: it serves choices and figures. A commit that acts on it expects the records it saw.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ UNUSED = Use(0, 0)
 
 @dataclass
 class SlabView:
-    """See the module. ``changed`` is told of every change, after it is in the view."""
+    """Slabs and clients as the store has them; one membership's parts own it. ``changed``: called after each change."""
 
     records: RecordStore
     geometry: Geometry

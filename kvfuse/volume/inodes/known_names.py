@@ -99,7 +99,7 @@ class _Directory:
 
 
 class KnownNames:
-    """See the module. Nothing here waits: the caller reads pages and shows them (`learn`)."""
+    """Names and absences that are known; the core owns it. It never waits: callers hand in what they read (`learn`)."""
 
     def __init__(self) -> None:
         self._inodes: dict[tuple[int, bytes], int] = {}

@@ -58,7 +58,7 @@ class _Page:
 
 
 class Places:
-    """See the module."""
+    """The place and the kernel's count of each inode that the kernel knows; the core owns it."""
 
     def __init__(self) -> None:
         self._pages: dict[int, _Page] = {}

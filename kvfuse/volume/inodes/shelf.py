@@ -38,7 +38,7 @@ class Page:
 
 
 class Shelf:
-    """See the module. Nothing here waits."""
+    """Records that arrived before a lookup wanted them; the core owns it. It never waits."""
 
     def __init__(self, records_max: int = RECORDS_MAX) -> None:
         self.records_max = records_max

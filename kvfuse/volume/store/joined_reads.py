@@ -1,12 +1,12 @@
 """The record store as the parts of a shared volume see it: reads share round trips, and fail at once while it is away.
 
-* Reads that come while others are under way join into one call, which begins after them: what it says is at least as
-  new as the question. It is at least as new, too, as what was heard of these records by the time it is told: from
-  commits of our own that returned, and from the watch. News may overtake an answer, and they come once only: who took
-  the older answer for what is would keep it for good.
-* After a read failed the store is *away* until a probe is answered: reads fail at once meanwhile, instead of each
-  waiting for its deadline. Commits are sent all the same: who waits for one wants to know.
-* Versions of this client's own commits are kept, so that a watch can tell them from those of others.
+* Reads that arrive while another read is in flight join into one call, which begins after it: its answer is at least as
+  new as each question. The answer is also at least as new as every event about these records that this client knows
+  when it returns: its own commits, and the watch. A watch event may overtake an answer, and arrives only once: a caller
+  that took the older answer would keep it for good.
+* After a read failed the store is *away* until it answers a probe: reads fail at once meanwhile, instead of each
+  waiting for its deadline. Commits are sent all the same, as their callers need the outcome.
+* The versions of this client's own commits are kept, so that a watch can tell them from those of other clients.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class _Question:
 
 
 class SharedRecords(RecordDecorator):
-    """See the module. ``run`` has to be running, or a store that was away once is never asked again."""
+    """Joins the reads of one membership's parts, which own it. `run` probes a store that is away."""
 
     def __init__(self, inner: RecordStore) -> None:
         super().__init__(inner)
@@ -134,7 +134,7 @@ class SharedRecords(RecordDecorator):
         self._went_away.set()
 
     async def get(self, keys: Sequence[bytes]) -> list[Versioned | None]:
-        """As the inner store's, and not older than what was heard by now. See the module."""
+        """As the inner store's, and never older than what this client has committed or the watch has brought by now."""
         self._caller_count += 1
         try:
             for _ in range(ASKS_MAX):

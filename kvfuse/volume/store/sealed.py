@@ -83,7 +83,7 @@ def _is_bare(key: bytes) -> bool:
 
 
 class SealedRecords(RecordDecorator):
-    """See the module. `get`, `scan` and watches raise DamagedRecords."""
+    """Checks every value that it reads and seals every one that it commits. `get`, `scan`, watches: DamagedRecords."""
 
     def __init__(self, inner: RecordStore) -> None:
         super().__init__(inner)

@@ -49,7 +49,7 @@ class TierStatistics(NamedTuple):
 
 
 class SharedTier:
-    """See the module. ``capacity``: bytes of memory; 0: there is no tier."""
+    """Arenas and their blocks; the volume owns it. ``capacity``: bytes of memory; 0: there is no tier."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
