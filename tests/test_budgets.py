@@ -35,7 +35,6 @@ SHRINKING = {
     "Names": (32, 1),
     "Parts": (9, 17),
     "Pending": (27, 24),
-    "RadosSegments": (27, 6),
     "Ring": (45, 23),
     "RunningVolume": (15, 28),
     "SharedJournal": (73, 25),

@@ -10,10 +10,6 @@ import mmap
 import os
 from collections.abc import Callable
 
-FALLOC_FL_KEEP_SIZE = 0x01
-FALLOC_FL_PUNCH_HOLE = 0x02
-FALLOC_FL_ZERO_RANGE = 0x10
-
 MREMAP_MAYMOVE, MREMAP_FIXED = 1, 2
 MAP_FIXED, MAP_NORESERVE = 0x10, 0x4000
 SA_SIGINFO = 4

@@ -319,11 +319,7 @@ class MemorySegments(SegmentStore):
 
     def __init__(self, disk: Disk, chaos: Chaos) -> None:
         mappable = disk.mappable or not disk.shared
-        super().__init__(
-            SegmentLimits(
-                1, overwrite=True, preallocates=True, mappable=mappable, registers=False, durable=disk.durable
-            )
-        )
+        super().__init__(SegmentLimits(alignment=1, mappable=mappable, durable=disk.durable))
         self.disk = disk
         self.chaos = chaos
         self._identity = random.randbytes(8)
@@ -396,9 +392,6 @@ class MemorySegments(SegmentStore):
         self.chaos.events.append("written")
         if fails:
             raise EngineError("injected: a part of the batch was written")
-
-    async def zero(self, segment: int, offset: int, length: int) -> None:
-        self._range(segment, offset, length)[:] = bytes(length)
 
     async def sync(self) -> None:
         await self.chaos.hold_up()

@@ -268,7 +268,7 @@ def bad_records(damaged: Damaged) -> None:
     code = """
 import sys, trio
 from pathlib import Path
-from kvfuse.remote.records.lmdb import LmdbRecords
+from kvfuse.remote.records.lmdb.store import LmdbRecords
 async def main():
     records = LmdbRecords.open(Path(sys.argv[1]))
     await records.commit({b"ninode": b"?", b"s\\0\\0\\0\\1": b"?"}, durable=True)

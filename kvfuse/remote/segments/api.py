@@ -5,7 +5,7 @@ This file is the whole contract; every engine and decorator passes the one confo
 
 * A segment is named by a number and has a fixed size, given when it is created. Its whole size is
   reserved then: a later write inside it never fails for lack of space where the engine can promise that.
-* A fresh segment, and a zeroed range, reads as zeros.
+* A fresh segment reads as zeros.
 * Buffers are passed in, never returned. A read fills the buffer wholly or raises; a write takes the whole
   buffer or raises. Buffers are C-contiguous and stay the caller's: the engine touches them only until
   the call returns - also when it was cancelled (a call waits for what cannot be cancelled).
@@ -54,14 +54,8 @@ class SegmentLimits:
 
     alignment: int
     """best alignment of offset, length and buffer (1: none; others are served, more slowly)"""
-    overwrite: bool
-    """written bytes may be written again in place"""
-    preallocates: bool
-    """``create`` reserves the whole size on the medium"""
     mappable: bool
     """``view`` may answer"""
-    registers: bool
-    """``register`` does something (RDMA memory regions, pinned memory)"""
     durable: bool = False
     """what was written is durable when the call returns: ``sync`` has nothing to do"""
     deadline: float = 0.0
@@ -120,12 +114,8 @@ class SegmentStore(ABC):
         """Store every transfer's buffer."""
 
     @abstractmethod
-    async def zero(self, segment: int, offset: int, length: int) -> None:
-        """Make a range read as zeros without giving up its reservation."""
-
-    @abstractmethod
     async def sync(self) -> None:
-        """Make every write and zero that returned before this call durable."""
+        """Make every write that returned before this call durable."""
 
     def view(self, segment: int, offset: int, length: int) -> memoryview | None:
         """A read-only view of resident bytes, or None where they are not resident or not mappable.
@@ -143,10 +133,6 @@ class SegmentStore(ABC):
         good for as long as all are held, also when the segment is removed or the store closed. The bytes show later
         writes. What was copied counts if the guard is intact afterwards; without one they cannot fail.
         """
-        return None
-
-    def register(self, buffer: Buffer) -> object:
-        """Prepare ``buffer`` for this engine's fastest path; keep the result as long as it is used."""
         return None
 
     def identity(self) -> bytes:

@@ -40,7 +40,7 @@ async def open_records(
         records = LmdbRecords.open(options.records_path, read_only=read_only, meter=meter)
     try:
         delay = options.records.commit_delay
-        yield Delayed(records, commit_seconds=delay) if delay else records
+        yield Delayed(records, delay) if delay else records
     finally:
         with trio.CancelScope(shield=True):
             await records.aclose()

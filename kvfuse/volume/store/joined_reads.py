@@ -175,7 +175,8 @@ class SharedRecords(RecordDecorator):
         for question in asked:
             question.is_asked, question.news = True, news
         try:
-            rows, damaged = await get_page(self.inner, [key for question in asked for key in question.keys])
+            keys = list(dict.fromkeys(key for question in asked for key in question.keys))
+            rows, damaged = await get_page(self.inner, keys)
         except EngineError as error:
             self._news.discard(news)  # there is nothing to compare, and the error is kept, and this frame by it
             self._failed(error)
@@ -187,10 +188,9 @@ class SharedRecords(RecordDecorator):
             self._questions = asked + self._questions
             raise
         else:
-            start = 0
+            found = dict(zip(keys, rows, strict=True))
             for question in asked:
-                question.answer(rows[start : start + len(question.keys)], damaged)
-                start += len(question.keys)
+                question.answer([found[key] for key in question.keys], damaged)
         finally:
             for question in asked:
                 question.changed.set()

@@ -13,10 +13,10 @@ import logging
 import os
 import secrets
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import Self, TypeVar
+from typing import Self
 
 import trio
 
@@ -24,7 +24,7 @@ from kvfuse.errors import EngineError, EngineTimeout, VolumeBusy
 from kvfuse.mounttable import top_mount
 from kvfuse.remote.records.api import ABSENT, Lease, RecordStore
 from kvfuse.remote.records.decorators import RecordDecorator
-from kvfuse.remote.segments.api import SegmentStore
+from kvfuse.remote.segments.api import SegmentStore, Transfer
 from kvfuse.remote.segments.decorators import SegmentDecorator
 from kvfuse.volume.store import schema
 from kvfuse.volume.store.schema import MemberRecord
@@ -36,7 +36,6 @@ RETRY_SECONDS = 0.5
 LOOK_SECONDS = 0.2
 """between two looks at a record that is about to go"""
 
-_T = TypeVar("_T")
 
 log = logging.getLogger(__name__)
 
@@ -292,9 +291,19 @@ class FencedSegments(SegmentDecorator):
         super().__init__(inner)
         self.member = member
 
-    async def around(self, call: Callable[[], Awaitable[_T]], *, writes: bool) -> _T:
-        if not writes:
-            return await call()
+    async def _fenced(self, call: Callable[[], Awaitable[None]]) -> None:
         await self.member.ready(self.limits.deadline)
         with self.member.writing():
-            return await call()
+            await call()
+
+    async def create(self, segment: int, size: int) -> None:
+        await self._fenced(lambda: self.inner.create(segment, size))
+
+    async def remove(self, segment: int) -> None:
+        await self._fenced(lambda: self.inner.remove(segment))
+
+    async def write(self, batch: Sequence[Transfer]) -> None:
+        await self._fenced(lambda: self.inner.write(batch))
+
+    async def sync(self) -> None:
+        await self._fenced(self.inner.sync)

@@ -17,7 +17,6 @@ import trio.testing
 from cluster_lab import etcd_options
 
 from kvfuse.errors import EngineError
-from kvfuse.remote.faults import FaultPlan
 from kvfuse.remote.records import decorators
 from kvfuse.remote.records.api import ABSENT, Change, RecordStore
 from kvfuse.remote.records.etcd.store import EtcdRecords
@@ -43,9 +42,7 @@ def decorated(decorate: Callable[[RecordStore], RecordStore]) -> Opener:
 ENGINES: dict[str, Opener | None] = {
     "lmdb": lmdb,
     "passing": decorated(decorators.RecordDecorator),
-    "delayed": decorated(lambda store: decorators.Delayed(store, commit_seconds=1e-4, read_seconds=1e-5)),
-    "deadlined": decorated(lambda store: decorators.Deadlined(store, seconds=60)),
-    "faulty, without faults": decorated(lambda store: decorators.Faulty(store, FaultPlan(seed=0))),
+    "delayed": decorated(lambda store: decorators.Delayed(store, 1e-4)),
     "etcd": None,
 }
 """name -> what opens it; None: needs a cluster"""

@@ -25,7 +25,7 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(next(iter(kvfuse.__path__)))
 
 READER = """
 import sys, trio
-from kvfuse.remote.records.lmdb import LmdbRecords
+from kvfuse.remote.records.lmdb.store import LmdbRecords
 async def main():
     store = LmdbRecords.open(sys.argv[1], read_only=True)
     for line in sys.stdin:
@@ -36,7 +36,7 @@ trio.run(main)
 
 WRITER = """
 import sys, trio
-from kvfuse.remote.records.lmdb import LmdbRecords
+from kvfuse.remote.records.lmdb.store import LmdbRecords
 async def main():
     store = LmdbRecords.open(sys.argv[1])
     (row,) = await store.get([b"round"])

@@ -130,8 +130,7 @@ async def test_absent_and_short_objects_read_as_zeros_among_others(store: RadosS
     assert content == expected
 
 
-async def test_zeroing_makes_no_objects(store: RadosSegments, ceph: CephServers) -> None:
-    await store.zero(1, 0, SIZE)
+async def test_only_writes_make_objects(store: RadosSegments, ceph: CephServers) -> None:
     assert await read(store, 0, SIZE) == bytes(SIZE)
     assert objects(ceph, store) == ["segments"]
     await store.write([Transfer(1, 5 * OBJECT_SIZE, b"x")])
@@ -239,8 +238,7 @@ async def test_a_tenant_is_confined_to_a_namespace(ceph: CephServers, store: Rad
     async with opened(store.options, namespace="tenants-own", **confined) as own:
         await own.create(1, MIB)
         await own.write([Transfer(1, 0, b"mine")])
-        await own.zero(1, 1, 1)
-        assert await read(own, 0, 4) == b"m\0ne"
+        assert await read(own, 0, 4) == b"mine"
         await own.remove(1)
         assert await own.list() == []
     with pytest.raises(EngineError, match="capability"):
@@ -372,7 +370,6 @@ async def test_a_silent_object_is_waited_for_once(ceph: CephServers, store: Rado
             began = time.monotonic()
             for call in (
                 lambda: hasty.write([Transfer(1, elsewhere, b"never!"), Transfer(1, 0, b"never!")]),
-                lambda: hasty.zero(1, 0, 6),
                 lambda: read(hasty, 0, 6),
             ):
                 with pytest.raises(EngineTimeout, match=r"00000001\.00000000.*has not answered for"):

@@ -22,7 +22,6 @@ import trio
 from cluster_lab import rados_options
 
 from kvfuse.errors import EngineError
-from kvfuse.remote.faults import FaultPlan
 from kvfuse.remote.segments import decorators
 from kvfuse.remote.segments.api import SegmentInfo, SegmentStore, Transfer
 from kvfuse.remote.segments.file.store import FileSegments
@@ -38,9 +37,6 @@ FILES: dict[str, Callable[[Path], SegmentStore]] = {
     "file, direct": lambda path: FileSegments.open(path, direct=True),
     "file on tmpfs": FileSegments.open,
     "passing": lambda path: decorators.SegmentDecorator(FileSegments.open(path)),
-    "delayed": lambda path: decorators.Delayed(FileSegments.open(path), write_seconds=1e-4, read_seconds=1e-5),
-    "deadlined": lambda path: decorators.Deadlined(FileSegments.open(path), seconds=60),
-    "faulty, without faults": lambda path: decorators.Faulty(FileSegments.open(path), FaultPlan(seed=0)),
 }
 OBJECTS: dict[str, dict[str, int]] = {
     "rados": {},
@@ -242,8 +238,6 @@ async def test_a_range_outside_touches_nothing(store: SegmentStore, segment: int
         await store.read([Transfer(1, 0, good), Transfer(segment, offset, bytearray(length))])
     with pytest.raises(ValueError):
         await store.write([Transfer(1, 0, b"lost"), Transfer(segment, offset, bytes(length))])
-    with pytest.raises(ValueError):
-        await store.zero(segment, offset, length)
     if store.limits.mappable:
         with pytest.raises(ValueError):
             store.view(segment, offset, length)
@@ -271,11 +265,9 @@ async def test_concurrent_writers_of_neighbouring_bytes_lose_nothing(store: Segm
     pieces = list(itertools.pairwise(cuts))
     rng.shuffle(pieces)
     async with trio.open_nursery() as nursery:
-        for start, stop in pieces[1:]:
+        for start, stop in pieces:
             nursery.start_soon(write, store, start, data[start:stop])
-        nursery.start_soon(store.zero, 1, pieces[0][0], pieces[0][1] - pieces[0][0])
-    start, stop = pieces[0]
-    assert await read(store, 0, len(data)) == data[:start] + bytes(stop - start) + data[stop:]
+    assert await read(store, 0, len(data)) == data
 
 
 @pytest.mark.parametrize("checkpoints", range(4))
@@ -301,23 +293,7 @@ async def test_buffers_are_left_alone_after_a_cancelled_call(store: SegmentStore
     assert target == b"x" * SIZE
 
 
-# -- zero, sync, view ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("offset", "length"),
-    [(0, SIZE), (0, 0), (1, 1), (100, 50), (4096, 8192), (4095, 4098), (5000, 2 * MIB), (MIB, MIB), (8191, 1)],
-)
-async def test_a_zeroed_range_reads_as_zeros_and_its_neighbours_stay(
-    store: SegmentStore, rng: random.Random, offset: int, length: int
-) -> None:
-    data = rng.randbytes(SIZE)
-    await write(store, 0, data)
-    await store.sync()
-    await store.zero(1, offset, length)
-    assert await read(store, 0, SIZE) == data[:offset] + bytes(length) + data[offset + length :]
-    await write(store, offset, data[offset : offset + length])
-    assert await read(store, 0, SIZE) == data
+# -- sync, view ---------------------------------------------------------------------------------------
 
 
 async def test_sync_may_be_called_at_any_time(store: SegmentStore) -> None:
@@ -343,8 +319,6 @@ async def test_a_view_shows_the_bytes_and_later_writes(store: SegmentStore, rng:
     assert view.readonly
     await write(store, 5_000, b"new")
     assert view[999:1002] == b"new"
-    await store.zero(1, 5_000, 100)
-    assert view[999:1099] == bytes(100)
     assert store.counters.view_bytes == 9_000
 
 
@@ -380,14 +354,6 @@ async def test_counters_count_transfers_and_bytes(store: SegmentStore) -> None:
     await store.read([Transfer(1, 0, bytearray(5))])
     counters = store.counters
     assert (counters.writes, counters.written_bytes, counters.reads, counters.read_bytes) == (2, 5, 1, 5)
-
-
-async def test_registering_a_buffer_is_harmless(store: SegmentStore) -> None:
-    buffer = bytearray(b"data")
-    handle = store.register(buffer)
-    await store.write([Transfer(1, 0, buffer)])
-    assert await read(store, 0, 4) == b"data"
-    del handle
 
 
 # -- close --------------------------------------------------------------------------------------------
@@ -457,7 +423,7 @@ async def test_the_store_equals_bytearrays_after_every_step(opener: Opener, rng:
         return rng.choice(list(model)), offset, length
 
     for _ in range(400):
-        step = rng.choice(["create", "remove", "zero", "sync", "reopen", *["write"] * 8, *["read"] * 8])
+        step = rng.choice(["create", "remove", "sync", "reopen", *["write"] * 8, *["read"] * 8])
         if step == "create" or not model:
             segment = rng.randrange(4)
             await store.create(segment, size)
@@ -466,10 +432,6 @@ async def test_the_store_equals_bytearrays_after_every_step(opener: Opener, rng:
             segment = rng.randrange(4)
             await store.remove(segment)
             model.pop(segment, None)
-        elif step == "zero":
-            segment, offset, length = place()
-            await store.zero(segment, offset, length)
-            model[segment][offset : offset + length] = bytes(length)
         elif step == "sync":
             await store.sync()
         elif step == "reopen":

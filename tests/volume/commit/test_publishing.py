@@ -65,7 +65,7 @@ async def delayed_volume(folder: Path, mode: str) -> AsyncIterator[Volume]:
     options = lab_options(strict=mode == "strict")
     options = Options(volume=VolumeOptions(path=folder), publish=options.publish)
     async with engines.open_records(options) as records, engines.open_segments(options) as segments:
-        delayed = Delayed(records, commit_seconds=COMMIT_SECONDS)
+        delayed = Delayed(records, COMMIT_SECONDS)
         superblock = format.read_superblock(folder)
         async with run_volume(options, superblock, as_formatted(delayed, superblock), segments) as volume:
             yield volume

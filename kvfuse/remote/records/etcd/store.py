@@ -34,7 +34,6 @@ from kvfuse.errors import ConfigError, EngineError, EngineTimeout
 from kvfuse.remote.records.api import Change, Lease, Record, RecordLimits, RecordStore, Versioned
 from kvfuse.remote.records.etcd import wire
 from kvfuse.remote.records.etcd.client import CLOSE_SECONDS, Compacted, EtcdClient, EtcdOptions, LeaseGone
-from kvfuse.remote.records.etcd.gets import SharedGets
 from kvfuse.remote.records.etcd.watch import EtcdFeed
 
 __all__ = ["EtcdLease", "EtcdOptions", "EtcdRecords"]
@@ -129,7 +128,6 @@ class EtcdRecords(RecordStore):
         self._turns = trio.Lock()  # fair: commits are applied in the order of the calls
         self._marker: _Marker | None = None
         self._feed = EtcdFeed(self._client, self._base)
-        self._gets = SharedGets(self._get_now, options.operations_max)
 
     @classmethod
     async def open(cls, options: EtcdOptions) -> Self:
@@ -144,14 +142,9 @@ class EtcdRecords(RecordStore):
         return store
 
     async def get(self, keys: Sequence[bytes]) -> list[Versioned | None]:
-        """As the contract says; one round trip for every ``operations_max`` keys, all at one revision.
-
-        Shared with others that are called at the same time.
-        """
+        """As the contract says; one round trip for every ``operations_max`` keys, all at one revision."""
         if any(not 0 < len(key) <= self.limits.key_size_max for key in keys):
             raise ValueError(f"a key is empty or longer than {self.limits.key_size_max} bytes")
-        if 0 < len(keys) <= self._options.operations_max:
-            return await self._gets.get(keys)
         for _ in range(SNAPSHOT_TRIES):
             rows: list[Versioned | None] = []
             revision = 0
@@ -163,10 +156,6 @@ class EtcdRecords(RecordStore):
                 continue
             return rows
         raise EngineError(f"etcd was compacted {SNAPSHOT_TRIES} times while {len(keys)} keys were read")
-
-    async def _get_now(self, keys: Sequence[bytes]) -> list[Versioned | None]:
-        rows, _ = await self._get(keys, 0)
-        return rows
 
     async def _get(self, keys: Sequence[bytes], revision: int) -> tuple[list[Versioned | None], int]:
         """Rows as they were at a revision (0: now), and that revision."""

@@ -196,23 +196,6 @@ def write_runs(runs: Sequence[Run]) -> None:
                 run.advance(os.pwritev(run.file.fd, run.views, run.offset))
 
 
-def zero(file: SegmentFile, offset: int, length: int) -> None:
-    with translated(file.path, offset):
-        if not file.is_direct:
-            _zero_range(file.fd, offset, length)
-            return
-        # Parts of blocks are changed under the same lock as other writers'; whole blocks by the file system.
-        end = offset + length
-        first = min(-(-offset // direct.BLOCK_SIZE) * direct.BLOCK_SIZE, end)
-        last = max(end - end % direct.BLOCK_SIZE, first)
-        if offset < first:
-            direct.write(file.fd, ZEROS[: first - offset], offset, file.block_lock)
-        if first < last:
-            _zero_range(file.fd, first, last - first)
-        if last < end:
-            direct.write(file.fd, ZEROS[: end - last], last, file.block_lock)
-
-
 def create(path: Path, segment: int, size: int, *, is_direct: bool) -> SegmentFile:
     """Make a preallocated file appear at ``path``, whole and durable, or not at all. One that is there already is it.
 
@@ -298,21 +281,6 @@ def _preallocate(fd: int, size: int) -> None:
     except OSError as error:
         if error.errno != errno.EOPNOTSUPP:
             raise
-        _write_zeros(fd, 0, size)
-
-
-def _zero_range(fd: int, offset: int, length: int) -> None:
-    """Where the file system cannot zero a range, write zeros: punching a hole would give the space away."""
-    try:
-        libc.fallocate(fd, libc.FALLOC_FL_ZERO_RANGE | libc.FALLOC_FL_KEEP_SIZE, offset, length)
-    except OSError as error:
-        if error.errno != errno.EOPNOTSUPP:
-            raise
-        _write_zeros(fd, offset, length)
-
-
-def _write_zeros(fd: int, offset: int, length: int) -> None:
-    while length:
-        byte_count = os.pwrite(fd, ZEROS[:length], offset)
-        offset += byte_count
-        length -= byte_count
+        written = 0
+        while written < size:
+            written += os.pwrite(fd, ZEROS[: size - written], written)

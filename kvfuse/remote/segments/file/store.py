@@ -65,11 +65,8 @@ class FileSegments(SegmentStore):
         super().__init__(
             SegmentLimits(
                 alignment=BLOCK_SIZE if direct else 1,
-                overwrite=True,
-                preallocates=True,
                 # mincore tells the truth only to those who could write the file
                 mappable=not direct and not read_only,
-                registers=False,
             )
         )
         self._directory = directory
@@ -188,19 +185,6 @@ class FileSegments(SegmentStore):
                 await self._in_thread(lambda: fileio.write_runs(runs))
             finally:
                 self._unsynced.update(run.file for run in runs if not run.file.retired)
-
-    async def zero(self, segment: int, offset: int, length: int) -> None:
-        self._check_writable()
-        await self._meet({segment})
-        file = self._checked(segment, offset, length)
-        if length == 0:
-            return
-        with file:
-            try:
-                await self._in_thread(lambda: fileio.zero(file, offset, length))
-            finally:
-                if not file.retired:
-                    self._unsynced.add(file)
 
     async def sync(self) -> None:
         self.counters.syncs += 1

@@ -66,7 +66,6 @@ _PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "rados_release_write_op": (c_void_p,),
     "rados_write_op_create": (c_void_p, c_int, c_char_p),
     "rados_write_op_write": (c_void_p, c_void_p, c_size_t, c_uint64),
-    "rados_write_op_zero": (c_void_p, c_uint64, c_uint64),
     "rados_write_op_remove": (c_void_p,),
     "rados_aio_write_op_operate": (c_void_p, c_void_p, c_void_p, c_char_p, c_void_p, c_int),
 }
@@ -81,7 +80,6 @@ _RETURN_NOTHING = {
     "rados_release_write_op",
     "rados_write_op_create",
     "rados_write_op_write",
-    "rados_write_op_zero",
     "rados_write_op_remove",
 }
 _RETURN_POINTERS = {"rados_create_read_op", "rados_create_write_op"}
@@ -262,12 +260,6 @@ class Pool:
             self._lib.rados_write_op_create(operation, CREATE_EXCLUSIVE, None)
         for offset, address, length in ranges:
             self._lib.rados_write_op_write(operation, address, length, offset)
-        return self._start_change(operation, name, tag)
-
-    def start_zero(self, name: bytes, offset: int, length: int, tag: int) -> int:
-        """Make a range read as zeros, without making or growing the object."""
-        operation = self._lib.rados_create_write_op()
-        self._lib.rados_write_op_zero(operation, offset, length)
         return self._start_change(operation, name, tag)
 
     def start_remove(self, name: bytes, tag: int) -> int:

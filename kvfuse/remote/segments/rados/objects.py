@@ -1,4 +1,4 @@
-"""What is asked of one RADOS object: ranges to read, write or zero, or its removal; and how segments become objects.
+"""What is asked of one RADOS object: ranges to read or write, or its removal; and how segments become objects.
 
 Segment 26 is the objects ``0000001a.00000000``, ``0000001a.00000001``, ... of ``object_size`` bytes each, the last one
 maybe less. An object that nobody wrote does not exist, and one ends where its last write did: what is missing is zeros.
@@ -186,18 +186,6 @@ class WriteRequest(Request):
             views.append(piece.view)
             end = -1 if is_large else piece.offset + piece.view.nbytes
         yield start, views
-
-
-class ZeroRequest(Request):
-    verb = "zeroing"
-
-    def __init__(self, name: bytes, offset: int, length: int) -> None:
-        super().__init__(name)
-        self._offset = offset
-        self._length = length
-
-    def start(self, pool: Pool, tag: int) -> int:
-        return pool.start_zero(self.name, self._offset, self._length, tag)
 
 
 class RemoveRequest(Request):

@@ -13,8 +13,8 @@
 * A read that is late by ``hedge_delay`` is also asked of another replica. That one answers only while it holds the
   first one's promise (most of the heartbeat grace), and only what it knows to be whole everywhere: not what was written
   last in that placement group. So hedges help readers of settled blocks through a short stall, and nobody else.
-* An object that was late is not waited for again until it answers a probe (`aio`): so a stalled OSD costs one deadline,
-  and not one for each call, until the cluster names another.
+* An object that was late is not waited for again until it answers a probe (`dispatcher.py`): so a stalled OSD costs
+  one deadline, and not one for each call, until the cluster names another.
 
 Hosts that share a volume agree elsewhere (in the record store) on who creates, removes or writes what. This
 store only promises that a segment which another host created is found.
@@ -43,10 +43,8 @@ from kvfuse.remote.segments.rados.objects import (
     ReadRequest,
     RemoveRequest,
     WriteRequest,
-    ZeroRequest,
     object_name,
     pieces_by_object,
-    spans,
 )
 
 MIB = 1 << 20
@@ -60,7 +58,7 @@ SEGMENT_MAX = 0xFFFFF
 """so that the table has 8 MiB at the most"""
 OBJECT_SIZE_MAX = 64 * MIB
 """what servers accept without being told to"""
-LIMITS = SegmentLimits(alignment=1, overwrite=True, preallocates=False, mappable=False, registers=False, durable=True)
+LIMITS = SegmentLimits(alignment=1, mappable=False, durable=True)
 
 
 @dataclass(frozen=True)
@@ -210,17 +208,6 @@ class RadosSegments(SegmentStore):
             pieces = pieces_by_object(batch, self.options.object_size, WRITE_BYTES_MAX)
             await self._dispatcher.perform([WriteRequest(*of_object) for of_object in pieces])
 
-    async def zero(self, segment: int, offset: int, length: int) -> None:
-        with self._working():
-            await self._known(segment)
-            with self._checked(segment, offset, length):
-                await self._dispatcher.perform(
-                    [
-                        ZeroRequest(object_name(segment, index), start, high - low)
-                        for index, start, low, high in spans(offset, length, self.options.object_size)
-                    ]
-                )
-
     async def sync(self) -> None:
         """Nothing to wait for: a write that returned is on all replicas."""
         with self._working():
@@ -277,7 +264,7 @@ class RadosSegments(SegmentStore):
                 in_use.enter_context(self._segments[segment])
         for segment, offset, buffer in batch:
             length = memoryview(buffer).nbytes
-            self._checked(segment, offset, length)
+            self._check_range(segment, offset, length)
             byte_count += length
         return byte_count
 
@@ -290,14 +277,13 @@ class RadosSegments(SegmentStore):
             if size:
                 self._segments.setdefault(segment, _Segment(size))
 
-    def _checked(self, segment: int, offset: int, length: int) -> _Segment:
-        """A known segment that holds the range, else ValueError."""
+    def _check_range(self, segment: int, offset: int, length: int) -> None:
+        """ValueError where no known segment holds the range."""
         known = self._segments.get(segment)
         if known is None or known.removed:
             raise ValueError(f"{self._dispatcher.place} has no segment {segment}")
         if offset < 0 or length < 0 or offset + length > known.size:
             raise ValueError(f"{length} bytes at {offset} of segment {segment}, which has {known.size}")
-        return known
 
     async def _check_room(self, segment: int, size: int) -> None:
         available = await self._dispatcher.available_bytes()
