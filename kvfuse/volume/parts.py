@@ -30,6 +30,7 @@ from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.names.blocks import Blocks
 from kvfuse.volume.names.changes import Names
 from kvfuse.volume.names.lookup import Lookup
+from kvfuse.volume.names.nameless import OwnNameless, SharedNameless
 from kvfuse.volume.names.shared_changes import SharedNames
 from kvfuse.volume.names.shared_lookup import SharedLookup
 from kvfuse.volume.names.xattrs import Xattrs
@@ -55,7 +56,7 @@ class Parts:
         self.access = AccessTimes(core, self.journal, options.mount.access_times, directories=options.mount.diratime)
         self.mapper = Mapper(core, self.chunks, self.access)
         self.lookups, self.names = self._make_names()
-        self.journal.make_room = self.names.reap_unnamed
+        self.journal.make_room = self.names.nameless.reap_unnamed
         self.reader = self._make_reader()
         self.writer = Writer(core, self.journal, self.flusher, self.reader, InPlaceWriter(core, self.journal, headers))
         self.cutter = Cutter(core, self.chunks, self.reader, self.writer)
@@ -94,9 +95,9 @@ class Parts:
         core, journal, chunks = self.core, self.journal, self.chunks
         if isinstance(core.records, SharedRecords):
             shared = SharedLookup(core, journal, chunks, core.records)
-            return shared, SharedNames(core, journal, chunks, shared)
+            return shared, SharedNames(core, journal, SharedNameless(core, journal, chunks), shared)
         lookups = Lookup(core, journal, chunks)
-        return lookups, Names(core, journal, chunks, lookups)
+        return lookups, Names(core, journal, OwnNameless(core, journal, chunks), lookups)
 
     def _make_reader(self) -> Reader:
         if isinstance(self.lookups, SharedLookup):

@@ -119,12 +119,12 @@ class RunningVolume:
         """Corrupt, with nothing freed, where a record of the file is damaged."""
         node = self.chunks.restore_chunks(Node.from_record(record), record)
         node.nlink = 0
-        await self.names.load_for_removal(node)
+        await self.names.nameless.load(node)
         forget_lost(node)
-        if self.names.removal.is_large(node):
-            await self.names.removal.take_apart(node)
+        if self.names.nameless.removal.is_large(node):
+            await self.names.nameless.removal.take_apart(node)
         else:
-            self.names.reap(node)
+            self.names.nameless.reap(node)
 
     async def start(self) -> None:
         """Begin to commit and to write back, and free what the last daemon could not."""
@@ -197,7 +197,7 @@ class RunningVolume:
     async def _store_all(self) -> None:
         while self._background_count:
             await self._background_done.wait()
-        self.names.reap_unnamed()
+        self.names.nameless.reap_unnamed()
         self.access.store_all()
         for _ in range(FINISH_ATTEMPTS - 1):
             try:

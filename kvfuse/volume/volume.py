@@ -85,7 +85,7 @@ class Volume(RunningVolume):
         node = self.lookups.forget(ino, count)
         if node is not None:
             if not node.reaped:
-                self.names.reap(node)
+                self.names.nameless.reap(node)
             self.core.nodes.drop(node)
 
     def remember(self, parent: int, entry: DirEntry) -> None:
@@ -369,7 +369,7 @@ class Volume(RunningVolume):
             self.reader.closed(node)
         if node.nlink or node.handles or (self.coherence is not None and self.coherence.let_go(node)):
             return
-        if self.names.knows_all(node):
+        if self.names.nameless.knows_all(node):
             self._reap(node)
         else:
             node.handles += 1  # it stays in memory until it is reaped
@@ -379,12 +379,12 @@ class Volume(RunningVolume):
         """The last handle of an unlinked file was closed. Its bytes go when the kernel forgets it, too."""
         self.core.unnamed[node.ino] = node
         if not self.core.places.known(node.ino):
-            self.names.reap(node)
+            self.names.nameless.reap(node)
             self.core.nodes.drop(node)
 
     async def _load_and_reap(self, node: Node) -> None:
         try:
-            await self.names.load_for_removal(node)
+            await self.names.nameless.load(node)
         finally:
             node.handles -= 1
         if node.handles == 0 and not node.forgotten:

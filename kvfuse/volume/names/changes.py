@@ -21,14 +21,12 @@ from kvfuse.volume.api import (
     Caller,
 )
 from kvfuse.volume.commit.journal import Journal
-from kvfuse.volume.content.chunks import Chunks
 from kvfuse.volume.inodes import metadata_budget, privileges
 from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.inodes.node import Node
-from kvfuse.volume.names.large_removal import Removal
 from kvfuse.volume.names.lookup import Found, Lookup
+from kvfuse.volume.names.nameless import Nameless
 from kvfuse.volume.store import schema
-from kvfuse.volume.store.sealed import all_keys
 from kvfuse.volume.views import clock
 
 
@@ -38,12 +36,8 @@ class Names:
 
     core: Core
     journal: Journal
-    chunks: Chunks
+    nameless: Nameless
     lookup: Lookup
-
-    def __post_init__(self) -> None:
-        self.removal = Removal(self.core, self.journal, self.chunks, self.reap)
-        self.journal.helpers.append(self.removal.run)
 
     # -- publishing ----------------------------------------------------------------------------------
 
@@ -134,8 +128,8 @@ class Names:
                 raise errors.NotFound(f"directory {parent} was removed")
             if old is not None and old.is_directory:
                 raise errors.IsADirectory(f"{name!r} is a directory")
-            if old is not None and self._needs_loading(old):
-                await self.load_for_removal(old)
+            if old is not None and self.nameless.needs_loading(old):
+                await self.nameless.load(old)
             elif old is not None and await self.journal.untie(old):
                 continue
             elif not await self.journal.wait_for_records(weight, f"{name!r} in directory {parent}"):
@@ -209,8 +203,8 @@ class Names:
                 raise errors.NotFound(f"{name!r} does not exist in directory {parent}")
             if node.is_directory:
                 raise errors.IsADirectory(f"{name!r} is a directory")
-            if self._needs_loading(node):
-                await self.load_for_removal(node)
+            if self.nameless.needs_loading(node):
+                await self.nameless.load(node)
             elif not await self.journal.untie(node):
                 break
         self.core.counters.removes += 1
@@ -228,8 +222,8 @@ class Names:
                 raise errors.NotFound(f"{name!r} does not exist in directory {parent}")
             if not node.is_directory:
                 raise errors.NotADirectory(f"{name!r} is no directory")
-            if self._needs_loading(node):
-                await self.load_for_removal(node)
+            if self.nameless.needs_loading(node):
+                await self.nameless.load(node)
                 continue
             await self._check_empty(node, name)
             if await self.journal.untie(node):
@@ -255,134 +249,19 @@ class Names:
         moved = [change.moved for change in changes if change.moved is not None]
         return [node for node in moved if node.writers or node.staged_count]
 
-    def _needs_loading(self, node: Node) -> bool:
-        """The last name is to go, and records that go with the inode are not known yet."""
-        return node.nlink == (2 if node.is_directory else 1) and not self.knows_all(node)
-
-    def knows_all(self, node: Node) -> bool:
-        """Every record that goes with the inode is in memory."""
-        if self.core.shared:
-            return True  # what an inode leaves is found by its orphan record
-        return node.complete or not node.flags & (schema.FLAG_CHUNK_RECORDS | schema.FLAG_XATTRS)
-
-    async def load_for_removal(self, node: Node) -> None:
-        """Have in memory all that has to be removed with the inode."""
-        await self.chunks.load_all(node)
-        if node.flags & schema.FLAG_XATTRS:
-            keys = await all_keys(self.core.records, schema.xattr_prefix(node.ino))
-            node.xattr_names |= {schema.xattr_name(key) for key in keys}
-        node.complete = True
-
     def _drop_link(self, node: Node, heir: Node | None = None) -> None:
         node.nlink -= 1
         node.ctime = clock.now()
         if node.nlink:
             self.journal.touch(node, forced=True)
         else:
-            self._removed(node, heir)
+            self.nameless.removed(node, heir)
 
     def _drop_directory(self, parent: Node, node: Node) -> None:
         node.nlink = 0
         parent.nlink -= 1
         self.journal.touch(parent)
-        self._removed(node)
-
-    def _removed(self, node: Node, heir: Node | None = None) -> None:
-        """The last name is gone: free everything, or note an orphan while the file is open.
-
-        ``heir``: the file that took the name. What is freed then is freed in the commit that gives it the name.
-        """
-        self.core.file_count -= 1
-        self.journal.reconsider(node)
-        if self.core.shared:
-            self._removed_shared(node)
-            return
-        records = node.extra
-        if node.own_record:
-            records[schema.inode_key(node.ino)] = None
-        self.core.tier.drop(node.ino)
-        if node.is_directory:
-            self.core.tier.retire(node.ino)
-            records[schema.times_key(node.ino)] = None
-            self.core.known.removed(node.ino)
-        large = self.removal.is_large(node) and (node.stored or node.committing)
-        kept = large or (node.is_file and (node.handles or self.core.places.known(node.ino)))
-        if kept and (node.stored or node.committing):
-            records[schema.orphan_key(node.ino)] = schema.encode_inode(node.orphan_record())
-        elif not (node.stored or node.committing):
-            self.journal.withdraw_attributes(node)  # nothing else tells of the inode
-        node.heir = heir
-        self._pass_on(node, heir)
-        if not kept:
-            self.reap(node, heir)
-        elif not node.handles:
-            self.core.unnamed[node.ino] = node
-            if large and not self.core.places.known(node.ino):
-                self.reap(node)
-
-    def _removed_shared(self, node: Node) -> None:
-        """As `_removed`, of a file with one name: where it is stored, its orphan record comes with the name's change.
-
-        Whoever has it open may read on. Its slots are freed later, by what is stored of it (`Removed`).
-        """
-        self.core.tier.drop(node.ino)
-        self.journal.withdraw_attributes(node)
-        node.dead = []  # they are in the record that is stored, and go with it
-        if node.handles:
-            return
-        if self.core.places.known(node.ino):
-            self.core.unnamed[node.ino] = node
-        else:
-            self.reap(node)
-
-    def _pass_on(self, node: Node, heir: Node | None) -> None:
-        """What an inode leaves behind when it goes: slots and records, to its heir or to the next commit."""
-        if heir is not None:
-            heir.dead += node.dead
-            self.core.givers[heir] = None
-            heir.extra.update(node.extra)
-            self.journal.withdraw(node.extra)
-            node.dead, node.extra = [], {}
-        else:
-            self.journal.left(node)
-
-    def reap_unnamed(self) -> None:
-        """Free what files have that only the kernel knows: space is needed, or nobody can ask for them any more."""
-        for node in list(self.core.unnamed.values()):
-            self.reap(node)
-
-    def reap(self, node: Node, heir: Node | None = None) -> None:
-        """Free what an inode without names and handles has. Everything must be loaded."""
-        if self.core.shared:
-            self._reap_shared(node)
-            return
-        if self.removal.is_large(node):
-            self.removal.begin(node)
-            return
-        self.core.unnamed.pop(node.ino, None)
-        node.reaped = True
-        later = node.heir
-        while later is not None:
-            if schema.orphan_key(node.ino) in later.extra:
-                heir = later  # the store still has the name: the slots may not be freed before that changes
-            later = later.heir
-        node.extra.update(self.chunks.drop_all(node))
-        for name in node.xattr_names:
-            node.extra[schema.xattr_key(node.ino, name)] = None
-        if node.stored or node.committing:
-            node.extra[schema.orphan_key(node.ino)] = None
-        self._pass_on(node, heir)
-        if not self.core.places.known(node.ino):
-            self.core.nodes.drop(node)
-
-    def _reap_shared(self, node: Node) -> None:
-        """Free what no record names; the rest is freed by its orphan record."""
-        self.core.unnamed.pop(node.ino, None)
-        node.reaped = True
-        self.chunks.drop_all(node)
-        node.dead = []
-        if not self.core.places.known(node.ino):
-            self.core.nodes.drop(node)
+        self.nameless.removed(node)
 
     # -- renaming ------------------------------------------------------------------------------------
 
@@ -403,8 +282,8 @@ class Names:
                 raise errors.NotFound(f"{name if node is None else new_name!r} does not exist")
             if other is not None and flags != RENAME_EXCHANGE and other is not node:
                 await self._check_replace(node, other, new_name, flags)
-                if self._needs_loading(other):
-                    await self.load_for_removal(other)
+                if self.nameless.needs_loading(other):
+                    await self.nameless.load(other)
                     continue
             if await self._is_inside(target_directory, node) or (
                 flags == RENAME_EXCHANGE and other is not None and await self._is_inside(source_directory, other)

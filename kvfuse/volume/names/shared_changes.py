@@ -24,7 +24,6 @@ from kvfuse.volume.inodes.node import Node
 from kvfuse.volume.names.attempts import Attempts
 from kvfuse.volume.names.lookup import Found
 from kvfuse.volume.names.name_change import Draft
-from kvfuse.volume.names.open_elsewhere import Removed
 from kvfuse.volume.names.path_beliefs import outlive_beliefs
 from kvfuse.volume.names.shared_lookup import check_name
 from kvfuse.volume.store import schema
@@ -55,11 +54,6 @@ class SharedNames(Attempts):
     """See the module."""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        removed = Removed(self.core, self.journal, self.chunks)
-        self.journal.helpers.append(removed.run)
-        self.journal.reap, self.journal.free_later = self.reap, removed.later
-        self.journal.hurry, self.journal.hurry_own = removed.hurry, removed.hurry_own
         self.lookup.refresher.revive = self.journal.revive
         self.journal.renew = self.lookup.renew
 

@@ -195,7 +195,7 @@ async def test_a_removed_file_that_turns_out_to_live_on_has_its_bytes(
         await two.unlink(ROOT_INODE, b"name")  # in memory, for a while
         await one.rename(ROOT_INODE, b"name", ROOT_INODE, b"other", 0)
         await trio.sleep(0.01)
-        two.names.reap_unnamed()  # as who has no room does
+        two.names.nameless.reap_unnamed()  # as who has no room does
         await two.sync()
         await two.set_attributes((await look(two, b"other")).ino, Changes(mode=0o600), CALLER)
         await quiet(two, one)

@@ -1,0 +1,164 @@
+"""What becomes of inodes that lost their last name: their bytes and records are freed when nobody can ask for them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+from kvfuse.volume.commit.journal import Journal
+from kvfuse.volume.content.chunks import Chunks
+from kvfuse.volume.inodes.core import Core
+from kvfuse.volume.inodes.node import Node
+from kvfuse.volume.names.large_removal import Removal
+from kvfuse.volume.names.open_elsewhere import Removed
+from kvfuse.volume.store import schema
+from kvfuse.volume.store.sealed import all_keys
+
+
+@dataclass
+class Nameless(ABC):
+    """Frees what inodes without names leave behind. Each volume's `Names` has one."""
+
+    core: Core
+    journal: Journal
+    chunks: Chunks
+
+    def __post_init__(self) -> None:
+        self.removal = Removal(self.core, self.journal, self.chunks, self.reap)
+        self.journal.helpers.append(self.removal.run)
+
+    @abstractmethod
+    def knows_all(self, node: Node) -> bool:
+        """Every record that goes with the inode is in memory."""
+
+    @abstractmethod
+    def removed(self, node: Node, heir: Node | None = None) -> None:
+        """The last name is gone: free everything, or note an orphan while the file is open.
+
+        ``heir``: the file that took the name. What is freed then is freed in the commit that gives it the name.
+        """
+
+    @abstractmethod
+    def reap(self, node: Node, heir: Node | None = None) -> None:
+        """Free what an inode without names and handles has. Everything must be loaded."""
+
+    def reap_unnamed(self) -> None:
+        """Free what files have that only the kernel knows: space is needed, or nobody can ask for them any more."""
+        for node in list(self.core.unnamed.values()):
+            self.reap(node)
+
+    def needs_loading(self, node: Node) -> bool:
+        """The last name is to go, and records that go with the inode are not known yet."""
+        return node.nlink == (2 if node.is_directory else 1) and not self.knows_all(node)
+
+    async def load(self, node: Node) -> None:
+        """Have in memory all that has to be removed with the inode."""
+        await self.chunks.load_all(node)
+        if node.flags & schema.FLAG_XATTRS:
+            keys = await all_keys(self.core.records, schema.xattr_prefix(node.ino))
+            node.xattr_names |= {schema.xattr_name(key) for key in keys}
+        node.complete = True
+
+
+class OwnNameless(Nameless):
+    """Of a volume that one host has."""
+
+    def knows_all(self, node: Node) -> bool:
+        return node.complete or not node.flags & (schema.FLAG_CHUNK_RECORDS | schema.FLAG_XATTRS)
+
+    def removed(self, node: Node, heir: Node | None = None) -> None:
+        self.core.file_count -= 1
+        self.journal.reconsider(node)
+        records = node.extra
+        if node.own_record:
+            records[schema.inode_key(node.ino)] = None
+        self.core.tier.drop(node.ino)
+        if node.is_directory:
+            self.core.tier.retire(node.ino)
+            records[schema.times_key(node.ino)] = None
+            self.core.known.removed(node.ino)
+        large = self.removal.is_large(node) and (node.stored or node.committing)
+        kept = large or (node.is_file and (node.handles or self.core.places.known(node.ino)))
+        if kept and (node.stored or node.committing):
+            records[schema.orphan_key(node.ino)] = schema.encode_inode(node.orphan_record())
+        elif not (node.stored or node.committing):
+            self.journal.withdraw_attributes(node)  # nothing else tells of the inode
+        node.heir = heir
+        self._pass_on(node, heir)
+        if not kept:
+            self.reap(node, heir)
+        elif not node.handles:
+            self.core.unnamed[node.ino] = node
+            if large and not self.core.places.known(node.ino):
+                self.reap(node)
+
+    def _pass_on(self, node: Node, heir: Node | None) -> None:
+        """What an inode leaves behind when it goes: slots and records, to its heir or to the next commit."""
+        if heir is not None:
+            heir.dead += node.dead
+            self.core.givers[heir] = None
+            heir.extra.update(node.extra)
+            self.journal.withdraw(node.extra)
+            node.dead, node.extra = [], {}
+        else:
+            self.journal.left(node)
+
+    def reap(self, node: Node, heir: Node | None = None) -> None:
+        if self.removal.is_large(node):
+            self.removal.begin(node)
+            return
+        self.core.unnamed.pop(node.ino, None)
+        node.reaped = True
+        later = node.heir
+        while later is not None:
+            if schema.orphan_key(node.ino) in later.extra:
+                heir = later  # the store still has the name: the slots may not be freed before that changes
+            later = later.heir
+        node.extra.update(self.chunks.drop_all(node))
+        for name in node.xattr_names:
+            node.extra[schema.xattr_key(node.ino, name)] = None
+        if node.stored or node.committing:
+            node.extra[schema.orphan_key(node.ino)] = None
+        self._pass_on(node, heir)
+        if not self.core.places.known(node.ino):
+            self.core.nodes.drop(node)
+
+
+class SharedNameless(Nameless):
+    """Of a volume that many hosts have: what is stored of an inode is found, and freed later, by its orphan record."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        elsewhere = Removed(self.core, self.journal, self.chunks)
+        self.journal.helpers.append(elsewhere.run)
+        self.journal.reap, self.journal.free_later = self.reap, elsewhere.later
+        self.journal.hurry, self.journal.hurry_own = elsewhere.hurry, elsewhere.hurry_own
+
+    def knows_all(self, node: Node) -> bool:
+        return True
+
+    def removed(self, node: Node, heir: Node | None = None) -> None:
+        """A file with one name: where it is stored, the change of the name brings its orphan record. None has an heir.
+
+        Whoever has it open may read on.
+        """
+        self.core.file_count -= 1
+        self.journal.reconsider(node)
+        self.core.tier.drop(node.ino)
+        self.journal.withdraw_attributes(node)
+        node.dead = []  # they are in the record that is stored, and go with it
+        if node.handles:
+            return
+        if self.core.places.known(node.ino):
+            self.core.unnamed[node.ino] = node
+        else:
+            self.reap(node)
+
+    def reap(self, node: Node, heir: Node | None = None) -> None:
+        """Free what no record names."""
+        self.core.unnamed.pop(node.ino, None)
+        node.reaped = True
+        self.chunks.drop_all(node)
+        node.dead = []
+        if not self.core.places.known(node.ino):
+            self.core.nodes.drop(node)
