@@ -95,21 +95,6 @@ class Allocator:
             rest -= slot_size
         return slots
 
-    def allocate_many(self, length: int, count: int) -> list[list[Slot]]:
-        """``count`` times ``allocate(length)``, all or nothing."""
-        self.classes.learn(length, count)
-        columns: list[list[Slot]] = []
-        rest = length
-        for slot_size in self.classes.plan(length):
-            if not self._open_slabs(slot_size, count):
-                self.cancel(slot for column in columns for slot in column)
-                return self._allocate_each(length, count)
-            addrs = self._pools[slot_size].take_many(min(rest, slot_size), count)
-            self._used_bytes += slot_size * count
-            columns.append([Slot(addr, slot_size) for addr in addrs])
-            rest -= slot_size
-        return [list(slots) for slots in zip(*columns, strict=True)]
-
     def cancel(self, slots: Iterable[Slot]) -> None:
         """Allocated slots that will not be used are free at once."""
         for addr, _ in slots:
@@ -228,10 +213,6 @@ class Allocator:
         self._dirty.difference_update(given)
         return [self._image(slab) for slab in given]
 
-    def mark_dirty(self, slabs: Iterable[int]) -> None:
-        """What ``take_dirty`` gave of these slabs was not recorded: give it again."""
-        self._dirty.update(slabs)
-
     def durable_images(self) -> Iterator[SlabState]:
         """The images of all slabs with durable slots, ordered by slab."""
         return (state for state in map(self._image, sorted(self._slabs)) if state.slot_size)
@@ -321,16 +302,6 @@ class Allocator:
         self.slab_opened()
         return slab.pool
 
-    def _open_slabs(self, slot_size: int, slot_count: int) -> bool:
-        """Open as many slabs as make ``slot_count`` slots free; none if there are too few."""
-        pool = self._pool(slot_size)
-        slab_count = -(-max(slot_count - pool.free_count, 0) // pool.slots_per_slab)
-        if slab_count > self.free_slab_count:
-            return False
-        for _ in range(slab_count):
-            self._open_slab(slot_size)
-        return True
-
     def _new_slab(self, index: int, slot_size: int) -> Slab:
         pool = self._pool(slot_size)
         slab = self._slabs[index] = Slab(index, index << self._slab_shift, pool)
@@ -345,16 +316,6 @@ class Allocator:
 
     def _slab_tail(self, pool: Pool) -> int:
         return self.geometry.slab_size - pool.slots_per_slab * pool.slot_size
-
-    def _allocate_each(self, length: int, count: int) -> list[list[Slot]]:
-        extents: list[list[Slot]] = []
-        try:
-            for _ in range(count):
-                extents.append(self.allocate(length))
-        except NoSpace:
-            self.cancel(slot for slots in extents for slot in slots)
-            raise
-        return extents
 
     def _allocate_anywhere(self, length: int) -> list[Slot]:
         """Slots for ``length`` bytes where the planned sizes are not to be had. NoSpace, with nothing changed."""

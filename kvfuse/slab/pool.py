@@ -9,7 +9,6 @@ from __future__ import annotations
 from array import array
 
 import numpy as np
-import numpy.typing as npt
 from sortedcontainers import SortedList
 
 FREE, ALLOCATED, DURABLE, PENDING = range(4)
@@ -36,15 +35,11 @@ class Slab:
         self.rank: int | None = None
         """the free_count under which it stands in its pool's order, None: it stands not there"""
 
-    def state_view(self) -> npt.NDArray[np.uint8]:
-        """The states as an array over the same memory."""
-        return np.frombuffer(self.states, np.uint8)
-
     def image(self) -> bytes:
         """The bitmap of the durable slots, lowest bit first; empty if there is none."""
         if DURABLE not in self.states:
             return b""
-        return np.packbits(self.state_view() == DURABLE, bitorder="little").tobytes()
+        return np.packbits(np.frombuffer(self.states, np.uint8) == DURABLE, bitorder="little").tobytes()
 
 
 class Pool:
@@ -110,25 +105,6 @@ class Pool:
             slab.slack[index] = slack
             self.slack_bytes += slack
         return slab.addr + index * self.slot_size
-
-    def take_many(self, length: int, count: int) -> list[int]:
-        """The addresses of ``count`` slots, as ``take`` gives them. There must be as many."""
-        slack = self.slot_size - length
-        addrs: list[int] = []
-        while len(addrs) < count:
-            slab = self._current or self._choose()
-            view = slab.state_view()
-            free = np.flatnonzero(view[slab.hint :] == FREE)[: count - len(addrs)] + slab.hint
-            view[free] = ALLOCATED
-            np.frombuffer(slab.slack, slab.slack.typecode)[free] = slack
-            slab.hint = int(free[-1]) + 1
-            slab.free_count -= len(free)
-            if not slab.free_count:
-                self._current = None
-            addrs += (slab.addr + free * self.slot_size).tolist()
-        self.free_count -= count
-        self.slack_bytes += slack * count
-        return addrs
 
     def put_back(self, slab: Slab, index: int) -> None:
         """Make a slot free."""

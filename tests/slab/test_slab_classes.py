@@ -80,6 +80,11 @@ def test_no_plan_of_two_pieces_is_cheaper() -> None:
         assert waste(sizes, length, sizes.plan(length)) <= max(best, classes.WASTE_ACCEPTED) + 1e-9
 
 
+def learn(sizes: SizeClasses, length: int) -> None:
+    for _ in range(classes.LEARN_AFTER):
+        sizes.learn(length)
+
+
 def test_a_size_asked_often_is_learned() -> None:
     sizes = SizeClasses(64 * MIB)
     odd = MIB + 28
@@ -90,13 +95,13 @@ def test_a_size_asked_often_is_learned() -> None:
     sizes.learn(odd)
     assert sizes.class_for(odd) == MIB + 4096
     assert sizes.plan(odd) == (MIB + 4096,)
-    sizes.learn(300 * KIB, classes.LEARN_AFTER)
+    learn(sizes, 300 * KIB)
     assert sizes.plan(300 * KIB) == (300 * KIB,)
 
 
 def test_where_the_whole_does_not_tile_the_last_piece_is_learned() -> None:
     sizes = SizeClasses(MIB)
-    sizes.learn(300 * KIB, classes.LEARN_AFTER)
+    learn(sizes, 300 * KIB)
     assert sizes.plan(300 * KIB) == (256 * KIB, 44 * KIB)
 
 
@@ -104,7 +109,7 @@ def test_learning_is_bounded_and_deterministic() -> None:
     def learned() -> list[int]:
         sizes = SizeClasses(64 * MIB, learned_max=5)
         for pages in range(1, 400):
-            sizes.learn(pages * 4096, classes.LEARN_AFTER)
+            learn(sizes, pages * 4096)
         return sorted(set(sizes.sizes) - set(SizeClasses(64 * MIB).sizes))
 
     assert len(learned()) == 5

@@ -155,8 +155,6 @@ class Run:
         if chance < 0.97:
             taking = self.rng.random() < self.pressure
             getattr(self, self.rng.choice(("allocate", "commit", "allocate") if taking else tuple(CALLS)))()
-        elif chance < 0.98:
-            self.allocate_many()
         elif chance < 0.99:
             self.take_dirty()
         else:
@@ -175,17 +173,6 @@ class Run:
             assert not self.model.could_hold(length), f"{length} bytes were refused though there is room"
         else:
             self.events["pieces"] += len(slots) > 4
-            self.model.take_extent(slots, length)
-
-    def allocate_many(self) -> None:
-        length, count = self.length(), self.rng.randint(1, 40)
-        try:
-            extents = self.allocator.allocate_many(length, count)
-        except NoSpace:
-            self.events["no space for many"] += 1
-            return
-        assert len(extents) == count
-        for slots in extents:
             self.model.take_extent(slots, length)
 
     def move(self, call: str) -> None:
@@ -210,12 +197,8 @@ class Run:
         self.move("reclaim")
 
     def take_dirty(self) -> None:
-        """Record the images; sometimes that fails."""
-        states = self.allocator.take_dirty()
-        if self.rng.random() < 0.3:
-            self.allocator.mark_dirty(state.slab for state in states)
-        else:
-            self.model.recorded |= {state.slab: state for state in states}
+        """Record the images."""
+        self.model.recorded |= {state.slab: state for state in self.allocator.take_dirty()}
 
     def misuse(self) -> None:
         """A slot that is not in the state a call is for."""

@@ -22,7 +22,6 @@ MAGIC = int.from_bytes(b"KVFRING1", "little")
 SOCKET_PATH = ".kvfuse/control.sock"
 """of the control socket, below the mount point"""
 
-CACHE_LINE = 64
 PAGE = 4096
 ENTRIES_MAX = 1 << 16
 AUX_SIZE_MAX = 64 << 20

@@ -358,10 +358,6 @@ def open_key(ino: int, client: int) -> bytes:
     return _OPEN_KEY.pack(b"h", ino, client)
 
 
-def open_prefix(ino: int) -> bytes:
-    return _CLIENT_KEY.pack(b"h", ino)
-
-
 def split_open_key(key: bytes) -> tuple[int, int]:
     """(inode, client) of an h key."""
     _, ino, client = _OPEN_KEY.unpack(key)

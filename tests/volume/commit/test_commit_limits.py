@@ -183,7 +183,7 @@ async def test_bitmaps_of_a_recalled_commit_wait_where_there_is_no_room(autojump
             await write_file(volume, ROOT_INODE, b"small %d" % number, b"x")
         slabs = [state.slab for state in volume.core.slabs.durable_images()]
         assert len(slabs) > 16
-        volume.core.slabs.mark_dirty(slabs)
+        volume.core.slabs._dirty.update(slabs)
         await volume.sync()
         for number in range(40):
             assert await read_file(volume, ROOT_INODE, b"small %d" % number) == b"x"
