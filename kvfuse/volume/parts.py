@@ -30,12 +30,13 @@ from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.names.blocks import Blocks
 from kvfuse.volume.names.changes import Names
 from kvfuse.volume.names.lookup import Lookup
-from kvfuse.volume.names.nameless import OwnNameless, SharedNameless
+from kvfuse.volume.names.nameless import Nameless, OwnNameless, SharedNameless
 from kvfuse.volume.names.shared_changes import SharedNames
 from kvfuse.volume.names.shared_lookup import SharedLookup
 from kvfuse.volume.names.xattrs import Xattrs
 from kvfuse.volume.slots.flusher import Flusher
 from kvfuse.volume.slots.headers import HeaderWriter
+from kvfuse.volume.slots.space import Space
 from kvfuse.volume.store import schema
 from kvfuse.volume.store.joined_reads import SharedRecords
 from kvfuse.volume.store.member import Member
@@ -52,18 +53,22 @@ class Parts:
         headers = HeaderWriter(core)
         self.flusher = Flusher(core, headers, options.cache.staging_size)
         self.journal = Journal(core, self.flusher, options.publish.window)
-        self.chunks = Chunks(core, self.flusher)
+        chunks = Chunks(core, self.flusher)
+        self.leases: SlabLeases | None = None
+        """where others have the volume open, too"""
+        nameless = self._make_nameless(chunks)
         self.access = AccessTimes(core, self.journal, options.mount.access_times, directories=options.mount.diratime)
-        self.mapper = Mapper(core, self.chunks, self.access)
-        self.lookups, self.names = self._make_names()
-        self.journal.make_room = self.names.nameless.reap_unnamed
-        self.reader = self._make_reader()
-        self.writer = Writer(core, self.journal, self.flusher, self.reader, InPlaceWriter(core, self.journal, headers))
-        self.cutter = Cutter(core, self.chunks, self.reader, self.writer)
+        self.mapper = Mapper(core, chunks, self.access)
+        self.lookups, self.names = self._make_names(chunks, nameless)
+        self.reader = self._make_reader(chunks)
+        in_place = InPlaceWriter(core, self.journal, headers)
+        self.writer = Writer(core, self.journal, self.flusher, self.space, self.reader, in_place)
+        self.cutter = Cutter(core, chunks, self.reader, self.writer)
         self.blocks = Blocks(
             core,
             self.journal,
             self.flusher,
+            self.space,
             self.lookups,
             self.names,
             self.reader,
@@ -71,17 +76,17 @@ class Parts:
             binding_count_max=options.cache.nodes,
         )
         self.lookups.refresher.readers_change = self.blocks.readers_change
-        self.xattrs = Xattrs(core, self.journal, self.lookups)
+        self.xattrs = Xattrs(core, self.journal, self.space, self.lookups)
         self.coherence: Coherence | None = None
-        """where others have the volume open, too"""
-        self.leases: SlabLeases | None = None
         """likewise"""
-        if member is not None and isinstance(core.records, SharedRecords) and isinstance(self.lookups, SharedLookup):
-            merger = Merger(core, self.chunks, self.reader, self.writer, self.lookups.refresher)
+        if (
+            member is not None
+            and self.leases is not None
+            and isinstance(core.records, SharedRecords)
+            and isinstance(self.lookups, SharedLookup)
+        ):
+            merger = Merger(core, chunks, self.reader, self.writer, self.lookups.refresher)
             self.journal.merger = merger.merge
-            self.leases = SlabLeases(core, self.journal)
-            self.leases.inheritance.free_later = self.journal.free_later
-            self.journal.more = self.leases.more
             view, committer = self.leases.view, self.journal.committer
             self.core.metadata.stored = lambda: view.counts_beside(core.client).add(Counts(0, committer.size)).size
             self.core.metadata.sharers = lambda: len(view.members)
@@ -91,18 +96,41 @@ class Parts:
         self._scope = trio.CancelScope()
         self._ended = trio.Event()
 
-    def _make_names(self) -> tuple[Lookup, Names]:
-        core, journal, chunks = self.core, self.journal, self.chunks
+    def _make_nameless(self, chunks: Chunks) -> Nameless:
+        """And those who have room, in the order in which they are asked: what costs nobody anything comes first.
+
+        An eviction would be the last one before other hosts.
+        """
+        core, journal = self.core, self.journal
+        if not isinstance(core.records, SharedRecords):
+            own = OwnNameless(core, journal, chunks)
+            self.space = Space(core, [own.free_unnamed_files, journal.free_given_up], [], own.store_removals)
+            return own
+        shared = SharedNameless(core, journal, chunks)
+        orphans = shared.orphans
+        self.leases = SlabLeases(core, journal, orphans.later)
+        sources = [
+            self.leases.take_unheld_slabs,
+            shared.free_unnamed_files,
+            journal.free_given_up,
+            orphans.free_removed_files,
+            orphans.await_other_hosts,
+        ]
+        self.space = Space(core, sources, [orphans.free_removed_files], shared.store_removals)
+        return shared
+
+    def _make_names(self, chunks: Chunks, nameless: Nameless) -> tuple[Lookup, Names]:
+        core, journal, space = self.core, self.journal, self.space
         if isinstance(core.records, SharedRecords):
             shared = SharedLookup(core, journal, chunks, core.records)
-            return shared, SharedNames(core, journal, SharedNameless(core, journal, chunks), shared)
+            return shared, SharedNames(core, journal, space, nameless, shared)
         lookups = Lookup(core, journal, chunks)
-        return lookups, Names(core, journal, OwnNameless(core, journal, chunks), lookups)
+        return lookups, Names(core, journal, space, nameless, lookups)
 
-    def _make_reader(self) -> Reader:
+    def _make_reader(self, chunks: Chunks) -> Reader:
         if isinstance(self.lookups, SharedLookup):
-            return Reader(self.core, self.chunks, self.lookups.renew, Fetcher(self.core))
-        return Reader(self.core, self.chunks)
+            return Reader(self.core, chunks, self.lookups.renew, Fetcher(self.core))
+        return Reader(self.core, chunks)
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Write, commit and follow other hosts until `stop`; from its start on also when the caller is cancelled.

@@ -75,7 +75,7 @@ class RunningVolume:
         self.parts = parts
         self.core = parts.core
         self.flusher, self.journal = parts.flusher, parts.journal
-        self.chunks, self.reader, self.writer, self.cutter = parts.chunks, parts.reader, parts.writer, parts.cutter
+        self.reader, self.writer, self.cutter = parts.reader, parts.writer, parts.cutter
         self.mapper, self.lookups, self.names = parts.mapper, parts.lookups, parts.names
         self.blocks, self.xattrs, self.access = parts.blocks, parts.xattrs, parts.access
         self.access.changed = self._access_time_moved
@@ -117,7 +117,7 @@ class RunningVolume:
 
     async def _reap_orphan(self, record: schema.InodeRecord) -> None:
         """Corrupt, with nothing freed, where a record of the file is damaged."""
-        node = self.chunks.restore_chunks(Node.from_record(record), record)
+        node = self.reader.chunks.restore_chunks(Node.from_record(record), record)
         node.nlink = 0
         await self.names.nameless.load(node)
         forget_lost(node)
@@ -213,6 +213,5 @@ class RunningVolume:
         """Leave no removed files behind, where that takes no grace."""
         if self.core.is_alone():
             with trio.move_on_after(FREE_SECONDS), suppress(errors.EngineError):
-                while await self.journal.hurry():
-                    pass
+                await self.parts.space.free_removed_files()
                 await self.journal.sync()

@@ -461,7 +461,7 @@ class Volume(RunningVolume):
 
     async def info(self, ino: int) -> dict[str, Any]:
         node = await self.lookups.node(ino)
-        await self.chunks.load_all(node)
+        await self.reader.chunks.load_all(node)
         return {
             "ino": node.ino,
             "size": node.size,
@@ -470,7 +470,7 @@ class Volume(RunningVolume):
             "nlink": node.nlink,
             "stored": node.stored and not node.changed,
             "publish": "strict" if self.names.is_strict(await self._folder(node)) else "relaxed",
-            "extents": [row for index in sorted(node.chunks) for row in self.chunks.describe_chunk(node, index)],
+            "extents": [row for index in sorted(node.chunks) for row in self.reader.chunks.describe_chunk(node, index)],
         }
 
     # -- what operations share -----------------------------------------------------------------------

@@ -16,7 +16,6 @@ store takes it: with one writer a repeated put is harmless, and what belongs tog
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -44,26 +43,6 @@ FILES_MAX = 400
 """Files whose bytes one commit takes along: it is built without a pause, which lasts some milliseconds then."""
 RETRY_DELAYS = (0.05, 0.1, 0.2, 0.5, 1.0)
 """Seconds between attempts after failed commits; the last goes on."""
-ROOM_SECONDS = 3.0
-"""and a grace: for how long a call goes on asking for room, while others take what becomes free"""
-ROOM_ROUNDS_MIN = 8
-"""Times that a call asks for room, however long each takes: twice for each step from a removed file to free slots.
-Each answer of a loaded store comes before its own deadline, and all of them together perhaps not in ``ROOM_SECONDS``.
-"""
-
-
-@dataclass
-class RoomWait:
-    """One call that waits for room: `Journal.free` counts in it."""
-
-    deadline: float
-    """trio's time"""
-    round_count: int = 0
-
-    @property
-    def end(self) -> float:
-        """Until when it waits, as far as is known by now."""
-        return self.deadline if self.round_count > ROOM_ROUNDS_MIN else math.inf
 
 
 class _Waiter:
@@ -78,23 +57,11 @@ class _Waiter:
         self.error: KvfuseError | None = None
 
 
-async def _no_more() -> bool:
-    return False
-
-
 @dataclass
 class Journal(SharedJournal):
     """See the module. ``window`` in seconds."""
 
     window: float
-    make_room: Callable[[], None] = lambda: None
-    """gives up what is only kept in case that somebody asks"""
-    more: Callable[[], Awaitable[bool]] = _no_more
-    """in a shared volume: takes slabs that nobody holds"""
-    hurry: Callable[[], Awaitable[bool]] = _no_more
-    """in a shared volume: has what was removed freed, when that may be"""
-    hurry_own: Callable[[], Awaitable[bool]] = _no_more
-    """the same of what this client removed alone"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -170,57 +137,16 @@ class Journal(SharedJournal):
             return False
         return True
 
-    def room_wait(self) -> RoomWait:
-        """Of a call that begins now."""
-        return RoomWait(trio.current_time() + self.core.grace.seconds + ROOM_SECONDS)
-
-    async def free(self, wait: RoomWait) -> bool:
-        """Have more room: what was given up a moment ago, by a commit where it takes one; else slabs of nobody.
-
-        True: some of what was on its way has become free, which may be too little, or have gone to others: try again.
-        False if there is nothing to be had, or the call has waited for all that was on its way when it began.
-        EngineError where the store does not answer.
-        """
-        wait.round_count += 1
-        if trio.current_time() > wait.end:
-            return False
-        if await self.more():
-            return True
-        free_before = self.core.slabs.free_bytes
-        self.make_room()
+    async def free_given_up(self, deadline: float) -> bool:
+        """A `Source`: has slots freed that were given up, by a commit where it takes one. False: there were none."""
         if not (self.freeing_bytes or self.core.slabs.pending_bytes or self.core.reads.has_retired):
-            if self.core.slabs.free_bytes > free_before:  # staged bytes have slots that no commit knows
-                return True
             if self.core.shared and (self._gone or self._names or self.is_committing):
-                await self.commit()  # only then is it known what was removed
-            with trio.move_on_at(wait.end):
-                return await self.hurry()
+                await self.commit()  # only then do the sources behind this one know what was removed
             return False
         if self.flusher.dropped_size:
             await self.flusher.settled()  # slots that are being written in vain are given up only then
         await self.commit(*self._giving_up())
         await self._freed()
-        return True
-
-    async def wait_for_records(self, size: int, what: str) -> bool:
-        """Have room for so many bytes of names and attributes. True: somebody was waited for, look again at everything.
-
-        False: there is room until the next await. NoSpace, where ``what`` has none when all that is pending is stored.
-        """
-        metadata = self.core.metadata
-        if metadata.fits(size):
-            return False
-        wait = self.room_wait()
-        self.make_room()
-        await self.commit()
-        while not metadata.fits(size):
-            wait.round_count += 1
-            is_coming = False
-            with trio.move_on_at(wait.end):
-                is_coming = await self.hurry_own()
-            if not is_coming:
-                raise metadata.refusal(what)
-            await self.commit()
         return True
 
     @property

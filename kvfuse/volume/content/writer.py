@@ -26,6 +26,7 @@ from kvfuse.volume.inodes.chunk import Chunk, Staged
 from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.inodes.node import Node, locked
 from kvfuse.volume.slots.flusher import Flusher
+from kvfuse.volume.slots.space import RoomWait, Space
 from kvfuse.volume.store import schema
 from kvfuse.volume.views import clock
 
@@ -42,6 +43,7 @@ class Writer:
     core: Core
     journal: Journal
     flusher: Flusher
+    space: Space
     reader: Reader
     in_place: InPlaceWriter
 
@@ -157,7 +159,7 @@ class Writer:
 
     async def _write_part(self, node: Node, index: int, start: int, data: bytes | memoryview, mark: int | None) -> None:
         """``mark``: `Node.end_moved`, if the place is where the file ends. _EndMoved, if it is not any more."""
-        wait = self.journal.room_wait()
+        wait: RoomWait | None = None
         while True:
             if await self.reader.chunks.load_chunk(node, index) is None:
                 node.chunks[index] = Chunk()
@@ -167,11 +169,10 @@ class Writer:
                     node, index, start, data, mark
                 )
             except NoSpace:
-                if await self.journal.free(wait):
-                    await self.core.reads.passed()
-                elif await self._write_within(node, index, start, data):
-                    return
-                else:
+                wait = await self.space.wait_for_room(wait)
+                if wait is None:
+                    if await self._write_within(node, index, start, data):
+                        return
                     raise
             else:
                 if is_done:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 import trio
@@ -45,7 +45,7 @@ class Inheritance:
     journal: JournalPart
     view: SlabView
     heir: Callable[[int], int]
-    free_later: Callable[[int], None] = field(default=lambda ino: None)
+    free_later: Callable[[int], None]
     """is told of inodes whose orphan records are this client's now"""
 
     def __post_init__(self) -> None:

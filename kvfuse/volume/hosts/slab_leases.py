@@ -22,8 +22,9 @@ that the watches bring interleave, and each step after an await looks again at w
 from __future__ import annotations
 
 import logging
+import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 
 import trio
@@ -77,12 +78,12 @@ log = logging.getLogger(__name__)
 class SlabLeases:
     """The slabs of one client. ``core.slabs`` begins without any; ``run`` has to be running."""
 
-    def __init__(self, core: Core, journal: JournalPart) -> None:
+    def __init__(self, core: Core, journal: JournalPart, free_later: Callable[[int], None] = lambda ino: None) -> None:
         self.core = core
         self.journal = journal
         self.view = SlabView(core.records, core.geometry, self._noticed)
         self.freed = FreedSlots(core, journal)
-        self.inheritance = Inheritance(core, journal, self.view, self.heir)
+        self.inheritance = Inheritance(core, journal, self.view, self.heir, free_later)
         self.shares = Shares(core, self.view)
         self._held: dict[int, Seen] = {}
         """slabs whose l record names this client"""
@@ -240,12 +241,11 @@ class SlabLeases:
         if self._is_short:
             await self._take_empty(self._target - self.core.slabs.free_slab_count)
 
-    async def more(self, length: int = 0) -> bool:
-        """Have more room, for an extent of ``length`` bytes that found none. False: there is none to be had now.
+    async def take_unheld_slabs(self, deadline: float = math.inf, length: int = 0) -> bool:
+        """A `Source`: takes slabs that no client holds. ``length``: bytes of an extent that found no room, if known.
 
-        True: try again. Free slabs of nobody first, then such in use with slots of the size; then what a
-        client held that is gone, and the files that it had removed. What waits for its grace is waited for.
-        EngineError where the store does not answer.
+        Free slabs first, then such in use with slots of the size; then what a client held that is gone, and the files
+        that it had removed. What waits for its grace is waited for. EngineError where the store does not answer.
         """
         grants = self._grants
         async with self._turn:

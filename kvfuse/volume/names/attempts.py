@@ -58,7 +58,7 @@ class Attempts(Names):
         """False: it was refused. NoSpace, where there is no room for the records."""
         transaction = draft.transaction(partial(self._applied, draft))
         size = max(0, transaction.size)
-        while await self.journal.wait_for_records(size, f"{what!r}"):
+        while await self.space.wait_for_records(size, f"{what!r}"):
             pass  # others may be faster meanwhile: then the commit is refused
         with self.core.metadata.held(size):
             return await self.journal.transact(transaction)

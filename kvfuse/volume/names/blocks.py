@@ -28,6 +28,7 @@ from kvfuse.volume.inodes.node import Node
 from kvfuse.volume.names.changes import Names
 from kvfuse.volume.names.lookup import Found, Lookup
 from kvfuse.volume.slots.flusher import Flusher
+from kvfuse.volume.slots.space import RoomWait, Space
 from kvfuse.volume.views.content_map import SIZE_UNKNOWN, ContentMap
 from kvfuse.volume.views.tier import ReadClass, TierBlock
 
@@ -78,6 +79,7 @@ class Blocks:
     core: Core
     journal: Journal
     flusher: Flusher
+    space: Space
     lookup: Lookup
     names: Names
     reader: Reader
@@ -253,15 +255,16 @@ class Blocks:
         """
         if self.flusher.staged_bytes > self.flusher.staging_size:
             await self.flusher.wait_for_room()
-        wait, gone = self.journal.room_wait(), 0
+        wait: RoomWait | None = None
+        gone = 0
         while True:
             folder, found = await self.names.find_replaceable(directory, name)
             try:
                 slots = self._reserve(size, self.core.chunk_size_in(folder))
             except errors.NoSpace:
-                if not await self.journal.free(wait):
+                wait = await self.space.wait_for_room(wait)
+                if wait is None:
                     raise
-                await self.core.reads.passed()
                 continue
             if found.node is None or not self.names.goes_first(found):
                 return folder, found, slots, gone

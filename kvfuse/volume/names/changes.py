@@ -26,6 +26,7 @@ from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.inodes.node import Node
 from kvfuse.volume.names.lookup import Found, Lookup
 from kvfuse.volume.names.nameless import Nameless
+from kvfuse.volume.slots.space import Space
 from kvfuse.volume.store import schema
 from kvfuse.volume.views import clock
 
@@ -36,6 +37,7 @@ class Names:
 
     core: Core
     journal: Journal
+    space: Space
     nameless: Nameless
     lookup: Lookup
 
@@ -74,7 +76,7 @@ class Names:
                 raise errors.Exists(f"{name!r} exists in directory {parent}")
             if directory.nlink == 0:
                 raise errors.NotFound(f"directory {parent} was removed")
-            if not await self.journal.wait_for_records(weight(), f"{name!r} in directory {parent}"):
+            if not await self.space.wait_for_records(weight(), f"{name!r} in directory {parent}"):
                 return directory, found.stored
 
     async def create(
@@ -132,7 +134,7 @@ class Names:
                 await self.nameless.load(old)
             elif old is not None and await self.journal.untie(old):
                 continue
-            elif not await self.journal.wait_for_records(weight, f"{name!r} in directory {parent}"):
+            elif not await self.space.wait_for_records(weight, f"{name!r} in directory {parent}"):
                 return directory, found
 
     def goes_first(self, found: Found) -> bool:
@@ -291,7 +293,7 @@ class Names:
                 raise errors.InvalidArgument(f"directory {name!r} cannot go into itself")
             if await self.journal.untie(node, *([other] if other is not None else [])):
                 continue
-            if await self.journal.wait_for_records(growth, f"{new_name!r} in directory {new_parent}"):
+            if await self.space.wait_for_records(growth, f"{new_name!r} in directory {new_parent}"):
                 continue
             if self.lookup.holds(parent, name, source) and self.lookup.holds(new_parent, new_name, target):
                 break

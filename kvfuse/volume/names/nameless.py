@@ -47,6 +47,17 @@ class Nameless(ABC):
         for node in list(self.core.unnamed.values()):
             self.reap(node)
 
+    async def free_unnamed_files(self, deadline: float) -> bool:
+        """A `Source`, for which `reap_unnamed` is enough where files have slots that no commit knows."""
+        free_before = self.core.slabs.free_bytes
+        self.reap_unnamed()
+        return self.core.slabs.free_bytes > free_before
+
+    async def store_removals(self) -> None:
+        """Have all stored that is pending, and so all records deleted that nobody needs."""
+        self.reap_unnamed()
+        await self.journal.commit()
+
     def needs_loading(self, node: Node) -> bool:
         """The last name is to go, and records that go with the inode are not known yet."""
         return node.nlink == (2 if node.is_directory else 1) and not self.knows_all(node)
@@ -129,10 +140,9 @@ class SharedNameless(Nameless):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        elsewhere = Removed(self.core, self.journal, self.chunks)
-        self.journal.helpers.append(elsewhere.run)
-        self.journal.reap, self.journal.free_later = self.reap, elsewhere.later
-        self.journal.hurry, self.journal.hurry_own = elsewhere.hurry, elsewhere.hurry_own
+        self.orphans = Removed(self.core, self.journal, self.chunks)
+        self.journal.helpers.append(self.orphans.run)
+        self.journal.reap, self.journal.free_later = self.reap, self.orphans.later
 
     def knows_all(self, node: Node) -> bool:
         return True

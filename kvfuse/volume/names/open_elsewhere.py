@@ -2,7 +2,7 @@
 
 Who has one open elsewhere says so within a grace (``h`` records). What rested for that long is read by nobody: its
 slots may be written again as soon as it is committed that they are free. A client that is alone need not wait. Who has
-no room waits for what is on its way, of this client or of others (`Removed.hurry`).
+no room waits for what is on its way, of this client or of others: two sources of `slots/space.py`.
 """
 
 from __future__ import annotations
@@ -82,21 +82,25 @@ class Removed:
         if len(self._later) == 1:
             self._work.set()
 
-    async def hurry(self) -> bool:
-        """There is no room: return when more of what was removed has been freed; False if none is about to be."""
-        return await self.hurry_own() or await self._await_others()
-
-    async def hurry_own(self) -> bool:
-        """The same of what this client removed alone."""
+    async def free_removed_files(self, deadline: float) -> bool:
+        """A `Source`: has more of what this client removed freed. False: nothing of it is about to be."""
         if not (self._later or self._is_looking):
             return False
         self._is_wanted = True
         self._work.set()
-        await self._looked.wait()
-        return True
+        with trio.move_on_at(deadline):
+            await self._looked.wait()
+            return True
+        return False
+
+    async def await_other_hosts(self, deadline: float) -> bool:
+        """A `Source`: waits for what other hosts free or give back. False: nothing is about to be."""
+        with trio.move_on_at(deadline):
+            return await self._await_others()
+        return False
 
     async def _await_others(self) -> bool:
-        """The same of what other clients free or give back. All who have no room wait for one look."""
+        """All calls that have no room wait for one look."""
         if self._others_look is not None:
             await self._others_look.wait()
             return self._is_coming

@@ -282,7 +282,7 @@ class SharedNames(Attempts):
         while True:
             source = await self.lookup.find(move.parent, move.name)
             target = await self.lookup.find(move.new_parent, move.new_name)
-            if await self.journal.wait_for_records(growth, f"{move.new_name!r} in directory {move.new_parent}"):
+            if await self.space.wait_for_records(growth, f"{move.new_name!r} in directory {move.new_parent}"):
                 continue
             if self.lookup.holds(move.parent, move.name, source):
                 break

@@ -16,6 +16,7 @@ from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.inodes.metadata_budget import NOT_STORED, Stored, weight
 from kvfuse.volume.inodes.node import Node
 from kvfuse.volume.names.lookup import Lookup
+from kvfuse.volume.slots.space import Space
 from kvfuse.volume.store import schema
 from kvfuse.volume.store.sealed import all_keys, get_marked
 from kvfuse.volume.views import clock
@@ -101,6 +102,7 @@ class Xattrs:
 
     core: Core
     journal: Journal
+    space: Space
     lookups: Lookup
 
     async def get(self, ino: int, name: bytes) -> bytes:
@@ -172,7 +174,7 @@ class Xattrs:
                 (row,) = await get_marked(self.core.records, [key])
                 stored = Stored.of(key, row)
                 growth = max(0, size - stored.weight)  # it takes the place of this one
-            if not await self.journal.wait_for_records(growth, f"an attribute of inode {node.ino}"):
+            if not await self.space.wait_for_records(growth, f"an attribute of inode {node.ino}"):
                 return growth, stored
 
     def _is_unseen(self, node: Node, key: bytes) -> bool:

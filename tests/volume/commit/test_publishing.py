@@ -480,7 +480,7 @@ async def test_a_file_that_lost_its_name_between_lookup_and_open(chaos: Chaos) -
         assert bytes(await volume.read(handle, 0, 5000)) == b"x" * 5000
         await volume.release(handle)
         await volume.sync()
-        assert await volume.journal.free(volume.journal.room_wait()), "space is needed"
+        assert await volume.parts.space.wait_for_room(None), "space is needed"
         with pytest.raises(Stale):
             await volume.open(node.ino, os.O_RDONLY, CALLER)
         with pytest.raises(Stale):

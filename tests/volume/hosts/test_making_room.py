@@ -15,7 +15,7 @@ from volume_lab import CALLER, MIB, Chaos, Disk, MemoryRecords, check, lab_optio
 
 from kvfuse.errors import NoSpace
 from kvfuse.volume.api import ROOT_INODE, Changes
-from kvfuse.volume.commit import journal
+from kvfuse.volume.slots import space
 from kvfuse.volume.slots.headers import identity_of
 from kvfuse.volume.store import schema
 from kvfuse.volume.volume import Volume
@@ -186,7 +186,7 @@ async def test_what_was_removed_makes_room_however_slow_the_store_is(
             await volume.unlink(ROOT_INODE, names[0])
             began = trio.current_time()
             assert await volume.write(handle, 0, bytes(MIB)) == MIB
-            assert trio.current_time() - began > volume.core.grace.seconds + journal.ROOM_SECONDS
+            assert trio.current_time() - began > volume.core.grace.seconds + space.ROOM_SECONDS
             with pytest.raises(NoSpace):
                 await volume.write(handle, MIB, bytes(MIB))
         await volume.release(handle)

@@ -70,13 +70,13 @@ async def test_one_who_writes_steadily_does_not_wait_for_slabs(
 ) -> None:
     async with joined(world(rng, 200), 1) as (client,), trio.open_nursery() as nursery:
         asked = []
-        more = client.leases.more
+        more = client.leases.take_unheld_slabs
 
         async def counted(length: int = 0) -> bool:
             asked.append(length)
-            return await more(length)
+            return await more(length=length)
 
-        client.leases.more = counted
+        client.leases.take_unheld_slabs = counted
         for _ in range(80):
             await client.make(nursery, 300 << 10)
         assert not asked
@@ -290,7 +290,7 @@ async def test_a_client_that_lost_its_lease_takes_nothing(
                     for _ in range(frozen.core.slabs.free_slab_count + 1):
                         frozen.core.slabs.allocate(MIB)
                 with pytest.raises(EngineError):
-                    await frozen.leases.more()
+                    await frozen.leases.take_unheld_slabs()
                 await trio.sleep(1)
                 assert frozen.chaos.commits == commits
                 scope.cancel()
