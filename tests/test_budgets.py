@@ -29,7 +29,6 @@ SHRINKING = {
     "Calls": (27, 5),
     "Committer": (16, 17),
     "Connection": (31, 28),
-    "Dispatcher": (25, 17),
     "Drafting": (46, 24),
     "Journal": (96, 37),
     "Parts": (9, 17),

@@ -23,7 +23,7 @@ ROOMS: dict[str, set[str]] = {
     "checksum": {"errors"},
     "options": {"errors", "sizes"},
     "slab": BASE,
-    "remote": BASE,
+    "remote": BASE | {"options"},
     "volume": BASE | {"options", "mounttable", "slab", "remote"},
     "fs": DOOR,
     "usrbio": DOOR,

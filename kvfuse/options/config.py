@@ -374,29 +374,18 @@ def _build(values: dict[str, Any]) -> Options:
 
 # -- which options go together ----------------------------------------------------------------------
 
-_ONLY_WITH: dict[tuple[str, str], tuple[str, ...]] = {
-    ("records.engine", "lmdb"): ("records.path",),
-    ("records.engine", "etcd"): (
-        "volume.name",
-        *(f"records.{name}" for name in ("endpoints", "prefix", "user", "password_file", "ca_file", "cert_file")),
-        *(f"records.{name}" for name in ("key_file", "deadline", "operations_max", "request_size_max")),
-        "client.lease",
-    ),
-    ("segments.engine", "file"): ("segments.path", "segments.direct"),
-    ("segments.engine", "rados"): tuple(
-        f"segments.{name}"
-        for name in (
-            "conf_file",
-            "pool",
-            "namespace",
-            "user",
-            "keyring",
-            "object_size",
-            "deadline",
-            "in_flight_max",
-            "hedge_delay",
-        )
-    ),
+
+def _from(first: str) -> list[str]:
+    """This key and all that follow it in its table."""
+    keys = [key for key in KEYS if key.split(".")[0] == first.split(".")[0]]
+    return keys[keys.index(first) :]
+
+
+_ONLY_WITH: dict[tuple[str, str], list[str]] = {
+    ("records.engine", "lmdb"): ["records.path"],
+    ("records.engine", "etcd"): ["volume.name", *_from("records.endpoints"), "client.lease"],
+    ("segments.engine", "file"): ["segments.path", "segments.direct"],
+    ("segments.engine", "rados"): _from("segments.conf_file"),
 }
 """(key, value) -> keys that say nothing without it"""
 

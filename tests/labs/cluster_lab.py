@@ -6,20 +6,23 @@ kills or stops a member brings it back.
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import msgspec
 import pytest
 
 from kvfuse.cluster.ceph import PROGRAMS, CephServers, CephSettings
 from kvfuse.cluster.etcd import EtcdServers, EtcdSettings
-from kvfuse.remote.records.etcd.store import EtcdOptions
-from kvfuse.remote.segments.rados.store import RadosOptions
+from kvfuse.options.options import RecordOptions, SegmentOptions
+from kvfuse.remote.records.etcd.store import EtcdPlace
+from kvfuse.remote.segments.rados.librados import Place
 
 MEMORY = "/dev/shm"
 """Where etcd's data is. Tests kill servers, they cut no power: a flush for each commit, of three members to one disk,
@@ -47,11 +50,12 @@ def etcd_cluster(members: int = 3, settings: EtcdSettings | None = None) -> Abst
     return running(lambda folder: EtcdServers.start(folder, members, settings), "kvfuse-etcd-", MEMORY)
 
 
-def etcd_options(servers: EtcdServers, part: str, **more: object) -> EtcdOptions:
+def etcd_place(servers: EtcdServers, part: str, **more: Any) -> EtcdPlace:
     """How to reach a part of the keys: ``part`` is turned into a prefix."""
     prefix = b"/" + re.sub(r"[^\w]", "_", part).encode() + b"/"
-    options = {"ca_file": servers.ca_file, "cert_file": servers.cert_file, "key_file": servers.key_file, **more}
-    return EtcdOptions(servers.endpoints, prefix, **options)
+    password = more.pop("password", "")
+    more = {"ca_file": servers.ca_file, "cert_file": servers.cert_file, "key_file": servers.key_file, **more}
+    return EtcdPlace(RecordOptions(engine="etcd", endpoints=servers.endpoints, **more), prefix, password)
 
 
 def ceph_cluster(osds: int = 3, settings: CephSettings | None = None) -> AbstractContextManager[CephServers]:
@@ -61,8 +65,16 @@ def ceph_cluster(osds: int = 3, settings: CephSettings | None = None) -> Abstrac
     return running(lambda folder: CephServers.start(folder, osds, settings), "kvfuse-ceph-")
 
 
-def rados_options(servers: CephServers, part: str, **more: object) -> RadosOptions:
+def rados_place(servers: CephServers, part: str, **more: Any) -> Place:
     """How to reach a part of the pool: ``part`` is turned into a namespace."""
     namespace = re.sub(r"[^\w]", "_", part)
-    options = {"keyring": servers.keyring, **more}
-    return RadosOptions(servers.conf_file, servers.settings.pool, namespace, **options)
+    more = {"conf_file": servers.conf_file, "keyring": servers.keyring, **more}
+    return Place(SegmentOptions(engine="rados", **more), servers.settings.pool, namespace)
+
+
+P = TypeVar("P", EtcdPlace, Place)
+
+
+def changed(place: P, **changes: Any) -> P:
+    """With other options."""
+    return dataclasses.replace(place, options=msgspec.structs.replace(place.options, **changes))

@@ -20,7 +20,7 @@ from kvfuse.errors import ConfigError
 from kvfuse.options import config
 from kvfuse.options.config import Options, RecordOptions, SegmentOptions, load
 from kvfuse.sizes import GIB, KIB, MIB, format_size, parse_size
-from kvfuse.volume.opening.engines import check_private, etcd_options, rados_options, read_password
+from kvfuse.volume.opening.engines import check_private, etcd_place, rados_place, read_password
 
 TEMPLATE = resources.files("kvfuse").joinpath("data/mount.conf")
 
@@ -303,7 +303,7 @@ def test_a_secret_that_others_may_read_is_refused(tmp_path: Path, mode: int, uid
     options = Options(
         records=RecordOptions(engine="etcd", key_file=file), segments=SegmentOptions(keyring=file, pool="p")
     )
-    for read in (lambda: read_password(file), lambda: etcd_options(options), lambda: rados_options(options)):
+    for read in (lambda: read_password(file), lambda: etcd_place(options), lambda: rados_place(options)):
         with pytest.raises(ConfigError, match=rf"others may read {file} \(mode {mode:03o}\).*: chmod (\S+) ") as caught:
             read()
         subprocess.run(["chmod", str(caught.value).split("chmod ")[1].split()[0], file], check=True)

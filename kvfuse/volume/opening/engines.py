@@ -19,8 +19,8 @@ from kvfuse.remote.segments.api import SegmentStore
 from kvfuse.remote.segments.file.store import FileSegments
 
 if TYPE_CHECKING:
-    from kvfuse.remote.records.etcd.store import EtcdOptions
-    from kvfuse.remote.segments.rados.store import RadosOptions
+    from kvfuse.remote.records.etcd.store import EtcdPlace
+    from kvfuse.remote.segments.rados.librados import Place
 
 
 @asynccontextmanager
@@ -35,7 +35,7 @@ async def open_records(
     if options.is_shared:
         from kvfuse.remote.records.etcd.store import EtcdRecords
 
-        records = await EtcdRecords.open(etcd_options(options))
+        records = await EtcdRecords.open(etcd_place(options))
     else:
         records = LmdbRecords.open(options.records_path, read_only=read_only, meter=meter)
     try:
@@ -59,7 +59,7 @@ async def open_segments(
     else:
         from kvfuse.remote.segments.rados.store import RadosSegments
 
-        segments = await RadosSegments.open(rados_options(options))
+        segments = await RadosSegments.open(rados_place(options))
     try:
         yield segments
     finally:
@@ -73,7 +73,7 @@ async def free_space(options: Options) -> tuple[int | None, str]:
         return disk_free(options.segments_path), f"below {options.segments_path}"
     from kvfuse.remote.segments.rados.store import RadosSegments
 
-    segments = await RadosSegments.open(rados_options(options))
+    segments = await RadosSegments.open(rados_place(options))
     try:
         return await segments.free_bytes(), f"in the pool {options.segments.pool}"
     finally:
@@ -81,46 +81,27 @@ async def free_space(options: Options) -> tuple[int | None, str]:
             await segments.aclose()
 
 
-def etcd_options(options: Options) -> EtcdOptions:
-    """ConfigError where the password cannot be read."""
-    from kvfuse.remote.records.etcd.store import EtcdOptions
+def etcd_place(options: Options) -> EtcdPlace:
+    """ConfigError where the password cannot be read, or others may read it, or the key."""
+    from kvfuse.remote.records.etcd.store import EtcdPlace
 
     records = options.records
     if records.key_file is not None:
         check_private(records.key_file, "records.key_file")
-    return EtcdOptions(
-        endpoints=records.endpoints,
-        prefix=options.key_prefix.encode(),
-        user=records.user or "",
-        password=read_password(records.password_file) if records.password_file else "",
-        ca_file=records.ca_file,
-        cert_file=records.cert_file,
-        key_file=records.key_file,
-        deadline=records.deadline,
-        operations_max=records.operations_max,
-        request_size_max=records.request_size_max,
-    )
+    password = read_password(records.password_file) if records.password_file else ""
+    return EtcdPlace(records, options.key_prefix.encode(), password)
 
 
-def rados_options(options: Options) -> RadosOptions:
-    from kvfuse.remote.segments.rados.store import RadosOptions
+def rados_place(options: Options) -> Place:
+    """ConfigError where others may read the key."""
+    from kvfuse.remote.segments.rados.librados import Place
 
     segments = options.segments
     if segments.pool is None:
         raise ConfigError("segments.pool is not set")
     if segments.keyring is not None:
         check_private(segments.keyring, "segments.keyring")
-    return RadosOptions(
-        conf_file=segments.conf_file,
-        pool=segments.pool,
-        namespace=segments.namespace or options.volume.name,
-        user=segments.user,
-        keyring=segments.keyring,
-        object_size=segments.object_size,
-        deadline=segments.deadline,
-        in_flight_max=segments.in_flight_max,
-        hedge_delay=segments.hedge_delay,
-    )
+    return Place(segments, segments.pool, segments.namespace or options.volume.name)
 
 
 def read_password(file: Path) -> str:

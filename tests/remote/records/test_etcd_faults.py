@@ -5,17 +5,17 @@ from __future__ import annotations
 import random
 import signal
 from collections.abc import AsyncIterator, Awaitable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 import trio
-from cluster_lab import etcd_options
+from cluster_lab import changed, etcd_place
 
 from kvfuse.cluster.etcd import EtcdServers
 from kvfuse.errors import EngineTimeout
 from kvfuse.remote.records.etcd.client import ATTEMPT_SHARE
-from kvfuse.remote.records.etcd.store import EtcdOptions, EtcdRecords
+from kvfuse.remote.records.etcd.store import EtcdPlace, EtcdRecords
 
 DEADLINE = 5.0
 SLACK = 1.0
@@ -30,13 +30,13 @@ def cluster(etcd: EtcdServers) -> Iterator[EtcdServers]:
 
 
 @pytest.fixture
-def options(cluster: EtcdServers, tmp_path: Path) -> EtcdOptions:
-    return etcd_options(cluster, str(tmp_path), deadline=DEADLINE)
+def place(cluster: EtcdServers, tmp_path: Path) -> EtcdPlace:
+    return etcd_place(cluster, str(tmp_path), deadline=DEADLINE)
 
 
 @pytest.fixture
-async def store(options: EtcdOptions) -> AsyncIterator[EtcdRecords]:
-    store = await EtcdRecords.open(options)
+async def store(place: EtcdPlace) -> AsyncIterator[EtcdRecords]:
+    store = await EtcdRecords.open(place)
     yield store
     await store.aclose()
 
@@ -106,9 +106,9 @@ async def test_a_stopped_member_costs_one_attempt_and_is_then_left_alone(
 
 
 async def test_all_members_stopped_is_an_answer_in_time_and_passes_by_itself(
-    cluster: EtcdServers, options: EtcdOptions
+    cluster: EtcdServers, place: EtcdPlace
 ) -> None:
-    store = await EtcdRecords.open(replace(options, deadline=1.0))
+    store = await EtcdRecords.open(changed(place, deadline=1.0))
     lease = await store.lease(60)
     await store.commit({b"a": b"1"})
     for index in range(3):
@@ -132,8 +132,8 @@ async def timed_out(call: Awaitable[object]) -> None:
         await call
 
 
-async def test_a_store_closes_while_no_member_answers(cluster: EtcdServers, options: EtcdOptions) -> None:
-    store = await EtcdRecords.open(options)
+async def test_a_store_closes_while_no_member_answers(cluster: EtcdServers, place: EtcdPlace) -> None:
+    store = await EtcdRecords.open(place)
     for index in range(3):
         cluster.kill(index, signal.SIGSTOP)
     assert await elapsed(store.aclose()) < 2 + SLACK
@@ -144,9 +144,9 @@ async def test_a_store_closes_while_no_member_answers(cluster: EtcdServers, opti
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 async def test_a_watch_outlives_the_member_it_hears_from(
-    cluster: EtcdServers, store: EtcdRecords, options: EtcdOptions, number: int
+    cluster: EtcdServers, store: EtcdRecords, place: EtcdPlace, number: int
 ) -> None:
-    other = await EtcdRecords.open(options)
+    other = await EtcdRecords.open(place)
     watch = store.watch(b"")
     seen = []
     hears = trio.Event()
@@ -230,9 +230,9 @@ async def disturb(cluster: EtcdServers, rng: random.Random, rounds: int) -> None
 
 
 async def test_what_clients_were_told_is_what_the_store_says(
-    cluster: EtcdServers, options: EtcdOptions, rng: random.Random
+    cluster: EtcdServers, place: EtcdPlace, rng: random.Random
 ) -> None:
-    stores = [await EtcdRecords.open(replace(options, deadline=0.5)) for _ in range(3)]
+    stores = [await EtcdRecords.open(changed(place, deadline=0.5)) for _ in range(3)]
     clients = [Client(store, b"c%d" % index) for index, store in enumerate(stores)]
     done = trio.Event()
     async with trio.open_nursery() as nursery:

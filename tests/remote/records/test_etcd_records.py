@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,17 +12,18 @@ from typing import Any
 import pytest
 import trio
 import trio.testing
-from cluster_lab import etcd_cluster, etcd_options
+from cluster_lab import changed, etcd_cluster, etcd_place
 from lossy_proxy import lossy_proxy
 
 from kvfuse.cluster.etcd import EtcdServers, EtcdSettings
 from kvfuse.errors import ConfigError, EngineError, EngineTimeout
+from kvfuse.options.options import RecordOptions
 from kvfuse.remote.records.api import Change
 from kvfuse.remote.records.etcd import store as etcd_engine
 from kvfuse.remote.records.etcd import watch as etcd_watch
 from kvfuse.remote.records.etcd import wire
 from kvfuse.remote.records.etcd.client import ATTEMPT_SHARE, Endpoint, EtcdClient
-from kvfuse.remote.records.etcd.store import EtcdOptions, EtcdRecords
+from kvfuse.remote.records.etcd.store import EtcdPlace, EtcdRecords
 
 ROOT_PASSWORD = "root's"
 DEADLINE = 1.5
@@ -32,13 +32,13 @@ SLOW = 0.25
 
 
 @pytest.fixture
-def options(etcd: EtcdServers, tmp_path: Path) -> EtcdOptions:
-    return etcd_options(etcd, str(tmp_path))
+def place(etcd: EtcdServers, tmp_path: Path) -> EtcdPlace:
+    return etcd_place(etcd, str(tmp_path))
 
 
 @pytest.fixture
-async def store(options: EtcdOptions) -> AsyncIterator[EtcdRecords]:
-    store = await EtcdRecords.open(options)
+async def store(place: EtcdPlace) -> AsyncIterator[EtcdRecords]:
+    store = await EtcdRecords.open(place)
     yield store
     await store.aclose()
 
@@ -51,9 +51,9 @@ def guarded() -> Iterator[EtcdServers]:
         yield servers
 
 
-async def keys_under(options: EtcdOptions, prefix: bytes) -> list[bytes]:
+async def keys_under(place: EtcdPlace, prefix: bytes) -> list[bytes]:
     """Raw keys, the engine's own included."""
-    client = EtcdClient(options)
+    client = EtcdClient(place)
     asked = wire.Range(prefix, wire.prefix_end(prefix), keys_only=True)
     answer = await client.call("kv/range", asked, wire.RANGE, trio.current_time() + 10)
     await client.aclose()
@@ -68,9 +68,9 @@ async def test_lost_answers_lost_requests_and_late_requests_change_no_outcome(
 ) -> None:
     """Every commit puts a key of its own and moves a counter, so one that is done twice, or later, shows."""
     async with lossy_proxy(etcd.endpoints[0], rng) as proxy:
-        options = EtcdOptions((proxy.endpoint,), f"/{tmp_path}/".encode(), deadline=0.25)
-        store = await EtcdRecords.open(options)
-        judge = await EtcdRecords.open(replace(options, endpoints=etcd.endpoints, deadline=30.0))
+        place = EtcdPlace(RecordOptions(endpoints=(proxy.endpoint,), deadline=0.25), f"/{tmp_path}/".encode())
+        store = await EtcdRecords.open(place)
+        judge = await EtcdRecords.open(changed(place, endpoints=etcd.endpoints, deadline=30.0))
         versions = {b"done": 0, b"refused": 0, b"unknown": 0}
         counter = 0
         unknown: dict[bytes, bool] = {}
@@ -114,10 +114,10 @@ async def settle(store: EtcdRecords) -> None:
         return
 
 
-async def test_a_cluster_that_is_only_slow_is_waited_for(options: EtcdOptions, rng: random.Random) -> None:
+async def test_a_cluster_that_is_only_slow_is_waited_for(place: EtcdPlace, rng: random.Random) -> None:
     """Its members answer, but when one of a healthy cluster would have been given up."""
-    async with lossy_proxy(options.endpoints[0], rng) as proxy:
-        store = await EtcdRecords.open(replace(options, endpoints=(proxy.endpoint,), deadline=DEADLINE))
+    async with lossy_proxy(place.options.endpoints[0], rng) as proxy:
+        store = await EtcdRecords.open(changed(place, endpoints=(proxy.endpoint,), deadline=DEADLINE))
         proxy.delay = DEADLINE * SLOW
         failures = 0
         for number in range(8):
@@ -137,7 +137,7 @@ async def test_a_cancelled_commit_is_settled_before_the_next(
     etcd: EtcdServers, tmp_path: Path, rng: random.Random
 ) -> None:
     async with lossy_proxy(etcd.endpoints[0], rng) as proxy:
-        store = await EtcdRecords.open(EtcdOptions((proxy.endpoint,), f"/{tmp_path}/".encode()))
+        store = await EtcdRecords.open(EtcdPlace(RecordOptions(endpoints=(proxy.endpoint,)), f"/{tmp_path}/".encode()))
         seen = set()
         for number in range(60):
             with trio.move_on_after(rng.choice([0.0, rng.random() * 0.01, 0.1])):
@@ -173,12 +173,12 @@ async def test_a_store_that_was_idle_for_hours_gets_a_new_marker(store: EtcdReco
     assert store._marker is not first
 
 
-async def test_a_closed_store_leaves_its_records_and_nothing_else(options: EtcdOptions) -> None:
-    store = await EtcdRecords.open(options)
+async def test_a_closed_store_leaves_its_records_and_nothing_else(place: EtcdPlace) -> None:
+    store = await EtcdRecords.open(place)
     await store.commit({b"a": b"1"})
-    assert len(await keys_under(options, options.prefix)) == 2
+    assert len(await keys_under(place, place.prefix)) == 2
     await store.aclose()
-    assert await keys_under(options, options.prefix) == [options.prefix + b"r/a"]
+    assert await keys_under(place, place.prefix) == [place.prefix + b"r/a"]
 
 
 async def test_the_stated_limits_are_those_of_the_members(store: EtcdRecords, rng: random.Random) -> None:
@@ -191,7 +191,7 @@ async def test_the_stated_limits_are_those_of_the_members(store: EtcdRecords, rn
         puts = {key: rng.randbytes(value_size) for key in keys[:put_count]}
         assert await store.commit(puts, expect=expect)
     with pytest.raises(EngineError, match="too many operations"):
-        larger = replace(store._options, operations_max=200)
+        larger = changed(store._client.place, operations_max=200)
         other = await EtcdRecords.open(larger)
         try:
             await other.commit({b"%d" % number: b"" for number in range(198)})
@@ -232,9 +232,9 @@ async def test_a_long_scan_comes_in_pages(store: EtcdRecords, monkeypatch: pytes
 # -- leases -------------------------------------------------------------------------------------------
 
 
-async def test_a_lease_that_is_not_renewed_ends_and_takes_its_records_along(options: EtcdOptions) -> None:
+async def test_a_lease_that_is_not_renewed_ends_and_takes_its_records_along(place: EtcdPlace) -> None:
     """The cluster judges: the lease that is renewed outlives one that began later and is not."""
-    store, other = await EtcdRecords.open(options), await EtcdRecords.open(options)
+    store, other = await EtcdRecords.open(place), await EtcdRecords.open(place)
     kept, left = await store.lease(2), await store.lease(2)
     fence = await store.commit({b"kept": b"", b"own": b""}, lease=kept)
     await store.commit({b"left": b""}, lease=left)
@@ -260,9 +260,9 @@ async def keep_renewing(lease: etcd_engine.EtcdLease) -> None:
         await trio.sleep(lease.ttl / 4)
 
 
-async def test_who_lost_its_lease_commits_nothing_that_expects_its_record(options: EtcdOptions) -> None:
+async def test_who_lost_its_lease_commits_nothing_that_expects_its_record(place: EtcdPlace) -> None:
     """The fence: another takes over by removing the client's record, or the lease's end does."""
-    client, other = await EtcdRecords.open(options), await EtcdRecords.open(options)
+    client, other = await EtcdRecords.open(place), await EtcdRecords.open(place)
     lease = await client.lease(30)
     alive = await client.commit({b"client": b""}, lease=lease)
     assert await client.commit({b"slab": b"1"}, expect={b"client": alive})
@@ -276,8 +276,8 @@ async def test_who_lost_its_lease_commits_nothing_that_expects_its_record(option
 # -- watches ------------------------------------------------------------------------------------------
 
 
-async def test_a_watch_shows_what_other_stores_commit(options: EtcdOptions) -> None:
-    first, second = await EtcdRecords.open(options), await EtcdRecords.open(options)
+async def test_a_watch_shows_what_other_stores_commit(place: EtcdPlace) -> None:
+    first, second = await EtcdRecords.open(place), await EtcdRecords.open(place)
     watch = first.watch(b"p")
     version = await second.commit({b"p1": b"1", b"q": b""})
     assert await anext(watch) == (b"p1", b"1", version)
@@ -308,10 +308,10 @@ async def test_a_watch_that_is_read_passes_over_a_compaction(store: EtcdRecords,
 
 
 async def test_all_watches_of_a_store_share_one_stream(
-    options: EtcdOptions, etcd: EtcdServers, monkeypatch: pytest.MonkeyPatch
+    place: EtcdPlace, etcd: EtcdServers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever of their readers goes, another reads on: nothing is lost, and nobody waits for what came."""
-    store, other = await EtcdRecords.open(options), await EtcdRecords.open(options)
+    store, other = await EtcdRecords.open(place), await EtcdRecords.open(place)
     streams = 0
     stream = store._client.stream
 
@@ -345,8 +345,8 @@ async def test_all_watches_of_a_store_share_one_stream(
     await other.aclose()
 
 
-async def test_another_reads_on_where_the_reader_of_all_watches_is_cancelled(options: EtcdOptions) -> None:
-    store, other = await EtcdRecords.open(options), await EtcdRecords.open(options)
+async def test_another_reads_on_where_the_reader_of_all_watches_is_cancelled(place: EtcdPlace) -> None:
+    store, other = await EtcdRecords.open(place), await EtcdRecords.open(place)
     watches = [store.watch(b"") for _ in range(3)]
     seen: list[bytes] = []
 
@@ -386,8 +386,8 @@ async def test_a_watch_whose_reader_stays_away_says_so(store: EtcdRecords, monke
 
 
 async def test_a_user_of_one_prefix_can_do_everything_there(guarded: EtcdServers) -> None:
-    options = etcd_options(guarded, "blue", user="blue", password="blue's")
-    store = await EtcdRecords.open(options)
+    place = etcd_place(guarded, "blue", user="blue", password="blue's")
+    store = await EtcdRecords.open(place)
     watch = store.watch(b"")
     lease = await store.lease(30)
     version = await store.commit({b"a": b"1", b"b": b"2"}, [b"c"], lease=lease)
@@ -402,12 +402,12 @@ async def test_a_user_of_one_prefix_can_do_everything_there(guarded: EtcdServers
 
 async def test_a_user_of_one_prefix_can_do_nothing_elsewhere(guarded: EtcdServers) -> None:
     with pytest.raises(EngineError, match="user 'blue' needs read and write"):
-        await EtcdRecords.open(etcd_options(guarded, "red", user="blue", password="blue's"))
+        await EtcdRecords.open(etcd_place(guarded, "red", user="blue", password="blue's"))
 
 
 async def test_a_token_that_a_member_forgot_is_replaced(guarded: EtcdServers) -> None:
-    options = etcd_options(guarded, "blue", user="blue", password="blue's", deadline=20.0)
-    store = await EtcdRecords.open(options)
+    place = etcd_place(guarded, "blue", user="blue", password="blue's", deadline=20.0)
+    store = await EtcdRecords.open(place)
     lease = await store.lease(30)
     for _ in range(2):
         guarded.kill(0)
@@ -427,16 +427,14 @@ async def test_a_token_that_a_member_forgot_is_replaced(guarded: EtcdServers) ->
     ],
 )
 async def test_who_is_not_let_in_is_told_why(guarded: EtcdServers, wrong: dict[str, object], message: str) -> None:
-    options = etcd_options(guarded, "blue", **{"user": "blue", "password": "blue's", **wrong})
+    place = etcd_place(guarded, "blue", **{"user": "blue", "password": "blue's", **wrong})
     with pytest.raises(EngineError, match=message):
-        await EtcdRecords.open(options)
+        await EtcdRecords.open(place)
 
 
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"endpoints": ()}, "no endpoint"),
-        ({"endpoints": ("127.0.0.1:2379",)}, "is not like http"),
         ({"operations_max": 2}, "no room"),
         ({"request_size_max": 4096}, "no room"),
         ({"endpoints": ("https://127.0.0.1:1",), "ca_file": Path("/absent/ca.pem")}, "/absent/ca.pem"),
@@ -444,11 +442,11 @@ async def test_who_is_not_let_in_is_told_why(guarded: EtcdServers, wrong: dict[s
 )
 async def test_options_that_cannot_work_are_refused(wrong: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        await EtcdRecords.open(EtcdOptions(**{"endpoints": ("http://127.0.0.1:1",), **wrong}))
+        await EtcdRecords.open(EtcdPlace(RecordOptions(**{"endpoints": ("http://127.0.0.1:1",), **wrong}), b"/"))
 
 
 async def test_a_password_is_not_shown() -> None:
-    assert "secret" not in repr(EtcdOptions(("http://127.0.0.1:1",), password="secret"))
+    assert "secret" not in repr(EtcdPlace(RecordOptions(), b"/", "secret"))
 
 
 # -- endpoints ----------------------------------------------------------------------------------------
@@ -465,7 +463,7 @@ async def test_something_else_than_etcd_is_an_answer_in_time(answer: bytes) -> N
         endpoint = f"http://127.0.0.1:{listeners[0].socket.getsockname()[1]}"
         start = trio.current_time()
         with pytest.raises(EngineTimeout, match=endpoint):
-            await EtcdRecords.open(EtcdOptions((endpoint,), deadline=0.5))
+            await EtcdRecords.open(EtcdPlace(RecordOptions(endpoints=(endpoint,), deadline=0.5), b"/"))
         assert trio.current_time() - start < 2
         nursery.cancel_scope.cancel()
 
@@ -485,7 +483,7 @@ async def test_a_member_that_fails_is_left_alone_for_longer_and_longer(autojump_
 
 
 async def test_calls_stay_with_a_member_until_it_fails_and_then_go_to_another() -> None:
-    client = EtcdClient(EtcdOptions(("http://a", "http://b", "http://c")))
+    client = EtcdClient(EtcdPlace(RecordOptions(endpoints=("http://a", "http://b", "http://c")), b"/"))
     first = client.choose()
     assert client.choose() is first
     first.failed()

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import trio
 import trio.testing
-from cluster_lab import etcd_options
+from cluster_lab import etcd_place
 
 from kvfuse.errors import EngineError
 from kvfuse.remote.records import decorators
@@ -55,7 +55,7 @@ def opener(request: pytest.FixtureRequest, tmp_path: Path) -> Reopen:
     if open_store is not None:
         return lambda: open_store(tmp_path / "records")
     # A slow machine is no fault here: what deadlines do is tested with the engine.
-    options = etcd_options(request.getfixturevalue("etcd"), str(tmp_path), deadline=60.0)
+    options = etcd_place(request.getfixturevalue("etcd"), str(tmp_path), deadline=60.0)
     return lambda: EtcdRecords.open(options)
 
 

@@ -9,20 +9,22 @@ import signal
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import trio
 import trio.testing
-from cluster_lab import ceph_cluster, rados_options
+from cluster_lab import ceph_cluster, changed, rados_place
 
 from kvfuse.cluster.ceph import CephServers, CephSettings
 from kvfuse.cluster.process import free_ports
 from kvfuse.errors import EngineError, EngineFull, EngineTimeout
 from kvfuse.remote.segments.api import SegmentInfo, Transfer
 from kvfuse.remote.segments.rados import librados
+from kvfuse.remote.segments.rados.librados import Place
 from kvfuse.remote.segments.rados.objects import object_name
-from kvfuse.remote.segments.rados.store import RadosOptions, RadosSegments
+from kvfuse.remote.segments.rados.store import RadosSegments
 
 KIB = 1 << 10
 MIB = 1 << 20
@@ -34,15 +36,15 @@ STALL_S = 4.0
 
 
 @pytest.fixture
-def options(ceph: CephServers, request: pytest.FixtureRequest) -> RadosOptions:
+def place(ceph: CephServers, request: pytest.FixtureRequest) -> Place:
     """A namespace of the test's own, and a patience that a busy machine does not try."""
-    return rados_options(ceph, request.node.name, deadline=PATIENCE_S)
+    return rados_place(ceph, request.node.name, deadline=PATIENCE_S)
 
 
 @asynccontextmanager
-async def opened(options: RadosOptions, **changes: object) -> AsyncIterator[RadosSegments]:
-    values = {name: getattr(options, name) for name in options.__dataclass_fields__}
-    store = await RadosSegments.open(RadosOptions(**{**values, **changes}))
+async def opened(place: Place, namespace: str = "", pool: str = "", **changes: object) -> AsyncIterator[RadosSegments]:
+    place = replace(changed(place, **changes), namespace=namespace or place.namespace, pool=pool or place.pool)
+    store = await RadosSegments.open(place)
     try:
         yield store
     finally:
@@ -50,9 +52,9 @@ async def opened(options: RadosOptions, **changes: object) -> AsyncIterator[Rado
 
 
 @pytest.fixture
-async def store(options: RadosOptions) -> AsyncIterator[RadosSegments]:
+async def store(place: Place) -> AsyncIterator[RadosSegments]:
     """With segment 1 of SIZE bytes."""
-    async with opened(options) as store:
+    async with opened(place) as store:
         await store.create(1, SIZE)
         yield store
 
@@ -141,14 +143,14 @@ async def test_only_writes_make_objects(store: RadosSegments, ceph: CephServers)
 
 def objects(ceph: CephServers, store: RadosSegments) -> list[str]:
     """The names of all objects in the store's namespace."""
-    return sorted(ceph.object_names(store.options.namespace))
+    return sorted(ceph.object_names(store.place.namespace))
 
 
 # -- other hosts, other settings ------------------------------------------------------------------------
 
 
-async def test_stores_share_segments(store: RadosSegments, options: RadosOptions) -> None:
-    async with opened(options) as other:
+async def test_stores_share_segments(store: RadosSegments, place: Place) -> None:
+    async with opened(place) as other:
         await other.create(2, MIB)
         await other.write([Transfer(2, 0, b"theirs"), Transfer(1, 0, b"ours")])
         assert await read(store, 0, 6, segment=2) == b"theirs"
@@ -158,11 +160,9 @@ async def test_stores_share_segments(store: RadosSegments, options: RadosOptions
             await store.create(2, 2 * MIB)
 
 
-async def test_a_removal_waits_for_users_who_look_up_other_segments(
-    store: RadosSegments, options: RadosOptions
-) -> None:
+async def test_a_removal_waits_for_users_who_look_up_other_segments(store: RadosSegments, place: Place) -> None:
     """Nobody holds one segment while asking for another: the removal would wait for them, and they for it."""
-    async with opened(options) as other:
+    async with opened(place) as other:
         for segment in range(2, 10):
             await other.create(segment, MIB)
 
@@ -182,16 +182,16 @@ async def test_a_removal_waits_for_users_who_look_up_other_segments(
     assert [info.segment for info in await store.list()] == list(range(2, 10))
 
 
-async def test_another_object_size_is_refused(store: RadosSegments, options: RadosOptions) -> None:
+async def test_another_object_size_is_refused(store: RadosSegments, place: Place) -> None:
     with pytest.raises(EngineError, match="object_size"):
-        async with opened(options, object_size=MIB):
+        async with opened(place, object_size=MIB):
             pass
 
 
-async def test_a_foreign_object_is_no_table(ceph: CephServers, options: RadosOptions) -> None:
-    ceph.put_object("segments", options.namespace, b"somebody else's bytes")
+async def test_a_foreign_object_is_no_table(ceph: CephServers, place: Place) -> None:
+    ceph.put_object("segments", place.namespace, b"somebody else's bytes")
     with pytest.raises(EngineError, match="namespace of its own"):
-        async with opened(options):
+        async with opened(place):
             pass
 
 
@@ -204,28 +204,28 @@ async def test_a_foreign_object_is_no_table(ceph: CephServers, options: RadosOpt
         ({"conf_file": Path("/nonexistent/ceph.conf")}, "reading /nonexistent/ceph.conf"),
     ],
 )
-async def test_what_is_missing_is_said(options: RadosOptions, changes: dict[str, object], message: str) -> None:
+async def test_what_is_missing_is_said(place: Place, changes: dict[str, object], message: str) -> None:
     with pytest.raises(EngineError, match=message):
-        async with opened(options, **changes):
+        async with opened(place, **changes):
             pass
 
 
-async def test_monitors_that_do_not_answer(tmp_path: Path, options: RadosOptions) -> None:
+async def test_monitors_that_do_not_answer(tmp_path: Path, place: Place) -> None:
     conf = tmp_path / "ceph.conf"
     conf.write_text(f"[global]\nmon host = 127.0.0.1:{free_ports(1)[0]}\n")
     began = time.monotonic()
     with pytest.raises(EngineTimeout, match="no monitor answered within 1 s"):
-        async with opened(options, conf_file=conf, deadline=1.0):
+        async with opened(place, conf_file=conf, deadline=1.0):
             pass
     assert time.monotonic() - began < 10
 
 
-async def test_an_absent_library(options: RadosOptions, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_absent_library(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(librados, "LIBRARY", "libnowhere.so.2")
     librados.library.cache_clear()
     try:
         with pytest.raises(EngineError, match="apt-get install librados2"):
-            async with opened(options):
+            async with opened(place):
                 pass
     finally:
         librados.library.cache_clear()
@@ -235,20 +235,20 @@ async def test_a_tenant_is_confined_to_a_namespace(ceph: CephServers, store: Rad
     """A key restricted to one namespace suffices for all calls there, and for none elsewhere."""
     keyring = ceph.create_user("tenant", "tenants-own")
     confined = {"user": "tenant", "keyring": keyring}
-    async with opened(store.options, namespace="tenants-own", **confined) as own:
+    async with opened(store.place, namespace="tenants-own", **confined) as own:
         await own.create(1, MIB)
         await own.write([Transfer(1, 0, b"mine")])
         assert await read(own, 0, 4) == b"mine"
         await own.remove(1)
         assert await own.list() == []
     with pytest.raises(EngineError, match="capability"):
-        async with opened(store.options, **confined):
+        async with opened(store.place, **confined):
             pass
 
 
 async def test_a_tenant_fences_its_clients(ceph: CephServers, store: RadosSegments) -> None:
     confined = {"user": "fencing", "keyring": ceph.create_user("fencing", "fenced"), "namespace": "fenced"}
-    async with opened(store.options, **confined) as one, opened(store.options, **confined) as two:
+    async with opened(store.place, **confined) as one, opened(store.place, **confined) as two:
         await one.create(1, MIB)
         assert await two.fence(one.identity())
         await two.write([Transfer(1, 0, b"mine")])
@@ -263,7 +263,7 @@ async def test_a_user_who_may_not_fence_hears_so(ceph: CephServers, store: Rados
     keyring = tmp_path / "keyring"
     keyring.write_text(f"[client.unable]\n\tkey = {key}\n")
     confined = {"user": "unable", "keyring": keyring, "namespace": "unfenced"}
-    async with opened(store.options, **confined) as one, opened(store.options, **confined) as two:
+    async with opened(store.place, **confined) as one, opened(store.place, **confined) as two:
         await one.create(1, MIB)
         assert not await two.fence(one.identity())
         await one.write([Transfer(1, 0, b"mine")])
@@ -320,19 +320,19 @@ async def test_reads_and_writes_go_on_when_an_osd_is_killed(
 
 
 def primary_of(ceph: CephServers, store: RadosSegments, index: int) -> int:
-    return ceph.primary(object_name(1, index).decode(), store.options.namespace)
+    return ceph.primary(object_name(1, index).decode(), store.place.namespace)
 
 
 def osds_of(ceph: CephServers, store: RadosSegments, index: int) -> list[int]:
     """All that have a replica."""
     name = object_name(1, index).decode()
-    found: list[int] = ceph.command("osd", "map", ceph.settings.pool, name, store.options.namespace)["acting"]
+    found: list[int] = ceph.command("osd", "map", ceph.settings.pool, name, store.place.namespace)["acting"]
     return found
 
 
 async def test_a_stalled_osd_keeps_nobody_beyond_the_deadline(ceph: CephServers, store: RadosSegments) -> None:
     await store.write([Transfer(1, 0, b"before")])
-    async with opened(store.options, deadline=0.5, hedge_delay=0.0) as hasty:
+    async with opened(store.place, deadline=0.5, hedge_delay=0.0) as hasty:
         assert await read(hasty, 0, 6) == b"before"
         with stalled(ceph, primary_of(ceph, store, 0)) as wake:
             began = time.monotonic()
@@ -362,7 +362,7 @@ async def test_a_silent_object_is_waited_for_once(ceph: CephServers, store: Rado
     primary = primary_of(ceph, store, 0)
     elsewhere = next(index for index in range(1, 16) if primary not in osds_of(ceph, store, index)) * OBJECT_SIZE
     await store.write([Transfer(1, 0, b"before")])
-    async with opened(store.options, deadline=1.0, hedge_delay=0.0) as hasty:
+    async with opened(store.place, deadline=1.0, hedge_delay=0.0) as hasty:
         assert await read(hasty, 0, 6) == b"before"
         with stalled(ceph, primary) as wake:
             with pytest.raises(EngineTimeout, match="within 1 s"):
@@ -386,7 +386,7 @@ async def test_a_read_that_replicas_refuse_ends_in_time(ceph: CephServers, store
     """librados asks the stalled one again, in a way that cannot be cancelled: that may keep nobody, nor the memory."""
     primary = primary_of(ceph, store, 0)
     offsets = [index * OBJECT_SIZE for index in range(16) if primary_of(ceph, store, index) == primary]
-    async with opened(store.options, deadline=1.0, hedge_delay=0.1) as hasty:
+    async with opened(store.place, deadline=1.0, hedge_delay=0.1) as hasty:
         await hasty.write([Transfer(1, offset, b"just written") for offset in offsets])
         buffers = [bytearray(12) for _ in offsets]
         with stalled(ceph, primary) as wake:
@@ -403,7 +403,7 @@ async def test_a_read_that_replicas_refuse_ends_in_time(ceph: CephServers, store
 
 
 async def test_a_store_closes_while_replies_are_outstanding(ceph: CephServers, store: RadosSegments) -> None:
-    async with opened(store.options, deadline=0.5, hedge_delay=0.1) as hasty:
+    async with opened(store.place, deadline=0.5, hedge_delay=0.1) as hasty:
         await hasty.write([Transfer(1, 0, b"just written")])
         with stalled(ceph, primary_of(ceph, store, 0)):
             for _ in range(3):
@@ -420,7 +420,7 @@ async def test_a_read_that_was_given_up_touches_its_buffer_no_more(
     ceph: CephServers, store: RadosSegments, how: str
 ) -> None:
     await store.write([Transfer(1, 0, b"d" * MIB)])
-    async with opened(store.options, deadline=0.5 if how == "late" else PATIENCE_S, hedge_delay=0.0) as reader:
+    async with opened(store.place, deadline=0.5 if how == "late" else PATIENCE_S, hedge_delay=0.0) as reader:
         await read(reader, 0, 1)
         buffer = bytearray(MIB)
         with stalled(ceph, primary_of(ceph, store, 0)) as wake:
@@ -451,8 +451,8 @@ def patient_ceph() -> Iterator[CephServers]:
 
 async def test_a_late_read_is_answered_by_another_replica(patient_ceph: CephServers) -> None:
     """A replica learns that an object is whole everywhere from later writes nearby; so there are some."""
-    options = rados_options(patient_ceph, "hedged", deadline=PATIENCE_S)
-    async with opened(options) as store, opened(options, hedge_delay=0.05) as hedged:
+    place = rados_place(patient_ceph, "hedged", deadline=PATIENCE_S)
+    async with opened(place) as store, opened(place, hedge_delay=0.05) as hedged:
         await store.create(1, SIZE)
         await store.create(2, 128 * OBJECT_SIZE)
         await store.write([Transfer(1, 0, b"d" * MIB)])
@@ -471,7 +471,7 @@ async def test_a_late_read_is_answered_by_another_replica(patient_ceph: CephServ
 
 
 async def test_a_write_that_was_given_up_comes_before_later_ones(ceph: CephServers, store: RadosSegments) -> None:
-    async with opened(store.options, hedge_delay=0.0) as writer:
+    async with opened(store.place, hedge_delay=0.0) as writer:
         await writer.write([Transfer(1, 0, b"first")])
         with stalled(ceph, primary_of(ceph, store, 0)) as wake:
             with trio.move_on_after(0.2) as scope:

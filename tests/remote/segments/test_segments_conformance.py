@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import trio
-from cluster_lab import rados_options
+from cluster_lab import rados_place
 
 from kvfuse.errors import EngineError
 from kvfuse.remote.segments import decorators
@@ -52,7 +52,7 @@ def opener(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Opener]:
     if engine in OBJECTS:
         servers = request.getfixturevalue("ceph")
         # the machine may be busy, and what is tried here is not how late an answer may be
-        options = rados_options(servers, request.node.name, deadline=60, **OBJECTS[engine])
+        options = rados_place(servers, request.node.name, deadline=60, **OBJECTS[engine])
         yield lambda: RadosSegments.open(options)
         return
     path = Path(tempfile.mkdtemp(dir="/dev/shm")) if "tmpfs" in engine else tmp_path

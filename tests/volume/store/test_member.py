@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import trio
 import trio.testing
-from cluster_lab import etcd_cluster, etcd_options
+from cluster_lab import etcd_cluster, etcd_place
 from volume_lab import Chaos, Disk, MemoryRecords, MemorySegments, lab_options
 
 from kvfuse.cluster.etcd import EtcdServers
@@ -34,7 +34,7 @@ DEAD_PID = int(Path("/proc/sys/kernel/pid_max").read_text()) + 1
 
 @asynccontextmanager
 async def opened(etcd: EtcdServers, part: str, deadline: float = 1.0) -> AsyncIterator[RecordStore]:
-    records = await EtcdRecords.open(etcd_options(etcd, part, deadline=deadline))
+    records = await EtcdRecords.open(etcd_place(etcd, part, deadline=deadline))
     try:
         yield records
     finally:

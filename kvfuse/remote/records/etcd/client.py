@@ -22,7 +22,6 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
-from pathlib import Path
 from typing import NoReturn, TypeVar
 
 import httpx
@@ -31,6 +30,7 @@ import trio
 from msgspec.json import Decoder
 
 from kvfuse.errors import ConfigError, EngineError, EngineFull, EngineTimeout
+from kvfuse.options.options import RecordOptions
 from kvfuse.remote.records.etcd import wire
 
 _A = TypeVar("_A", bound=wire.Answer)
@@ -67,23 +67,13 @@ UNSURE_CODES = {CANCELLED, UNKNOWN, DEADLINE, ABORTED, UNAVAILABLE}
 
 
 @dataclass(frozen=True)
-class EtcdOptions:
-    """How to reach the cluster, and which part of it is this store's."""
+class EtcdPlace:
+    """Which keys of a cluster are one store's, and how to reach them."""
 
-    endpoints: tuple[str, ...]
-    prefix: bytes = b"/kvfuse/"
+    options: RecordOptions
+    prefix: bytes
     """what every key of this store begins with"""
-    user: str = ""
     password: str = field(default="", repr=False)
-    ca_file: Path | None = None
-    cert_file: Path | None = None
-    key_file: Path | None = None
-    deadline: float = 5.0
-    """seconds for a call"""
-    operations_max: int = 128
-    """the members' --max-txn-ops"""
-    request_size_max: int = 1536 << 10
-    """the members' --max-request-bytes"""
 
 
 class LeaseGone(EngineError):
@@ -144,15 +134,9 @@ class Endpoint:
 class EtcdClient:
     """One connection pool to all members."""
 
-    def __init__(self, options: EtcdOptions) -> None:
-        if not options.endpoints:
-            raise ConfigError("no endpoint of etcd is given (records.endpoints)")
-        for url in options.endpoints:
-            if "@" in url:
-                raise ConfigError("records.endpoints: a user and a password are not for URLs")
-            if not url.startswith(("http://", "https://")):
-                raise ConfigError(f"records.endpoints: {url!r} is not like http://127.0.0.1:2379")
-        self.options = options
+    def __init__(self, place: EtcdPlace) -> None:
+        self.place = place
+        self.options = options = place.options
         self.revision = 0
         """the newest revision of the store that an answer has told of"""
         self.closed = False
@@ -309,7 +293,7 @@ class EtcdClient:
         return {"Authorization": self._token}
 
     async def _login(self, endpoint: Endpoint, patience: float) -> str:
-        login = wire.encode(wire.Login(self.options.user, self.options.password))
+        login = wire.encode(wire.Login(self.options.user or "", self.place.password))
         response = await self._post(endpoint, "auth/authenticate", login, {}, patience)
         if response.status_code != httpx.codes.OK:
             self._raise_refusal(endpoint, _refusal(response.content), {})
@@ -331,7 +315,7 @@ class EtcdClient:
             raise Unanswered(reason, sent=True)
         if code == EXHAUSTED and "too many requests" in text:
             raise Unanswered(reason, sent=False)
-        raise _refused(code, text, reason, self.options)
+        raise _refused(code, text, reason, self.place)
 
     @contextmanager
     def _counted(self) -> Iterator[None]:
@@ -344,7 +328,7 @@ class EtcdClient:
                 self._idle.set()
 
 
-def _refused(code: int, text: str, reason: str, options: EtcdOptions) -> EngineError:
+def _refused(code: int, text: str, reason: str, place: EtcdPlace) -> EngineError:
     """The error for a call that was not done and will not be, whoever is asked."""
     if code == NOT_FOUND and "lease" in text:
         return LeaseGone(reason)
@@ -353,7 +337,8 @@ def _refused(code: int, text: str, reason: str, options: EtcdOptions) -> EngineE
     if code == EXHAUSTED and "space" in text:
         return EngineFull(f"{reason}: compact and defragment etcd, or raise its --quota-backend-bytes")
     if code == DENIED:
-        return EngineError(f"{reason}: user {options.user!r} needs read and write of all keys under {options.prefix!r}")
+        user = place.options.user or ""
+        return EngineError(f"{reason}: user {user!r} needs read and write of all keys under {place.prefix!r}")
     if "user name is empty" in text:
         return EngineError(f"{reason}: etcd asks who this is: set records.user and records.password_file")
     return EngineError(reason)
@@ -388,7 +373,7 @@ def _decoded(endpoint: Endpoint, decoder: Decoder[_A], body: bytes) -> _A:
         raise Unanswered(f"{endpoint.url}: not an answer of etcd's: {error}: {body[:80]!r}", sent=True) from error
 
 
-def _tls(options: EtcdOptions) -> ssl.SSLContext | bool:
+def _tls(options: RecordOptions) -> ssl.SSLContext | bool:
     """ConfigError naming the file that cannot be used."""
     if not any(url.startswith("https:") for url in options.endpoints):
         return False

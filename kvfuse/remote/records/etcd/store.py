@@ -33,10 +33,10 @@ import trio
 from kvfuse.errors import ConfigError, EngineError, EngineTimeout
 from kvfuse.remote.records.api import Change, Lease, Record, RecordLimits, RecordStore, Versioned
 from kvfuse.remote.records.etcd import wire
-from kvfuse.remote.records.etcd.client import CLOSE_SECONDS, Compacted, EtcdClient, EtcdOptions, LeaseGone
+from kvfuse.remote.records.etcd.client import CLOSE_SECONDS, Compacted, EtcdClient, EtcdPlace, LeaseGone
 from kvfuse.remote.records.etcd.watch import EtcdFeed
 
-__all__ = ["EtcdLease", "EtcdOptions", "EtcdRecords"]
+__all__ = ["EtcdLease", "EtcdPlace", "EtcdRecords"]
 
 KEY_SIZE_MAX = 511
 VALUE_SIZE_MAX = 1 << 20
@@ -120,19 +120,20 @@ class _Commit:
 class EtcdRecords(RecordStore):
     """The shared record store. Made by ``open``."""
 
-    def __init__(self, options: EtcdOptions) -> None:
-        super().__init__(_limits(options))
-        self._options = options
-        self._base = options.prefix + b"r/"
-        self._client = EtcdClient(options)
+    def __init__(self, place: EtcdPlace) -> None:
+        super().__init__(_limits(place))
+        self._options = place.options
+        self._prefix = place.prefix
+        self._base = place.prefix + b"r/"
+        self._client = EtcdClient(place)
         self._turns = trio.Lock()  # fair: commits are applied in the order of the calls
         self._marker: _Marker | None = None
         self._feed = EtcdFeed(self._client, self._base)
 
     @classmethod
-    async def open(cls, options: EtcdOptions) -> Self:
+    async def open(cls, place: EtcdPlace) -> Self:
         """Connect. ConfigError where the options cannot work, EngineError where no member answers or lets us in."""
-        store = cls(options)
+        store = cls(place)
         try:
             await store._new_marker(store._deadline())  # who may not write here learns it now
         except BaseException:
@@ -279,7 +280,7 @@ class EtcdRecords(RecordStore):
         """One that is there: from now on an attempt at a commit that finds it absent does nothing."""
         now = trio.current_time()
         lease = await self._grant(MARKER_SECONDS, deadline)
-        marker = _Marker(self._options.prefix + b"m/%x" % lease.ID, lease.ID, now)
+        marker = _Marker(self._prefix + b"m/%x" % lease.ID, lease.ID, now)
         if await self._resolve(marker, deadline) is None:
             raise EngineError("etcd: the lease that was granted for a marker is gone")
         self._marker = marker
@@ -373,14 +374,15 @@ class EtcdLease(Lease):
         await self.store.revoke(self.id)
 
 
-def _limits(options: EtcdOptions) -> RecordLimits:
+def _limits(place: EtcdPlace) -> RecordLimits:
     """What one transaction may carry, beside the marker.
 
     etcd counts comparisons and changes apart; their sum is what is held here. What a refused commit does to the marker
     counts as one more. ConfigError where nothing would fit.
     """
+    options = place.options
     operations = options.operations_max - 2
-    overhead = (options.operations_max + 1) * (OPERATION_OVERHEAD + len(options.prefix)) + REQUEST_OVERHEAD
+    overhead = (options.operations_max + 1) * (OPERATION_OVERHEAD + len(place.prefix)) + REQUEST_OVERHEAD
     size = options.request_size_max - overhead
     if operations < 1 or size < 2 * KEY_SIZE_MAX:
         raise ConfigError(

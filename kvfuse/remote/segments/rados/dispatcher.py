@@ -91,25 +91,11 @@ class _Spare:
 
 
 class Dispatcher:
-    """Performs requests on one connection. Made by ``connect``, in trio's thread.
+    """Performs requests on one connection. Made in trio's thread, connected by ``connect``."""
 
-    ``deadline``: seconds for ``in_flight_max`` requests, which are under way together. ``hedge_delay``: seconds after
-    which a read is also asked of another replica; 0: never.
-    """
-
-    def __init__(
-        self,
-        place: librados.Place,
-        counters: SegmentCounters,
-        *,
-        deadline: float,
-        in_flight_max: int,
-        hedge_delay: float,
-    ) -> None:
+    def __init__(self, place: librados.Place, counters: SegmentCounters) -> None:
         self.place = place
-        self.deadline = deadline
-        self.in_flight_max = in_flight_max
-        self.hedge_delay = hedge_delay
+        self.options = place.options
         self.counters = counters
         self._tags = itertools.count(1)
         self._under_way: dict[int, Callable[[int], None]] = {}
@@ -160,16 +146,16 @@ class Dispatcher:
         one object done in that order. Nothing is started where one of them would change a silent object.
         """
         for request in requests if self._silent else ():
-            if request.name in self._silent and not (self.hedge_delay and isinstance(request, ReadRequest)):
+            if request.name in self._silent and not (self.options.hedge_delay and isinstance(request, ReadRequest)):
                 raise EngineTimeout(self._what(request) + self._silence_of(request))
-        for first in range(0, len(requests), self.in_flight_max):
-            await self._perform_together(requests[first : first + self.in_flight_max])
+        for first in range(0, len(requests), self.options.in_flight_max):
+            await self._perform_together(requests[first : first + self.options.in_flight_max])
 
     async def _perform_together(self, requests: Sequence[Request]) -> None:
         call = _Call(requests)
         try:
             await self._sized(sum(request.copied_bytes for request in requests), lambda: self._start(call, requests))
-            with trio.move_on_after(self.deadline) as patience:
+            with trio.move_on_after(self.options.deadline) as patience:
                 await self._wait(call)
             call.is_late = patience.cancelled_caught
         finally:
@@ -204,12 +190,12 @@ class Dispatcher:
         silent = [read for read in call.requests if isinstance(read, ReadRequest) and read.name in self._silent]
         if silent:
             self._hedge(call, silent * HEDGES_MAX)
-            with trio.move_on_after(self.hedge_delay):
+            with trio.move_on_after(self.options.hedge_delay):
                 await call.answered.wait()
             if not call.unanswered.isdisjoint(silent):
                 return
-        for _ in range(HEDGES_MAX if self.hedge_delay else 0):
-            with trio.move_on_after(self.hedge_delay):
+        for _ in range(HEDGES_MAX if self.options.hedge_delay else 0):
+            with trio.move_on_after(self.options.hedge_delay):
                 await call.answered.wait()
                 return
             allowed = HEDGES_FREE + int(HEDGE_SHARE * self.counters.operations) - self._late_hedges
@@ -256,7 +242,7 @@ class Dispatcher:
         """An object did not answer in time: it is silent until it does."""
         if name not in self._silent:
             self._start_spare(SpareRead(name, [(0, 1)]), partial(self._heard, name))
-            self._silent[name] = trio.current_time() - self.deadline
+            self._silent[name] = trio.current_time() - self.options.deadline
 
     def _heard(self, name: bytes, code: int) -> None:
         del self._silent[name]
@@ -299,7 +285,7 @@ class Dispatcher:
                 self._watch(request.name)
         if late:
             request = min(late, key=lambda request: request.name not in self._silent)
-            why = f": no answer within {self.deadline:g} s" if call.is_late else self._silence_of(request)
+            why = f": no answer within {self.options.deadline:g} s" if call.is_late else self._silence_of(request)
             unknown = "" if isinstance(request, ReadRequest) else "; whether it was done is unknown"
             raise EngineTimeout(self._what(request) + why + unknown)
         for request in call.requests:

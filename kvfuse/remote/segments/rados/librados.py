@@ -22,10 +22,10 @@ import os
 from collections.abc import Sequence
 from ctypes import byref, c_char_p, c_int, c_size_t, c_uint32, c_uint64, c_void_p
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from kvfuse.errors import EngineError, EngineFull, EngineTimeout
+from kvfuse.options.options import SegmentOptions
 
 LIBRARY = "librados.so.2"
 CREATE_EXCLUSIVE = 1
@@ -97,15 +97,9 @@ class Range(NamedTuple):
 class Place:
     """Where objects are kept, and as whom."""
 
-    conf_file: Path
+    options: SegmentOptions
     pool: str
     namespace: str
-    user: str = "admin"
-    """of cephx, without "client." """
-    keyring: Path | None = None
-    """None: as ``conf_file`` says"""
-    deadline: float = 5.0
-    """seconds that a monitor may take to answer"""
 
     def __str__(self) -> str:
         return f"RADOS pool {self.pool}, namespace {self.namespace}"
@@ -163,17 +157,17 @@ class Pool:
 
     @classmethod
     def connect(cls, place: Place, callback: Any) -> Self:
-        """Waits for a monitor for ``place.deadline`` seconds, rounded up to whole ones. EngineError, EngineTimeout."""
-        lib = library()
+        """Waits for a monitor for ``deadline`` seconds, rounded up to whole ones. EngineError, EngineTimeout."""
+        lib, options = library(), place.options
         cluster, context = c_void_p(), c_void_p()
-        _check(lib.rados_create2(byref(cluster), b"ceph", f"client.{place.user}".encode(), 0), "librados")
+        _check(lib.rados_create2(byref(cluster), b"ceph", f"client.{options.user}".encode(), 0), "librados")
         try:
-            _configure(lib, cluster, place)
-            _check_connected(lib.rados_connect(cluster), place)
+            _configure(lib, cluster, options)
+            _check_connected(lib.rados_connect(cluster), options)
             code = lib.rados_ioctx_create(cluster, place.pool.encode(), byref(context))
             if code == -errno.ENOENT:
-                raise EngineError(f"{place.conf_file}: the cluster has no pool {place.pool}: ceph osd pool create")
-            _check(code, f"{place}: opening the pool as client.{place.user}")
+                raise EngineError(f"{options.conf_file}: the cluster has no pool {place.pool}: ceph osd pool create")
+            _check(code, f"{place}: opening the pool as client.{options.user}")
         except BaseException:
             lib.rados_shutdown(cluster)
             raise
@@ -331,9 +325,9 @@ def _check(code: int, what: str) -> None:
         raise engine_error(code, what)
 
 
-def _configure(lib: ctypes.CDLL, cluster: c_void_p, place: Place) -> None:
-    _check(lib.rados_conf_read_file(cluster, os.fsencode(place.conf_file)), f"reading {place.conf_file}")
-    seconds = str(math.ceil(place.deadline))
+def _configure(lib: ctypes.CDLL, cluster: c_void_p, options: SegmentOptions) -> None:
+    _check(lib.rados_conf_read_file(cluster, os.fsencode(options.conf_file)), f"reading {options.conf_file}")
+    seconds = str(math.ceil(options.deadline))
     settings = {
         "client_mount_timeout": seconds,
         "rados_mon_op_timeout": seconds,
@@ -341,19 +335,19 @@ def _configure(lib: ctypes.CDLL, cluster: c_void_p, place: Place) -> None:
         "objecter_inflight_ops": UNBOUNDED,
         "objecter_inflight_op_bytes": UNBOUNDED,
     }
-    if place.keyring is not None:
-        settings["keyring"] = str(place.keyring)
+    if options.keyring is not None:
+        settings["keyring"] = str(options.keyring)
     for name, value in settings.items():
         _check(lib.rados_conf_set(cluster, name.encode(), value.encode()), f"librados' setting {name} = {value}")
 
 
-def _check_connected(code: int, place: Place) -> None:
+def _check_connected(code: int, options: SegmentOptions) -> None:
     if code >= 0:
         return
-    who = f"{place.conf_file}: connecting as client.{place.user}"
+    who = f"{options.conf_file}: connecting as client.{options.user}"
     if -code == errno.ETIMEDOUT:
-        raise EngineTimeout(f"{who}: no monitor answered within {place.deadline:g} s; see mon_host in that file")
+        raise EngineTimeout(f"{who}: no monitor answered within {options.deadline:g} s; see mon_host in that file")
     if -code in (errno.EACCES, errno.EPERM, errno.EINVAL, errno.ENOENT):
-        keyring = place.keyring or "the keyring that file names"
+        keyring = options.keyring or "the keyring that file names"
         raise EngineError(f"{who} was refused ({os.strerror(-code)}): no valid key for this user in {keyring}")
     raise engine_error(code, who)

@@ -23,10 +23,7 @@ store only promises that a segment which another host created is found.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from struct import Struct
 from typing import Self
 
@@ -47,7 +44,6 @@ from kvfuse.remote.segments.rados.objects import (
     pieces_by_object,
 )
 
-MIB = 1 << 20
 TABLE_NAME = b"segments"
 TABLE_HEADER = Struct("<8sQ")
 """magic, object size; then for every segment its size, 0: there is none"""
@@ -56,33 +52,6 @@ TABLE_ENTRY = Struct("<Q")
 TABLE_READ_SIZE = 64 << 10
 SEGMENT_MAX = 0xFFFFF
 """so that the table has 8 MiB at the most"""
-OBJECT_SIZE_MAX = 64 * MIB
-"""what servers accept without being told to"""
-LIMITS = SegmentLimits(alignment=1, mappable=False, durable=True)
-
-
-@dataclass(frozen=True)
-class RadosOptions:
-    """Where segments are kept, and how long to wait. Sizes in bytes, times in seconds."""
-
-    conf_file: Path
-    pool: str
-    namespace: str
-    user: str = "admin"
-    """of cephx, without "client." """
-    keyring: Path | None = None
-    """None: as ``conf_file`` says"""
-    object_size: int = 4 * MIB
-    deadline: float = 5.0
-    in_flight_max: int = 64
-    hedge_delay: float = 0.5
-    """0: reads are never hedged"""
-
-    def __post_init__(self) -> None:
-        if not self.pool or not self.namespace:
-            raise EngineError("the rados engine needs the names of a pool and of a namespace")
-        if not 4096 <= self.object_size <= OBJECT_SIZE_MAX or self.object_size % 4096:
-            raise EngineError(f"an object size of {self.object_size} bytes: 4 KiB to 64 MiB, in steps of 4 KiB")
 
 
 class _Users:
@@ -117,19 +86,20 @@ class _Segment(_Users):
 class RadosSegments(SegmentStore):
     """The segments of one namespace. Made by ``open``; any number of hosts may have it open."""
 
-    def __init__(self, options: RadosOptions) -> None:
-        super().__init__(dataclasses.replace(LIMITS, deadline=options.deadline))
-        self.options = options
-        self._dispatcher = self._new_dispatcher()
+    def __init__(self, place: Place) -> None:
+        super().__init__(SegmentLimits(alignment=1, mappable=False, durable=True, deadline=place.options.deadline))
+        self.place = place
+        self._object_size = place.options.object_size
+        self._dispatcher = Dispatcher(place, self.counters)
         self._segments: dict[int, _Segment] = {}
         self._names_lock = trio.Lock()
         self._closed = False
         self._calls = _Users()
 
     @classmethod
-    async def open(cls, options: RadosOptions) -> Self:
+    async def open(cls, place: Place) -> Self:
         """Connect. EngineError says what is missing: library, monitors, key, pool; EngineTimeout."""
-        store = cls(options)
+        store = cls(place)
         await store._dispatcher.connect()
         try:
             await store.list()
@@ -137,16 +107,6 @@ class RadosSegments(SegmentStore):
             await store.aclose()
             raise
         return store
-
-    def _new_dispatcher(self) -> Dispatcher:
-        options = self.options
-        return Dispatcher(
-            Place(options.conf_file, options.pool, options.namespace, options.user, options.keyring, options.deadline),
-            self.counters,
-            deadline=options.deadline,
-            in_flight_max=options.in_flight_max,
-            hedge_delay=options.hedge_delay,
-        )
 
     async def free_bytes(self) -> int | None:
         """Bytes that the pool has room for; None where nobody counts them. EngineError, EngineTimeout."""
@@ -177,7 +137,7 @@ class RadosSegments(SegmentStore):
                 known.removed = True
                 try:
                     await known.idle.wait()
-                    object_count = -(-size // self.options.object_size)
+                    object_count = -(-size // self._object_size)
                     await self._dispatcher.perform(
                         [RemoveRequest(object_name(segment, index)) for index in range(object_count)]
                     )
@@ -198,14 +158,14 @@ class RadosSegments(SegmentStore):
         with self._working(), contextlib.ExitStack() as in_use:
             self.counters.read_bytes += await self._use(batch, in_use)
             self.counters.reads += len(batch)
-            pieces = pieces_by_object(batch, self.options.object_size, READ_BYTES_MAX)
+            pieces = pieces_by_object(batch, self._object_size, READ_BYTES_MAX)
             await self._dispatcher.perform([ReadRequest(*of_object) for of_object in pieces])
 
     async def write(self, batch: Sequence[Transfer]) -> None:
         with self._working(), contextlib.ExitStack() as in_use:
             self.counters.written_bytes += await self._use(batch, in_use)
             self.counters.writes += len(batch)
-            pieces = pieces_by_object(batch, self.options.object_size, WRITE_BYTES_MAX)
+            pieces = pieces_by_object(batch, self._object_size, WRITE_BYTES_MAX)
             await self._dispatcher.perform([WriteRequest(*of_object) for of_object in pieces])
 
     async def sync(self) -> None:
@@ -226,8 +186,8 @@ class RadosSegments(SegmentStore):
     async def renew(self) -> None:
         """Connect anew. Calls that are under way end as they are; then the old connection is closed."""
         if self._closed:
-            raise EngineError(f"{self._dispatcher.place} is closed")
-        dispatcher = self._new_dispatcher()
+            raise EngineError(f"{self.place} is closed")
+        dispatcher = Dispatcher(self.place, self.counters)
         await dispatcher.connect()
         old, calls = self._dispatcher, self._calls
         self._dispatcher, self._calls = dispatcher, _Users()
@@ -247,7 +207,7 @@ class RadosSegments(SegmentStore):
     def _working(self) -> Iterator[None]:
         """A call on an open store; closing waits for it."""
         if self._closed:
-            raise EngineError(f"{self._dispatcher.place} is closed")
+            raise EngineError(f"{self.place} is closed")
         with self._calls:
             yield
 
@@ -281,7 +241,7 @@ class RadosSegments(SegmentStore):
         """ValueError where no known segment holds the range."""
         known = self._segments.get(segment)
         if known is None or known.removed:
-            raise ValueError(f"{self._dispatcher.place} has no segment {segment}")
+            raise ValueError(f"{self.place} has no segment {segment}")
         if offset < 0 or length < 0 or offset + length > known.size:
             raise ValueError(f"{length} bytes at {offset} of segment {segment}, which has {known.size}")
 
@@ -289,7 +249,7 @@ class RadosSegments(SegmentStore):
         available = await self._dispatcher.available_bytes()
         if available is not None and available < size:
             raise EngineFull(
-                f"{self._dispatcher.place}: segment {segment} has {size} bytes, the cluster {available} free: add OSDs"
+                f"{self.place}: segment {segment} has {size} bytes, the cluster {available} free: add OSDs"
             )
 
     # -- the table of sizes ------------------------------------------------------------------------------
@@ -304,7 +264,7 @@ class RadosSegments(SegmentStore):
 
     async def _store_size(self, segment: int, size: int) -> None:
         if not await self._read_whole(0, TABLE_HEADER.size):
-            header = TABLE_HEADER.pack(TABLE_MAGIC, self.options.object_size)
+            header = TABLE_HEADER.pack(TABLE_MAGIC, self._object_size)
             request = WriteRequest(TABLE_NAME, [Piece(0, memoryview(header))], exclusive=True)
             await self._dispatcher.perform([request])
             await self._read_table()  # another host may have been first, with another object size
@@ -320,11 +280,11 @@ class RadosSegments(SegmentStore):
         table += part
         if not table:
             return b""
-        where = f"object {TABLE_NAME.decode()} ({self._dispatcher.place})"
+        where = f"object {TABLE_NAME.decode()} ({self.place})"
         if len(table) < TABLE_HEADER.size or not table.startswith(TABLE_MAGIC):
             raise EngineError(f"{where} is no table of segments: give the volume a namespace of its own")
         _, object_size = TABLE_HEADER.unpack_from(table)
-        if object_size != self.options.object_size:
+        if object_size != self._object_size:
             raise EngineError(f"{where}: segments are in objects of {object_size} bytes: set segments.object_size so")
         entries_size = (len(table) - TABLE_HEADER.size) // TABLE_ENTRY.size * TABLE_ENTRY.size
         return table[TABLE_HEADER.size :][:entries_size]
