@@ -60,7 +60,7 @@ class Parts:
         self.access = AccessTimes(core, self.journal, options.mount.access_times, directories=options.mount.diratime)
         self.mapper = Mapper(core, chunks, self.access)
         self.lookups, self.names = self._make_names(chunks, nameless)
-        self.reader = self._make_reader(chunks)
+        self.reader = Reader(core, chunks, self.lookups.renew, Fetcher(core) if member is not None else None)
         in_place = InPlaceWriter(core, self.journal, headers)
         self.writer = Writer(core, self.journal, self.flusher, self.space, self.reader, in_place)
         self.cutter = Cutter(core, chunks, self.reader, self.writer)
@@ -79,19 +79,14 @@ class Parts:
         self.xattrs = Xattrs(core, self.journal, self.space, self.lookups)
         self.coherence: Coherence | None = None
         """likewise"""
-        if (
-            member is not None
-            and self.leases is not None
-            and isinstance(core.records, SharedRecords)
-            and isinstance(self.lookups, SharedLookup)
-        ):
+        if member is not None and self.leases is not None and isinstance(self.lookups, SharedLookup):
             merger = Merger(core, chunks, self.reader, self.writer, self.lookups.refresher)
             self.journal.merger = merger.merge
             view, committer = self.leases.view, self.journal.committer
             self.core.metadata.stored = lambda: view.counts_beside(core.client).add(Counts(0, committer.size)).size
             self.core.metadata.sharers = lambda: len(view.members)
-            self.coherence = Coherence(core, core.records, self.journal, self.lookups, member)
-            flusher, records = self.flusher, core.records
+            flusher, records = self.flusher, self.lookups.records
+            self.coherence = Coherence(core, records, self.journal, self.lookups, member)
             self.journal.committer.gathering.coming = lambda: flusher.has_callers or records.is_asked
         self._scope = trio.CancelScope()
         self._ended = trio.Event()
@@ -126,11 +121,6 @@ class Parts:
             return shared, SharedNames(core, journal, space, nameless, shared)
         lookups = Lookup(core, journal, chunks)
         return lookups, Names(core, journal, space, nameless, lookups)
-
-    def _make_reader(self, chunks: Chunks) -> Reader:
-        if isinstance(self.lookups, SharedLookup):
-            return Reader(self.core, chunks, self.lookups.renew, Fetcher(self.core))
-        return Reader(self.core, chunks)
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Write, commit and follow other hosts until `stop`; from its start on also when the caller is cancelled.

@@ -29,19 +29,15 @@ READS_MAX = 8
 """Extents that one call reads side by side, where each is a round trip."""
 
 
-async def _keep(node: Node) -> None:
-    """Nobody else changes it."""
-
-
 @dataclass
 class Reader:
     """Reads files of one volume. One of each membership."""
 
     core: Core
     chunks: Chunks
-    renew: Callable[[Node], Awaitable[None]] = _keep
+    renew: Callable[[Node], Awaitable[None]]
     """brings an inode up to what other hosts have stored; Stale, if it is gone"""
-    fetcher: Fetcher | None = None
+    fetcher: Fetcher | None
     """where each read of the engine is a round trip, and nothing is written in place"""
 
     def opened(self, node: Node) -> None:

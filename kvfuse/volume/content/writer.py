@@ -180,13 +180,12 @@ class Writer:
 
     async def _write_within(self, node: Node, index: int, start: int, data: bytes | memoryview) -> bool:
         """Under the lock, without space for new slots: write into those the chunk has. False if they are too small."""
-        chunk = node.chunks[index]
         if self.core.shared:
             return False
+        chunk = node.chunks[index]
         if chunk.writing is not None:
             await self.flusher.settled()
-        capacity = sum(extent.slot_size for extent in chunk.extents)
-        if chunk.staged is not None or start + len(data) > capacity:
+        if chunk.staged is not None or not self.in_place.has_room(chunk, start + len(data)):
             return False
         return await self.in_place.write(node, index, chunk, start, data)
 
@@ -232,22 +231,19 @@ class Writer:
         try:
             slots = slabs.allocate(length)
         except NoSpace:
-            if not staged.slots:
+            if not staged.slots or staged.unsure:
                 raise
-            # Its own slots may be what is missing.
             before = staged.capacity
-            if staged.unsure:
-                raise
-            slabs.cancel(staged.slots)
+            slabs.cancel(staged.slots)  # they may be what is missing
             try:
                 staged.slots = slabs.allocate(length)
             except NoSpace:
                 staged.slots = slabs.allocate(before)
                 raise
-            return
-        if staged.slots:
-            self.flusher.cancel(staged, staged.slots)
-        staged.slots, staged.unsure = slots, False
+        else:
+            if staged.slots:
+                self.flusher.cancel(staged, staged.slots)
+            staged.slots, staged.unsure = slots, False
 
     async def _write_existing(
         self, node: Node, index: int, start: int, data: bytes | memoryview, mark: int | None
@@ -261,21 +257,17 @@ class Writer:
             if chunk.staged is not None or not chunk.extents:  # it was being written, or not yet empty, when we looked
                 self._stage(node, index, chunk, start, data)
                 return True
-            if self.core.shared:  # somebody else may read these slots: what is in them never changes
-                await self._stage_existing(node, index, chunk)
-                continue
-            capacity = sum(extent.slot_size for extent in chunk.extents)
-            if max(chunk.length, start + len(data)) > REWRITE_SIZE_MAX and start + len(data) <= capacity:
-                if await self.in_place.write(node, index, chunk, start, data):
-                    return True
-            else:
+            end = start + len(data)
+            may_change = self.in_place.has_room(chunk, end)
+            if not may_change or max(chunk.length, end) <= REWRITE_SIZE_MAX:
                 try:
                     await self._stage_existing(node, index, chunk)
+                    continue
                 except NoSpace:
-                    if start + len(data) > capacity:
+                    if not may_change:
                         raise
-                    if await self.in_place.write(node, index, chunk, start, data):
-                        return True
+            if await self.in_place.write(node, index, chunk, start, data):
+                return True
         return False
 
     async def _stage_existing(self, node: Node, index: int, chunk: Chunk) -> None:

@@ -77,7 +77,8 @@ class Flusher:
     staged_bytes: int = 0
     dropped_size: int = 0
     """bytes of slots that are being written in vain"""
-    _full: dict[tuple[int, int], tuple[Node, int]] = field(default_factory=dict)
+    _full: dict[tuple[Node, int], None] = field(default_factory=dict)
+    """chunks that will hardly change any more"""
 
     def __post_init__(self) -> None:
         self._lock = trio.Lock()
@@ -136,7 +137,7 @@ class Flusher:
 
     def chunk_is_full(self, node: Node, index: int) -> None:
         """A chunk will hardly change any more: write it without waiting for a commit."""
-        self._full[node.ino, index] = (node, index)
+        self._full[node, index] = None
         self._work.set()
 
     @property
@@ -199,7 +200,7 @@ class Flusher:
             full, self._full = self._full, {}
             turn, self._turn = self._turn, _Turn()
             try:
-                await self._flush_chunks(list(full.values()))
+                await self._flush_chunks(list(full))
                 if self.staged_bytes > self.staging_size:
                     await self.flush([node for node in self.core.nodes if node.staged_count])
             except EngineError as error:

@@ -38,20 +38,11 @@ class Source(Protocol):
 
 @dataclass
 class RoomWait:
-    """The rounds of one call that waits for room, since it first had none."""
+    """One call that waits for room, since it first had none."""
 
     deadline: float
+    """holds after `ROOM_ROUNDS_MIN`"""
     round_count: int = 0
-
-    def begin_round(self) -> bool:
-        """False: the call has waited for long enough."""
-        self.round_count += 1
-        return trio.current_time() <= self.end
-
-    @property
-    def end(self) -> float:
-        """Until when it waits, as far as is known by now."""
-        return self.deadline if self.round_count > ROOM_ROUNDS_MIN else math.inf
 
 
 @dataclass
@@ -104,9 +95,11 @@ class Space:
 
 
 async def _ask(sources: Sequence[Source], wait: RoomWait) -> bool:
-    """One round: some source gave something up."""
-    if wait.begin_round():
+    """One round: some source gave something up. False also where the call has waited for long enough."""
+    wait.round_count += 1
+    deadline = wait.deadline if wait.round_count > ROOM_ROUNDS_MIN else math.inf
+    if trio.current_time() <= deadline:
         for take in sources:
-            if await take(wait.end):
+            if await take(deadline):
                 return True
     return False
