@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ast
+import re
+import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -54,7 +57,7 @@ CIRCLES = [
 OUTSIDE: dict[str, set[str]] = {
     "pyfuse3": {"fs", "cli.mount", "bench.barefs"},
     "lmdb": {"remote.records"},
-    "httpx": {"remote.records"},
+    "httpcore": {"remote.records"},
     "pyverbs": {"remote.segments", "target"},
     "rados": {"remote.segments"},
     "click": {"cli"},
@@ -123,6 +126,18 @@ def find_circles(edges: dict[str, set[str]]) -> list[list[str]]:
     return circles
 
 
+def import_edges() -> dict[str, set[str]]:
+    """Module of this package -> those that it imports."""
+    sources = {name.removesuffix(".__init__"): path.read_text() for name, path in modules()}
+    edges: dict[str, set[str]] = {}
+    for module, source in sources.items():
+        for name in imported_names(source, module):
+            target = name if name in sources else name.rpartition(".")[0]
+            if target in sources and target not in (module, "kvfuse"):
+                edges.setdefault(module, set()).add(target)
+    return edges
+
+
 def violations(source: str, module: str) -> list[str]:
     """What ``module`` ("kvfuse.fs.ops") imports against the table."""
     place = module.removeprefix("kvfuse.")
@@ -156,19 +171,34 @@ def test_imports_point_one_way() -> None:
 
 
 def test_no_modules_import_each_other() -> None:
-    sources = {name.removesuffix(".__init__"): path.read_text() for name, path in modules()}
-    edges: dict[str, set[str]] = {}
-    for module, source in sources.items():
-        for name in imported_names(source, module):
-            target = name if name in sources else name.rpartition(".")[0]
-            if target in sources and target not in (module, "kvfuse"):
-                edges.setdefault(module, set()).add(target)
-    assert [circle for circle in find_circles(edges) if circle not in CIRCLES] == []
+    assert [circle for circle in find_circles(import_edges()) if circle not in CIRCLES] == []
 
 
 def test_a_circle_is_found() -> None:
     assert find_circles({"a": {"b"}, "b": {"c"}, "c": {"b", "d"}}) == [["b", "c"]]
     assert find_circles({"a": {"b"}, "b": {"c", "d"}, "c": {"d"}}) == []
+
+
+def test_a_mount_imports_no_bench_and_no_cluster() -> None:
+    """Whatever a mount may import while it runs, also within functions."""
+    edges = import_edges()
+    reached, waiting = set(), ["kvfuse.cli.mount"]
+    while waiting:
+        module = waiting.pop()
+        if module not in reached:
+            reached.add(module)
+            waiting += edges.get(module, ())
+    assert "kvfuse.remote.segments.rados.librados" in reached
+    assert {module for module in reached if module.split(".")[1:2] in (["bench"], ["cluster"])} == set()
+
+
+def test_what_is_imported_is_declared() -> None:
+    project = PACKAGE.parent / "pyproject.toml"
+    if not project.exists():
+        pytest.skip("not run from a source tree")
+    declared = {re.split("[<>=]", line)[0] for line in tomllib.loads(project.read_text())["project"]["dependencies"]}
+    imported = {name.split(".")[0] for module, path in modules() for name in imported_names(path.read_text(), module)}
+    assert {name.replace("_", "-") for name in imported - sys.stdlib_module_names - {"kvfuse"}} == declared
 
 
 def test_every_room_is_in_the_table() -> None:

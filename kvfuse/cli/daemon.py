@@ -123,8 +123,7 @@ def start_logging(options: LogOptions, default_file: Path | None) -> None:
     handler = logging.handlers.WatchedFileHandler(file) if file else logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(process)d %(levelname)-7s %(name)s: %(message)s"))
     logging.basicConfig(level=options.level.upper(), handlers=[handler], force=True)
-    for library in ("httpx", "httpcore"):  # a line for every request to the record store
-        logging.getLogger(library).setLevel(logging.WARNING)
+    logging.getLogger("httpcore").setLevel(logging.WARNING)  # else a line for every request to the record store
 
 
 # -- in the background ------------------------------------------------------------------------------

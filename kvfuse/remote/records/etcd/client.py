@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NoReturn, TypeVar
 
-import httpx
+import httpcore
 import msgspec
 import trio
 from msgspec.json import Decoder
@@ -52,6 +52,7 @@ SHUN_SECONDS_MAX = 16.0
 TOGETHER_SECONDS = 0.25
 """calls that fail within this time have met the same failure"""
 CLOSE_SECONDS = 2.0
+OK = 200
 HEADERS = {
     # a member that knows no leader says so at once, and ends its streams
     "Grpc-Metadata-hasleader": "true",
@@ -62,6 +63,7 @@ HEADERS = {
 # gRPC's codes
 CANCELLED, UNKNOWN, INVALID, DEADLINE, NOT_FOUND, DENIED, EXHAUSTED, ABORTED, OUT_OF_RANGE = 1, 2, 3, 4, 5, 7, 8, 10, 11
 UNAVAILABLE, UNAUTHENTICATED = 14, 16
+TRANSPORT_ERRORS = (httpcore.TimeoutException, httpcore.NetworkError, httpcore.ProtocolError)
 UNSURE_CODES = {CANCELLED, UNKNOWN, DEADLINE, ABORTED, UNAVAILABLE}
 """the member does not know what becomes of the call, or has no leader: another may"""
 
@@ -92,8 +94,8 @@ class Unanswered(Exception):
         self.sent = sent
 
 
-class _Body(httpx.AsyncByteStream):
-    """A request's bytes, at once. httpx's own is a generator: trio warns of one that a cancelled call leaves behind."""
+class _Body:
+    """A request's bytes, at once. httpcore's is a generator: trio warns of one that a cancelled call leaves behind."""
 
     def __init__(self, body: bytes) -> None:
         self._parts = [body]
@@ -149,9 +151,13 @@ class EtcdClient:
         self._login_lock = trio.Lock()
         self._call_count = 0
         self._idle = trio.Event()
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=32)
-        # The transport alone: the client around it adds redirects, cookies, proxies, and a third of the time of a call.
-        self._http = httpx.AsyncHTTPTransport(verify=_tls(options), limits=limits, trust_env=False)
+        self._http = httpcore.AsyncConnectionPool(
+            _tls(options),
+            max_connections=None,
+            max_keepalive_connections=32,
+            keepalive_expiry=5.0,
+            network_backend=httpcore.TrioBackend(),
+        )
 
     async def call(self, method: str, message: wire.Message, decoder: Decoder[_A], deadline: float) -> _A:
         """The answer of the first member that gives one before ``deadline`` (trio's time).
@@ -193,16 +199,15 @@ class EtcdClient:
             return False
         return True
 
-    async def stream(self, endpoint: Endpoint, method: str, message: wire.Message) -> httpx.Response:
+    async def stream(self, endpoint: Endpoint, method: str, message: wire.Message) -> httpcore.Response:
         """Begin an answer without an end. The caller closes it. Unanswered when it does not begin."""
         patience = self._patience * PROBE_ATTEMPTS
         headers = await self._headers(endpoint, patience)
-        request = self._request(endpoint, method, wire.encode(message), headers)
         with self._attempting(endpoint, patience):
-            response = await self._http.handle_async_request(request)
-            if response.status_code != httpx.codes.OK:
-                await response.aread()
-        if response.status_code != httpx.codes.OK:
+            response = await self._begin(endpoint, method, wire.encode(message), headers)
+            if response.status != OK:
+                await _read(response)
+        if response.status != OK:
             self._raise_refusal(endpoint, _refusal(response.content), headers)
         endpoint.answered()
         return response
@@ -243,7 +248,7 @@ class EtcdClient:
         began = trio.current_time()
         headers = await self._headers(endpoint, patience)
         response = await self._post(endpoint, method, body, headers, patience)
-        if response.status_code != httpx.codes.OK:
+        if response.status != OK:
             self._raise_refusal(endpoint, _refusal(response.content), headers)
         answer = _decoded(endpoint, decoder, response.content)
         if isinstance(answer, wire.KeepaliveAnswer) and answer.error is not None:
@@ -255,17 +260,18 @@ class EtcdClient:
 
     async def _post(
         self, endpoint: Endpoint, method: str, body: bytes, headers: dict[str, str], patience: float
-    ) -> httpx.Response:
-        request = self._request(endpoint, method, body, headers)
+    ) -> httpcore.Response:
         with self._attempting(endpoint, patience):
-            response = await self._http.handle_async_request(request)
-            await response.aread()
+            response = await self._begin(endpoint, method, body, headers)
+            await _read(response)
         return response
 
-    def _request(self, endpoint: Endpoint, method: str, body: bytes, headers: dict[str, str]) -> httpx.Request:
+    async def _begin(self, endpoint: Endpoint, method: str, body: bytes, headers: dict[str, str]) -> httpcore.Response:
+        # httpcore's own Host would lack the brackets of an IPv6 address
+        framing = {"Host": endpoint.url.partition("://")[2], "Content-Length": str(len(body))}
+        sent = [*(framing | HEADERS | headers).items()]
         url = _url(f"{endpoint.url}/v3/{method}")
-        framing = {"Host": url.netloc.decode("ascii"), "Content-Length": str(len(body))}
-        return httpx.Request("POST", url, headers=framing | HEADERS | headers, stream=_Body(body))
+        return await self._http.handle_async_request(httpcore.Request("POST", url, headers=sent, content=_Body(body)))
 
     @contextmanager
     def _attempting(self, endpoint: Endpoint, patience: float) -> Iterator[None]:
@@ -277,10 +283,10 @@ class EtcdClient:
             endpoint.failed()
             reason = f"{endpoint.url} did not answer within {patience:.2g} s"
             raise Unanswered(reason, sent=True) from None
-        except httpx.TransportError as error:
+        except TRANSPORT_ERRORS as error:
             endpoint.failed()
             reason = f"{endpoint.url}: {_root(error)!r}"
-            raise Unanswered(reason, sent=not isinstance(error, httpx.ConnectError)) from error
+            raise Unanswered(reason, sent=not isinstance(error, httpcore.ConnectError)) from error
 
     async def _headers(self, endpoint: Endpoint, patience: float) -> dict[str, str]:
         """With the token, where there is a user; the first to come logs in for all."""
@@ -295,7 +301,7 @@ class EtcdClient:
     async def _login(self, endpoint: Endpoint, patience: float) -> str:
         login = wire.encode(wire.Login(self.options.user or "", self.place.password))
         response = await self._post(endpoint, "auth/authenticate", login, {}, patience)
-        if response.status_code != httpx.codes.OK:
+        if response.status != OK:
             self._raise_refusal(endpoint, _refusal(response.content), {})
         return _decoded(endpoint, wire.LOGIN, response.content).token
 
@@ -345,13 +351,19 @@ def _refused(code: int, text: str, reason: str, place: EtcdPlace) -> EngineError
 
 
 @lru_cache
-def _url(text: str) -> httpx.URL:
+def _url(text: str) -> httpcore.URL:
     """Parsed once: there are few."""
-    return httpx.URL(text)
+    return httpcore.URL(text)
+
+
+async def _read(response: httpcore.Response) -> None:
+    """All of it, so that its connection serves the next."""
+    await response.aread()
+    await response.aclose()
 
 
 def _root(error: BaseException) -> BaseException:
-    """What was wrong first: httpx often says nothing itself."""
+    """What was wrong first: httpcore often says nothing itself."""
     while (cause := error.__cause__ or error.__context__) is not None:
         error = cause
     return error
@@ -373,10 +385,10 @@ def _decoded(endpoint: Endpoint, decoder: Decoder[_A], body: bytes) -> _A:
         raise Unanswered(f"{endpoint.url}: not an answer of etcd's: {error}: {body[:80]!r}", sent=True) from error
 
 
-def _tls(options: RecordOptions) -> ssl.SSLContext | bool:
+def _tls(options: RecordOptions) -> ssl.SSLContext | None:
     """ConfigError naming the file that cannot be used."""
     if not any(url.startswith("https:") for url in options.endpoints):
-        return False
+        return None
     try:
         context = ssl.create_default_context(cafile=options.ca_file)
         # From Python 3.13 on it refuses authorities that merely do not state what their key is for, as openssl's

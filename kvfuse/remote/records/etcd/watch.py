@@ -19,7 +19,7 @@ import weakref
 from collections import deque
 from collections.abc import AsyncIterator
 
-import httpx
+import httpcore
 import msgspec
 import trio
 
@@ -31,6 +31,7 @@ from kvfuse.remote.records.etcd.client import (
     OUT_OF_RANGE,
     PAUSE_SECONDS_MAX,
     PAUSE_SECONDS_MIN,
+    TRANSPORT_ERRORS,
     UNAUTHENTICATED,
     UNAVAILABLE,
     UNSURE_CODES,
@@ -49,10 +50,10 @@ LINE_SIZE_MAX = 256 << 20
 class _Stream:
     """One answer of a member, a message a line."""
 
-    def __init__(self, endpoint: Endpoint, response: httpx.Response) -> None:
+    def __init__(self, endpoint: Endpoint, response: httpcore.Response) -> None:
         self.endpoint = endpoint
         self._response = response
-        self._parts = response.aiter_raw()
+        self._parts = response.aiter_stream()
         self._unread = bytearray()
 
     async def next_message(self) -> wire.WatchAnswer:
@@ -60,7 +61,7 @@ class _Stream:
         while (end := self._unread.find(b"\n")) < 0:
             try:
                 self._unread += await anext(self._parts)
-            except (StopAsyncIteration, httpx.TransportError) as error:
+            except (StopAsyncIteration, *TRANSPORT_ERRORS) as error:
                 raise Unanswered(f"{self.endpoint.url}: the stream broke ({error!r})", sent=True) from error
             if len(self._unread) > LINE_SIZE_MAX:
                 raise Unanswered(f"{self.endpoint.url}: a message of over {LINE_SIZE_MAX} bytes", sent=True)
@@ -73,7 +74,7 @@ class _Stream:
 
     async def aclose(self) -> None:
         with trio.CancelScope() as scope:
-            scope.cancel()  # ends the generators that httpx reads with: trio warns of one that is merely dropped
+            scope.cancel()  # ends the generators that httpcore reads with: trio warns of one that is merely dropped
             async for _ in self._parts:
                 pass
         with trio.move_on_after(CLOSE_SECONDS, shield=True):
