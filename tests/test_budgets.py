@@ -38,7 +38,6 @@ SHRINKING = {
     "SharedJournal": (73, 25),
     "SharedLookup": (33, 4),
     "SharedNames": (42, 0),
-    "SlabLeases": (31, 21),
     "Submission": (18, 23),
     "Volume": (67, 28),
     "VolumeApi": (39, 0),

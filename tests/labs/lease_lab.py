@@ -290,7 +290,7 @@ class Client:
                 slots = self.core.slabs.allocate(length)
                 break
             except NoSpace:
-                if not await self.leases.take_unheld_slabs(length=length):
+                if not await self.leases.take_unheld_slabs():
                     raise
         kept, *others = slots
         self.core.slabs.cancel(others)

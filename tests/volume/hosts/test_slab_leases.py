@@ -14,7 +14,7 @@ from shared_lab import until
 from volume_lab import MIB, Disk, lab_options
 
 from kvfuse.errors import EngineError, NoSpace
-from kvfuse.volume.hosts import slab_leases
+from kvfuse.volume.hosts import held_slabs, slab_leases, slab_supply
 from kvfuse.volume.store import schema
 from kvfuse.volume.store.numbers import SharedNumberRange
 from kvfuse.volume.store.schema import NOBODY, Holder
@@ -59,7 +59,7 @@ async def test_a_client_has_slabs_before_anybody_asks(
 ) -> None:
     async with joined(world(rng, 64), 1, 2) as (one, two):
         for client in (one, two):
-            assert 1 <= client.core.slabs.free_slab_count <= 64 // slab_leases.AHEAD_SHARE
+            assert 1 <= client.core.slabs.free_slab_count <= 64 // slab_supply.AHEAD_SHARE
             assert held_by(one.world, client.number) == set(client.core.slabs.free_slabs())
         assert held_by(one.world, 1).isdisjoint(held_by(one.world, 2))
         one.world.check()
@@ -72,9 +72,9 @@ async def test_one_who_writes_steadily_does_not_wait_for_slabs(
         asked = []
         more = client.leases.take_unheld_slabs
 
-        async def counted(length: int = 0) -> bool:
-            asked.append(length)
-            return await more(length=length)
+        async def counted() -> bool:
+            asked.append(True)
+            return await more()
 
         client.leases.take_unheld_slabs = counted
         for _ in range(80):
@@ -96,10 +96,10 @@ async def test_a_volume_can_be_filled_by_any_of_its_clients(
 ) -> None:
     async with joined(world(rng), 1, 2) as (one, two), trio.open_nursery() as nursery:
         slab_count = one.core.geometry.slab_count
-        await trio.sleep(3 * slab_leases.IDLE_SECONDS)
+        await trio.sleep(3 * slab_supply.IDLE_SECONDS)
         mine = await fill(one, nursery)
         assert len(mine) >= slab_count - 1, "the other one keeps no more than one free slab"
-        await trio.sleep(3 * slab_leases.IDLE_SECONDS)
+        await trio.sleep(3 * slab_supply.IDLE_SECONDS)
         assert len(mine) + len(await fill(one, nursery)) == slab_count, "where nobody has any left, nor that one"
         assert one.leases.space()[0] == two.leases.space()[0] == 0
         with pytest.raises(NoSpace):
@@ -113,8 +113,8 @@ async def test_slabs_that_stay_free_are_given_back(autojump_clock: trio.testing.
         for key in keys:
             assert await client.remove(key)
         assert len(held_by(client.world, 1)) >= 30
-        await trio.sleep(REUSE + 3 * slab_leases.IDLE_SECONDS)
-        assert len(held_by(client.world, 1)) <= 64 // slab_leases.AHEAD_SHARE
+        await trio.sleep(REUSE + 3 * slab_supply.IDLE_SECONDS)
+        assert len(held_by(client.world, 1)) <= 64 // slab_supply.AHEAD_SHARE
         assert holders(client.world)[0].epoch >= 1, "who comes next goes on counting"
         assert client.leases.space()[0] == client.core.geometry.data_size
 
@@ -189,7 +189,7 @@ async def test_an_adopted_slab_is_not_written_at_once(
         assert trio.current_time() < gone + slab_leases.SPREAD_SECONDS
         assert not any(one.core.slabs.holds(slab) for slab in held)
         await until(lambda: all(one.core.slabs.holds(slab) for slab in held))
-        assert trio.current_time() > gone + min(REUSE, slab_leases.ADOPTION_GRACE_MAX) - 0.05
+        assert trio.current_time() > gone + min(REUSE, held_slabs.ADOPTION_GRACE_MAX) - 0.05
 
 
 async def test_one_who_leaves_in_order_is_waited_for_by_nobody(

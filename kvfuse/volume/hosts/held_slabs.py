@@ -1,0 +1,176 @@
+"""Slabs that this client holds: taken, granted to its allocator, and given back.
+
+* l records change by transactions of their own, which expect what was seen - of a slab that is taken from a client that
+  is gone also that its m record is absent. Two clients that want one slab: one is refused.
+* The fence - every commit of a client expects its own m record - is the record store's decorator (`FencedRecords`).
+  It covers all slabs: one is taken from a client only where that client's m record is gone, and so is all that it
+  could still commit.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import trio
+
+from kvfuse.errors import Corrupt, VolumeError
+from kvfuse.remote.records.api import ABSENT, Change
+from kvfuse.slab.image import SlabState
+from kvfuse.volume.hosts.freed_slots import FreedSlots, JournalPart
+from kvfuse.volume.hosts.slab_view import Seen, SlabView
+from kvfuse.volume.inodes.core import Core
+from kvfuse.volume.store import schema
+from kvfuse.volume.store.schema import NOBODY, Holder
+from kvfuse.volume.store.sealed import get_page
+from kvfuse.volume.store.transaction import Transaction
+
+ATTEMPTS_MAX = 3
+ADOPTION_GRACE_MAX = 3.0
+"""Seconds, at most, before an adopted slab is written where the engine cannot cut off its former holder.
+
+That one begins no write that may outlive its lease."""
+RESERVED_OPERATIONS = 8
+"""of a commit: for the fence, the journal's own, and the member record of a client that is gone"""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class HeldSlabs:
+    """The slabs whose l record names this client. `SlabLeases` owns it, and lets one task at a time call it."""
+
+    core: Core
+    journal: JournalPart
+    view: SlabView
+    freed: FreedSlots
+    fence: Callable[[int], Awaitable[bool]]
+    """has the segment engine cut off a client that is gone"""
+    wake: Callable[[], object]
+    """slabs were taken, and are to be granted when they are ripe"""
+    granted: Callable[[], object]
+
+    def __post_init__(self) -> None:
+        self.slabs: dict[int, Seen] = {}
+        self.grant_count = 0
+        """slabs granted since the start"""
+        self._coming: dict[int, float] = {}
+        """slabs that are not granted yet -> when they may be"""
+        self._damaged: set[int] = set()
+        """slabs whose records cannot be read"""
+        self._bulk = (self.core.records.limits.commit_operations_max - RESERVED_OPERATIONS) // 2
+
+    @property
+    def ripe_at(self) -> float:
+        """When the next slab may be granted, in trio's time; infinite if none is waiting."""
+        return min(self._coming.values(), default=math.inf)
+
+    def _pieces(self, slabs: Sequence[int]) -> Iterator[list[int]]:
+        for start in range(0, len(slabs), self._bulk):
+            yield list(slabs[start : start + self._bulk])
+
+    async def take(self, slabs: Sequence[int]) -> int:
+        """Take these, all of nobody or all of one client that is gone, as far as they still are; how many."""
+        taken = 0
+        for part in self._pieces(slabs):
+            for _ in range(ATTEMPTS_MAX):
+                if not part or await self._take_part(part):
+                    break
+                holders = {self.view.seen(slab).holder.client for slab in part} - {NOBODY}
+                await self.view.refresh([*map(schema.holder_key, part), *map(schema.member_key, holders)])
+                part = [slab for slab in part if self._is_free_to_take(slab)]
+            else:
+                continue
+            taken += len(part)
+        return taken
+
+    def _is_free_to_take(self, slab: int) -> bool:
+        client = self.view.seen(slab).holder.client
+        return client == NOBODY or client not in self.view.members
+
+    async def _take_part(self, slabs: Sequence[int]) -> bool:
+        """One transaction. If its outcome is unknown, what became of it is told to `_taken` later, or never was."""
+        expect: dict[bytes, int] = {}
+        puts: dict[bytes, bytes] = {}
+        found = {slab: self.view.seen(slab) for slab in slabs}
+        holders = {seen.holder.client for seen in found.values()} - {NOBODY}
+        are_cut_off = all([await self.fence(client) for client in holders])
+        grace = 0.0 if are_cut_off else min(self.core.grace.seconds, ADOPTION_GRACE_MAX)
+        for slab, (holder, version) in found.items():
+            expect[schema.holder_key(slab)] = version
+            puts[schema.holder_key(slab)] = schema.encode_holder(Holder(self.core.client, holder.epoch + 1))
+            if holder.client != NOBODY:
+                expect[schema.member_key(holder.client)] = ABSENT
+
+        def taken(version: int) -> None:
+            for key, value in puts.items():
+                self.view.apply(Change(key, value, version))
+                slab = schema.key_slab(key)
+                self.slabs[slab] = self.view.seen(slab)
+                self._coming[slab] = trio.current_time() + grace
+            self.wake()
+
+        return await self.journal.transact(Transaction(expect, puts, applied=taken))
+
+    async def ripen(self) -> None:
+        """Grant the slabs that have waited long enough, as their records say."""
+        now = trio.current_time()
+        ripe = sorted(slab for slab, time in self._coming.items() if time <= now)
+        for part in self._pieces(ripe):
+            states = await self._states(part)
+            found = await self.freed.find([state.slab for state in states])
+            await self.freed.drop_stale(states, found)
+            for state in states:
+                self._grant(state)
+                self.freed.granted(found.get(state.slab, ()))
+
+    async def _states(self, slabs: Sequence[int]) -> list[SlabState]:
+        """Of slabs that this client waited for. One with a damaged record stays unused: its slots may be files'."""
+        rows, damaged = await get_page(self.core.records, [schema.slab_key(slab) for slab in slabs])
+        states = []
+        for slab, row in zip(slabs, rows, strict=True):
+            try:
+                if schema.slab_key(slab) in damaged:
+                    raise Corrupt("its record does not match its checksum")
+                states.append(SlabState(slab, *(schema.decode_slab(row.value) if row is not None else (0, b""))))
+            except Corrupt as error:
+                del self._coming[slab]
+                self._refuse(slab, error)
+        return states
+
+    def _refuse(self, slab: int, error: Exception) -> None:
+        self._damaged.add(slab)
+        log.error("slab %d is not used, 'kvfuse fsck' mends what can be: %s", slab, error)
+
+    def _grant(self, state: SlabState) -> None:
+        del self._coming[state.slab]
+        try:
+            self.core.slabs.grant(state)
+        except VolumeError as error:
+            self._refuse(state.slab, error)
+        else:
+            self.grant_count += 1
+            self.granted()
+
+    async def give_back(self, slabs: Sequence[int]) -> None:
+        """Slabs in which this client allocates no more are nobody's. After an EngineError: to be tried again."""
+        for part in self._pieces(slabs):
+            expect = {schema.holder_key(slab): self.slabs[slab].version for slab in part}
+            puts = {
+                schema.holder_key(slab): schema.encode_holder(Holder(NOBODY, self.slabs[slab].holder.epoch))
+                for slab in part
+            }
+
+            def given(version: int, puts: dict[bytes, bytes] = puts) -> None:
+                for key, value in puts.items():
+                    self.slabs.pop(schema.key_slab(key), None)
+                    self.view.apply(Change(key, value, version))
+
+            await self.journal.transact(Transaction(expect, puts, applied=given))
+
+    async def give_back_unused(self) -> None:
+        """Those that the allocator does not hold, or no more."""
+        unused = self.slabs.keys() - self._coming.keys() - self._damaged
+        await self.give_back(sorted(slab for slab in unused if not self.core.slabs.holds(slab)))

@@ -1,0 +1,119 @@
+"""How many free slabs a client holds: a few ahead of need, so that nobody who writes waits for one, and no more.
+
+What stays free goes back. Where others may want it all of that does, and partly used slabs as well (`Shares`).
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from itertools import islice
+
+import trio
+
+from kvfuse.volume.hosts.fair_shares import Shares
+from kvfuse.volume.hosts.held_slabs import HeldSlabs
+from kvfuse.volume.hosts.slab_view import SlabView
+from kvfuse.volume.inodes.core import Core
+
+AHEAD = 8
+"""Free slabs held ahead of need, at the least,"""
+AHEAD_SIZE = 256 << 20
+"""and bytes in them, at first: to take slabs costs three questions, however many they are."""
+AHEAD_GROWTH = 8
+"""So many times that many after writers had to wait again and again."""
+AHEAD_SHARE = 4
+"""No client holds more of them than this part of its share of the slabs that nobody holds."""
+PARTIAL_MAX = 4
+"""Slabs in use taken at once, when there are no free ones."""
+WINDOW = 4
+"""Clients choose among so many times the slabs that they want, so that they seldom want the same ones."""
+IDLE_SECONDS = 5.0
+"""A slab that was free that long is given back, if it is one too many;"""
+SCARCE_SECONDS = 0.5
+"""if there are fewer of nobody than this client has, that long."""
+
+
+@dataclass
+class SlabSupply:
+    """Chooses slabs to take and to give back. `SlabLeases` owns it, and lets one task at a time call it."""
+
+    core: Core
+    view: SlabView
+    held: HeldSlabs
+    shares: Shares
+
+    def __post_init__(self) -> None:
+        self._ahead_min = max(AHEAD, AHEAD_SIZE // self.core.geometry.slab_size)
+        self._ahead = self._ahead_min
+        self._opened = 0
+        """free slabs that came into use since the last look for idle ones"""
+        self._idle: set[int] = set()
+        """slabs that were free at that look"""
+        self._looked = trio.current_time()
+        self._random = random.Random(self.core.client)
+
+    @property
+    def _target(self) -> int:
+        """Free slabs to be held. Where few are left: none, but one by those who need them now."""
+        share = self.view.unheld_count // (AHEAD_SHARE * max(len(self.view.members), 1))
+        return min(self._ahead, share) or bool(self._opened)
+
+    @property
+    def _is_short(self) -> bool:
+        return self.core.slabs.free_slab_count < (self._target + 1) // 2
+
+    def note_opened(self) -> bool:
+        """A free slab came into use. True: take others ahead."""
+        self._opened += 1
+        return self._is_short
+
+    async def take_ahead(self) -> None:
+        if self._is_short:
+            await self._take_empty(self._target - self.core.slabs.free_slab_count)
+
+    async def take_more(self) -> None:
+        """Take free slabs of nobody, else such in use with free slots, else what clients held that are gone."""
+        self._ahead = min(2 * self._ahead, AHEAD_GROWTH * self._ahead_min)
+        wanted = max(self._target - self.core.slabs.free_slab_count, 1)
+        if not await self._take_empty(wanted) and not await self.held.take(self._partly_used()):
+            for client in self.view.gone():
+                await self.held.take(self.view.held_by(client))
+
+    async def _take_empty(self, count: int) -> int:
+        """Take up to ``count`` free slabs of nobody; how many. Others may be faster, while there are some."""
+        taken = 0
+        while not taken:
+            empty = (slab for slab in self.view.unheld() if not self.view.use(slab).slots_used)
+            window = list(islice(empty, WINDOW * count))
+            if not window:
+                break
+            taken = await self.held.take(sorted(self._random.sample(window, min(count, len(window)))))
+        return taken
+
+    def _partly_used(self) -> list[int]:
+        """Slabs of nobody that are in use and have free slots: those with the most free bytes."""
+        free = {slab: self.view.slots_free(slab) * self.view.use(slab).slot_size for slab in self.view.unheld()}
+        return sorted(filter(free.__getitem__, free), key=free.__getitem__, reverse=True)[:PARTIAL_MAX]
+
+    async def return_idle(self) -> None:
+        """Give back slabs that were free for a while and are not needed: all of them, where others may want them.
+
+        There also of those that are partly used, see `Shares`.
+        """
+        free = self.core.slabs.free_slabs()
+        has_surplus = self.shares.surplus > 0 and not self.core.is_alone()
+        is_scarce = has_surplus or (self.view.unheld_count < len(free) and not self.core.is_alone())
+        if trio.current_time() < self._looked + (SCARCE_SECONDS if is_scarce else IDLE_SECONDS):
+            return
+        idle = [slab for slab in free if slab in self._idle]
+        surplus = min(len(idle), len(free) - self._target)
+        if not self._opened:
+            self._ahead = self._ahead_min
+        self._looked, self._opened, self._idle = trio.current_time(), 0, set(free)
+        given = idle[len(idle) - max(surplus, 0) :]
+        if has_surplus and not self.held.journal.is_committing:
+            given += self.shares.to_give()
+        for slab in given:
+            self.core.slabs.withdraw(slab)
+        await self.held.give_back_unused()
