@@ -55,12 +55,12 @@ class Writer:
         end = offset + len(data)
         if end > min(FILE_SIZE_MAX, node.chunk_size << 32):
             raise FileTooLarge(f"inode {node.ino}: offset {end} is beyond what a file may have")
-        mark = node.end_moved if appends else None
+        mark = node.end_moved if appends else None  # others may move the end of the file meanwhile
         if self.flusher.staged_bytes > self.flusher.staging_size:
             await self.flusher.wait_for_room()
         if self.is_many(node):
             await self.commit_so_far(node)
-        place = offset + _end_moved(node, mark)
+        place = offset if mark is None else offset + node.end_moved - mark
         index, start = divmod(place, node.chunk_size)
         written = len(data)
         try:
@@ -125,7 +125,7 @@ class Writer:
         while position < len(data):
             if self.is_many(node):
                 await self.commit_so_far(node)
-            place = offset + position + _end_moved(node, mark)
+            place = offset + position + (0 if mark is None else node.end_moved - mark)
             index, start = divmod(place, node.chunk_size)
             length = min(len(data) - position, node.chunk_size - start)
             part = data if length == len(data) else view[position : position + length]
@@ -318,11 +318,6 @@ class _EndMoved(Exception):
 def _check_end(node: Node, mark: int | None) -> None:
     if mark is not None and node.end_moved != mark:
         raise _EndMoved
-
-
-def _end_moved(node: Node, mark: int | None) -> int:
-    """Bytes by which others have moved the end of the file since; 0 for what is not appended."""
-    return 0 if mark is None else node.end_moved - mark
 
 
 def _note_append(node: Node, end: int, *, appends: bool) -> None:

@@ -100,18 +100,21 @@ def _place(head: Head, geometry: Geometry) -> int:
 
 def transfers(superblock: Superblock, heads: Sequence[Head]) -> list[Transfer]:
     """Heads of a batch of slots, as ranges to be written."""
+    if not heads:
+        return []
     geometry = superblock.geometry
+    _, slot_sizes, lengths, generations, _, inodes, chunks, piece_offsets, states, _, _ = zip(*heads, strict=True)
     places = [_place(head, geometry) for head in heads]
     table = layout.pack_headers(
         len(heads),
-        state=[head.state for head in heads],
-        length=[head.length for head in heads],
-        slot_size=[head.slot_size for head in heads],
-        generation=[head.generation for head in heads],
+        state=states,
+        length=lengths,
+        slot_size=slot_sizes,
+        generation=generations,
         fingerprints=b"".join([fingerprint(superblock, head.ino, head.chunk) for head in heads]),
-        inode=[head.ino for head in heads],
-        chunk=[head.chunk for head in heads],
-        piece_offset=[head.piece_offset for head in heads],
+        inode=inodes,
+        chunk=chunks,
+        piece_offset=piece_offsets,
         checksum=[head.checksum for head in heads],
         time=int(time.time()),
         descriptor_length=[len(head.description) if place else 0 for head, place in zip(heads, places, strict=True)],
