@@ -31,7 +31,6 @@ SHRINKING = {
     "Connection": (31, 28),
     "Drafting": (46, 24),
     "Journal": (96, 37),
-    "Parts": (9, 17),
     "Pending": (27, 24),
     "Ring": (45, 23),
     "RunningVolume": (15, 28),

@@ -9,6 +9,7 @@ and does not bring it to the parts that follow.
 from __future__ import annotations
 
 import logging
+from collections.abc import Awaitable, Callable
 
 import trio
 
@@ -45,6 +46,42 @@ from kvfuse.volume.store.schema import Counts
 log = logging.getLogger(__name__)
 
 
+class Lifetime:
+    """The tasks of one membership, from their start to their end. `Parts` owns it."""
+
+    def __init__(self) -> None:
+        self._scope = trio.CancelScope()
+        self._ended = trio.Event()
+
+    async def run(self, start: Callable[[trio.Nursery], Awaitable[None]], task_status: trio.TaskStatus[None]) -> None:
+        """Returns when all tasks have ended that ``start`` began. EngineError of the first that failed."""
+        try:
+            with self._scope:
+                async with trio.open_nursery() as nursery:
+                    await start(nursery)
+                    self._scope.shield = True
+                    task_status.started()
+        except BaseExceptionGroup as group:
+            if errors := group.subgroup(EngineError):
+                raise EngineError(str(_first(errors))) from group
+            raise
+        finally:
+            self._ended.set()
+
+    @property
+    def is_over(self) -> bool:
+        """All tasks have ended: nothing is committed any more."""
+        return self._ended.is_set()
+
+    def stop(self) -> None:
+        self._scope.cancel()
+
+    async def end(self) -> None:
+        """Stop, and wait for that."""
+        self.stop()
+        await self._ended.wait()
+
+
 class Parts:
     """Makes the parts of one membership, and ends them. ``member``: this client, on a shared volume."""
 
@@ -57,8 +94,9 @@ class Parts:
         self.leases: SlabLeases | None = None
         """where others have the volume open, too"""
         nameless = self._make_nameless(chunks)
-        self.access = AccessTimes(core, self.journal, options.mount.access_times, directories=options.mount.diratime)
-        self.mapper = Mapper(core, chunks, self.access)
+        mount = options.mount
+        access = AccessTimes(core, self.journal, mount.access_times, directories=mount.diratime)
+        self.mapper = Mapper(core, chunks, access)
         self.lookups, self.names = self._make_names(chunks, nameless)
         self.reader = Reader(core, chunks, self.lookups.renew, Fetcher(core) if member is not None else None)
         in_place = InPlaceWriter(core, self.journal, headers)
@@ -88,8 +126,7 @@ class Parts:
             flusher, records = self.flusher, self.lookups.records
             self.coherence = Coherence(core, records, self.journal, self.lookups, member)
             self.journal.committer.gathering.coming = lambda: flusher.has_callers or records.is_asked
-        self._scope = trio.CancelScope()
-        self._ended = trio.Event()
+        self.life = Lifetime()
 
     def _make_nameless(self, chunks: Chunks) -> Nameless:
         """And those who have room, in the order in which they are asked: what costs nobody anything comes first.
@@ -123,60 +160,38 @@ class Parts:
         return lookups, Names(core, journal, space, nameless, lookups)
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Write, commit and follow other hosts until `stop`; from its start on also when the caller is cancelled.
+        """Write, commit and follow other hosts until `life` ends; from its start on also when the caller is cancelled.
 
         Started when slabs and numbers are there to be given. EngineError before, if the store does not answer.
         """
         self.blocks.start()
-        try:
-            with self._scope:
-                await self._run(task_status)
-        except BaseExceptionGroup as group:
-            if errors := group.subgroup(EngineError):
-                raise EngineError(str(_first(errors))) from group
-            raise
-        finally:
-            self._ended.set()
+        await self.life.run(self._start, task_status)
 
-    async def _run(self, task_status: trio.TaskStatus[None]) -> None:
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(self.flusher.run)
-            nursery.start_soon(self.journal.run)
-            if not self.core.shared:
-                nursery.start_soon(self.access.run)
-            if self.reader.fetcher is not None:
-                nursery.start_soon(self.reader.fetcher.run)
-            if self.coherence is not None and self.leases is not None:
-                nursery.start_soon(self.coherence.run)
-                await nursery.start(self.leases.run)
-            self._scope.shield = True
-            task_status.started()
-
-    @property
-    def is_over(self) -> bool:
-        """`run` has ended: nothing is committed any more."""
-        return self._ended.is_set()
+    async def _start(self, nursery: trio.Nursery) -> None:
+        nursery.start_soon(self.flusher.run)
+        nursery.start_soon(self.journal.run)
+        if not self.core.shared:
+            nursery.start_soon(self.mapper.access.run)
+        if self.reader.fetcher is not None:
+            nursery.start_soon(self.reader.fetcher.run)
+        if self.coherence is not None and self.leases is not None:
+            nursery.start_soon(self.coherence.run)
+            await nursery.start(self.leases.run)
 
     async def leave(self) -> None:
-        """Everything is stored: leave nothing that others would have to see to, and end `run`."""
+        """Everything is stored: leave nothing that others would have to see to, and end."""
         if self.leases is None:
             return
         await self.leases.close()
-        self.stop()
-        await self._ended.wait()
+        await self.life.end()
         try:
             await self.core.records.commit({}, [schema.sequence_key(self.core.client)])
         except EngineError as error:
             log.info("others take away this client's sequence record: %s", error)
 
-    def stop(self) -> None:
-        """End `run`."""
-        self._scope.cancel()
-
     async def abandon(self) -> None:
         """End everything: what is not in the store by now never will be. Returns when nothing is under way."""
-        self.stop()
-        await self._ended.wait()
+        await self.life.end()
         self.flusher.give_up()
         self.blocks.end()
         self.core.nodes.forget_all()

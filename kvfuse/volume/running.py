@@ -77,7 +77,7 @@ class RunningVolume:
         self.flusher, self.journal = parts.flusher, parts.journal
         self.reader, self.writer, self.cutter = parts.reader, parts.writer, parts.cutter
         self.mapper, self.lookups, self.names = parts.mapper, parts.lookups, parts.names
-        self.blocks, self.xattrs, self.access = parts.blocks, parts.xattrs, parts.access
+        self.blocks, self.xattrs, self.access = parts.blocks, parts.xattrs, parts.mapper.access
         self.access.changed = self._access_time_moved
         self.coherence, self.leases = parts.coherence, parts.leases
         if self.coherence is not None:
@@ -143,12 +143,12 @@ class RunningVolume:
         self._keeping.cancel()
         self._scrubber.stop()
         try:
-            if not self.read_only and not self.parts.is_over:
+            if not self.read_only and not self.parts.life.is_over:
                 await self._store_all()
                 await self._free_removed()
                 await self.parts.leave()
         finally:
-            self.parts.stop()
+            self.parts.life.stop()
 
     # -- a lease that was lost -----------------------------------------------------------------------
 
@@ -190,7 +190,7 @@ class RunningVolume:
         try:
             await self._nursery.start(parts.run)
         except BaseException:
-            parts.stop()
+            parts.life.stop()
             raise
         self._take_on(parts)
 
