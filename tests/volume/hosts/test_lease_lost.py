@@ -364,7 +364,7 @@ async def test_a_volume_is_closed_while_it_cannot_be_joined_again(
         chaos[0].stalled = trio.Event()
         await trio.sleep(2 * LEASE)
         chaos[0].stalled.set()
-        await until(lambda: former.is_over)
+        await until(lambda: former.life.is_over)
         chaos[0].cut = trio.Event()
         await trio.sleep(LEASE)
         assert one.parts is former
