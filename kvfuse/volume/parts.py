@@ -26,6 +26,7 @@ from kvfuse.volume.content.read_ahead import Fetcher
 from kvfuse.volume.content.reader import Reader
 from kvfuse.volume.content.writer import Writer
 from kvfuse.volume.hosts.coherence import Coherence
+from kvfuse.volume.hosts.room_elsewhere import RoomElsewhere
 from kvfuse.volume.hosts.slab_leases import SlabLeases
 from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.names.blocks import Blocks
@@ -146,7 +147,7 @@ class Parts:
             shared.free_unnamed_files,
             journal.free_given_up,
             orphans.free_removed_files,
-            orphans.await_other_hosts,
+            RoomElsewhere(core, self.leases.shares, orphans).await_other_hosts,
         ]
         self.space = Space(core, sources, [orphans.free_removed_files], shared.store_removals)
         return shared

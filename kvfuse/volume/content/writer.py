@@ -57,7 +57,7 @@ class Writer:
             raise FileTooLarge(f"inode {node.ino}: offset {end} is beyond what a file may have")
         mark = node.end_moved if appends else None  # others may move the end of the file meanwhile
         if self.flusher.staged_bytes > self.flusher.staging_size:
-            await self.flusher.wait_for_room()
+            await self.flusher.wait_for_memory()
         if self.is_many(node):
             await self.commit_so_far(node)
         place = offset if mark is None else offset + node.end_moved - mark

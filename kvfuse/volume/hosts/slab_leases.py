@@ -46,16 +46,15 @@ class SlabLeases:
         self.view = SlabView(core.records, core.geometry, self._noticed)
         self.freed = FreedSlots(core, journal)
         self.inheritance = Inheritance(core, journal, self.view, self.heir, free_later)
-        shares = Shares(core, self.view)
+        self.shares = Shares(core, self.view)
         fence = self.inheritance.fence
-        self.held = HeldSlabs(core, journal, self.view, self.freed, fence, self._wake, shares.came)
-        self.supply = SlabSupply(core, self.view, self.held, shares)
+        self.held = HeldSlabs(core, journal, self.view, self.freed, fence, self._wake, self.shares.came)
+        self.supply = SlabSupply(core, self.view, self.held, self.shares)
         self._gone_since: dict[int, float] = {}
         self._turn = trio.Lock()
         self._work = trio.Event()
         core.slabs.slab_opened = self._slab_opened
         core.is_alone = self._is_alone
-        core.is_owed_room = shares.is_owed
         ranges = (core.inodes, core.generations)
         self._numbers = [numbers for numbers in ranges if isinstance(numbers, SharedNumberRange)]
         for numbers in self._numbers:

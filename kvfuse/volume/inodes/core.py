@@ -141,8 +141,6 @@ class Core:
     """of freed slots of a shared volume"""
     is_alone: Callable[[], bool] = field(default=lambda: False)
     """no other client of a shared volume is known of: nobody else reads, as far as has been heard"""
-    is_owed_room: Callable[[], bool] = field(default=lambda: False)
-    """other clients of a shared volume are about to give room back"""
     places: Places = field(default_factory=Places)
     known: KnownNames = field(default_factory=KnownNames)
     reads: ReadEpochs = field(default_factory=ReadEpochs)

@@ -254,7 +254,7 @@ class Blocks:
         All true until the next await.
         """
         if self.flusher.staged_bytes > self.flusher.staging_size:
-            await self.flusher.wait_for_room()
+            await self.flusher.wait_for_memory()
         wait: RoomWait | None = None
         gone = 0
         while True:

@@ -2,7 +2,7 @@
 
 Who has one open elsewhere says so within a grace (``h`` records). What rested for that long is read by nobody: its
 slots may be written again as soon as it is committed that they are free. A client that is alone need not wait. Who has
-no room waits for what is on its way, of this client or of others: two sources of `slots/space.py`.
+no room waits for what is on its way (`Removed.free_removed_files`).
 """
 
 from __future__ import annotations
@@ -27,19 +27,13 @@ from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.inodes.node import Node
 from kvfuse.volume.names.large_removal import RETRY_SECONDS, far_chunks
 from kvfuse.volume.store import schema
-from kvfuse.volume.store.sealed import all_keys, get_sound, scan_page
+from kvfuse.volume.store.sealed import all_keys, get_sound
 from kvfuse.volume.store.transaction import Transaction
 
 log = logging.getLogger(__name__)
 
 FREED_MAX = 64
 """Removed inodes that are looked at together."""
-OTHERS_MAX = 1000
-"""orphan records that are looked at for what others free"""
-OTHERS_SECONDS = 0.2
-"""between two looks"""
-RETURN_SECONDS = 2.5
-"""from the removal of an orphan record until the slabs that its client needs no more are everybody's, at the most"""
 ALONE_SECONDS = 0.5
 """How long what a client removed stays that is alone: to free many together costs less."""
 
@@ -62,14 +56,8 @@ class Removed:
         """somebody has no room"""
         self._is_looking = False
         """some are looked at just now"""
-        self._others: dict[bytes, float] = {}
-        """orphan record of another client's -> when it was first seen, by who had no room"""
-        self._others_look: trio.Event | None = None
-        """somebody looks at what others free just now: set when he has"""
-        self._is_coming = False
-        """what the last look said"""
-        self._coming_until = -math.inf
-        """when what was freed in slabs of others, or by them, has come round"""
+        self.freed_at = -math.inf
+        """when some were last freed while other hosts had the volume: slots in their slabs are theirs to free"""
         self._looked = trio.Event()
         """set, and replaced by a new one, after each look"""
 
@@ -92,44 +80,6 @@ class Removed:
             await self._looked.wait()
             return True
         return False
-
-    async def await_other_hosts(self, deadline: float) -> bool:
-        """A `Source`: waits for what other hosts free or give back. False: nothing is about to be."""
-        with trio.move_on_at(deadline):
-            return await self._await_others()
-        return False
-
-    async def _await_others(self) -> bool:
-        """All calls that have no room wait for one look."""
-        if self._others_look is not None:
-            await self._others_look.wait()
-            return self._is_coming
-        self._others_look = look = trio.Event()
-        self._is_coming = True  # who looks may be cancelled: then another one does
-        try:
-            self._is_coming = await self._look_at_others()
-            return self._is_coming
-        finally:
-            self._others_look = None
-            look.set()
-
-    async def _look_at_others(self) -> bool:
-        """A while passes, in which others may free something. False: they are not about to. EngineError.
-
-        What they removed, and is still there after a grace, is open somewhere: nobody waits for that again.
-        """
-        if self.core.is_alone():
-            return False
-        now = trio.current_time()
-        rows, _ = await scan_page(self.core.records, b"o", limit=OTHERS_MAX)
-        theirs = [row.key for row in rows if schema.decode_orphan(row.value).remover != self.core.client]
-        self._others = {key: self._others.get(key, now) for key in theirs}
-        if any(now - since <= self.core.grace.seconds for since in self._others.values()):
-            self._coming_until = now + RETURN_SECONDS
-        elif now > self._coming_until and not self.core.is_owed_room():
-            return False
-        await trio.sleep(OTHERS_SECONDS)
-        return True
 
     async def run(self) -> None:
         """Free what was removed a while ago, for ever. An open file is looked at again a grace later."""
@@ -192,7 +142,7 @@ class Removed:
             if early:  # somebody came of whom nothing had been heard here
                 await self._put_back(early.items())
                 inos = {ino: since for ino, since in inos.items() if ino not in early}
-            self._coming_until = trio.current_time() + RETURN_SECONDS
+            self.freed_at = trio.current_time()
         held = await self._held()
         rows = await get_sound(self.core.records, [schema.orphan_key(ino) for ino in inos]) if inos else []
         for ino, row in zip(inos, rows, strict=True):

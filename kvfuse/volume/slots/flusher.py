@@ -150,7 +150,7 @@ class Flusher:
         """So much is staged that it should be written before the next commit asks for it."""
         return self.staged_bytes > self.staging_size // 2
 
-    async def wait_for_room(self) -> None:
+    async def wait_for_memory(self) -> None:
         """Return when less is staged than may be. Everything staged is being written meanwhile.
 
         EngineError where that failed; it stays staged, and will be tried again.

@@ -368,12 +368,12 @@ async def test_who_took_a_slab_of_another_writes_about_the_files_in_it(
 
 
 async def test_all_who_have_no_room_look_together_at_what_others_free(
-    rng: random.Random, autojump_clock: trio.testing.MockClock
+    rng: random.Random, autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with hosts(rng, 2, [Chaos(rng), Chaos(rng)], capacity=16 * MIB) as (one, two):
         await fill(one)
         await quiet(one, two)
-        two.core.is_owed_room = lambda: True
+        monkeypatch.setattr(two.leases.shares, "is_owed", lambda: True)
         counters = two.core.records.counters
         before = counters.scans
         with trio.move_on_after(5):
