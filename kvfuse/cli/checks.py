@@ -12,7 +12,7 @@ import click
 from kvfuse.cli.mounts import is_dead
 from kvfuse.errors import MountError
 from kvfuse.mounttable import FILE_SYSTEM, top_mount
-from kvfuse.options.config import MountOptions
+from kvfuse.options.options import MountOptions
 
 FUSE_DEVICE = Path("/dev/fuse")
 FUSE_CONF = Path("/etc/fuse.conf")

@@ -26,7 +26,8 @@ from kvfuse.cli import Failure, describe
 from kvfuse.cli.mounts import ANSWER_SECONDS, ask_health
 from kvfuse.cli.volumes import ensure_volume
 from kvfuse.errors import EngineTimeout, KvfuseError
-from kvfuse.options.config import Effective, LogOptions
+from kvfuse.options.config import Effective
+from kvfuse.options.options import LogOptions
 
 if TYPE_CHECKING:
     from kvfuse.fs.doors import Door

@@ -30,7 +30,7 @@ from kvfuse.fs.turns import take_turns
 from kvfuse.fs.virtual import Reader, VirtualFolder
 from kvfuse.fs.wakefulness import Wakefulness
 from kvfuse.mounttable import top_mount
-from kvfuse.options.config import MountOptions, Options
+from kvfuse.options.options import MountOptions, Options
 from kvfuse.volume.api import VolumeApi
 from kvfuse.volume.volume import open_volume
 

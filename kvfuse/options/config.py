@@ -21,42 +21,9 @@ import msgspec
 from msgspec import Meta
 
 from kvfuse.errors import ConfigError
-from kvfuse.options.options import (
-    SIZES,
-    CacheOptions,
-    ClientOptions,
-    KernelFlag,
-    LogOptions,
-    MountOptions,
-    Options,
-    PublishOptions,
-    RecordOptions,
-    SegmentOptions,
-    UsrbioOptions,
-    VolumeOptions,
-)
+from kvfuse.options.options import SIZES, KernelFlag
+from kvfuse.options.options import Options as Options
 from kvfuse.sizes import GIB, MIB, format_size, parse_size
-
-__all__ = [
-    "KEYS",
-    "UNSET",
-    "CacheOptions",
-    "ClientOptions",
-    "Effective",
-    "LogOptions",
-    "MountOptions",
-    "Options",
-    "PublishOptions",
-    "RecordOptions",
-    "SegmentOptions",
-    "UsrbioOptions",
-    "VolumeOptions",
-    "check_capacity",
-    "default_capacity",
-    "disk_free",
-    "is_size",
-    "load",
-]
 
 CAPACITY_DEFAULT_MAX = 64 * GIB
 

@@ -13,7 +13,7 @@ from mounting import KvfuseMount, wait_until
 from posix_calls import fails, opened
 
 from kvfuse.fs.mount import kernel_options
-from kvfuse.options.config import MountOptions
+from kvfuse.options.options import MountOptions
 
 pytestmark = pytest.mark.engines("lmdb+file", "etcd+rados")  # a volume ends in one way, whatever was published when
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from volume_lab import CALLER, MIB
 
 from kvfuse.checksum import GRANULE_SIZE
-from kvfuse.options.config import Options, VolumeOptions
+from kvfuse.options.options import Options, VolumeOptions
 from kvfuse.remote.records.api import RecordStore
 from kvfuse.volume.api import ROOT_INODE
 from kvfuse.volume.check.evidence import Report

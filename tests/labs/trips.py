@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import kvfuse
 from kvfuse.errors import NotFound
-from kvfuse.options.config import CacheOptions, MountOptions, Options, PublishOptions, VolumeOptions
+from kvfuse.options.options import CacheOptions, MountOptions, Options, PublishOptions, VolumeOptions
 from kvfuse.volume.api import ROOT_INODE, Caller
 from kvfuse.volume.opening.format import format_volume
 from kvfuse.volume.volume import Volume, open_volume

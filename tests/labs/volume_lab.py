@@ -26,7 +26,7 @@ import numpy.typing as npt
 import trio
 
 from kvfuse.errors import EngineError, EngineTimeout
-from kvfuse.options.config import CacheOptions, MountOptions, Options, PublishOptions, VolumeOptions
+from kvfuse.options.options import CacheOptions, MountOptions, Options, PublishOptions, VolumeOptions
 from kvfuse.remote.mapguard import GuardedMap
 from kvfuse.remote.records.api import (
     ABSENT,
@@ -319,7 +319,7 @@ class MemorySegments(SegmentStore):
 
     def __init__(self, disk: Disk, chaos: Chaos) -> None:
         mappable = disk.mappable or not disk.shared
-        super().__init__(SegmentLimits(alignment=1, mappable=mappable, durable=disk.durable))
+        super().__init__(SegmentLimits(mappable=mappable, durable=disk.durable))
         self.disk = disk
         self.chaos = chaos
         self._identity = random.randbytes(8)

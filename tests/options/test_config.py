@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 
 from kvfuse.errors import ConfigError
 from kvfuse.options import config
-from kvfuse.options.config import Options, RecordOptions, SegmentOptions, load
+from kvfuse.options.config import load
+from kvfuse.options.options import Options, RecordOptions, SegmentOptions
 from kvfuse.sizes import GIB, KIB, MIB, format_size, parse_size
 from kvfuse.volume.opening.engines import check_private, etcd_place, rados_place, read_password
 

@@ -27,7 +27,7 @@ from mounting import PATIENCE_S, KvfuseMount, wait_until
 from places import LABS
 from posix_calls import opened
 
-from kvfuse.options.config import Options, VolumeOptions
+from kvfuse.options.options import Options, VolumeOptions
 from kvfuse.volume.check.fsck import fsck
 
 ROUNDS = int(os.environ.get("KVFUSE_CRASH_ROUNDS", "40"))

@@ -52,8 +52,6 @@ class SegmentInfo(NamedTuple):
 class SegmentLimits:
     """What the engine asks and offers."""
 
-    alignment: int
-    """best alignment of offset, length and buffer (1: none; others are served, more slowly)"""
     mappable: bool
     """``view`` may answer"""
     durable: bool = False

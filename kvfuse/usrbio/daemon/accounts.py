@@ -16,7 +16,7 @@ from weakref import WeakValueDictionary
 from msgspec.structs import replace
 
 from kvfuse.errors import InvalidArgument, QuotaExceeded
-from kvfuse.options.config import UsrbioOptions
+from kvfuse.options.options import UsrbioOptions
 from kvfuse.usrbio.daemon.call_memory import Pool
 from kvfuse.usrbio.daemon.machine_memory import memory_size
 from kvfuse.usrbio.daemon.peer import Peer

@@ -21,7 +21,7 @@ from math import inf
 from typing import NamedTuple
 from weakref import WeakValueDictionary
 
-from kvfuse.options.config import UsrbioOptions
+from kvfuse.options.options import UsrbioOptions
 from kvfuse.usrbio.daemon.call_memory import Pool
 from kvfuse.usrbio.daemon.machine_memory import memory_size
 from kvfuse.usrbio.daemon.page_owners import OwnGroup

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvfuse.options.config import UsrbioOptions
+from kvfuse.options.options import UsrbioOptions
 from kvfuse.usrbio.daemon.accounts import Accounts
 from kvfuse.usrbio.daemon.call_memory import Pool, UnderWay
 from kvfuse.usrbio.daemon.charges import Charges

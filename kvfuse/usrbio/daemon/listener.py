@@ -17,7 +17,7 @@ from contextlib import closing
 import trio
 
 from kvfuse import errors
-from kvfuse.options.config import UsrbioOptions
+from kvfuse.options.options import UsrbioOptions
 from kvfuse.usrbio.daemon.accounts import Account
 from kvfuse.usrbio.daemon.audience import CONNECT_COST, Audience, Audiences
 from kvfuse.usrbio.daemon.call_memory import Share

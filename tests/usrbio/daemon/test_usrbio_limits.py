@@ -16,7 +16,7 @@ from posix_calls import GROUP, USER, as_user
 from ring_lab import RawClient, stats, wait_for_rings
 
 from kvfuse.errors import Disconnected, QuotaExceeded
-from kvfuse.options.config import UsrbioOptions
+from kvfuse.options.options import UsrbioOptions
 from kvfuse.usrbio.client import connect
 from kvfuse.usrbio.daemon import registry
 from kvfuse.usrbio.daemon.accounts import Accounts

@@ -21,8 +21,7 @@ from mounting import KVFUSE, KvfuseMount, wait_until
 from volume_lab import CALLER
 
 from kvfuse.checksum import GRANULE_SIZE
-from kvfuse.options.config import Options, VolumeOptions
-from kvfuse.options.options import ScrubOptions
+from kvfuse.options.options import Options, ScrubOptions, VolumeOptions
 from kvfuse.slab import layout
 from kvfuse.volume.api import Changes
 from kvfuse.volume.check import scrub

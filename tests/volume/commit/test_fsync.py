@@ -14,7 +14,7 @@ from shared_lab import hosts, volumes
 from volume_lab import CALLER, MIB, Chaos, Disk, check, lab_options, opened
 
 from kvfuse.errors import EngineError
-from kvfuse.options.config import Options, VolumeOptions
+from kvfuse.options.options import Options, VolumeOptions
 from kvfuse.volume.api import ROOT_INODE, Changes
 from kvfuse.volume.content import writer
 from kvfuse.volume.opening import engines, format

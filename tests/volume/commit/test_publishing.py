@@ -16,7 +16,7 @@ import trio.testing
 from volume_lab import CALLER, MIB, Chaos, Disk, MemoryRecords, MemorySegments, check, lab_options, opened
 
 from kvfuse.errors import EngineError, NotFound, Stale
-from kvfuse.options.config import Options, VolumeOptions
+from kvfuse.options.options import Options, VolumeOptions
 from kvfuse.remote.records.decorators import Delayed
 from kvfuse.volume.api import ROOT_INODE, Changes
 from kvfuse.volume.content.writer import STAGED_CHUNKS_MAX

@@ -24,7 +24,7 @@ from places import GOLDEN
 from volume_lab import CALLER
 
 from kvfuse.errors import Corrupt, NotFound, VolumeError
-from kvfuse.options.config import Options, VolumeOptions
+from kvfuse.options.options import Options, VolumeOptions
 from kvfuse.remote.records.lmdb.store import LmdbRecords
 from kvfuse.slab import layout
 from kvfuse.volume.api import ROOT_INODE

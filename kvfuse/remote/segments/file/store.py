@@ -62,13 +62,8 @@ class FileSegments(SegmentStore):
     """A directory of segment files. Made by ``open``; others may have it open, too, and make segments."""
 
     def __init__(self, directory: Path, files: dict[int, SegmentFile], *, direct: bool, read_only: bool) -> None:
-        super().__init__(
-            SegmentLimits(
-                alignment=BLOCK_SIZE if direct else 1,
-                # mincore tells the truth only to those who could write the file
-                mappable=not direct and not read_only,
-            )
-        )
+        # mincore tells the truth only to those who could write the file
+        super().__init__(SegmentLimits(mappable=not direct and not read_only))
         self._directory = directory
         self._files = files
         self._direct = direct
@@ -106,8 +101,9 @@ class FileSegments(SegmentStore):
 
     async def create(self, segment: int, size: int) -> None:
         self._check_writable()
-        if not 0 <= segment <= SEGMENT_MAX or size <= 0 or size % self.limits.alignment:
-            raise ValueError(f"segment {segment} of {size} bytes, in units of {self.limits.alignment}")
+        unit = BLOCK_SIZE if self._direct else 1
+        if not 0 <= segment <= SEGMENT_MAX or size <= 0 or size % unit:
+            raise ValueError(f"segment {segment} of {size} bytes, in units of {unit}")
         async with self._names_lock:
             existing = self._files.get(segment)
             if existing is not None:

@@ -87,7 +87,7 @@ class RadosSegments(SegmentStore):
     """The segments of one namespace. Made by ``open``; any number of hosts may have it open."""
 
     def __init__(self, place: Place) -> None:
-        super().__init__(SegmentLimits(alignment=1, mappable=False, durable=True, deadline=place.options.deadline))
+        super().__init__(SegmentLimits(mappable=False, durable=True, deadline=place.options.deadline))
         self.place = place
         self._object_size = place.options.object_size
         self._dispatcher = Dispatcher(place, self.counters)
