@@ -23,7 +23,6 @@ EXCEPTIONS = {
 }
 """classes that may have more methods or attributes, and why: at most 5"""
 SHRINKING = {
-    "Attempts": (30, 0),
     "BatchBuilder": (53, 24),
     "BlockStore": (26, 9),
     "Calls": (27, 5),
@@ -36,7 +35,6 @@ SHRINKING = {
     "RunningVolume": (15, 28),
     "SharedJournal": (73, 25),
     "SharedLookup": (33, 4),
-    "SharedNames": (42, 0),
     "Submission": (18, 23),
     "Volume": (67, 28),
     "VolumeApi": (39, 0),

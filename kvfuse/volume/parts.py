@@ -29,11 +29,12 @@ from kvfuse.volume.hosts.coherence import Coherence
 from kvfuse.volume.hosts.room_elsewhere import RoomElsewhere
 from kvfuse.volume.hosts.slab_leases import SlabLeases
 from kvfuse.volume.inodes.core import Core
+from kvfuse.volume.names.apply_first import ApplyFirst
 from kvfuse.volume.names.blocks import Blocks
 from kvfuse.volume.names.changes import Names
+from kvfuse.volume.names.commit_first import CommitFirst
 from kvfuse.volume.names.lookup import Lookup
 from kvfuse.volume.names.nameless import Nameless, OwnNameless, SharedNameless
-from kvfuse.volume.names.shared_changes import SharedNames
 from kvfuse.volume.names.shared_lookup import SharedLookup
 from kvfuse.volume.names.xattrs import Xattrs
 from kvfuse.volume.slots.flusher import Flusher
@@ -154,11 +155,14 @@ class Parts:
 
     def _make_names(self, chunks: Chunks, nameless: Nameless) -> tuple[Lookup, Names]:
         core, journal, space = self.core, self.journal, self.space
-        if isinstance(core.records, SharedRecords):
-            shared = SharedLookup(core, journal, chunks, core.records)
-            return shared, SharedNames(core, journal, space, nameless, shared)
-        lookups = Lookup(core, journal, chunks)
-        return lookups, Names(core, journal, space, nameless, lookups)
+        if not isinstance(core.records, SharedRecords):
+            lookups = Lookup(core, journal, chunks)
+            memory = ApplyFirst(core, journal, space, lookups, nameless)
+            return lookups, Names(core, journal, lookups, nameless, memory, memory)
+        shared = SharedLookup(core, journal, chunks, core.records)
+        shared.refresher.revive, journal.renew = journal.revive, shared.renew
+        memory = ApplyFirst(core, journal, space, shared, nameless)
+        return shared, Names(core, journal, shared, nameless, memory, CommitFirst(core, journal, space, shared, memory))
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Write, commit and follow other hosts until `life` ends; from its start on also when the caller is cancelled.

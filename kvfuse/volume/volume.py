@@ -191,8 +191,8 @@ class Volume(RunningVolume):
 
     async def rename(self, parent: int, name: bytes, new_parent: int, new_name: bytes, flags: int) -> None:
         self._check_writable()
-        source, target, node = await self.names.rename(parent, name, new_parent, new_name, flags)
-        await self.names.publish(source if self.names.is_strict(source) else target, node)
+        directory, node = await self.names.rename(parent, name, new_parent, new_name, flags)
+        await self.names.publish(directory, node)
 
     async def open_directory(self, ino: int) -> None:
         await self.lookups.current_directory(ino)
@@ -318,7 +318,7 @@ class Volume(RunningVolume):
     async def flush(self, handle: FileHandle) -> None:
         node = await self._current(handle) if handle.writable else handle.node
         changed = node.changed or node.committing
-        if handle.writable and changed and node.nlink and self.names.is_strict(await self._folder(node)):
+        if handle.writable and changed and node.nlink and self.lookups.is_strict(await self._folder(node)):
             if self.core.shared:  # while a commit is under way that others wait for
                 await self.flusher.write_out(node)
             await self.journal.commit(node)
@@ -469,7 +469,7 @@ class Volume(RunningVolume):
             "chunk_size": node.chunk_size,
             "nlink": node.nlink,
             "stored": node.stored and not node.changed,
-            "publish": "strict" if self.names.is_strict(await self._folder(node)) else "relaxed",
+            "publish": "strict" if self.lookups.is_strict(await self._folder(node)) else "relaxed",
             "extents": [row for index in sorted(node.chunks) for row in self.reader.chunks.describe_chunk(node, index)],
         }
 

@@ -184,6 +184,8 @@ class Stored(NamedTuple):
 
 
 NOT_STORED = Stored(ABSENT, 0)
+ENTRY_KEY_SIZE = len(schema.entry_key(0, b"", 1))
+"""and the name"""
 TIMES_WEIGHT = weight(len(schema.times_key(0)), schema.TIMES_SIZE)
 
 
@@ -204,7 +206,7 @@ def inode_weight(key_size: int, target_size: int) -> int:
 
 def entry_weight(name_size: int) -> int:
     """Of a name whose inode has a record of its own."""
-    return weight(len(schema.entry_key(0, b"", 1)) + name_size, schema.REFERENCE_SIZE)
+    return weight(ENTRY_KEY_SIZE + name_size, schema.REFERENCE_SIZE)
 
 
 _SYMLINK_MODE = re.compile(rb"\xdc..(?:[\0-\x7f]|\xcc.|\xcd..|\xce....|\xcf........)\xcd[\xa0-\xaf]", re.DOTALL)
@@ -230,7 +232,7 @@ def growth(puts: Mapping[bytes, bytes], deletes: Collection[bytes], before: Mapp
 def new_inode(name: bytes, *, is_directory: bool = False, target: bytes = b"") -> int:
     """Bytes that an inode and its first name take."""
     if not is_directory:
-        return inode_weight(len(schema.entry_key(0, name, 1)), len(target))
+        return inode_weight(ENTRY_KEY_SIZE + len(name), len(target))
     return entry_weight(len(name)) + inode_weight(len(schema.inode_key(0)), 0) + TIMES_WEIGHT
 
 
@@ -239,5 +241,5 @@ def new_name(name: bytes, node: Node) -> int:
     size = entry_weight(len(name))
     if not node.own_record:
         size += inode_weight(len(schema.inode_key(0)), 0) + entry_weight(len(node.name))
-        size -= inode_weight(len(schema.entry_key(0, node.name, 1)), 0)
+        size -= inode_weight(ENTRY_KEY_SIZE + len(node.name), 0)
     return size

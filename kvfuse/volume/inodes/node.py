@@ -237,6 +237,13 @@ class Node:
         if self.map is not None:
             self.map.hide(index)
 
+    def forget_copy(self) -> None:
+        """The file is about to have other readers, or more than one name: no block of the tier may have its bytes."""
+        if self.tier is not None:
+            self.tier.drop(self.ino)
+        if self.map is not None:
+            self.map.hide_copies()
+
     def set_size(self, size: int) -> None:
         if self.tier is not None and size != self.size:
             self.tier.drop(self.ino)

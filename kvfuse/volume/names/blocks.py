@@ -26,7 +26,8 @@ from kvfuse.volume.inodes.chunk import Chunk, Staged
 from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.inodes.node import Node
 from kvfuse.volume.names.changes import Names
-from kvfuse.volume.names.lookup import Found, Lookup
+from kvfuse.volume.names.lookup import Lookup
+from kvfuse.volume.names.plans import Plan
 from kvfuse.volume.slots.flusher import Flusher
 from kvfuse.volume.slots.space import RoomWait, Space
 from kvfuse.volume.views.content_map import SIZE_UNKNOWN, ContentMap
@@ -148,7 +149,7 @@ class Blocks:
         """Owner or mode of an inode are about to change."""
         for directory, name in list(self._names.get(node.ino, ())):
             self._unbind(directory, name)
-        self.names.forget_copy(node)
+        node.forget_copy()
         if node.is_directory:
             for directory, name in [key for key in self._bindings if key[0] == node.ino]:
                 self._unbind(directory, name)  # who was let through the directory may not be any more
@@ -231,8 +232,8 @@ class Blocks:
         """
         self._check(directory, name)
         content = data.buffer.data if isinstance(data, TierBlock) else data
-        folder, found, slots, gone = await self._prepare(directory, name, len(content))
-        node = self.names.replace(folder, name, found, mode, caller)
+        plan, slots, gone = await self._prepare(directory, name, len(content), mode, caller)
+        node, folder = self.names.replace(plan), plan.ends[0].directory
         self._stage(node, content, slots)
         if isinstance(data, TierBlock) and data.read_class == _read_class(node):
             self.core.tier.keep(node.ino, data)
@@ -241,15 +242,17 @@ class Blocks:
         if self.names.publish_waits(folder, node):
             with trio.CancelScope(shield=True):  # it is done: the caller has to hear what was replaced
                 await self.names.publish(folder, node)
-        return found.node.ino if found.node is not None else gone
+        return plan.unlinked.ino if plan.unlinked is not None else gone
 
     def waits(self, directory: int) -> bool:
         """A put there waits for its commit; or it is not known whether it does."""
         folder = self.core.nodes.get(directory)
-        return folder is None or self.names.is_strict(folder)
+        return folder is None or self.lookup.is_strict(folder)
 
-    async def _prepare(self, directory: int, name: bytes, size: int) -> tuple[Node, Found, list[list[Slot]], int]:
-        """(directory, what the name means, slots for each chunk, inode that lost the name already, or 0).
+    async def _prepare(
+        self, directory: int, name: bytes, size: int, mode: int, caller: Caller
+    ) -> tuple[Plan, list[list[Slot]], int]:
+        """(what happens to the name, slots for each chunk, inode that lost the name already, or 0).
 
         All true until the next await.
         """
@@ -258,19 +261,19 @@ class Blocks:
         wait: RoomWait | None = None
         gone = 0
         while True:
-            folder, found = await self.names.find_replaceable(directory, name)
+            plan = await self.names.plan_replacement(directory, name, mode, caller)
             try:
-                slots = self._reserve(size, self.core.chunk_size_in(folder))
+                slots = self._reserve(size, plan.node.chunk_size)
             except errors.NoSpace:
                 wait = await self.space.wait_for_room(wait)
                 if wait is None:
                     raise
                 continue
-            if found.node is None or not self.names.goes_first(found):
-                return folder, found, slots, gone
+            if plan.unlinked is None or not self.names.goes_first(plan):
+                return plan, slots, gone
             for taken in slots:  # there is room: nobody waits with it
                 self.core.slabs.cancel(taken)
-            gone = found.node.ino
+            gone = plan.unlinked.ino
             with suppress(errors.NotFound):
                 await self.names.unlink(directory, name)
 

@@ -1,4 +1,4 @@
-"""A change of names in the making: the records it puts, what it expects, and what is done in memory after it.
+"""A plan as a transaction: the records it puts, what it expects, and what is done in memory after it.
 
 Everything is built from the records as they are stored (`Node.base`, `Node.version`), not from inodes in memory:
 those may have changes that the journal will store later, with bytes that have no slots yet.
@@ -13,6 +13,7 @@ import msgspec
 from kvfuse.remote.records.api import ABSENT
 from kvfuse.volume.inodes.metadata_budget import TIMES_WEIGHT, growth, inode_weight, weight
 from kvfuse.volume.inodes.node import Node
+from kvfuse.volume.names.plans import End, Plan
 from kvfuse.volume.store import schema
 from kvfuse.volume.store.transaction import Transaction
 
@@ -62,7 +63,7 @@ class InodeChange:
 
 
 class Draft:
-    """See the module. ``client``: who removes what is removed."""
+    """The records of one plan; each attempt to commit makes its own. ``client``: who removes what is removed."""
 
     def __init__(self, client: int) -> None:
         self.client = client
@@ -100,72 +101,77 @@ class Draft:
             change = self.inodes[node.ino] = InodeChange(node, node.base)
         return change
 
-    def make(self, node: Node) -> None:
-        """A new inode under a name that nobody has."""
-        self._expect_key(schema.entry_key(node.parent, node.name), ABSENT)
-        change = self.inodes[node.ino] = InodeChange(node, node.record())
-        self._mean(change)
-        self.made.append(node)
-        if node.is_directory:
-            self._puts[schema.times_key(node.ino)] = schema.encode_times(node.atime, node.mtime, node.ctime)
+    def add(self, plan: Plan, now: int) -> None:
+        """All that a plan changes."""
+        changed = list(zip(plan.ends, plan.means, strict=False))
+        for directory in dict.fromkeys([*[end.directory for end, node in changed if node is not None], *plan.counts]):
+            self._enter(directory, plan.counts.get(directory, 0))
+        lost, made = plan.unlinked or plan.removed, plan.made
+        if made is not None:
+            self.inodes[made.ino] = InodeChange(made, made.record())
+            self.made.append(made)
+            if made.is_directory:
+                self._puts[schema.times_key(made.ino)] = schema.encode_times(made.atime, made.mtime, made.ctime)
+        elif plan.linked is not None:
+            self._link(plan.linked)
+        elif lost is not None:
+            self._lose(lost, now)
+        for end, node in changed:
+            self._name(end, node)
+            if node is not None and node is not made:
+                self.change(node).set(ctime=now)
 
-    def enter(self, directory: Node, *, directory_count: int = 0) -> None:
-        """A name is put into a directory, which must not be removed meanwhile; ``directory_count``: more are in it."""
+    def _enter(self, directory: Node, more: int) -> None:
+        """A name is put into a directory, which must not be removed meanwhile, or ``more`` directories are in it."""
         self.expect(directory)
-        if directory_count or (directory.base is not None and directory.base.flags & schema.FLAG_LEAVING):
+        if more or (directory.base is not None and directory.base.flags & schema.FLAG_LEAVING):
             change = self.change(directory)
-            flags = change.record.flags & ~schema.FLAG_LEAVING
-            change.set(nlink=change.record.nlink + directory_count, flags=flags)
+            change.set(nlink=change.record.nlink + more, flags=change.record.flags & ~schema.FLAG_LEAVING)
 
-    def name(self, parent: int, name: bytes, version: int, node: Node | None) -> None:
-        """Let a name, whose record has ``version``, mean another inode, or nothing."""
+    def _link(self, node: Node) -> None:
+        """One name more. The record moves from the only one, which becomes a reference, to a key of its own."""
+        change = self.change(node)
+        change.set(nlink=change.record.nlink + 1)
+        if not change.own:
+            change.own = True
+            self._expect_key(schema.inode_key(node.ino), ABSENT)
+            self._mean(change)
+
+    def _lose(self, node: Node, now: int) -> None:
+        """A name of a file goes, or a directory: the last one leaves the file, and attributes, to an orphan record."""
+        change = self.change(node)
+        change.set(nlink=0 if node.is_directory else change.record.nlink - 1, ctime=now)
+        if change.record.nlink:
+            return
+        self.removed.append(node)
+        if change.own:
+            self._deletes.add(schema.inode_key(node.ino))
+        if node.is_directory:
+            self._deletes.add(schema.times_key(node.ino))
+        if not node.is_directory or change.record.flags & schema.FLAG_XATTRS:
+            self._puts[schema.orphan_key(node.ino)] = schema.encode_orphan(change.record, self.client)
+
+    def _name(self, end: End, node: Node | None) -> None:
+        """Let a name, whose record is as it was seen, mean another inode, or nothing."""
+        parent, name = end.directory.ino, end.name
         key = schema.entry_key(parent, name)
-        self._expect_key(key, version)
+        self._expect_key(key, end.found.version)
         if node is None:
             self._deletes.add(key)
             self.names.append((parent, name, None))
-        else:
-            self._deletes.discard(key)
-            change = self.change(node)
-            change.parent, change.name = parent, name
-            if node.is_directory:
-                change.set(parent=parent)
-            self._mean(change)
+            return
+        self._deletes.discard(key)
+        change = self.change(node)
+        change.parent, change.name = parent, name
+        if node.is_directory:
+            change.set(parent=parent)
+        self._mean(change)
 
     def _mean(self, change: InodeChange) -> None:
         if change.own:
             key = schema.entry_key(change.parent, change.name)
             self._puts[key] = schema.encode_entry_reference(change.node.ino)
         self.names.append((change.parent, change.name, change.node))
-
-    def own(self, node: Node) -> None:
-        """The record of an inode moves from its only name to a key of its own: the name becomes a reference."""
-        change = self.change(node)
-        if not change.own:
-            change.own = True
-            self._expect_key(schema.inode_key(node.ino), ABSENT)
-            self._mean(change)
-
-    def unlink(self, node: Node, now: int) -> None:
-        """A name of a file goes; the last one leaves the file to those who have it open."""
-        change = self.change(node)
-        change.set(nlink=change.record.nlink - 1, ctime=now)
-        if change.record.nlink == 0:
-            self._remove(change)
-            self._puts[schema.orphan_key(node.ino)] = schema.encode_orphan(change.record, self.client)
-
-    def remove_directory(self, node: Node) -> None:
-        change = self.change(node)
-        change.set(nlink=0)
-        self._remove(change)
-        self._deletes.add(schema.times_key(node.ino))
-        if change.record.flags & schema.FLAG_XATTRS:  # they go with the orphan record, as those of a file
-            self._puts[schema.orphan_key(node.ino)] = schema.encode_orphan(change.record, self.client)
-
-    def _remove(self, change: InodeChange) -> None:
-        if change.own:
-            self._deletes.add(schema.inode_key(change.node.ino))
-        self.removed.append(change.node)
 
     @property
     def is_empty(self) -> bool:

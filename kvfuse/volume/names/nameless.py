@@ -60,7 +60,7 @@ class Nameless(ABC):
 
     def needs_loading(self, node: Node) -> bool:
         """The last name is to go, and records that go with the inode are not known yet."""
-        return node.nlink == (2 if node.is_directory else 1) and not self.knows_all(node)
+        return not self.knows_all(node) and node.nlink == (2 if node.is_directory else 1)
 
     async def load(self, node: Node) -> None:
         """Have in memory all that has to be removed with the inode."""

@@ -1,0 +1,196 @@
+"""Plans carried out in memory first: the next commit of the journal brings them to the record store.
+
+So it is with all changes of a volume that one host has, and where many have it with some of regular files in relaxed
+folders. What a plan needs is read, which may wait; then the ends are looked at once more, and what was planned is
+applied between two awaits. No name or directory is ever locked: nobody waits for another's change of one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvfuse import errors
+from kvfuse.volume.api import ROOT_INODE
+from kvfuse.volume.commit.journal import Journal
+from kvfuse.volume.inodes.core import Core
+from kvfuse.volume.inodes.node import Node
+from kvfuse.volume.names.lookup import Lookup
+from kvfuse.volume.names.nameless import Nameless
+from kvfuse.volume.names.plans import End, Fits, Place, Plan, Planning, never
+from kvfuse.volume.slots.space import Space
+from kvfuse.volume.views import clock
+
+
+@dataclass
+class ApplyFirst:
+    """Carries plans out in memory. `Names` has one."""
+
+    core: Core
+    journal: Journal
+    space: Space
+    lookup: Lookup
+    nameless: Nameless
+
+    async def carry_out(
+        self, places: Sequence[Place], planning: Planning, fits: Fits = never, node: Node | None = None
+    ) -> Plan:
+        """Plan a change of these places, and make it so. NoSpace, where there is no room for the records.
+
+        ``node``: an inode that it is about, and none of the places has.
+        """
+        plan = await self.plan_later(places, planning)
+        self.apply(plan)
+        return plan
+
+    async def plan_later(self, places: Sequence[Place], planning: Planning) -> Plan:
+        """Plan what a relaxed folder may publish later: true, and with room for its records, until the next await."""
+        while True:
+            ends: list[End] = []
+            for parent, name, _ in places:
+                is_same = ends and ends[-1].directory.ino == parent
+                directory = ends[-1].directory if is_same else await self.lookup.directory(parent)
+                ends.append(End(directory, name, await self.lookup.find(parent, name)))
+            if len(ends) > 1:
+                await self._look_above(places, ends)
+            plan = planning(*ends)
+            if not await self._has_waited(plan):
+                return plan
+
+    async def publish(self, directory: Node, nodes: Sequence[Node]) -> None:
+        """Return when changes of these, in a strict folder, are in the store."""
+        await self.journal.commit(*nodes)
+
+    # -- before --------------------------------------------------------------------------------------
+
+    async def _look_above(self, places: Sequence[Place], ends: list[End]) -> None:
+        """Find what is above a directory into which another one comes."""
+        for here, there in ((0, 1), (1, 0)):
+            coming = ends[there].found.node
+            if places[here].is_entered and coming is not None and coming.is_directory:
+                ends[here] = ends[here]._replace(above=await self._above(ends[here].directory))
+
+    async def _above(self, directory: Node) -> list[Node]:
+        above = []
+        while directory.ino != ROOT_INODE:
+            above.append(directory)
+            directory = await self.lookup.node(directory.parent or ROOT_INODE)
+        return above
+
+    async def _has_waited(self, plan: Plan) -> bool:
+        """Somebody was waited for, so that the plan may be old. False: all that it needs is there."""
+        ends, removed = plan.ends, plan.removed
+        lost = plan.unlinked or removed
+        if lost is not None and self.nameless.needs_loading(lost):
+            await self.nameless.load(lost)
+            return True
+        if removed is not None:
+            await self._check_empty(removed)
+        present = []
+        for end in ends:
+            if end.found.node is not None:
+                present.append(end.found.node)
+        if await self.journal.untie(*present):
+            return True
+        if plan.weight and not self.core.metadata.fits(plan.weight):
+            what = f"{ends[-1].name!r} in directory {ends[-1].directory.ino}"
+            return await self.space.wait_for_records(plan.weight, what)
+        if len(ends) > 1 or removed is not None:
+            for end in ends:
+                if not self.lookup.holds(end.directory.ino, end.name, end.found):
+                    return True
+        return False
+
+    async def _check_empty(self, directory: Node) -> None:
+        """NotEmpty, unless the directory may be removed. What was moved out of it is gone from the store then."""
+        moved = [change.moved for change in self.journal.overlay.get(directory.ino, {}).values()]
+        leaving = [node for node in moved if node is not None and (node.writers or node.staged_count)]
+        if leaving:  # inodes whose commit may yet have to wait for bytes
+            await self.journal.commit(*leaving)
+        if not await self.lookup.is_empty(directory.ino):
+            raise errors.NotEmpty(f"directory {directory.name!r} is not empty")
+
+    # -- in memory -----------------------------------------------------------------------------------
+
+    def apply(self, plan: Plan) -> None:
+        """Memory is as planned, and the journal has it. EngineError where the membership is over."""
+        if not plan.means:
+            return
+        if plan.made is not None:
+            self._add(plan.made)
+        elif plan.linked is not None:
+            self._link(plan.linked)
+        meant = None
+        for (directory, name, (was, stored, _, _, version), _), meant in zip(plan.ends, plan.means, strict=True):
+            moved, leaves = was if meant is None else None, was if was is plan.unlinked else None
+            self.journal.set_name(directory.ino, name, meant, stored, moved, version, leaves)
+        for directory, more in plan.counts.items():
+            directory.nlink += more
+            self.journal.touch(directory)
+        if plan.unlinked is not None:
+            self._unlink(plan.unlinked, meant)
+        elif plan.removed is not None:
+            plan.removed.nlink = 0
+            self.nameless.removed(plan.removed)
+        if plan.is_move:
+            self._move(plan)
+        if plan.weight:
+            self.core.metadata.reserve(plan.node, plan.weight)
+        first, last = plan.ends[0].directory, plan.ends[-1].directory
+        self.touch_entries(first)
+        if last is not first:
+            self.touch_entries(last)
+
+    def _add(self, node: Node) -> None:
+        """A new inode is in memory."""
+        core = self.core
+        core.nodes.add(node)
+        core.file_count += 1
+        core.counters.creates += 1
+        if node.own_record:
+            self.journal.touch_times(node)
+            core.known.made(node.ino)
+        self.journal.touch(node)
+
+    def _link(self, node: Node) -> None:
+        """A file has one name more. Its record moves from its only one, which becomes a reference, to its own key."""
+        if not node.own_record:
+            node.own_record = True
+            self.journal.set_name(node.parent, node.name, node, node.stored or node.committing)
+        node.forget_copy()
+        node.nlink += 1
+        node.ctime = clock.now()
+        self.journal.touch(node, forced=True)
+
+    def _unlink(self, node: Node, heir: Node | None) -> None:
+        """A file lost a name, which ``heir`` has now."""
+        node.nlink -= 1
+        node.ctime = clock.now()
+        if not node.nlink:
+            self.nameless.removed(node, heir)
+            return
+        self.journal.touch(node, forced=True)
+        if heir is not None:
+            self.journal.tie(heir, node)
+
+    def _move(self, plan: Plan) -> None:
+        """What was renamed is at its new place."""
+        crosses = plan.ends[0].directory is not plan.ends[1].directory
+        for end, node in zip(plan.ends, plan.means, strict=True):
+            if node is None:
+                continue
+            if crosses:
+                node.forget_copy()
+            node.parent, node.name = end.directory.ino, end.name
+            node.ctime = clock.now()
+            self.core.places.set(node.ino, node.parent, node.name)
+            self.journal.touch(node, forced=True)
+            if node.is_directory:
+                self.journal.touch_times(node)
+        if plan.means[0] is not None:
+            self.journal.tie(plan.node, plan.means[0])
+
+    def touch_entries(self, directory: Node) -> None:
+        """Entries of the directory changed."""
+        directory.mtime = directory.ctime = clock.now()
+        self.journal.touch_times(directory)

@@ -1,0 +1,315 @@
+"""Plans carried out in the record store first, as one transaction: where other hosts change names, too.
+
+In strict folders, and wherever more than one name or a directory is concerned, a change is one `Transaction` that
+expects every record it was decided by: so it happens for all hosts in one step, or it is planned again. In relaxed
+folders three things go through the journal, which publishes them later: new regular files, their first names as long
+as the store does not know them, and the removal of a regular file's only name, by itself or by a new file that takes
+it. So what the store has, or is about to have, never stands elsewhere in memory: renaming it is waited for.
+
+The first attempt is planned from what is known here, which a watch keeps up to date: mostly the commit is the only
+round trip. After a refused one, or instead of one that would fail, the store is asked: what is answered as an error was
+read there.
+
+A name is put into a directory with its record expected. Who removes a directory puts a mark into that record first,
+looks whether it is empty, and then removes it expecting the marked record. So a name that came before the mark is seen,
+and who comes later has to take the mark away, with which the removal fails. A mark that was left behind harms nobody.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+
+import trio
+
+from kvfuse import errors
+from kvfuse.volume.api import ROOT_INODE
+from kvfuse.volume.commit.journal import Journal
+from kvfuse.volume.inodes.core import Core
+from kvfuse.volume.inodes.node import Node
+from kvfuse.volume.names.apply_first import ApplyFirst
+from kvfuse.volume.names.lookup import Found
+from kvfuse.volume.names.name_change import Draft
+from kvfuse.volume.names.path_beliefs import Moved, outlive_beliefs
+from kvfuse.volume.names.plans import End, Fits, Place, Plan, Planning, never
+from kvfuse.volume.names.shared_lookup import SharedLookup, check_name
+from kvfuse.volume.slots.space import Space
+from kvfuse.volume.store import schema
+from kvfuse.volume.views import clock
+
+ATTEMPTS_MAX = 100
+"""Of a change that others are always faster than. Each refusal means that somebody else got on."""
+PAUSE_SECONDS = 0.002
+"""Longest pause after the first refusals, a random part of it; it grows to sixteen times that."""
+
+
+class _Unfit(Exception):
+    """The change may not be published later."""
+
+
+@dataclass
+class CommitFirst:
+    """Carries plans out in the store. `Names` has one where many hosts have the volume; ``later``: for the journal."""
+
+    core: Core
+    journal: Journal
+    space: Space
+    lookup: SharedLookup
+    later: ApplyFirst
+
+    async def carry_out(
+        self, places: Sequence[Place], planning: Planning, fits: Fits = never, node: Node | None = None
+    ) -> Plan:
+        """As `ApplyFirst.carry_out`. ``fits``: in relaxed folders the journal may have the change, see `Fits`."""
+
+        def fitting(*ends: End) -> Plan:
+            if not fits(*ends):
+                raise _Unfit
+            return planning(*ends)
+
+        if fits is not never and await self._are_relaxed(places):
+            with suppress(_Unfit):
+                return await self.later.carry_out(places, fitting)
+        plan = await self._attempt(places, planning, node)
+        if self._changes_paths(plan):
+            await outlive_beliefs()
+        return plan
+
+    async def publish(self, directory: Node, nodes: Sequence[Node]) -> None:
+        """Likewise, and no host believes what was before. What a transaction brought waits for no commit."""
+        pending = [node for node in nodes if node.nlink and (node.changed or node.committing or not node.stored)]
+        if pending:
+            await self.journal.commit(*pending)
+        if directory in nodes:  # its own attributes
+            await outlive_beliefs()
+
+    async def plan_later(self, places: Sequence[Place], planning: Planning) -> Plan:
+        """As `ApplyFirst.plan_later`."""
+        for place in places:
+            await self._directory(place, is_fresh=False)
+        return await self.later.plan_later(places, planning)
+
+    async def _are_relaxed(self, places: Sequence[Place]) -> bool:
+        for place in places:
+            if self.lookup.is_strict(await self._directory(place, is_fresh=False)):
+                return False
+        return True
+
+    def _changes_paths(self, plan: Plan) -> bool:
+        """A directory is gone, or elsewhere, and other hosts may believe that it is there for a while."""
+        moved = [node for node in plan.means if plan.is_move and node is not None and node.is_directory]
+        return (moved or plan.removed is not None) and any(self.lookup.is_strict(end.directory) for end in plan.ends)
+
+    # -- planning ------------------------------------------------------------------------------------
+
+    async def _attempt(self, places: Sequence[Place], planning: Planning, node: Node | None) -> Plan:
+        """Plan a change and commit it until it is not refused."""
+        for attempt in range(ATTEMPTS_MAX):
+            try:
+                plan, draft = await self._draft(places, planning, node, is_fresh=attempt > 0)
+            except (errors.EngineError, Moved):
+                raise
+            except errors.OperationError:
+                if attempt:
+                    raise
+                continue
+            if draft.is_empty or (not draft.is_stale and await self._commit(plan, draft)):
+                return plan
+            await trio.sleep(random.random() * PAUSE_SECONDS * min(1 + attempt, 16))
+        raise errors.EngineError(f"{places[0].name!r}: others changed the same names {ATTEMPTS_MAX} times in a row")
+
+    async def _draft(
+        self, places: Sequence[Place], planning: Planning, node: Node | None, *, is_fresh: bool
+    ) -> tuple[Plan, Draft]:
+        """Plan a change. ``is_fresh``: ask the store for all that it depends on."""
+        draft = Draft(self.core.client)
+        if node is not None:
+            await self._settled(node)
+            if is_fresh:
+                await self.lookup.renew(node)
+        ends = await self._look_at(places, draft, is_fresh)
+        plan = planning(*ends)
+        gone = plan.unlinked
+        if gone is not None and (is_fresh or gone.committing):  # what else is changed here of it goes with it
+            await self._settled(gone)
+        if plan.means and any(end.found.node is not None for end in ends):
+            for directory in dict.fromkeys([end.directory.ino for end in ends]):
+                draft.expect_all(await self.lookup.path_versions(directory, is_fresh))
+        if plan.removed is not None:
+            await self._have_left(plan.removed)  # nothing waits after it: news of a name in it would pass for the mark
+        draft.add(plan, clock.now())
+        return plan, draft
+
+    async def _look_at(self, places: Sequence[Place], draft: Draft, is_fresh: bool) -> list[End]:
+        """The places as they are. No directory above one to which a directory comes may be moved meanwhile."""
+        directories = [await self._directory(place, is_fresh) for place in places]
+        ends = []
+        for directory, place in zip(directories, places, strict=True):
+            check_name(place.name)
+            ends.append(End(directory, place.name, await self._find(place.parent, place.name, is_fresh)))
+        if len(ends) == 1:
+            return ends
+        await self._settled(*[end.found.node for end in ends if end.found.node is not None])
+        for number, coming in enumerate(reversed([end.found.node for end in ends])):
+            if places[number].is_entered and coming is not None and coming.is_directory:
+                ends[number] = ends[number]._replace(above=await self._above(directories[number], draft, is_fresh))
+        return ends
+
+    async def _above(self, directory: Node, draft: Draft, is_fresh: bool) -> list[Node]:
+        above = []
+        while directory.ino != ROOT_INODE:
+            if is_fresh:
+                await self._settled(directory)
+                await self.lookup.renew(directory)
+            draft.expect(directory)
+            above.append(directory)
+            directory = await self.lookup.node(directory.parent or ROOT_INODE)
+        return above
+
+    async def _settled(self, *nodes: Node) -> None:
+        """Have in the store what was changed in these inodes: a transaction is built from what is there."""
+        changed = [node for node in nodes if node.nlink and (node.changed or node.committing or not node.version)]
+        if changed:
+            await self.journal.commit(*changed)
+
+    async def _directory(self, place: Place, is_fresh: bool) -> Node:
+        """The directory of a place. NotFound where a name is to be put into it, and it was removed."""
+        ino = place.parent
+        directory = await self.lookup.directory(ino)
+        if not place.is_entered:
+            return directory
+        await self._settled(directory)
+        try:
+            if directory.nlink == 0:
+                raise errors.NotFound(f"directory {ino} was removed")
+            while is_fresh or directory.flags & schema.FLAG_LEAVING:
+                await self.lookup.renew(directory)
+                if not directory.flags & schema.FLAG_LEAVING or await self._mark(directory, leaving=False):
+                    break
+        except errors.Stale:
+            raise errors.NotFound(f"directory {ino} was removed") from None
+        return directory
+
+    async def _find(self, parent: int, name: bytes, is_fresh: bool) -> Found:
+        """What a name means in the store; where that was not asked, as far as is known. Names that wait are stored."""
+        while True:
+            change = self.journal.find(parent, name)
+            if change is not None:
+                await self.journal.commit(*[node for node in (change.node, change.moved) if node is not None])
+                continue
+            found = None if is_fresh else self.lookup.known(parent, name)
+            if found is None and not is_fresh:
+                return Found(None, False, None, self.journal.epoch)
+            if found is None or (found.node is not None and not found.version):
+                found = await self.lookup.find_shared(parent, name, is_fresh=True)
+            if found.change is None:
+                return found
+
+    # -- directories that go -------------------------------------------------------------------------
+
+    async def _have_left(self, directory: Node) -> None:
+        """Mark an empty directory, so that it may be removed if it still has the mark then. NotEmpty."""
+        await self._settled(directory)
+        await self._check_empty(directory)
+        while True:
+            marked = await self._mark(directory, leaving=True)
+            if marked:
+                await self._check_empty(directory)
+                if directory.version == marked:
+                    return
+            await self.lookup.renew(directory)
+
+    async def _check_empty(self, directory: Node) -> None:
+        """NotEmpty, unless the directory is empty in the store. What was removed here before is removed there first."""
+        while changes := self.journal.overlay.get(directory.ino):
+            if any(change.node is not None for change in changes.values()):
+                break
+            await self.journal.commit(*self.journal.changed_in(directory.ino))
+        if not await self.lookup.is_empty(directory.ino):
+            raise errors.NotEmpty(f"directory {directory.name!r} is not empty")
+
+    async def _mark(self, directory: Node, *, leaving: bool) -> int:
+        """Say in its record that a directory is about to be removed, or that it is not.
+
+        Returns the version of the record then; 0 where it has changed meanwhile, and nothing was done.
+        """
+        draft = Draft(self.core.client)
+        change = draft.change(directory)
+        flag = schema.FLAG_LEAVING
+        change.set(flags=change.record.flags | flag if leaving else change.record.flags & ~flag)
+        marked = [0]
+        await self.journal.transact(draft.transaction(marked.append))
+        return marked[-1]
+
+    # -- committing ----------------------------------------------------------------------------------
+
+    async def _commit(self, plan: Plan, draft: Draft) -> bool:
+        """False: it was refused. NoSpace, where there is no room for the records."""
+        transaction = draft.transaction(partial(self._applied, plan, draft))
+        size = max(0, transaction.size)
+        while await self.space.wait_for_records(size, f"{plan.ends[-1].name!r}"):
+            pass  # others may be faster meanwhile: then the commit is refused
+        made, is_done = plan.made, False
+        if made is not None and made.is_directory:
+            self.core.known.made(made.ino)  # before others can put names into it
+        try:
+            with self.core.metadata.held(size):
+                is_done = await self.journal.transact(transaction)
+        finally:
+            if made is not None and not is_done:
+                self.core.known.removed(made.ino)
+        return is_done
+
+    def _applied(self, plan: Plan, draft: Draft, version: int) -> None:
+        """Names and inodes are so in the store: let everybody here know."""
+        core, made = self.core, plan.made
+        if made is not None:
+            made.times_version = version if made.is_directory else 0
+            # Somebody may have looked the name up before the answer came.
+            plan.node = core.nodes.get(made.ino) or core.nodes.add(made)
+            core.file_count += 1
+            core.counters.creates += 1
+        for parent, name, meant in draft.names:
+            self._apply_name(parent, name, meant, version, is_made=made is not None)
+        if plan.linked is not None or plan.ends[0].directory is not plan.ends[-1].directory:
+            plan.node.forget_copy()
+        for node in draft.removed:
+            self._gone(node)
+
+    def _apply_name(self, parent: int, name: bytes, node: Node | None, version: int, *, is_made: bool) -> None:
+        core = self.core
+        self.journal.renaming(parent, name)
+        if core.known.version(parent, name) > version:
+            return  # it was read since, as another host has changed it once more
+        core.known.settle(parent, name, node is not None)
+        if node is None:
+            core.known.drop(parent, name, version)
+        else:
+            core.known.note(parent, name, node.ino, version)
+            core.places.set(node.ino, parent, name)
+            self.lookup.paths.moved(node, parent, name)
+            if node.is_directory and not is_made:  # its times stand apart from its record
+                node.ctime = clock.now()
+                self.journal.touch_times(node)
+        directory = core.nodes.get(parent)
+        if directory is not None:
+            self.later.touch_entries(directory)
+
+    def _gone(self, node: Node) -> None:
+        """The last name of an inode went, in the store."""
+        self.core.file_count -= 1
+        self.core.tier.drop(node.ino)
+        if node.is_directory:
+            self.core.tier.retire(node.ino)
+            self.core.known.removed(node.ino)
+            node.reaped = True
+            self.journal.withdraw_attributes(node)
+            if node.flags & schema.FLAG_XATTRS:
+                self.journal.free_later(node.ino)
+            if not self.core.places.known(node.ino):  # or somebody here may be in it
+                self.core.nodes.drop(node)
+        else:
+            self.journal.removed(node)
