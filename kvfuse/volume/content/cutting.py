@@ -92,7 +92,8 @@ class Cutter:
             rest = last_length % GRANULE_SIZE
             if not rest:
                 break
-            before = await self.reader.read_extent(node, index, kept[-1], last_length - rest, rest)
+            offset = index * node.chunk_size + length - rest
+            before = await self.reader.read_extent(node, offset, kept[-1], last_length - rest, rest)
             is_same = node.chunks.get(index) is chunk and chunk.staged is staged and chunk.extents is extents
             if is_same and kept[-1].checksums is checksums and not (staged is not None and staged.writing):
                 return before

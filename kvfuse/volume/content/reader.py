@@ -65,7 +65,7 @@ class Reader:
             if chunk.staged is not None:
                 return chunk.staged.read(start, start + length)
             if len(chunk.extents) == 1 and start + length <= chunk.extents[0].length:
-                return await self.read_extent(node, index, chunk.extents[0], start, length)
+                return await self.read_extent(node, offset, chunk.extents[0], start, length)
         result = bytearray(length)
         await self._read_parts(node, offset, memoryview(result))
         return result
@@ -109,77 +109,78 @@ class Reader:
 
     async def read_chunk(self, node: Node, index: int, chunk: Chunk, start: int, target: memoryview) -> None:
         """Fill ``target`` from the extents. While one is read others may be given up: then the file is read anew."""
-        piece_start = 0
+        piece_start, chunk_offset = 0, index * node.chunk_size
         pieces = []
         for extent in chunk.extents:
             low = max(start, piece_start)
             high = min(start + len(target), piece_start + extent.length)
             if low < high:
                 part = target[low - start : high - start]
-                pieces.append(partial(self._read_piece, node, index, extent, low - piece_start, low, part))
+                pieces.append(partial(self._read_piece, node, chunk_offset + low, extent, low - piece_start, part))
             piece_start += extent.length
         await self._do_all(pieces)
         _clear(target[max(0, piece_start - start) :])
 
-    async def _read_piece(
-        self, node: Node, index: int, extent: Extent, start: int, chunk_start: int, target: memoryview
-    ) -> None:
-        """Fill ``target`` with what begins at ``start`` of an extent, at ``chunk_start`` of its chunk."""
-        if _is_current(node, index, extent):
-            target[:] = await self.read_extent(node, index, extent, start, len(target), may_view=False)
+    async def _read_piece(self, node: Node, offset: int, extent: Extent, start: int, target: memoryview) -> None:
+        """Fill ``target`` with what begins at ``start`` of an extent, at ``offset`` of the file."""
+        if _is_current(node, offset, extent):
+            target[:] = await self.read_extent(node, offset, extent, start, len(target), may_view=False)
         else:
-            count = await self.read_into(node, index * node.chunk_size + chunk_start, target)
+            count = await self.read_into(node, offset, target)
             _clear(target[count:])
 
     async def read_extent(
-        self, node: Node, index: int, extent: Extent, start: int, length: int, *, may_view: bool = True
+        self, node: Node, offset: int, extent: Extent, start: int, length: int, *, may_view: bool = True
     ) -> bytes | bytearray | memoryview:
-        """Bytes of one extent, verified granule by granule the first time they are touched.
+        """Bytes that begin at ``start`` of an extent and at ``offset`` of the file, verified when first touched.
 
         Only what is verified is viewed, and only for the kernel: this process would not survive a medium that fails.
         """
         core = self.core
         if core.shared:
-            return await self._read_shared(node, index, extent, start, length)
-        segment, file_offset = core.locate(extent.addr)
+            return await self._read_shared(node, offset, extent, start, length)
+        segment, place = core.locate(extent.addr)
         low, high, needed = start, start + length, 0
         if extent.checksums:
             first, last = start // GRANULE_SIZE, (start + length - 1) // GRANULE_SIZE
             needed = ((2 << (last - first)) - 1) << first & ~extent.verified
             if needed:
                 low, high = first * GRANULE_SIZE, min((last + 1) * GRANULE_SIZE, extent.length)
-        view = core.segments.view(segment, file_offset + low, high - low) if may_view and not needed else None
+        view = core.segments.view(segment, place + low, high - low) if may_view and not needed else None
         if view is not None:
             return view
-        return await self._read_engine(node, index, extent, start, length, (low, high))
+        return await self._read_engine(node, offset, extent, start, length, (low, high))
 
     async def _read_engine(
-        self, node: Node, index: int, extent: Extent, start: int, length: int, span: tuple[int, int]
-    ) -> memoryview | bytes:
+        self, node: Node, offset: int, extent: Extent, start: int, length: int, span: tuple[int, int]
+    ) -> memoryview:
         """As above, where the bytes are not resident. Meanwhile the extent may be unsealed, replaced or shortened."""
         low, high = span
         checksums = extent.checksums
-        segment, file_offset = self.core.locate(extent.addr)
-        buffer = np.empty(high - low, np.uint8).data
-        offset = index * node.chunk_size + node.chunks[index].start_of(extent) + start
-        with self.core.reads.reading():
-            await self.core.segments.read([Transfer(segment, file_offset + low, buffer)])
-            if not _is_current(node, index, extent) or extent.checksums is not checksums:
-                return await self._read_again(node, offset, length)
+        buffer = await self._read_slot(extent, low, high)
+        if not _is_current(node, offset, extent) or extent.checksums is not checksums:
+            return await self._read_again(node, offset, length)
         if checksums:
             self._verify(node, extent, buffer, low)
         return buffer[start - low : start - low + length]
 
-    async def _read_shared(self, node: Node, index: int, extent: Extent, start: int, length: int) -> memoryview | bytes:
+    async def _read_slot(self, extent: Extent, low: int, high: int) -> memoryview:
+        """What the engine has there of the extent's slot, which nobody else gets meanwhile."""
+        segment, place = self.core.locate(extent.addr)
+        buffer = np.empty(high - low, np.uint8).data
+        with self.core.reads.reading():
+            await self.core.segments.read([Transfer(segment, place + low, buffer)])
+        return buffer
+
+    async def _read_shared(self, node: Node, offset: int, extent: Extent, start: int, length: int) -> memoryview:
         """Where others free slots, too: what was fetched, else from the engine, verified each time.
 
         Bytes that are wrong may be those of a slot's next life: the inode is read anew once. Meanwhile it may change.
         """
-        offset = index * node.chunk_size + node.chunks[index].start_of(extent) + start
         checksums = extent.checksums
 
         def is_same() -> bool:
-            return _is_current(node, index, extent) and extent.checksums is checksums
+            return _is_current(node, offset, extent) and extent.checksums is checksums
 
         data = await self.fetcher.read(node, extent, start, length) if self.fetcher is not None else None
         if data is None and is_same():
@@ -204,10 +205,7 @@ class Reader:
         """Bytes of an extent, from the engine. None where it is no longer the same. Corrupt where they are wrong."""
         low = start // GRANULE_SIZE * GRANULE_SIZE
         high = min(-(-(start + length) // GRANULE_SIZE) * GRANULE_SIZE, extent.length)
-        segment, file_offset = self.core.locate(extent.addr)
-        buffer = np.empty(high - low, np.uint8).data
-        with self.core.reads.reading():
-            await self.core.segments.read([Transfer(segment, file_offset + low, buffer)])
+        buffer = await self._read_slot(extent, low, high)
         if not is_same():
             return None
         extent.verified = 0
@@ -259,9 +257,9 @@ async def _side_by_side(reads: Sequence[Callable[[], Awaitable[None]]]) -> None:
         raise errors[0]
 
 
-def _is_current(node: Node, index: int, extent: Extent) -> bool:
-    """The chunk's bytes are those of the extent, and of its neighbours."""
-    chunk = node.chunks.get(index)
+def _is_current(node: Node, offset: int, extent: Extent) -> bool:
+    """The bytes of the chunk at ``offset`` are those of the extent, and of its neighbours."""
+    chunk = node.chunks.get(offset // node.chunk_size)
     return chunk is not None and chunk.staged is None and extent in chunk.extents
 
 
