@@ -189,13 +189,6 @@ class Lookup:
         change = self.journal.find(parent, name)
         return change is found.change and (change is not None or found.epoch == self.journal.epoch)
 
-    async def find_existing(self, parent: int, name: bytes) -> tuple[Node, bool]:
-        """(node, stored) of a name that exists. NotFound."""
-        found = await self.find(parent, name)
-        if found.node is None:
-            raise errors.NotFound(f"{name!r} does not exist in directory {parent}")
-        return found.node, found.stored
-
     def _materialise(self, record: schema.InodeRecord, version: int, parent: int, name: bytes, *, own: bool) -> Node:
         """The node of a record; the one in memory, if it is there already (it is newer)."""
         if self.core.shared:
