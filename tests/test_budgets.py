@@ -23,17 +23,11 @@ EXCEPTIONS = {
 }
 """classes that may have more methods or attributes, and why: at most 5"""
 SHRINKING = {
-    "BatchBuilder": (53, 24),
     "BlockStore": (26, 9),
     "Calls": (27, 5),
-    "Committer": (16, 17),
     "Connection": (31, 28),
-    "Drafting": (46, 24),
-    "Journal": (96, 37),
-    "Pending": (27, 24),
     "Ring": (45, 23),
     "RunningVolume": (15, 28),
-    "SharedJournal": (73, 25),
     "SharedLookup": (33, 4),
     "Submission": (18, 23),
     "Volume": (67, 28),

@@ -121,7 +121,7 @@ class Parts:
         """likewise"""
         if member is not None and self.leases is not None and isinstance(self.lookups, SharedLookup):
             merger = Merger(core, chunks, self.reader, self.writer, self.lookups.refresher)
-            self.journal.merger = merger.merge
+            self.journal.refusals.merger = merger.merge
             view, committer = self.leases.view, self.journal.committer
             self.core.metadata.stored = lambda: view.counts_beside(core.client).add(Counts(0, committer.size)).size
             self.core.metadata.sharers = lambda: len(view.members)
@@ -160,7 +160,7 @@ class Parts:
             memory = ApplyFirst(core, journal, space, lookups, nameless)
             return lookups, Names(core, journal, lookups, nameless, memory, memory)
         shared = SharedLookup(core, journal, chunks, core.records)
-        shared.refresher.revive, journal.renew = journal.revive, shared.renew
+        shared.refresher.revive, journal.refusals.renew = journal.refusals.revive, shared.renew
         memory = ApplyFirst(core, journal, space, shared, nameless)
         return shared, Names(core, journal, shared, nameless, memory, CommitFirst(core, journal, space, shared, memory))
 

@@ -135,9 +135,9 @@ class Volume(RunningVolume):
         node.mtime = node.mtime if changes.mtime is None else clock.storable(changes.mtime)
         node.ctime = clock.now()
         only_size = dataclasses.replace(changes, size=None, mtime=None, ctime=None) == Changes()
-        self.journal.touch(node, forced=not only_size)
+        self.journal.pending.touch(node, forced=not only_size)
         if node.is_directory:
-            self.journal.touch_times(node)
+            self.journal.pending.touch_times(node)
         if self.core.shared and not node.writers:
             await self._publish_attributes(node)
         return node
@@ -309,7 +309,7 @@ class Volume(RunningVolume):
         lost_bits = privileges.lose_privileges(node, caller)
         if await self.xattrs.drop_capability(node) or lost_bits:
             node.ctime = clock.now()
-            self.journal.touch(node, forced=True)
+            self.journal.pending.touch(node, forced=True)
 
     def _count_written(self, count: int, byte_count: int) -> None:
         self.core.counters.writes += count
@@ -346,7 +346,7 @@ class Volume(RunningVolume):
         if not self.read_only:
             directory = await self.lookups.node(ino)
             self.access.store(directory)
-            await self.journal.commit(directory, *self.journal.changed_in(ino), durable=True)
+            await self.journal.commit(directory, *self.journal.pending.changed_in(ino), durable=True)
 
     async def release(self, handle: FileHandle) -> None:
         node = handle.node
@@ -356,7 +356,7 @@ class Volume(RunningVolume):
             return
         if node.nlink and handle.writable and node.writers == 0:
             if node.changed:
-                self.journal.touch(node)
+                self.journal.pending.touch(node)
             if has_unsealed(node):
                 node.handles += 1
                 self._background(self._seal(node))

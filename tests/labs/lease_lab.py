@@ -19,7 +19,7 @@ from volume_lab import MIB, Chaos, Disk, MemoryRecords, MemorySegments
 from kvfuse.errors import EngineError, EngineTimeout, NoSpace
 from kvfuse.remote.records.api import ABSENT
 from kvfuse.slab.allocator import Allocator, Slot
-from kvfuse.volume.commit.committer import Changes, Committer
+from kvfuse.volume.commit.committer import Changes, Committer, Sequence
 from kvfuse.volume.hosts.slab_leases import SlabLeases
 from kvfuse.volume.inodes.chunk import COMMITTED, Extent
 from kvfuse.volume.inodes.core import Core
@@ -264,7 +264,7 @@ class Client:
             client=self.number,
             grace=Grace(REUSE),
         )
-        self.journal = Pieces(self.core, Committer(self.records, b"\0tally%d" % self.number))
+        self.journal = Pieces(self.core, Committer(self.records, Sequence(b"\0tally%d" % self.number)))
         self.leases = SlabLeases(self.core, self.journal)
 
     @asynccontextmanager

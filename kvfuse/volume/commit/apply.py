@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvfuse.volume.commit.batch import Batch, Draft, Taken
-from kvfuse.volume.commit.planner import Drafting
+from kvfuse.volume.commit.planner import Planner
 from kvfuse.volume.inodes.chunk import COMMITTED, FRESH, Extent
 from kvfuse.volume.inodes.metadata_budget import growth
 from kvfuse.volume.inodes.node import Node
@@ -15,80 +14,94 @@ from kvfuse.volume.store import schema
 
 if TYPE_CHECKING:
     from kvfuse.slab.allocator import Slot
+    from kvfuse.volume.commit.pending import Pending
+
+GIVERS_MIN = 1000
+"""see `BatchBuilder._givers_max`"""
 
 
-@dataclass
-class BatchBuilder(Drafting):
-    """See the module."""
+class BatchBuilder:
+    """Builds batches of what is pending: drafted by `Planner`, applied to memory here. One of each journal."""
 
-    def _build(self, flushed: set[Node]) -> Batch:
+    def __init__(self, pending: Pending) -> None:
+        self.pending = pending
+        self.core = pending.core
+        self.planner = Planner(pending)
+        self._limits = pending.core.records.limits
+        self._givers_max = GIVERS_MIN
+        """how many inodes may be kept as giving up slots before those are forgotten that have none any more"""
+
+    def build(self, flushed: set[Node]) -> Batch:
         """A commit of everything that changed, but for nodes with bytes that no slot has: they come next time.
 
         What was flushed and staged anew during the flush goes in as it was flushed, and stays changed.
         """
-        self._new_count = self._extra_size = 0
-        batch = Batch(late=self._late(flushed))
-        draft = self._draft_all(batch.late) if self._may_fit() else None
-        if draft is None or not draft.has_room(Draft(), self.core.records.limits):
-            draft = self._draft_some(batch)
+        pending = self.pending
+        batch = Batch(late=pending.late(flushed))
+        may_fit = len(pending.dirty) + len(pending.loose.changes) <= self._limits.commit_operations_max
+        draft = self.planner.draft_all(batch.late) if may_fit else None
+        if draft is None or not draft.has_room(Draft(), self._limits):
+            draft = self.planner.draft_some(batch)
         self._apply(draft, batch)
-        self._count_anew()
+        pending.load.begin_anew([*[node.uid for node in pending.dirty], *[change.uid for change in pending.names]])
+        if len(self.core.givers) > self._givers_max:
+            pending.giving_up()
+            self._givers_max = GIVERS_MIN + 2 * len(self.core.givers)
         return batch
-
-    def _may_fit(self) -> bool:
-        """Unless it is clear from the numbers that not everything has room in one commit."""
-        return len(self._dirty) + len(self._extra) <= self.core.records.limits.commit_operations_max
 
     # -- applying ------------------------------------------------------------------------------------
 
     def _apply(self, draft: Draft, batch: Batch) -> None:
-        """Memory is as if the commit were in the store, but for what `_settle` does then."""
-        late = batch.late
+        """Memory is as if the commit were in the store, but for what `Settling` does then."""
         if self.core.shared:
             gone = dict.fromkeys(draft.gone)
             batch.taken = [_taken(node, node in gone) for node in {**dict.fromkeys(draft.nodes), **gone}]
-            batch.expect, batch.draft, batch.files = draft.expect, draft, draft.files
             batch.size = growth(draft.puts, draft.deletes, draft.before)
-        if self._ties:
-            batch.ties = [(node, other) for node in draft.nodes for other in self._ties.drop(node)]
-        self._linked_count = len(self._ties)
+        if self.pending.ties:
+            batch.ties = [(node, other) for node in draft.nodes for other in self.pending.ties.drop(node)]
+        self.pending.load.linked_count = len(self.pending.ties)
         dead: list[Extent] = []
         born: set[int] = set()
         for node in draft.nodes:
             self._apply_node(node, [] if node in draft.bequests else dead, born)
         for node in draft.gone:
-            dead += self._dead_of_gone(node)
+            dead += self.planner.dead_of_gone(node)
             node.extra, node.dead = {}, []
-            del self._gone[node]
-        for change in draft.names:
-            change.sent = True
-            del self._names[change]
         batch.reserved = sum([self.core.metadata.taken(node) for node in draft.nodes if node.reserved])
-        for node in draft.nodes:
-            node.changed = bool(node.staged_count and node.nlink)
-            if not node.changed:
-                del self._dirty[node]
-        for key in draft.extra:
-            self._extra.pop(key, None)
-        self._sent_extra = draft.extra
-        if batch.left_serial is None:
-            self._times = {}
-            dead += self.core.dead
-            self.core.dead = []
-        else:
-            for directory in draft.times:
-                del self._times[directory]
-            dead += draft.dead
-            del self.core.dead[: len(draft.dead)]
-            late.add(self._attributed(self._extra))
-        batch.puts, batch.deletes = draft.puts, draft.deletes
-        batch.nodes, batch.times, batch.names, batch.vacated = draft.nodes, draft.times, draft.names, draft.vacated
+        dead += self._take(draft, batch)
+        batch.draft, batch.files = draft, draft.files
+        batch.puts, batch.deletes, batch.expect = draft.puts, draft.deletes, draft.expect
         batch.unborn, self.core.unborn = self.core.unborn, []
         if batch.too_large:
             self.core.dead += dead  # its records go in several commits: none of them may find a slot free already
         else:
             batch.freed = self._release(dead, born)
         self._put_slabs(batch, None if batch.too_large else draft)
+
+    def _take(self, draft: Draft, batch: Batch) -> list[Extent]:
+        """What the batch has is not pending any more. Extents of nobody that it frees."""
+        pending = self.pending
+        for node in draft.gone:
+            del pending.gone[node]
+        for change in draft.names:
+            change.sent = True
+            del pending.names[change]
+        for node in draft.nodes:
+            node.changed = bool(node.staged_count and node.nlink)
+            if not node.changed:
+                del pending.dirty[node]
+        for key in draft.extra:
+            pending.loose.changes.pop(key, None)
+        pending.loose.sent = draft.extra
+        if batch.left_serial is None:
+            pending.times = {}
+            dead, self.core.dead = self.core.dead, []
+            return dead
+        for directory in draft.times:
+            del pending.times[directory]
+        del self.core.dead[: len(draft.dead)]
+        batch.late.add(self._attributed(pending.loose.changes))
+        return draft.dead
 
     def _release(self, dead: list[Extent], born: set[int]) -> list[Extent]:
         """Those whose slots leave the durable image with this commit. ``born``: addresses that come into it."""
@@ -98,7 +111,7 @@ class BatchBuilder(Drafting):
             return dead
         released = []
         for extent in dead:  # the slot of one that another host gave up, too, may be released already
-            if self._is_mine(extent) and slabs.is_durable(extent.addr) and extent.addr not in born:
+            if self.planner.is_mine(extent) and slabs.is_durable(extent.addr) and extent.addr not in born:
                 extent.slot_size = slabs.slot_size(extent.addr)
                 slabs.release([extent.slot])
                 released.append(extent)
@@ -128,7 +141,7 @@ class BatchBuilder(Drafting):
                 born.update([addr for addr, _ in fresh])
             node.born.clear()
             self.core.slabs.commit(fresh)
-            self.counters.blocks += 1
+            self.pending.counters.blocks += 1
         if node.dead:
             dead += node.dead
             node.dead.clear()
@@ -138,7 +151,7 @@ class BatchBuilder(Drafting):
 
         Of a commit that was recalled there may be others, as they are stored: those go as far as there is room.
         """
-        wanted, others_max = (draft.slabs, draft.slab_room(self.core.records.limits)) if draft else (set(), None)
+        wanted, others_max = (draft.slabs, draft.slab_room(self._limits)) if draft else (set(), None)
         for key, value in self.core.take_counters().items():
             if value is not None:
                 batch.puts[key] = value

@@ -46,7 +46,7 @@ class Draft:
     slabs: set[int] = field(default_factory=set)
     """whose records will be put too"""
     bequests: set[Node] = field(default_factory=set)
-    """in a shared volume: what these give up an orphan record names from then on, see `Drafting`"""
+    """in a shared volume: what these give up an orphan record names from then on, see `Planner`"""
     files: int = 0
     """in a shared volume: inodes that come into the store, less those that lose their last name"""
     before: dict[bytes, int] = field(default_factory=dict)
@@ -118,10 +118,6 @@ class Taken(NamedTuple):
 class Batch(Changes):
     """One commit, and what to settle in memory after it."""
 
-    nodes: list[Node] = field(default_factory=list)
-    times: list[Node] = field(default_factory=list)
-    names: list[NameChange] = field(default_factory=list)
-    vacated: list[tuple[int, bytes]] = field(default_factory=list)
     freed: list[Extent] = field(default_factory=list)
     unborn: list[Extent] = field(default_factory=list)
     late: Late = field(default_factory=Late)
@@ -129,6 +125,7 @@ class Batch(Changes):
     left_serial: int | None = None
     """serial number of the oldest change that it had no room for; None: it had room for all"""
     draft: Draft = field(default_factory=Draft)
+    """what it has of each inode and name"""
     taken: list[Taken] = field(default_factory=list)
     """in a shared volume: of each inode what a refused commit has to give back"""
     ties: list[tuple[Node, Node]] = field(default_factory=list)

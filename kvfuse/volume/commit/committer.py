@@ -115,31 +115,44 @@ class _Group:
         return self._bytes
 
 
-class Committer:
-    """See the module."""
+@dataclass
+class Sequence:
+    """This client's sequence record in a shared volume. Its committer alone writes it."""
 
-    def __init__(self, records: RecordStore, sequence_key: bytes | None = None) -> None:
+    key: bytes
+    value: bytes = b""
+    counts_key: bytes | None = None
+    """of the record that counts what this client made, less what it removed; None: nobody counts"""
+    version: int = ABSENT
+
+
+class Committer:
+    """Sends one commit after the other. The journal owns it."""
+
+    def __init__(
+        self,
+        records: RecordStore,
+        sequence: Sequence | None = None,
+        *,
+        batch_waiters: Callable[[], int] = lambda: 0,
+        came_late: Callable[[], None] = lambda: None,
+    ) -> None:
+        """``sequence``: None where nobody else writes the store. ``batch_waiters``: callers that wait for a batch.
+
+        ``came_late``: called when an interrupted commit turns out to have happened: others may have changed the same.
+        """
         self.records = records
-        self.sequence_key = sequence_key
-        """of this client's sequence record; None where nobody else writes the store"""
-        self.sequence_value = b""
-        self.files_key: bytes | None = None
-        """of the record that counts what this client made, less what it removed; None: nobody counts"""
-        self._files = 0
-        """inodes, as that is in the store"""
         self.size = 0
-        """bytes of names, inodes and attributes, likewise"""
-        self.conflicts = 0
-        """commits that were refused because somebody else was faster"""
-        self.came_late: Callable[[], None] = lambda: None
-        """called when an interrupted commit turned out to have happened: others may have changed the same since"""
-        self._sequence_version = ABSENT
+        """bytes of names, inodes and attributes, as they are in the store"""
+        self._files = 0
+        """inodes, likewise"""
+        self._sequence = sequence
+        self._came_late = came_late
         self._turn = trio.Lock()
         self._waiting: deque[_Waiting] = deque()
         self._work = trio.Event()
-        self.batch_waiters: Callable[[], int] = lambda: 0
-        """how many wait for the journal's next batch"""
-        self.gathering = Gathering(lambda: len(self._waiting) + self.batch_waiters())
+        self._batch_waiters = batch_waiters
+        self.gathering = Gathering(lambda: len(self._waiting) + batch_waiters())
         """of those, and of transactions"""
         self._taken = trio.Event()
         """the next commit sets it, when it has taken along who waits"""
@@ -193,7 +206,7 @@ class Committer:
         it may have bytes to write first.
         """
         await self.gathering.meet()
-        if self.batch_waiters():
+        if self._batch_waiters():
             with trio.move_on_after(self.gathering.seconds):
                 await self._taken.wait()
 
@@ -235,10 +248,10 @@ class Committer:
         group = self._gather(batch)
         while batch is not None or group.members:
             changes = group.changes
-            if (group.files or group.size) and self.files_key is not None:
+            if (group.files or group.size) and self._sequence and self._sequence.counts_key:
                 # With what changes it, so that no crash comes between.
                 counts = schema.encode_counts(self._files + group.files, self.size + group.size)
-                changes.puts[self.files_key] = counts
+                changes.puts[self._sequence.counts_key] = counts
             try:
                 version = await self.records.commit(changes.puts, changes.deletes, changes.expect, durable=durable)
                 found = {} if version else await self._look(changes.expect)
@@ -249,8 +262,7 @@ class Committer:
                 self.gathering.served(len(group.members) + waiter_count, trio.current_time() - began)
                 self._applied(group, version)
                 return Outcome(version, {})
-            self.conflicts += 1
-            if self.sequence_key in found:
+            if self._sequence is not None and self._sequence.key in found:
                 told = EngineError("another daemon commits under this client's number: unmount and mount again")
                 for waiting in group.members:
                     _finish(waiting, error=told)
@@ -262,9 +274,10 @@ class Committer:
         return None
 
     def _guard(self) -> Changes:
-        if self.sequence_key is None:
+        sequence = self._sequence
+        if sequence is None:
             return Changes()
-        return Changes({self.sequence_key: self.sequence_value}, expect={self.sequence_key: self._sequence_version})
+        return Changes({sequence.key: sequence.value}, expect={sequence.key: sequence.version})
 
     def _gather(self, batch: Changes | None) -> _Group:
         """The batch and as many of those that wait as fit beside it, in the order in which they came."""
@@ -310,8 +323,8 @@ class Committer:
             self._work.set()
 
     def _applied(self, group: _Group, version: int) -> None:
-        if self.sequence_key is not None:
-            self._sequence_version = version
+        if self._sequence is not None:
+            self._sequence.version = version
         self._files += group.files
         self.size += group.size
         if group.batch is not None:
@@ -322,7 +335,7 @@ class Committer:
 
     def _interrupted(self, group: _Group, error: BaseException) -> None:
         """The commit may have happened. Callers hear it; the next commit finds out first."""
-        if self.sequence_key is not None:
+        if self._sequence is not None:
             self._unknown = group
         told = error if isinstance(error, KvfuseError) else EngineError("nothing is committed any more")
         for waiting in group.members:
@@ -333,18 +346,18 @@ class Committer:
 
         If it did, `Changes.version` of its batch says so, and what its transactions do when they are done is done.
         """
-        group, key = self._unknown, self.sequence_key
-        if group is None or key is None:
+        group, sequence = self._unknown, self._sequence
+        if group is None or sequence is None:
             return
         # Asked by a commit: before it, the engine makes sure that nothing sent earlier is done later.
-        version = self._sequence_version
-        if not await self.records.commit({}, (), {key: version}):
-            (row,) = await self.records.get([key])
+        version = sequence.version
+        if not await self.records.commit({}, (), {sequence.key: version}):
+            (row,) = await self.records.get([sequence.key])
             version = row.version if row else ABSENT
         self._unknown = None
-        if version != self._sequence_version:
+        if version != sequence.version:
             self._applied(group, version)
-            self.came_late()
+            self._came_late()
 
 
 def _finish(waiting: _Waiting, version: int = 0, error: KvfuseError | None = None) -> None:

@@ -16,7 +16,7 @@ Nothing else commits meanwhile. Operations go on at each await: what is decided 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -32,7 +32,8 @@ from kvfuse.volume.store.sealed import ScanPages, get_marked, get_sound
 
 if TYPE_CHECKING:
     from kvfuse.remote.records.api import Versioned
-    from kvfuse.volume.commit.journal import Journal
+    from kvfuse.volume.commit.pending import Pending
+    from kvfuse.volume.commit.refusals import Refusals
 
 FOLLOW_SECONDS = 2.0
 """Wait for the watch to say where an inode went."""
@@ -45,29 +46,30 @@ log = logging.getLogger(__name__)
 
 
 class Conflicts:
-    """See the module."""
+    """Brings memory to terms with a refused commit. The journal owns it."""
 
-    def __init__(self, journal: Journal) -> None:
-        self.journal = journal
-        self.core = journal.core
+    def __init__(self, pending: Pending, refusals: Refusals) -> None:
+        self.pending = pending
+        self.refusals = refusals
+        self.core = pending.core
 
     # -- recalling -----------------------------------------------------------------------------------
 
     def recall(self, batch: Batch) -> None:
         """The commit was refused: memory is as if it had never been built. What happened since stays."""
-        journal, draft = self.journal, batch.draft
+        pending, draft = self.pending, batch.draft
         committed: list[Extent] = []
         for taken in batch.taken:
             self._recall_node(taken, committed)
         self.core.slabs.recall([extent.slot for extent in committed], [extent.slot for extent in batch.freed])
         for change in draft.names:
             change.sent = False
-            current = journal.find(change.parent, change.name)
+            current = pending.find(change.parent, change.name)
             if current is not None and current is not change and change.vacated:
                 current.moved, current.vacated = change.moved, True
             if current is not None and current is not change:
                 current.leaves = change.leaves
-        journal.restore(batch, {key for taken in batch.taken for key in taken.extra})
+        self._restore(batch, {key for taken in batch.taken for key in taken.extra})
 
     def _recall_node(self, taken: Taken, committed: list[Extent]) -> None:
         node = taken.node
@@ -94,9 +96,37 @@ class Conflicts:
                 chunk.base = base
                 chunk.dirty = [*dirty, *[span for span in chunk.dirty if span not in dirty]]
             self.core.givers[node] = None
-            self.journal.touch(node)
+            self.pending.touch(node)
         else:
             self.core.metadata.release(taken.reserved)
+
+    def _restore(self, batch: Batch, others: Iterable[bytes]) -> None:
+        """What belongs to no inode is pending again. ``others``: keys of records that belong to one."""
+        draft, theirs = batch.draft, set(others)
+        pending, loose = self.pending, self.pending.loose
+        loose.changes = {**{key: value for key, value in draft.extra.items() if key not in theirs}, **loose.changes}
+        pending.times = {**dict.fromkeys(draft.times), **pending.times}
+        pending.gone = {**dict.fromkeys(draft.gone, 0), **pending.gone}
+        for first, second in batch.ties:
+            if first in pending.dirty or second in pending.dirty:
+                pending.ties.add(first, second)
+        for change in draft.names:
+            if pending.find(change.parent, change.name) is change:
+                pending.names[change] = None
+        loose.sent = {}
+        freed_twice = [extent for extent in batch.freed if self._is_freed_twice(extent) and extent not in draft.dead]
+        self.core.dead = [*draft.dead, *freed_twice, *self.core.dead]
+        self.core.unborn = [*batch.unborn, *self.core.unborn]
+        pending.load.wake()
+
+    def _is_freed_twice(self, extent: Extent) -> bool:
+        """The refused commit would have freed it, and another host did in the meantime.
+
+        That host put an f record, where the slot is ours. When it was looked at while the commit was under way, the
+        slot seemed to be free already, and only the record is to be deleted: so the slot is freed with it.
+        """
+        key = schema.freed_key(self.core.geometry.slab_of(extent.addr), extent.addr, extent.generation)
+        return self.pending.loose.changes.get(key, b"") is None
 
     # -- coming to terms -----------------------------------------------------------------------------
 
@@ -108,9 +138,9 @@ class Conflicts:
             elif key[:1] == b"i":
                 await self._resolve_inode(key, row)
             elif key[:1] == b"o":
-                self.journal.freed_elsewhere(schema.key_inode(key))
+                self.refusals.freed_elsewhere(schema.key_inode(key))
             elif key[:1] == b"x":
-                self.journal.attribute_is(key, row)
+                self.pending.loose.attribute_is(key, row)
 
     async def untangle(self) -> None:
         """Before a commit is built: two inodes that were changed here have one name.
@@ -126,9 +156,9 @@ class Conflicts:
     def _contested(self) -> list[bytes]:
         claims: dict[tuple[int, bytes], int] = {}
         contested: dict[tuple[int, bytes], None] = {}
-        for node in [node for node in self.journal.changed_inline(aside=False) if node.nlink]:
+        for node in [node for node in self.pending.changed_inline(aside=False) if node.nlink]:
             place = (node.parent, node.name)
-            change = self.journal.find(*place)
+            change = self.pending.find(*place)
             if claims.setdefault(place, node.ino) != node.ino or (change is not None and not _means(change, node)):
                 contested[place] = None
         return [schema.entry_key(*place) for place in contested]
@@ -140,8 +170,8 @@ class Conflicts:
         except schema.Malformed:
             self._lose_entry(parent, name)
             return
-        for node in self.journal.changed_inline(aside=True):
-            change = self.journal.find(parent, name)
+        for node in self.pending.changed_inline(aside=True):
+            change = self.pending.find(parent, name)
             if not node.nlink or (node.parent, node.name) != (parent, name):
                 continue
             if change is not None and _means(change, node):
@@ -150,76 +180,75 @@ class Conflicts:
                 await self._follow(node)
             elif change is None:
                 try:
-                    await self.journal.merge(node, entry, row.version)
+                    await self.refusals.merge(node, entry, row.version)
                 except MovedAgain:
                     await self._follow(node)
-        change = self.journal.find(parent, name)
+        change = self.pending.find(parent, name)
         if change is not None and change.version != (row.version if row is not None else ABSENT):
             self._resolve_name(parent, name, change, row)
 
     def _resolve_name(self, parent: int, name: bytes, change: NameChange, row: Versioned | None) -> None:
         """The name means something else in the store than when it was changed here."""
         entry = schema.decode_entry(row.value) if row is not None else None
-        journal = self.journal
         if isinstance(entry, int) or (isinstance(entry, schema.InodeRecord) and entry.nlink != 1):
-            journal.counters.lost_names += 1
+            self.pending.counters.lost_names += 1
             log.warning("%r in directory %d: another host was faster, ours is lost", name, parent)
             self._give_up(parent, name, change)
             return
         if change.node is None and change.moved is not None and entry is not None and entry.ino != change.moved.ino:
             self._give_up(parent, name, change)
             return
-        journal.stays(parent, name, change)  # what had the name is not ours to remove any more
+        self.refusals.stays(parent, name, change)  # what had the name is not ours to remove any more
         change.stored, change.version = row is not None, row.version if row is not None else 0
         ours = change.node
         if isinstance(entry, schema.InodeRecord) and row is not None and (ours is None or entry.ino != ours.ino):
-            journal.replaces(change, entry, row.version)
+            self.refusals.replaces(change, entry, row.version)
         elif isinstance(entry, schema.InodeRecord) and row is not None and ours is not None:
             ours.version, ours.base = row.version, entry
 
     def _lose_entry(self, parent: int, name: bytes) -> None:
         """Nobody can read the record any more: it stays for fsck, and what was to take its place is lost."""
         log.error("%r in directory %d: its record is damaged, what was changed here of the file is lost", name, parent)
-        for node in self.journal.changed_inline(aside=True):
+        for node in self.pending.changed_inline(aside=True):
             if (node.parent, node.name) == (parent, name):
-                self.journal.lost(node)
-        change = self.journal.find(parent, name)
+                self.refusals.lost(node)
+        change = self.pending.find(parent, name)
         if change is not None:
-            self.journal.counters.lost_names += 1
+            self.pending.counters.lost_names += 1
             self._give_up(parent, name, change)
 
     def _give_up(self, parent: int, name: bytes, change: NameChange) -> None:
         node = change.node
-        self.journal.stays(parent, name, change)
-        self.journal.forget_change(parent, name)
+        self.refusals.stays(parent, name, change)
+        self.pending.forget_change(parent, name)
         if node is not None:
-            self.journal.lost(node)
+            self.refusals.lost(node)
 
     async def _resolve_inode(self, key: bytes, row: Versioned | None) -> None:
         ino = schema.key_inode(key)
-        current = self.core.nodes.get(ino) or self.journal.folders.get(ino)
-        self.journal.give_up_times(ino, current)
+        current = self.core.nodes.get(ino) or self.pending.folders.get(ino)
+        self.pending.give_up_times(ino, current)
         try:
             record = schema.decode_inode(row.value) if row is not None else None
         except schema.Malformed:
             log.error("the record of inode %d is damaged, what was changed here of it is lost", ino)
             record = None
-        for node in dict.fromkeys([current, *self.journal.changed(ino)]):
+        for node in dict.fromkeys([current, *self.pending.changed(ino)]):
             if node is None:
                 continue
             if row is not None and record is not None:
-                await self.journal.merge(node, record, row.version)
+                await self.refusals.merge(node, record, row.version)
             elif node.is_directory:
                 self._lose_folder(node)
             else:
-                self.journal.lost(node)
+                self.refusals.lost(node)
 
     def _lose_folder(self, directory: Node) -> None:
         """The directory was removed elsewhere, with the names that were about to come into it."""
-        for name, change in list(self.journal.overlay.get(directory.ino, {}).items()):
-            self.journal.counters.lost_names += 1
+        for name, change in list(self.pending.overlay.get(directory.ino, {}).items()):
+            self.pending.counters.lost_names += 1
             self._give_up(directory.ino, name, change)
-        self.journal.lost(directory)
+        self.refusals.lost(directory)
 
     async def _follow(self, node: Node) -> None:
         """An inode is not where it was: another host renamed or removed it."""
@@ -236,20 +265,20 @@ class Conflicts:
                 break
             if own is not None:  # it got a second name
                 node.own_record = True
-                await self.journal.merge(node, schema.decode_inode(own.value), own.version)
+                await self.refusals.merge(node, schema.decode_inode(own.value), own.version)
                 return
             for place, row in zip(places, entries, strict=True):
                 entry = schema.decode_entry(row.value) if row is not None else None
                 if row is not None and isinstance(entry, schema.InodeRecord) and entry.ino == node.ino:
                     node.parent, node.name = place
                     with suppress(MovedAgain):
-                        await self.journal.merge(node, entry, row.version)
+                        await self.refusals.merge(node, entry, row.version)
                         return
             await trio.sleep(LOOK_SECONDS)
         else:
             if node.nlink and await self._search(node):
                 return
-        self.journal.lost(node)
+        self.refusals.lost(node)
 
     async def _search(self, node: Node) -> bool:
         """Nobody told where an inode went, as when the watch broke off in between: look at all names there are.
@@ -263,7 +292,7 @@ class Conflicts:
                 if isinstance(entry, schema.InodeRecord) and entry.ino == node.ino:
                     parent, _, name = schema.split_entry_key(row.key)
                     node.parent, node.name = parent, name
-                    await self.journal.merge(node, entry, row.version)
+                    await self.refusals.merge(node, entry, row.version)
                     return True
         return False
 

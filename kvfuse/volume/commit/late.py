@@ -4,8 +4,8 @@ A changed inode that is open for writing, and that nobody asks for, is *set asid
 at its names, so that a commit costs what changed, not what is open. Inodes that are tied to it stand aside with it, and
 so do names that mean one of them, or that one of them left. The invariant, whenever no commit is being built:
 
-* A changed inode is either a candidate of the next commit (`Pending._dirty`) or aside (``node.aside``), never both.
-* A change of a name is a candidate (`Pending._names`), or under way (``change.sent``), or aside with its ``holders``.
+* A changed inode is either a candidate of the next commit (`Pending.dirty`) or aside (``node.aside``), never both.
+* A change of a name is a candidate (`Pending.names`), or under way (``change.sent``), or aside with its ``holders``.
 * Inodes go aside in one place, when a commit is built and finds them open (`Pending._set_aside`). They are candidates
   again in one place (`Pending.reconsider`), with all that depends on them: at the last close; where one is forced
   (fsync, link, rename, attributes) or removed; and where a name changes that it has, had, or takes.
@@ -14,10 +14,9 @@ so do names that mean one of them, or that one of them left. The invariant, when
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 if TYPE_CHECKING:
-    from kvfuse.volume.commit.pending import NameChange
     from kvfuse.volume.inodes.node import Node
 
 
@@ -54,24 +53,33 @@ def is_held(moved: Node | None, late: Late) -> bool:
     return moved is not None and any(node in late for node in settlers(moved))
 
 
-class Aside:
-    """See the module."""
+class Waiting(Protocol):
+    """A change of a name that may wait for inodes that are aside."""
+
+    holders: tuple[Node, ...]
+
+
+Change = TypeVar("Change", bound=Waiting)
+
+
+class Aside(Generic[Change]):
+    """Inodes that are aside, and the changes of names that wait for them. `Pending` owns it."""
 
     def __init__(self) -> None:
         self._nodes: dict[Node, int] = {}
-        self._names: dict[Node, list[NameChange]] = {}
+        self._names: dict[Node, list[Change]] = {}
 
     def put(self, node: Node, serial: int) -> None:
         node.aside = True
         self._nodes[node] = serial
 
-    def hold(self, change: NameChange, holders: tuple[Node, ...]) -> None:
+    def hold(self, change: Change, holders: tuple[Node, ...]) -> None:
         """A change of a name waits for inodes that are aside."""
         change.holders = holders
         for holder in holders:
             self._names.setdefault(holder, []).append(change)
 
-    def take(self, node: Node) -> tuple[int, list[NameChange]]:
+    def take(self, node: Node) -> tuple[int, list[Change]]:
         """(serial number, changes of names that waited for it): it is not aside any more."""
         node.aside = False
         return self._nodes.pop(node), self._names.pop(node, [])

@@ -13,13 +13,12 @@ from typing import TYPE_CHECKING
 import trio
 
 from kvfuse.volume.commit.late import Aside, Late, Ties, is_held, settlers
-from kvfuse.volume.inodes.metadata_budget import Stored
+from kvfuse.volume.commit.loose import LooseRecords
 from kvfuse.volume.inodes.node import Node, check_remembered
-from kvfuse.volume.store import schema
 
 if TYPE_CHECKING:
     from kvfuse.volume.inodes.core import Core
-    from kvfuse.volume.slots.flusher import Flusher
+    from kvfuse.volume.store import schema
 
 BATCH_CHANGES = 1000
 """New changes of nodes and names that start a commit before the window has passed."""
@@ -28,16 +27,10 @@ CROWD_CHANGES = 2000
 change something share them, and each waits for what is more than its own share. So none makes the others wait, nor a
 commit so large that they see it."""
 CROWD_SIZE = 16 << 20
-"""Bytes of other records at which it does."""
-GIVERS_MIN = 1000
-"""see `Pending._givers_max`"""
+"""Bytes of loose records at which it does."""
 LINK_SHARE = 16
 """One part in so many of a commit's operations: changes that depend on each other, at which their commit is awaited."""
 LINKED_MAX = 1000
-"""and no more of them"""
-CHUNK_SHARE = 8
-"""One part in so many: chunk records of one file that may be waiting for a commit."""
-CHUNK_MAX = 4096
 """and no more of them"""
 
 
@@ -94,55 +87,91 @@ class JournalCounters:
     """inodes that another host changed, too"""
 
 
+class Load:
+    """Counts what is pending, and wakes the task that commits it. `Pending` owns it."""
+
+    def __init__(self, operation_count: int) -> None:
+        """``operation_count``: what the record store takes in one commit."""
+        self.work, self.urgent = trio.Event(), trio.Event()
+        self._loose_size = 0
+        """bytes of loose records, since the last commit was built"""
+        self.linked_count = 0
+        """changes that cannot be committed each alone, since nothing was left out of a commit"""
+        self._new_count = 0
+        """changes since the last commit was built"""
+        self._counts: dict[int, int] = {}
+        """user -> its changes that the next commit looks at"""
+        self._batch_max = min(BATCH_CHANGES, max(1, operation_count // 4))
+        self._crowd_max = min(CROWD_CHANGES, 8 * operation_count)
+        self.linked_max = max(1, min(LINKED_MAX, operation_count // LINK_SHARE))
+
+    def wake(self) -> None:
+        """Something changed: have it committed when the window has passed, or at once where that is a full batch."""
+        if not self.work.is_set():
+            self.work.set()
+        if self._new_count >= self._batch_max:
+            self.urgent.set()
+
+    def hurry(self) -> None:
+        """Have the next commit begin at once."""
+        self.work.set()
+        self.urgent.set()
+
+    def add(self, uid: int) -> None:
+        """An inode or a name of this user changed."""
+        self._new_count += 1
+        self._counts[uid] = self._counts.get(uid, 0) + 1
+        self.wake()
+
+    def add_loose(self, size: int) -> None:
+        """A loose record of so many bytes changed."""
+        self._loose_size += size
+        self.wake()
+
+    def begin_anew(self, uids: Iterable[int]) -> None:
+        """A commit was built. ``uids``: of each change that the next one looks at."""
+        self._new_count = self._loose_size = 0
+        self._counts = dict(Counter(uids))
+
+    def is_crowded(self, uid: int) -> bool:
+        """A user has its share of the changes that may be waiting for a commit."""
+        return self._counts.get(uid, 0) * len(self._counts) > self._crowd_max or self._loose_size > CROWD_SIZE
+
+    @property
+    def is_full(self) -> bool:
+        return self._new_count >= self._batch_max
+
+
 @dataclass
 class Pending:
-    """See the module."""
+    """All that the next commits have to store, and what of it the next one leaves out. The journal owns it."""
 
     core: Core
-    flusher: Flusher
     counters: JournalCounters = field(default_factory=JournalCounters, kw_only=True)
     renaming: Callable[[int, bytes], None] = field(default=lambda directory, name: None, kw_only=True)
-    """is told of a name before it means something else, or nothing"""
+    """called with a name before it means something else, or nothing"""
 
     def __post_init__(self) -> None:
         self.overlay: dict[int, dict[bytes, NameChange]] = {}
         """directory -> name -> change"""
         self.epoch = 0
         """counts settled commits: what was read from the store in an earlier epoch may be old"""
-        self._dirty: dict[Node, int] = {}
+        self.dirty: dict[Node, int] = {}
         """changed inode that the next commit looks at -> serial number of the change that made it so"""
-        self._names: dict[NameChange, None] = {}
+        self.names: dict[NameChange, None] = {}
         """changes of names that the next commit looks at"""
-        self._aside = Aside()
-        self._gone: dict[Node, int] = {}
+        self.aside = Aside[NameChange]()
+        self.gone: dict[Node, int] = {}
         """inode that lost its last name and leaves slots or records -> as above"""
-        self._times: dict[Node, None] = {}
-        self._extra: dict[bytes, bytes | None] = {}
+        self.times: dict[Node, None] = {}
+        """directories of which only the times changed"""
         self.folders: dict[int, Node] = {}
         """directories with changed names, in a shared volume"""
-        self._sent_extra: dict[bytes, bytes | None] = {}
-        self.seen: dict[bytes, Stored] = {}
-        """in a shared volume: attribute that is pending, or under way -> what the store has in its place"""
-        self._ties = Ties()
-        self._serial = 0
-        self._new_count = 0
-        """changes since the last commit was built"""
-        self._givers_max = GIVERS_MIN
-        """how many inodes may be kept as giving up slots before those are forgotten that have none any more"""
-        self._counts: dict[int, int] = {}
-        """user -> its changes that the next commit looks at"""
-        self._linked_count = 0
-        """changes that cannot be committed each alone, since nothing was left out of a commit"""
-        self._extra_size = 0
-        """bytes of attributes and the like, since the last commit was built"""
-        self._work = trio.Event()
-        self._urgent = trio.Event()
-        operation_count = self.core.records.limits.commit_operations_max
-        self._batch_max = min(BATCH_CHANGES, max(1, operation_count // 4))
-        self._crowd_max = min(CROWD_CHANGES, 8 * operation_count)
-        self._linked_max = max(1, min(LINKED_MAX, operation_count // LINK_SHARE))
-        self.chunk_count_max = max(2, min(CHUNK_MAX, operation_count // CHUNK_SHARE))
-        """chunk records of one file that may be waiting for a commit"""
+        self.ties = Ties()
+        self.serial = 0
+        """of the last change"""
+        self.load = Load(self.core.records.limits.commit_operations_max)
+        self.loose = LooseRecords(self.load.add_loose)
 
     def touch(self, node: Node, *, forced: bool = False) -> None:
         """``node`` changed; ``forced``: it belongs into the next commit even while it is being written."""
@@ -152,30 +181,31 @@ class Pending:
             node.forced = True
         if not node.changed and node.nlink:
             node.changed = True
-            self._serial += 1
-            self._dirty[node] = self._serial
-            self._count_new(node.uid)
-        elif node.aside and (node.forced or not node.writers):
+            self.serial += 1
+            self.dirty[node] = self.serial
+            self.load.add(node.uid)
+            return
+        if node.aside and (node.forced or not node.writers):
             self.reconsider(node)
-        self._wake()
+        self.load.wake()
 
     def touch_times(self, directory: Node) -> None:
         """Only the times of a directory changed: a put that expects nothing and conflicts with nobody's."""
         if directory.forgotten:
             check_remembered(directory)
         directory.times_changed = True
-        self._times[directory] = None
-        self._wake()
+        self.times[directory] = None
+        self.load.wake()
 
     def left(self, node: Node) -> None:
         """``node`` lost its last name, and nobody takes on what it leaves: ``dead`` and ``extra`` go with the name."""
         check_remembered(node)
         if node.extra or node.dead:
-            self.withdraw(node.extra)
-            if node not in self._gone:
-                self._serial += 1
-                self._gone[node] = self._serial
-        self._wake()
+            self.loose.withdraw(node.extra)
+            if node not in self.gone:
+                self.serial += 1
+                self.gone[node] = self.serial
+        self.load.wake()
 
     def find(self, parent: int, name: bytes) -> NameChange | None:
         names = self.overlay.get(parent)
@@ -211,25 +241,24 @@ class Pending:
             stored, version = previous.stored, previous.version
             if previous.vacated and not previous.sent:
                 moved, vacated = previous.moved, True  # nothing of what came since is in the store
-            self._linked_count += stored
+            self.load.linked_count += stored
         if node is not None:
             node.named = True
             self.core.known.note(parent, name, node.ino)
             if moved is not None and moved is not node and moved.nlink:
                 self.tie(node, moved)
-            self._linked_count += node.own_record
+            self.load.linked_count += node.own_record
         else:
-            self._linked_count += moved is not None and moved.own_record
+            self.load.linked_count += moved is not None and moved.own_record
             self.core.known.drop(parent, name)
         for one in (node, leaves, *settlers(moved)):
             if one is not None:
                 self.reconsider(one)
         names[name] = change = NameChange((parent, name), node, stored, moved, vacated, version)
-        self._names[change] = None
-        self._count_new(change.uid)
+        self.names[change] = None
+        self.load.add(change.uid)
         if self.core.shared:
             change.leaves = self._leaves(previous, leaves)
-        self._wake()
 
     def _leaves(self, previous: NameChange | None, removed: Node | None) -> Node | schema.InodeRecord | None:
         """The inode that the store has under a name when the next commit is built, if that is to be removed.
@@ -242,100 +271,80 @@ class Pending:
 
     def tie(self, first: Node, second: Node) -> None:
         """One took the other's name, and both stay: neither may be committed without the other."""
-        self._linked_count += 1
-        self._ties.add(first, second)
+        self.load.linked_count += 1
+        self.ties.add(first, second)
         self.reconsider(first)
         self.reconsider(second)
-
-    def put(self, key: bytes, value: bytes | None, stored: Stored | None = None) -> None:
-        """Any other record; None deletes it. ``stored``: what the store has, of an attribute in a shared volume."""
-        self._extra[key] = value
-        if stored is not None:
-            self.seen.setdefault(key, stored)
-        self._extra_size += len(value or b"")
-        self._wake()
-
-    def withdraw(self, keys: Iterable[bytes]) -> None:
-        """Forget what `put` was told of these keys, as far as it is not under way: somebody else has the last word."""
-        for key in keys:
-            self._extra.pop(key, None)
-
-    def forget_seen(self, keys: Iterable[bytes]) -> None:
-        """These are not to change any more, but for those that are under way."""
-        for key in keys:
-            if key not in self._sent_extra:
-                self.seen.pop(key, None)
-
-    def withdraw_attributes(self, node: Node) -> None:
-        """The inode was removed: what is pending of its attributes is not put, or taken away by the next commit.
-
-        Its orphan record, which says whether there are attributes to be removed, need not know of these. Who has the
-        file open still sees them.
-        """
-        if not node.flags & schema.FLAG_XATTRS:
-            return
-        prefix = schema.xattr_prefix(node.ino)
-        node.unstored_attributes = {**self.pending_puts(prefix), **node.unstored_attributes}
-        keys = [key for key in self._extra if key.startswith(prefix)]
-        self.withdraw(keys)
-        self.forget_seen(keys)
-        for key, value in self._sent_extra.items():
-            if value is not None and key.startswith(prefix):  # that commit may be refused: then it is pending again
-                self._extra[key] = None
-
-    def pending_puts(self, prefix: bytes) -> dict[bytes, bytes | None]:
-        """What `put` was told of keys that begin with ``prefix`` and the store does not know yet."""
-        return {key: value for key, value in {**self._sent_extra, **self._extra}.items() if key.startswith(prefix)}
 
     def changed_in(self, directory: int) -> set[Node]:
         """Inodes that came to a name in the directory, or left one, and are not in the store so."""
         changes = self.overlay.get(directory, {}).values()
         return {node for change in changes for node in (change.node, change.moved) if node is not None}
 
-    def crowded(self, uid: int) -> bool:
-        """A user has its share of the changes that may be waiting for a commit."""
-        return self._counts.get(uid, 0) * len(self._counts) > self._crowd_max or self._extra_size > CROWD_SIZE
-
-    def _count_new(self, uid: int) -> None:
-        self._new_count += 1
-        self._counts[uid] = self._counts.get(uid, 0) + 1
-
-    def _count_anew(self) -> None:
-        """A commit was built: the next one looks at what is left."""
-        self._counts = dict(Counter([*[node.uid for node in self._dirty], *[change.uid for change in self._names]]))
-        if len(self.core.givers) > self._givers_max:
-            self._giving_up()
-            self._givers_max = GIVERS_MIN + 2 * len(self.core.givers)
-
-    @property
-    def freeing_bytes(self) -> int:
-        """Bytes of slots that were given up and become free by a commit to come."""
-        given_up = [self.core.dead, self.core.unborn, *[node.dead for node in self._giving_up()]]
-        staged_size = 0
-        for node in self.core.unnamed.values():
-            for chunk in node.chunks.values():
-                given_up.append(chunk.extents)
-                staged_size += chunk.staged.capacity if chunk.staged is not None else 0
-        return (
-            sum([extent.slot_size for extents in given_up for extent in extents])
-            + self.flusher.dropped_size
-            + staged_size
-        )
-
-    def _giving_up(self) -> list[Node]:
+    def giving_up(self) -> list[Node]:
         """Changed inodes that give up slots."""
         givers = self.core.givers = {node: None for node in self.core.givers if node.dead}
-        return [node for node in {**givers, **self._gone} if node.dead and (node.changed or node in self._gone)]
+        return [node for node in {**givers, **self.gone} if node.dead and (node.changed or node in self.gone)]
 
-    def _wake(self) -> None:
-        if not self._work.is_set():
-            self._work.set()
-        if self._is_full:
-            self._urgent.set()
+    def settle_names(self, changes: Iterable[NameChange]) -> None:
+        """These are in the store."""
+        for change in changes:
+            current = self.overlay.get(change.parent, {}).get(change.name)
+            if current is change:
+                self._drop_entry(change.parent, change.name)
+            elif current is not None:  # None: it was given up meanwhile, as another host's change came before
+                current.stored = change.node is not None
 
-    @property
-    def _is_full(self) -> bool:
-        return self._new_count >= self._batch_max
+    def _drop_entry(self, parent: int, name: bytes) -> NameChange:
+        """The name means here what it means in the store."""
+        names = self.overlay[parent]
+        change = names.pop(name)
+        if not names:
+            del self.overlay[parent]
+            self.folders.pop(parent, None)
+        return change
+
+    # -- what is not to be stored any more --------------------------------------------------------------
+
+    def forget(self, node: Node) -> None:
+        """Nothing of the inode is to be stored any more."""
+        self.reconsider(node)
+        self.dirty.pop(node, None)
+        self.core.metadata.release(self.core.metadata.taken(node))
+        self.gone.pop(node, None)
+        self.times.pop(node, None)
+        self.ties.drop(node)
+        node.changed = node.forced = node.times_changed = False
+        self.loose.forget_seen(node.extra)
+        node.extra = {}
+
+    def give_up_times(self, ino: int, current: Node | None) -> None:
+        """Of a directory that memory dropped, or has anew as ``current``: others have changed it since."""
+        for directory in [directory for directory in self.times if directory.ino == ino and directory is not current]:
+            self.forget(directory)
+
+    def changes_of(self, node: Node) -> list[tuple[int, bytes, NameChange]]:
+        return [
+            (parent, name, change)
+            for parent, changes in self.overlay.items()
+            for name, change in changes.items()
+            if change.node is node
+        ]
+
+    def changed(self, ino: int) -> list[Node]:
+        """What is changed of an inode; in memory there may be another one of it by now, or none."""
+        return [node for node in (*self.dirty, *self.aside) if node.ino == ino]
+
+    def changed_inline(self, *, aside: bool) -> list[Node]:
+        """Changed inodes whose records stand in their names. ``aside``: those that are aside, too."""
+        return [node for node in (*self.dirty, *(self.aside if aside else ())) if not node.own_record]
+
+    def forget_change(self, parent: int, name: bytes) -> None:
+        """The name is what it is in the store."""
+        self.renaming(parent, name)
+        self.epoch += 1
+        self.core.known.drop(parent, name)
+        self._drop_name(self._drop_entry(parent, name))
 
     # -- what the next commit leaves out -------------------------------------------------------------
 
@@ -345,31 +354,31 @@ class Pending:
         while work:
             one = work.pop()
             if one.aside:
-                self._dirty[one], names = self._aside.take(one)
-                work += self._ties.of(one)
+                self.dirty[one], names = self.aside.take(one)
+                work += self.ties.of(one)
                 for change in names:
                     work += change.holders
-                    self._names[change] = None
+                    self.names[change] = None
 
     def _drop_name(self, change: NameChange) -> None:
         """The change is no more: another takes its place, or none."""
         for holder in change.holders:
             self.reconsider(holder)
-        self._names.pop(change, None)
+        self.names.pop(change, None)
 
     def _set_aside(self) -> None:
         """Set aside what is being written, and what may not be committed without that."""
-        written = {node for node in self._dirty if node.nlink and node.writers and not node.forced}
+        written = {node for node in self.dirty if node.nlink and node.writers and not node.forced}
         for node in self._closure(written):
-            if node in self._dirty:
-                self._aside.put(node, self._dirty.pop(node))
-        if self._aside:
-            held = [(change, holders) for change in self._names if (holders := _holders(change))]
+            if node in self.dirty:
+                self.aside.put(node, self.dirty.pop(node))
+        if self.aside:
+            held = [(change, holders) for change in self.names if (holders := _holders(change))]
             for change, holders in held:
-                del self._names[change]
-                self._aside.hold(change, holders)
+                del self.names[change]
+                self.aside.hold(change, holders)
 
-    def _late(self, flushed: set[Node]) -> Late:
+    def late(self, flushed: set[Node]) -> Late:
         """Changed nodes that the next commit leaves out: they are aside, or have bytes that no slot has.
 
         One that was flushed, and staged more meanwhile, goes in as it was flushed - unless it got a name
@@ -377,27 +386,27 @@ class Pending:
         """
         self._set_aside()
         staged = {
-            node for node in self._dirty if node.nlink and node.staged_count and (node not in flushed or node.named)
+            node for node in self.dirty if node.nlink and node.staged_count and (node not in flushed or node.named)
         }
         return Late(self._closure(staged))
 
     def _closure(self, nodes: set[Node]) -> set[Node]:
         """These, and all that have to wait for them: tied ones, and those that took a name which may not change yet."""
-        nodes = self._ties.closure(nodes)
+        if not nodes and not self.aside:
+            return nodes
+        nodes = self.ties.closure(nodes)
         while held_back := self._held_back(nodes):
-            nodes = self._ties.closure(nodes | held_back)
+            nodes = self.ties.closure(nodes | held_back)
         return nodes
 
     def _held_back(self, nodes: set[Node]) -> set[Node]:
         """Inodes that took a name which may not change yet, as what it meant is settled with one of these."""
-        if not nodes and not self._aside:
-            return set()
         late = Late(nodes)
         return {
             change.node
-            for change in self._names
+            for change in self.names
             if change.moved is not None
-            and change.node in self._dirty
+            and change.node in self.dirty
             and change.node not in nodes
             and is_held(change.moved, late)
         }

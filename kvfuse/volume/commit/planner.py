@@ -12,7 +12,6 @@ time. So the unit is one commit all the same, and `Removed` frees the slots piec
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from stat import S_IFREG
 from typing import TYPE_CHECKING
 
@@ -33,22 +32,26 @@ SLOT_SHARE = 4
 """One part in so many of a commit's operations: records of slots that are given up together piece by piece."""
 
 
-@dataclass
-class Drafting(Pending):
-    """See the module."""
+class Planner:
+    """Drafts commits of what is pending. One of each journal."""
 
-    def _draft_all(self, late: Late) -> Draft:
+    def __init__(self, pending: Pending) -> None:
+        self.pending = pending
+        self.core = pending.core
+        self._limits = pending.core.records.limits
+
+    def draft_all(self, late: Late) -> Draft:
         """Everything but what is late."""
         draft = Draft(extra=dict(self._ready_extra(late)))
-        for node in self._dirty:
+        for node in self.pending.dirty:
             if node not in late:
                 self._draft_node(draft, node)
-        for node in self._gone:
+        for node in self.pending.gone:
             self._draft_gone(draft, node)
-        for change in self._names:
+        for change in self.pending.names:
             if not is_held(change.moved, late):
                 self._draft_name(draft, change, late)
-        for directory in self._times:
+        for directory in self.pending.times:
             self._draft_times(draft, directory)
         draft.dead = self.core.dead
         self._draft_dead(draft, draft.dead)
@@ -96,7 +99,7 @@ class Drafting(Pending):
         heir.flags = schema.FLAG_CHUNK_RECORDS
         heir.atime = heir.mtime = heir.ctime = node.ctime
         draft.puts[schema.orphan_key(heir.ino)] = orphan_of(heir.record(), self.core.client)
-        slots_max = slot_records_max(self.core.records.limits)
+        slots_max = slot_records_max(self._limits)
         for number, start in enumerate(range(0, len(node.dead), slots_max)):
             extents = tuple([extent.record() for extent in node.dead[start : start + slots_max]])
             draft.puts[schema.chunk_key(heir.ino, schema.INLINE_CHUNKS + number)] = schema.encode_chunk(extents)
@@ -110,9 +113,9 @@ class Drafting(Pending):
             draft.before[key] = inode_weight(len(key), len(node.target))
         if _leaves_orphan(node) and not self.core.shared:  # bytes that were staged may have come to slots since
             draft.extra[schema.orphan_key(node.ino)] = schema.encode_inode(node.orphan_record())
-        self._draft_dead(draft, self._dead_of_gone(node))
+        self._draft_dead(draft, self.dead_of_gone(node))
 
-    def _dead_of_gone(self, node: Node) -> list[Extent]:
+    def dead_of_gone(self, node: Node) -> list[Extent]:
         """What is freed with the last name: in a shared volume the orphan record names all that is stored."""
         return [] if self.core.shared and _leaves_orphan(node) else node.dead
 
@@ -125,10 +128,10 @@ class Drafting(Pending):
                     has_rested = extent.state == RESTED
                     key = schema.freed_key(slab, extent.addr, extent.generation)
                     draft.puts[key] = schema.RESTED_SLOT if has_rested else b""
-            extents = [extent for extent in extents if self._is_mine(extent)]
+            extents = [extent for extent in extents if self.is_mine(extent)]
         self._draft_slabs(draft, extents)
 
-    def _is_mine(self, extent: Extent) -> bool:
+    def is_mine(self, extent: Extent) -> bool:
         return not self.core.shared or self.core.slabs.holds(self.core.geometry.slab_of(extent.addr))
 
     def _draft_slabs(self, draft: Draft, extents: list[Extent]) -> None:
@@ -149,7 +152,7 @@ class Drafting(Pending):
         draft.names.append(change)
         if self.core.shared and (node is not None or change.stored):
             self._expect_name(draft, change)
-            directory = self.folders.get(parent)
+            directory = self.pending.folders.get(parent)
             if node is not None and directory is not None and directory.version:
                 self._draft_folder(draft, directory)
         if node is None:
@@ -200,14 +203,14 @@ class Drafting(Pending):
         """
         return [
             (key, value)
-            for key, value in self._extra.items()
+            for key, value in self.pending.loose.changes.items()
             if not key.startswith(schema.XATTR_PREFIX) or not is_held(self.core.nodes.get(schema.key_inode(key)), late)
         ]
 
     def _draft_extra(self, draft: Draft) -> None:
         for key, value in draft.extra.items():
             if self.core.shared and key.startswith(schema.XATTR_PREFIX):
-                draft.expect[key], draft.before[key] = self.seen.get(key, NOT_STORED)
+                draft.expect[key], draft.before[key] = self.pending.loose.seen.get(key, NOT_STORED)
             if value is None:
                 draft.deletes.add(key)
             else:
@@ -215,12 +218,12 @@ class Drafting(Pending):
 
     # -- when not everything has room ----------------------------------------------------------------
 
-    def _draft_some(self, batch: Batch) -> Draft:
+    def draft_some(self, batch: Batch) -> Draft:
         """As many units as have room, the oldest first, and of what goes alone as much as has room beside them.
 
         What is left out is added to what is late.
         """
-        limits = self.core.records.limits
+        limits = self._limits
         late = batch.late.copy()
         units = self._units(late)
         draft = Draft()
@@ -247,7 +250,7 @@ class Drafting(Pending):
         draft = Draft()
         for node in unit.nodes:
             self._draft_node(draft, node, bequeaths=bequeaths)
-            if node in self._times:
+            if node in self.pending.times:
                 self._draft_times(draft, node)
         for node in unit.gone:
             self._draft_gone(draft, node)
@@ -259,7 +262,7 @@ class Drafting(Pending):
     def _add_loose(self, draft: Draft, late: Late) -> bool:
         """Times, attributes and slots that belong to no unit, as far as there is room; False if something is left."""
         for piece in list(self._loose(draft, late)):
-            if not draft.has_room(piece.measure(), self.core.records.limits):
+            if not draft.has_room(piece.measure(), self._limits):
                 return False
             draft.add(piece)
         return True
@@ -270,14 +273,14 @@ class Drafting(Pending):
         for extent in self.core.dead:
             piece = Draft(dead=[extent])
             key = schema.freed_key(self.core.geometry.slab_of(extent.addr), extent.addr, extent.generation)
-            if self._extra.get(key, b"") is None:
+            if self.pending.loose.changes.get(key, b"") is None:
                 piece.extra[key] = None
                 paired.add(key)
             self._draft_dead(piece, [extent])
             self._draft_extra(piece)
             yield piece
         with_unit = set(draft.times)
-        for directory in self._times:
+        for directory in self.pending.times:
             if directory not in late and directory not in with_unit:
                 piece = Draft()
                 self._draft_times(piece, directory)
@@ -292,7 +295,7 @@ class Drafting(Pending):
         """What may go now, in units, the oldest first."""
         groups = _Groups()
         changes: list[tuple[NameChange, Node | None]] = []
-        for change in self._names:
+        for change in self.pending.names:
             if is_held(change.moved, late):
                 continue
             if change.node in late:
@@ -303,19 +306,19 @@ class Drafting(Pending):
             if change.node is not None:
                 members.append(change.node)
             if any(node.is_directory for node in members):
-                members += [node for node in [self.core.nodes.get(change.parent)] if node in self._dirty]
+                members += [node for node in [self.core.nodes.get(change.parent)] if node in self.pending.dirty]
             changes.append((change, groups.join(members)))
-        for node in self._ties:
+        for node in self.pending.ties:
             if node not in late:
-                groups.join((node, *self._ties.of(node)))
+                groups.join((node, *self.pending.ties.of(node)))
         units: dict[Node | None, Unit] = {}
         alone: list[Unit] = []
-        for node, serial in self._dirty.items():
+        for node, serial in self.pending.dirty.items():
             if node not in late:
                 unit = units.setdefault(groups.first(node), Unit(serial=serial))
                 unit.nodes.append(node)
                 unit.serial = min(unit.serial, serial)
-        for node, serial in self._gone.items():
+        for node, serial in self.pending.gone.items():
             unit = units.setdefault(groups.first(node), Unit(serial=serial))
             unit.gone.append(node)
             unit.serial = min(unit.serial, serial)

@@ -110,9 +110,9 @@ class AccessTimes:
             return
         node.atime_moved = False
         if node.is_directory:
-            self._journal.touch_times(node)
+            self._journal.pending.touch_times(node)
         else:
-            self._journal.touch(node)
+            self._journal.pending.touch(node)
 
     def store_all(self) -> None:
         self.collect()

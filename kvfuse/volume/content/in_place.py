@@ -78,7 +78,7 @@ class InPlaceWriter:
         node.chunk_changed(index)
         if all(extent.state == FRESH for extent, _ in sealed):
             return
-        self.journal.touch(node, forced=True)
+        self.journal.pending.touch(node, forced=True)
         try:
             await self.journal.commit(node, durable=True)
         except BaseException:
@@ -86,7 +86,7 @@ class InPlaceWriter:
             for extent, checksums in sealed:  # no byte was changed: the next write has to ask again
                 extent.checksums = checksums
             node.chunk_changed(index)
-            self.journal.touch(node)
+            self.journal.pending.touch(node)
             raise
 
     async def seal(self, node: Node) -> None:
@@ -105,7 +105,7 @@ class InPlaceWriter:
                     node.changing(index)
                     extent.checksums, extent.verified = granule_checksums(buffer), 0
                     node.chunk_changed(index)
-                    self.journal.touch(node)
+                    self.journal.pending.touch(node)
                     await self.headers.write_header(node, index, extent)
 
 

@@ -26,7 +26,7 @@ class Refresher:
     readers_change: Callable[[Node], None] = lambda node: None
     """is told before other people may read an inode than before"""
     revive: Callable[[Node], None] = lambda node: None
-    """as `SharedJournal.revive`"""
+    """as `Refusals.revive`"""
 
     def take(self, record: schema.InodeRecord, version: int, place: tuple[int, bytes], *, own: bool) -> Node:
         """The node of a record that was just read. ``place``: the name that led to it; ``own``: the record is its own.

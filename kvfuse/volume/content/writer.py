@@ -154,7 +154,7 @@ class Writer:
 
     async def commit_so_far(self, node: Node) -> None:
         """The file is then as if it had been written, or cut, so far."""
-        self.journal.touch(node, forced=True)
+        self.journal.pending.touch(node, forced=True)
         await self.journal.commit(node)
 
     async def _write_part(self, node: Node, index: int, start: int, data: bytes | memoryview, mark: int | None) -> None:
@@ -308,7 +308,7 @@ class Writer:
 
     def note_change(self, node: Node) -> None:
         node.mtime = node.ctime = clock.now()
-        self.journal.touch(node, forced=node.staged_count > STAGED_CHUNKS_MAX)
+        self.journal.pending.touch(node, forced=node.staged_count > STAGED_CHUNKS_MAX)
 
 
 class _EndMoved(Exception):

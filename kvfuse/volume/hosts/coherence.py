@@ -60,7 +60,7 @@ class Coherence:
 
     def __post_init__(self) -> None:
         self.news = self.lookup.refresher.news
-        self._merger, self.journal.merger = self.journal.merger, self._merge
+        self._merger, self.journal.refusals.merger = self.journal.refusals.merger, self._merge
         self._unsure_ends: WeakSet[Node] = WeakSet()
         """files that others may have changed: the kernel may have taken an older end for theirs"""
         self._held: dict[int, Node] = {}
@@ -144,7 +144,7 @@ class Coherence:
                 core.known.note(parent, name, ino, change.version)
                 is_followed = core.nodes.get(ino) is not None
             else:
-                self.journal.renaming(parent, name)
+                self.journal.pending.renaming(parent, name)
                 core.known.drop(parent, name, change.version)
             if not is_followed and (parent == ROOT_INODE or core.places.known(parent)):
                 self.news.name(parent, name)  # what is not in memory may be on its way to the kernel in a listing
@@ -168,7 +168,7 @@ class Coherence:
         if node is not None and node.is_directory:
             self.core.known.removed(ino)
             self.core.tier.retire(ino)
-            self.journal.withdraw_attributes(node)
+            self.journal.pending.loose.withdraw_attributes(node)
             node.nlink = 0
             self.core.nodes.drop(node)
             self.news.attributes(ino)
@@ -231,7 +231,7 @@ class Coherence:
             return
         self.news.attributes(ino)
         if node.nlink and not is_quiet(node):
-            self.journal.lost(node)
+            self.journal.refusals.lost(node)
         node.nlink = 0
         if node.handles:
             self.hold(node)
@@ -241,7 +241,7 @@ class Coherence:
     def _end(self, node: Node) -> None:
         """Nobody can ask for the file any more: what only memory has of it is given up."""
         self.core.tier.drop(node.ino)
-        self.journal.reap(node)
+        self.journal.refusals.reap(node)
         self.core.nodes.drop(node)
 
     def hold(self, node: Node) -> None:

@@ -103,7 +103,7 @@ class ApplyFirst:
 
     async def _check_empty(self, directory: Node) -> None:
         """NotEmpty, unless the directory may be removed. What was moved out of it is gone from the store then."""
-        moved = [change.moved for change in self.journal.overlay.get(directory.ino, {}).values()]
+        moved = [change.moved for change in self.journal.pending.overlay.get(directory.ino, {}).values()]
         leaving = [node for node in moved if node is not None and (node.writers or node.staged_count)]
         if leaving:  # inodes whose commit may yet have to wait for bytes
             await self.journal.commit(*leaving)
@@ -123,10 +123,10 @@ class ApplyFirst:
         meant = None
         for (directory, name, (was, stored, _, _, version), _), meant in zip(plan.ends, plan.means, strict=True):
             moved, leaves = was if meant is None else None, was if was is plan.unlinked else None
-            self.journal.set_name(directory.ino, name, meant, stored, moved, version, leaves)
+            self.journal.pending.set_name(directory.ino, name, meant, stored, moved, version, leaves)
         for directory, more in plan.counts.items():
             directory.nlink += more
-            self.journal.touch(directory)
+            self.journal.pending.touch(directory)
         if plan.unlinked is not None:
             self._unlink(plan.unlinked, meant)
         elif plan.removed is not None:
@@ -148,19 +148,19 @@ class ApplyFirst:
         core.file_count += 1
         core.counters.creates += 1
         if node.own_record:
-            self.journal.touch_times(node)
+            self.journal.pending.touch_times(node)
             core.known.made(node.ino)
-        self.journal.touch(node)
+        self.journal.pending.touch(node)
 
     def _link(self, node: Node) -> None:
         """A file has one name more. Its record moves from its only one, which becomes a reference, to its own key."""
         if not node.own_record:
             node.own_record = True
-            self.journal.set_name(node.parent, node.name, node, node.stored or node.committing)
+            self.journal.pending.set_name(node.parent, node.name, node, node.stored or node.committing)
         node.forget_copy()
         node.nlink += 1
         node.ctime = clock.now()
-        self.journal.touch(node, forced=True)
+        self.journal.pending.touch(node, forced=True)
 
     def _unlink(self, node: Node, heir: Node | None) -> None:
         """A file lost a name, which ``heir`` has now."""
@@ -169,9 +169,9 @@ class ApplyFirst:
         if not node.nlink:
             self.nameless.removed(node, heir)
             return
-        self.journal.touch(node, forced=True)
+        self.journal.pending.touch(node, forced=True)
         if heir is not None:
-            self.journal.tie(heir, node)
+            self.journal.pending.tie(heir, node)
 
     def _move(self, plan: Plan) -> None:
         """What was renamed is at its new place."""
@@ -184,13 +184,13 @@ class ApplyFirst:
             node.parent, node.name = end.directory.ino, end.name
             node.ctime = clock.now()
             self.core.places.set(node.ino, node.parent, node.name)
-            self.journal.touch(node, forced=True)
+            self.journal.pending.touch(node, forced=True)
             if node.is_directory:
-                self.journal.touch_times(node)
+                self.journal.pending.touch_times(node)
         if plan.means[0] is not None:
-            self.journal.tie(plan.node, plan.means[0])
+            self.journal.pending.tie(plan.node, plan.means[0])
 
     def touch_entries(self, directory: Node) -> None:
         """Entries of the directory changed."""
         directory.mtime = directory.ctime = clock.now()
-        self.journal.touch_times(directory)
+        self.journal.pending.touch_times(directory)

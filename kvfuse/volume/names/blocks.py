@@ -92,7 +92,7 @@ class Blocks:
         self._bindings: dict[tuple[int, bytes], Binding] = {}
         self._names: dict[int, set[tuple[int, bytes]]] = {}
         """inode -> its bound names"""
-        self.journal.renaming = self._unbind
+        self.journal.pending.renaming = self._unbind
 
     def start(self) -> None:
         """Called in the event loop, once, before anybody else may use the tier."""

@@ -46,12 +46,12 @@ class Names:
         """
         if self.lookup.is_strict(directory):
             await self.executor.publish(directory, nodes)
-        elif self.journal.crowded((nodes or (directory,))[0].uid):
+        elif self.journal.pending.load.is_crowded((nodes or (directory,))[0].uid):
             await self.journal.commit()
 
     def publish_waits(self, directory: Node, node: Node) -> bool:
         """`publish` has something to wait for."""
-        return self.lookup.is_strict(directory) or self.journal.crowded(node.uid)
+        return self.lookup.is_strict(directory) or self.journal.pending.load.is_crowded(node.uid)
 
     # -- creating ------------------------------------------------------------------------------------
 

@@ -196,13 +196,13 @@ class CommitFirst:
     async def _find(self, parent: int, name: bytes, is_fresh: bool) -> Found:
         """What a name means in the store; where that was not asked, as far as is known. Names that wait are stored."""
         while True:
-            change = self.journal.find(parent, name)
+            change = self.journal.pending.find(parent, name)
             if change is not None:
                 await self.journal.commit(*[node for node in (change.node, change.moved) if node is not None])
                 continue
             found = None if is_fresh else self.lookup.known(parent, name)
             if found is None and not is_fresh:
-                return Found(None, False, None, self.journal.epoch)
+                return Found(None, False, None, self.journal.pending.epoch)
             if found is None or (found.node is not None and not found.version):
                 found = await self.lookup.find_shared(parent, name, is_fresh=True)
             if found.change is None:
@@ -224,10 +224,10 @@ class CommitFirst:
 
     async def _check_empty(self, directory: Node) -> None:
         """NotEmpty, unless the directory is empty in the store. What was removed here before is removed there first."""
-        while changes := self.journal.overlay.get(directory.ino):
+        while changes := self.journal.pending.overlay.get(directory.ino):
             if any(change.node is not None for change in changes.values()):
                 break
-            await self.journal.commit(*self.journal.changed_in(directory.ino))
+            await self.journal.commit(*self.journal.pending.changed_in(directory.ino))
         if not await self.lookup.is_empty(directory.ino):
             raise errors.NotEmpty(f"directory {directory.name!r} is not empty")
 
@@ -281,7 +281,7 @@ class CommitFirst:
 
     def _apply_name(self, parent: int, name: bytes, node: Node | None, version: int, *, is_made: bool) -> None:
         core = self.core
-        self.journal.renaming(parent, name)
+        self.journal.pending.renaming(parent, name)
         if core.known.version(parent, name) > version:
             return  # it was read since, as another host has changed it once more
         core.known.settle(parent, name, node is not None)
@@ -293,7 +293,7 @@ class CommitFirst:
             self.lookup.paths.moved(node, parent, name)
             if node.is_directory and not is_made:  # its times stand apart from its record
                 node.ctime = clock.now()
-                self.journal.touch_times(node)
+                self.journal.pending.touch_times(node)
         directory = core.nodes.get(parent)
         if directory is not None:
             self.later.touch_entries(directory)
@@ -306,10 +306,10 @@ class CommitFirst:
             self.core.tier.retire(node.ino)
             self.core.known.removed(node.ino)
             node.reaped = True
-            self.journal.withdraw_attributes(node)
+            self.journal.pending.loose.withdraw_attributes(node)
             if node.flags & schema.FLAG_XATTRS:
-                self.journal.free_later(node.ino)
+                self.journal.refusals.free_later(node.ino)
             if not self.core.places.known(node.ino):  # or somebody here may be in it
                 self.core.nodes.drop(node)
         else:
-            self.journal.removed(node)
+            self.journal.refusals.removed(node)

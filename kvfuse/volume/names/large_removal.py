@@ -79,7 +79,7 @@ class Removal:
                 node.extra[schema.chunk_key(node.ino, index)] = None
                 del node.chunks[index]
             node.dirty_chunks = frozenset()
-            self.journal.left(node)
+            self.journal.pending.left(node)
             await self.journal.commit(node)
         self.reap(node)
         await self.journal.commit(node)

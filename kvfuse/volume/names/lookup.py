@@ -1,7 +1,7 @@
 """From names to inodes, without changing any: lookup, what the kernel knows, listings.
 
 A name is looked for in the journal's overlay, then among what is known (`known`), then in the record store. A
-read of the store may wait; what it says is used only if no commit was settled meanwhile (`Journal.epoch`).
+read of the store may wait; what it says is used only if no commit was settled meanwhile (`Pending.epoch`).
 
 Where other hosts write the store, too, `shared.lookup` finds names.
 """
@@ -81,14 +81,14 @@ class Lookup:
         """The inode in memory. Stale, when it is gone."""
         node = self.core.nodes.get(ino)
         while node is None:
-            epoch = self.journal.epoch
+            epoch = self.journal.pending.epoch
             place = self.core.places.get(ino)
             keys = [schema.inode_key(ino), schema.times_key(ino)]
             if place is not None and place[1]:
                 keys.append(schema.entry_key(*place))
             own, times, *entry = await self.core.records.get(keys)
             node = self.core.nodes.get(ino)
-            if node is not None or epoch != self.journal.epoch:
+            if node is not None or epoch != self.journal.pending.epoch:
                 continue
             parent, name = place or (0, b"")
             if own is not None:
@@ -115,10 +115,10 @@ class Lookup:
             raise errors.NameTooLong(f"a name of {len(name)} bytes: at most {NAME_MAX} are allowed")
         core = self.core
         while True:
-            change = self.journal.find(parent, name)
+            change = self.journal.pending.find(parent, name)
             if change is not None:
-                return Found(change.node, change.stored, change, self.journal.epoch)
-            epoch = self.journal.epoch
+                return Found(change.node, change.stored, change, self.journal.pending.epoch)
+            epoch = self.journal.pending.epoch
             ino = core.known.inode(parent, name)
             node = core.nodes.get(ino) if ino is not None else None
             if node is not None:
@@ -128,7 +128,7 @@ class Lookup:
             record = (await core.records.get([schema.entry_key(parent, name)]))[0]
             if record is None:
                 await self.learning.read_page(parent)
-            if self.journal.find(parent, name) is not None or epoch != self.journal.epoch:
+            if self.journal.pending.find(parent, name) is not None or epoch != self.journal.pending.epoch:
                 continue
             if record is None:
                 return Found(None, False, None, epoch)
@@ -141,7 +141,7 @@ class Lookup:
                 assert isinstance(entry, int)
                 core.places.set(entry, parent, name)
                 node = await self.node(entry)
-                if self.journal.find(parent, name) is not None or epoch != self.journal.epoch:
+                if self.journal.pending.find(parent, name) is not None or epoch != self.journal.pending.epoch:
                     continue
             node.parent, node.name = parent, name
             core.known.note(parent, name, node.ino)
@@ -168,15 +168,15 @@ class Lookup:
         Then a name is told by 64 bits of its hash: one that is absent is taken for another only by their coincidence.
         """
         while True:
-            epoch = self.journal.epoch
+            epoch = self.journal.pending.epoch
             found = self.core.known.stored(parent, names)
             if found is None:
                 rows = await get_sound(self.core.records, [schema.entry_key(parent, name) for name in names])
                 await self.learning.read_page(parent, max(LEARN_ROWS, 4 * len(names)))
-                if epoch != self.journal.epoch:
+                if epoch != self.journal.pending.epoch:
                     continue
                 found = [row is not None for row in rows]
-            if changes := self.journal.overlay.get(parent):
+            if changes := self.journal.pending.overlay.get(parent):
                 changed = [changes.get(name) for name in names]
                 found = [
                     stored if change is None else change.node is not None
@@ -186,8 +186,8 @@ class Lookup:
 
     def holds(self, parent: int, name: bytes, found: Found) -> bool:
         """What `find` said is still so, although the caller has waited since."""
-        change = self.journal.find(parent, name)
-        return change is found.change and (change is not None or found.epoch == self.journal.epoch)
+        change = self.journal.pending.find(parent, name)
+        return change is found.change and (change is not None or found.epoch == self.journal.pending.epoch)
 
     def _materialise(self, record: schema.InodeRecord, version: int, parent: int, name: bytes, *, own: bool) -> Node:
         """The node of a record; the one in memory, if it is there already (it is newer)."""
@@ -236,10 +236,10 @@ class Lookup:
         await self.directory(ino)
         entries: list[DirEntry] = []
         while len(entries) < limit:
-            epoch = self.journal.epoch
+            epoch = self.journal.pending.epoch
             start = schema.entry_after(ino, after)
             rows, damaged = await scan_page(self.core.records, schema.entry_prefix(ino), start, limit)
-            if epoch != self.journal.epoch:
+            if epoch != self.journal.pending.epoch:
                 continue
             more = len(rows) + len(damaged) == limit
             last = schema.split_entry_key(last_key(rows, damaged))[1] if more else (1 << 63) - 1
@@ -255,7 +255,7 @@ class Lookup:
                     page[name] = self._listed(entry, row.version, ino, name)
                 else:
                     page[name] = entry
-            for name, change in self.journal.overlay.get(ino, {}).items():
+            for name, change in self.journal.pending.overlay.get(ino, {}).items():
                 if after < schema.name_hash(name) <= last:
                     if change.node is None:
                         page.pop(name, None)
@@ -324,11 +324,11 @@ class Lookup:
         """No entry in the overlay, none in the store that the overlay does not take away."""
         after = b""
         while True:
-            epoch = self.journal.epoch
+            epoch = self.journal.pending.epoch
             rows = await self.core.records.scan(schema.entry_prefix(ino), after, 64)
-            if epoch != self.journal.epoch:
+            if epoch != self.journal.pending.epoch:
                 continue
-            changes = self.journal.overlay.get(ino, {})
+            changes = self.journal.pending.overlay.get(ino, {})
             if any(change.node is not None for change in changes.values()):
                 return False
             for row in rows:

@@ -79,7 +79,7 @@ class OwnNameless(Nameless):
 
     def removed(self, node: Node, heir: Node | None = None) -> None:
         self.core.file_count -= 1
-        self.journal.reconsider(node)
+        self.journal.pending.reconsider(node)
         records = node.extra
         if node.own_record:
             records[schema.inode_key(node.ino)] = None
@@ -93,7 +93,7 @@ class OwnNameless(Nameless):
         if kept and (node.stored or node.committing):
             records[schema.orphan_key(node.ino)] = schema.encode_inode(node.orphan_record())
         elif not (node.stored or node.committing):
-            self.journal.withdraw_attributes(node)  # nothing else tells of the inode
+            self.journal.pending.loose.withdraw_attributes(node)  # nothing else tells of the inode
         node.heir = heir
         self._pass_on(node, heir)
         if not kept:
@@ -109,10 +109,10 @@ class OwnNameless(Nameless):
             heir.dead += node.dead
             self.core.givers[heir] = None
             heir.extra.update(node.extra)
-            self.journal.withdraw(node.extra)
+            self.journal.pending.loose.withdraw(node.extra)
             node.dead, node.extra = [], {}
         else:
-            self.journal.left(node)
+            self.journal.pending.left(node)
 
     def reap(self, node: Node, heir: Node | None = None) -> None:
         if self.removal.is_large(node):
@@ -142,7 +142,7 @@ class SharedNameless(Nameless):
         super().__post_init__()
         self.orphans = Removed(self.core, self.journal, self.chunks)
         self.journal.helpers.append(self.orphans.run)
-        self.journal.reap, self.journal.free_later = self.reap, self.orphans.later
+        self.journal.refusals.reap, self.journal.refusals.free_later = self.reap, self.orphans.later
 
     def knows_all(self, node: Node) -> bool:
         return True
@@ -153,9 +153,9 @@ class SharedNameless(Nameless):
         Whoever has it open may read on.
         """
         self.core.file_count -= 1
-        self.journal.reconsider(node)
+        self.journal.pending.reconsider(node)
         self.core.tier.drop(node.ino)
-        self.journal.withdraw_attributes(node)
+        self.journal.pending.loose.withdraw_attributes(node)
         node.dead = []  # they are in the record that is stored, and go with it
         if node.handles:
             return

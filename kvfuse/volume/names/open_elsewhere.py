@@ -189,7 +189,7 @@ class Removed:
         ):
             for row in rows:
                 keys.append(row.key)
-                self.journal.attribute_is(row.key, Versioned(row.value, row.version))
+                self.journal.pending.loose.attribute_is(row.key, Versioned(row.value, row.version))
             after = rows[-1].key
         return keys
 
@@ -230,7 +230,7 @@ class Removed:
         for key, extents in items:
             is_full = len(node.dead) + len(extents) > self._slots_max
             if deleted_count and (is_full or deleted_count == self.journal.chunk_count_max):
-                self.journal.left(node)
+                self.journal.pending.left(node)
                 await self.journal.commit(node)
                 deleted_count = 0
             node.extra[key] = None
@@ -238,12 +238,12 @@ class Removed:
             deleted_count += 1
         inline_count = sum([len(chunk.extents) for chunk in node.chunks.values()])
         if deleted_count and len(node.dead) + inline_count > self._slots_max:
-            self.journal.left(node)
+            self.journal.pending.left(node)
             await self.journal.commit(node)
         node.extra[schema.orphan_key(node.ino)] = None
         for chunk in node.chunks.values():
             node.dead += _rested(chunk.extents)
-        self.journal.left(node)
+        self.journal.pending.left(node)
 
 
 def _rested(extents: Iterable[Extent]) -> Iterable[Extent]:

@@ -80,10 +80,10 @@ class Learning:
             return
         if self.core.shared:
             row_count = max(row_count, min(known.count(directory), LEARN_ROWS_MAX))
-        epoch = self.journal.epoch
+        epoch = self.journal.pending.epoch
         with known.shelf.reading() as page:
             rows, damaged = await scan_page(self.core.records, schema.entry_prefix(directory), after, row_count)
-            if epoch == self.journal.epoch and known.next_page(directory) == after:
+            if epoch == self.journal.pending.epoch and known.next_page(directory) == after:
                 keys = sorted([row.key for row in rows] + damaged)
                 known.learn(directory, keys, last=len(keys) < row_count)
                 if self.core.shared:

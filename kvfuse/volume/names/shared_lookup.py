@@ -150,7 +150,7 @@ class SharedLookup(Lookup):
             if node.version >= told.version or not node.nlink:
                 return node
             if not (node.changed or node.committing):
-                self.journal.touch(node)  # somebody began to write, and has not changed anything yet
+                self.journal.pending.touch(node)  # somebody began to write, and has not changed anything yet
             try:
                 await self.journal.commit(node)
             except errors.EngineError as error:
@@ -203,19 +203,19 @@ class SharedLookup(Lookup):
 
     def known(self, parent: int, name: bytes) -> Found | None:
         """What the name means as far as is known here, without asking."""
-        change = self.journal.find(parent, name)
+        change = self.journal.pending.find(parent, name)
         if change is not None:
-            return Found(change.node, change.stored, change, self.journal.epoch, change.version)
+            return Found(change.node, change.stored, change, self.journal.pending.epoch, change.version)
         ino = self.core.known.inode(parent, name)
         node = self.core.nodes.get(ino) if ino is not None else None
         if node is not None and node.own_record:
-            return Found(node, True, None, self.journal.epoch, self.core.known.version(parent, name))
+            return Found(node, True, None, self.journal.pending.epoch, self.core.known.version(parent, name))
         if node is not None:
             if (node.parent, node.name) != (parent, name):
                 return None  # it was renamed elsewhere, and the news of this name are still to come
-            return Found(node, True, None, self.journal.epoch, node.version)
+            return Found(node, True, None, self.journal.pending.epoch, node.version)
         if self.core.known.is_absent(parent, name):
-            return Found(None, False, None, self.journal.epoch)
+            return Found(None, False, None, self.journal.pending.epoch)
         return None
 
     async def find_shared(self, parent: int, name: bytes, *, is_fresh: bool, above: Sequence[Link] = ()) -> Found:
@@ -230,7 +230,7 @@ class SharedLookup(Lookup):
             if found is not None and (found.change or not is_fresh):
                 return found
             if not is_fresh and (node := self.learning.shelved(parent, name)) is not None:
-                return Found(node, True, None, self.journal.epoch, node.version)
+                return Found(node, True, None, self.journal.pending.epoch, node.version)
             try:
                 if not is_fresh and may_learn and self.learning.pays(parent):
                     may_learn = False
@@ -267,7 +267,7 @@ class SharedLookup(Lookup):
         is_remembered = meant is not None and self.core.places.get(meant) == (parent, name)
         self.paths.check(above, rows, asked_at, (parent, name) if is_remembered else None)
         version = entry.version if entry is not None else 0
-        if self.journal.find(parent, name) is not None or known.version(parent, name) not in (before, version):
+        if self.journal.pending.find(parent, name) is not None or known.version(parent, name) not in (before, version):
             return None
         if record is None:
             return await self._absent(parent, name)
@@ -289,18 +289,18 @@ class SharedLookup(Lookup):
         known.note(parent, name, node.ino, version)
         if node.version < told.version:  # it is changed here, too
             node = await self._catch_up(told)
-            if self.journal.find(parent, name) is not None or known.inode(parent, name) != node.ino:
+            if self.journal.pending.find(parent, name) is not None or known.inode(parent, name) != node.ino:
                 return None
-        return Found(node, True, None, self.journal.epoch, version if node.own_record else node.version)
+        return Found(node, True, None, self.journal.pending.epoch, version if node.own_record else node.version)
 
     async def _absent(self, parent: int, name: bytes) -> Found | None:
         """The store has no such name. In relaxed folders more is read, so that the next name need not be asked for."""
         self.core.known.drop(parent, name)
         if not self.asks(parent):
             await self.learning.read_page(parent)
-            if self.journal.find(parent, name) is not None or self.core.known.inode(parent, name) is not None:
+            if self.journal.pending.find(parent, name) is not None or self.core.known.inode(parent, name) is not None:
                 return None
-        return Found(None, False, None, self.journal.epoch)
+        return Found(None, False, None, self.journal.pending.epoch)
 
 
 def check_name(name: bytes) -> None:

@@ -127,7 +127,7 @@ class Xattrs:
         key = schema.xattr_key(node.ino, name)
         pending = self._not_stored(node, key)
         if key in pending:
-            return pending[key], self.journal.seen.get(key, NOT_STORED)
+            return pending[key], self.journal.pending.loose.seen.get(key, NOT_STORED)
         record = (await self.core.records.get([key]))[0]
         return record.value if record is not None else None, Stored.of(key, record)
 
@@ -166,7 +166,7 @@ class Xattrs:
         """
         size = weight(len(key), len(value))
         while True:
-            stored = self.journal.seen.get(key, NOT_STORED)
+            stored = self.journal.pending.loose.seen.get(key, NOT_STORED)
             if self.core.metadata.fits(size) and not (self.core.shared and self._is_unseen(node, key)):
                 return size, stored
             growth = size
@@ -179,7 +179,7 @@ class Xattrs:
 
     def _is_unseen(self, node: Node, key: bytes) -> bool:
         """Whether the store has the attribute, and how large it is, only the store knows."""
-        return bool(node.flags & schema.FLAG_XATTRS and node.nlink and not self.journal.pending_puts(key))
+        return bool(node.flags & schema.FLAG_XATTRS and node.nlink and not self.journal.pending.loose.pending_puts(key))
 
     async def list(self, ino: int) -> list[bytes]:
         node = await self.lookups.current(ino)
@@ -229,7 +229,7 @@ class Xattrs:
     def _put(self, node: Node, key: bytes, value: bytes | None, stored: Stored) -> None:
         """``stored``: what the store has of it. NoSpace, where the file has no names, and too many attributes."""
         if node.nlink:
-            self.journal.put(key, value, stored if self.core.shared else None)
+            self.journal.pending.loose.put(key, value, stored if self.core.shared else None)
             return
         changes = {**node.unstored_attributes, key: value}
         if value is not None and sum(len(key) + len(value or b"") for key, value in changes.items()) > REMOVED_SIZE_MAX:
@@ -238,14 +238,14 @@ class Xattrs:
 
     def _not_stored(self, node: Node, prefix: bytes) -> dict[bytes, bytes | None]:
         """What is changed of the records whose keys begin so, and the store does not know; None: it is removed."""
-        changes = self.journal.pending_puts(prefix)
+        changes = self.journal.pending.loose.pending_puts(prefix)
         if not node.nlink:
             changes |= {key: value for key, value in node.unstored_attributes.items() if key.startswith(prefix)}
         return changes
 
     def _changed(self, node: Node) -> Node:
         node.ctime = clock.now()
-        self.journal.touch(node, forced=True)
+        self.journal.pending.touch(node, forced=True)
         if node.is_directory:
-            self.journal.touch_times(node)
+            self.journal.pending.touch_times(node)
         return node

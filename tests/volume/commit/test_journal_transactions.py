@@ -15,7 +15,7 @@ from volume_lab import CALLER, Chaos, Disk, MemoryRecords, check, lab_options, o
 from kvfuse.errors import EngineError
 from kvfuse.remote.records.api import ABSENT, RecordLimits, Versioned
 from kvfuse.remote.records.lmdb.store import LIMITS
-from kvfuse.volume.commit.committer import Committer
+from kvfuse.volume.commit.committer import Committer, Sequence
 from kvfuse.volume.store.transaction import Transaction
 
 SEQUENCE = b"k-client"
@@ -26,7 +26,7 @@ async def committing(
     disk: Disk, chaos: Chaos, *, sequence: bytes | None = None, limits: RecordLimits = LIMITS
 ) -> AsyncIterator[Committer]:
     """A committer at work over the disk's records."""
-    committer = Committer(MemoryRecords(disk, chaos, limits), sequence)
+    committer = Committer(MemoryRecords(disk, chaos, limits), Sequence(sequence) if sequence else None)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(committer.run)
         yield committer
