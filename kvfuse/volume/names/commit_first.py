@@ -93,7 +93,7 @@ class CommitFirst:
         return await self.later.plan_later(places, planning)
 
     async def _are_relaxed(self, places: Sequence[Place]) -> bool:
-        for place in places:
+        for place in {place.parent: place for place in places}.values():
             if self.lookup.is_strict(await self._directory(place, is_fresh=False)):
                 return False
         return True
