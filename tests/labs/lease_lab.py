@@ -103,7 +103,7 @@ class Pieces:
 
     async def _commit_batch(self) -> None:
         """Build, send, settle."""
-        async with self.committer.turn():
+        async with self.committer.turn:
             self.is_committing = True
             slabs = self.core.slabs
             born, self.born = self.born, {}

@@ -7,8 +7,8 @@ commit of this client happens twice, and what an interrupted one did is known by
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Collection, Mapping
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -50,17 +50,15 @@ class Outcome(NamedTuple):
     """of a refused batch: what the expected keys have, as far as that is not what it expected"""
 
 
+@dataclass(eq=False, slots=True)
 class _Waiting:
-    """A transaction that somebody waits for."""
+    """A transaction that a caller waits for."""
 
-    __slots__ = ("done", "error", "taken", "transaction", "version")
-
-    def __init__(self, transaction: Transaction) -> None:
-        self.transaction = transaction
-        self.done = trio.Event()
-        self.taken = False
-        self.version = 0
-        self.error: KvfuseError | None = None
+    transaction: Transaction
+    done: trio.Event = field(default_factory=trio.Event)
+    taken: bool = False
+    version: int = 0
+    error: KvfuseError | None = None
 
 
 class _Group:
@@ -148,7 +146,8 @@ class Committer:
         """inodes, likewise"""
         self._sequence = sequence
         self._came_late = came_late
-        self._turn = trio.Lock()
+        self.turn = trio.Lock()
+        """Nobody else commits while it is held: what is built then is sent before anything else is."""
         self._waiting: deque[_Waiting] = deque()
         self._work = trio.Event()
         self._batch_waiters = batch_waiters
@@ -192,14 +191,17 @@ class Committer:
                 self._work = trio.Event()
                 while self._waiting:
                     await self._meet()
-                    async with self.turn():
+                    async with self.turn:
                         if self._waiting:
                             await self._send_alone()
         finally:
             self._stopped = True
-            for waiting in self._waiting:
-                _finish(waiting, error=EngineError("nothing is committed any more"))
-            self._waiting.clear()
+            self._refuse_all(EngineError("nothing is committed any more"))
+
+    def _refuse_all(self, error: EngineError) -> None:
+        for waiting in self._waiting:
+            _finish(waiting, error=error)
+        self._waiting.clear()
 
     async def _meet(self) -> None:
         """Let others come who go with the same commit. The journal's batch takes along who waits, where it is near:
@@ -214,35 +216,21 @@ class Committer:
         try:
             await self.resolve()
         except EngineError as error:  # they wait no longer than a call takes
-            for waiting in self._waiting:
-                _finish(waiting, error=error)
-            self._waiting.clear()
+            self._refuse_all(error)
             return
         with suppress(EngineError):  # those whom it concerns were told
-            await self._send(None, durable=False)
+            await self.send(None, durable=False)
 
     # -- sending -------------------------------------------------------------------------------------
 
-    @asynccontextmanager
-    async def turn(self) -> AsyncIterator[None]:
-        """Nobody else commits meanwhile: what is built here is sent before anything else is."""
-        async with self._turn:
-            yield
-
     async def send(
-        self, batch: Changes, *, durable: bool, waiter_count: int = 0, began: float | None = None
+        self, batch: Changes | None, *, durable: bool, waiter_count: int = 0, began: float | None = None
     ) -> Outcome:
         """In one's turn: commit a batch, and transactions beside it. EngineError: unknown; see `resolve`.
 
-        ``waiter_count``: how many wait for the batch. ``began``: when what leads to this commit did; None: now.
+        ``batch``: None commits transactions alone. ``waiter_count``: how many wait for it. ``began``: when the work
+        for this commit did; None: now.
         """
-        outcome = await self._send(batch, durable=durable, waiter_count=waiter_count, began=began)
-        assert outcome is not None
-        return outcome
-
-    async def _send(
-        self, batch: Changes | None, *, durable: bool, waiter_count: int = 0, began: float | None = None
-    ) -> Outcome | None:
         began = trio.current_time() if began is None else began
         await self.resolve()
         group = self._gather(batch)
@@ -271,7 +259,7 @@ class Committer:
             if batch is not None and any(key in batch.expect for key in found):
                 self._put_back(group)
                 return Outcome(0, {key: row for key, row in found.items() if key in batch.expect})
-        return None
+        return Outcome(0, {})
 
     def _guard(self) -> Changes:
         sequence = self._sequence

@@ -21,16 +21,12 @@ SECONDS_MAX = 0.05
 """What a commit is taken to last at most: nobody waits for others because the store was stalled once."""
 
 
-def _nobody() -> bool:
-    return False
-
-
 @dataclass
 class Gathering:
     """See the module. ``waiting``: how many wait for the next commit; `came` is to be called when one more does."""
 
     waiting: Callable[[], int]
-    coming: Callable[[], bool] = field(default=_nobody, kw_only=True)
+    coming: Callable[[], bool] = field(default=lambda: False, kw_only=True)
     """somebody is on the way who may wait for a commit then"""
 
     def __post_init__(self) -> None:

@@ -16,7 +16,7 @@ store takes it: with one writer a repeated put is harmless, and what belongs tog
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from typing import TYPE_CHECKING
 
 import trio
@@ -192,7 +192,7 @@ class Journal:
         began = trio.current_time()
         try:
             if self._sent is not None:
-                async with self.committer.turn():
+                async with self.committer.turn:
                     await self._send_again(self._sent)
                 await self.settling.free_slots()
             await self.refusals.renew_doubtful()
@@ -201,12 +201,12 @@ class Journal:
                 node.named = False
                 node.flushed_size = node.size
             await self.flusher.flush(flushed)
-            async with self.committer.turn():
+            async with self.committer.turn:
                 if self.core.shared:
                     await self.conflicts.untangle()
                 batch = self._build(set(flushed), left)
                 waiters = self.waiters.served_by(batch, waiters)
-                if not await self._send_first(batch, waiters, began):
+                if not await self._send(batch, waiters, began):
                     waiters = []
         except BaseException as error:
             self.counters.commit_failures += 1
@@ -242,17 +242,6 @@ class Journal:
             self.pending.load.work.set()
         return batch
 
-    async def _send_first(self, batch: Batch, waiters: list[Waiter], began: float) -> bool:
-        """In turn: as `_send`, for those that wait for the batch."""
-        durable = any(waiter.durable for waiter in waiters)
-        if durable:
-            await self.core.segments.sync()
-        if not await self._send(batch, durable, len(waiters), began):
-            return False
-        if durable:
-            self.settling.note_durable({node for waiter in waiters for node in waiter.nodes})
-        return True
-
     async def _send_again(self, batch: Batch) -> None:
         """In turn: a commit failed that may have happened."""
         await self.committer.resolve()
@@ -263,23 +252,26 @@ class Journal:
         elif self.core.shared:
             self._recall(batch)
         else:
-            await self._send(batch, durable=False)
+            await self._send(batch)
 
     def _recall(self, batch: Batch) -> None:
         """It did not happen: everything in it is pending again."""
         self._sent = self.settling.batch = None
         self.conflicts.recall(batch)
 
-    async def _send(self, batch: Batch, durable: bool, waiter_count: int = 0, began: float | None = None) -> bool:
+    async def _send(self, batch: Batch, waiters: Collection[Waiter] = (), began: float | None = None) -> bool:
         """In turn: commit and settle ``_sent``. When that fails it stays to be sent again. See `Committer.send`.
 
         False: others were faster. Memory was brought to terms with that, and the next commit has what it had.
         """
+        durable = any(waiter.durable for waiter in waiters)
+        if durable:
+            await self.core.segments.sync()
         if batch.puts or batch.deletes or durable:
             for part in batch.parts(self.core.records.limits) if batch.too_large else [batch]:
                 self.counters.commits += 1
                 self.counters.operations += len(part.puts) + len(part.deletes)
-                outcome = await self.committer.send(part, durable=durable, waiter_count=waiter_count, began=began)
+                outcome = await self.committer.send(part, durable=durable, waiter_count=len(waiters), began=began)
                 if not outcome.version:
                     self._recall(batch)
                     self.pending.load.hurry()
@@ -288,6 +280,8 @@ class Journal:
                     return False
         self._sent = None
         self.settling.settle(batch, durable=durable)
+        if durable:
+            self.settling.note_durable({node for waiter in waiters for node in waiter.nodes})
         return True
 
 

@@ -42,16 +42,16 @@ class Planner:
 
     def draft_all(self, late: Late) -> Draft:
         """Everything but what is late."""
-        draft = Draft(extra=dict(self._ready_extra(late)))
-        for node in self.pending.dirty:
+        draft, pending = Draft(extra=self._ready_extra(late)), self.pending
+        for node in pending.dirty:
             if node not in late:
                 self._draft_node(draft, node)
-        for node in self.pending.gone:
+        for node in pending.gone:
             self._draft_gone(draft, node)
-        for change in self.pending.names:
+        for change in pending.names:
             if not is_held(change.moved, late):
                 self._draft_name(draft, change, late)
-        for directory in self.pending.times:
+        for directory in pending.times:
             self._draft_times(draft, directory)
         draft.dead = self.core.dead
         self._draft_dead(draft, draft.dead)
@@ -196,16 +196,16 @@ class Planner:
             if self.core.shared and directory.version:  # where another host removed it, nobody takes its times away
                 draft.expect.setdefault(schema.inode_key(directory.ino), directory.version)
 
-    def _ready_extra(self, late: Late) -> Iterable[tuple[bytes, bytes | None]]:
+    def _ready_extra(self, late: Late) -> dict[bytes, bytes | None]:
         """Other records that may go now: an attribute comes with its inode, or after it.
 
         The inode may have lost its name to one that is late: then the stored name still means it, as it was before.
         """
-        return [
-            (key, value)
+        return {
+            key: value
             for key, value in self.pending.loose.changes.items()
             if not key.startswith(schema.XATTR_PREFIX) or not is_held(self.core.nodes.get(schema.key_inode(key)), late)
-        ]
+        }
 
     def _draft_extra(self, draft: Draft) -> None:
         for key, value in draft.extra.items():
@@ -285,7 +285,7 @@ class Planner:
                 piece = Draft()
                 self._draft_times(piece, directory)
                 yield piece
-        for key, value in self._ready_extra(late):
+        for key, value in self._ready_extra(late).items():
             if key not in draft.extra and key not in paired:
                 piece = Draft(extra={key: value})
                 self._draft_extra(piece)
