@@ -121,12 +121,12 @@ class Parts:
         """likewise"""
         if member is not None and self.leases is not None and isinstance(self.lookups, SharedLookup):
             merger = Merger(core, chunks, self.reader, self.writer, self.lookups.refresher)
-            self.journal.refusals.merger = merger.merge
             view, committer = self.leases.view, self.journal.committer
             self.core.metadata.stored = lambda: view.counts_beside(core.client).add(Counts(0, committer.size)).size
             self.core.metadata.sharers = lambda: len(view.members)
             flusher, records = self.flusher, self.lookups.records
-            self.coherence = Coherence(core, records, self.journal, self.lookups, member)
+            self.coherence = Coherence(core, records, self.journal, self.lookups, member, merger.merge)
+            self.journal.refusals.merger = self.coherence.merge
             self.journal.committer.gathering.coming = lambda: flusher.has_callers or records.is_asked
         self.life = Lifetime()
 

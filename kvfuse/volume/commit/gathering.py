@@ -23,7 +23,10 @@ SECONDS_MAX = 0.05
 
 @dataclass
 class Gathering:
-    """See the module. ``waiting``: how many wait for the next commit; `came` is to be called when one more does."""
+    """Says when the next commit should begin; its committer owns it.
+
+    ``waiting``: how many wait for the next commit; `came` is to be called when one more does.
+    """
 
     waiting: Callable[[], int]
     coming: Callable[[], bool] = field(default=lambda: False, kw_only=True)

@@ -23,6 +23,7 @@ from kvfuse.errors import Corrupt, EngineError, Stale
 from kvfuse.remote.records.api import Change
 from kvfuse.volume.api import ROOT_INODE, KernelCache
 from kvfuse.volume.commit.journal import Journal
+from kvfuse.volume.commit.refusals import Merge
 from kvfuse.volume.content.refresh import is_quiet
 from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.inodes.node import Node
@@ -56,11 +57,12 @@ class Coherence:
     journal: Journal
     lookup: SharedLookup
     member: Member
+    merger: Merge
+    """puts the changes of two hosts together"""
     counters: CoherenceCounters = field(default_factory=CoherenceCounters)
 
     def __post_init__(self) -> None:
         self.news = self.lookup.refresher.news
-        self._merger, self.journal.refusals.merger = self.journal.refusals.merger, self._merge
         self._unsure_ends: WeakSet[Node] = WeakSet()
         """files that others may have changed: the kernel may have taken an older end for theirs"""
         self._held: dict[int, Node] = {}
@@ -218,8 +220,9 @@ class Coherence:
         self.core.places.set_content_version(node.ino, 0)
         self.news.content(node.ino)
 
-    async def _merge(self, node: Node, record: schema.InodeRecord, version: int) -> None:
-        await self._merger(node, record, version)
+    async def merge(self, node: Node, record: schema.InodeRecord, version: int) -> None:
+        """As ``merger``, and tell the kernel that the content differs."""
+        await self.merger(node, record, version)
         self._content_differs(node)
 
     # -- removed files that are open here ------------------------------------------------------------

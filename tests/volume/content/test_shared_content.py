@@ -20,6 +20,7 @@ from kvfuse import errors
 from kvfuse.remote.segments.api import Transfer
 from kvfuse.volume.api import ROOT_INODE, Changes
 from kvfuse.volume.commit.batch import Draft
+from kvfuse.volume.commit.planner import Planner
 from kvfuse.volume.inodes.chunk import COMMITTED, Extent
 from kvfuse.volume.store import schema
 from kvfuse.volume.volume import Volume
@@ -394,7 +395,7 @@ async def test_a_slot_that_another_host_freed_goes_with_the_record_that_says_so(
         core.dead += extents
         for extent in extents:
             journal.put(schema.freed_key(slab, extent.addr, extent.generation), None)
-        pieces = list(journal._builder.planner._loose(Draft(), set()))
+        pieces = list(Planner(journal.pending)._loose(Draft(), set()))
         assert [(piece.dead, piece.deletes) for piece in pieces] == [
             ([extent], {schema.freed_key(slab, extent.addr, extent.generation)}) for extent in extents
         ]
