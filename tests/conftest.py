@@ -16,7 +16,7 @@ import trio
 from alone import Turns
 from cli_lab import Place, a_place
 from cluster_lab import ceph_cluster, etcd_cluster
-from engine_pairs import PAIRS, Engines
+from engine_pairs import PAIRS, TEST_WORDS, Engines
 from fsck_tree import Tree
 from mounting import KvfuseMount
 from ring_calls import SIZE
@@ -34,8 +34,6 @@ os.environ["KVFUSE_TEST_SEED"] = str(SEED)  # the processes of 'pytest -n' have 
 TURNS = pytest.StashKey[Turns]()
 TURNS_FOLDER = "KVFUSE_TEST_TURNS"
 """variable with the folder by which the processes of one run take turns"""
-
-TEST_WORDS = ("allow_other", "volume.capacity=2GiB", "volume.segment_size=64MiB", "entry_timeout=1", "attr_timeout=1")
 
 hypothesis.settings.register_profile("kvfuse", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("kvfuse")
@@ -146,17 +144,26 @@ def engines(request: pytest.FixtureRequest) -> Engines:
 
 
 @pytest.fixture(scope="module")
-def ground(request: pytest.FixtureRequest, engines: Engines) -> Iterator[KvfuseMount | Path]:
-    """What the tests of a module work in: one mount, whose volume must be clean after them; or a part of --folder."""
-    elsewhere: Path | None = request.config.getoption("--folder")
-    if elsewhere is None:
-        with engines.mounted(TEST_WORDS) as mount:
-            yield mount
+def elsewhere(request: pytest.FixtureRequest) -> Iterator[Path | None]:
+    """A part of --folder; None where that is not given."""
+    given: Path | None = request.config.getoption("--folder")
+    if given is None:
+        yield None
         return
-    made = Path(tempfile.mkdtemp(dir=elsewhere))
+    made = Path(tempfile.mkdtemp(dir=given))
     made.chmod(0o755)
     yield made
     shutil.rmtree(made)
+
+
+@pytest.fixture(scope="module")
+def ground(engines: Engines, elsewhere: Path | None) -> Iterator[KvfuseMount | Path]:
+    """What the tests of a module work in: one mount, whose volume must be clean after them; or a part of --folder."""
+    if elsewhere is not None:
+        yield elsewhere
+        return
+    with engines.mounted(TEST_WORDS) as mount:
+        yield mount
 
 
 @pytest.fixture(scope="module")

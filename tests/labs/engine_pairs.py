@@ -15,6 +15,9 @@ from pathlib import Path
 import pytest
 from mounting import KvfuseMount, shared_conf, temporary_mount
 
+TEST_WORDS = ("allow_other", "volume.capacity=2GiB", "volume.segment_size=64MiB", "entry_timeout=1", "attr_timeout=1")
+"""-o words of mounts that tests share"""
+
 
 @dataclass(frozen=True)
 class Engines:
