@@ -365,8 +365,8 @@ class Volume(RunningVolume):
     def _let_go(self, node: Node) -> None:
         """Nobody uses this handle any more; the last one of an unlinked file takes the file along."""
         node.handles -= 1
-        if not node.handles:
-            self.reader.closed(node)
+        if not node.handles and self.reader.fetcher is not None:
+            self.reader.fetcher.closed(node)
         if node.nlink or node.handles or (self.coherence is not None and self.coherence.let_go(node)):
             return
         if self.names.nameless.knows_all(node):

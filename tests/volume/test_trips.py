@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from trips import Trip, table, trips
 
-MOST = {"store": Trip(348, 215, 40, 221), "open, read, close": Trip(40, 33, 12, 28)}
-"""these only fall"""
+MOST = {"store": Trip(338, 215, 40, 219), "open, read, close": Trip(39, 32, 12, 26)}
+"""these only fall; a store may take some calls more where the machine is busy"""
 
 
 async def test_no_trip_has_become_longer() -> None:

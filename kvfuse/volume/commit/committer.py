@@ -232,7 +232,8 @@ class Committer:
         for this commit did; None: now.
         """
         began = trio.current_time() if began is None else began
-        await self.resolve()
+        if self._unknown is not None:
+            await self.resolve()
         group = self._gather(batch)
         while batch is not None or group.members:
             changes = group.changes

@@ -6,7 +6,7 @@ The commit is *recalled* first: everything in it is pending again. Then each key
   would have. A directory, or a file with several names, stays: then ours is lost, and counted. Who removed a file here
   did not mean the one that has the name now: that stays, too.
 * Two inodes with one name here: who is elsewhere in the store is followed. This is seen before a commit, too.
-* An inode: both changes are put together (`merging`). One that another host renamed is followed; one that was removed
+* An inode: both changes are put together (`Merger`). One that another host renamed is followed; one that was removed
   is lost here, as if it had been unlinked while it was open.
 * A directory into which names were put: its new version is expected from now on; if it is gone, so are they.
 

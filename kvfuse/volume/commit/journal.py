@@ -22,14 +22,13 @@ from typing import TYPE_CHECKING
 import trio
 
 from kvfuse.errors import EngineError, EngineTimeout, KvfuseError
-from kvfuse.volume.commit.apply import BatchBuilder
+from kvfuse.volume.commit.apply import BatchBuilder, Settling
 from kvfuse.volume.commit.batch import Batch
 from kvfuse.volume.commit.committer import Committer, Sequence
 from kvfuse.volume.commit.conflicts import Conflicts
+from kvfuse.volume.commit.gathering import Waiter, Waiters
 from kvfuse.volume.commit.pending import Pending
 from kvfuse.volume.commit.refusals import Refusals
-from kvfuse.volume.commit.settling import Settling
-from kvfuse.volume.commit.waiters import Waiter, Waiters
 from kvfuse.volume.inodes.node import Node, check_remembered
 from kvfuse.volume.store import schema
 
@@ -187,7 +186,7 @@ class Journal:
 
     async def _commit_batch(self) -> None:
         """Write bytes, build, commit, settle. Operations go on at each await; only `_build` sees one state."""
-        waiters = self.waiters.all()
+        waiters = list(self.waiters.waiting)
         self._has_left = False
         began = trio.current_time()
         try:
@@ -195,7 +194,8 @@ class Journal:
                 async with self.committer.turn:
                     await self._send_again(self._sent)
                 await self.settling.free_slots()
-            await self.refusals.renew_doubtful()
+            if self.refusals.doubtful:
+                await self.refusals.renew_doubtful()
             flushed, left = self._next_files()
             for node in flushed:
                 node.named = False
@@ -205,13 +205,13 @@ class Journal:
                 if self.core.shared:
                     await self.conflicts.untangle()
                 batch = self._build(set(flushed), left)
-                waiters = self.waiters.served_by(batch, waiters)
+                waiters = self.waiters.served_by(batch.late, batch.left_serial, waiters)
                 if not await self._send(batch, waiters, began):
                     waiters = []
         except BaseException as error:
             self.counters.commit_failures += 1
             if isinstance(error, EngineTimeout):
-                waiters = self.waiters.all()  # those that came meanwhile have no second deadline to wait for
+                waiters = list(self.waiters.waiting)  # those that came meanwhile have no second deadline to wait for
             told = error if isinstance(error, KvfuseError) else EngineError("nothing is committed any more")
             self.waiters.release(waiters, told)
             raise
@@ -276,7 +276,7 @@ class Journal:
                     self._recall(batch)
                     self.pending.load.hurry()
                     await self.conflicts.resolve(outcome.found)
-                    self.waiters.force(self.waiters.all())
+                    self.waiters.force(self.waiters.waiting)
                     return False
         self._sent = None
         self.settling.settle(batch, durable=durable)

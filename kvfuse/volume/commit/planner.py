@@ -42,7 +42,9 @@ class Planner:
 
     def draft_all(self, late: Late) -> Draft:
         """Everything but what is late."""
-        draft, pending = Draft(extra=self._ready_extra(late)), self.pending
+        draft, pending = Draft(), self.pending
+        if pending.loose.changes:
+            draft.extra = self._ready_extra(late)
         for node in pending.dirty:
             if node not in late:
                 self._draft_node(draft, node)
@@ -55,7 +57,8 @@ class Planner:
             self._draft_times(draft, directory)
         draft.dead = self.core.dead
         self._draft_dead(draft, draft.dead)
-        self._draft_extra(draft)
+        if draft.extra:
+            self._draft_extra(draft)
         return draft.measure()
 
     def _draft_node(self, draft: Draft, node: Node, *, bequeaths: bool = False) -> None:

@@ -35,23 +35,23 @@ class Refusals:
 
     def __post_init__(self) -> None:
         self.core = self.pending.core
-        self._doubtful: dict[Node, None] = {}
+        self.doubtful: dict[Node, None] = {}
 
     def doubt(self, nodes: Iterable[Node]) -> None:
         """A commit was settled long after it happened: what others changed since may have been told in between."""
         if self.core.shared:
-            self._doubtful.update(dict.fromkeys(nodes))
+            self.doubtful.update(dict.fromkeys(nodes))
             self.core.known.clear()
             self.pending.load.work.set()
 
     async def renew_doubtful(self) -> None:
         """Read anew what `doubt` was told of. EngineError leaves it to be done again."""
-        while self._doubtful:
-            node = next(iter(self._doubtful))
+        while self.doubtful:
+            node = next(iter(self.doubtful))
             if node.nlink:
                 with suppress(Stale):
                     await self.renew(node)
-            self._doubtful.pop(node, None)
+            self.doubtful.pop(node, None)
 
     def removed(self, node: Node) -> None:
         """A transaction took the last name of a file away: the store has its orphan record, of this client."""

@@ -46,11 +46,6 @@ class Reader:
         if self.fetcher is not None and chunk is not None and chunk.staged is None and chunk.extents:
             self.fetcher.opened(node, chunk.extents[0])
 
-    def closed(self, node: Node) -> None:
-        """Nobody has the file open any more."""
-        if self.fetcher is not None:
-            self.fetcher.closed(node)
-
     async def read(self, node: Node, offset: int, size: int) -> bytes | bytearray | memoryview:
         """Bytes at ``offset``, short at the end of the file; a view of the segment where that is possible."""
         end = min(offset + size, node.size)

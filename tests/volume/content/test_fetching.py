@@ -252,7 +252,7 @@ async def test_a_fetch_that_fails_fails_only_who_waits_for_its_part(
     open_file: OpenFile, autojump_clock: trio.testing.MockClock
 ) -> None:
     async with open_file(CHUNK) as file:
-        file.two.reader.closed(file.handle.node)  # nothing is under way from its opening
+        fetcher_of(file.two).closed(file.handle.node)  # nothing is under way from its opening
         file.reads.failing = {2}
         outcomes: dict[int, bytes | None] = {}
         async with trio.open_nursery() as nursery:
@@ -329,7 +329,7 @@ async def test_who_waits_for_what_is_given_up_reads_for_himself(
     async with open_file(MIB) as file:
         await trio.testing.wait_all_tasks_blocked()
         async with file.being_read() as got:
-            file.two.reader.closed(file.handle.node)
+            fetcher_of(file.two).closed(file.handle.node)
             await trio.testing.wait_all_tasks_blocked()
             file.reads.gate.set()
         assert got == [file.data]
