@@ -147,7 +147,7 @@ async def test_two_hosts_share_what_is_left(rng: random.Random, autojump_clock: 
         beyond = weight_of(disk) - LIMIT  # what one committed before news of the other's commits arrived
         assert -4 * 1400 < beyond <= LIMIT // 8
         assert bytes_of(one) == bytes_of(two) == weight_of(disk)
-        for number in range(1001, 1031):
+        for number in range(1001, 1061):
             await two.unlink(ROOT_INODE, name("file", number))
         await two.sync()
         await quiet(one, two)
