@@ -29,7 +29,7 @@ import os, sys
 import pyfuse3, trio
 from kvfuse.bench import barefs
 from kvfuse.fs import turns
-from kvfuse.wakefulness import Wakefulness
+from kvfuse.fs.wakefulness import Wakefulness
 
 taken = 0
 

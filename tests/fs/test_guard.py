@@ -250,6 +250,7 @@ def test_another_mount_with_the_number_of_one_that_is_gone_is_left_alone() -> No
         os.statvfs(mount.point)
 
 
+@pytest.mark.alone  # it compares the table of all mounts
 @pytest.mark.parametrize("is_mounted", [True, False], ids=["mounted", "not mounted"])
 def test_the_switch_is_found_wherever_the_control_file_system_is(
     is_mounted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

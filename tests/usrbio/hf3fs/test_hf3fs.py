@@ -20,6 +20,7 @@ from places import ROOT
 from posix_calls import fails, opened
 
 from kvfuse.usrbio import hf3fs
+from kvfuse.usrbio.hf3fs import api
 
 pytestmark = pytest.mark.engines("lmdb+file")  # about memory that is shared with clients: below it one pair is enough
 
@@ -150,7 +151,7 @@ def test_read_file(folder: Path, rng: random.Random) -> None:
         hf3fs.read_file(str(folder / "absent"))
     (folder / "empty").touch()
     assert hf3fs.read_file(str(folder / "empty")) == b""
-    assert not hf3fs.registered
+    assert not api.registered
 
 
 # -- slices -----------------------------------------------------------------------------------------
