@@ -27,10 +27,10 @@ SHRINKING = {
     "Calls": (27, 5),
     "Connection": (31, 28),
     "Ring": (45, 23),
-    "RunningVolume": (15, 28),
-    "SharedLookup": (33, 4),
+    "RunningVolume": (15, 27),
+    "SharedLookup": (32, 4),
     "Submission": (18, 23),
-    "Volume": (67, 28),
+    "Volume": (67, 27),
     "VolumeApi": (39, 0),
     "Worker": (35, 25),
 }

@@ -1,31 +1,4 @@
 """3FS's ring calls over a kvfuse mount. `api` says what each does."""
 
-from kvfuse.usrbio.hf3fs.api import (
-    IorPriority,
-    deregister_fd,
-    extract_mount_point,
-    force_fsync,
-    hardlink,
-    ioring,
-    iovec,
-    make_ioring,
-    make_iovec,
-    punch_hole,
-    read_file,
-    register_fd,
-)
-
-__all__ = [
-    "IorPriority",
-    "deregister_fd",
-    "extract_mount_point",
-    "force_fsync",
-    "hardlink",
-    "ioring",
-    "iovec",
-    "make_ioring",
-    "make_iovec",
-    "punch_hole",
-    "read_file",
-    "register_fd",
-]
+from kvfuse.usrbio.hf3fs.api import *  # noqa: F403  its names are stated once, in its __all__
+from kvfuse.usrbio.hf3fs.api import __all__ as __all__

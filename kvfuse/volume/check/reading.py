@@ -214,7 +214,7 @@ class RecordReader:
         await self._show_attributes(hidden)
         for prefix in (b"n", b"k"):
             async for _ in self.rows(prefix, "counters"):
-                pass  # only their checksums matter here
+                pass  # `rows` verifies their checksums; `check_counters` compares their values
 
     async def _show_attributes(self, hidden: set[int]) -> None:
         """Inodes with attributes that do not say so: nobody finds these, and they would stay when their inode goes."""

@@ -251,7 +251,7 @@ class CommitFirst:
         transaction = draft.transaction(partial(self._applied, plan, draft))
         size = max(0, transaction.size)
         while await self.space.wait_for_records(size, f"{plan.ends[-1].name!r}"):
-            pass  # others may be faster meanwhile: then the commit is refused
+            pass  # names that other callers change during the wait have the store refuse the commit
         made, is_done = plan.made, False
         if made is not None and made.is_directory:
             self.core.known.made(made.ino)  # before others can put names into it
