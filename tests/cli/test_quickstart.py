@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from cli_lab import kvfuse
+from mounting import wait_until
 from places import SCRIPTS
+
+from kvfuse.cli import mounts
 
 
 @pytest.fixture
@@ -47,6 +53,11 @@ def test_it_mounts_and_replays_and_runs_again(tmp_path: Path, environment: dict[
         again = quickstart(environment, *places, "--trace", str(trace), "--duration", "2")
         assert again.returncode == 0, again.stdout + again.stderr
         assert "Using the mount" in again.stderr
+        os.kill(json.loads(kvfuse("status", point, "--json").stdout)[0]["pid"], signal.SIGKILL)
+        wait_until(lambda: mounts.is_dead(point), "the end of the daemon")
+        revived = quickstart(environment, *places, "--trace", str(trace), "--duration", "2")
+        assert revived.returncode == 0, revived.stdout + revived.stderr
+        assert "Mounted at" in revived.stderr
     finally:
         if os.path.ismount(point):
             last = quickstart(environment, *places, "--duration", "1", "--umount")
