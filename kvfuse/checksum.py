@@ -34,18 +34,13 @@ _POLYNOMIAL = 0x82F63B78
 _crcmod_extend: Callable[[bytes, int], int] = crcmod.predefined.mkPredefinedCrcFun("crc-32c")
 
 
-def _extend_hardware(value: int, data: bytes | np.ndarray) -> int:
-    checksum: int = google_crc32c.extend(value, data)
-    return checksum
-
-
 def _extend_portable(value: int, data: bytes | np.ndarray) -> int:
     return _crcmod_extend(bytes(data), value)
 
 
-_extend = _extend_hardware if google_crc32c.implementation == "c" else _extend_portable
-
-extend: Callable[[int, bytes], int] = google_crc32c.extend if google_crc32c.implementation == "c" else _extend_portable
+extend: Callable[[int, bytes | np.ndarray], int] = (
+    google_crc32c.extend if google_crc32c.implementation == "c" else _extend_portable
+)
 """`crc32c` of bytes, with the arguments the other way round: for values so short that a call of Python counts."""
 
 RESIDUE = 0x48674BC7
@@ -55,14 +50,14 @@ RESIDUE = 0x48674BC7
 def crc32c(buffer: Buffer, value: int = 0) -> int:
     """Checksum of ``buffer`` (C-contiguous) as the continuation of bytes whose checksum is ``value``."""
     # The C function takes bytes and arrays but refuses bytearray and memoryview: show it an array of those.
-    return _extend(value, buffer if isinstance(buffer, bytes) else np.frombuffer(buffer, np.uint8))
+    return extend(value, buffer if isinstance(buffer, bytes) else np.frombuffer(buffer, np.uint8))
 
 
 def granule_checksums(buffer: Buffer) -> bytes:
     """The checksums of every started granule of ``buffer``: 4 bytes each, little endian."""
     data = np.frombuffer(buffer, np.uint8)
     starts = range(0, len(data), GRANULE_SIZE)
-    checksums = [_extend(0, data[start : start + GRANULE_SIZE]) for start in starts]
+    checksums = [extend(0, data[start : start + GRANULE_SIZE]) for start in starts]
     return b"".join([checksum.to_bytes(CHECKSUM_SIZE, "little") for checksum in checksums])
 
 

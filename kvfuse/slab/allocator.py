@@ -82,10 +82,9 @@ class Allocator:
 
         NoSpace, with nothing changed, where not even ``PIECES_MAX`` pieces of other sizes hold it.
         """
-        self.classes.learn(length)
         slots: list[Slot] = []
         rest = length
-        for slot_size in self.classes.plan(length):
+        for slot_size in self.classes.request(length):
             pool = self._pools.get(slot_size)
             if (pool is None or not pool.free_count) and (pool := self._open_slab(slot_size)) is None:
                 self.cancel(slots)
@@ -97,40 +96,34 @@ class Allocator:
 
     def cancel(self, slots: Iterable[Slot]) -> None:
         """Allocated slots that will not be used are free at once."""
-        for addr, _ in slots:
-            slab, index = self._checked(addr, ALLOCATED)
+        for slab, index in self._checked(slots, ALLOCATED):
             self._free(slab, index)
 
     def commit(self, slots: Iterable[Slot]) -> None:
         """Allocated slots enter the durable image."""
-        for addr, _ in slots:
-            slab, index = self._checked(addr, ALLOCATED)
+        for slab, index in self._checked(slots, ALLOCATED):
             slab.states[index] = DURABLE
             self._dirty.add(slab.index)
 
     def release(self, slots: Iterable[Slot]) -> None:
         """Durable slots leave the durable image; they are pending."""
-        for addr, _ in slots:
-            slab, index = self._checked(addr, DURABLE)
+        for slab, index in self._checked(slots, DURABLE):
             slab.states[index] = PENDING
             slab.pool.pending_count += 1
             self._dirty.add(slab.index)
 
     def reclaim(self, slots: Iterable[Slot]) -> None:
         """Pending slots are free; a slab without other slots may then be given to any size."""
-        for addr, _ in slots:
-            slab, index = self._checked(addr, PENDING)
+        for slab, index in self._checked(slots, PENDING):
             slab.pool.pending_count -= 1
             self._free(slab, index)
 
     def recall(self, committed: Iterable[Slot], released: Iterable[Slot]) -> None:
         """What `commit` and `release` were told was not recorded after all: the slots are as they were before."""
-        for addr, _ in committed:
-            slab, index = self._checked(addr, DURABLE)
+        for slab, index in self._checked(committed, DURABLE):
             slab.states[index] = ALLOCATED
             self._dirty.add(slab.index)
-        for addr, _ in released:
-            slab, index = self._checked(addr, PENDING)
+        for slab, index in self._checked(released, PENDING):
             slab.states[index] = DURABLE
             slab.pool.pending_count -= 1
             self._dirty.add(slab.index)
@@ -262,17 +255,18 @@ class Allocator:
 
     # -- inside ------------------------------------------------------------------------------------
 
-    def _checked(self, addr: int, state: int) -> tuple[Slab, int]:
-        """The slab and index of the slot at ``addr``, which must be in ``state``."""
-        slab = self._slabs.get(addr >> self._slab_shift)
-        if slab is None:
-            raise ValueError(f"slot {addr} is not {STATE_NAMES[state]}: its slab is free")
-        index, rest = divmod(addr & self._offset_mask, slab.slot_size)
-        if rest or index >= len(slab.states):
-            raise ValueError(f"no slot begins at {addr}: its slab has slots of {slab.slot_size} bytes")
-        if slab.states[index] != state:
-            raise ValueError(f"slot {addr} is {STATE_NAMES[slab.states[index]]}, not {STATE_NAMES[state]}")
-        return slab, index
+    def _checked(self, slots: Iterable[Slot], state: int) -> Iterator[tuple[Slab, int]]:
+        """The slab and index of each of these slots, which must be in ``state``."""
+        for addr, _ in slots:
+            slab = self._slabs.get(addr >> self._slab_shift)
+            if slab is None:
+                raise ValueError(f"slot {addr} is not {STATE_NAMES[state]}: its slab is free")
+            index, rest = divmod(addr & self._offset_mask, slab.slot_size)
+            if rest or index >= len(slab.states):
+                raise ValueError(f"no slot begins at {addr}: its slab has slots of {slab.slot_size} bytes")
+            if slab.states[index] != state:
+                raise ValueError(f"slot {addr} is {STATE_NAMES[slab.states[index]]}, not {STATE_NAMES[state]}")
+            yield slab, index
 
     def _free(self, slab: Slab, index: int) -> None:
         """Free a slot, and with the last one its slab."""
@@ -359,8 +353,10 @@ class Allocator:
 
     def _image(self, index: int) -> SlabState:
         slab = self._slabs.get(index)
-        bitmap = slab.image() if slab else b""
-        return SlabState(index, slab.slot_size if slab and bitmap else 0, bitmap)
+        if slab is None or DURABLE not in slab.states:
+            return SlabState(index, 0, b"")
+        durable = np.frombuffer(slab.states, np.uint8) == DURABLE
+        return SlabState(index, slab.slot_size, np.packbits(durable, bitorder="little").tobytes())
 
     def _restore_slab(self, state: SlabState) -> None:
         durable = durable_slots(state, self.geometry)

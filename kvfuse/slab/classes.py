@@ -59,15 +59,15 @@ class SizeClasses:
             plan = self._plans[pages] = tuple(piece * PAGE_SIZE for piece in self._make_plan(pages))
         return plan
 
-    def learn(self, length: int) -> None:
-        """Note a request of ``length`` bytes: a size asked often gets its exact class, if that saves space."""
+    def request(self, length: int) -> tuple[int, ...]:
+        """The `plan` of an extent to be stored: a size asked often gets its exact class, if that saves space."""
         pages = -(-length // PAGE_SIZE)
         requests = self._requests.get(pages, 0)
-        if requests < LEARN_AFTER:
-            self._length_pages(length)  # keeps what is no length out of the account
+        if requests < LEARN_AFTER and 0 < length <= self.slab_size:
             self._requests[pages] = requests + 1
             if requests + 1 == LEARN_AFTER:
                 self._consider(pages)
+        return self._plans.get(pages) or self.plan(length)
 
     def adopt(self, slot_size: int) -> None:
         """Take a slot size that an earlier life of the volume had learned. ValueError as for exact ones."""

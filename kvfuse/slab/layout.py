@@ -12,14 +12,13 @@ A volume's data is a row of equal *slabs*, numbered from 0 and spread over *segm
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from kvfuse.checksum import ALGORITHM, GRANULE_SIZE, Buffer, crc32c
+from kvfuse.checksum import ALGORITHM, GRANULE_SIZE, Buffer, crc32c, extend
 from kvfuse.errors import VolumeError
 
 FORMAT_VERSION = 1
@@ -311,44 +310,43 @@ assert SLOT_HEADER.itemsize == HEADER_SIZE
 assert SLOT_HEADER.fields is not None
 assert SLOT_HEADER.fields["header_checksum"][1] == _CHECKED_SIZE
 
-Column: TypeAlias = int | Sequence[int] | npt.NDArray[np.integer]
-"""One value for each row, or one for all of them."""
+_HEADER_FIELDS = struct.Struct("<B B B B I Q 16s Q I I I I H H")
+assert _HEADER_FIELDS.size == _CHECKED_SIZE
 
 
-def pack_headers(
-    count: int,
+def pack_header(
     *,
-    state: Column,
-    slot_size: Column,
-    length: Column,
-    generation: Column,
-    inode: Column,
-    chunk: Column,
-    piece_offset: Column,
-    checksum: Column,
-    time: Column,
-    fingerprints: bytes = bytes(16),
-    descriptor_place: Column = DESCRIPTOR_NONE,
-    descriptor_length: Column = 0,
-) -> npt.NDArray[np.void]:
-    """``count`` headers (dtype SLOT_HEADER). ``fingerprints``: 16 bytes for each row, or 16 for all of them."""
-    rows = np.empty(count, SLOT_HEADER)
-    rows["magic"] = HEADER_MAGIC
-    rows["version"] = FORMAT_VERSION
-    rows["state"] = state
-    rows["descriptor_place"] = descriptor_place
-    rows["length"] = length
-    rows["generation"] = generation
-    rows["fingerprint"] = np.frombuffer(fingerprints, np.uint8).reshape(-1, 16)
-    rows["inode"] = inode
-    rows["chunk"] = chunk
-    rows["piece_offset"] = piece_offset
-    rows["checksum"] = checksum
-    rows["time"] = time
-    rows["descriptor_length"] = descriptor_length
-    rows["slot_pages"] = np.floor_divide(slot_size, PAGE_SIZE)
-    rows["header_checksum"] = _header_checksums(rows)
-    return rows
+    state: int,
+    slot_size: int,
+    length: int,
+    generation: int,
+    inode: int,
+    chunk: int,
+    piece_offset: int,
+    checksum: int,
+    time: int,
+    fingerprint: bytes = bytes(16),
+    descriptor_place: int = DESCRIPTOR_NONE,
+    descriptor_length: int = 0,
+) -> bytes:
+    """The 64 bytes of a slot's header: a row of dtype SLOT_HEADER."""
+    fields = _HEADER_FIELDS.pack(
+        HEADER_MAGIC,
+        FORMAT_VERSION,
+        state,
+        descriptor_place,
+        length,
+        generation,
+        fingerprint,
+        inode,
+        chunk,
+        piece_offset,
+        checksum,
+        time,
+        descriptor_length,
+        slot_size // PAGE_SIZE,
+    )
+    return fields + _CHECKSUM.pack(extend(0, fields))
 
 
 def parse_headers(table: Buffer, stride: int, count: int) -> tuple[npt.NDArray[np.void], npt.NDArray[np.bool_]]:
@@ -363,7 +361,7 @@ def parse_headers(table: Buffer, stride: int, count: int) -> tuple[npt.NDArray[n
 
 def _header_checksums(rows: npt.NDArray[np.void]) -> list[int]:
     raw = rows.tobytes()
-    return [crc32c(raw[start : start + _CHECKED_SIZE]) for start in range(0, len(raw), HEADER_SIZE)]
+    return [extend(0, raw[start : start + _CHECKED_SIZE]) for start in range(0, len(raw), HEADER_SIZE)]
 
 
 def find_headers(table: Buffer, geometry: Geometry) -> tuple[npt.NDArray[np.void], npt.NDArray[np.int64]]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from array import array
 
-import numpy as np
 from sortedcontainers import SortedList
 
 FREE, ALLOCATED, DURABLE, PENDING = range(4)
@@ -34,12 +33,6 @@ class Slab:
         """no slot before it is free"""
         self.rank: int | None = None
         """the free_count under which it stands in its pool's order, None: it stands not there"""
-
-    def image(self) -> bytes:
-        """The bitmap of the durable slots, lowest bit first; empty if there is none."""
-        if DURABLE not in self.states:
-            return b""
-        return np.packbits(np.frombuffer(self.states, np.uint8) == DURABLE, bitorder="little").tobytes()
 
 
 class Pool:

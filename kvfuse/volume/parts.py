@@ -38,7 +38,7 @@ from kvfuse.volume.names.nameless import Nameless, OwnNameless, SharedNameless
 from kvfuse.volume.names.shared_lookup import SharedLookup
 from kvfuse.volume.names.xattrs import Xattrs
 from kvfuse.volume.slots.flusher import Flusher
-from kvfuse.volume.slots.headers import HeaderWriter
+from kvfuse.volume.slots.heads import HeaderWriter
 from kvfuse.volume.slots.space import Space
 from kvfuse.volume.store import schema
 from kvfuse.volume.store.joined_reads import SharedRecords

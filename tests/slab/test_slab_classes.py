@@ -39,7 +39,7 @@ def test_illegal_exact_sizes_are_refused(slot_size: int) -> None:
 @pytest.mark.parametrize("length", [0, -1, -5000, MIB + 1])
 def test_lengths_that_no_extent_has_are_refused(length: int) -> None:
     sizes = SizeClasses(MIB)
-    for call in (sizes.class_for, sizes.plan, sizes.learn):
+    for call in (sizes.class_for, sizes.plan, sizes.request):
         with pytest.raises(ValueError, match=f"no slots for {length} bytes"):
             call(length)
 
@@ -82,7 +82,7 @@ def test_no_plan_of_two_pieces_is_cheaper() -> None:
 
 def learn(sizes: SizeClasses, length: int) -> None:
     for _ in range(classes.LEARN_AFTER):
-        sizes.learn(length)
+        sizes.request(length)
 
 
 def test_a_size_asked_often_is_learned() -> None:
@@ -90,9 +90,9 @@ def test_a_size_asked_often_is_learned() -> None:
     odd = MIB + 28
     assert sizes.plan(odd) == (MIB, 4096)
     for _ in range(classes.LEARN_AFTER - 1):
-        sizes.learn(odd)
+        sizes.request(odd)
     assert sizes.class_for(odd) > MIB + 4096
-    sizes.learn(odd)
+    sizes.request(odd)
     assert sizes.class_for(odd) == MIB + 4096
     assert sizes.plan(odd) == (MIB + 4096,)
     learn(sizes, 300 * KIB)

@@ -3,7 +3,6 @@
 import struct
 from dataclasses import replace
 
-import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -22,25 +21,26 @@ SUPERBLOCK = Superblock(bytes(range(16)), GEOMETRY, created_ns=1_800_000_000_123
 
 def golden_head_table() -> bytes:
     """A 1 MiB slab of 64 KiB slots: two sealed, one unsealed with a descriptor, one freed, the rest untouched."""
-    rows = layout.pack_headers(
-        4,
-        state=[layout.STATE_SEALED, layout.STATE_SEALED, layout.STATE_UNSEALED, layout.STATE_FREE],
-        slot_size=64 * KIB,
-        length=[65536, 60001, 1, 0],
-        generation=[1, 2, (1 << 64) - 1, 4],
-        inode=[1024, 1025, (1 << 63) - 1, 0],
-        chunk=[0, 1, (1 << 32) - 1, 0],
-        piece_offset=[0, 262144, 4096, 0],
-        checksum=[0, 0xDEADBEEF, 0xFFFFFFFF, 1],
-        time=1_800_000_000,
-        fingerprints=bytes(range(64)),
-        descriptor_place=[layout.DESCRIPTOR_NONE, layout.DESCRIPTOR_AT_SLOT_END, layout.DESCRIPTOR_BEHIND_HEADER, 0],
-        descriptor_length=[0, 300, 11, 0],
-    )
+    columns: dict[str, list[int]] = {
+        "state": [layout.STATE_SEALED, layout.STATE_SEALED, layout.STATE_UNSEALED, layout.STATE_FREE],
+        "length": [65536, 60001, 1, 0],
+        "generation": [1, 2, (1 << 64) - 1, 4],
+        "inode": [1024, 1025, (1 << 63) - 1, 0],
+        "chunk": [0, 1, (1 << 32) - 1, 0],
+        "piece_offset": [0, 262144, 4096, 0],
+        "checksum": [0, 0xDEADBEEF, 0xFFFFFFFF, 1],
+        "descriptor_place": [layout.DESCRIPTOR_NONE, layout.DESCRIPTOR_AT_SLOT_END, layout.DESCRIPTOR_BEHIND_HEADER, 0],
+        "descriptor_length": [0, 300, 11, 0],
+    }
     stride = GEOMETRY.header_stride(64 * KIB)
     table = bytearray(GEOMETRY.head_size)
     for index in range(4):
-        table[index * stride : index * stride + layout.HEADER_SIZE] = rows[index : index + 1].tobytes()
+        table[index * stride : index * stride + layout.HEADER_SIZE] = layout.pack_header(
+            slot_size=64 * KIB,
+            time=1_800_000_000,
+            fingerprint=bytes(range(16 * index, 16 * index + 16)),
+            **{name: column[index] for name, column in columns.items()},
+        )
     table[2 * stride + 64 : 2 * stride + 75] = b"path/of/key"
     return bytes(table)
 
@@ -142,19 +142,11 @@ def test_sizes_that_do_not_fit_are_damage(offset: int, value: int) -> None:
 
 def test_headers_of_a_batch_come_back_and_damage_is_seen_alone() -> None:
     count = 300
-    rows = layout.pack_headers(
-        count,
-        state=layout.STATE_SEALED,
-        slot_size=4096,
-        length=np.arange(count),
-        generation=range(1, count + 1),
-        inode=9,
-        chunk=0,
-        piece_offset=0,
-        checksum=[7] * count,
-        time=5,
-    )
-    table = bytearray(rows.tobytes())
+    same = dict.fromkeys(("state", "inode", "chunk", "piece_offset", "checksum", "time"), 7)
+    headers = [layout.pack_header(slot_size=4096, length=index, generation=index + 1, **same) for index in range(count)]
+    table = bytearray(b"".join(headers))
+    rows, _ = layout.parse_headers(bytes(table), 64, count)
+    assert rows["length"].tolist() == list(range(count))
     for index in range(0, count, 10):
         table[index * 64 + index % 64] ^= 1
     parsed, valid = layout.parse_headers(table, 64, count)
@@ -177,9 +169,8 @@ def test_a_header_where_its_slot_size_cannot_be_is_not_found() -> None:
 
 def test_a_descriptor_that_looks_like_a_header_is_not_found() -> None:
     columns = dict.fromkeys(("inode", "chunk", "piece_offset", "checksum", "time"), 1)
-    forged = layout.pack_headers(1, state=1, slot_size=4096, length=4096, generation=1 << 60, **columns).tobytes()
-    holder = layout.pack_headers(
-        1,
+    forged = layout.pack_header(state=1, slot_size=4096, length=4096, generation=1 << 60, **columns)
+    holder = layout.pack_header(
         state=layout.STATE_SEALED,
         slot_size=64 * KIB,
         length=1,
@@ -187,7 +178,7 @@ def test_a_descriptor_that_looks_like_a_header_is_not_found() -> None:
         descriptor_place=layout.DESCRIPTOR_BEHIND_HEADER,
         descriptor_length=len(forged),
         **columns,
-    ).tobytes()
+    )
     table = (holder + forged + forged).ljust(GEOMETRY.head_size, b"\0")
     rows, offsets = layout.find_headers(table, GEOMETRY)
     assert rows["generation"].tolist() == [1, 1 << 60]  # the second copy is outside the descriptor: a slot of its own

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from kvfuse.volume.commit.pending import Pending
     from kvfuse.volume.commit.refusals import Refusals
     from kvfuse.volume.inodes.grace import Give
-    from kvfuse.volume.slots.headers import HeaderWriter
+    from kvfuse.volume.slots.heads import HeaderWriter
 
 GIVERS_MIN = 1000
 """see `BatchBuilder._givers_max`"""

@@ -14,7 +14,7 @@ from kvfuse.volume.commit.journal import Journal
 from kvfuse.volume.inodes.chunk import FRESH, Chunk
 from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.inodes.node import Node, locked
-from kvfuse.volume.slots.headers import HeaderWriter
+from kvfuse.volume.slots.heads import HeaderWriter
 
 
 @dataclass

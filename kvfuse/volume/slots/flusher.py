@@ -1,7 +1,7 @@
 """Staged bytes on their way to slots: checksums, batched writes.
 
 One batch is written at a time; whatever is staged meanwhile joins the next. Bytes are written before
-any record names them (`Journal` sees to that), headers (`headers`) with their bytes.
+any record names them (`Journal` sees to that), headers (`heads`) with their bytes.
 
 Bytes that could not be written stay staged, and are tried again. But no caller waits longer than one engine deadline:
 when a batch times out, every waiter gets EngineTimeout, also those whose bytes were to follow in the next batch.
@@ -25,8 +25,7 @@ from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.inodes.grace import Give
 from kvfuse.volume.inodes.node import Node
 from kvfuse.volume.inodes.pace import Pace
-from kvfuse.volume.slots.headers import HeaderWriter, identity_of
-from kvfuse.volume.slots.heads import Head, transfers
+from kvfuse.volume.slots.heads import Head, HeaderWriter, identity_of, transfers
 
 log = logging.getLogger(__name__)
 

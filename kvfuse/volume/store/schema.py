@@ -31,6 +31,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterable
+from functools import partial
 from hashlib import blake2b
 from typing import NamedTuple, TypeVar
 
@@ -49,14 +50,12 @@ _V = TypeVar("_V")
 _T = TypeVar("_T")
 
 _U64 = struct.Struct(">Q")
-_NAME_HEAD = struct.Struct(">cQ")
-_ENTRY_HEAD = struct.Struct(">cQQ")
+_KEY = struct.Struct(">cQ")
+_PAIR_KEY = struct.Struct(">cQQ")
 _TIMES = struct.Struct(">qqq")
 _SLAB_KEY = struct.Struct(">cI")
 _SLAB_HEAD = struct.Struct(">I")
-_CLIENT_KEY = struct.Struct(">cQ")
 _FREED_KEY = struct.Struct(">cIQQ")
-_OPEN_KEY = struct.Struct(">cQQ")
 _HOLDER = struct.Struct(">QQ")
 _COUNT = struct.Struct(">q")
 _COUNTS = struct.Struct(">qq")
@@ -206,9 +205,35 @@ def _checked(decode: Callable[[_V], _T]) -> Callable[[_V], _T]:
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode_inode = msgspec.msgpack.Decoder(InodeRecord).decode
-_decode_chunk = msgspec.msgpack.Decoder(tuple[ExtentRecord, ...]).decode
-_decode_orphan = msgspec.msgpack.Decoder(OrphanRecord).decode
-_decode_member = msgspec.msgpack.Decoder(MemberRecord).decode
+
+
+# -- keys: those of one number are a call of C each --------------------------------------------------
+
+Key = Callable[[int], bytes]
+
+inode_key: Key = partial(_KEY.pack, b"i")
+times_key: Key = partial(_KEY.pack, b"t")
+orphan_key: Key = partial(_KEY.pack, b"o")
+entry_prefix: Key = partial(_KEY.pack, b"d")
+chunk_prefix: Key = partial(_KEY.pack, b"c")
+chunk_key: Callable[[int, int], bytes] = partial(_PAIR_KEY.pack, b"c")
+xattr_prefix: Key = partial(_KEY.pack, b"x")
+slab_key: Key = partial(_SLAB_KEY.pack, b"s")
+holder_key: Key = partial(_SLAB_KEY.pack, b"l")
+freed_prefix: Key = partial(_SLAB_KEY.pack, b"f")
+freed_key: Callable[[int, int, int], bytes] = partial(_FREED_KEY.pack, b"f")
+"""of slab, address, generation"""
+open_key: Callable[[int, int], bytes] = partial(_PAIR_KEY.pack, b"h")
+"""of inode, client"""
+member_key: Key = partial(_KEY.pack, b"m")
+sequence_key: Key = partial(_KEY.pack, b"k")
+"""of a record that every commit of the client moves"""
+files_key: Key = partial(_KEY.pack, b"q")
+"""of the counts of one client"""
+
+MEMBER_PREFIX = b"m"
+XATTR_PREFIX = b"x"
+"""of the keys of all extended attributes"""
 
 
 def name_hash(name: bytes) -> int:
@@ -219,42 +244,18 @@ def name_hash(name: bytes) -> int:
 
 def entry_key(parent: int, name: bytes, cookie: int = 0) -> bytes:
     """Key of the entry ``name`` in directory ``parent``; ``cookie``: its ``name_hash``, where that is at hand."""
-    return _ENTRY_HEAD.pack(b"d", parent, cookie or name_hash(name)) + name
-
-
-def entry_prefix(parent: int) -> bytes:
-    return _NAME_HEAD.pack(b"d", parent)
+    return _PAIR_KEY.pack(b"d", parent, cookie or name_hash(name)) + name
 
 
 def entry_after(parent: int, cookie: int) -> bytes:
     """A key behind every entry whose cookie is ``cookie`` or less, before all others."""
-    return _ENTRY_HEAD.pack(b"d", parent, cookie) + b"\xff" * 256
+    return _PAIR_KEY.pack(b"d", parent, cookie) + b"\xff" * 256
 
 
 def split_entry_key(key: bytes) -> tuple[int, int, bytes]:
     """(parent, cookie, name) of an entry's key."""
-    _, parent, cookie = _ENTRY_HEAD.unpack_from(key)
-    return parent, cookie, key[_ENTRY_HEAD.size :]
-
-
-def inode_key(ino: int) -> bytes:
-    return b"i" + _U64.pack(ino)
-
-
-def times_key(ino: int) -> bytes:
-    return b"t" + _U64.pack(ino)
-
-
-def orphan_key(ino: int) -> bytes:
-    return b"o" + _U64.pack(ino)
-
-
-def chunk_key(ino: int, index: int) -> bytes:
-    return b"c" + _U64.pack(ino) + _U64.pack(index)
-
-
-def chunk_prefix(ino: int) -> bytes:
-    return b"c" + _U64.pack(ino)
+    _, parent, cookie = _PAIR_KEY.unpack_from(key)
+    return parent, cookie, key[_PAIR_KEY.size :]
 
 
 def chunk_index(key: bytes) -> int:
@@ -266,16 +267,8 @@ def key_inode(key: bytes) -> int:
     return int(_U64.unpack_from(key, 1)[0])
 
 
-XATTR_PREFIX = b"x"
-"""of the keys of all extended attributes"""
-
-
 def xattr_key(ino: int, name: bytes) -> bytes:
     return xattr_prefix(ino) + name
-
-
-def xattr_prefix(ino: int) -> bytes:
-    return XATTR_PREFIX + _U64.pack(ino)
 
 
 def xattr_name(key: bytes) -> bytes:
@@ -294,43 +287,9 @@ def is_key(key: bytes) -> bool:
     return least <= len(key) <= most
 
 
-MEMBER_PREFIX = b"m"
-
-
-def member_key(client: int) -> bytes:
-    return _CLIENT_KEY.pack(b"m", client)
-
-
-def sequence_key(client: int) -> bytes:
-    """Of a record that every commit of the client moves."""
-    return _CLIENT_KEY.pack(b"k", client)
-
-
-def files_key(client: int) -> bytes:
-    """Of the counts of one client."""
-    return _CLIENT_KEY.pack(b"q", client)
-
-
 def key_client(key: bytes) -> int:
     """The client in an m, k or q key."""
-    return int(_CLIENT_KEY.unpack(key)[1])
-
-
-def encode_member(record: MemberRecord) -> bytes:
-    return _encode(record)
-
-
-@_checked
-def decode_member(value: bytes) -> MemberRecord:
-    return _decode_member(value)
-
-
-def slab_key(slab: int) -> bytes:
-    return _SLAB_KEY.pack(b"s", slab)
-
-
-def holder_key(slab: int) -> bytes:
-    return _SLAB_KEY.pack(b"l", slab)
+    return int(_KEY.unpack(key)[1])
 
 
 def key_slab(key: bytes) -> int:
@@ -342,35 +301,38 @@ RESTED_SLOT = b"rested"
 """value of an f record"""
 
 
-def freed_key(slab: int, addr: int, generation: int) -> bytes:
-    return _FREED_KEY.pack(b"f", slab, addr, generation)
-
-
-def freed_prefix(slab: int) -> bytes:
-    return _SLAB_KEY.pack(b"f", slab)
-
-
 def split_freed_key(key: bytes) -> FreedSlot:
     return FreedSlot(*_FREED_KEY.unpack(key)[1:])
 
 
-def open_key(ino: int, client: int) -> bytes:
-    return _OPEN_KEY.pack(b"h", ino, client)
-
-
 def split_open_key(key: bytes) -> tuple[int, int]:
     """(inode, client) of an h key."""
-    _, ino, client = _OPEN_KEY.unpack(key)
+    _, ino, client = _PAIR_KEY.unpack(key)
     return ino, client
 
 
-def encode_u64(value: int) -> bytes:
-    return _U64.pack(value)
+# -- values ------------------------------------------------------------------------------------------
 
 
 @_checked
 def decode_u64(value: bytes) -> int:
     return int(_U64.unpack(value)[0])
+
+
+encode_u64: Callable[[int], bytes] = _U64.pack
+encode_times: Callable[[int, int, int], bytes] = _TIMES.pack
+encode_usage: Callable[[int, int], bytes] = _USAGE.pack
+"""bytes and inodes; see USAGE"""
+encode_inode: Callable[[InodeRecord], bytes] = _encode
+encode_chunk: Callable[[tuple[ExtentRecord, ...]], bytes] = _encode
+encode_member: Callable[[MemberRecord], bytes] = _encode
+decode_inode: Callable[[bytes | memoryview], InodeRecord] = _checked(_decode_inode)
+decode_chunk: Callable[[bytes], tuple[ExtentRecord, ...]] = _checked(
+    msgspec.msgpack.Decoder(tuple[ExtentRecord, ...]).decode
+)
+decode_member: Callable[[bytes], MemberRecord] = _checked(msgspec.msgpack.Decoder(MemberRecord).decode)
+decode_orphan: Callable[[bytes], OrphanRecord] = _checked(msgspec.msgpack.Decoder(OrphanRecord).decode)
+"""also of a record that does not say who removed it"""
 
 
 def encode_u64s(values: Iterable[int]) -> bytes:
@@ -380,10 +342,6 @@ def encode_u64s(values: Iterable[int]) -> bytes:
 @_checked
 def decode_u64s(value: bytes) -> list[int]:
     return [number for (number,) in _U64.iter_unpack(value)]
-
-
-def encode_times(atime: int, mtime: int, ctime: int) -> bytes:
-    return _TIMES.pack(atime, mtime, ctime)
 
 
 @_checked
@@ -422,28 +380,8 @@ def decode_counts(value: bytes) -> Counts:
     return Counts(*_COUNTS.unpack(value))
 
 
-def encode_usage(size: int, count: int) -> bytes:
-    """Bytes and inodes; see USAGE."""
-    return _USAGE.pack(size, count)
-
-
 def encode_orphan(record: InodeRecord, remover: int) -> bytes:
     return _encode(OrphanRecord(**{**msgspec.structs.asdict(record), "remover": remover}))
-
-
-@_checked
-def decode_orphan(value: bytes) -> OrphanRecord:
-    """Also of a record that does not say who removed it."""
-    return _decode_orphan(value)
-
-
-def encode_inode(record: InodeRecord) -> bytes:
-    return _encode(record)
-
-
-@_checked
-def decode_inode(value: bytes | memoryview) -> InodeRecord:
-    return _decode_inode(value)
 
 
 def encode_entry_inline(record: InodeRecord) -> bytes:
@@ -465,12 +403,3 @@ def decode_entry(value: bytes) -> InodeRecord | int:
     if is_inline(value):
         return _decode_inode(memoryview(value)[1:])
     return int(_U64.unpack_from(value, 1)[0])
-
-
-def encode_chunk(extents: tuple[ExtentRecord, ...]) -> bytes:
-    return _encode(extents)
-
-
-@_checked
-def decode_chunk(value: bytes) -> tuple[ExtentRecord, ...]:
-    return _decode_chunk(value)

@@ -62,11 +62,14 @@ def as_formatted(records: RecordStore, superblock: Superblock) -> RecordStore:
 _BARE_KINDS = b"mn"
 
 
-def seal(key: bytes, value: bytes) -> bytes:
-    """What the engine stores for ``value``."""
-    if key[0] in _BARE_KINDS and _is_bare(key):
-        return value
-    return value + extend(extend(0, key), value).to_bytes(CHECKSUM_SIZE, "little")
+def seal(rows: Mapping[bytes, bytes]) -> dict[bytes, bytes]:
+    """What the engine stores for these keys and values."""
+    return {
+        key: value
+        if key[0] in _BARE_KINDS and _is_bare(key)
+        else value + extend(extend(0, key), value).to_bytes(CHECKSUM_SIZE, "little")
+        for key, value in rows.items()
+    }
 
 
 def _open(key: bytes, stored: bytes) -> bytes:
@@ -132,8 +135,7 @@ class SealedRecords(RecordDecorator):
         durable: bool = False,
         lease: Lease | None = None,
     ) -> int:
-        sealed = {key: seal(key, value) for key, value in puts.items()}
-        return await self.inner.commit(sealed, deletes, expect, durable=durable, lease=lease)
+        return await self.inner.commit(seal(puts), deletes, expect, durable=durable, lease=lease)
 
     def watch(self, prefix: bytes) -> AsyncIterator[Change]:
         return _SealedWatch(self.inner.watch(prefix))

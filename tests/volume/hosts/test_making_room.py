@@ -16,7 +16,7 @@ from volume_lab import CALLER, MIB, Chaos, Disk, MemoryRecords, check, lab_optio
 from kvfuse.errors import NoSpace
 from kvfuse.volume.api import ROOT_INODE, Changes
 from kvfuse.volume.slots import space
-from kvfuse.volume.slots.headers import identity_of
+from kvfuse.volume.slots.heads import identity_of
 from kvfuse.volume.store import schema
 from kvfuse.volume.volume import Volume
 

@@ -67,7 +67,7 @@ async def test_values_come_back_and_carry_a_checksum(tmp_path: Path) -> None:
     assert {row.key: row.value for row in await records.scan(b"")} == values
     assert (await anext(watch)).value == b"value"
     kept = {row.key: row.value for row in await inner.scan(b"")}
-    assert kept == {key: seal(key, value) for key, value in values.items()}
+    assert kept == seal(values)
     assert [len(kept[key]) - len(values[key]) for key in values] == [4, 4, 0, 0]
     await records.aclose()
 
@@ -281,7 +281,7 @@ async def test_a_volume_without_the_flag_is_read_and_written_as_before(tree: Tre
     assert superblock.features == layout.FEATURE_SEALED_RECORDS
     async with tree.records() as records:
         plain = {row.key: row.value for row in await records.scan(b"", limit=100_000)}
-    assert all(raw[key] == seal(key, value) for key, value in plain.items())
+    assert seal(plain).items() <= raw.items()
     await overwrite(tree.options, plain)
     format.write_superblock(path, replace(superblock, features=0))
     assert await tree.read() == tree.files
