@@ -31,7 +31,6 @@ SHRINKING = {
     "SharedLookup": (32, 4),
     "Submission": (18, 23),
     "Volume": (67, 27),
-    "VolumeApi": (39, 0),
     "Worker": (35, 25),
 }
 """class -> methods and attributes that it has still; no more"""

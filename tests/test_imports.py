@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 
 import kvfuse
+from kvfuse.volume.api import RingApi
 
 PACKAGE = Path(kvfuse.__file__).parent
 
 BASE = {"errors", "checksum", "sizes"}
-DOOR = BASE | {"options", "errnos", "mounttable", "volume"}
+DOOR = BASE | {"options", "errnos", "mounttable", "credentials", "volume"}
 
 ROOMS: dict[str, set[str]] = {
     "errors": set(),
@@ -24,10 +25,11 @@ ROOMS: dict[str, set[str]] = {
     "sizes": set(),
     "mounttable": set(),
     "checksum": {"errors"},
+    "credentials": set(),
     "options": {"errors", "sizes"},
     "slab": BASE,
     "remote": BASE | {"options"},
-    "volume": BASE | {"options", "mounttable", "slab", "remote"},
+    "volume": BASE | {"options", "mounttable", "credentials", "slab", "remote"},
     "fs": DOOR,
     "usrbio": DOOR,
     "target": DOOR | {"remote"},
@@ -58,6 +60,9 @@ OUTSIDE: dict[str, set[str]] = {
     "rich": {"cli"},
 }
 """package of others -> the only places that may import it"""
+
+CONTRACT = {"volume.api", "volume.views"}
+"""what the rings' door may import of the volume"""
 
 PURE = {"trio", "os", "time", "datetime", "threading", "asyncio", "socket", "random", "pathlib"}
 """what slab, which is synchronous and has no I/O and no clock, does without"""
@@ -146,6 +151,8 @@ def violations(source: str, module: str) -> list[str]:
             found.append(f"{module} imports {name}, which is above it, or beside it")
         if top in OUTSIDE and not is_within(place, OUTSIDE[top]):
             found.append(f"{module} imports {name}")
+        if room == "usrbio" and inner.startswith("volume.") and not is_within(inner, CONTRACT):
+            found.append(f"{module} imports {name}, which is no part of the volume's contract")
         if room == "slab" and top in PURE:
             found.append(f"{module} imports {name}, but slab is pure")
     return found
@@ -160,6 +167,20 @@ def modules() -> Iterator[tuple[str, Path]]:
 def test_imports_point_one_way() -> None:
     found = [
         line for name, path in modules() if name != "kvfuse.__init__" for line in violations(path.read_text(), name)
+    ]
+    assert found == []
+
+
+def test_rings_reach_into_no_inner_part_of_a_volume() -> None:
+    """Of a handle they have what `api.Handle` has: its ``node`` is the volume's own."""
+    contract = {name for kind in RingApi.__mro__ for name in (*vars(kind), *vars(kind).get("__annotations__", ()))}
+    assert {"open", "show", "blocks", "tier"} <= contract
+    found = [
+        f"{name}: {reach}"
+        for name, path in modules()
+        if name.startswith("kvfuse.usrbio.")
+        for reach in re.findall(r"\bvolume\.\w+|\.node\b|\.core\b", re.sub("import .*|from .*", "", path.read_text()))
+        if reach.removeprefix("volume.") not in contract
     ]
     assert found == []
 
@@ -219,6 +240,8 @@ def test_the_package_itself_imports_nothing_of_its_rooms() -> None:
         ("kvfuse.volume.api", "from kvfuse.volume.store import schema"),
         ("kvfuse.volume.hosts.coherence", "from kvfuse.volume.volume import Volume"),
         ("kvfuse.usrbio.client.ring", "from kvfuse.usrbio.daemon.limits import Limits"),
+        ("kvfuse.usrbio.daemon.limits", "from kvfuse.volume.volume import Volume"),
+        ("kvfuse.usrbio.daemon.limits", "from kvfuse.volume.names.blocks import Blocks"),
         ("kvfuse.volume.inodes.core", "import pyfuse3"),
         ("kvfuse.volume.inodes.core", "from lmdb import Environment"),
         ("kvfuse.cli.umount", "import pyfuse3.asyncio"),
@@ -235,7 +258,7 @@ def test_a_wrong_import_is_found(module: str, source: str) -> None:
     ("module", "source"),
     [
         ("kvfuse.connectors.vllm", "from kvfuse.usrbio.client import Client"),
-        ("kvfuse.fs.ops", "import pyfuse3\nfrom . import virtual\nfrom ..volume.api import VolumeApi"),
+        ("kvfuse.fs.ops", "import pyfuse3\nfrom . import virtual\nfrom ..volume.api import FileApi"),
         ("kvfuse.cli.version", "from kvfuse import __version__\nimport kvfuse"),
         ("kvfuse.slab.pool", "import numpy\nfrom kvfuse.errors import NoSpace"),
     ],

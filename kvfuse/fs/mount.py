@@ -31,8 +31,7 @@ from kvfuse.fs.virtual import Reader, VirtualFolder
 from kvfuse.fs.wakefulness import Wakefulness
 from kvfuse.mounttable import top_mount
 from kvfuse.options.options import MountOptions, Options
-from kvfuse.volume.api import VolumeApi
-from kvfuse.volume.volume import open_volume
+from kvfuse.volume.volume import Volume, open_volume
 
 log = logging.getLogger(__name__)
 
@@ -123,7 +122,7 @@ def kernel_options(options: MountOptions, source: Path) -> set[str]:
     return words
 
 
-def make_operations(volume: VolumeApi[Any], options: Options) -> KvfuseOperations:
+def make_operations(volume: Volume, options: Options) -> KvfuseOperations:
     """The door to ``volume``, with the virtual files that tell about this daemon."""
 
     def stats(reader: Reader) -> bytes:
@@ -140,6 +139,7 @@ def make_operations(volume: VolumeApi[Any], options: Options) -> KvfuseOperation
         return kvfuse.__version__.encode() + b"\n"
 
     operations = KvfuseOperations(
+        volume,
         volume,
         VirtualFolder({b"stats": stats, b"config": config, b"version": version}),
         entry_timeout=options.mount.entry_timeout,

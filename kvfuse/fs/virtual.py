@@ -17,9 +17,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, Self
 
+from kvfuse.credentials import Capability, Credentials
 from kvfuse.errors import BadHandle, NotADirectory, NotFound, NotPermitted, PermissionDenied
 from kvfuse.volume.api import FIRST_INODE, ROOT_INODE, VIRTUAL_NAME, DirEntry
-from kvfuse.volume.inodes.credentials import Capability, Credentials
 
 FOLDER_NAME = VIRTUAL_NAME
 SOCKET_NAME = b"control.sock"

@@ -1,8 +1,9 @@
-"""What the doors (fs/, usrbio/) and the command line see of a volume.
+"""What the doors see of a volume: plain types, and the operations by topic.
 
-The contract of the core room in one file: plain types, and ``VolumeApi``, which ``volume.Volume``
-implements. Inodes are numbers, names are bytes, times are nanoseconds since the epoch, errors are
-``kvfuse.errors``. No operation waits longer than its engines' deadlines.
+The FUSE door calls `TreeApi` and `FileApi`, the rings' door `RingApi`: ``volume.Volume`` implements all three, and its
+``blocks`` implement `BlockApi`. Inodes are numbers, names are bytes, times are nanoseconds since the epoch, errors are
+``kvfuse.errors``. No operation waits longer than its engines' deadlines. All are for the event loop's thread, except
+where a docstring says otherwise.
 
 Coherence inside one host: every change is visible to every later call, through whichever door, when
 the call that made it returned. *Publishing* (strict or relaxed) only says when other hosts, and a
@@ -11,11 +12,12 @@ restart, see it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from kvfuse.volume.views.content_map import ContentMap
+from kvfuse.volume.views.tier import SharedTier, TierBlock
 
 ROOT_INODE = 1
 FIRST_INODE = 1024
@@ -112,16 +114,47 @@ class Handle(Protocol):
     cache_valid: bool
     """what the kernel cached of the content at an earlier open is still true"""
 
+    @property
+    def size(self) -> int:
+        """Of the file, now."""
+
 
 H = TypeVar("H", bound=Handle)
 
 
-class VolumeApi(Protocol[H]):
-    """The operations of a mounted volume. ``async`` ones may wait; each says what for in its room."""
+class Binding:
+    """What a name means, for threads that ask again and again. The event loop makes and marks it; any thread may look.
 
-    read_only: bool
+    It holds until the name means something else, or other people may read the file: ``valid`` is cleared before
+    anything changes, so whoever saw it set after a copy has a block that the name meant at some time during the copy.
+    """
 
-    # names
+    __slots__ = ("directory", "gid", "ino", "map", "mode", "name", "uid", "valid")
+
+    def __init__(self, directory: int, file: Attributes, name: bytes, shown: ContentMap) -> None:
+        self.valid = True
+        self.directory = directory
+        self.name = name
+        self.ino = file.ino
+        self.uid = file.uid
+        self.gid = file.gid
+        self.mode = file.mode
+        self.map = shown
+
+
+class ReadingThread(Protocol):
+    """A thread that reads by content maps."""
+
+    def tell_when_done(self, told: Callable[[], None]) -> bool:
+        """Call ``told`` in the event loop when what the thread reads now is read. False: it reads nothing now.
+
+        What it begins to read after this call it finds by maps as they are now.
+        """
+
+
+class TreeApi(Protocol):
+    """What names mean, and changes of them. ``async`` operations may wait; each says what for in its room."""
+
     async def lookup(self, parent: int, name: bytes) -> Attributes:
         """The inode called ``name`` ("." and ".." too), counted once more as known to the kernel. NotFound."""
 
@@ -137,14 +170,9 @@ class VolumeApi(Protocol[H]):
     def may_keep(self, directory: int) -> bool:
         """The kernel may remember names in a directory: nobody else changes them, or it is told soon after."""
 
-    def may_keep_attributes(self, ino: int) -> bool:
-        """The kernel may remember what it is told of an inode. False: it asks again before it shows them."""
-
-    async def attributes(self, ino: int) -> Attributes: ...
-    async def set_attributes(self, ino: int, changes: Changes, caller: Caller) -> Attributes:
-        """Also clears setuid and setgid where POSIX asks for it; ``size`` truncates or extends."""
-
-    async def create(self, parent: int, name: bytes, mode: int, caller: Caller, flags: int) -> tuple[H, Attributes]:
+    async def create(
+        self, parent: int, name: bytes, mode: int, caller: Caller, flags: int
+    ) -> tuple[Handle, Attributes]:
         """Create a regular file and open it with ``flags`` (O_*). Exists, if it does. Counted as looked up."""
 
     async def make_node(self, parent: int, name: bytes, mode: int, rdev: int, caller: Caller) -> Attributes:
@@ -153,7 +181,6 @@ class VolumeApi(Protocol[H]):
     async def make_directory(self, parent: int, name: bytes, mode: int, caller: Caller) -> Attributes: ...
     async def make_symlink(self, parent: int, name: bytes, target: bytes, caller: Caller) -> Attributes: ...
     async def link(self, ino: int, parent: int, name: bytes) -> Attributes: ...
-    async def read_symlink(self, ino: int) -> bytes: ...
     async def unlink(self, parent: int, name: bytes) -> None: ...
     async def remove_directory(self, parent: int, name: bytes) -> None: ...
     async def rename(self, parent: int, name: bytes, new_parent: int, new_name: bytes, flags: int) -> None:
@@ -168,21 +195,13 @@ class VolumeApi(Protocol[H]):
         Fewer mean the end. An entry that exists during a whole listing is shown exactly once.
         """
 
-    # files
+
+class OpenFileApi(Protocol[H]):
+    """What both doors do with files."""
+
+    async def attributes(self, ino: int) -> Attributes: ...
     async def open(self, ino: int, flags: int, caller: Caller) -> H:
         """O_TRUNC in ``flags`` truncates. IsADirectory for a directory."""
-
-    async def read(self, handle: H, offset: int, size: int) -> bytes | bytearray | memoryview:
-        """Bytes at ``offset``, short at the end of the file. A memoryview is to be consumed before any await."""
-
-    async def read_into(self, handle: H, offset: int, target: memoryview) -> int:
-        """Fill ``target`` (of bytes) from ``offset`` on; how many bytes, fewer at the end of the file."""
-
-    def content_map(self, handle: H) -> ContentMap:
-        """Where the file's bytes are, for threads other than the event loop's; true as long as the handle is open."""
-
-    async def show(self, handle: H, first: int, last: int) -> None:
-        """Have in the content map what can be shown of the chunks ``first``..``last``; for the rest, `read_into`."""
 
     async def write(self, handle: H, offset: int, data: bytes | memoryview, *, by_kernel: bool = False) -> int:
         """Takes ``data`` (kept, not copied, where possible: it must never change); how much of it had room.
@@ -190,23 +209,32 @@ class VolumeApi(Protocol[H]):
         NoSpace, FileTooLarge. ``by_kernel``: short only where the file grows, and by a handle that is not direct.
         """
 
-    async def write_in_slots(self, handle: H, writes: Sequence[tuple[int, memoryview]]) -> list[bool]:
-        """Many small writes (offset, data) in one call of the engine, as far as nothing else is to be done for them.
-
-        Says which were done; the others are `write`'s.
-        """
-
-    async def flush(self, handle: H) -> None:
-        """A descriptor was closed: with strict publishing, returns after the commit."""
-
     async def fsync(self, handle: H, *, data_only: bool = False) -> None:
         """Bytes, attributes and names of the file survive the loss of power once this returned.
 
         ``data_only``: but for the access time, if nothing else has changed.
         """
 
-    async def fsync_directory(self, ino: int) -> None: ...
     async def release(self, handle: H) -> None: ...
+
+
+class FileApi(OpenFileApi[H], Protocol[H]):
+    """Inodes and their bytes, as the kernel asks for them, and the volume as a whole."""
+
+    async def set_attributes(self, ino: int, changes: Changes, caller: Caller) -> Attributes:
+        """Also clears setuid and setgid where POSIX asks for it; ``size`` truncates or extends."""
+
+    def may_keep_attributes(self, ino: int) -> bool:
+        """The kernel may remember what it is told of an inode. False: it asks again before it shows them."""
+
+    async def read_symlink(self, ino: int) -> bytes: ...
+    async def read(self, handle: H, offset: int, size: int) -> bytes | bytearray | memoryview:
+        """Bytes at ``offset``, short at the end of the file. A memoryview is to be consumed before any await."""
+
+    async def flush(self, handle: H) -> None:
+        """A descriptor was closed: with strict publishing, returns after the commit."""
+
+    async def fsync_directory(self, ino: int) -> None: ...
 
     # extended attributes
     async def get_xattr(self, ino: int, name: bytes) -> bytes: ...
@@ -216,9 +244,6 @@ class VolumeApi(Protocol[H]):
 
     # the whole
     def space(self) -> Space: ...
-    async def sync(self) -> None:
-        """Everything that returned before is durable."""
-
     def stats(self) -> dict[str, Any]:
         """Counters and gauges, JSON-able: the content of MNT/.kvfuse/stats."""
 
@@ -227,6 +252,82 @@ class VolumeApi(Protocol[H]):
 
     async def info(self, ino: int) -> dict[str, Any]:
         """Extents, size classes, slabs, sealed granules of one file, JSON-able."""
+
+
+class RingApi(OpenFileApi[H], Protocol[H]):
+    """Files as rings use them, and what the threads of rings share with the volume."""
+
+    tier: SharedTier
+    """for any thread"""
+    reading_threads: set[ReadingThread]
+    """those that may read by content maps now; the door keeps it"""
+    sections: dict[str, Callable[[], object]]
+    """what the door adds to `FileApi.stats`, by name"""
+    user_sections: dict[str, Callable[[int], object]]
+    """the same for one user, a uid"""
+
+    @property
+    def blocks(self) -> BlockApi:
+        """To be asked for anew after an await: another membership brings others."""
+
+    def content_map(self, handle: H) -> ContentMap:
+        """Where the file's bytes are, for threads other than the event loop's; true as long as the handle is open."""
+
+    async def show(self, handle: H, first: int, last: int) -> None:
+        """Have in the content map what can be shown of the chunks ``first``..``last``; for the rest, `read_into`."""
+
+    async def read_into(self, handle: H, offset: int, target: memoryview) -> int:
+        """Fill ``target`` (of bytes) from ``offset`` on; how many bytes, fewer at the end of the file."""
+
+    async def write_in_slots(self, handle: H, writes: Sequence[tuple[int, memoryview]]) -> list[bool]:
+        """Many small writes (offset, data) in one call of the engine, as far as nothing else is to be done for them.
+
+        Says which were done; the others are `write`'s.
+        """
+
+
+class BlockApi(Protocol):
+    """Whole files by (directory, name). One block is one file, whoever made it."""
+
+    async def find(self, directory: int, name: bytes) -> Attributes | None:
+        """The inode of a name, None where there is none. Waits for the store."""
+
+    async def bind(self, directory: int, name: bytes) -> Binding | None:
+        """What a name means until the caller's next await; None where it means no regular file. Waits for the store."""
+
+    def waits(self, directory: int) -> bool:
+        """A put there waits for its commit; or it is not known whether it does."""
+
+    async def put(self, directory: int, name: bytes, data: memoryview | TierBlock, caller: Caller, mode: int) -> int:
+        """Let ``name`` mean a new file that has ``data``, instead of the file it means, in one step.
+
+        Returns the inode that had the name, 0 if none. ``data`` is kept, it may never change again; a block of the
+        tier stays there as the file's copy where its readers are the file's. ``mode``: permission bits. Waits for
+        staging memory, for room on a full volume, and in strict folders for the commit; until then a cancellation
+        leaves everything as it was. NoSpace, IsADirectory, NotFound, InvalidArgument, NameTooLong, ReadOnly.
+        """
+
+    async def delete(self, directory: int, names: Sequence[bytes]) -> list[int]:
+        """Remove files: the inode of each that was there and is gone, 0 for what is absent or a directory.
+
+        Waits for the store where a name is not known, and in strict folders for the commit. After an error, which is
+        raised, some of them may be gone. ReadOnly, NotFound.
+        """
+
+    async def exists(self, directory: int, names: list[bytes]) -> list[bool]:
+        """Which names exist, all seen at the same time; what they mean is not looked at. Stale, NotADirectory.
+
+        Waits for the store until all names of the directory are known.
+        """
+
+    async def prefetch(
+        self, directory: int, names: Sequence[bytes], may_read: Callable[[Binding], bool] = lambda binding: True
+    ) -> list[bool]:
+        """Read blocks into the shared-memory tier: which of them are there now.
+
+        Those are not that are absent or empty, that ``may_read`` forbids, ever had two names (their readers are not
+        those of one directory), are being written, cannot be read, or for which there is no room.
+        """
 
 
 class KernelCache(Protocol):

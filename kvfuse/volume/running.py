@@ -56,6 +56,8 @@ class RunningVolume:
         """what doors add to `stats`, by name"""
         self.user_sections: dict[str, Callable[[int], object]] = {}
         """the same for one user, a uid"""
+        self.tier = parts.core.tier
+        self.reading_threads = parts.core.reads.threads
         self._options = options
         self._held = held
         self._kernel: KernelCache | None = None
@@ -76,8 +78,8 @@ class RunningVolume:
         self.core = parts.core
         self.flusher, self.journal = parts.flusher, parts.journal
         self.reader, self.writer, self.cutter = parts.reader, parts.writer, parts.cutter
-        self.mapper, self.lookups, self.names = parts.mapper, parts.lookups, parts.names
-        self.blocks, self.xattrs, self.access = parts.blocks, parts.xattrs, parts.mapper.access
+        self.lookups, self.names = parts.lookups, parts.names
+        self.blocks, self.access = parts.blocks, parts.mapper.access
         self.access.changed = self._access_time_moved
         self.coherence, self.leases = parts.coherence, parts.leases
         if self.coherence is not None:

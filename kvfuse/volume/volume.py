@@ -1,4 +1,4 @@
-"""A mounted volume: puts the parts of this room together behind `api.VolumeApi`."""
+"""A mounted volume: puts the parts of this room together behind `api.TreeApi`, `FileApi` and `RingApi`."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ async def run_volume(
 
 
 class Volume(RunningVolume):
-    """The operations of `api.VolumeApi` on one set of engines. Opened by `open_volume`."""
+    """The operations of `api` on one set of engines. Opened by `open_volume`."""
 
     # -- names ---------------------------------------------------------------------------------------
 
@@ -274,10 +274,10 @@ class Volume(RunningVolume):
         self.access.read_by(handle, node)
 
     def content_map(self, handle: FileHandle | Node) -> ContentMap:
-        return self.mapper.map_of(_node_of(handle))
+        return self.parts.mapper.map_of(_node_of(handle))
 
     async def show(self, handle: FileHandle | Node, first: int, last: int) -> None:
-        await self.mapper.show(await self._current(handle), first, last)
+        await self.parts.mapper.show(await self._current(handle), first, last)
 
     async def write(self, handle: FileHandle, offset: int, data: bytes | memoryview, *, by_kernel: bool = False) -> int:
         node = await self._current(handle) if handle.node.forgotten else handle.node
@@ -307,7 +307,7 @@ class Volume(RunningVolume):
     async def _lose_privileges(self, node: Node, caller: Caller) -> None:
         """Before bytes of the file change, by a door whose writes the kernel does not see."""
         lost_bits = privileges.lose_privileges(node, caller)
-        if await self.xattrs.drop_capability(node) or lost_bits:
+        if await self.parts.xattrs.drop_capability(node) or lost_bits:
             node.ctime = clock.now()
             self.journal.pending.touch(node, forced=True)
 
@@ -402,18 +402,18 @@ class Volume(RunningVolume):
     # -- extended attributes -------------------------------------------------------------------------
 
     async def get_xattr(self, ino: int, name: bytes) -> bytes:
-        return await self.xattrs.get(ino, name)
+        return await self.parts.xattrs.get(ino, name)
 
     async def set_xattr(self, ino: int, name: bytes, value: bytes) -> None:
         self._check_writable()
-        await self._publish_attributes(await self.xattrs.set(ino, name, value))
+        await self._publish_attributes(await self.parts.xattrs.set(ino, name, value))
 
     async def list_xattrs(self, ino: int) -> list[bytes]:
-        return await self.xattrs.list(ino)
+        return await self.parts.xattrs.list(ino)
 
     async def remove_xattr(self, ino: int, name: bytes) -> None:
         self._check_writable()
-        await self._publish_attributes(await self.xattrs.remove(ino, name))
+        await self._publish_attributes(await self.parts.xattrs.remove(ino, name))
 
     async def _publish_attributes(self, node: Node) -> None:
         await self.names.publish(node if node.is_directory else await self._folder(node), node)

@@ -44,7 +44,7 @@ class FailingVolume:
 
 def door_to(error: Exception) -> KvfuseOperations:
     volume: Any = FailingVolume(error)
-    return KvfuseOperations(volume, VirtualFolder({}), entry_timeout=1, attr_timeout=1, negative_timeout=1)
+    return KvfuseOperations(volume, volume, VirtualFolder({}), entry_timeout=1, attr_timeout=1, negative_timeout=1)
 
 
 OPERATION_ERRORS = [kind for kind in subclasses(errors.OperationError) if kind.__module__ == errors.__name__]

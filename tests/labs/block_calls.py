@@ -8,8 +8,7 @@ import numpy as np
 from volume_lab import CALLER, MIB
 
 from kvfuse.errors import NotFound
-from kvfuse.volume.api import ROOT_INODE
-from kvfuse.volume.names.blocks import Binding
+from kvfuse.volume.api import ROOT_INODE, Binding
 from kvfuse.volume.views.tier import ReadClass, TierBlock
 from kvfuse.volume.volume import Volume
 

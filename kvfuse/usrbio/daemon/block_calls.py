@@ -12,15 +12,12 @@ from typing import Any
 import trio
 
 from kvfuse import errors
+from kvfuse.credentials import Capability
 from kvfuse.usrbio.daemon.call import Call, Done, in_ring_thread
 from kvfuse.usrbio.daemon.peer import Peer
 from kvfuse.usrbio.daemon.registry import Namespace
 from kvfuse.usrbio.daemon.ring_thread import Worker
-from kvfuse.volume.api import Caller
-from kvfuse.volume.inodes.credentials import Capability
-from kvfuse.volume.inodes.node import Node
-from kvfuse.volume.names.blocks import Binding
-from kvfuse.volume.volume import Volume
+from kvfuse.volume.api import Attributes, Binding, Caller, RingApi
 
 EXISTS_KEYS = 2048
 """keys of one call that are looked for before the event loop does something else"""
@@ -33,7 +30,7 @@ class BlockCalls:
     ``finish``: completes what changed something. ``read_here``: reads a file in the event loop, for a call.
     """
 
-    volume: Volume
+    volume: RingApi[Any]
     peer: Peer
     finish: Callable[[Worker, Done], None]
     read_here: Callable[[Worker, Call, Any, int, int], Awaitable[None]]
@@ -62,7 +59,7 @@ class BlockCalls:
                 return True
             if not (binding.valid or is_last):
                 return False
-            size = handle.node.size
+            size = handle.size
             if size > call.entry.length:
                 worker.complete(call, -errno.EMSGSIZE, size)
             elif not size:
@@ -131,7 +128,7 @@ class BlockCalls:
         peer = self.peer
         return Caller(peer.uid, peer.gid, peer.pid, peer.powers.has(Capability.FSETID), peer.groups)
 
-    async def _check(self, namespace: Namespace, wanted: int) -> Node:
+    async def _check(self, namespace: Namespace, wanted: int) -> Attributes:
         """The directory. PermissionDenied or ReadOnly, unless the peer may use it so: 1 search, 2 write."""
         directory = await self.volume.attributes(namespace.ino)
         namespace.may_list = self.peer.may(directory, 4)
@@ -143,11 +140,11 @@ class BlockCalls:
             raise errors.ReadOnly("the mount is bound read-only there")
         return directory
 
-    async def _check_sticky(self, directory: Node, names: Sequence[bytes]) -> None:
+    async def _check_sticky(self, directory: Attributes, names: Sequence[bytes]) -> None:
         """PermissionDenied for taking names from somebody else in a directory with the sticky bit."""
         if not directory.mode & stat.S_ISVTX or self.peer.powers.has(Capability.FOWNER):
             return
         for name in names:
-            old = (await self.volume.lookups.find(directory.ino, name)).node
+            old = await self.volume.blocks.find(directory.ino, name)
             if old is not None and not self.peer.may_take_name(directory, old):
                 raise errors.PermissionDenied(f"{os.fsdecode(name)} is somebody else's, and the directory sticky")

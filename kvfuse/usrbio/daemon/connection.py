@@ -291,7 +291,7 @@ class Connection:
         self.files[handle] = OpenFile(
             volume_handle, ino, bool(access & Access.READ), bool(access & Access.WRITE), shown
         )
-        return (handle, ino, volume_handle.node.size), []
+        return (handle, ino, volume_handle.size), []
 
     async def _drop_file(self, values: tuple[int, ...]) -> Answer:
         file = self.files.pop(values[0], None)
@@ -338,7 +338,7 @@ class Connection:
             except BaseException:
                 close_all(shown)
                 raise
-        self._volume.core.reads.threads.add(ring.worker)
+        self._volume.reading_threads.add(ring.worker)
         return (handle, layout.size), shown
 
     async def _drop_ring(self, values: tuple[int, ...]) -> Answer:
@@ -354,7 +354,7 @@ class Connection:
     async def _end(self, ring: _Ring) -> None:
         ring.worker.stop()
         await self._usher.run(ring.worker.thread.join)
-        self._volume.core.reads.threads.discard(ring.worker)
+        self._volume.reading_threads.discard(ring.worker)
         self._calls.end(ring.worker)
         ring.close()
 
@@ -385,7 +385,7 @@ class Connection:
     async def _map_arena(self, values: tuple[int, ...]) -> Answer:
         if values[0] not in self._pins.arenas:
             raise errors.PermissionDenied(f"arena {values[0]} holds nothing that you were given")
-        descriptor = self._volume.core.tier.arena_descriptor(values[0])
+        descriptor = self._volume.tier.arena_descriptor(values[0])
         return (os.fstat(descriptor).st_size,), [descriptor]
 
     def counts(self) -> dict[str, int]:
@@ -418,10 +418,10 @@ class Connection:
 
     def allocate(self, namespace: Namespace, size: int) -> TierBlock | None:
         """Not where the user's calls under way could hold too much of the tier: their blocks cannot be evicted."""
-        if self.share.user_size > TIER_PART * self._volume.core.tier.capacity:
+        if self.share.user_size > TIER_PART * self._volume.tier.capacity:
             return None
         read_class = ReadClass(namespace.ino, self.peer.uid, namespace.gid, namespace.mode & 0o444)
-        return self._volume.core.tier.allocate(size, read_class) if size else None
+        return self._volume.tier.allocate(size, read_class) if size else None
 
     def failed(self, reason: str) -> None:
         log.info("a client is disconnected: %s", reason)

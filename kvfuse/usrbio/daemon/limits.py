@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from kvfuse.options.options import UsrbioOptions
 from kvfuse.usrbio.daemon.accounts import Accounts
 from kvfuse.usrbio.daemon.call_memory import Pool, UnderWay
@@ -10,8 +12,7 @@ from kvfuse.usrbio.daemon.desk import Desk
 from kvfuse.usrbio.daemon.doorman import Doorman
 from kvfuse.usrbio.daemon.pins import Pinned
 from kvfuse.usrbio.protocol.wire import LENGTH_MAX
-from kvfuse.volume.api import KernelCache
-from kvfuse.volume.volume import Volume
+from kvfuse.volume.api import KernelCache, RingApi
 
 MEMORY_SIZE = LENGTH_MAX + (64 << 20)
 """Bytes that calls under way may hold."""
@@ -21,7 +22,7 @@ class Limits:
     """Of one mount; the listener owns it, connections use it. Event loop only."""
 
     def __init__(
-        self, volume: Volume, kernel: KernelCache, device: int, doorman: Doorman, options: UsrbioOptions
+        self, volume: RingApi[Any], kernel: KernelCache, device: int, doorman: Doorman, options: UsrbioOptions
     ) -> None:
         """``device``: st_dev of the mount's files."""
         self.volume = volume
@@ -33,5 +34,5 @@ class Limits:
         self.accounts = Accounts(options)
         self.pool = Pool(MEMORY_SIZE)
         self.under_way = UnderWay()
-        self.pinned = Pinned(volume.core.tier.capacity)
-        self.charges = Charges(options, lambda: volume.core.tier.statistics().used_bytes)
+        self.pinned = Pinned(volume.tier.capacity)
+        self.charges = Charges(options, lambda: volume.tier.statistics().used_bytes)

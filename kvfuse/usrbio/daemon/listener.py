@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Collection
 from contextlib import closing
+from typing import Any
 
 import trio
 
@@ -28,8 +29,7 @@ from kvfuse.usrbio.daemon.limits import MEMORY_SIZE, Limits
 from kvfuse.usrbio.daemon.passing import Usher, Ushers, open_ushers, turn_away
 from kvfuse.usrbio.daemon.peer import Peer, credentials
 from kvfuse.usrbio.daemon.ring_thread import THREAD_NAME
-from kvfuse.volume.api import KernelCache
-from kvfuse.volume.volume import Volume
+from kvfuse.volume.api import KernelCache, RingApi
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ SCARCE_SECONDS = 0.1
 
 
 async def serve_rings(
-    volume: Volume,
+    volume: RingApi[Any],
     listener: socket.socket,
     kernel: KernelCache,
     device: int,

@@ -33,9 +33,8 @@ from kvfuse.usrbio.daemon.peer import Peer
 from kvfuse.usrbio.daemon.registry import OpenFile
 from kvfuse.usrbio.daemon.ring_thread import Worker
 from kvfuse.usrbio.protocol.wire import Op
-from kvfuse.volume.api import KernelCache
+from kvfuse.volume.api import KernelCache, RingApi
 from kvfuse.volume.views.content_map import ContentMap
-from kvfuse.volume.volume import Volume
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +68,7 @@ class _Runner:
 class Calls:
     """The calls of one connection. ``nursery``: their tasks run in it, and end with it."""
 
-    volume: Volume
+    volume: RingApi[Any]
     kernel: KernelCache
     peer: Peer
     nursery: trio.Nursery

@@ -21,9 +21,8 @@ from typing import Self
 
 import trio
 
-from kvfuse.volume.api import Attributes
-from kvfuse.volume.inodes.credentials import Capability, process_status, shares_user_namespace
-from kvfuse.volume.names.blocks import Binding
+from kvfuse.credentials import Capability, process_status, shares_user_namespace
+from kvfuse.volume.api import Attributes, Binding
 
 SO_PEERGROUPS = 59
 SO_PEERPIDFD = 77

@@ -16,7 +16,7 @@ from typing import Any
 
 from kvfuse import errors
 from kvfuse.usrbio.protocol.wire import Access
-from kvfuse.volume.names.blocks import Binding
+from kvfuse.volume.api import Binding
 from kvfuse.volume.views.content_map import ContentMap
 
 TMPFS_MAGIC = 0x01021994

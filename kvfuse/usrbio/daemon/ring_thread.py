@@ -122,7 +122,7 @@ class Worker:
             return True
 
     def tell_when_done(self, told: Callable[[], None]) -> bool:
-        """See `volume.core.ReadingThread`."""
+        """As `ReadingThread.tell_when_done` says."""
         with self._lock:
             if not self._is_reading:
                 return False

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
 
 import trio
 
@@ -17,7 +16,7 @@ from kvfuse.remote.segments.api import SegmentStore, Transfer
 from kvfuse.slab import layout
 from kvfuse.slab.allocator import Allocator, Slot
 from kvfuse.slab.layout import Geometry, Superblock
-from kvfuse.volume.api import ROOT_INODE
+from kvfuse.volume.api import ROOT_INODE, ReadingThread
 from kvfuse.volume.inodes.chunk import COMMITTED, DISCARDED, FRESH, Extent
 from kvfuse.volume.inodes.grace import Grace
 from kvfuse.volume.inodes.known_names import KnownNames
@@ -28,16 +27,6 @@ from kvfuse.volume.store.numbers import NumberRange
 from kvfuse.volume.views.tier import SharedTier
 
 PATH_DEPTH_MAX = 256
-
-
-class ReadingThread(Protocol):
-    """A thread that reads by content maps."""
-
-    def tell_when_done(self, told: Callable[[], None]) -> bool:
-        """Call ``told`` in the event loop when what the thread reads now is read. False: it reads nothing now.
-
-        What it begins to read after this call it finds by maps as they are now.
-        """
 
 
 class ReadEpochs:
@@ -117,7 +106,10 @@ class CoreCounters:
 
 @dataclass
 class Core:
-    """The state of one mounted volume. Everything here is used from the event loop's thread alone."""
+    """The state of one membership of a volume. Other threads than the event loop's only ask `Places.known`.
+
+    `succeed` hands on ``tier``, which is for any thread, and ``reads.threads``: both live as long as the volume.
+    """
 
     superblock: Superblock
     geometry: Geometry

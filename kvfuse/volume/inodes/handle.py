@@ -29,3 +29,7 @@ class FileHandle:
         """reads move the access time"""
         self.cache_valid = True
         """no other host has changed the content since the kernel cached it; what other doors change they tell it"""
+
+    @property
+    def size(self) -> int:
+        return self.node.size

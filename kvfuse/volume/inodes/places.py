@@ -106,7 +106,9 @@ class Places:
         return True
 
     def known(self, ino: int) -> bool:
-        return self.get(ino) is not None
+        """The kernel counts the inode. From any thread."""
+        page = self._pages.get(ino >> _PAGE_BITS)
+        return page is not None and page.counts[ino & _SLOT_MASK] > 0
 
     def __iter__(self) -> Iterator[tuple[int, int, bytes]]:
         """(inode, parent, name) of all that the kernel knows."""

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import stat
 
+from kvfuse.credentials import Capability, Credentials
 from kvfuse.errors import NotPermitted
 from kvfuse.volume.api import Caller
-from kvfuse.volume.inodes.credentials import Capability, Credentials
 from kvfuse.volume.inodes.node import Node
 
 SET_ID = stat.S_ISUID | stat.S_ISGID

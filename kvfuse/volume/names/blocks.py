@@ -1,9 +1,4 @@
-"""Block calls: whole files by (directory, name), as rings ask for them. One block is one file, whoever made it.
-
-A *binding* says which file a name means, for threads that ask for it again and again. It holds until the name means
-something else, or other people may read the file: then it is marked before anything changes (`Binding.valid`), so
-whoever saw it valid after a copy has a block that the name meant at some time during the copy.
-"""
+"""Block calls: whole files by (directory, name), as rings ask for them (`api.BlockApi`), and what names are bound."""
 
 from __future__ import annotations
 
@@ -18,7 +13,7 @@ import trio
 
 from kvfuse import errors
 from kvfuse.slab.allocator import Slot
-from kvfuse.volume.api import NAME_MAX, ROOT_INODE, VIRTUAL_NAME, Caller
+from kvfuse.volume.api import NAME_MAX, ROOT_INODE, VIRTUAL_NAME, Binding, Caller
 from kvfuse.volume.commit.journal import Journal
 from kvfuse.volume.content.mapper import Mapper
 from kvfuse.volume.content.reader import Reader
@@ -30,7 +25,7 @@ from kvfuse.volume.names.lookup import Lookup
 from kvfuse.volume.names.plans import Plan
 from kvfuse.volume.slots.flusher import Flusher
 from kvfuse.volume.slots.space import RoomWait, Space
-from kvfuse.volume.views.content_map import SIZE_UNKNOWN, ContentMap
+from kvfuse.volume.views.content_map import SIZE_UNKNOWN
 from kvfuse.volume.views.tier import ReadClass, TierBlock
 
 log = logging.getLogger(__name__)
@@ -47,22 +42,6 @@ UNBOUND_AT_ONCE = 64
 """The oldest bindings that go when there are too many: a dict is slow to find its first entry after others went."""
 
 
-class Binding:
-    """What a name means. Made and marked by the event loop; any thread may look, and keep it."""
-
-    __slots__ = ("directory", "gid", "ino", "map", "mode", "name", "uid", "valid")
-
-    def __init__(self, directory: int, node: Node, name: bytes, shown: ContentMap) -> None:
-        self.valid = True
-        self.directory = directory
-        self.name = name
-        self.ino = node.ino
-        self.uid = node.uid
-        self.gid = node.gid
-        self.mode = node.mode
-        self.map = shown
-
-
 @dataclass
 class BlockCounters:
     puts: int = 0
@@ -75,7 +54,7 @@ class BlockCounters:
 
 @dataclass
 class Blocks:
-    """See the module. Event loop only, but for `bound`. ``binding_count_max``: names that are kept bound."""
+    """The blocks of one membership, for the event loop only. ``binding_count_max``: names that are kept bound."""
 
     core: Core
     journal: Journal
@@ -111,12 +90,10 @@ class Blocks:
 
     # -- bindings ------------------------------------------------------------------------------------
 
-    def bound(self, directory: int, name: bytes) -> Binding | None:
-        """What a name means, if that is at hand. From any thread."""
-        return self._bindings.get((directory, name))
+    async def find(self, directory: int, name: bytes) -> Node | None:
+        return (await self.lookup.find(directory, name)).node
 
     async def bind(self, directory: int, name: bytes) -> Binding | None:
-        """What a name means until the caller's next await; None where it means no regular file. Waits for the store."""
         binding = self._bindings.get((directory, name))
         if binding is not None and binding.map.size != SIZE_UNKNOWN:
             return binding
@@ -166,10 +143,6 @@ class Blocks:
     # -- looking -------------------------------------------------------------------------------------
 
     async def exists(self, directory: int, names: list[bytes]) -> list[bool]:
-        """Which names exist, all seen at the same time; what they mean is not looked at. Stale, NotADirectory.
-
-        Waits for the store until all names of the directory are known; see `Lookup.exist`.
-        """
         await self.lookup.directory(directory)
         self.counters.asked += len(names)
         return await self.lookup.exist(directory, names)
@@ -177,11 +150,6 @@ class Blocks:
     async def prefetch(
         self, directory: int, names: Sequence[bytes], may_read: Callable[[Binding], bool] = lambda binding: True
     ) -> list[bool]:
-        """Read blocks into the shared-memory tier: which of them are there now.
-
-        Those are not that are absent or empty, that ``may_read`` forbids, ever had two names (their readers are not
-        those of one directory), are being written, cannot be read, or for which there is no room.
-        """
         loaded = [False] * len(names)
 
         async def load(number: int, name: bytes) -> None:
@@ -223,13 +191,6 @@ class Blocks:
     # -- changing ------------------------------------------------------------------------------------
 
     async def put(self, directory: int, name: bytes, data: memoryview | TierBlock, caller: Caller, mode: int) -> int:
-        """Let ``name`` mean a new file that has ``data``, instead of the file it means, in one step.
-
-        Returns the inode that had the name, 0 if none. ``data`` is kept, it may never change again; a block of the
-        tier stays there as the file's copy where its readers are the file's. ``mode``: permission bits. Waits for
-        staging memory, for room on a full volume, and in strict folders for the commit; until then a cancellation
-        leaves everything as it was. NoSpace, IsADirectory, NotFound, InvalidArgument, NameTooLong, ReadOnly.
-        """
         self._check(directory, name)
         content = data.buffer.data if isinstance(data, TierBlock) else data
         plan, slots, gone = await self._prepare(directory, name, len(content), mode, caller)
@@ -245,7 +206,6 @@ class Blocks:
         return plan.unlinked.ino if plan.unlinked is not None else gone
 
     def waits(self, directory: int) -> bool:
-        """A put there waits for its commit; or it is not known whether it does."""
         folder = self.core.nodes.get(directory)
         return folder is None or self.lookup.is_strict(folder)
 
@@ -304,11 +264,6 @@ class Blocks:
                 self.flusher.chunk_is_full(node, index)
 
     async def delete(self, directory: int, names: Sequence[bytes]) -> list[int]:
-        """Remove files: the inode of each that was there and is gone, 0 for what is absent or a directory.
-
-        Waits for the store where a name is not known, and in strict folders for the commit. After an error, which is
-        raised, some of them may be gone. ReadOnly, NotFound.
-        """
         self._check_writable()
         gone: dict[int, Node] = {}
 

@@ -229,7 +229,7 @@ class Lookup:
     # -- listing -------------------------------------------------------------------------------------
 
     async def list_directory(self, ino: int, after: int, limit: int) -> list[DirEntry]:
-        """Entries behind the cookie ``after``, in the order of their cookies; see `VolumeApi`.
+        """Entries behind the cookie ``after``, in the order of their cookies; see `TreeApi`.
 
         A name whose record is damaged is left out (the log names it), so that its neighbours can be listed.
         """

@@ -247,7 +247,7 @@ def test_calls_under_way_of_a_user_hold_no_more_than_half_of_the_tier() -> None:
     """Their blocks cannot be evicted. Beyond it a put has other memory."""
     tier, pool = SharedTier(64 * KIB), Pool(1000 * KIB)
     shares = [Share(pool, user) for user in "aab"]
-    volume, peer = SimpleNamespace(core=SimpleNamespace(tier=tier)), Peer(1, 1, 1, frozenset())
+    volume, peer = SimpleNamespace(tier=tier), Peer(1, 1, 1, frozenset())
     first, again, other = (SimpleNamespace(share=share, peer=peer, _volume=volume) for share in shares)
     namespace, held = Namespace(1, 0o600, 1), list[TierBlock | None]()
 

@@ -12,8 +12,7 @@ from block_calls import CHUNK, bound, get_bound, put, put_shared
 from volume_lab import CALLER, MIB, Chaos, Disk, lab_options, opened
 
 from kvfuse.options.config import Options
-from kvfuse.volume.api import RENAME_EXCHANGE, ROOT_INODE, Changes
-from kvfuse.volume.names.blocks import Binding
+from kvfuse.volume.api import RENAME_EXCHANGE, ROOT_INODE, Binding, Changes
 from kvfuse.volume.views.content_map import SIZE_UNKNOWN
 
 
@@ -39,7 +38,7 @@ async def test_a_name_has_one_binding(
         async with trio.open_nursery() as nursery:
             for _ in range(5):
                 nursery.start_soon(bind)
-        assert {id(binding) for binding in found} == {id(volume.blocks.bound(ROOT_INODE, b"a"))}
+        assert {id(binding) for binding in found} == {id(volume.blocks._bindings.get((ROOT_INODE, b"a")))}
         assert found[0].valid
 
 
@@ -131,7 +130,7 @@ async def test_readers_beside_a_writer_see_whole_blocks_and_never_older_ones(dis
         def read() -> None:
             while not stop.is_set():
                 least = published[0]
-                binding = blocks.bound(ROOT_INODE, b"block")
+                binding = blocks._bindings.get((ROOT_INODE, b"block"))
                 if binding is None:
                     continue
                 version, length = binding.map.version, binding.map.size
