@@ -23,13 +23,10 @@ EXCEPTIONS = {
 }
 """classes that may have more methods or attributes, and why: at most 5"""
 SHRINKING = {
-    "BlockStore": (26, 9),
     "Calls": (27, 5),
     "Connection": (31, 28),
-    "Ring": (45, 23),
     "RunningVolume": (15, 27),
     "SharedLookup": (32, 4),
-    "Submission": (18, 23),
     "Volume": (67, 27),
     "Worker": (35, 25),
 }

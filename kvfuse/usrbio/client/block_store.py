@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from errno import ECANCELED, EDQUOT, EIO, EMSGSIZE, ENOENT, ENOSPC, ETIMEDOUT
 from time import monotonic
-from typing import NamedTuple, Self, TypedDict
+from typing import NamedTuple, TypedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +16,8 @@ import numpy.typing as npt
 from kvfuse.errors import Disconnected
 from kvfuse.usrbio.client.client import DEADLINE_S, Client, connect
 from kvfuse.usrbio.client.iov import Iov, bytes_of
-from kvfuse.usrbio.client.ring import Found, Ring
+from kvfuse.usrbio.client.key_area import Found
+from kvfuse.usrbio.client.ring import Ring
 from kvfuse.usrbio.client.session import Bytes
 from kvfuse.usrbio.protocol.queues import Entries
 from kvfuse.usrbio.protocol.wire import CQE, Op, Priority
@@ -77,7 +78,7 @@ class _Lane:
             self._scratch.close()
 
 
-class BlockStore:
+class BlockStore(AbstractContextManager["BlockStore"]):
     """Blocks of one namespace: a folder of the mount, in which the block of a key is the file of that name.
 
     A block is put whole and got whole. A get that the daemon cannot answer within ``deadline`` seconds, or at all, is a
@@ -94,8 +95,8 @@ class BlockStore:
     ) -> None:  # fmt: skip
         """``mount``: a client, or a path inside the mount. FileNotFoundError for no such mount or, without ``create``,
         folder; Disconnected."""
-        self._own = None if isinstance(mount, Client) else connect(mount)
-        self.client = mount if isinstance(mount, Client) else self._own_client()
+        self.client = mount if isinstance(mount, Client) else connect(mount)
+        self._owns_client = self.client is not mount
         self._deadline = deadline
         self._entries = entries
         self._priority = priority
@@ -105,13 +106,9 @@ class BlockStore:
         try:
             self.namespace = self.client.namespace(namespace, create)
         except BaseException:
-            if self._own is not None:
-                self._own.close()
+            if self._owns_client:
+                self.client.close()
             raise
-
-    def _own_client(self) -> Client:
-        assert self._own is not None
-        return self._own
 
     # -- one block -----------------------------------------------------------------------------------
 
@@ -335,11 +332,8 @@ class BlockStore:
         for lane in lanes:
             lane.close()
         self.namespace.close()
-        if self._own is not None:
-            self._own.close()
-
-    def __enter__(self) -> Self:
-        return self
+        if self._owns_client:
+            self.client.close()
 
     def __exit__(self, *_: object) -> None:
         self.close()

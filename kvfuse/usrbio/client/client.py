@@ -128,7 +128,7 @@ class Client:
         ``ops``: what it may do (None: everything). ``aux_size``: bytes for the keys and results of entries under
         way; None: enough for a key an entry and for thousands more in EXISTS, DELETE and PREFETCH.
         """
-        return Ring(lambda: self.session, entries, aux_size, ops)
+        return Ring(self, entries, aux_size, ops)
 
     def _add_named(self, named: Registered, descriptor: int | None) -> None:
         with self._lock:

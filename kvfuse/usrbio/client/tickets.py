@@ -35,7 +35,7 @@ class Tickets:
 
     def take(self, user_data: int) -> int:
         """A ticket for one entry. There is a free one. ValueError unless ``user_data`` fits 64 bits, nothing taken."""
-        ticket = self.next()
+        ticket = self._one_of_stack[self.free - 1]
         self._one_user_data[ticket] = user_data
         self._one_order[ticket] = self._given
         self._one_busy[ticket] = True
@@ -49,7 +49,7 @@ class Tickets:
 
     def take_many(self, count: int, user_data: npt.ArrayLike) -> Numbers:
         """Tickets for ``count`` entries. There are as many. ``user_data``: one number each, or one for all."""
-        tickets = self.next_many(count)
+        tickets = self._stack[self.free - count : self.free].copy()
         self._user_data[tickets] = np.asarray(user_data, np.uint64)
         self._order[tickets] = np.arange(self._given, self._given + count)
         self._busy[tickets] = True

@@ -315,11 +315,11 @@ def test_a_path_inside_finds_the_mount(shared_mount: KvfuseMount) -> None:
 def test_the_completions_of_a_daemon_that_lies_are_not_taken(client: Client, path: Path) -> None:
     path.write_bytes(b"x")
     ring = client.ring(4)
-    ring._cq._words[Word.CQ_TAIL] += 1
+    ring._attached._cq._words[Word.CQ_TAIL] += 1
     with pytest.raises(Disconnected):
         ring.peek()
-    ring._cq._words[Word.CQ_TAIL] -= 1
-    ring._sq._words[Word.SQ_HEAD] += 1
+    ring._attached._cq._words[Word.CQ_TAIL] -= 1
+    ring._attached._sq._words[Word.SQ_HEAD] += 1
     with pytest.raises(Disconnected):
         ring.prep_read(client.iov(10), 0, client.file(path), 0, 1)
 

@@ -1,0 +1,64 @@
+"""The aux area of a ring: keys on their way to the daemon, and its answers for many of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from errno import EAGAIN
+
+import numpy as np
+import numpy.typing as npt
+
+from kvfuse.usrbio.client.session import Bytes
+from kvfuse.usrbio.client.spans import Spans
+from kvfuse.usrbio.client.tickets import Numbers
+from kvfuse.usrbio.protocol.wire import KEY_SIZE_MAX
+
+KEY_CELL = 256
+"""bytes that each ticket has for its key; behind the cells are spans for many keys and results"""
+Found = npt.NDArray[np.bool_]
+
+
+class KeyArea:
+    """Of one attached ring, which owns it. ``cells_size``: bytes of it that are cells."""
+
+    def __init__(self, area: Bytes, cells_size: int) -> None:
+        self._area = area
+        self._bytes = area.data
+        self._cells = area[:cells_size].reshape(-1, KEY_CELL)
+        self.spans = Spans(cells_size, len(area) - cells_size)
+        """whoever takes one gives it back here"""
+
+    def check(self, keys: Sequence[bytes]) -> npt.NDArray[np.uint32]:
+        """The sizes of keys that are given one to an entry. ValueError for a wrong one, and on a ring without keys."""
+        if not len(self._cells):
+            raise ValueError("the ring was made for file operations only")
+        sizes = np.fromiter(map(len, keys), np.uint32, len(keys))
+        size_min, size_max = (np.min(sizes), np.max(sizes)) if len(sizes) else (1, 1)
+        if not (size_min >= 1 and size_max <= KEY_SIZE_MAX):
+            raise ValueError(f"a key has 1 to {KEY_SIZE_MAX} bytes, not {size_min} or {size_max}")
+        return sizes
+
+    def put(self, ticket: int, key: bytes) -> int:
+        """Where the key of an entry is from here on."""
+        offset = ticket * KEY_CELL
+        self._bytes[offset : offset + len(key)] = key
+        return offset
+
+    def put_many(self, tickets: Numbers, keys: Sequence[bytes]) -> Numbers:
+        """`put` for each."""
+        self._cells[tickets] = np.array(keys, f"S{KEY_CELL}").view(np.uint8).reshape(len(keys), KEY_CELL)
+        return tickets * KEY_CELL
+
+    def take_span(self, packed: bytes, count: int) -> int:
+        """Where the packed keys of one entry are; behind them are ``count`` bytes for its answers. BlockingIOError."""
+        span = self.spans.take(len(packed) + count)
+        if span is None:
+            raise BlockingIOError(EAGAIN, f"{count} keys of {len(packed)} bytes find no room in the ring's aux area")
+        answers = span + len(packed)
+        self._bytes[span:answers] = packed
+        self._area[answers : answers + count] = 0
+        return span
+
+    def read_answers(self, offset: int, found: Found) -> None:
+        """What the daemon answered, one byte for each key, at ``offset``."""
+        np.not_equal(self._area[offset : offset + len(found)], 0, out=found)
