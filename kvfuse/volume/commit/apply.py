@@ -63,7 +63,7 @@ class BatchBuilder:
             gone = dict.fromkeys(draft.gone)
             batch.taken = [_taken(node, node in gone) for node in {**dict.fromkeys(draft.nodes), **gone}]
             batch.size = growth(draft.puts, draft.deletes, draft.before)
-        if self.pending.ties:
+        if self.pending.ties.others:
             batch.ties = [(node, other) for node in draft.nodes for other in self.pending.ties.drop(node)]
         self.pending.load.linked_count = len(self.pending.ties)
         dead: list[Extent] = []
@@ -106,7 +106,7 @@ class BatchBuilder:
         for directory in draft.times:
             del pending.times[directory]
         del self.core.dead[: len(draft.dead)]
-        batch.late.add(self._attributed(pending.loose.changes))
+        batch.late.update(self._attributed(pending.loose.changes))
         return draft.dead
 
     def _release(self, dead: list[Extent], born: set[int]) -> list[Extent]:

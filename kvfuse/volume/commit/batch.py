@@ -120,7 +120,7 @@ class Batch(Changes):
 
     freed: list[Extent] = field(default_factory=list)
     unborn: list[Extent] = field(default_factory=list)
-    late: Late = field(default_factory=Late)
+    late: Late = field(default_factory=set)
     """changed, but not in it: their bytes come first, or it had no room for them"""
     left_serial: int | None = None
     """serial number of the oldest change that it had no room for; None: it had room for all"""

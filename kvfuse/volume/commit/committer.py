@@ -7,7 +7,7 @@ commit of this client happens twice, and what an interrupted one did is known by
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping, Sized
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -16,7 +16,6 @@ import trio
 
 from kvfuse.errors import EngineError, KvfuseError
 from kvfuse.remote.records.api import ABSENT, RecordLimits, RecordStore, Versioned
-from kvfuse.volume.commit.gathering import Gathering
 from kvfuse.volume.store import schema
 from kvfuse.volume.store.sealed import get_marked
 from kvfuse.volume.store.transaction import Transaction
@@ -24,6 +23,12 @@ from kvfuse.volume.store.transaction import Transaction
 RESERVED_OPERATIONS = 4
 """of a commit in a shared volume: the member and the sequence record are expected, the latter and a count are put"""
 RESERVED_BYTES = 256
+COMMITS_MAX = 3
+"""So many times as long as a commit takes others are waited for that are on their way."""
+LOOK_SECONDS = 0.001
+"""between looks whether somebody is"""
+SECONDS_MAX = 0.05
+"""What a commit is taken to last at most: nobody waits for others because the store was stalled once."""
 
 
 @dataclass
@@ -64,22 +69,17 @@ class _Waiting:
 class _Group:
     """A commit under way: a batch, or none, and transactions, of which none changes what another one is about."""
 
-    def __init__(self, batch: Changes | None, limits: RecordLimits, guard: Changes) -> None:
+    def __init__(self, batch: Changes | None, limits: RecordLimits, sequence: Sequence | None) -> None:
+        begun = batch or Changes()
         self.batch = batch
-        self.files = batch.files if batch is not None else 0
-        self.size = batch.size if batch is not None else 0
+        self.files, self.size = begun.files, begun.size
         self.members: list[_Waiting] = []
-        self.changes = Changes()
+        self.changes = Changes(dict(begun.puts), set(begun.deletes), dict(begun.expect))
+        if sequence is not None:
+            self.changes.puts[sequence.key] = sequence.value
+            self.changes.expect[sequence.key] = sequence.version
         self._limits = limits
         self._bytes = RESERVED_BYTES
-        self._add(guard.puts, guard.deletes, guard.expect)
-        if batch is not None:
-            self._add(batch.puts, batch.deletes, batch.expect)
-
-    def _add(self, puts: Mapping[bytes, bytes], deletes: Collection[bytes], expect: Mapping[bytes, int]) -> None:
-        self.changes.puts.update(puts)
-        self.changes.deletes.update(deletes)
-        self.changes.expect.update(expect)
 
     def join(self, waiting: _Waiting) -> bool:
         """Take a transaction along; False where it has no room, or is about the same records."""
@@ -100,7 +100,9 @@ class _Group:
             or any(changes.expect.get(key, version) != version for key, version in transaction.expect.items())
         ):
             return False
-        self._add(transaction.puts, transaction.deletes, transaction.expect)
+        changes.puts.update(transaction.puts)
+        changes.deletes.update(transaction.deletes)
+        changes.expect.update(transaction.expect)
         self._bytes += transaction.byte_count
         self.files += transaction.files
         self.size += transaction.size
@@ -111,6 +113,53 @@ class _Group:
         if self.batch is not None and self._bytes == RESERVED_BYTES:
             self._bytes += Transaction(self.batch.expect, self.batch.puts, self.batch.deletes).byte_count
         return self._bytes
+
+
+@dataclass
+class Gathering:
+    """Says when the next commit should begin: when as many callers wait as were served together lately.
+
+    A commit costs the store's members, and this process, about the same whatever it carries. Without this, callers
+    fall into groups that take turns: the first to return leaves alone, all others wait. Those that are missing are
+    waited for as long as a commit takes; and for some times that, while somebody is seen on the way, as with bytes that
+    are being written for a file that is closed. The committer owns it.
+    """
+
+    queues: tuple[Sized, ...]
+    """of those who wait for the next commit; `came` is to be called when one more does"""
+    coming: Callable[[], bool] = field(default=lambda: False, kw_only=True)
+    """somebody is on the way who may wait for a commit then"""
+
+    def __post_init__(self) -> None:
+        self._peers = 0
+        """that the last commits served together"""
+        self.seconds = 0.0
+        """that the last one took, or `SECONDS_MAX`"""
+        self._complete = trio.Event()
+
+    def came(self) -> None:
+        """One more waits."""
+        if sum(map(len, self.queues)) >= self._peers:
+            self._complete.set()
+            self._complete = trio.Event()
+
+    def served(self, count: int, seconds: float) -> None:
+        """A commit took so long, and so many had waited for it. One that nobody waited for says nothing of others."""
+        if count:
+            self._peers = max(count, (self._peers + count) // 2)
+            self.seconds = min(seconds, SECONDS_MAX)
+
+    async def meet(self) -> None:
+        """Return when the next commit should begin."""
+        began = trio.current_time()
+        patience = self.seconds
+        while 0 < sum(map(len, self.queues)) < self._peers:
+            with trio.move_on_after(patience):
+                await self._complete.wait()
+                return
+            if not self.coming() or trio.current_time() >= began + COMMITS_MAX * self.seconds:
+                return
+            patience = LOOK_SECONDS
 
 
 @dataclass
@@ -132,7 +181,7 @@ class Committer:
         records: RecordStore,
         sequence: Sequence | None = None,
         *,
-        batch_waiters: Callable[[], int] = lambda: 0,
+        batch_waiters: Sized = (),
         came_late: Callable[[], None] = lambda: None,
     ) -> None:
         """``sequence``: None where nobody else writes the store. ``batch_waiters``: callers that wait for a batch.
@@ -151,7 +200,7 @@ class Committer:
         self._waiting: deque[_Waiting] = deque()
         self._work = trio.Event()
         self._batch_waiters = batch_waiters
-        self.gathering = Gathering(lambda: len(self._waiting) + batch_waiters())
+        self.gathering = Gathering((self._waiting, batch_waiters))
         """of those, and of transactions"""
         self._taken = trio.Event()
         """the next commit sets it, when it has taken along who waits"""
@@ -208,7 +257,7 @@ class Committer:
         it may have bytes to write first.
         """
         await self.gathering.meet()
-        if self._batch_waiters():
+        if self._batch_waiters:
             with trio.move_on_after(self.gathering.seconds):
                 await self._taken.wait()
 
@@ -262,24 +311,16 @@ class Committer:
                 return Outcome(0, {key: row for key, row in found.items() if key in batch.expect})
         return Outcome(0, {})
 
-    def _guard(self) -> Changes:
-        sequence = self._sequence
-        if sequence is None:
-            return Changes()
-        return Changes({sequence.key: sequence.value}, expect={sequence.key: sequence.version})
-
     def _gather(self, batch: Changes | None) -> _Group:
         """The batch and as many of those that wait as fit beside it, in the order in which they came."""
-        group = _Group(batch, self.records.limits, self._guard())
-        left: deque[_Waiting] = deque()
-        while self._waiting:
+        group = _Group(batch, self.records.limits, self._sequence)
+        for _ in range(len(self._waiting)):
             waiting = self._waiting.popleft()
             if group.join(waiting):
                 waiting.taken = True
             else:
-                left.append(waiting)
-        self._waiting = left
-        if left:
+                self._waiting.append(waiting)
+        if self._waiting:
             self._work.set()
         self._taken.set()
         self._taken = trio.Event()
@@ -295,7 +336,7 @@ class Committer:
 
     def _without_losers(self, group: _Group, found: Mapping[bytes, Versioned | None]) -> _Group:
         """The same without transactions that expected something else. They are told."""
-        rest = _Group(group.batch, self.records.limits, self._guard())
+        rest = _Group(group.batch, self.records.limits, self._sequence)
         for waiting in group.members:
             if any(key in found for key in waiting.transaction.expect):
                 _finish(waiting)

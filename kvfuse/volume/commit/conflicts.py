@@ -117,7 +117,7 @@ class Conflicts:
         freed_twice = [extent for extent in batch.freed if self._is_freed_twice(extent) and extent not in draft.dead]
         self.core.dead = [*draft.dead, *freed_twice, *self.core.dead]
         self.core.unborn = [*batch.unborn, *self.core.unborn]
-        pending.load.wake()
+        pending.load.work.set()
 
     def _is_freed_twice(self, extent: Extent) -> bool:
         """The refused commit would have freed it, and another host did in the meantime.

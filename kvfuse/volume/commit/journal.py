@@ -16,7 +16,8 @@ store takes it: with one writer a repeated put is harmless, and what belongs tog
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Iterable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import trio
@@ -26,7 +27,7 @@ from kvfuse.volume.commit.apply import BatchBuilder, Settling
 from kvfuse.volume.commit.batch import Batch
 from kvfuse.volume.commit.committer import Committer, Sequence
 from kvfuse.volume.commit.conflicts import Conflicts
-from kvfuse.volume.commit.gathering import Waiter, Waiters
+from kvfuse.volume.commit.late import Late, is_held, settlers
 from kvfuse.volume.commit.pending import Pending
 from kvfuse.volume.commit.refusals import Refusals
 from kvfuse.volume.inodes.node import Node, check_remembered
@@ -49,6 +50,92 @@ CHUNK_MAX = 4096
 """and no more of them"""
 
 
+@dataclass(eq=False, slots=True)
+class Waiter:
+    """One caller that waits for a commit."""
+
+    nodes: tuple[Node, ...]
+    durable: bool
+    serial: int
+    """of the last change before it came"""
+    done: trio.Event = field(default_factory=trio.Event)
+    error: KvfuseError | None = None
+
+
+class Waiters:
+    """All callers that wait for a commit of what is pending. The journal owns it."""
+
+    def __init__(self, pending: Pending) -> None:
+        self._pending = pending
+        self.waiting: list[Waiter] = []
+        """always the same list: `Gathering` counts it"""
+        self._has_stopped = False
+
+    def nodes(self) -> set[Node]:
+        """Inodes that somebody waits for, and what is tied to them."""
+        return self._pending.ties.closure([node for waiter in self.waiting for node in waiter.nodes])
+
+    def add(self, nodes: tuple[Node, ...], durable: bool) -> Waiter:
+        """One more, who gets a commit at once. EngineError where none will come."""
+        if nodes:
+            self._force(nodes)
+        if self._has_stopped:
+            raise EngineError("nothing is committed any more")
+        waiter = Waiter(nodes, durable, self._pending.serial)
+        self.waiting.append(waiter)
+        self._pending.load.hurry()
+        return waiter
+
+    def force(self, waiters: Iterable[Waiter]) -> None:
+        """Have what they wait for in the next commit."""
+        self._force([node for waiter in waiters for node in waiter.nodes])
+
+    def _force(self, nodes: Iterable[Node]) -> None:
+        """Have these, and what is tied to them, in the next commit even while they are being written."""
+        for member in self._pending.ties.closure([settler for node in nodes for settler in settlers(node)]):
+            if member.changed:
+                member.forced = True
+                self._pending.reconsider(member)
+
+    def served_by(self, late: Late, left_serial: int | None, early: list[Waiter]) -> list[Waiter]:
+        """Those whose changes are in the batch that was built a moment ago. All others get the next one at once.
+
+        ``late``: inodes that are not in it. ``left_serial``: the oldest change for which it had no room.
+        ``early``: those who came before the bytes were written. Later ones are served if they have none. What the
+        others wait for may be in the batch as it was before, or tied to more since: it is forced anew.
+        """
+        served = []
+        for waiter in self.waiting:
+            nodes = waiter.nodes
+            if not nodes:
+                is_served = left_serial is None or waiter.serial < left_serial
+            elif waiter in early or not any(node.staged_count and node.nlink for node in nodes):
+                # As far as these are not open for writing. One without names is gone from the store only when the one
+                # that took its name is there.
+                is_served = not any(is_held(node, late) for node in nodes)
+            else:
+                is_served = False
+            if is_served:
+                served.append(waiter)
+        if len(served) < len(self.waiting):
+            self.force([waiter for waiter in self.waiting if waiter not in served])
+            self._pending.load.hurry()
+        return served
+
+    def release(self, waiters: list[Waiter], error: KvfuseError | None = None) -> None:
+        """These wait no longer."""
+        released = set(waiters)
+        self.waiting[:] = [waiter for waiter in self.waiting if waiter not in released]
+        for waiter in waiters:
+            waiter.error = error
+            waiter.done.set()
+
+    def stop(self) -> None:
+        """No commit will come any more."""
+        self._has_stopped = True
+        self.release(list(self.waiting), EngineError("nothing is committed any more"))
+
+
 class Journal:
     """Commits what is pending, as one task, and lets callers wait for it. One of each membership."""
 
@@ -61,7 +148,7 @@ class Journal:
         self.counters = self.pending.counters
         self.waiters = Waiters(self.pending)
         self.committer = Committer(
-            core.records, _sequence_of(core), batch_waiters=self.waiters.__len__, came_late=core.known.clear
+            core.records, _sequence_of(core), batch_waiters=self.waiters.waiting, came_late=core.known.clear
         )
         self.refusals = Refusals(self.pending)
         self.conflicts = Conflicts(self.pending, self.refusals)
@@ -100,9 +187,10 @@ class Journal:
 
         So is all that is tied, before more depends on each other than one commit may carry.
         """
-        if self.pending.load.linked_count >= self.pending.load.linked_max:
-            await self.commit(*self.pending.ties)
-        elif any(self.pending.ties.of(node) for node in nodes):
+        load, tied = self.pending.load, self.pending.ties.others
+        if load.linked_count >= load.linked_max:
+            await self.commit(*tied)
+        elif tied and any(node in tied for node in nodes):
             await self.commit(*nodes)
         else:
             return False
@@ -139,7 +227,7 @@ class Journal:
 
     async def sync(self) -> None:
         """All that changed before the call is durable, open files included."""
-        await self.commit(*self.pending.dirty, *self.pending.aside, durable=True)
+        await self.commit(*self.pending.dirty, *self.pending.aside.nodes, durable=True)
         await self.settling.freed()
 
     def put(self, key: bytes, value: bytes | None) -> None:
@@ -166,7 +254,7 @@ class Journal:
         load, failure_count = self.pending.load, 0
         while True:
             await load.work.wait()
-            if not (self.waiters or load.is_full or self._has_left):
+            if not (self.waiters.waiting or load.is_full or self._has_left):
                 load.urgent = trio.Event()  # the last commit served whoever set it
                 with trio.move_on_after(self.window):
                     await load.urgent.wait()

@@ -14,28 +14,14 @@ so do names that mean one of them, or that one of them left. The invariant, when
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, Protocol, TypeAlias, TypeVar
 
 if TYPE_CHECKING:
     from kvfuse.volume.inodes.node import Node
 
 
-class Late:
-    """Inodes that a commit leaves out: those that are aside, and some more."""
-
-    __slots__ = ("_nodes",)
-
-    def __init__(self, nodes: Iterable[Node] = ()) -> None:
-        self._nodes = set(nodes)
-
-    def __contains__(self, node: Node | None) -> bool:
-        return node is not None and (node.aside or node in self._nodes)
-
-    def add(self, nodes: Iterable[Node]) -> None:
-        self._nodes.update(nodes)
-
-    def copy(self) -> Late:
-        return Late(self._nodes)
+Late: TypeAlias = set["Node"]
+"""Inodes that a commit leaves out beside those that are aside"""
 
 
 def settlers(node: Node | None) -> Iterator[Node]:
@@ -48,9 +34,17 @@ def settlers(node: Node | None) -> Iterator[Node]:
         node = node.heir if node.nlink == 0 else None
 
 
+def is_late(node: Node | None, late: Late) -> bool:
+    return node is not None and (node.aside or node in late)
+
+
 def is_held(moved: Node | None, late: Late) -> bool:
     """An inode that left its name is not yet in the store elsewhere; or what it had is freed by a later heir."""
-    return moved is not None and any(node in late for node in settlers(moved))
+    while moved is not None:  # as `settlers`
+        if moved.aside or moved in late:
+            return True
+        moved = moved.heir if moved.nlink == 0 else None
+    return False
 
 
 class Waiting(Protocol):
@@ -66,12 +60,13 @@ class Aside(Generic[Change]):
     """Inodes that are aside, and the changes of names that wait for them. `Pending` owns it."""
 
     def __init__(self) -> None:
-        self._nodes: dict[Node, int] = {}
+        self.nodes: dict[Node, int] = {}
+        """inode -> serial number of its change"""
         self._names: dict[Node, list[Change]] = {}
 
     def put(self, node: Node, serial: int) -> None:
         node.aside = True
-        self._nodes[node] = serial
+        self.nodes[node] = serial
 
     def hold(self, change: Change, holders: tuple[Node, ...]) -> None:
         """A change of a name waits for inodes that are aside."""
@@ -82,57 +77,44 @@ class Aside(Generic[Change]):
     def take(self, node: Node) -> tuple[int, list[Change]]:
         """(serial number, changes of names that waited for it): it is not aside any more."""
         node.aside = False
-        return self._nodes.pop(node), self._names.pop(node, [])
-
-    def __iter__(self) -> Iterator[Node]:
-        return iter(self._nodes)
-
-    def __bool__(self) -> bool:
-        return bool(self._nodes)
+        return self.nodes.pop(node), self._names.pop(node, [])
 
 
 class Ties:
     """Pairs of inodes of which one took the other's name, and both stay: neither may be committed without the other."""
 
     def __init__(self) -> None:
-        self._others: dict[Node, dict[Node, None]] = {}
+        self.others: dict[Node, dict[Node, None]] = {}
+        """inode -> all that are tied to it"""
         self._count = 0
 
     def add(self, first: Node, second: Node) -> None:
-        others = self._others.setdefault(first, {})
+        others = self.others.setdefault(first, {})
         self._count += second not in others
         others[second] = None
-        self._others.setdefault(second, {})[first] = None
-
-    def of(self, node: Node) -> Iterable[Node]:
-        """All that are tied to this one."""
-        return self._others.get(node, ())
+        self.others.setdefault(second, {})[first] = None
 
     def drop(self, node: Node) -> list[Node]:
         """Undo all ties of an inode: whom it was tied to."""
-        others = list(self._others.pop(node, ()))
+        others = list(self.others.pop(node, ()))
         self._count -= len(others)
         for other in others:
-            rest = self._others[other]
+            rest = self.others[other]
             rest.pop(node, None)
             if not rest:
-                del self._others[other]
+                del self.others[other]
         return others
 
     def closure(self, nodes: Iterable[Node]) -> set[Node]:
         """These, and all that may not be committed without them."""
         whole = set(nodes)
-        if self._others:
+        if self.others:
             work = list(whole)
             while work:
-                new = [other for other in self.of(work.pop()) if other not in whole]
+                new = [other for other in self.others.get(work.pop(), ()) if other not in whole]
                 whole.update(new)
                 work += new
         return whole
-
-    def __iter__(self) -> Iterator[Node]:
-        """All that are tied to something."""
-        return iter(self._others)
 
     def __len__(self) -> int:
         """Pairs."""

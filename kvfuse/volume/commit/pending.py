@@ -92,7 +92,10 @@ class Load:
 
     def __init__(self, operation_count: int) -> None:
         """``operation_count``: what the record store takes in one commit."""
-        self.work, self.urgent = trio.Event(), trio.Event()
+        self.work = trio.Event()
+        """set when something changed: it is committed when the window has passed"""
+        self.urgent = trio.Event()
+        """set when it is to be committed at once"""
         self._loose_size = 0
         """bytes of loose records, since the last commit was built"""
         self.linked_count = 0
@@ -105,13 +108,6 @@ class Load:
         self._crowd_max = min(CROWD_CHANGES, 8 * operation_count)
         self.linked_max = max(1, min(LINKED_MAX, operation_count // LINK_SHARE))
 
-    def wake(self) -> None:
-        """Something changed: have it committed when the window has passed, or at once where that is a full batch."""
-        if not self.work.is_set():
-            self.work.set()
-        if self._new_count >= self._batch_max:
-            self.urgent.set()
-
     def hurry(self) -> None:
         """Have the next commit begin at once."""
         self.work.set()
@@ -121,12 +117,14 @@ class Load:
         """An inode or a name of this user changed."""
         self._new_count += 1
         self._counts[uid] = self._counts.get(uid, 0) + 1
-        self.wake()
+        self.work.set()
+        if self._new_count >= self._batch_max:
+            self.urgent.set()
 
     def add_loose(self, size: int) -> None:
         """A loose record of so many bytes changed."""
         self._loose_size += size
-        self.wake()
+        self.work.set()
 
     def begin_anew(self, uids: Iterable[int]) -> None:
         """A commit was built. ``uids``: of each change that the next one looks at."""
@@ -187,7 +185,7 @@ class Pending:
             return
         if node.aside and (node.forced or not node.writers):
             self.reconsider(node)
-        self.load.wake()
+        self.load.work.set()
 
     def touch_times(self, directory: Node) -> None:
         """Only the times of a directory changed: a put that expects nothing and conflicts with nobody's."""
@@ -195,7 +193,7 @@ class Pending:
             check_remembered(directory)
         directory.times_changed = True
         self.times[directory] = None
-        self.load.wake()
+        self.load.work.set()
 
     def left(self, node: Node) -> None:
         """``node`` lost its last name, and nobody takes on what it leaves: ``dead`` and ``extra`` go with the name."""
@@ -205,7 +203,7 @@ class Pending:
             if node not in self.gone:
                 self.serial += 1
                 self.gone[node] = self.serial
-        self.load.wake()
+        self.load.work.set()
 
     def find(self, parent: int, name: bytes) -> NameChange | None:
         names = self.overlay.get(parent)
@@ -333,11 +331,11 @@ class Pending:
 
     def changed(self, ino: int) -> list[Node]:
         """What is changed of an inode; in memory there may be another one of it by now, or none."""
-        return [node for node in (*self.dirty, *self.aside) if node.ino == ino]
+        return [node for node in (*self.dirty, *self.aside.nodes) if node.ino == ino]
 
     def changed_inline(self, *, aside: bool) -> list[Node]:
         """Changed inodes whose records stand in their names. ``aside``: those that are aside, too."""
-        return [node for node in (*self.dirty, *(self.aside if aside else ())) if not node.own_record]
+        return [node for node in (*self.dirty, *(self.aside.nodes if aside else ())) if not node.own_record]
 
     def forget_change(self, parent: int, name: bytes) -> None:
         """The name is what it is in the store."""
@@ -355,7 +353,7 @@ class Pending:
             one = work.pop()
             if one.aside:
                 self.dirty[one], names = self.aside.take(one)
-                work += self.ties.of(one)
+                work += self.ties.others.get(one, ())
                 for change in names:
                     work += change.holders
                     self.names[change] = None
@@ -366,17 +364,15 @@ class Pending:
             self.reconsider(holder)
         self.names.pop(change, None)
 
-    def _set_aside(self) -> None:
+    def _set_aside(self, written: set[Node]) -> None:
         """Set aside what is being written, and what may not be committed without that."""
-        written = {node for node in self.dirty if node.nlink and node.writers and not node.forced}
         for node in self._closure(written):
             if node in self.dirty:
                 self.aside.put(node, self.dirty.pop(node))
-        if self.aside:
-            held = [(change, holders) for change in self.names if (holders := _holders(change))]
-            for change, holders in held:
-                del self.names[change]
-                self.aside.hold(change, holders)
+        held = [(change, holders) for change in self.names if (holders := _holders(change))]
+        for change, holders in held:
+            del self.names[change]
+            self.aside.hold(change, holders)
 
     def late(self, flushed: set[Node]) -> Late:
         """Changed nodes that the next commit leaves out: they are aside, or have bytes that no slot has.
@@ -384,16 +380,16 @@ class Pending:
         One that was flushed, and staged more meanwhile, goes in as it was flushed - unless it got a name
         meanwhile, which may say that it is whole.
         """
-        self._set_aside()
+        written = {node for node in self.dirty if node.nlink and node.writers and not node.forced}
+        if written or self.aside.nodes:
+            self._set_aside(written)
         staged = {
             node for node in self.dirty if node.nlink and node.staged_count and (node not in flushed or node.named)
         }
-        return Late(self._closure(staged))
+        return self._closure(staged) if staged or self.aside.nodes else staged
 
     def _closure(self, nodes: set[Node]) -> set[Node]:
         """These, and all that have to wait for them: tied ones, and those that took a name which may not change yet."""
-        if not nodes and not self.aside:
-            return nodes
         nodes = self.ties.closure(nodes)
         while held_back := self._held_back(nodes):
             nodes = self.ties.closure(nodes | held_back)
@@ -401,14 +397,13 @@ class Pending:
 
     def _held_back(self, nodes: set[Node]) -> set[Node]:
         """Inodes that took a name which may not change yet, as what it meant is settled with one of these."""
-        late = Late(nodes)
         return {
             change.node
             for change in self.names
             if change.moved is not None
             and change.node in self.dirty
             and change.node not in nodes
-            and is_held(change.moved, late)
+            and is_held(change.moved, nodes)
         }
 
 

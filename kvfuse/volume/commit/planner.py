@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from kvfuse.volume.commit.batch import Batch, Draft, Unit
-from kvfuse.volume.commit.late import Late, is_held, settlers
+from kvfuse.volume.commit.late import Late, is_held, is_late, settlers
 from kvfuse.volume.commit.pending import NameChange, Pending
 from kvfuse.volume.inodes.chunk import RESTED, Extent
 from kvfuse.volume.inodes.metadata_budget import NOT_STORED, TIMES_WEIGHT, entry_weight, inode_weight
@@ -51,7 +51,7 @@ class Planner:
         for node in pending.gone:
             self._draft_gone(draft, node)
         for change in pending.names:
-            if not is_held(change.moved, late):
+            if change.moved is None or not is_held(change.moved, late):
                 self._draft_name(draft, change, late)
         for directory in pending.times:
             self._draft_times(draft, directory)
@@ -145,7 +145,7 @@ class Planner:
     def _draft_name(self, draft: Draft, change: NameChange, late: Late) -> None:
         """A change of a name that may go now; only the first half of it where ``node`` comes later."""
         parent, name, node = change.parent, change.name, change.node
-        if node in late:
+        if node is not None and (node.aside or node in late):
             if change.may_go_first:
                 draft.deletes.add(schema.entry_key(parent, name))
                 draft.vacated.append((parent, name))
@@ -227,7 +227,7 @@ class Planner:
         What is left out is added to what is late.
         """
         limits = self._limits
-        late = batch.late.copy()
+        late = set(batch.late)
         units = self._units(late)
         draft = Draft()
         taken = 0
@@ -242,7 +242,7 @@ class Planner:
             draft.add(part)
             taken += 1
         for unit in units[taken:]:
-            batch.late.add(unit.members())
+            batch.late |= unit.members()
         if taken < len(units):
             batch.left_serial = units[taken].serial
         if not batch.too_large and not self._add_loose(draft, batch.late):
@@ -284,7 +284,7 @@ class Planner:
             yield piece
         with_unit = set(draft.times)
         for directory in self.pending.times:
-            if directory not in late and directory not in with_unit:
+            if not is_late(directory, late) and directory not in with_unit:
                 piece = Draft()
                 self._draft_times(piece, directory)
                 yield piece
@@ -301,7 +301,7 @@ class Planner:
         for change in self.pending.names:
             if is_held(change.moved, late):
                 continue
-            if change.node in late:
+            if is_late(change.node, late):
                 if change.may_go_first:
                     changes.append((change, groups.join(settlers(change.moved))))
                 continue
@@ -311,9 +311,9 @@ class Planner:
             if any(node.is_directory for node in members):
                 members += [node for node in [self.core.nodes.get(change.parent)] if node in self.pending.dirty]
             changes.append((change, groups.join(members)))
-        for node in self.pending.ties:
-            if node not in late:
-                groups.join((node, *self.pending.ties.of(node)))
+        for node, others in self.pending.ties.others.items():
+            if not is_late(node, late):
+                groups.join((node, *others))
         units: dict[Node | None, Unit] = {}
         alone: list[Unit] = []
         for node, serial in self.pending.dirty.items():

@@ -6,7 +6,7 @@ import pytest
 import trio
 import trio.testing
 
-from kvfuse.volume.commit.gathering import COMMITS_MAX, LOOK_SECONDS, SECONDS_MAX, Gathering
+from kvfuse.volume.commit.committer import COMMITS_MAX, LOOK_SECONDS, SECONDS_MAX, Gathering
 
 COMMIT = 0.01
 """Seconds."""
@@ -18,8 +18,11 @@ class Waiters:
     def __init__(self, served: int, seconds: float = COMMIT) -> None:
         self.count = 1
         self.is_coming = False
-        self.gathering = Gathering(lambda: self.count, coming=lambda: self.is_coming)
+        self.gathering = Gathering((self,), coming=lambda: self.is_coming)
         self.gathering.served(served, seconds)
+
+    def __len__(self) -> int:
+        return self.count
 
     async def come(self, seconds: float) -> None:
         await trio.sleep(seconds)

@@ -11,7 +11,6 @@ from volume_lab import CALLER, Disk, lab_options, opened
 from kvfuse.remote.records.lmdb.store import LIMITS
 from kvfuse.volume.api import ROOT_INODE
 from kvfuse.volume.commit.batch import Batch
-from kvfuse.volume.commit.late import Late
 from kvfuse.volume.commit.planner import Planner
 from kvfuse.volume.volume import Volume
 
@@ -32,7 +31,7 @@ async def test_a_draft_changes_nothing(autojump_clock: trio.testing.MockClock) -
         await change_much(volume)
         pending, planner = volume.journal.pending, Planner(volume.journal.pending)
         before = dict(pending.dirty), dict(pending.names), dict(pending.gone), dict(pending.loose.changes)
-        first, second = planner.draft_all(Late()), planner.draft_all(Late())
+        first, second = planner.draft_all(set()), planner.draft_all(set())
         assert first.puts
         assert (first.puts, first.deletes, first.slabs) == (second.puts, second.deletes, second.slabs)
         assert before == (pending.dirty, pending.names, pending.gone, pending.loose.changes)
