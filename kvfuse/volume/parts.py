@@ -22,8 +22,8 @@ from kvfuse.volume.content.cutting import Cutter
 from kvfuse.volume.content.in_place import InPlaceWriter
 from kvfuse.volume.content.mapper import Mapper
 from kvfuse.volume.content.merge import Merger
-from kvfuse.volume.content.read_ahead import Fetcher
-from kvfuse.volume.content.reader import Reader
+from kvfuse.volume.content.reader import OwnExtents, Reader
+from kvfuse.volume.content.shared_extents import SharedExtents
 from kvfuse.volume.content.writer import Writer
 from kvfuse.volume.hosts.coherence import Coherence
 from kvfuse.volume.hosts.room_elsewhere import RoomElsewhere
@@ -100,7 +100,8 @@ class Parts:
         access = AccessTimes(core, self.journal, mount.access_times, directories=mount.diratime)
         self.mapper = Mapper(core, chunks, access)
         self.lookups, self.names = self._make_names(chunks, nameless)
-        self.reader = Reader(core, chunks, self.lookups.renew, Fetcher(core) if member is not None else None)
+        extents = SharedExtents(core, self.lookups.renew) if core.shared else OwnExtents(core)
+        self.reader = Reader(core, chunks, extents)
         in_place = InPlaceWriter(core, self.journal, headers)
         self.writer = Writer(core, self.journal, self.flusher, self.space, self.reader, in_place)
         self.cutter = Cutter(core, chunks, self.reader, self.writer)
@@ -119,13 +120,14 @@ class Parts:
         self.xattrs = Xattrs(core, self.journal, self.space, self.lookups)
         self.coherence: Coherence | None = None
         """likewise"""
-        if member is not None and self.leases is not None and isinstance(self.lookups, SharedLookup):
+        if member is not None and self.leases is not None and isinstance(extents, SharedExtents):
             merger = Merger(core, chunks, self.reader, self.writer, self.lookups.refresher)
             view, committer = self.leases.view, self.journal.committer
             self.core.metadata.stored = lambda: view.counts_beside(core.client).add(Counts(0, committer.size)).size
+            assert isinstance(self.lookups, SharedLookup)
             self.core.metadata.sharers = lambda: len(view.members)
             flusher, records = self.flusher, self.lookups.records
-            self.coherence = Coherence(core, records, self.journal, self.lookups, member, merger.merge)
+            self.coherence = Coherence(core, records, self.journal, self.lookups, member, merger.merge, extents.fetcher)
             self.journal.refusals.merger = self.coherence.merge
             self.journal.committer.gathering.coming = lambda: flusher.has_callers or records.is_asked
         self.life = Lifetime()
@@ -177,8 +179,8 @@ class Parts:
         nursery.start_soon(self.journal.run)
         if not self.core.shared:
             nursery.start_soon(self.mapper.access.run)
-        if self.reader.fetcher is not None:
-            nursery.start_soon(self.reader.fetcher.run)
+        if isinstance(self.reader.extents, SharedExtents):
+            nursery.start_soon(self.reader.extents.fetcher.run)
         if self.coherence is not None and self.leases is not None:
             nursery.start_soon(self.coherence.run)
             await nursery.start(self.leases.run)

@@ -228,9 +228,7 @@ class Volume(RunningVolume):
         handle = FileHandle(node, flags, caller)
         node.handles += 1
         if self.coherence is not None:
-            handle.cache_valid = self.coherence.opened(node)
-            if handle.readable and not handle.cache_valid:
-                self.reader.opened(node)
+            self.coherence.opened(handle)
         self.core.unnamed.pop(node.ino, None)
         node.writers += handle.writable
         return handle
@@ -365,9 +363,7 @@ class Volume(RunningVolume):
     def _let_go(self, node: Node) -> None:
         """Nobody uses this handle any more; the last one of an unlinked file takes the file along."""
         node.handles -= 1
-        if not node.handles and self.reader.fetcher is not None:
-            self.reader.fetcher.closed(node)
-        if node.nlink or node.handles or (self.coherence is not None and self.coherence.let_go(node)):
+        if node.handles or (self.coherence is not None and self.coherence.closed(node)) or node.nlink:
             return
         if self.names.nameless.knows_all(node):
             self._reap(node)

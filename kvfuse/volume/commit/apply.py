@@ -81,7 +81,7 @@ class BatchBuilder:
         if batch.too_large:
             self.core.dead += dead  # its records go in several commits: none of them may find a slot free already
         else:
-            batch.freed = self._release(dead, born)
+            batch.freed = self.core.sharing.release(dead, born) if dead else []
         self._put_slabs(batch, None if batch.too_large else draft)
 
     def _take(self, draft: Draft, batch: Batch) -> list[Extent]:
@@ -108,20 +108,6 @@ class BatchBuilder:
         del self.core.dead[: len(draft.dead)]
         batch.late.update(self._attributed(pending.loose.changes))
         return draft.dead
-
-    def _release(self, dead: list[Extent], born: set[int]) -> list[Extent]:
-        """Those whose slots leave the durable image with this commit. ``born``: addresses that come into it."""
-        slabs = self.core.slabs
-        if not self.core.shared:
-            slabs.release([extent.slot for extent in dead])
-            return dead
-        released = []
-        for extent in dead:  # the slot of one that another host gave up, too, may be released already
-            if self.planner.is_mine(extent) and slabs.is_durable(extent.addr) and extent.addr not in born:
-                extent.slot_size = slabs.slot_size(extent.addr)
-                slabs.release([extent.slot])
-                released.append(extent)
-        return released
 
     def _attributed(self, keys: Iterable[bytes]) -> list[Node]:
         """Inodes that some of these records are attributes of."""
@@ -273,7 +259,7 @@ class Settling:
         A host that has just come, and is not known of yet, finds out by the checksums.
         """
         at_once, resting = [extent.slot for extent in extents], list[Slot]()
-        if self.core.shared and (batch.is_unsure or not self.core.is_alone()):
+        if batch.is_unsure or not self.core.is_alone():
             at_once = [extent.slot for extent in extents if extent.state == RESTED and not batch.is_unsure]
             resting = [extent.slot for extent in extents if extent.state != RESTED or batch.is_unsure]
         self.core.reads.retire(give, at_once)

@@ -20,7 +20,7 @@ import msgspec
 from kvfuse.volume.commit.batch import Batch, Draft, Unit
 from kvfuse.volume.commit.late import Late, is_held, is_late, settlers
 from kvfuse.volume.commit.pending import NameChange, Pending
-from kvfuse.volume.inodes.chunk import RESTED, Extent
+from kvfuse.volume.inodes.chunk import Extent
 from kvfuse.volume.inodes.metadata_budget import NOT_STORED, TIMES_WEIGHT, entry_weight, inode_weight
 from kvfuse.volume.inodes.node import Node
 from kvfuse.volume.store import schema
@@ -55,8 +55,9 @@ class Planner:
                 self._draft_name(draft, change, late)
         for directory in pending.times:
             self._draft_times(draft, directory)
-        draft.dead = self.core.dead
-        self._draft_dead(draft, draft.dead)
+        if self.core.dead:
+            draft.dead = self.core.dead
+            self._draft_dead(draft, draft.dead)
         if draft.extra:
             self._draft_extra(draft)
         return draft.measure()
@@ -124,18 +125,8 @@ class Planner:
 
     def _draft_dead(self, draft: Draft, extents: list[Extent]) -> None:
         """Slots that cease to be durable. Those in slabs of others are left to them."""
-        if self.core.shared:
-            for extent in extents:
-                slab = self.core.geometry.slab_of(extent.addr)
-                if not self.core.slabs.holds(slab):
-                    has_rested = extent.state == RESTED
-                    key = schema.freed_key(slab, extent.addr, extent.generation)
-                    draft.puts[key] = schema.RESTED_SLOT if has_rested else b""
-            extents = [extent for extent in extents if self.is_mine(extent)]
-        self._draft_slabs(draft, extents)
-
-    def is_mine(self, extent: Extent) -> bool:
-        return not self.core.shared or self.core.slabs.holds(self.core.geometry.slab_of(extent.addr))
+        draft.puts.update(self.core.sharing.freed(extents))
+        self._draft_slabs(draft, self.core.sharing.mine(extents))
 
     def _draft_slabs(self, draft: Draft, extents: list[Extent]) -> None:
         """The slabs of slots that become durable, or cease to be."""

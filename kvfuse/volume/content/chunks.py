@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import accumulate
 
 from kvfuse.checksum import CHECKSUM_SIZE, GRANULE_SIZE, granule_checksums
-from kvfuse.volume.inodes.chunk import COMMITTED, DISCARDED, Chunk, Extent
+from kvfuse.volume.inodes.chunk import COMMITTED, Chunk, Extent
 from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.inodes.node import Node
 from kvfuse.volume.slots.flusher import Flusher
 from kvfuse.volume.store import schema
-
-log = logging.getLogger(__name__)
 
 Bytes = bytes | bytearray | memoryview
 
@@ -38,17 +35,7 @@ class Chunks:
         return node
 
     def _restore(self, records: Iterable[schema.ExtentRecord]) -> Chunk:
-        return Chunk([self.restore_extent(record) for record in records])
-
-    def restore_extent(self, record: schema.ExtentRecord) -> Extent:
-        """An extent that a record names."""
-        slabs = self.core.slabs
-        state = COMMITTED
-        if not self.core.shared and not slabs.is_durable(record.addr):
-            log.error("slot %d belongs to a file but is free: 'kvfuse fsck' tells more", record.addr)
-            state = DISCARDED  # it is not ours to free
-        slot_size = slabs.slot_size(record.addr)
-        return Extent(record.addr, slot_size, record.length, record.generation, record.checksums, state)
+        return Chunk([self.core.sharing.extent_of(record) for record in records])
 
     async def load_chunk(self, node: Node, index: int) -> Chunk | None:
         """The chunk, from its record where it has one of its own; None for a hole."""
@@ -93,8 +80,7 @@ class Chunks:
         """
         chunk = node.chunks[index]
         node.changing(index)
-        if self.core.shared:
-            chunk.changes()
+        self.core.sharing.changes(chunk)
         staged = chunk.staged
         if staged is not None and staged.length > length:
             self.flusher.grew(length - staged.length)
@@ -117,8 +103,7 @@ class Chunks:
         node.changing(index)
         chunk = node.chunks[index]
         self.unstage(node, chunk)
-        if self.core.shared:
-            chunk.changes()
+        self.core.sharing.changes(chunk)
         for extent in chunk.extents:
             self.core.discard(node, extent)
         node.set_extents(index, [])

@@ -49,9 +49,8 @@ class Cutter:
             if not self._drop_behind(node, keep + (tail > 0)):
                 await self.writer.commit_so_far(node)
                 continue
-            if self.core.shared and tail:
+            if tail:
                 node.chunks.setdefault(keep, Chunk())  # what another host may have stored there is cut, too
-            if keep in node.chunks and tail:
                 self.chunks.cut_chunk(node, keep, tail, before)
             self._end_at(node, size)
             return
@@ -70,7 +69,7 @@ class Cutter:
 
     def _end_at(self, node: Node, size: int) -> None:
         """The file was cut."""
-        if self.core.shared and (node.committing or (node.base is not None and size < node.base.size)):
+        if node.committing or (node.base is not None and size < node.base.size):
             node.cut_size = size if node.cut_size is None else min(size, node.cut_size)
         node.set_size(size)
         node.flushed_size = min(node.flushed_size, size)
@@ -93,7 +92,10 @@ class Cutter:
             if not rest:
                 break
             offset = index * node.chunk_size + length - rest
-            before = await self.reader.read_extent(node, offset, kept[-1], last_length - rest, rest)
+            before = await self.reader.extents.read(node, offset, kept[-1], last_length - rest, rest)
+            if before is None:
+                before = bytearray(rest)
+                await self.reader.read_into(node, offset, memoryview(before))
             is_same = node.chunks.get(index) is chunk and chunk.staged is staged and chunk.extents is extents
             if is_same and kept[-1].checksums is checksums and not (staged is not None and staged.writing):
                 return before

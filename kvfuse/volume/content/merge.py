@@ -180,7 +180,7 @@ class Merger:
             await self.core.segments.read(transfers)
         start = 0
         for extent in extents:
-            self.reader.check_extent(extent, view[start : start + extent.length])
+            self.reader.extents.check(extent, view[start : start + extent.length])
             start += extent.length
         return view
 
@@ -234,7 +234,7 @@ class Merger:
         """What is stored, and the file does not consist of here, is ours to free; the rest another host has freed."""
         kept = {(extent.addr, extent.generation) for chunk in node.chunks.values() for extent in chunk.extents}
         node.dead = [
-            self.chunks.restore_extent(extent)
+            self.core.sharing.extent_of(extent)
             for extents in theirs.values()
             for extent in extents
             if (extent.addr, extent.generation) not in kept
@@ -267,7 +267,7 @@ class Merger:
         node.changing(index)
         if extents or chunk is not None:
             chunk = node.chunks.setdefault(index, Chunk())
-            chunk.extents = [self.chunks.restore_extent(extent) for extent in extents]
+            chunk.extents = [self.core.sharing.extent_of(extent) for extent in extents]
 
     def _lay_over(
         self,
@@ -302,7 +302,7 @@ class Merger:
             if extent.state == FRESH:
                 self.core.discard(node, extent)
         node.born = [extent for extent in node.born if extent.state == FRESH]
-        chunk.extents = [self.chunks.restore_extent(extent) for extent in extents]
+        chunk.extents = [self.core.sharing.extent_of(extent) for extent in extents]
         node.dirty_chunks = {*node.dirty_chunks} - {index}
         chunk.base, chunk.dirty = extents, []
         if 0 < kept < len(stored):

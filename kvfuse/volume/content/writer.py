@@ -143,8 +143,11 @@ class Writer:
 
     def _wrote(self, node: Node, end: int, mark: int | None) -> None:
         """Bytes up to ``end`` were taken just now."""
-        if self.core.shared:
-            _note_append(node, end, appends=mark is not None)
+        stored_size = node.base.size if node.base is not None else 0
+        if node.size <= stored_size:
+            node.appends = mark is not None
+        elif end > stored_size:
+            node.appends = node.appends and mark is not None
         if end > node.size:
             node.set_size(end)
 
@@ -180,8 +183,6 @@ class Writer:
 
     async def _write_within(self, node: Node, index: int, start: int, data: bytes | memoryview) -> bool:
         """Under the lock, without space for new slots: write into those the chunk has. False if they are too small."""
-        if self.core.shared:
-            return False
         chunk = node.chunks[index]
         if chunk.writing is not None:
             await self.flusher.settled()
@@ -204,8 +205,7 @@ class Writer:
     def _stage(self, node: Node, index: int, chunk: Chunk, start: int, data: bytes | memoryview) -> None:
         """Put ``data`` into the chunk's staged bytes. NoSpace leaves everything as it was."""
         node.changing(index)
-        if self.core.shared:
-            chunk.wrote(start, start + len(data))
+        self.core.sharing.wrote(chunk, start, start + len(data))
         staged = chunk.staged
         if staged is None or staged.writing:
             staged = Staged() if staged is None else staged.copy()
@@ -285,8 +285,7 @@ class Writer:
         self._reserve(staged, len(data))
         staged.pieces = [data]
         staged.length = len(data)
-        if self.core.shared:
-            chunk.changes()
+        self.core.sharing.changes(chunk)
         self.flusher.stage(node, chunk, staged)
 
     def lay(self, node: Node, offset: int, head: bytes | memoryview, data: bytes) -> None:
@@ -318,12 +317,3 @@ class _EndMoved(Exception):
 def _check_end(node: Node, mark: int | None) -> None:
     if mark is not None and node.end_moved != mark:
         raise _EndMoved
-
-
-def _note_append(node: Node, end: int, *, appends: bool) -> None:
-    """Whether all bytes behind what is stored of the file were appended, and only those."""
-    stored_size = node.base.size if node.base is not None else 0
-    if node.size <= stored_size:
-        node.appends = appends
-    elif end > stored_size:
-        node.appends = node.appends and appends

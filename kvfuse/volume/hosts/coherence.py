@@ -24,8 +24,10 @@ from kvfuse.remote.records.api import Change
 from kvfuse.volume.api import ROOT_INODE, KernelCache
 from kvfuse.volume.commit.journal import Journal
 from kvfuse.volume.commit.refusals import Merge
+from kvfuse.volume.content.read_ahead import Fetcher
 from kvfuse.volume.content.refresh import is_quiet
 from kvfuse.volume.inodes.core import Core
+from kvfuse.volume.inodes.handle import FileHandle
 from kvfuse.volume.inodes.node import Node
 from kvfuse.volume.names.shared_lookup import SharedLookup
 from kvfuse.volume.store import schema
@@ -59,6 +61,7 @@ class Coherence:
     member: Member
     merger: Merge
     """puts the changes of two hosts together"""
+    fetcher: Fetcher
     counters: CoherenceCounters = field(default_factory=CoherenceCounters)
 
     def __post_init__(self) -> None:
@@ -196,14 +199,19 @@ class Coherence:
         if directory is not None and change.value is not None:
             self.lookup.refresher.take_times(directory, change.value, change.version)
 
-    def opened(self, node: Node) -> bool:
-        """A file is opened: whether what the kernel cached of its bytes is true. From now on it is."""
-        places = self.core.places
-        is_valid = places.content_version(node.ino) > 0
-        if not is_valid and node.size:
+    def opened(self, handle: FileHandle) -> None:
+        """A file is opened: the handle says whether what the kernel cached of its bytes is true. From now on it is.
+
+        Bytes at the start of one of which the kernel has none will be asked for.
+        """
+        node, places = handle.node, self.core.places
+        handle.cache_valid = places.content_version(node.ino) > 0
+        if not handle.cache_valid and node.size:
             self._unsure_ends.add(node)
         places.set_content_version(node.ino, max(node.version, 1))
-        return is_valid
+        chunk = node.chunks.get(0)
+        if handle.readable and not handle.cache_valid and chunk is not None and not chunk.staged and chunk.extents:
+            self.fetcher.opened(node, chunk.extents[0])
 
     def append_offset(self, node: Node, offset: int) -> int:
         """Where bytes go that the kernel wants at ``offset`` by a descriptor for appends: it may not know yet how far
@@ -254,9 +262,10 @@ class Coherence:
             self._held[node.ino] = node
             self._set_hold(node.ino, True)
 
-    def let_go(self, node: Node) -> bool:
-        """The last handle of a file without names was closed. False: it was not another host that removed it."""
-        if self._held.pop(node.ino, None) is None:
+    def closed(self, node: Node) -> bool:
+        """The last handle of a file was closed. True: another host removed it, and nothing of it is left here."""
+        self.fetcher.closed(node)
+        if node.nlink or self._held.pop(node.ino, None) is None:
             return False
         self._set_hold(node.ino, False)
         self._end(node)
@@ -267,7 +276,7 @@ class Coherence:
         self._work.set()
 
     async def _keep_holds(self) -> None:
-        """Write what `hold` and `let_go` said, for ever."""
+        """Write what `hold` and `closed` said, for ever."""
         while True:
             await self._work.wait()
             self._work = trio.Event()

@@ -142,18 +142,6 @@ class Chunk:
         self.writing: Staged | None = None
         """on its way to slots; ``staged`` itself, or what it is a changed copy of"""
 
-    def changes(self) -> None:
-        """In a shared volume: the chunk is about to be other than it is stored."""
-        if self.base is None:
-            self.base = tuple([extent.record() for extent in self.extents])
-
-    def wrote(self, start: int, end: int) -> None:
-        """In a shared volume: bytes are about to be written."""
-        self.changes()
-        if self.dirty and self.dirty[-1][1] == start:
-            start = self.dirty.pop()[0]
-        self.dirty.append((start, end))
-
     @property
     def length(self) -> int:
         """Bytes in slots; the rest of the chunk reads as zeros."""

@@ -23,6 +23,7 @@ from kvfuse.volume.inodes.known_names import KnownNames
 from kvfuse.volume.inodes.metadata_budget import Metadata
 from kvfuse.volume.inodes.node import Node, Nodes
 from kvfuse.volume.inodes.places import Places
+from kvfuse.volume.inodes.sharing import Alone, Shared
 from kvfuse.volume.store.numbers import NumberRange
 from kvfuse.volume.views.tier import SharedTier
 
@@ -141,6 +142,7 @@ class Core:
     def __post_init__(self) -> None:
         self.shared = self.records.limits.shared
         """other hosts write the same records and segments"""
+        self.sharing = (Shared if self.shared else Alone)(self.slabs, self.geometry)
         self._segment_data_size = self.geometry.segment_slabs * self.geometry.slab_size
         self._data_starts = [self.geometry.data_start(segment) for segment in range(self.geometry.segment_count)]
         self._made: set[int] = set()

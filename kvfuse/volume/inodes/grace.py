@@ -28,7 +28,9 @@ class Grace:
         """set, and replaced by a new one, each time that slots were handed on"""
 
     def later(self, give: Give) -> Give:
-        """The same, but called ``seconds`` later."""
+        """The same, but called ``seconds`` later; at once where nobody else can be reading or writing."""
+        if not self.seconds:
+            return give
 
         def wait(slots: list[Slot]) -> None:
             if slots:

@@ -26,7 +26,7 @@ from typing import NamedTuple
 from kvfuse.checksum import CHECKSUM_SIZE
 from kvfuse.errors import NoSpace
 from kvfuse.options.config import Options
-from kvfuse.remote.records.api import ABSENT, Meter, Versioned
+from kvfuse.remote.records.api import ABSENT, Meter, RecordStore, Versioned
 from kvfuse.sizes import MIB
 from kvfuse.slab.layout import FEATURE_SEALED_RECORDS, Superblock
 from kvfuse.volume.inodes.node import Node
@@ -82,6 +82,11 @@ def store_size(limit: int, data_size: int) -> int:
 def affordable_limit(size: int, data_size: int) -> int:
     """The budget with which a store takes ``size`` bytes at most; see `store_size`."""
     return max(0, size // SPREAD - data_size // 4096 * SLOT_SIZE)
+
+
+def size_in(records: RecordStore) -> int:
+    """Bytes of them that a store counts itself."""
+    return records.usage.size if records.usage is not None else 0
 
 
 class Metadata:

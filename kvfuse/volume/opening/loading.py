@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import struct
+from functools import partial
 
 from kvfuse import errors
 from kvfuse.options.config import Options
@@ -15,7 +16,7 @@ from kvfuse.slab.layout import PAGE_SIZE, SUPERBLOCK_SIZE, Superblock, parse_sup
 from kvfuse.volume.api import ROOT_INODE
 from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.inodes.grace import Grace
-from kvfuse.volume.inodes.metadata_budget import Metadata, affordable_limit, default_size, store_size
+from kvfuse.volume.inodes.metadata_budget import Metadata, affordable_limit, default_size, size_in, store_size
 from kvfuse.volume.inodes.node import Nodes
 from kvfuse.volume.store import schema
 from kvfuse.volume.store.member import Member
@@ -118,7 +119,7 @@ def _bounded(records: RecordStore, limit: int, data_size: int) -> Metadata:
     bound = records.bound(store_size(limit, data_size))
     if bound:
         limit = min(limit, affordable_limit(bound, data_size))
-    return Metadata(limit, lambda: records.usage.size if records.usage is not None else 0)
+    return Metadata(limit, partial(size_in, records))
 
 
 async def _check_segments(title: str, superblock: Superblock, segments: SegmentStore, used: set[int]) -> None:

@@ -351,7 +351,7 @@ class Flusher:
     def cancel(self, staged: Staged, slots: list[Slot]) -> None:
         """Allocated slots of staged bytes are not needed. Where others write, too, a late write must not hit them."""
         cancel: Give = self.core.slabs.cancel
-        if self.core.shared and staged.unsure:
+        if staged.unsure:
             cancel = self.core.grace.later(cancel)
         cancel(slots)
 

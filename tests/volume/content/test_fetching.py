@@ -21,6 +21,7 @@ from kvfuse.remote.segments.api import Transfer
 from kvfuse.volume.api import ROOT_INODE
 from kvfuse.volume.content import read_ahead
 from kvfuse.volume.content.read_ahead import Fetcher
+from kvfuse.volume.content.shared_extents import SharedExtents
 from kvfuse.volume.volume import FileHandle, Volume
 
 KIB = 1 << 10
@@ -90,8 +91,8 @@ async def open_known(volume: Volume, name: bytes) -> FileHandle:
 
 
 def fetcher_of(volume: Volume) -> Fetcher:
-    assert volume.reader.fetcher is not None
-    return volume.reader.fetcher
+    assert isinstance(volume.reader.extents, SharedExtents)
+    return volume.reader.extents.fetcher
 
 
 @dataclass
@@ -143,7 +144,7 @@ def open_file(disk: Disk, options: Options, rng: random.Random, monkeypatch: pyt
             await quiet(one, two)
             fetcher = fetcher_of(two)
             if not fetching:
-                two.reader.fetcher = None
+                fetcher._nursery = None  # it begins nothing
             reads = HeldReads(two, monkeypatch)
             handle = await open_known(two, b"file")
             yield File(data, one, two, reads, handle)

@@ -1,0 +1,87 @@
+"""Bytes of extents of a volume that many hosts have: fetched side by side, and verified by each read."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+import trio
+
+from kvfuse.checksum import GRANULE_SIZE
+from kvfuse.errors import Corrupt
+from kvfuse.volume.content.read_ahead import Fetcher
+from kvfuse.volume.content.reader import Extents, Reads, is_current
+from kvfuse.volume.inodes.chunk import Extent
+from kvfuse.volume.inodes.core import Core
+from kvfuse.volume.inodes.node import Node
+
+READS_MAX = 8
+"""Extents that one call reads side by side, where each is a round trip."""
+
+
+class SharedExtents(Extents):
+    """Of a volume where others free slots, too, and each read is a round trip: what was fetched, else the engine's.
+
+    ``renew`` brings an inode up to what other hosts have stored. Stale, if it is gone.
+    """
+
+    def __init__(self, core: Core, renew: Callable[[Node], Awaitable[None]]) -> None:
+        super().__init__(core)
+        self.renew = renew
+        self.fetcher = Fetcher(core)
+
+    async def read(
+        self, node: Node, offset: int, extent: Extent, start: int, length: int, *, may_view: bool = True
+    ) -> bytes | bytearray | memoryview | None:
+        """As there, but verified each time: bytes that are wrong may be those of a slot's next life.
+
+        Then the inode is read anew once. Meanwhile it may change.
+        """
+        checksums = extent.checksums
+
+        def is_same() -> bool:
+            return is_current(node, offset, extent) and extent.checksums is checksums
+
+        data = await self.fetcher.read(node, extent, start, length)
+        if data is None and is_same():
+            try:
+                data = await self._read_verified(node, extent, start, length, is_same)
+            except Corrupt:
+                await self.renew(node)
+                data = await self._read_verified(node, extent, start, length, is_same) if is_same() else None
+        return data if is_same() else None
+
+    async def _read_verified(
+        self, node: Node, extent: Extent, start: int, length: int, is_same: Callable[[], bool]
+    ) -> memoryview | None:
+        """Bytes of an extent, from the engine. None where it is no longer the same. Corrupt where they are wrong."""
+        low = start // GRANULE_SIZE * GRANULE_SIZE
+        high = min(-(-(start + length) // GRANULE_SIZE) * GRANULE_SIZE, extent.length)
+        buffer = await self.read_slot(extent, low, high)
+        if not is_same():
+            return None
+        extent.verified = 0
+        self.verify(node, extent, buffer, low)
+        return buffer[start - low : start - low + length]
+
+    async def do_all(self, reads: Reads) -> None:
+        """Side by side: so a call waits for about one round trip. The first error ends the others, and is raised."""
+        if len(reads) < 2:
+            for read in reads:
+                await read()
+            return
+        errors: list[Exception] = []
+        turns = trio.Semaphore(READS_MAX)
+        async with trio.open_nursery() as nursery:
+
+            async def run(read: Callable[[], Awaitable[None]]) -> None:
+                async with turns:
+                    try:
+                        await read()
+                    except Exception as error:  # as the caller would get it, were they done one by one
+                        errors.append(error)
+                        nursery.cancel_scope.cancel()
+
+            for read in reads:
+                nursery.start_soon(run, read)
+        if errors:
+            raise errors[0]
