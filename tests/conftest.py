@@ -15,7 +15,7 @@ import pytest
 import trio
 from alone import Turns
 from cli_lab import Place, a_place
-from cluster_lab import ceph_cluster, etcd_cluster
+from cluster_lab import RunServers, ceph_cluster, etcd_cluster
 from engine_pairs import PAIRS, TEST_WORDS, Engines
 from fsck_tree import Tree
 from mounting import KvfuseMount
@@ -32,8 +32,19 @@ SEED = int(os.environ.get("KVFUSE_TEST_SEED") or random.SystemRandom().randrange
 os.environ["KVFUSE_TEST_SEED"] = str(SEED)  # the processes of 'pytest -n' have the same
 
 TURNS = pytest.StashKey[Turns]()
-TURNS_FOLDER = "KVFUSE_TEST_TURNS"
-"""variable with the folder by which the processes of one run take turns"""
+SERVERS = pytest.StashKey[RunServers]()
+RUN_FOLDER = "KVFUSE_TEST_RUN"
+"""variable with the folder by which the processes of one run take turns and find servers"""
+BEGUN_FIRST = (
+    "system/test_cluster_faults.py",
+    "system/test_crash.py",
+    "bench/test_bench_cluster.py",
+    "system/test_random_schedule.py",
+    "system/test_fs_tools.py",
+    "posix/test_listing.py",
+    "system/test_full_pool.py",
+)
+"""files that take longest: the last to be begun would keep one process busy while the others have nothing left"""
 
 hypothesis.settings.register_profile("kvfuse", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("kvfuse")
@@ -48,12 +59,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if TURNS_FOLDER not in os.environ:  # else this is one of the processes that this began
-        folder = tempfile.TemporaryDirectory(prefix="kvfuse-turns-")
-        os.environ[TURNS_FOLDER] = folder.name
+    is_first = RUN_FOLDER not in os.environ  # else this is one of the processes that another one began
+    if is_first:
+        folder = tempfile.TemporaryDirectory(prefix="kvfuse-run-")
+        os.environ[RUN_FOLDER] = folder.name
         config.add_cleanup(folder.cleanup)
-    turns = config.stash[TURNS] = Turns(Path(os.environ[TURNS_FOLDER]))
+    turns = config.stash[TURNS] = Turns(Path(os.environ[RUN_FOLDER]))
     config.add_cleanup(turns.close)
+    servers = config.stash[SERVERS] = RunServers(Path(os.environ[RUN_FOLDER]))
+    if is_first:
+        config.add_cleanup(servers.stop)
     config.addinivalue_line("markers", "kvfuse_only: says what this project promises beyond POSIX")
     config.addinivalue_line("markers", "root: needs to be root")
     config.addinivalue_line("markers", "engines(*names): runs on these pairs of engines only, which suffice for it")
@@ -74,13 +89,29 @@ def pytest_report_header() -> str:
     return f"seed: KVFUSE_TEST_SEED={SEED}"
 
 
+@pytest.hookimpl(trylast=True)  # after pytest's own order, in which 'pytest -n' gives files to processes
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    _order_files(items)
     elsewhere = config.getoption("--folder") is not None
     for item in items:
         if elsewhere and item.get_closest_marker("kvfuse_only"):
             item.add_marker(pytest.mark.skip(reason="about kvfuse alone"))
         if os.geteuid() != 0 and item.get_closest_marker("root"):
             item.add_marker(pytest.mark.skip(reason="needs root"))
+
+
+def _order_files(items: list[pytest.Item]) -> None:
+    """First the files that take longest; last those whose tests are to be alone, as all others wait for these."""
+    alone: dict[Path, list[bool]] = {}
+    for item in items:
+        alone.setdefault(item.path, []).append(item.get_closest_marker("alone") is not None)
+
+    def rank(item: pytest.Item) -> tuple[float, int]:
+        place = item.path.relative_to(item.config.rootpath / "tests").as_posix()
+        marks = alone[item.path]
+        return sum(marks) / len(marks), BEGUN_FIRST.index(place) if place in BEGUN_FIRST else len(BEGUN_FIRST)
+
+    items.sort(key=rank)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # before the test's own time limit begins
@@ -117,22 +148,33 @@ async def tree(tmp_path: Path, rng: random.Random) -> Tree:
 
 
 @pytest.fixture(scope="session")
-def etcd() -> Iterator[EtcdServers]:
-    """Three members on loopback, started when the first test asks for them."""
+def etcd(pytestconfig: pytest.Config) -> EtcdServers:
+    """Three members on loopback, which all processes of this run use: no test kills or stops one."""
+    return pytestconfig.stash[SERVERS].etcd(3)
+
+
+@pytest.fixture(scope="session")
+def etcd_alone(pytestconfig: pytest.Config) -> EtcdServers:
+    """One member, for what is not about members: with three, most of the time of two cores is theirs."""
+    return pytestconfig.stash[SERVERS].etcd(1)
+
+
+@pytest.fixture(scope="session")
+def ceph(pytestconfig: pytest.Config) -> CephServers:
+    """One monitor and three OSDs on loopback, which all processes of this run use: no test kills or stops one."""
+    return pytestconfig.stash[SERVERS].ceph()
+
+
+@pytest.fixture(scope="session")
+def own_etcd() -> Iterator[EtcdServers]:
+    """Three members that only this process uses: a test may kill or stop them."""
     with etcd_cluster() as servers:
         yield servers
 
 
 @pytest.fixture(scope="session")
-def etcd_alone() -> Iterator[EtcdServers]:
-    """One member, for what is not about members: with three, most of the time of two cores is theirs."""
-    with etcd_cluster(members=1) as server:
-        yield server
-
-
-@pytest.fixture(scope="session")
-def ceph() -> Iterator[CephServers]:
-    """One monitor and three OSDs on loopback, started when the first test asks for them."""
+def own_ceph() -> Iterator[CephServers]:
+    """One monitor and three OSDs that only this process uses: a test may kill or stop them."""
     with ceph_cluster() as servers:
         yield servers
 

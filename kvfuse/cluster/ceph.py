@@ -117,6 +117,9 @@ class CephServers:
         """Wait until an OSD is up, since a later epoch of the cluster map than ``after_epoch``."""
 
         def is_up() -> bool:
+            status = _ask_socket(self.folder / f"{self.osds[index].name}.asok", {"prefix": "status"})
+            if status is None or status["state"] != "active":  # this costs less than to start a program that asks
+                return False
             row = self._osd_row(index)
             return bool(row["up"]) and int(row["up_from"]) > after_epoch
 
@@ -209,9 +212,10 @@ class CephServers:
         self._make_monitor()
         self.monitor.launch()
         progress(f"making {len(self.osds)} OSDs")
-        for _ in self.osds:
-            self.command("osd", "create")
-        self._make_osds()
+        identities = [str(uuid.uuid4()) for _ in self.osds]
+        for identity in identities:
+            self.command("osd", "create", identity)
+        self._make_osds(identities)
         progress("waiting for the OSDs")
         for server in self.osds:
             server.launch()
@@ -252,12 +256,11 @@ class CephServers:
         _run([*make, "--monmap", map_file, "--keyring", str(initial)])
         initial.unlink()
 
-    def _make_osds(self) -> None:
+    def _make_osds(self, identities: Sequence[str]) -> None:
         """All at once: making one mostly waits for its disk."""
         children = []
-        for index, server in enumerate(self.osds):
+        for index, (server, identity) in enumerate(zip(self.osds, identities, strict=True)):
             (self.folder / server.name).mkdir()
-            identity = self._osd_row(index)["uuid"]
             command = ["ceph-osd", "-c", str(self.conf_file), "-i", str(index), "--mkfs", "--osd-uuid", identity]
             with server.log.open("ab") as log:
                 children.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log))

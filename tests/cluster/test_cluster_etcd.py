@@ -36,13 +36,13 @@ def test_another_process_finds_and_ends_a_cluster(etcd: EtcdServers) -> None:
         assert started.members[0].pid == 0
 
 
-def test_a_killed_leader_is_replaced_and_comes_back(etcd: EtcdServers) -> None:
-    leader = etcd.wait_leader()
-    etcd.kill(leader)
-    assert etcd.wait_leader(other_than=leader) != leader
-    assert sum("healthy" in line for line in etcd.status()) == 2
-    etcd.restart(leader)
-    assert sum("healthy" in line for line in etcd.status()) == 3
+def test_a_killed_leader_is_replaced_and_comes_back(own_etcd: EtcdServers) -> None:
+    leader = own_etcd.wait_leader()
+    own_etcd.kill(leader)
+    assert own_etcd.wait_leader(other_than=leader) != leader
+    assert sum("healthy" in line for line in own_etcd.status()) == 2
+    own_etcd.restart(leader)
+    assert sum("healthy" in line for line in own_etcd.status()) == 3
 
 
 def test_a_cluster_that_cannot_start_says_why_and_leaves_nothing(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ def test_another_process_finds_the_cluster(ceph: CephServers) -> None:
     ]
 
 
+@pytest.mark.alone  # it kills an OSD that others use
 def test_a_killed_osd_is_shown_and_comes_back(ceph: CephServers) -> None:
     before = ceph.osds[2].pid
     ceph.kill(2, signal.SIGKILL)

@@ -1,12 +1,13 @@
-"""Real clusters on loopback for tests: started once a session, when the first test asks for one.
+"""Real clusters on loopback for tests: started when the first test asks for one, for all processes of a run.
 
-A test gets a part of its own (a prefix of keys, a namespace), so tests need not clean up after each other. One that
-kills or stops a member brings it back.
+A test gets a part of its own (a prefix of keys, a namespace), so tests need not clean up after each other. Tests that
+kill or stop members have clusters that only their process uses, and bring the members back.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import re
 import shutil
 import tempfile
@@ -43,10 +44,63 @@ def running(start: Callable[[Path], _Servers], prefix: str, parent: str | None =
             servers.stop()
 
 
-def etcd_cluster(members: int = 3, settings: EtcdSettings | None = None) -> AbstractContextManager[EtcdServers]:
-    """A cluster of its own for whoever asks."""
+class RunServers:
+    """The clusters that all processes of one run share, found by links in a folder that they all name."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._started: list[EtcdServers | CephServers] = []
+        """by this process: while they run, what knows them as children of this process is kept"""
+
+    def etcd(self, members: int) -> EtcdServers:
+        _need_etcd()
+        return self._find(f"etcd{members}", EtcdServers, lambda folder: EtcdServers.start(folder, members), MEMORY)
+
+    def ceph(self) -> CephServers:
+        _need_ceph()
+        return self._find("ceph", CephServers, CephServers.start)
+
+    def _find(
+        self, name: str, kind: type[_Servers], start: Callable[[Path], _Servers], parent: str | None = None
+    ) -> _Servers:
+        with (self._folder / f"{name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            link = self._folder / name
+            if link.exists():
+                return kind.load(link.resolve())
+            folder = Path(tempfile.mkdtemp(prefix=f"kvfuse-{name}-", dir=parent))
+            link.symlink_to(folder)
+            try:
+                servers = start(folder)
+            except BaseException:
+                link.unlink()
+                shutil.rmtree(folder)
+                raise
+            self._started.append(servers)
+            return servers
+
+    def stop(self) -> None:
+        """End them all, whoever started them, and remove their data."""
+        for link in [path for path in self._folder.iterdir() if path.is_symlink()]:
+            folder = link.resolve()
+            (CephServers if link.name == "ceph" else EtcdServers).load(folder).stop()
+            shutil.rmtree(folder)
+            link.unlink()
+
+
+def _need_etcd() -> None:
     if shutil.which("etcd") is None:
         pytest.skip("needs etcd: apt-get install etcd-server")
+
+
+def _need_ceph() -> None:
+    if any(shutil.which(program) is None for program in PROGRAMS):
+        pytest.skip("needs Ceph: apt-get install ceph-mon ceph-osd ceph-common")
+
+
+def etcd_cluster(members: int = 3, settings: EtcdSettings | None = None) -> AbstractContextManager[EtcdServers]:
+    """A cluster of its own for whoever asks."""
+    _need_etcd()
     return running(lambda folder: EtcdServers.start(folder, members, settings), "kvfuse-etcd-", MEMORY)
 
 
@@ -60,8 +114,7 @@ def etcd_place(servers: EtcdServers, part: str, **more: Any) -> EtcdPlace:
 
 def ceph_cluster(osds: int = 3, settings: CephSettings | None = None) -> AbstractContextManager[CephServers]:
     """A cluster of its own for whoever asks."""
-    if any(shutil.which(program) is None for program in PROGRAMS):
-        pytest.skip("needs Ceph: apt-get install ceph-mon ceph-osd ceph-common")
+    _need_ceph()
     return running(lambda folder: CephServers.start(folder, osds, settings), "kvfuse-ceph-")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import secrets
@@ -16,8 +17,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import trio
+
 from kvfuse.cluster.ceph import CephServers
 from kvfuse.cluster.etcd import EtcdServers
+from kvfuse.options import config
+from kvfuse.volume.check.fsck import fsck
 
 KVFUSE = [sys.executable, "-m", "kvfuse.cli"]
 FOREGROUND = (*KVFUSE, "mount", "--foreground")
@@ -140,11 +145,10 @@ class KvfuseMount:
         self._daemon = None
         assert ended == status, f"the daemon ended with {ended}, not {status}:\n{self.log.read_text()}"
 
-    def fsck(self) -> None:
-        """Fail unless the unmounted volume is clean."""
-        command = [*KVFUSE, "fsck", str(self.source)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=10 * PATIENCE_S)
-        assert done.returncode == 0, f"fsck says {done.returncode}:\n{done.stdout}{done.stderr}"
+    def fsck(self, *, verify: bool = False) -> None:
+        """Fail unless the unmounted volume is clean; with ``verify`` every byte of it."""
+        report = trio.run(functools.partial(fsck, config.load(self.source).options, verify=verify))
+        assert report.clean, [problem.text for problem in report.problems][:10]
 
     def check_unexpected_errors(self) -> None:
         """Fail if the daemon met an error that nobody foresaw."""

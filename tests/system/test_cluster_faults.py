@@ -106,19 +106,19 @@ def granted(mount: KvfuseMount) -> int:
 
 
 @pytest.fixture
-def cluster(etcd: EtcdServers, ceph: CephServers) -> Iterator[Cluster]:
+def cluster(own_etcd: EtcdServers, own_ceph: CephServers) -> Iterator[Cluster]:
     """With two mounts. At the end everything runs, and the volume must be clean."""
     with tempfile.TemporaryDirectory(prefix="kvfuse-faults-") as folder, ExitStack() as stack:
-        stack.callback(ceph.wait_clean)
-        stack.callback(heal, etcd, ceph)
-        made = Cluster(etcd, ceph, Path(folder))
+        stack.callback(own_ceph.wait_clean)
+        stack.callback(heal, own_etcd, own_ceph)
+        made = Cluster(own_etcd, own_ceph, Path(folder))
         for mount in made.mounts:
             stack.callback(mount.remove)
             mount.mount()
         yield made
         for mount in made.mounts:
             print(mount.log.read_text())
-        heal(etcd, ceph)
+        heal(own_etcd, own_ceph)
         for mount in made.mounts:
             if mount.is_mounted:
                 mount.check_unexpected_errors()

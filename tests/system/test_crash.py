@@ -6,7 +6,6 @@ returned. From the log follows what a crash may show: a floor that must be there
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import random
@@ -21,14 +20,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import trio
 from crash_client import KINDS, LARGE_PIECE, PAGE, PAGES, block, page, stream
 from mounting import PATIENCE_S, KvfuseMount, wait_until
 from places import LABS
 from posix_calls import opened
-
-from kvfuse.options.options import Options, VolumeOptions
-from kvfuse.volume.check.fsck import fsck
 
 ROUNDS = int(os.environ.get("KVFUSE_CRASH_ROUNDS", "40"))
 WORDS = ("volume.capacity=256MiB", "volume.segment_size=64MiB", "cache.staging_size=24MiB")
@@ -48,7 +43,7 @@ class Client:
         with opened(folder.parent, os.O_RDONLY) as descriptor:  # it is there, however soon the daemon is killed
             os.fsync(descriptor)
         log.touch()
-        command = [sys.executable, str(CLIENT), kind, str(folder), str(seed), str(log)]
+        command = [sys.executable, "-S", str(CLIENT), kind, str(folder), str(seed), str(log)]
         self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
 
     def end(self) -> None:
@@ -94,9 +89,7 @@ class Lab:
 
     def check(self) -> None:
         """The unmounted volume is clean, every byte of it."""
-        options = Options(volume=VolumeOptions(path=self.mount.volume))
-        report = trio.run(functools.partial(fsck, options, verify=True))
-        assert report.clean, [problem.text for problem in report.problems][:10]
+        self.mount.fsck(verify=True)
 
     def remount(self, everything: Collection[str] = ()) -> None:
         """Mount what a crash left, compare, and remove it all: then no slot may be missing.

@@ -43,12 +43,12 @@ ANSWERS_MAX = LEASE + 5.0 + SLACK
 
 
 @pytest.fixture
-def lab(etcd: EtcdServers, ceph: CephServers, seed: int) -> Iterator[Lab]:
+def lab(own_etcd: EtcdServers, own_ceph: CephServers, seed: int) -> Iterator[Lab]:
     """Mounted. At the end everything runs, and the volume must be clean."""
     with tempfile.TemporaryDirectory(prefix="kvfuse-schedule-") as folder, ExitStack() as stack:
-        stack.callback(ceph.wait_clean)
-        stack.callback(heal, etcd, ceph)
-        made = Lab(etcd, ceph, Path(folder), seed)
+        stack.callback(own_ceph.wait_clean)
+        stack.callback(heal, own_etcd, own_ceph)
+        made = Lab(own_etcd, own_ceph, Path(folder), seed)
         for mount in made.mounts:
             stack.callback(mount.remove)
             mount.mount()

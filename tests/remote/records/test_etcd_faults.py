@@ -23,10 +23,10 @@ SLACK = 1.0
 
 
 @pytest.fixture
-def cluster(etcd: EtcdServers) -> Iterator[EtcdServers]:
-    """The session's cluster, whole again afterwards."""
-    yield etcd
-    heal(etcd)
+def cluster(own_etcd: EtcdServers) -> Iterator[EtcdServers]:
+    """The cluster of this process, whole again afterwards."""
+    yield own_etcd
+    heal(own_etcd)
 
 
 @pytest.fixture

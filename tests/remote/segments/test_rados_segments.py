@@ -1,38 +1,27 @@
-"""What only the rados engine promises: few operations, other hosts, tenants, dead and stalled OSDs, full pools."""
+"""What only the rados engine promises: few operations, other hosts, tenants, full pools."""
 
 from __future__ import annotations
 
 import errno
 import os
 import random
-import signal
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
-from dataclasses import replace
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 import trio
 import trio.testing
-from cluster_lab import ceph_cluster, changed, rados_place
+from cluster_lab import rados_place
+from rados_lab import KIB, MIB, OBJECT_SIZE, PATIENCE_S, SIZE, opened, read
 
-from kvfuse.cluster.ceph import CephServers, CephSettings
+from kvfuse.cluster.ceph import CephServers
 from kvfuse.cluster.process import free_ports
 from kvfuse.errors import EngineError, EngineFull, EngineTimeout
 from kvfuse.remote.segments.api import SegmentInfo, Transfer
 from kvfuse.remote.segments.rados import librados
 from kvfuse.remote.segments.rados.librados import Place
-from kvfuse.remote.segments.rados.objects import object_name
 from kvfuse.remote.segments.rados.store import RadosSegments
-
-KIB = 1 << 10
-MIB = 1 << 20
-SIZE = 64 * MIB
-OBJECT_SIZE = 4 * MIB
-PATIENCE_S = 30.0
-STALL_S = 4.0
-"""less than a cluster needs to take a stalled OSD for down"""
 
 
 @pytest.fixture
@@ -41,40 +30,12 @@ def place(ceph: CephServers, request: pytest.FixtureRequest) -> Place:
     return rados_place(ceph, request.node.name, deadline=PATIENCE_S)
 
 
-@asynccontextmanager
-async def opened(place: Place, namespace: str = "", pool: str = "", **changes: object) -> AsyncIterator[RadosSegments]:
-    place = replace(changed(place, **changes), namespace=namespace or place.namespace, pool=pool or place.pool)
-    store = await RadosSegments.open(place)
-    try:
-        yield store
-    finally:
-        await store.aclose()
-
-
 @pytest.fixture
 async def store(place: Place) -> AsyncIterator[RadosSegments]:
     """With segment 1 of SIZE bytes."""
     async with opened(place) as store:
         await store.create(1, SIZE)
         yield store
-
-
-@contextmanager
-def stalled(ceph: CephServers, osd: int) -> Iterator[Callable[[], None]]:
-    """An OSD is stopped until the yielded function is called. In the end all is as before."""
-    ceph.kill(osd, signal.SIGSTOP)
-    try:
-        yield lambda: ceph.kill(osd, signal.SIGCONT)
-    finally:
-        ceph.kill(osd, signal.SIGCONT)
-        ceph.wait_up(osd)
-        ceph.wait_clean()
-
-
-async def read(store: RadosSegments, offset: int, length: int, segment: int = 1) -> bytes:
-    buffer = bytearray(b"\xaa" * length)
-    await store.read([Transfer(segment, offset, buffer)])
-    return bytes(buffer)
 
 
 # -- operations ---------------------------------------------------------------------------------------
@@ -283,200 +244,3 @@ def test_answers_of_servers_become_errors(code: int, kind: type[EngineError]) ->
     error = librados.engine_error(-code, "writing object x")
     assert type(error) is kind
     assert str(error).startswith(f"writing object x: {os.strerror(code)}")
-
-
-# -- OSDs that die or stall -----------------------------------------------------------------------------
-
-
-async def test_reads_and_writes_go_on_when_an_osd_is_killed(
-    ceph: CephServers, store: RadosSegments, rng: random.Random
-) -> None:
-    """No call fails, nothing acknowledged is lost, and the longest wait is a matter of seconds."""
-    blocks = {index: rng.randbytes(64 * KIB) for index in range(32)}
-    waits = []
-
-    async def round_trip(index: int) -> None:
-        blocks[index] = rng.randbytes(64 * KIB)
-        began = time.monotonic()
-        await store.write([Transfer(1, index * MIB, blocks[index])])
-        assert await read(store, index * MIB, 64 * KIB) == blocks[index]
-        waits.append(time.monotonic() - began)
-
-    for index in blocks:
-        await round_trip(index)
-    ceph.kill(1)
-    try:
-        for index in [*blocks, *blocks]:
-            await round_trip(index)
-        for index, data in blocks.items():
-            assert await read(store, index * MIB, 64 * KIB) == data
-    finally:
-        ceph.restart(1)
-        ceph.wait_clean()
-    print(f"longest wait {max(waits):.2f} s")
-    assert max(waits) < 10
-    for index, data in blocks.items():
-        assert await read(store, index * MIB, 64 * KIB) == data
-
-
-def primary_of(ceph: CephServers, store: RadosSegments, index: int) -> int:
-    return ceph.primary(object_name(1, index).decode(), store.place.namespace)
-
-
-def osds_of(ceph: CephServers, store: RadosSegments, index: int) -> list[int]:
-    """All that have a replica."""
-    name = object_name(1, index).decode()
-    found: list[int] = ceph.command("osd", "map", ceph.settings.pool, name, store.place.namespace)["acting"]
-    return found
-
-
-async def test_a_stalled_osd_keeps_nobody_beyond_the_deadline(ceph: CephServers, store: RadosSegments) -> None:
-    await store.write([Transfer(1, 0, b"before")])
-    async with opened(store.place, deadline=0.5, hedge_delay=0.0) as hasty:
-        assert await read(hasty, 0, 6) == b"before"
-        with stalled(ceph, primary_of(ceph, store, 0)) as wake:
-            began = time.monotonic()
-            with pytest.raises(EngineTimeout, match=r"00000001\.00000000.*within 0.5 s"):
-                await hasty.write([Transfer(1, 0, b"during")])
-            assert 0.5 <= time.monotonic() - began < 2
-            wake()
-        await until_heard(hasty)
-        await store.write([Transfer(1, 0, b"after!")])
-        assert await read(hasty, 0, 6) == b"after!"
-
-
-async def until_heard(store: RadosSegments) -> None:
-    """Wait, for a cluster that is whole, until an object that was silent is asked again."""
-    with trio.fail_after(PATIENCE_S):
-        while True:
-            try:
-                await read(store, 0, 1)
-            except EngineTimeout:
-                await trio.sleep(0.01)
-            else:
-                return
-
-
-async def test_a_silent_object_is_waited_for_once(ceph: CephServers, store: RadosSegments) -> None:
-    """Whoever asks for it later hears so at once; others are served. It is asked again when its server is back."""
-    primary = primary_of(ceph, store, 0)
-    elsewhere = next(index for index in range(1, 16) if primary not in osds_of(ceph, store, index)) * OBJECT_SIZE
-    await store.write([Transfer(1, 0, b"before")])
-    async with opened(store.place, deadline=1.0, hedge_delay=0.0) as hasty:
-        assert await read(hasty, 0, 6) == b"before"
-        with stalled(ceph, primary) as wake:
-            with pytest.raises(EngineTimeout, match="within 1 s"):
-                await hasty.write([Transfer(1, 0, b"during"), Transfer(1, elsewhere, b"during")])
-            began = time.monotonic()
-            for call in (
-                lambda: hasty.write([Transfer(1, elsewhere, b"never!"), Transfer(1, 0, b"never!")]),
-                lambda: read(hasty, 0, 6),
-            ):
-                with pytest.raises(EngineTimeout, match=r"00000001\.00000000.*has not answered for"):
-                    await call()
-            assert await read(hasty, elsewhere, 6) == b"during"
-            assert time.monotonic() - began < 0.5
-            wake()
-        await until_heard(hasty)
-        await hasty.write([Transfer(1, 0, b"after!")])
-        assert await read(hasty, 0, 6) == b"after!"
-
-
-async def test_a_read_that_replicas_refuse_ends_in_time(ceph: CephServers, store: RadosSegments) -> None:
-    """librados asks the stalled one again, in a way that cannot be cancelled: that may keep nobody, nor the memory."""
-    primary = primary_of(ceph, store, 0)
-    offsets = [index * OBJECT_SIZE for index in range(16) if primary_of(ceph, store, index) == primary]
-    async with opened(store.place, deadline=1.0, hedge_delay=0.1) as hasty:
-        await hasty.write([Transfer(1, offset, b"just written") for offset in offsets])
-        buffers = [bytearray(12) for _ in offsets]
-        with stalled(ceph, primary) as wake:
-            began = time.monotonic()
-            with pytest.raises(EngineTimeout):
-                await hasty.read([Transfer(1, offset, buffer) for offset, buffer in zip(offsets, buffers, strict=True)])
-            assert time.monotonic() - began < 2
-            assert hasty.counters.hedges >= len(offsets)
-            buffers[0][:] = b"x" * 12
-            wake()
-        await until_heard(hasty)
-        assert buffers[0] == b"x" * 12
-        assert await read(hasty, 0, 12) == b"just written"
-
-
-async def test_a_store_closes_while_replies_are_outstanding(ceph: CephServers, store: RadosSegments) -> None:
-    async with opened(store.place, deadline=0.5, hedge_delay=0.1) as hasty:
-        await hasty.write([Transfer(1, 0, b"just written")])
-        with stalled(ceph, primary_of(ceph, store, 0)):
-            for _ in range(3):
-                with pytest.raises(EngineTimeout):
-                    await read(hasty, 0, 12)
-            began = time.monotonic()
-            await hasty.aclose()
-            assert time.monotonic() - began < 3
-    assert await read(store, 0, 12) == b"just written"
-
-
-@pytest.mark.parametrize("how", ["late", "cancelled"])
-async def test_a_read_that_was_given_up_touches_its_buffer_no_more(
-    ceph: CephServers, store: RadosSegments, how: str
-) -> None:
-    await store.write([Transfer(1, 0, b"d" * MIB)])
-    async with opened(store.place, deadline=0.5 if how == "late" else PATIENCE_S, hedge_delay=0.0) as reader:
-        await read(reader, 0, 1)
-        buffer = bytearray(MIB)
-        with stalled(ceph, primary_of(ceph, store, 0)) as wake:
-            began = time.monotonic()
-            if how == "late":
-                with pytest.raises(EngineTimeout):
-                    await reader.read([Transfer(1, 0, buffer)])
-            else:
-                with trio.move_on_after(0.2) as scope:
-                    await reader.read([Transfer(1, 0, buffer)])
-                assert scope.cancelled_caught
-            assert time.monotonic() - began < 2
-            buffer[:] = b"x" * MIB
-            wake()
-            assert await read(store, 0, MIB) == b"d" * MIB  # answered by the OSD after what was given up
-        assert buffer == b"x" * MIB
-
-
-@pytest.fixture
-def patient_ceph() -> Iterator[CephServers]:
-    """Replicas may answer for four fifths of the grace after they heard from the first one of their group.
-
-    That is short after another stall, which makes the OSDs doubt each other's clocks.
-    """
-    with ceph_cluster(settings=CephSettings(heartbeat_grace=120)) as servers:
-        yield servers
-
-
-async def test_a_late_read_is_answered_by_another_replica(patient_ceph: CephServers) -> None:
-    """A replica learns that an object is whole everywhere from later writes nearby; so there are some."""
-    place = rados_place(patient_ceph, "hedged", deadline=PATIENCE_S)
-    async with opened(place) as store, opened(place, hedge_delay=0.05) as hedged:
-        await store.create(1, SIZE)
-        await store.create(2, 128 * OBJECT_SIZE)
-        await store.write([Transfer(1, 0, b"d" * MIB)])
-        for index in range(128):
-            await store.write([Transfer(2, index * OBJECT_SIZE, b"later")])
-        await read(hedged, 0, 1)
-        with stalled(patient_ceph, primary_of(patient_ceph, store, 0)):
-            began = time.monotonic()
-            content = b""
-            while not content and time.monotonic() < began + STALL_S:
-                with trio.move_on_after(0.5):  # each hedge goes by lot, maybe to the stalled one: draw again
-                    content = await read(hedged, 0, 2 * MIB)
-            assert content == b"d" * MIB + bytes(MIB)
-            print(f"answered after {time.monotonic() - began:.3f} s with {hedged.counters.hedges} hedges")
-            assert hedged.counters.hedges >= 1
-
-
-async def test_a_write_that_was_given_up_comes_before_later_ones(ceph: CephServers, store: RadosSegments) -> None:
-    async with opened(store.place, hedge_delay=0.0) as writer:
-        await writer.write([Transfer(1, 0, b"first")])
-        with stalled(ceph, primary_of(ceph, store, 0)) as wake:
-            with trio.move_on_after(0.2) as scope:
-                await writer.write([Transfer(1, 0, b"given up")])
-            assert scope.cancelled_caught
-            wake()
-            await writer.write([Transfer(1, 0, b"later")])
-        assert (await read(writer, 0, 8))[:5] == b"later"
