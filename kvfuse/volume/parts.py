@@ -114,7 +114,6 @@ class Parts:
             self.names,
             self.reader,
             self.mapper,
-            binding_count_max=options.cache.nodes,
         )
         self.lookups.refresher.readers_change = self.blocks.readers_change
         self.xattrs = Xattrs(core, self.journal, self.space, self.lookups)
@@ -200,7 +199,7 @@ class Parts:
         """End everything: what is not in the store by now never will be. Returns when nothing is under way."""
         await self.life.end()
         self.flusher.give_up()
-        self.blocks.end()
+        self.core.dentries.unbind_all()
         self.core.nodes.forget_all()
 
 

@@ -183,7 +183,7 @@ class Settling:
                 node.stored_epoch = self.pending.epoch
 
     def settle(self, batch: Batch, *, durable: bool) -> None:
-        """Forget the overlay that the commit carried."""
+        """The commit is in the store: inodes and names are as it says there."""
         pending, draft = self.pending, batch.draft
         pending.epoch += 1
         self.core.metadata.release(batch.reserved)
@@ -199,38 +199,29 @@ class Settling:
         if self.core.shared:
             self._settle_versions(batch)
             pending.loose.settle_attributes(draft.extra, batch.puts, batch.version)
+        dentries, shared = self.core.dentries, self.core.shared
         for change in draft.names:
-            if not self.core.shared or batch.changes_name(change.parent, change.name):
-                self.core.known.settle(change.parent, change.name, change.node is not None)
-        pending.settle_names(draft.names)
+            puts = not shared or batch.changes_name(change.parent, change.name)
+            dentries.settle(change, batch.version if shared else 0, puts=puts)
         for place in draft.vacated:
-            if (later := pending.find(*place)) is not None:
-                later.stored = False
+            if (later := dentries.get(*place).change) is not None:
+                later.stored, later.version, later.leaves = False, 0, None
+        if shared:
+            pending.drop_folders()
 
     def _settle_versions(self, batch: Batch) -> None:
         """In a shared volume: what is stored has the version of the commit."""
-        version, draft, known = batch.version, batch.draft, self.core.known
+        version, draft = batch.version, batch.draft
         for directory in draft.times if not batch.too_large else ():  # else another part's version may be its own
             directory.times_version = version
         for node, record in draft.records.items():
             node.version, node.base = version, record
-            known.shelf.drop(node.parent, node.name)
             node.appends = node.appends and node.size > record.size
-            change = None if node.own_record else self.pending.find(node.parent, node.name)
-            if change is not None and not change.sent:
-                change.stored, change.version = True, version
-        for change in draft.names:
-            parent, name = change.parent, change.name
-            current = self.pending.find(parent, name)
-            if current is not None and current is not change:
-                current.version = version if change.node is not None else 0
-            elif change.node is not None:
-                known.note(parent, name, change.node.ino, version)
-            else:
-                known.drop(parent, name, version)
-        for place in draft.vacated:
-            if (later := self.pending.find(*place)) is not None:
-                later.version, later.leaves = 0, None
+            if not node.own_record:
+                self.core.dentries.drop_record(node.parent, node.name)
+                change = self.core.dentries.get(node.parent, node.name).change
+                if change is not None and not change.sent:
+                    change.stored, change.version = True, version
         for key in batch.puts:
             if key[:1] == b"o":
                 self._refusals.free_later(schema.key_inode(key))

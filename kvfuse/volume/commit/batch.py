@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from kvfuse.volume.commit.committer import RESERVED_BYTES, RESERVED_OPERATIONS, Changes
 from kvfuse.volume.commit.late import Late
-from kvfuse.volume.commit.pending import NameChange
 from kvfuse.volume.inodes.chunk import Chunk, Extent
+from kvfuse.volume.inodes.dentries import NameChange
 from kvfuse.volume.inodes.metadata_budget import growth
 from kvfuse.volume.inodes.node import Node
 from kvfuse.volume.store import schema

@@ -24,8 +24,8 @@ import trio
 
 from kvfuse.remote.records.api import ABSENT
 from kvfuse.volume.commit.batch import Batch, Taken
-from kvfuse.volume.commit.pending import NameChange
 from kvfuse.volume.inodes.chunk import COMMITTED, FRESH, Extent
+from kvfuse.volume.inodes.dentries import NameChange
 from kvfuse.volume.inodes.node import MovedAgain, Node
 from kvfuse.volume.store import schema
 from kvfuse.volume.store.sealed import ScanPages, get_marked, get_sound
@@ -57,14 +57,14 @@ class Conflicts:
 
     def recall(self, batch: Batch) -> None:
         """The commit was refused: memory is as if it had never been built. What happened since stays."""
-        pending, draft = self.pending, batch.draft
+        draft = batch.draft
         committed: list[Extent] = []
         for taken in batch.taken:
             self._recall_node(taken, committed)
         self.core.slabs.recall([extent.slot for extent in committed], [extent.slot for extent in batch.freed])
         for change in draft.names:
             change.sent = False
-            current = pending.find(change.parent, change.name)
+            current = self.core.dentries.get(change.parent, change.name).change
             if current is not None and current is not change and change.vacated:
                 current.moved, current.vacated = change.moved, True
             if current is not None and current is not change:
@@ -111,7 +111,7 @@ class Conflicts:
             if first in pending.dirty or second in pending.dirty:
                 pending.ties.add(first, second)
         for change in draft.names:
-            if pending.find(change.parent, change.name) is change:
+            if self.core.dentries.get(change.parent, change.name).change is change:
                 pending.names[change] = None
         loose.sent = {}
         freed_twice = [extent for extent in batch.freed if self._is_freed_twice(extent) and extent not in draft.dead]
@@ -158,7 +158,7 @@ class Conflicts:
         contested: dict[tuple[int, bytes], None] = {}
         for node in [node for node in self.pending.changed_inline(aside=False) if node.nlink]:
             place = (node.parent, node.name)
-            change = self.pending.find(*place)
+            change = self.core.dentries.get(*place).change
             if claims.setdefault(place, node.ino) != node.ino or (change is not None and not _means(change, node)):
                 contested[place] = None
         return [schema.entry_key(*place) for place in contested]
@@ -171,7 +171,7 @@ class Conflicts:
             self._lose_entry(parent, name)
             return
         for node in self.pending.changed_inline(aside=True):
-            change = self.pending.find(parent, name)
+            change = self.core.dentries.get(parent, name).change
             if not node.nlink or (node.parent, node.name) != (parent, name):
                 continue
             if change is not None and _means(change, node):
@@ -183,7 +183,7 @@ class Conflicts:
                     await self.refusals.merge(node, entry, row.version)
                 except MovedAgain:
                     await self._follow(node)
-        change = self.pending.find(parent, name)
+        change = self.core.dentries.get(parent, name).change
         if change is not None and change.version != (row.version if row is not None else ABSENT):
             self._resolve_name(parent, name, change, row)
 
@@ -198,7 +198,7 @@ class Conflicts:
         if change.node is None and change.moved is not None and entry is not None and entry.ino != change.moved.ino:
             self._give_up(parent, name, change)
             return
-        self.refusals.stays(parent, name, change)  # what had the name is not ours to remove any more
+        self.refusals.stays(change)  # what had the name is not ours to remove any more
         change.stored, change.version = row is not None, row.version if row is not None else 0
         ours = change.node
         if isinstance(entry, schema.InodeRecord) and row is not None and (ours is None or entry.ino != ours.ino):
@@ -212,14 +212,14 @@ class Conflicts:
         for node in self.pending.changed_inline(aside=True):
             if (node.parent, node.name) == (parent, name):
                 self.refusals.lost(node)
-        change = self.pending.find(parent, name)
+        change = self.core.dentries.get(parent, name).change
         if change is not None:
             self.pending.counters.lost_names += 1
             self._give_up(parent, name, change)
 
     def _give_up(self, parent: int, name: bytes, change: NameChange) -> None:
         node = change.node
-        self.refusals.stays(parent, name, change)
+        self.refusals.stays(change)
         self.pending.forget_change(parent, name)
         if node is not None:
             self.refusals.lost(node)
@@ -245,7 +245,7 @@ class Conflicts:
 
     def _lose_folder(self, directory: Node) -> None:
         """The directory was removed elsewhere, with the names that were about to come into it."""
-        for name, change in list(self.pending.overlay.get(directory.ino, {}).items()):
+        for name, change in list(self.core.dentries.changes_in(directory.ino).items()):
             self.pending.counters.lost_names += 1
             self._give_up(directory.ino, name, change)
         self.refusals.lost(directory)

@@ -1,6 +1,6 @@
 """Group commit: what changed in memory, and how it reaches the record store.
 
-Every operation changes memory at once - nodes, and the *overlay* of names over the record store - and marks what it
+Every operation changes memory at once - inodes and entries of names - and marks what it
 changed (`pending`). One task commits: while one commit is in flight, everything that arrives joins the next. A waiter
 (strict publishing, fsync) makes the next commit start at once; without one it starts when the window since the first
 change has passed, or when the batch is full.
@@ -148,7 +148,7 @@ class Journal:
         self.counters = self.pending.counters
         self.waiters = Waiters(self.pending)
         self.committer = Committer(
-            core.records, _sequence_of(core), batch_waiters=self.waiters.waiting, came_late=core.known.clear
+            core.records, _sequence_of(core), batch_waiters=self.waiters.waiting, came_late=core.dentries.clear
         )
         self.refusals = Refusals(self.pending)
         self.conflicts = Conflicts(self.pending, self.refusals)

@@ -1,4 +1,4 @@
-"""What changed in memory and is not in the record store yet: inodes, and the *overlay* of names over the store.
+"""What changed in memory and is not in the record store yet. Changes of names stand in their entries (`Dentries`), too.
 
 Every operation changes memory at once and marks here what it changed. Nothing in this module waits.
 """
@@ -6,7 +6,7 @@ Every operation changes memory at once and marks here what it changed. Nothing i
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -14,6 +14,7 @@ import trio
 
 from kvfuse.volume.commit.late import Aside, Late, Ties, is_held, settlers
 from kvfuse.volume.commit.loose import LooseRecords
+from kvfuse.volume.inodes.dentries import NameChange
 from kvfuse.volume.inodes.node import Node, check_remembered
 
 if TYPE_CHECKING:
@@ -32,44 +33,6 @@ LINK_SHARE = 16
 """One part in so many of a commit's operations: changes that depend on each other, at which their commit is awaited."""
 LINKED_MAX = 1000
 """and no more of them"""
-
-
-class NameChange:
-    """What a name is here, while the record store does not know it yet."""
-
-    __slots__ = ("holders", "leaves", "moved", "name", "node", "parent", "sent", "stored", "vacated", "version")
-
-    def __init__(
-        self, place: tuple[int, bytes], node: Node | None, stored: bool, moved: Node | None, vacated: bool, version: int
-    ) -> None:
-        self.parent, self.name = place
-        self.node = node
-        """what the name means; None: it does not exist"""
-        self.stored = stored
-        """the record store has a record of this name"""
-        self.moved = moved
-        """the inode that left the name, for another or none: this one may only go when what becomes of it comes"""
-        self.vacated = vacated
-        """it did not exist for a while: the stored record may go although ``node`` is not ready to come"""
-        self.version = version
-        """of the stored record, in a shared volume"""
-        self.leaves: Node | schema.InodeRecord | None = None
-        """in a shared volume: the inode that has the name in the store, and loses it, its last, by this change"""
-        self.sent = False
-        """in a commit that is under way"""
-        self.holders: tuple[Node, ...] = ()
-        """inodes that are aside, and the change with them"""
-
-    @property
-    def uid(self) -> int:
-        """Whose inode it is about."""
-        node = self.node or self.moved or self.leaves
-        return node.uid if node is not None else 0
-
-    @property
-    def may_go_first(self) -> bool:
-        """The stored record can be deleted before what the name means now is stored."""
-        return self.vacated and self.stored
 
 
 @dataclass
@@ -146,12 +109,9 @@ class Pending:
 
     core: Core
     counters: JournalCounters = field(default_factory=JournalCounters, kw_only=True)
-    renaming: Callable[[int, bytes], None] = field(default=lambda directory, name: None, kw_only=True)
-    """called with a name before it means something else, or nothing"""
 
     def __post_init__(self) -> None:
-        self.overlay: dict[int, dict[bytes, NameChange]] = {}
-        """directory -> name -> change"""
+        self.dentries = self.core.dentries
         self.epoch = 0
         """counts settled commits: what was read from the store in an earlier epoch may be old"""
         self.dirty: dict[Node, int] = {}
@@ -205,10 +165,6 @@ class Pending:
                 self.gone[node] = self.serial
         self.load.work.set()
 
-    def find(self, parent: int, name: bytes) -> NameChange | None:
-        names = self.overlay.get(parent)
-        return names.get(name) if names else None
-
     def set_name(
         self,
         parent: int,
@@ -227,36 +183,34 @@ class Pending:
         for one in (node, moved, leaves):
             if one is not None and one.forgotten:
                 check_remembered(one)
-        self.renaming(parent, name)
-        names = self.overlay.setdefault(parent, {})
-        previous = names.get(name)
-        vacated = node is None
-        if previous is None:
-            if self.core.shared and (folder := self.core.nodes.get(parent)) is not None:
-                self.folders[parent] = folder
-        else:
-            self._drop_name(previous)
-            stored, version = previous.stored, previous.version
-            if previous.vacated and not previous.sent:
-                moved, vacated = previous.moved, True  # nothing of what came since is in the store
-            self.load.linked_count += stored
+        change = NameChange(parent, name, node, stored, moved, node is None, version)
+        previous = self.dentries.put_change(change)
+        if previous is not None:
+            self._follow(change, previous)
         if node is not None:
             node.named = True
-            self.core.known.note(parent, name, node.ino)
-            if moved is not None and moved is not node and moved.nlink:
-                self.tie(node, moved)
+            if change.moved is not None and change.moved is not node and change.moved.nlink:
+                self.tie(node, change.moved)
             self.load.linked_count += node.own_record
-        else:
-            self.load.linked_count += moved is not None and moved.own_record
-            self.core.known.drop(parent, name)
-        for one in (node, leaves, *settlers(moved)):
-            if one is not None:
+        elif change.moved is not None:
+            self.load.linked_count += change.moved.own_record
+        for one in (node, leaves, *settlers(change.moved)):
+            if one is not None and one.aside:
                 self.reconsider(one)
-        names[name] = change = NameChange((parent, name), node, stored, moved, vacated, version)
         self.names[change] = None
         self.load.add(change.uid)
         if self.core.shared:
+            if previous is None and (folder := self.core.nodes.get(parent)) is not None:
+                self.folders[parent] = folder
             change.leaves = self._leaves(previous, leaves)
+
+    def _follow(self, change: NameChange, previous: NameChange) -> None:
+        """A change takes the place of one that is not in the store yet."""
+        self._drop_name(previous)
+        change.stored, change.version = previous.stored, previous.version
+        if previous.vacated and not previous.sent:
+            change.moved, change.vacated = previous.moved, True  # nothing of what came since is in the store
+        self.load.linked_count += change.stored
 
     def _leaves(self, previous: NameChange | None, removed: Node | None) -> Node | schema.InodeRecord | None:
         """The inode that the store has under a name when the next commit is built, if that is to be removed.
@@ -276,31 +230,13 @@ class Pending:
 
     def changed_in(self, directory: int) -> set[Node]:
         """Inodes that came to a name in the directory, or left one, and are not in the store so."""
-        changes = self.overlay.get(directory, {}).values()
+        changes = self.dentries.changes_in(directory).values()
         return {node for change in changes for node in (change.node, change.moved) if node is not None}
 
     def giving_up(self) -> list[Node]:
         """Changed inodes that give up slots."""
         givers = self.core.givers = {node: None for node in self.core.givers if node.dead}
         return [node for node in {**givers, **self.gone} if node.dead and (node.changed or node in self.gone)]
-
-    def settle_names(self, changes: Iterable[NameChange]) -> None:
-        """These are in the store."""
-        for change in changes:
-            current = self.overlay.get(change.parent, {}).get(change.name)
-            if current is change:
-                self._drop_entry(change.parent, change.name)
-            elif current is not None:  # None: it was given up meanwhile, as another host's change came before
-                current.stored = change.node is not None
-
-    def _drop_entry(self, parent: int, name: bytes) -> NameChange:
-        """The name means here what it means in the store."""
-        names = self.overlay[parent]
-        change = names.pop(name)
-        if not names:
-            del self.overlay[parent]
-            self.folders.pop(parent, None)
-        return change
 
     # -- what is not to be stored any more --------------------------------------------------------------
 
@@ -321,12 +257,9 @@ class Pending:
         for directory in [directory for directory in self.times if directory.ino == ino and directory is not current]:
             self.forget(directory)
 
-    def changes_of(self, node: Node) -> list[tuple[int, bytes, NameChange]]:
+    def changes_of(self, node: Node) -> list[NameChange]:
         return [
-            (parent, name, change)
-            for parent, changes in self.overlay.items()
-            for name, change in changes.items()
-            if change.node is node
+            change for changes in self.dentries.changes.values() for change in changes.values() if change.node is node
         ]
 
     def changed(self, ino: int) -> list[Node]:
@@ -339,10 +272,13 @@ class Pending:
 
     def forget_change(self, parent: int, name: bytes) -> None:
         """The name is what it is in the store."""
-        self.renaming(parent, name)
         self.epoch += 1
-        self.core.known.drop(parent, name)
-        self._drop_name(self._drop_entry(parent, name))
+        self._drop_name(self.dentries.give_up(parent, name))
+        self.drop_folders()
+
+    def drop_folders(self) -> None:
+        """Keep only directories that have changed names still."""
+        self.folders = {ino: folder for ino, folder in self.folders.items() if ino in self.dentries.changes}
 
     # -- what the next commit leaves out -------------------------------------------------------------
 

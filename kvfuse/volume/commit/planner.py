@@ -19,8 +19,9 @@ import msgspec
 
 from kvfuse.volume.commit.batch import Batch, Draft, Unit
 from kvfuse.volume.commit.late import Late, is_held, is_late, settlers
-from kvfuse.volume.commit.pending import NameChange, Pending
+from kvfuse.volume.commit.pending import Pending
 from kvfuse.volume.inodes.chunk import Extent
+from kvfuse.volume.inodes.dentries import NameChange
 from kvfuse.volume.inodes.metadata_budget import NOT_STORED, TIMES_WEIGHT, entry_weight, inode_weight
 from kvfuse.volume.inodes.node import Node
 from kvfuse.volume.store import schema

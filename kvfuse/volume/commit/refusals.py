@@ -12,7 +12,8 @@ from kvfuse.volume.inodes.node import NO_ATTRIBUTES, Node
 from kvfuse.volume.store import schema
 
 if TYPE_CHECKING:
-    from kvfuse.volume.commit.pending import NameChange, Pending
+    from kvfuse.volume.commit.pending import Pending
+    from kvfuse.volume.inodes.dentries import NameChange
 
 Merge = Callable[[Node, schema.InodeRecord, int], Awaitable[None]]
 """as `Merger.merge`"""
@@ -41,7 +42,7 @@ class Refusals:
         """A commit was settled long after it happened: what others changed since may have been told in between."""
         if self.core.shared:
             self.doubtful.update(dict.fromkeys(nodes))
-            self.core.known.clear()
+            self.core.dentries.clear()
             self.pending.load.work.set()
 
     async def renew_doubtful(self) -> None:
@@ -67,9 +68,9 @@ class Refusals:
     def lost(self, node: Node) -> None:
         """Another host removed an inode that was changed here: the changes go where they would have gone then."""
         self.pending.counters.lost_inodes += 1
-        for parent, name, change in self.pending.changes_of(node):
-            self.stays(parent, name, change)
-            self.pending.forget_change(parent, name)
+        for change in self.pending.changes_of(node):
+            self.stays(change)
+            self.pending.forget_change(change.parent, change.name)
         if not node.version and node.nlink:
             self.core.file_count -= 1  # nobody ever got to know it
         node.nlink = 0
@@ -84,7 +85,7 @@ class Refusals:
             self.pending.forget(node)
             node.dead = []
 
-    def stays(self, parent: int, name: bytes, change: NameChange) -> None:
+    def stays(self, change: NameChange) -> None:
         """The inode that would have been removed with a change of its name is another's business now.
 
         Another host renamed or removed it: what is in memory is as it was when it was removed here.

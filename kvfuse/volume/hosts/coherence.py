@@ -20,7 +20,7 @@ from weakref import WeakSet
 import trio
 
 from kvfuse.errors import Corrupt, EngineError, Stale
-from kvfuse.remote.records.api import Change
+from kvfuse.remote.records.api import Change, Versioned
 from kvfuse.volume.api import ROOT_INODE, KernelCache
 from kvfuse.volume.commit.journal import Journal
 from kvfuse.volume.commit.refusals import Merge
@@ -136,25 +136,22 @@ class Coherence:
     def _take_entry(self, change: Change, is_own: bool) -> None:
         core = self.core
         parent, _, name = schema.split_entry_key(change.key)
-        core.known.settle(parent, name, change.value is not None)
+        core.dentries.note_stored(parent, name, change.value is not None)
         entry = schema.decode_entry(change.value) if change.value is not None else None
         if is_own:
             if isinstance(entry, schema.InodeRecord):
                 self._is_ours(entry.ino, change.version)
             return
         ino = entry.ino if isinstance(entry, schema.InodeRecord) else entry
-        if change.version > core.known.version(parent, name):
-            is_followed = False
-            if ino is not None and core.known.inode(parent, name) == ino:
-                core.known.note(parent, name, ino, change.version)
-                is_followed = core.nodes.get(ino) is not None
-            else:
-                self.journal.pending.renaming(parent, name)
-                core.known.drop(parent, name, change.version)
+        dentry = core.dentries.get(parent, name)
+        if change.version > dentry.version:
+            is_same = dentry.ino == ino
+            is_followed = is_same and core.nodes.get(dentry.ino) is not None
+            core.dentries.note(parent, name, dentry.ino if is_same else 0, change.version)
             if not is_followed and (parent == ROOT_INODE or core.places.known(parent)):
                 self.news.name(parent, name)  # what is not in memory may be on its way to the kernel in a listing
         if change.value is not None:
-            core.known.shelf.put(parent, name, change.value, change.version)
+            core.dentries.shelve(parent, name, Versioned(change.value, change.version))
         if isinstance(entry, schema.InodeRecord):
             self._take_record(entry, change.version, parent, name, own=False)
 
@@ -171,7 +168,7 @@ class Coherence:
             return
         node = self.core.nodes.get(ino)
         if node is not None and node.is_directory:
-            self.core.known.removed(ino)
+            self.core.dentries.directory_removed(ino)
             self.core.tier.retire(ino)
             self.journal.pending.loose.withdraw_attributes(node)
             node.nlink = 0
@@ -302,7 +299,7 @@ class Coherence:
     async def _renew(self) -> None:
         """Drop what is cached, and read what is open anew. EngineError leaves it to be done again."""
         core = self.core
-        core.known.clear()
+        core.dentries.clear()
         kept = [node for node in core.nodes if node.handles or not is_quiet(node) or node.is_directory]
         for node in [node for node in core.nodes if not node.busy and not node.is_directory]:
             node.end_map()

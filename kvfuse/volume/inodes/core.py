@@ -18,8 +18,8 @@ from kvfuse.slab.allocator import Allocator, Slot
 from kvfuse.slab.layout import Geometry, Superblock
 from kvfuse.volume.api import ROOT_INODE, ReadingThread
 from kvfuse.volume.inodes.chunk import COMMITTED, DISCARDED, FRESH, Extent
+from kvfuse.volume.inodes.dentries import NAMES_MAX, Dentries
 from kvfuse.volume.inodes.grace import Grace
-from kvfuse.volume.inodes.known_names import KnownNames
 from kvfuse.volume.inodes.metadata_budget import Metadata
 from kvfuse.volume.inodes.node import Node, Nodes
 from kvfuse.volume.inodes.places import Places
@@ -135,11 +135,11 @@ class Core:
     is_alone: Callable[[], bool] = field(default=lambda: False)
     """no other client of a shared volume is known of: nobody else reads, as far as has been heard"""
     places: Places = field(default_factory=Places)
-    known: KnownNames = field(default_factory=KnownNames)
     reads: ReadEpochs = field(default_factory=ReadEpochs)
     counters: CoreCounters = field(default_factory=CoreCounters)
 
     def __post_init__(self) -> None:
+        self.dentries = Dentries(max(NAMES_MAX, self.nodes.count_max))
         self.shared = self.records.limits.shared
         """other hosts write the same records and segments"""
         self.sharing = (Shared if self.shared else Alone)(self.slabs, self.geometry)

@@ -103,7 +103,7 @@ class ApplyFirst:
 
     async def _check_empty(self, directory: Node) -> None:
         """NotEmpty, unless the directory may be removed. What was moved out of it is gone from the store then."""
-        moved = [change.moved for change in self.journal.pending.overlay.get(directory.ino, {}).values()]
+        moved = [change.moved for change in self.core.dentries.changes_in(directory.ino).values()]
         leaving = [node for node in moved if node is not None and (node.writers or node.staged_count)]
         if leaving:  # inodes whose commit may yet have to wait for bytes
             await self.journal.commit(*leaving)
@@ -149,7 +149,7 @@ class ApplyFirst:
         core.counters.creates += 1
         if node.own_record:
             self.journal.pending.touch_times(node)
-            core.known.made(node.ino)
+            core.dentries.directory_made(node.ino)
         self.journal.pending.touch(node)
 
     def _link(self, node: Node) -> None:

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from itertools import islice
 from typing import Any
 
 import trio
@@ -38,10 +37,6 @@ DELETE_PEERS = 128
 """Names of a call that are removed at the same time: they share round trips to the store, and commits."""
 
 
-UNBOUND_AT_ONCE = 64
-"""The oldest bindings that go when there are too many: a dict is slow to find its first entry after others went."""
-
-
 @dataclass
 class BlockCounters:
     puts: int = 0
@@ -54,7 +49,7 @@ class BlockCounters:
 
 @dataclass
 class Blocks:
-    """The blocks of one membership, for the event loop only. ``binding_count_max``: names that are kept bound."""
+    """The blocks of one membership, for the event loop only. `Parts` has it."""
 
     core: Core
     journal: Journal
@@ -64,14 +59,9 @@ class Blocks:
     names: Names
     reader: Reader
     mapper: Mapper
-    binding_count_max: int
 
     def __post_init__(self) -> None:
         self.counters = BlockCounters()
-        self._bindings: dict[tuple[int, bytes], Binding] = {}
-        self._names: dict[int, set[tuple[int, bytes]]] = {}
-        """inode -> its bound names"""
-        self.journal.pending.renaming = self._unbind
 
     def start(self) -> None:
         """Called in the event loop, once, before anybody else may use the tier."""
@@ -83,53 +73,29 @@ class Blocks:
 
         self.core.tier.on_eviction = in_loop
 
-    def end(self) -> None:
-        """No name is bound any more."""
-        for directory, name in list(self._bindings):
-            self._unbind(directory, name)
-
     # -- bindings ------------------------------------------------------------------------------------
 
     async def find(self, directory: int, name: bytes) -> Node | None:
         return (await self.lookup.find(directory, name)).node
 
     async def bind(self, directory: int, name: bytes) -> Binding | None:
-        binding = self._bindings.get((directory, name))
+        dentries = self.core.dentries
+        binding = dentries.get(directory, name).binding
         if binding is not None and binding.map.size != SIZE_UNKNOWN:
             return binding
         node = (await self.lookup.find(directory, name)).node if len(name) <= NAME_MAX else None
-        binding = self._bindings.get((directory, name))
-        if binding is not None and node is not None and binding.map is node.map:
-            return binding  # somebody else was faster: whom it was given to may be about to use it
-        self._unbind(directory, name)  # its map has ended
         if node is None or not node.is_file:
             return None
-        if len(self._bindings) >= self.binding_count_max:
-            for key in list(islice(self._bindings, UNBOUND_AT_ONCE)):
-                self._unbind(*key)
-        binding = Binding(directory, node, name, self.mapper.map_of(node))
-        self._bindings[directory, name] = binding
-        self._names.setdefault(node.ino, set()).add((directory, name))
-        return binding
-
-    def _unbind(self, directory: int, name: bytes) -> None:
-        """The name is about to mean something else, or nothing."""
-        binding = self._bindings.pop((directory, name), None)
-        if binding is not None:
-            binding.valid = False
-            names = self._names[binding.ino]
-            names.discard((directory, name))
-            if not names:
-                del self._names[binding.ino]
+        binding = dentries.get(directory, name).binding
+        if binding is not None and binding.map is node.map:
+            return binding  # somebody else was faster: whom it was given to may be about to use it
+        return dentries.bind(directory, name, node, self.mapper.map_of(node))
 
     def readers_change(self, node: Node) -> None:
-        """Owner or mode of an inode are about to change."""
-        for directory, name in list(self._names.get(node.ino, ())):
-            self._unbind(directory, name)
+        """Owner or mode of an inode are about to change: of a directory, who was let through it may not be any more."""
+        self.core.dentries.unbind(node.ino)
         node.forget_copy()
         if node.is_directory:
-            for directory, name in [key for key in self._bindings if key[0] == node.ino]:
-                self._unbind(directory, name)  # who was let through the directory may not be any more
             self.core.tier.retire(node.ino)
 
     def _forget_evicted(self) -> None:
@@ -290,7 +256,7 @@ class Blocks:
             raise errors.NotPermitted(f"{name!r} is the daemon's own")
 
     def statistics(self) -> dict[str, Any]:
-        return {**asdict(self.counters), "bindings": len(self._bindings)}
+        return {**asdict(self.counters), "bindings": self.core.dentries.binding_count}
 
 
 def _is_quiet(node: Node) -> bool:

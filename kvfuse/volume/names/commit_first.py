@@ -196,7 +196,7 @@ class CommitFirst:
     async def _find(self, parent: int, name: bytes, is_fresh: bool) -> Found:
         """What a name means in the store; where that was not asked, as far as is known. Names that wait are stored."""
         while True:
-            change = self.journal.pending.find(parent, name)
+            change = self.core.dentries.get(parent, name).change
             if change is not None:
                 await self.journal.commit(*[node for node in (change.node, change.moved) if node is not None])
                 continue
@@ -224,7 +224,7 @@ class CommitFirst:
 
     async def _check_empty(self, directory: Node) -> None:
         """NotEmpty, unless the directory is empty in the store. What was removed here before is removed there first."""
-        while changes := self.journal.pending.overlay.get(directory.ino):
+        while changes := self.core.dentries.changes_in(directory.ino):
             if any(change.node is not None for change in changes.values()):
                 break
             await self.journal.commit(*self.journal.pending.changed_in(directory.ino))
@@ -254,13 +254,13 @@ class CommitFirst:
             pass  # names that other callers change during the wait have the store refuse the commit
         made, is_done = plan.made, False
         if made is not None and made.is_directory:
-            self.core.known.made(made.ino)  # before others can put names into it
+            self.core.dentries.directory_made(made.ino)  # before others can put names into it
         try:
             with self.core.metadata.held(size):
                 is_done = await self.journal.transact(transaction)
         finally:
             if made is not None and not is_done:
-                self.core.known.removed(made.ino)
+                self.core.dentries.directory_removed(made.ino)
         return is_done
 
     def _applied(self, plan: Plan, draft: Draft, version: int) -> None:
@@ -281,14 +281,11 @@ class CommitFirst:
 
     def _apply_name(self, parent: int, name: bytes, node: Node | None, version: int, *, is_made: bool) -> None:
         core = self.core
-        self.journal.pending.renaming(parent, name)
-        if core.known.version(parent, name) > version:
+        if core.dentries.get(parent, name).version > version:
             return  # it was read since, as another host has changed it once more
-        core.known.settle(parent, name, node is not None)
-        if node is None:
-            core.known.drop(parent, name, version)
-        else:
-            core.known.note(parent, name, node.ino, version)
+        core.dentries.note_stored(parent, name, node is not None)
+        core.dentries.note(parent, name, node.ino if node is not None else 0, version)
+        if node is not None:
             core.places.set(node.ino, parent, name)
             self.lookup.paths.moved(node, parent, name)
             if node.is_directory and not is_made:  # its times stand apart from its record
@@ -304,7 +301,7 @@ class CommitFirst:
         self.core.tier.drop(node.ino)
         if node.is_directory:
             self.core.tier.retire(node.ino)
-            self.core.known.removed(node.ino)
+            self.core.dentries.directory_removed(node.ino)
             node.reaped = True
             self.journal.pending.loose.withdraw_attributes(node)
             if node.flags & schema.FLAG_XATTRS:

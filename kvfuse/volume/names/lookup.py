@@ -1,9 +1,10 @@
 """From names to inodes, without changing any: lookup, what the kernel knows, listings.
 
-A name is looked for in the journal's overlay, then among what is known (`known`), then in the record store. A
-read of the store may wait; what it says is used only if no commit was settled meanwhile (`Pending.epoch`).
+A lookup takes what the name's entry says (`Dentries`): a change that waits for a commit, or what the store is known to
+have. Else it reads the record store, which may wait, and uses the answer only if no commit was settled meanwhile
+(`Pending.epoch`).
 
-Where other hosts write the store, too, `shared.lookup` finds names.
+Where other hosts write the store, too, `shared_lookup` finds names.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ from typing import NamedTuple
 from kvfuse import errors
 from kvfuse.volume.api import NAME_MAX, ROOT_INODE, DirEntry
 from kvfuse.volume.commit.journal import Journal
-from kvfuse.volume.commit.pending import NameChange
 from kvfuse.volume.content.chunks import Chunks
 from kvfuse.volume.content.refresh import Refresher
 from kvfuse.volume.inodes.core import Core
+from kvfuse.volume.inodes.dentries import ABSENT, NameChange
 from kvfuse.volume.inodes.node import Node
 from kvfuse.volume.names.pages import LEARN_ROWS, Learning
 from kvfuse.volume.store import schema
@@ -34,7 +35,7 @@ class Found(NamedTuple):
     stored: bool
     """the record store has a record of the name"""
     change: NameChange | None
-    """the entry of the overlay that said so; None: the store did"""
+    """the change that says so and is not in the store yet; None: the store says so"""
     epoch: int
     """of the journal, when it was seen"""
     version: int = 0
@@ -115,20 +116,19 @@ class Lookup:
             raise errors.NameTooLong(f"a name of {len(name)} bytes: at most {NAME_MAX} are allowed")
         core = self.core
         while True:
-            change = self.journal.pending.find(parent, name)
-            if change is not None:
-                return Found(change.node, change.stored, change, self.journal.pending.epoch)
             epoch = self.journal.pending.epoch
-            ino = core.known.inode(parent, name)
-            node = core.nodes.get(ino) if ino is not None else None
-            if node is not None:
-                return Found(node, True, None, epoch)
-            if core.known.is_absent(parent, name):
-                return Found(None, False, None, epoch)
+            dentry = core.dentries.find(parent, name)
+            if dentry is not None:
+                if (change := dentry.change) is not None:
+                    return Found(change.node, change.stored, change, epoch)
+                if dentry is ABSENT:
+                    return Found(None, False, None, epoch)
+                if (node := core.nodes.get(dentry.ino)) is not None:
+                    return Found(node, True, None, epoch)
             record = (await core.records.get([schema.entry_key(parent, name)]))[0]
             if record is None:
                 await self.learning.read_page(parent)
-            if self.journal.pending.find(parent, name) is not None or epoch != self.journal.pending.epoch:
+            if core.dentries.get(parent, name).change is not None or epoch != self.journal.pending.epoch:
                 continue
             if record is None:
                 return Found(None, False, None, epoch)
@@ -141,10 +141,10 @@ class Lookup:
                 assert isinstance(entry, int)
                 core.places.set(entry, parent, name)
                 node = await self.node(entry)
-                if self.journal.pending.find(parent, name) is not None or epoch != self.journal.pending.epoch:
+                if core.dentries.get(parent, name).change is not None or epoch != self.journal.pending.epoch:
                     continue
             node.parent, node.name = parent, name
-            core.known.note(parent, name, node.ino)
+            core.dentries.note(parent, name, node.ino)
             return Found(node, True, None, epoch)
 
     async def renew(self, node: Node) -> None:
@@ -169,14 +169,16 @@ class Lookup:
         """
         while True:
             epoch = self.journal.pending.epoch
-            found = self.core.known.stored(parent, names)
-            if found is None:
+            stored_names = self.core.dentries.stored_in(parent)
+            if stored_names.complete:
+                found = stored_names.contain(names)
+            else:
                 rows = await get_sound(self.core.records, [schema.entry_key(parent, name) for name in names])
                 await self.learning.read_page(parent, max(LEARN_ROWS, 4 * len(names)))
                 if epoch != self.journal.pending.epoch:
                     continue
                 found = [row is not None for row in rows]
-            if changes := self.journal.pending.overlay.get(parent):
+            if changes := self.core.dentries.changes_in(parent):
                 changed = [changes.get(name) for name in names]
                 found = [
                     stored if change is None else change.node is not None
@@ -186,7 +188,7 @@ class Lookup:
 
     def holds(self, parent: int, name: bytes, found: Found) -> bool:
         """What `find` said is still so, although the caller has waited since."""
-        change = self.journal.pending.find(parent, name)
+        change = self.core.dentries.get(parent, name).change
         return change is found.change and (change is not None or found.epoch == self.journal.pending.epoch)
 
     def _materialise(self, record: schema.InodeRecord, version: int, parent: int, name: bytes, *, own: bool) -> Node:
@@ -255,7 +257,7 @@ class Lookup:
                     page[name] = self._listed(entry, row.version, ino, name)
                 else:
                     page[name] = entry
-            for name, change in self.journal.pending.overlay.get(ino, {}).items():
+            for name, change in self.core.dentries.changes_in(ino).items():
                 if after < schema.name_hash(name) <= last:
                     if change.node is None:
                         page.pop(name, None)
@@ -321,14 +323,14 @@ class Lookup:
         return node
 
     async def is_empty(self, ino: int) -> bool:
-        """No entry in the overlay, none in the store that the overlay does not take away."""
+        """The directory has no name here, and none in the store that a pending change does not remove."""
         after = b""
         while True:
             epoch = self.journal.pending.epoch
             rows = await self.core.records.scan(schema.entry_prefix(ino), after, 64)
             if epoch != self.journal.pending.epoch:
                 continue
-            changes = self.journal.pending.overlay.get(ino, {})
+            changes = self.core.dentries.changes_in(ino)
             if any(change.node is not None for change in changes.values()):
                 return False
             for row in rows:

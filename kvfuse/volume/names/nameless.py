@@ -87,7 +87,7 @@ class OwnNameless(Nameless):
         if node.is_directory:
             self.core.tier.retire(node.ino)
             records[schema.times_key(node.ino)] = None
-            self.core.known.removed(node.ino)
+            self.core.dentries.directory_removed(node.ino)
         large = self.removal.is_large(node) and (node.stored or node.committing)
         kept = large or (node.is_file and (node.handles or self.core.places.known(node.ino)))
         if kept and (node.stored or node.committing):

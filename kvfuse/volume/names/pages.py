@@ -1,7 +1,7 @@
 """Pages of folders in which a name was missed, so that the next ones need not be asked for.
 
-A page tells which names there are (`KnownNames`). Where other hosts write the store, too, it is kept on the shelf as
-well: whoever comes to a folder that others filled reads it in pages, not by one question for each name.
+A page says which names a folder has (`StoredNames`). Where other hosts write the store, too, the entries of the names
+keep its records as well: a host reads a folder that others filled in pages, not by one question for each name.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ from dataclasses import dataclass, field
 import trio
 
 from kvfuse import errors
+from kvfuse.remote.records.api import Versioned
 from kvfuse.volume.commit.journal import Journal
 from kvfuse.volume.content.refresh import Refresher
 from kvfuse.volume.inodes.core import Core
+from kvfuse.volume.inodes.dentries import NAMES_MAX
 from kvfuse.volume.inodes.node import Node
-from kvfuse.volume.inodes.shelf import RECORDS_MAX
 from kvfuse.volume.store import schema
 from kvfuse.volume.store.sealed import scan_page
 
@@ -23,7 +24,7 @@ LEARN_ROWS = 256
 """Entries read from a directory each time that a name is missed in it, until all are known."""
 LEARN_ROWS_MAX = 2048
 """Where the store is remote a page is as large as what was read before it, up to this: its round trips count."""
-SHELVED_MAX = RECORDS_MAX // 2
+SHELVED_MAX = NAMES_MAX // 4
 """Names of a folder that are read for the sake of their records: of a larger one most would be gone before use."""
 
 
@@ -37,7 +38,7 @@ class _Page:
 
 @dataclass
 class Learning:
-    """See the module."""
+    """Reads pages of folders, one at a time of each. `Lookup` owns it."""
 
     core: Core
     journal: Journal
@@ -49,13 +50,13 @@ class Learning:
 
     def pays(self, directory: int) -> bool:
         """A name is to be asked for: to read a page of its folder instead is likely to answer this one, and more."""
-        known = self.core.known
-        return known.next_page(directory) is not None and known.count(directory) < SHELVED_MAX
+        stored = self.core.dentries.stored_in(directory)
+        return not stored.complete and len(stored.hashes) < SHELVED_MAX
 
     async def read_page(self, directory: int, row_count: int = LEARN_ROWS) -> None:
         """Read the next page of a directory, if there is one. What changes meanwhile is asked for later.
 
-        Who comes while one is being read waits for it, and for its error: all who miss names side by side take one.
+        A caller that misses a name while a page is being read waits for that page, and gets its error.
         """
         page = self._pages.get(directory)
         if page is not None:
@@ -74,31 +75,36 @@ class Learning:
             page.done.set()
 
     async def _read_page(self, directory: int, row_count: int) -> None:
-        known = self.core.known
-        after = known.next_page(directory)
-        if after is None:
+        dentries = self.core.dentries
+        stored = dentries.stored_in(directory)
+        if stored.complete:
             return
         if self.core.shared:
-            row_count = max(row_count, min(known.count(directory), LEARN_ROWS_MAX))
+            row_count = max(row_count, min(len(stored.hashes), LEARN_ROWS_MAX))
         epoch = self.journal.pending.epoch
-        with known.shelf.reading() as page:
-            rows, damaged = await scan_page(self.core.records, schema.entry_prefix(directory), after, row_count)
-            if epoch == self.journal.pending.epoch and known.next_page(directory) == after:
-                keys = sorted([row.key for row in rows] + damaged)
-                known.learn(directory, keys, last=len(keys) < row_count)
-                if self.core.shared:
-                    page.keep(rows)
+        with dentries.reading(directory) as changed:
+            rows, damaged = await scan_page(self.core.records, schema.entry_prefix(directory), stored.after, row_count)
+            if epoch != self.journal.pending.epoch or dentries.stored_in(directory) is not stored:
+                return  # a commit was settled meanwhile, or all that is known of the directory was forgotten
+            stored.learn([*[row.key for row in rows], *damaged], last=len(rows) + len(damaged) < row_count)
+            for row in rows if self.core.shared else ():
+                name = schema.split_entry_key(row.key)[2]
+                if name not in changed:
+                    dentries.shelve(directory, name, Versioned(row.value, row.version))
 
     def shelved(self, directory: int, name: bytes) -> Node | None:
         """The inode that a name means by a record that came before anybody asked for it; None: it has to be asked."""
-        known = self.core.known
-        row = known.shelf.take(directory, name)
-        if row is None or row.version < known.version(directory, name):
+        dentry = self.core.dentries.get(directory, name)
+        row, version = dentry.record, dentry.version
+        if row is None:
+            return None
+        self.core.dentries.drop_record(directory, name)
+        if row.version < version:
             return None
         record = schema.decode_entry(row.value)
         assert isinstance(record, schema.InodeRecord)
         node = self.refresher.take(record, row.version, (directory, name), own=False)
         if node.own_record or node.version != row.version:
             return None
-        known.note(directory, name, node.ino, row.version)
+        self.core.dentries.note(directory, name, node.ino, row.version)
         return node

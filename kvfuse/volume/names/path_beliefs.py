@@ -162,10 +162,13 @@ class Paths:
 
     def expected(self, links: Sequence[Link]) -> dict[bytes, int] | None:
         """Key -> version of the records that say so; None where one of them is not known."""
-        known = self._core.known
-        versions = {link.key: known.version(link.parent, link.name) for link in links}
-        is_known = all(known.inode(link.parent, link.name) == link.ino for link in links)
-        return versions if is_known and all(versions.values()) else None
+        versions: dict[bytes, int] = {}
+        for link in links:
+            dentry = self._core.dentries.get(link.parent, link.name)
+            if dentry.ino != link.ino or not dentry.version:
+                return None
+            versions[link.key] = dentry.version
+        return versions
 
     def check(
         self,
@@ -194,7 +197,7 @@ class Paths:
 
     def _lose(self, link: Link) -> None:
         """The name means something else."""
-        self._core.known.drop(link.parent, link.name)
+        self._core.dentries.forget(link.parent, link.name)
         if len(self._contested) >= CONTESTED_MAX:
             self._contested.clear()
         self._contested[link.parent, link.name] = trio.current_time() + CONTESTED_SECONDS
@@ -208,6 +211,6 @@ class Paths:
         entry = schema.decode_entry(row.value)
         if isinstance(entry, schema.InodeRecord):
             return entry.ino == link.ino
-        if entry == link.ino and self._core.known.version(link.parent, link.name) < row.version:
-            self._core.known.note(link.parent, link.name, entry, row.version)
+        if entry == link.ino and self._core.dentries.get(link.parent, link.name).version < row.version:
+            self._core.dentries.note(link.parent, link.name, entry, row.version)
         return entry == link.ino

@@ -17,6 +17,7 @@ import trio
 
 from kvfuse import errors
 from kvfuse.volume.api import NAME_MAX
+from kvfuse.volume.inodes.dentries import ABSENT
 from kvfuse.volume.inodes.node import Node
 from kvfuse.volume.names.lookup import Found, Lookup
 from kvfuse.volume.names.path_beliefs import Link, Paths
@@ -203,20 +204,21 @@ class SharedLookup(Lookup):
 
     def known(self, parent: int, name: bytes) -> Found | None:
         """What the name means as far as is known here, without asking."""
-        change = self.journal.pending.find(parent, name)
-        if change is not None:
-            return Found(change.node, change.stored, change, self.journal.pending.epoch, change.version)
-        ino = self.core.known.inode(parent, name)
-        node = self.core.nodes.get(ino) if ino is not None else None
-        if node is not None and node.own_record:
-            return Found(node, True, None, self.journal.pending.epoch, self.core.known.version(parent, name))
-        if node is not None:
-            if (node.parent, node.name) != (parent, name):
-                return None  # it was renamed elsewhere, and the news of this name are still to come
-            return Found(node, True, None, self.journal.pending.epoch, node.version)
-        if self.core.known.is_absent(parent, name):
-            return Found(None, False, None, self.journal.pending.epoch)
-        return None
+        dentry, epoch = self.core.dentries.find(parent, name), self.journal.pending.epoch
+        if dentry is None:
+            return None
+        if (change := dentry.change) is not None:
+            return Found(change.node, change.stored, change, epoch, change.version)
+        if dentry is ABSENT:
+            return Found(None, False, None, epoch)
+        node = self.core.nodes.get(dentry.ino)
+        if node is None:
+            return None
+        if node.own_record:
+            return Found(node, True, None, epoch, dentry.version)
+        if (node.parent, node.name) != (parent, name):
+            return None  # it was renamed elsewhere, and the news of this name are still to come
+        return Found(node, True, None, epoch, node.version)
 
     async def find_shared(self, parent: int, name: bytes, *, is_fresh: bool, above: Sequence[Link] = ()) -> Found:
         """As `find`. ``is_fresh``: ask the store, whatever is known; what is known counts where it does not answer.
@@ -252,12 +254,11 @@ class SharedLookup(Lookup):
 
         An inode with a record of its own costs a second question, unless it is known which one it is.
         """
-        known = self.core.known
-        before = known.version(parent, name)
-        guess = known.inode(parent, name)
+        dentries = self.core.dentries
+        before, guess = dentries.get(parent, name).version, dentries.get(parent, name).ino
         key = schema.entry_key(parent, name)
         keys = [key, *[link.key for link in above]]
-        if guess is not None:
+        if guess:
             keys += [schema.inode_key(guess), schema.times_key(guess)]
         asked_at = trio.current_time()
         rows = dict(zip(keys, await self.records.get(keys), strict=True))
@@ -267,12 +268,13 @@ class SharedLookup(Lookup):
         is_remembered = meant is not None and self.core.places.get(meant) == (parent, name)
         self.paths.check(above, rows, asked_at, (parent, name) if is_remembered else None)
         version = entry.version if entry is not None else 0
-        if self.journal.pending.find(parent, name) is not None or known.version(parent, name) not in (before, version):
+        dentry = dentries.get(parent, name)
+        if dentry.change is not None or dentry.version not in (before, version):
             return None
         if record is None:
             return await self._absent(parent, name)
         if isinstance(record, int) and record != guess:
-            known.note(parent, name, record)  # the next answer has both, as they are at one moment
+            dentries.note(parent, name, record)  # the next answer has both, as they are at one moment
             return None
         if isinstance(record, schema.InodeRecord):
             told = Told(record, version, (parent, name), own=False)
@@ -286,19 +288,21 @@ class SharedLookup(Lookup):
             raise errors.Stale(f"{name!r} in directory {parent} means inode {record}, which has no record")
         if not node.own_record and node.version > version:
             return None  # it has left the name since
-        known.note(parent, name, node.ino, version)
+        dentries.note(parent, name, node.ino, version)
         if node.version < told.version:  # it is changed here, too
             node = await self._catch_up(told)
-            if self.journal.pending.find(parent, name) is not None or known.inode(parent, name) != node.ino:
+            dentry = dentries.get(parent, name)
+            if dentry.change is not None or dentry.ino != node.ino:
                 return None
         return Found(node, True, None, self.journal.pending.epoch, version if node.own_record else node.version)
 
     async def _absent(self, parent: int, name: bytes) -> Found | None:
         """The store has no such name. In relaxed folders more is read, so that the next name need not be asked for."""
-        self.core.known.drop(parent, name)
+        self.core.dentries.forget(parent, name)
         if not self.asks(parent):
             await self.learning.read_page(parent)
-            if self.journal.pending.find(parent, name) is not None or self.core.known.inode(parent, name) is not None:
+            dentry = self.core.dentries.get(parent, name)
+            if dentry.change is not None or dentry.ino:
                 return None
         return Found(None, False, None, self.journal.pending.epoch)
 

@@ -16,9 +16,9 @@ from volume_lab import CALLER, MIB, Disk, lab_options
 
 from kvfuse.errors import EngineTimeout
 from kvfuse.options.config import Options
-from kvfuse.remote.records.api import Record
+from kvfuse.remote.records.api import Record, Versioned
 from kvfuse.volume.api import ROOT_INODE
-from kvfuse.volume.inodes.shelf import Shelf
+from kvfuse.volume.inodes.dentries import Dentries
 from kvfuse.volume.store import schema
 from kvfuse.volume.volume import Volume
 
@@ -38,10 +38,6 @@ def disk(options: Options) -> Disk:
 def questions(volume: Volume) -> int:
     counters = volume.core.records.counters
     return counters.gets + counters.scans
-
-
-def record(name: bytes, version: int, value: bytes = b"I") -> Record:
-    return Record(schema.entry_key(1, name), value, version)
 
 
 @asynccontextmanager
@@ -152,7 +148,8 @@ async def test_what_others_did_to_a_name_counts_not_what_was_shelved(
         for name in (b"removed", b"renamed", b"rewritten", b"replaced"):
             await put(one, name, b"before " + name)
         await quiet(one, two)
-        assert len(two.core.known.shelf) == 4
+        names = (b"removed", b"renamed", b"rewritten", b"replaced")
+        assert all(two.core.dentries.get(ROOT_INODE, name).record for name in names)
         await one.unlink(ROOT_INODE, b"removed")
         await one.rename(ROOT_INODE, b"renamed", ROOT_INODE, b"elsewhere", 0)
         node = await one.lookup(ROOT_INODE, b"rewritten")
@@ -225,28 +222,33 @@ async def test_a_page_that_is_older_than_the_news_is_not_believed(
         assert await get(two, b"other") == b"after"
 
 
-def test_the_shelf_is_bounded_and_keeps_only_inodes() -> None:
-    shelf = Shelf(records_max=10)
+def record(version: int, value: bytes = b"I") -> Versioned:
+    return Versioned(value, version)
+
+
+def test_records_are_bounded_and_are_those_of_inodes() -> None:
+    dentries = Dentries(names_max=10)
     for number in range(25):
-        shelf.put(1, b"%d" % number, b"I", number + 1)
-    shelf.put(1, b"reference", schema.encode_entry_reference(7), 30)
-    assert len(shelf) == 10
-    assert shelf.take(1, b"reference") is None
-    assert shelf.take(1, b"14") is None
-    found = shelf.take(1, b"24")
-    assert found is not None
-    assert found.version == 25
-    assert shelf.take(1, b"24") is None
+        dentries.shelve(1, b"%d" % number, record(number + 1))
+    dentries.shelve(1, b"reference", record(30, schema.encode_entry_reference(7)))
+    assert dentries.get(1, b"reference").record is None
+    kept = [number for number in range(25) if dentries.get(1, b"%d" % number).record]
+    assert len(kept) <= 10
+    assert kept[-1] == 24
+    assert dentries.get(1, b"24").record == record(25)
+    dentries.drop_record(1, b"24")
+    assert dentries.get(1, b"24").record is None
 
 
-def test_a_page_leaves_out_what_changed_while_it_was_read() -> None:
-    shelf = Shelf()
-    with shelf.reading() as page:
-        shelf.drop(1, b"a")
-        page.keep([record(b"a", 1), record(b"b", 1)])
-    assert len(shelf) == 1
-    assert shelf.take(1, b"b") is not None
-    with shelf.reading() as page:
-        shelf.clear()
-        page.keep([record(b"a", 1)])
-    assert not len(shelf)
+def test_a_page_is_told_what_changes_while_it_is_read() -> None:
+    dentries = Dentries()
+    with dentries.reading(1) as changed:
+        dentries.note(1, b"noted", 5)
+        dentries.forget(1, b"forgotten")
+        dentries.note_stored(1, b"stored", True)
+        dentries.drop_record(1, b"dropped")
+        dentries.note(2, b"elsewhere", 5)
+    assert changed == {b"noted", b"forgotten", b"stored", b"dropped"}
+    stored = dentries.stored_in(1)
+    dentries.clear()
+    assert dentries.stored_in(1) is not stored, "what was read before everything was forgotten is not learned"

@@ -13,6 +13,7 @@ from volume_lab import CALLER, MIB, Chaos, Disk, lab_options, opened
 
 from kvfuse.options.config import Options
 from kvfuse.volume.api import RENAME_EXCHANGE, ROOT_INODE, Binding, Changes
+from kvfuse.volume.inodes import core
 from kvfuse.volume.views.content_map import SIZE_UNKNOWN
 
 
@@ -38,7 +39,7 @@ async def test_a_name_has_one_binding(
         async with trio.open_nursery() as nursery:
             for _ in range(5):
                 nursery.start_soon(bind)
-        assert {id(binding) for binding in found} == {id(volume.blocks._bindings.get((ROOT_INODE, b"a")))}
+        assert {id(binding) for binding in found} == {id(volume.core.dentries.get(ROOT_INODE, b"a").binding)}
         assert found[0].valid
 
 
@@ -93,17 +94,24 @@ async def test_both_names_of_a_file_are_bound_on_their_own(disk: Disk, options: 
         assert not second.valid
 
 
-async def test_bindings_are_bounded_and_outlive_no_inode(disk: Disk) -> None:
+async def test_bindings_are_bounded(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(core, "NAMES_MAX", 50)
     options = lab_options(capacity=16 * MIB, chunk=CHUNK, nodes=50)
     async with opened(disk, options) as volume:
         names = [b"%d" % number for number in range(200)]
         for name in names:
             await put(volume, name, name)
-        await volume.sync()
+            await volume.sync()  # names that wait for a commit are not forgotten
         bindings = [await bound(volume, name) for name in names]
         assert sum(binding.valid for binding in bindings) <= 50
         for name in names:
             assert await get_bound(volume, name) == name
+
+
+async def test_a_binding_outlives_no_inode(disk: Disk) -> None:
+    options = lab_options(capacity=16 * MIB, chunk=CHUNK, nodes=50)
+    async with opened(disk, options) as volume:
+        await put(volume, b"0", b"0")
         binding = await bound(volume, b"0")
         for name in [b"%d" % number for number in range(1000)]:
             await put(volume, b"other-" + name, name)
@@ -121,7 +129,7 @@ async def test_readers_beside_a_writer_see_whole_blocks_and_never_older_ones(dis
     """A thread reads by itself, through bindings and maps, while the block is replaced again and again."""
     size = 3 * CHUNK
     async with opened(disk, options) as volume:
-        blocks = volume.blocks
+        dentries = volume.core.dentries
         stop = threading.Event()
         published = [0]
         failures: list[str] = []
@@ -130,7 +138,7 @@ async def test_readers_beside_a_writer_see_whole_blocks_and_never_older_ones(dis
         def read() -> None:
             while not stop.is_set():
                 least = published[0]
-                binding = blocks._bindings.get((ROOT_INODE, b"block"))
+                binding = dentries.get(ROOT_INODE, b"block").binding
                 if binding is None:
                     continue
                 version, length = binding.map.version, binding.map.size

@@ -26,7 +26,7 @@ from kvfuse.errors import (
 from kvfuse.options.config import Options
 from kvfuse.remote.segments.api import Transfer
 from kvfuse.volume.api import ROOT_INODE, Caller
-from kvfuse.volume.inodes.known_names import KnownNames
+from kvfuse.volume.inodes.stored_names import StoredNames
 from kvfuse.volume.names.blocks import _for_each
 
 
@@ -250,7 +250,7 @@ async def test_exists_in_a_large_directory_that_changes(
     learns: bool,
 ) -> None:
     if not learns:
-        monkeypatch.setattr(KnownNames, "learn", lambda *_, **__: None)
+        monkeypatch.setattr(StoredNames, "learn", lambda *_, **__: None)
     present = [b"old %d" % number for number in range(5000)]
     async with opened(disk, options, chaos) as volume:
         for name in present:

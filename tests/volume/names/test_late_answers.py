@@ -60,7 +60,7 @@ async def remove(volume: Volume, name: bytes) -> None:
 async def have_to_ask(volume: Volume, name: bytes) -> None:
     """All names of the folder are known, but not what this one means."""
     assert not await exists(volume, b"absent")
-    volume.core.known.drop(ROOT_INODE, name)
+    volume.core.dentries.forget(ROOT_INODE, name)
 
 
 async def commit_something(volume: Volume, number: int = 0) -> None:

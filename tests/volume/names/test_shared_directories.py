@@ -66,7 +66,7 @@ class Walk:
         count = 0
         while True:
             if self.rng.random() < 0.3:
-                host.core.known.clear()
+                host.core.dentries.clear()
                 for node in list(host.core.nodes):
                     if node.is_directory and node.ino != ROOT_INODE and not node.busy:
                         host.core.nodes.drop(node)

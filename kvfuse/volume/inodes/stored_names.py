@@ -1,0 +1,100 @@
+"""Which names a directory has in the store, in 8 bytes each: a directory may have millions.
+
+Of each name the hash is kept. It has 64 bits and depends on a secret of this process (Python's own of bytes): it is
+cheap enough for thousands of names in a call.
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvfuse.volume.store import schema
+
+RECENT_MAX = 4096
+"""Changes of a set that are kept apart before they are merged."""
+
+
+class HashSet:
+    """Signed 64-bit numbers: a sorted array, and the changes since it was merged last. `StoredNames` has one."""
+
+    def __init__(self) -> None:
+        self._sorted = array("q")
+        self._added: set[int] = set()
+        self._removed: set[int] = set()
+
+    def add(self, value: int) -> None:
+        if value in self._removed:
+            self._removed.remove(value)
+        elif value not in self:
+            self._added.add(value)
+            self._merge_if_many()
+
+    def discard(self, value: int) -> None:
+        if value in self._added:
+            self._added.remove(value)
+        elif value in self:
+            self._removed.add(value)
+            self._merge_if_many()
+
+    def __contains__(self, value: int) -> bool:
+        index = bisect_left(self._sorted, value)
+        if index < len(self._sorted) and self._sorted[index] == value:
+            return value not in self._removed
+        return value in self._added
+
+    def contain(self, values: Sequence[int]) -> list[bool]:
+        """Which of ``values`` are in the set."""
+        if self._sorted:
+            members = np.frombuffer(self._sorted, np.int64)
+            wanted = np.array(values, np.int64)
+            places = np.minimum(np.searchsorted(members, wanted), len(members) - 1)
+            found: list[bool] = (members[places] == wanted).tolist()
+        else:
+            found = [False] * len(values)
+        if self._added:
+            found = [known or value in self._added for known, value in zip(found, values, strict=True)]
+        if self._removed:
+            found = [known and value not in self._removed for known, value in zip(found, values, strict=True)]
+        return found
+
+    def __len__(self) -> int:
+        return len(self._sorted) + len(self._added) - len(self._removed)
+
+    def _merge_if_many(self) -> None:
+        if len(self._added) + len(self._removed) <= RECENT_MAX:
+            return
+        merged = np.frombuffer(self._sorted, np.int64) if self._sorted else np.empty(0, np.int64)
+        # Nothing is sorted anew: numpy's set functions would stop the daemon for as long as a million names take.
+        merged = np.delete(merged, np.searchsorted(merged, np.array(list(self._removed), np.int64)))
+        added = np.sort(np.array(list(self._added), np.int64))
+        merged = np.insert(merged, np.searchsorted(merged, added), added)
+        self._sorted = array("q", merged.tobytes())
+        self._added.clear()
+        self._removed.clear()
+
+
+@dataclass(slots=True, eq=False)
+class StoredNames:
+    """The stored names of one directory, as far as they were read. `Dentries` owns it."""
+
+    complete: bool
+    """the directory was read to its end: what is not here is absent"""
+    after: bytes = b""
+    """key up to which it was read"""
+    hashes: HashSet = field(default_factory=HashSet)
+
+    def contain(self, names: Sequence[bytes]) -> list[bool]:
+        """Which names there are, as far as their hashes tell."""
+        return self.hashes.contain(list(map(hash, names)))
+
+    def learn(self, keys: Iterable[bytes], *, last: bool) -> None:
+        """Take over the next page of the directory, as it is in the store now; ``last``: there are no more."""
+        for key in sorted(keys):
+            self.hashes.add(hash(schema.split_entry_key(key)[2]))
+            self.after = key
+        self.complete = last
