@@ -177,7 +177,7 @@ def check_engines(options: Options) -> Iterator[Finding]:
     """What one volume needs beyond this machine: that its record and segment store answer, to this user."""
     import trio
 
-    for endpoint in options.records.endpoints if options.is_shared else ():
+    for endpoint in getattr(options.records, "endpoints", ()):
         if problem := _connection_problem(endpoint):
             yield Finding(endpoint, WARN, problem, "start that member of etcd, or let this host reach its port")
     yield trio.run(_ask_records, options)

@@ -114,7 +114,8 @@ def _choose_capacity(wanted: int | None, free: int | None, place: str) -> int:
 
 def _check_own_folders(options: Options) -> None:
     """VolumeError where a folder that mount.conf names for an engine holds something: formatting would remove it."""
-    for key, folder in (("records.path", options.records.path), ("segments.path", options.segments.path)):
+    for key, engine in (("records.path", options.records), ("segments.path", options.segments)):
+        folder: Path | None = getattr(engine, "path", None)
         if folder is not None and not is_vacant(folder):
             raise VolumeError(f"{key}: {folder} is not empty: choose an empty folder for a new volume")
 

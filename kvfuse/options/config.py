@@ -21,7 +21,7 @@ import msgspec
 from msgspec import Meta
 
 from kvfuse.errors import ConfigError
-from kvfuse.options.options import SIZES, KernelFlag
+from kvfuse.options.options import SIZES, EtcdOptions, KernelFlag, RadosOptions
 from kvfuse.options.options import Options as Options
 from kvfuse.sizes import GIB, MIB, format_size, parse_size
 
@@ -41,7 +41,8 @@ class Effective:
         """(key, value, origin) in the order of mount.conf."""
         for key, origin in self.origins.items():
             section, name = key.split(".")
-            value = getattr(getattr(self.options, section), name)
+            tables = (getattr(self.options, section), *(struct() for struct in TABLES[section].values()))
+            value = next(getattr(table, name) for table in tables if hasattr(table, name))
             if key == "publish.mode" and value is None:
                 value, origin = self.options.publish_mode, f"default with records.engine {self.options.records.engine}"
             yield key, value, origin
@@ -49,11 +50,24 @@ class Effective:
 
 # -- what may be written ----------------------------------------------------------------------------
 
-KEYS: dict[str, Any] = {
-    f"{section.name}.{field.name}": field.type
-    for section in msgspec.structs.fields(Options)
-    for field in msgspec.structs.fields(section.type)
+TABLES: dict[str, dict[Any, Any]] = {
+    table.name: {struct.__struct_config__.tag: struct for struct in get_args(table.type) or (table.type,)}
+    for table in msgspec.structs.fields(Options)
 }
+"""every table of mount.conf -> its struct, or those of its engines, by name; the first is the default"""
+
+
+def _find_keys() -> Iterator[tuple[str, Any]]:
+    for table, structs in TABLES.items():
+        if len(structs) > 1:
+            yield f"{table}.engine", Literal.__getitem__(tuple(structs))
+        for struct in structs.values():
+            own, fields = struct.__annotations__, msgspec.structs.fields(struct)
+            for field in sorted(fields, key=lambda field: field.name not in own):
+                yield f"{table}.{field.name}", field.type
+
+
+KEYS: dict[str, Any] = dict(_find_keys())
 """every key of mount.conf -> the type of its value"""
 
 UNSET: dict[str, str] = {
@@ -330,44 +344,31 @@ def load(source: Path | None = None, *, file: Path | None = None, words: Sequenc
 
 
 def _build(values: dict[str, Any]) -> Options:
-    tables: dict[str, dict[str, Any]] = {}
-    for key, value in values.items():
-        section, name = key.split(".")
-        tables.setdefault(section, {})[name] = value
-    return Options(
-        **{field.name: field.type(**tables.get(field.name, {})) for field in msgspec.structs.fields(Options)}
-    )
+    """Without the keys that other engines have: `_check_combination` finds them."""
+    tables = {}
+    for table, structs in TABLES.items():
+        struct = structs[values.get(f"{table}.engine", next(iter(structs)))]
+        keys = {name: f"{table}.{name}" for name in struct.__struct_fields__}
+        tables[table] = struct(**{name: values[key] for name, key in keys.items() if key in values})
+    return Options(**tables)
 
 
 # -- which options go together ----------------------------------------------------------------------
 
-
-def _from(first: str) -> list[str]:
-    """This key and all that follow it in its table."""
-    keys = [key for key in KEYS if key.split(".")[0] == first.split(".")[0]]
-    return keys[keys.index(first) :]
-
-
-_ONLY_WITH: dict[tuple[str, str], list[str]] = {
-    ("records.engine", "lmdb"): ["records.path"],
-    ("records.engine", "etcd"): ["volume.name", *_from("records.endpoints"), "client.lease"],
-    ("segments.engine", "file"): ["segments.path", "segments.direct"],
-    ("segments.engine", "rados"): _from("segments.conf_file"),
-}
-"""(key, value) -> keys that say nothing without it"""
+_ONLY_BESIDE = {"volume.name": "records.prefix", "client.lease": "records.deadline"}
+"""keys that say nothing where the engine has no such other one"""
 
 
 def _check_combination(options: Options, origins: dict[str, str]) -> None:
     """ConfigError where options that were given do not go together, or one that the others need is not given."""
-    engines = {"records.engine": options.records.engine, "segments.engine": options.segments.engine}
-    for (engine_key, engine), keys in _ONLY_WITH.items():
-        for key in keys:
-            if origins[key] != "default" and engines[engine_key] != engine:
-                raise ConfigError(
-                    f"{origins[key]}: {key} is for {engine_key} '{engine}', which here is '{engines[engine_key]}'"
-                )
-    if options.is_shared:
-        _check_shared(options, origins)
+    for key in (key for key, origin in origins.items() if origin != "default"):
+        table, name = _ONLY_BESIDE.get(key, key).split(".")
+        if not hasattr(getattr(options, table), name):
+            engine = next(engine for engine, struct in TABLES[table].items() if hasattr(struct, name))
+            here = getattr(options, table).engine
+            raise ConfigError(f"{origins[key]}: {key} is for {table}.engine '{engine}', which here is '{here}'")
+    if isinstance(options.records, EtcdOptions):
+        _check_shared(options, options.records, origins)
     elif not options.has_segment_files:
         raise ConfigError(
             "segments.engine 'rados' needs records.engine 'etcd': records in 'lmdb' are one host's, and others that"
@@ -375,14 +376,14 @@ def _check_combination(options: Options, origins: dict[str, str]) -> None:
         )
 
 
-def _check_shared(options: Options, origins: dict[str, str]) -> None:
-    records, segments = options.records, options.segments
+def _check_shared(options: Options, records: EtcdOptions, origins: dict[str, str]) -> None:
+    segments, folder = options.segments, getattr(options.segments, "path", None)
     _ = options.key_prefix  # ConfigError where the volume has no name
-    if options.has_segment_files and options.volume.path is None and segments.path is None:
+    if options.has_segment_files and options.volume.path is None and folder is None:
         raise ConfigError("segments.path is not set: name the segments' folder, on a file system that all hosts share")
-    if not options.has_segment_files and segments.pool is None:
+    if isinstance(segments, RadosOptions) and segments.pool is None:
         raise ConfigError("segments.pool is not set: name the RADOS pool of the segments")
-    if options.volume.path is not None and (not options.has_segment_files or segments.path is not None):
+    if options.volume.path is not None and (not options.has_segment_files or folder is not None):
         raise ConfigError(
             f"{origins['volume.path']}: volume.path is {options.volume.path}, but this volume has no folder: its"
             " records are in etcd; give the mount.conf alone"
@@ -401,7 +402,7 @@ def _check_shared(options: Options, origins: dict[str, str]) -> None:
             f"client.lease is {options.client.lease:g} s: it must be longer than records.deadline,"
             f" {records.deadline:g} s, or one slow call would lose it"
         )
-    if not options.has_segment_files and 1.5 * segments.deadline >= options.client.lease:
+    if isinstance(segments, RadosOptions) and 1.5 * segments.deadline >= options.client.lease:
         raise ConfigError(
             f"client.lease is {options.client.lease:g} s: it must be longer than one and a half times"
             f" segments.deadline, {segments.deadline:g} s: a write is begun only if it ends before the lease may"

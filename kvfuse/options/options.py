@@ -57,6 +57,14 @@ class _Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """Base of the tables of mount.conf."""
 
 
+class _Engine(_Section, frozen=True, tag_field="engine"):
+    """Base of tables with an engine each: the key ``engine`` says which of them it is."""
+
+    @property
+    def engine(self) -> str:
+        return str(self.__struct_config__.tag)
+
+
 class VolumeOptions(_Section, frozen=True):
     """What a volume is. All but ``path`` and ``name`` matter when it is formatted and are then kept in it."""
 
@@ -77,16 +85,25 @@ class VolumeOptions(_Section, frozen=True):
     """bytes of names, inodes and attributes; None: a sixteenth of the capacity, at least 32 MiB"""
 
 
-class RecordOptions(_Section, frozen=True):
-    """Where names and inodes live."""
+class _RecordEngine(_Engine, frozen=True):
+    """Base of where names and inodes may live."""
 
-    engine: Literal["lmdb", "etcd"] = "lmdb"
-    path: Path | None = None
-    """lmdb; None: ``records`` in the volume's folder"""
     commit_delay: Seconds = 0.0
     """seconds that every commit takes longer: to try how a workload bears a store that is far away"""
+
+
+class LmdbOptions(_RecordEngine, frozen=True, tag="lmdb"):
+    """One file, of one host."""
+
+    path: Path | None = None
+    """None: ``records`` in the volume's folder"""
+
+
+class EtcdOptions(_RecordEngine, frozen=True, tag="etcd"):
+    """A cluster that many hosts reach."""
+
     endpoints: tuple[Endpoint, ...] = ("http://127.0.0.1:2379",)
-    """etcd, as all below: its members"""
+    """its members"""
     prefix: KeyPrefix = "/kvfuse/"
     """keys of a volume begin with this, its name and a slash"""
     user: Word | None = None
@@ -105,16 +122,19 @@ class RecordOptions(_Section, frozen=True):
     """the server's --max-request-bytes"""
 
 
-class SegmentOptions(_Section, frozen=True):
-    """Where the bytes live."""
+class FileOptions(_Engine, frozen=True, tag="file"):
+    """Bytes in the files of a folder."""
 
-    engine: Literal["file", "rados"] = "file"
     path: Path | None = None
-    """file; None: ``segments`` in the volume's folder"""
+    """None: ``segments`` in the volume's folder"""
     direct: bool = False
-    """file: O_DIRECT instead of the page cache"""
+    """O_DIRECT instead of the page cache"""
+
+
+class RadosOptions(_Engine, frozen=True, tag="rados"):
+    """Bytes in the objects of a pool of Ceph."""
+
     conf_file: Path = Path("/etc/ceph/ceph.conf")
-    """rados, as all below"""
     pool: Word | None = None
     namespace: Word | None = None
     """None: the volume's name"""
@@ -225,8 +245,8 @@ class Options(_Section, frozen=True):
     """Everything one mount needs to know."""
 
     volume: VolumeOptions = msgspec.field(default_factory=VolumeOptions)
-    records: RecordOptions = msgspec.field(default_factory=RecordOptions)
-    segments: SegmentOptions = msgspec.field(default_factory=SegmentOptions)
+    records: LmdbOptions | EtcdOptions = msgspec.field(default_factory=LmdbOptions)
+    segments: FileOptions | RadosOptions = msgspec.field(default_factory=FileOptions)
     client: ClientOptions = msgspec.field(default_factory=ClientOptions)
     publish: PublishOptions = msgspec.field(default_factory=PublishOptions)
     cache: CacheOptions = msgspec.field(default_factory=CacheOptions)
@@ -238,11 +258,11 @@ class Options(_Section, frozen=True):
     @property
     def is_shared(self) -> bool:
         """The records are in a store that many hosts reach: the volume is known by its name, not by a folder."""
-        return self.records.engine == "etcd"
+        return isinstance(self.records, EtcdOptions)
 
     @property
     def has_segment_files(self) -> bool:
-        return self.segments.engine == "file"
+        return isinstance(self.segments, FileOptions)
 
     @property
     def title(self) -> str:
@@ -254,6 +274,7 @@ class Options(_Section, frozen=True):
         """What the keys of a shared volume's records begin with. ConfigError where it has no name."""
         if not self.volume.name:
             raise ConfigError("volume.name is not set: name the volume, as records.engine etcd holds many")
+        assert isinstance(self.records, EtcdOptions)
         return f"{self.records.prefix}{self.volume.name}/"
 
     @property
@@ -265,10 +286,12 @@ class Options(_Section, frozen=True):
 
     @property
     def records_path(self) -> Path:
+        assert isinstance(self.records, LmdbOptions)
         return self.records.path or self.volume_path / "records"
 
     @property
     def segments_path(self) -> Path:
+        assert isinstance(self.segments, FileOptions)
         return self.segments.path or self.volume_path / "segments"
 
     @property

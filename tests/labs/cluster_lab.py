@@ -21,7 +21,7 @@ import pytest
 
 from kvfuse.cluster.ceph import PROGRAMS, CephServers, CephSettings
 from kvfuse.cluster.etcd import EtcdServers, EtcdSettings
-from kvfuse.options.options import RecordOptions, SegmentOptions
+from kvfuse.options.options import EtcdOptions, RadosOptions
 from kvfuse.remote.records.etcd.store import EtcdPlace
 from kvfuse.remote.segments.rados.librados import Place
 
@@ -109,7 +109,7 @@ def etcd_place(servers: EtcdServers, part: str, **more: Any) -> EtcdPlace:
     prefix = b"/" + re.sub(r"[^\w]", "_", part).encode() + b"/"
     password = more.pop("password", "")
     more = {"ca_file": servers.ca_file, "cert_file": servers.cert_file, "key_file": servers.key_file, **more}
-    return EtcdPlace(RecordOptions(engine="etcd", endpoints=servers.endpoints, **more), prefix, password)
+    return EtcdPlace(EtcdOptions(endpoints=servers.endpoints, **more), prefix, password)
 
 
 def ceph_cluster(osds: int = 3, settings: CephSettings | None = None) -> AbstractContextManager[CephServers]:
@@ -122,7 +122,7 @@ def rados_place(servers: CephServers, part: str, **more: Any) -> Place:
     """How to reach a part of the pool: ``part`` is turned into a namespace."""
     namespace = re.sub(r"[^\w]", "_", part)
     more = {"conf_file": servers.conf_file, "keyring": servers.keyring, **more}
-    return Place(SegmentOptions(engine="rados", **more), servers.settings.pool, namespace)
+    return Place(RadosOptions(**more), servers.settings.pool, namespace)
 
 
 P = TypeVar("P", EtcdPlace, Place)

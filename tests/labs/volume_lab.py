@@ -51,7 +51,9 @@ CALLER = Caller(0, 0)
 MIB = 1 << 20
 
 
-SHARED_LIMITS = dataclasses.replace(LIMITS, shared=True, commit_operations_max=128, commit_bytes_max=3 * MIB // 2)
+SHARED_LIMITS = dataclasses.replace(
+    LIMITS, shared=True, commit_operations_max=128, commit_bytes_max=3 * MIB // 2, deadline=5.0
+)
 
 
 @dataclass

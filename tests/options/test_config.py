@@ -13,15 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import trio
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvfuse.errors import ConfigError
 from kvfuse.options import config
 from kvfuse.options.config import load
-from kvfuse.options.options import Options, RecordOptions, SegmentOptions
+from kvfuse.options.options import EtcdOptions, Options, RadosOptions
 from kvfuse.sizes import GIB, KIB, MIB, format_size, parse_size
-from kvfuse.volume.opening.engines import check_private, etcd_place, rados_place, read_password
+from kvfuse.volume.opening.engines import RECORDS, SEGMENTS, check_private, read_password
 
 TEMPLATE = resources.files("kvfuse").joinpath("data/mount.conf")
 
@@ -262,6 +263,11 @@ def test_what_does_not_go_together_is_refused(conf: Path, text: str, message: st
     assert message in error_of(conf, text)
 
 
+def test_every_engine_that_can_be_chosen_can_be_opened() -> None:
+    assert set(config.TABLES["records"].values()) == RECORDS.keys()
+    assert set(config.TABLES["segments"].values()) == SEGMENTS.keys()
+
+
 def test_a_password_is_in_a_file_of_its_own(conf: Path) -> None:
     message = error_of(conf, ETCD + "password = 'hunter2'\n" + RADOS)
     assert message.startswith("mount.conf line 5: unknown key 'records.password'")
@@ -301,10 +307,13 @@ def test_a_secret_that_others_may_read_is_refused(tmp_path: Path, mode: int, uid
     if is_private:
         assert read_password(file) == "hunter2"
         return
-    options = Options(
-        records=RecordOptions(engine="etcd", key_file=file), segments=SegmentOptions(keyring=file, pool="p")
-    )
-    for read in (lambda: read_password(file), lambda: etcd_place(options), lambda: rados_place(options)):
+    etcd, rados = EtcdOptions(key_file=file), RadosOptions(keyring=file, pool="p")
+    options = Options(records=etcd, segments=rados)
+    for read in (
+        lambda: read_password(file),
+        lambda: trio.run(RECORDS[EtcdOptions], options, etcd),
+        lambda: trio.run(SEGMENTS[RadosOptions], options, rados),
+    ):
         with pytest.raises(ConfigError, match=rf"others may read {file} \(mode {mode:03o}\).*: chmod (\S+) ") as caught:
             read()
         subprocess.run(["chmod", str(caught.value).split("chmod ")[1].split()[0], file], check=True)

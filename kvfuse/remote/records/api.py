@@ -72,6 +72,8 @@ class RecordLimits:
     """other hosts may change records: the volume then publishes strictly by default"""
     durable: bool = False
     """every commit is, asked for or not"""
+    deadline: float = 0.0
+    """seconds after which a call is over; 0: that is not known"""
 
     def check_commit(
         self, puts: Mapping[bytes, bytes], deletes: Collection[bytes], expect: Mapping[bytes, int]

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import stat
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import trio
 
 from kvfuse.errors import ConfigError
 from kvfuse.options.config import Options, disk_free
+from kvfuse.options.options import EtcdOptions, FileOptions, LmdbOptions, RadosOptions
 from kvfuse.remote.records.api import Meter, RecordStore
 from kvfuse.remote.records.decorators import Delayed
 from kvfuse.remote.records.lmdb.store import LmdbRecords
@@ -19,8 +20,9 @@ from kvfuse.remote.segments.api import SegmentStore
 from kvfuse.remote.segments.file.store import FileSegments
 
 if TYPE_CHECKING:
-    from kvfuse.remote.records.etcd.store import EtcdPlace
-    from kvfuse.remote.segments.rados.librados import Place
+    from kvfuse.remote.segments.rados.store import RadosSegments
+
+Store = TypeVar("Store", bound=RecordStore | SegmentStore)
 
 
 @asynccontextmanager
@@ -31,19 +33,9 @@ async def open_records(
 
     ``meter``: counts the records of a folder's store.
     """
-    records: RecordStore
-    if options.is_shared:
-        from kvfuse.remote.records.etcd.store import EtcdRecords
-
-        records = await EtcdRecords.open(etcd_place(options))
-    else:
-        records = LmdbRecords.open(options.records_path, read_only=read_only, meter=meter)
-    try:
+    async with _closing(await RECORDS[type(options.records)](options, options.records, read_only, meter)) as records:
         delay = options.records.commit_delay
         yield Delayed(records, delay) if delay else records
-    finally:
-        with trio.CancelScope(shield=True):
-            await records.aclose()
 
 
 @asynccontextmanager
@@ -51,57 +43,60 @@ async def open_segments(
     options: Options, *, read_only: bool = False, direct: bool = False
 ) -> AsyncIterator[SegmentStore]:
     """The segment store, closed at the end. ``direct``: past the page cache, whatever the options say. EngineError."""
-    segments: SegmentStore
-    if options.has_segment_files:
-        segments = FileSegments.open(
-            options.segments_path, direct=direct or options.segments.direct, read_only=read_only
-        )
-    else:
-        from kvfuse.remote.segments.rados.store import RadosSegments
+    async with _closing(await SEGMENTS[type(options.segments)](options, options.segments, read_only, direct)) as store:
+        yield store
 
-        segments = await RadosSegments.open(rados_place(options))
+
+@asynccontextmanager
+async def _closing(store: Store) -> AsyncIterator[Store]:
     try:
-        yield segments
+        yield store
     finally:
         with trio.CancelScope(shield=True):
-            await segments.aclose()
+            await store.aclose()
 
 
 async def free_space(options: Options) -> tuple[int | None, str]:
     """(bytes that the segments' medium has room for, or None where it does not say; what to call it)"""
-    if options.has_segment_files:
+    if not isinstance(options.segments, RadosOptions):
         return disk_free(options.segments_path), f"below {options.segments_path}"
-    from kvfuse.remote.segments.rados.store import RadosSegments
-
-    segments = await RadosSegments.open(rados_place(options))
-    try:
+    async with _closing(await _open_rados(options, options.segments)) as segments:
         return await segments.free_bytes(), f"in the pool {options.segments.pool}"
-    finally:
-        with trio.CancelScope(shield=True):
-            await segments.aclose()
 
 
-def etcd_place(options: Options) -> EtcdPlace:
+async def _open_lmdb(options: Options, records: LmdbOptions, read_only: bool, meter: Meter | None) -> RecordStore:
+    return LmdbRecords.open(options.records_path, read_only=read_only, meter=meter)
+
+
+async def _open_etcd(options: Options, records: EtcdOptions, *_: object) -> RecordStore:
     """ConfigError where the password cannot be read, or others may read it, or the key."""
-    from kvfuse.remote.records.etcd.store import EtcdPlace
+    from kvfuse.remote.records.etcd.store import EtcdPlace, EtcdRecords
 
-    records = options.records
     if records.key_file is not None:
         check_private(records.key_file, "records.key_file")
     password = read_password(records.password_file) if records.password_file else ""
-    return EtcdPlace(records, options.key_prefix.encode(), password)
+    return await EtcdRecords.open(EtcdPlace(records, options.key_prefix.encode(), password))
 
 
-def rados_place(options: Options) -> Place:
+async def _open_files(options: Options, files: FileOptions, read_only: bool, direct: bool) -> SegmentStore:
+    return FileSegments.open(options.segments_path, direct=direct or files.direct, read_only=read_only)
+
+
+async def _open_rados(options: Options, rados: RadosOptions, *_: object) -> RadosSegments:
     """ConfigError where others may read the key."""
     from kvfuse.remote.segments.rados.librados import Place
+    from kvfuse.remote.segments.rados.store import RadosSegments
 
-    segments = options.segments
-    if segments.pool is None:
+    if rados.pool is None:
         raise ConfigError("segments.pool is not set")
-    if segments.keyring is not None:
-        check_private(segments.keyring, "segments.keyring")
-    return Place(segments, segments.pool, segments.namespace or options.volume.name)
+    if rados.keyring is not None:
+        check_private(rados.keyring, "segments.keyring")
+    return await RadosSegments.open(Place(rados, rados.pool, rados.namespace or options.volume.name))
+
+
+RECORDS: dict[type, Callable[..., Awaitable[RecordStore]]] = {LmdbOptions: _open_lmdb, EtcdOptions: _open_etcd}
+SEGMENTS: dict[type, Callable[..., Awaitable[SegmentStore]]] = {FileOptions: _open_files, RadosOptions: _open_rados}
+"""the options of an engine -> what opens it"""
 
 
 def read_password(file: Path) -> str:

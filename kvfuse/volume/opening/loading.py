@@ -55,10 +55,10 @@ async def load_core(
         raise errors.VolumeError(
             f"{options.title}: the record store is damaged ({error}): 'kvfuse fsck --repair' mends what can be"
         ) from error
-    return core if member is None else _shared(core, member, options)
+    return core if member is None else _shared(core, member)
 
 
-def _shared(core: Core, member: Member, options: Options) -> Core:
+def _shared(core: Core, member: Member) -> Core:
     """As one of several clients has the volume: slabs and numbers are this one's only when they are leased."""
     return dataclasses.replace(
         core,
@@ -66,7 +66,7 @@ def _shared(core: Core, member: Member, options: Options) -> Core:
         generations=SharedNumberRange(schema.COUNTER_GENERATION),
         file_count=0,
         client=member.client,
-        grace=Grace(max(REUSE_SECONDS_MIN, 2 * options.records.deadline, 2 * core.segments.limits.deadline)),
+        grace=Grace(max(REUSE_SECONDS_MIN, 2 * core.records.limits.deadline, 2 * core.segments.limits.deadline)),
     )
 
 

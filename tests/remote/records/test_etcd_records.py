@@ -17,7 +17,7 @@ from lossy_proxy import lossy_proxy
 
 from kvfuse.cluster.etcd import EtcdServers, EtcdSettings
 from kvfuse.errors import ConfigError, EngineError, EngineTimeout
-from kvfuse.options.options import RecordOptions
+from kvfuse.options.options import EtcdOptions
 from kvfuse.remote.records.api import Change
 from kvfuse.remote.records.etcd import store as etcd_engine
 from kvfuse.remote.records.etcd import watch as etcd_watch
@@ -68,7 +68,7 @@ async def test_lost_answers_lost_requests_and_late_requests_change_no_outcome(
 ) -> None:
     """Every commit puts a key of its own and moves a counter, so one that is done twice, or later, shows."""
     async with lossy_proxy(own_etcd.endpoints[0], rng) as proxy:
-        place = EtcdPlace(RecordOptions(endpoints=(proxy.endpoint,), deadline=0.25), f"/{tmp_path}/".encode())
+        place = EtcdPlace(EtcdOptions(endpoints=(proxy.endpoint,), deadline=0.25), f"/{tmp_path}/".encode())
         store = await open_at_last(place)
         judge = await EtcdRecords.open(changed(place, endpoints=own_etcd.endpoints, deadline=30.0))
         versions = {b"done": 0, b"refused": 0, b"unknown": 0}
@@ -146,7 +146,7 @@ async def test_a_cancelled_commit_is_settled_before_the_next(
     own_etcd: EtcdServers, tmp_path: Path, rng: random.Random
 ) -> None:
     async with lossy_proxy(own_etcd.endpoints[0], rng) as proxy:
-        store = await EtcdRecords.open(EtcdPlace(RecordOptions(endpoints=(proxy.endpoint,)), f"/{tmp_path}/".encode()))
+        store = await EtcdRecords.open(EtcdPlace(EtcdOptions(endpoints=(proxy.endpoint,)), f"/{tmp_path}/".encode()))
         seen = set()
         for number in range(60):
             with trio.move_on_after(rng.choice([0.0, rng.random() * 0.01, 0.1])):
@@ -451,11 +451,11 @@ async def test_who_is_not_let_in_is_told_why(guarded: EtcdServers, wrong: dict[s
 )
 async def test_options_that_cannot_work_are_refused(wrong: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        await EtcdRecords.open(EtcdPlace(RecordOptions(**{"endpoints": ("http://127.0.0.1:1",), **wrong}), b"/"))
+        await EtcdRecords.open(EtcdPlace(EtcdOptions(**{"endpoints": ("http://127.0.0.1:1",), **wrong}), b"/"))
 
 
 async def test_a_password_is_not_shown() -> None:
-    assert "secret" not in repr(EtcdPlace(RecordOptions(), b"/", "secret"))
+    assert "secret" not in repr(EtcdPlace(EtcdOptions(), b"/", "secret"))
 
 
 # -- endpoints ----------------------------------------------------------------------------------------
@@ -472,7 +472,7 @@ async def test_something_else_than_etcd_is_an_answer_in_time(answer: bytes) -> N
         endpoint = f"http://127.0.0.1:{listeners[0].socket.getsockname()[1]}"
         start = trio.current_time()
         with pytest.raises(EngineTimeout, match=endpoint):
-            await EtcdRecords.open(EtcdPlace(RecordOptions(endpoints=(endpoint,), deadline=0.5), b"/"))
+            await EtcdRecords.open(EtcdPlace(EtcdOptions(endpoints=(endpoint,), deadline=0.5), b"/"))
         assert trio.current_time() - start < 2
         nursery.cancel_scope.cancel()
 
@@ -492,7 +492,7 @@ async def test_a_member_that_fails_is_left_alone_for_longer_and_longer(autojump_
 
 
 async def test_calls_stay_with_a_member_until_it_fails_and_then_go_to_another() -> None:
-    client = EtcdClient(EtcdPlace(RecordOptions(endpoints=("http://a", "http://b", "http://c")), b"/"))
+    client = EtcdClient(EtcdPlace(EtcdOptions(endpoints=("http://a", "http://b", "http://c")), b"/"))
     first = client.choose()
     assert client.choose() is first
     first.failed()

@@ -30,7 +30,7 @@ import trio
 from msgspec.json import Decoder
 
 from kvfuse.errors import ConfigError, EngineError, EngineFull, EngineTimeout
-from kvfuse.options.options import RecordOptions
+from kvfuse.options.options import EtcdOptions
 from kvfuse.remote.records.etcd import wire
 
 _A = TypeVar("_A", bound=wire.Answer)
@@ -72,7 +72,7 @@ UNSURE_CODES = {CANCELLED, UNKNOWN, DEADLINE, ABORTED, UNAVAILABLE}
 class EtcdPlace:
     """Which keys of a cluster are one store's, and how to reach them."""
 
-    options: RecordOptions
+    options: EtcdOptions
     prefix: bytes
     """what every key of this store begins with"""
     password: str = field(default="", repr=False)
@@ -385,7 +385,7 @@ def _decoded(endpoint: Endpoint, decoder: Decoder[_A], body: bytes) -> _A:
         raise Unanswered(f"{endpoint.url}: not an answer of etcd's: {error}: {body[:80]!r}", sent=True) from error
 
 
-def _tls(options: RecordOptions) -> ssl.SSLContext | None:
+def _tls(options: EtcdOptions) -> ssl.SSLContext | None:
     """ConfigError naming the file that cannot be used."""
     if not any(url.startswith("https:") for url in options.endpoints):
         return None

@@ -396,4 +396,5 @@ def _limits(place: EtcdPlace) -> RecordLimits:
         commit_bytes_max=size,
         shared=True,
         durable=True,
+        deadline=options.deadline,
     )

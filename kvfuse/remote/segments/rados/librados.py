@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
 from kvfuse.errors import EngineError, EngineFull, EngineTimeout
-from kvfuse.options.options import SegmentOptions
+from kvfuse.options.options import RadosOptions
 
 LIBRARY = "librados.so.2"
 CREATE_EXCLUSIVE = 1
@@ -97,7 +97,7 @@ class Range(NamedTuple):
 class Place:
     """Where objects are kept, and as whom."""
 
-    options: SegmentOptions
+    options: RadosOptions
     pool: str
     namespace: str
 
@@ -325,7 +325,7 @@ def _check(code: int, what: str) -> None:
         raise engine_error(code, what)
 
 
-def _configure(lib: ctypes.CDLL, cluster: c_void_p, options: SegmentOptions) -> None:
+def _configure(lib: ctypes.CDLL, cluster: c_void_p, options: RadosOptions) -> None:
     _check(lib.rados_conf_read_file(cluster, os.fsencode(options.conf_file)), f"reading {options.conf_file}")
     seconds = str(math.ceil(options.deadline))
     settings = {
@@ -341,7 +341,7 @@ def _configure(lib: ctypes.CDLL, cluster: c_void_p, options: SegmentOptions) -> 
         _check(lib.rados_conf_set(cluster, name.encode(), value.encode()), f"librados' setting {name} = {value}")
 
 
-def _check_connected(code: int, options: SegmentOptions) -> None:
+def _check_connected(code: int, options: RadosOptions) -> None:
     if code >= 0:
         return
     who = f"{options.conf_file}: connecting as client.{options.user}"
