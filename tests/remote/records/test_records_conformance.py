@@ -1,82 +1,18 @@
 """The contract of ``kvfuse/remote/records/api.py``, sentence by sentence, for every engine and decorator.
 
-An engine joins with one line in ENGINES: a function that opens its store for a directory that is
-empty, or holds what an earlier store of the same test left there. For etcd the directory names a part of the keys.
+``record_engines`` has the engines; watches and leases are in ``test_records_watches``.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
-from pathlib import Path
 
 import pytest
 import trio
 import trio.testing
-from cluster_lab import etcd_place
+from record_engines import Reopen, content, opened
 
-from kvfuse.errors import EngineError
-from kvfuse.remote.records import decorators
-from kvfuse.remote.records.api import ABSENT, Change, RecordStore
-from kvfuse.remote.records.etcd.store import EtcdRecords
-from kvfuse.remote.records.lmdb.store import LmdbRecords
-
-Opener = Callable[[Path], Awaitable[RecordStore]]
-Reopen = Callable[[], Awaitable[RecordStore]]
-
-
-async def lmdb(path: Path) -> LmdbRecords:
-    return LmdbRecords.open(path)
-
-
-def decorated(decorate: Callable[[RecordStore], RecordStore]) -> Opener:
-    """An engine that is lmdb inside."""
-
-    async def open_decorated(path: Path) -> RecordStore:
-        return decorate(LmdbRecords.open(path))
-
-    return open_decorated
-
-
-ENGINES: dict[str, Opener | None] = {
-    "lmdb": lmdb,
-    "passing": decorated(decorators.RecordDecorator),
-    "delayed": decorated(lambda store: decorators.Delayed(store, 1e-4)),
-    "etcd": None,
-}
-"""name -> what opens it; None: needs a cluster"""
-
-
-@pytest.fixture(params=ENGINES)
-def opener(request: pytest.FixtureRequest, tmp_path: Path) -> Reopen:
-    """Opens the same store again and again."""
-    open_store = ENGINES[request.param]
-    if open_store is not None:
-        return lambda: open_store(tmp_path / "records")
-    # A slow machine is no fault here: what deadlines do is tested with the engine.
-    options = etcd_place(request.getfixturevalue("etcd"), str(tmp_path), deadline=60.0)
-    return lambda: EtcdRecords.open(options)
-
-
-@pytest.fixture
-async def store(opener: Reopen) -> AsyncIterator[RecordStore]:
-    store = await opener()
-    yield store
-    await store.aclose()
-
-
-@asynccontextmanager
-async def opened(opener: Reopen) -> AsyncIterator[RecordStore]:
-    store = await opener()
-    try:
-        yield store
-    finally:
-        await store.aclose()
-
-
-async def content(store: RecordStore) -> dict[bytes, bytes]:
-    return {key: value for key, value, _ in await store.scan(b"", limit=1_000_000)}
+from kvfuse.remote.records.api import ABSENT, RecordStore
 
 
 async def values(store: RecordStore, *keys: bytes) -> list[bytes | None]:
@@ -368,144 +304,6 @@ async def test_commits_outlive_the_store(opener: Reopen, durable: bool) -> None:
         assert await store.get([b"a", b"b"]) == [before, None]
         assert await store.commit({b"a": b"3"}, expect={b"a": before.version})
         assert (await store.get([b"a"]))[0].version > before.version
-
-
-# -- watch, lease, close, counters --------------------------------------------------------------------
-
-
-async def test_a_watch_shows_later_changes_in_commit_order(store: RecordStore) -> None:
-    await store.commit({b"p1": b"before"})
-    watch = store.watch(b"p")
-    for number in range(3):
-        await store.commit({b"p%d" % number: b"%d" % number, b"q": b"hidden"})
-    await store.commit({}, [b"p1", b"pabsent"])
-    rows = await store.get([b"p0", b"p1", b"p2"])
-    seen = [await anext(watch) for _ in range(4)]
-    assert [(change.key, change.value) for change in seen] == [
-        (b"p0", b"0"),
-        (b"p1", b"1"),
-        (b"p2", b"2"),
-        (b"p1", None),
-    ]
-    assert (seen[0].version, seen[2].version) == (rows[0].version, rows[2].version)
-    assert [change.version for change in seen] == sorted(change.version for change in seen)
-
-
-async def test_a_watch_wakes_its_reader_and_ends_with_the_store(opener: Reopen) -> None:
-    seen: list[Change] = []
-    all_seen = trio.Event()
-
-    async def read(watch: AsyncIterator[Change]) -> None:
-        async for change in watch:
-            seen.append(change)
-            if len(seen) == 3:
-                all_seen.set()
-
-    with trio.fail_after(30):
-        async with trio.open_nursery() as nursery, opened(opener) as store:
-            nursery.start_soon(read, store.watch(b""))
-            nursery.start_soon(read, store.watch(b"a"))
-            await trio.testing.wait_all_tasks_blocked()
-            await store.commit({b"a": b"1"})
-            await store.commit({b"b": b"1"})
-            await all_seen.wait()
-    assert sorted(change.key for change in seen) == [b"a", b"a", b"b"]
-
-
-async def test_a_cancelled_wait_for_a_change_loses_none(store: RecordStore) -> None:
-    watch = store.watch(b"p")
-    for number in range(5):
-        with trio.move_on_after(0.02):
-            await anext(watch)
-            raise AssertionError("nothing had changed")
-        await store.commit({b"p%d" % number: b""})
-        assert (await anext(watch)).key == b"p%d" % number
-
-
-async def test_a_refused_commit_is_not_watched(store: RecordStore) -> None:
-    watch = store.watch(b"")
-    await store.commit({b"a": b"1"}, expect={b"a": 77})
-    await store.commit({b"b": b"1"})
-    assert (await anext(watch)).key == b"b"
-
-
-async def test_a_watch_of_a_closed_store_has_ended(opener: Reopen) -> None:
-    async with opened(opener) as store:
-        pass
-    assert [change async for change in store.watch(b"")] == []
-
-
-async def test_a_lease_lives_until_it_is_revoked(store: RecordStore) -> None:
-    lease = await store.lease(30)
-    assert lease.ttl == 30
-    assert await lease.keepalive()
-    await lease.revoke()
-    await lease.revoke()
-    assert not await lease.keepalive()
-
-
-async def test_a_lease_takes_the_records_put_under_it_along(store: RecordStore) -> None:
-    lease, other = await store.lease(30), await store.lease(30)
-    await store.commit({b"a": b"1", b"again": b"1", b"other": b"1", b"gone": b"1"}, lease=lease)
-    await store.commit({b"plain": b"1", b"again": b"2"}, [b"gone"])
-    await store.commit({b"other": b"2"}, lease=other)
-    watch = store.watch(b"")
-    await lease.revoke()
-    assert await content(store) == {b"plain": b"1", b"again": b"2", b"other": b"2"}
-    change = await anext(watch)
-    assert (change.key, change.value) == (b"a", None)
-    await other.revoke()
-    assert await content(store) == {b"plain": b"1", b"again": b"2"}
-
-
-async def test_a_commit_under_a_lease_that_is_gone_is_refused(store: RecordStore) -> None:
-    lease = await store.lease(30)
-    await lease.revoke()
-    assert await store.commit({b"a": b"1"}, lease=lease) == 0
-    assert await content(store) == {}
-    assert await store.commit({b"a": b"1"})
-
-
-async def test_a_lease_of_another_store_is_no_lease(opener: Reopen) -> None:
-    async with opened(opener) as first:
-        lease = await first.lease(30)
-    async with opened(opener) as second:
-        with pytest.raises(ValueError):
-            await second.commit({b"a": b"1"}, lease=lease)
-
-
-async def test_close_finishes_what_is_in_flight(opener: Reopen) -> None:
-    store = await opener()
-    results: list[int] = []
-
-    async def put(number: int, *, task_status: trio.TaskStatus[None]) -> None:
-        task_status.started()  # and the call begins before anybody else runs
-        results.append(await store.commit({b"%d" % number: b""}))
-
-    async with trio.open_nursery() as nursery:
-        for number in range(5):
-            await nursery.start(put, number)
-        await store.aclose()
-        await store.aclose()
-    assert results == sorted(set(results)) != [0]
-    assert len(results) == 5
-    with pytest.raises(EngineError):
-        await store.commit({b"late": b""})
-    with pytest.raises(EngineError):
-        await store.get([b"0"])
-    async with opened(opener) as again:
-        assert len(await again.scan(b"")) == 5
-
-
-async def test_counters_count_what_was_asked(store: RecordStore) -> None:
-    await store.get([b"a", b"b"])
-    await store.scan(b"")
-    await store.commit({b"a": b"", b"b": b""}, [b"c"], {b"a": ABSENT})
-    await store.commit({b"a": b""}, expect={b"a": ABSENT})
-    counters = store.counters
-    assert (counters.gets, counters.scans, counters.commits, counters.conflicts) == (1, 1, 2, 1)
-    assert counters.commit_operations == 6
-    assert counters.round_trips == 4
 
 
 # -- against a plain model ----------------------------------------------------------------------------

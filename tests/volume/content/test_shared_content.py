@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import os
 import random
-from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
-from itertools import count
+from collections.abc import Awaitable, Callable
 
 import pytest
 import trio
 import trio.testing
-from records_audit import Audit
-from shared_lab import check_disk, get, hosts, names_in, put, quiet, volumes, write_at
+from shared_lab import get, hosts, names_in, put, quiet, volumes, write_at
 from volume_lab import CALLER, MIB, Chaos, Disk, lab_options
 
 from kvfuse import errors
-from kvfuse.remote.segments.api import Transfer
 from kvfuse.volume.api import ROOT_INODE, Changes
 from kvfuse.volume.commit.batch import Draft
 from kvfuse.volume.commit.planner import Planner
@@ -182,159 +177,6 @@ async def test_times_that_two_hosts_set_are_those(rng: random.Random, autojump_c
             assert (node.atime, node.mtime, node.mode & 0o777) == (2 * 10**9, 10**9, 0o600)
 
 
-async def test_what_two_hosts_changes_were_put_together_to_goes_on_growing(
-    rng: random.Random, autojump_clock: trio.testing.MockClock
-) -> None:
-    data = rng.randbytes(1000)
-    async with hosts(rng, 2, strict=False, capacity=16 * MIB, chunk=CHUNK) as (one, two):
-        await put(one, b"file", data)
-        await quiet(one, two)
-        ino = (await two.lookup(ROOT_INODE, b"file")).ino
-        handle = await two.open(ino, os.O_RDWR, CALLER)
-        await two.write(handle, 500, b"own")
-        await write_at(one, b"file", 0, b"theirs")
-        await quiet(one)
-        await two.release(await two.open(ino, os.O_RDONLY, CALLER))
-        assert await two.write(handle, 1000, b"and more") == 8
-        await two.release(handle)
-        await quiet(two, one)
-        assert await get(one, b"file") == b"theirs" + data[6:500] + b"own" + data[503:] + b"and more"
-
-
-@pytest.mark.parametrize("strict", [True, False], ids=["strict", "relaxed"])
-async def test_appends_of_all_hosts_are_there_once(
-    rng: random.Random, autojump_clock: trio.testing.MockClock, strict: bool
-) -> None:
-    async with hosts(rng, 2, strict=strict, capacity=32 * MIB, chunk=4096) as (one, two):
-        await put(one, b"log", b"")
-        await quiet(one, two)
-
-        async def append(volume: Volume, title: bytes) -> None:
-            for number in range(20):
-                line = b"%s %d %s\n" % (title, number, b"x" * rng.choice([1, 500, 5000]))
-                node = await volume.lookup(ROOT_INODE, b"log")
-                handle = await volume.open(node.ino, os.O_WRONLY | os.O_APPEND, CALLER)
-                await volume.write(handle, node.size, line)  # as the kernel does, by the size it knows
-                lines.add(line)
-                await volume.fsync(handle)
-                await volume.release(handle)
-                volume.forget(node.ino, 1)
-
-        lines: set[bytes] = set()
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(append, one, b"one")
-            nursery.start_soon(append, two, b"two")
-        await quiet(one, two)
-        for volume in (one, two):
-            found = await get(volume, b"log")
-            assert found is not None
-            assert Counter(found.splitlines(keepends=True)) == Counter(lines)
-
-
-@pytest.mark.parametrize("strict", [True, False], ids=["strict", "relaxed"])
-@pytest.mark.parametrize("run", range(5))
-async def test_appends_that_were_taken_are_there_once_where_engines_fail(
-    rng: random.Random, autojump_clock: trio.testing.MockClock, run: int, strict: bool
-) -> None:
-    """Of those that failed a part may be there, or all of it, but once."""
-    taken: set[bytes] = set()
-    failed: set[bytes] = set()
-    chaos = [Chaos(random.Random(rng.random()), delay=0.5) for _ in range(3)]
-
-    async def append(volume: Volume, title: bytes) -> None:
-        node = await volume.lookup(ROOT_INODE, b"log")
-        handle = await volume.open(node.ino, os.O_WRONLY | os.O_APPEND, CALLER)
-        for number in range(20):
-            line = b"%s %d %s\n" % (title, number, b"x" * rng.choice([1, 500, 5000]))
-            try:
-                await volume.write(handle, (await volume.attributes(node.ino)).size, line)
-                taken.add(line)
-                if rng.random() < 0.5:
-                    await volume.fsync(handle)
-            except errors.EngineError:
-                failed.add(line)
-            await trio.sleep(rng.random() * 0.1)
-        await volume.release(handle)
-
-    async with hosts(rng, 3, chaos, strict=strict, capacity=32 * MIB, chunk=4096) as all_volumes:
-        await put(all_volumes[0], b"log", b"")
-        await quiet(*all_volumes)
-        for one in chaos:
-            one.commit_error = one.write_error = one.read_error = 0.1
-        async with trio.open_nursery() as nursery:
-            for volume, title in zip(all_volumes, (b"one", b"two", b"three"), strict=True):
-                nursery.start_soon(append, volume, title)
-        for one in chaos:
-            one.commit_error = one.write_error = one.read_error = 0.0
-        await quiet(*all_volumes)
-        await quiet(*all_volumes)
-        for volume in all_volumes:
-            found = await get(volume, b"log") or b""
-            assert [line for line in taken if found.count(line) != 1] == []
-            assert [line for line in failed - taken if found.count(line) > 1] == []
-
-
-@pytest.mark.parametrize("size", [100, CHUNK + 100, 2 * CHUNK, 40 * CHUNK + 100, 40 * CHUNK - 150])
-@pytest.mark.parametrize("failing", range(4))
-async def test_an_append_outlasts_reads_that_fail_while_it_is_moved_behind_another(
-    rng: random.Random,
-    autojump_clock: trio.testing.MockClock,
-    monkeypatch: pytest.MonkeyPatch,
-    size: int,
-    failing: int,
-) -> None:
-    """``size``: of the file before. ``failing``: which read of the commit does."""
-    data, numbers = rng.randbytes(size), count()
-    async with hosts(rng, 2, strict=False, capacity=16 * MIB, chunk=CHUNK) as (one, two):
-        await put(one, b"file", data)
-        await quiet(one, two)
-        handle = await two.open((await two.lookup(ROOT_INODE, b"file")).ino, os.O_RDWR | os.O_APPEND, CALLER)
-        await two.write(handle, size, b"two" * 50)
-        await write_at(one, b"file", size, b"one" * 50, os.O_RDWR | os.O_APPEND)
-        read = two.core.segments.read
-
-        async def read_or_fail(batch: Sequence[Transfer]) -> None:
-            if next(numbers) == failing:
-                raise errors.EngineError("injected: a read")
-            await read(batch)
-
-        with monkeypatch.context() as during, suppress(errors.EngineError):
-            during.setattr(two.core.segments, "read", read_or_fail)
-            await two.fsync(handle)
-        await two.release(handle)
-        await quiet(two, one)
-        for volume in (one, two):
-            assert await get(volume, b"file") == data + b"one" * 50 + b"two" * 50
-
-
-@pytest.mark.parametrize("how", ["write", "write behind", "append"])
-async def test_who_syncs_is_told_of_changes_that_there_was_no_room_to_put_together(
-    rng: random.Random, autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch, how: str
-) -> None:
-    data = rng.randbytes(CHUNK // 2)
-    flags = os.O_RDWR | os.O_APPEND if how == "append" else os.O_RDWR
-    offset = 0 if how == "write" else len(data)
-    async with hosts(rng, 2, strict=False, capacity=16 * MIB, chunk=CHUNK) as (one, two):
-        await put(one, b"file", data)
-        await quiet(one, two)
-        handle = await two.open((await two.lookup(ROOT_INODE, b"file")).ino, flags, CALLER)
-        await two.write(handle, offset, b"lost" * 50)
-        theirs = len(data) if how == "append" else 1000
-        await write_at(one, b"file", theirs, b"one" * 50, flags)
-
-        def allocate(length: int) -> None:
-            raise errors.NoSpace(f"injected: no {length} bytes")
-
-        with monkeypatch.context() as during, pytest.raises(errors.NoSpace, match="changes of two hosts"):
-            during.setattr(two.core.slabs, "allocate", allocate)
-            await two.fsync(handle)
-        await two.fsync(handle)
-        await two.release(handle)
-        await quiet(two, one)
-        for volume in (one, two):
-            assert await get(volume, b"file") == data[:theirs] + b"one" * 50 + data[theirs + 150 :]
-
-
 async def test_of_files_that_two_put_under_one_name_one_is_whole(
     rng: random.Random, autojump_clock: trio.testing.MockClock
 ) -> None:
@@ -440,106 +282,6 @@ async def test_what_another_host_removes_stays_readable_while_it_is_open(
         two.forget(node.ino, 1)
         await trio.sleep(120)
         assert not [key for key in disk.records if key[:1] in (b"o", b"f", b"h")]
-
-
-class Actor:
-    """Does what it likes to a few names that others change too, and remembers what it was told."""
-
-    def __init__(self, volume: Volume, rng: random.Random, number: int, written: dict[bytes, set[bytes]]) -> None:
-        self.volume = volume
-        self.rng = rng
-        self.number = number
-        self.written = written
-        """name -> whole contents that it may have"""
-        self.tolerated: tuple[type[errors.KvfuseError], ...] = ()
-        """where commits fail, what was asked for may have happened all the same"""
-
-    async def run(self, steps: int) -> None:
-        for serial in range(steps):
-            name = self.rng.choice(list(self.written))
-            action = self.rng.choices([self.publish, self.unlink, self.read, self.overwrite], [6, 2, 4, 2])[0]
-            try:
-                await action(name, serial)
-            except (errors.NotFound, errors.Stale, errors.Exists, *self.tolerated):
-                pass
-
-    def data(self) -> bytes:
-        """Bytes that say where they come from, so that a mixture shows."""
-        return self.rng.randbytes(16) * self.rng.choice([1, 300, 5000, 20_000])
-
-    async def publish(self, name: bytes, serial: int) -> None:
-        data, temporary = self.data(), b"tmp%d.%d" % (self.number, serial)
-        self.written[name].add(data)
-        await put(self.volume, temporary, data)
-        await self.volume.rename(ROOT_INODE, temporary, ROOT_INODE, name, 0)
-
-    async def unlink(self, name: bytes, serial: int) -> None:
-        await self.volume.unlink(ROOT_INODE, name)
-
-    async def read(self, name: bytes, serial: int) -> None:
-        data = await get(self.volume, name)
-        assert data is None or data in self.written[name], f"{name!r}: {len(data)} bytes that nobody wrote"
-
-    async def overwrite(self, name: bytes, serial: int) -> None:
-        """A file of its own, in place, in pieces."""
-        own = b"own%d" % self.number
-        data = self.data()
-        await put(self.volume, own, data)
-        offset = self.rng.randrange(len(data))
-        piece = self.rng.randbytes(self.rng.randrange(1, 5000))
-        await write_at(self.volume, own, offset, piece)
-        expected = bytearray(data)
-        expected[offset : offset + len(piece)] = piece
-        assert await get(self.volume, own) == expected
-        await self.volume.unlink(ROOT_INODE, own)
-
-
-def is_held(disk: Disk, freed_key: bytes) -> bool:
-    """Somebody holds the slab of an f record, and should have seen to it."""
-    row = disk.records[schema.holder_key(schema.key_slab(freed_key))]
-    return schema.decode_holder(row.value).client != schema.NOBODY
-
-
-@pytest.mark.parametrize("strict", [True, False], ids=["strict", "relaxed"])
-@pytest.mark.parametrize("faults", [0.0, 0.05], ids=["reliable", "failing"])
-@pytest.mark.parametrize("capacity", [64 * MIB, 9 * MIB], ids=["roomy", "full"])
-async def test_random_work_of_three(
-    rng: random.Random, autojump_clock: trio.testing.MockClock, strict: bool, faults: float, capacity: int
-) -> None:
-    """``full``: there is hardly room for it, and the three have to share slabs."""
-    options = lab_options(strict=strict, capacity=capacity, chunk=CHUNK, nodes=rng.choice([1000, 8]))
-    disk = Disk.format(options, shared=True)
-    Audit.attach(disk)
-    chaos = [Chaos(random.Random(rng.random()), delay=0.3) for _ in range(3)]
-    written: dict[bytes, set[bytes]] = {b"name%d" % number: set() for number in range(4)}
-    async with volumes(disk, options, 3, rng, chaos) as all_volumes:
-        for one in chaos:
-            one.commit_error_after = faults
-        crashed: list[Disk] = []
-
-        async def crash() -> None:
-            while True:
-                await trio.sleep(rng.random() * 0.1)
-                crashed.append(disk.copy())
-
-        async with trio.open_nursery() as watching:
-            watching.start_soon(crash)
-            async with trio.open_nursery() as nursery:
-                for number, volume in enumerate(all_volumes):
-                    actor = Actor(volume, random.Random(rng.random()), number, written)
-                    actor.tolerated = (errors.EngineError,) * (faults > 0) + (errors.NoSpace,) * (capacity < 64 * MIB)
-                    nursery.start_soon(actor.run, 40)
-            watching.cancel_scope.cancel()
-        for one in chaos:
-            one.commit_error_after = 0
-        await quiet(*all_volumes)
-        states = [{name: await get(volume, name) for name in written} for volume in all_volumes]
-        assert states[0] == states[1] == states[2]
-        assert all(states[0][name] is None or states[0][name] in written[name] for name in written)
-        await trio.sleep(60)
-        assert not [key for key in disk.records if key[:1] == b"o" or (key[:1] == b"f" and is_held(disk, key))]
-    for copy in (*rng.sample(crashed, min(len(crashed), 10)), disk):  # as if all had died at the same moment
-        await check_disk(copy)
 
 
 async def test_threads_see_no_slots_of_a_shared_volume(
