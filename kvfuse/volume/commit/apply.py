@@ -62,6 +62,9 @@ class BatchBuilder:
         if self.core.shared:
             gone = dict.fromkeys(draft.gone)
             batch.taken = [_taken(node, node in gone) for node in {**dict.fromkeys(draft.nodes), **gone}]
+            for node in draft.nodes:
+                if node.nlink:
+                    _begin_base(node)
             batch.size = growth(draft.puts, draft.deletes, draft.before)
         if self.pending.ties.others:
             batch.ties = [(node, other) for node in draft.nodes for other in self.pending.ties.drop(node)]
@@ -71,7 +74,7 @@ class BatchBuilder:
         for node in draft.nodes:
             self._apply_node(node, [] if node in draft.bequests else dead, born)
         for node in draft.gone:
-            dead += self.planner.dead_of_gone(node)
+            dead += node.dead
             node.extra, node.dead = {}, []
         batch.reserved = sum([self.core.metadata.taken(node) for node in draft.nodes if node.reserved])
         dead += self._take(draft, batch)
@@ -120,8 +123,6 @@ class BatchBuilder:
         node.extra = {}
         if not node.nlink:
             return
-        if self.core.shared:
-            _begin_base(node)
         node.dirty_chunks = frozenset()
         if node.born:
             fresh: list[Slot] = []
@@ -129,8 +130,7 @@ class BatchBuilder:
                 if extent.state == FRESH:
                     extent.state = COMMITTED
                     fresh.append(extent.slot)
-            if self.core.shared:
-                born.update([addr for addr, _ in fresh])
+            born.update([addr for addr, _ in fresh])
             node.born.clear()
             self.core.slabs.commit(fresh)
             self.pending.counters.blocks += 1
@@ -196,10 +196,10 @@ class Settling:
             node.committing = False
             node.stored = True
             node.stored_epoch = pending.epoch
-        if self.core.shared:
+        dentries, shared = self.core.dentries, self.core.shared
+        if shared:
             self._settle_versions(batch)
             pending.loose.settle_attributes(draft.extra, batch.puts, batch.version)
-        dentries, shared = self.core.dentries, self.core.shared
         for change in draft.names:
             puts = not shared or batch.changes_name(change.parent, change.name)
             dentries.settle(change, batch.version if shared else 0, puts=puts)

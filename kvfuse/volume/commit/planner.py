@@ -15,14 +15,12 @@ from collections.abc import Iterable, Iterator
 from stat import S_IFREG
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from kvfuse.volume.commit.batch import Batch, Draft, Unit
+from kvfuse.volume.commit.expectations import Expectations, orphan_of
 from kvfuse.volume.commit.late import Late, is_held, is_late, settlers
 from kvfuse.volume.commit.pending import Pending
 from kvfuse.volume.inodes.chunk import Extent
 from kvfuse.volume.inodes.dentries import NameChange
-from kvfuse.volume.inodes.metadata_budget import NOT_STORED, TIMES_WEIGHT, entry_weight, inode_weight
 from kvfuse.volume.inodes.node import Node
 from kvfuse.volume.store import schema
 
@@ -40,6 +38,11 @@ class Planner:
         self.pending = pending
         self.core = pending.core
         self._limits = pending.core.records.limits
+        is_shared = self.core.shared
+        self._complete = Expectations(pending).complete if is_shared else Draft.measure
+        """called with each draft, when nothing more is put or deleted"""
+        self._bequeaths = is_shared
+        """slots of others need records"""
 
     def draft_all(self, late: Late) -> Draft:
         """Everything but what is late."""
@@ -61,26 +64,18 @@ class Planner:
             self._draft_dead(draft, draft.dead)
         if draft.extra:
             self._draft_extra(draft)
-        return draft.measure()
+        return self._complete(draft)
 
     def _draft_node(self, draft: Draft, node: Node, *, bequeaths: bool = False) -> None:
         draft.nodes.append(node)
         if node.nlink:
             if node.dirty_chunks and node.base is not None:
                 node.ctime = max(node.ctime, node.base.ctime + 1)  # by this others see it, whatever their clocks say
-            record = node.record()
+            record = draft.records[node] = node.record()
             if node.own_record:
-                key = schema.inode_key(node.ino)
-                draft.puts[key] = schema.encode_inode(record)
+                draft.puts[schema.inode_key(node.ino)] = schema.encode_inode(record)
             else:
-                key = schema.entry_key(node.parent, node.name)
-                draft.puts[key] = schema.encode_entry_inline(record)
-            if self.core.shared:
-                draft.records[node] = record
-                draft.expect.setdefault(key, node.version)
-                draft.files += not node.version
-                if node.version:
-                    draft.before[key] = inode_weight(len(key), len(node.target))
+                draft.puts[schema.entry_key(node.parent, node.name)] = schema.encode_entry_inline(record)
             for index in node.dirty_chunks:
                 chunk = node.chunks.get(index)
                 key = schema.chunk_key(node.ino, index)
@@ -112,17 +107,9 @@ class Planner:
     def _draft_gone(self, draft: Draft, node: Node) -> None:
         draft.gone.append(node)
         draft.extra.update(node.extra)
-        if self.core.shared and node.version:  # what was found by an orphan record is freed once, by whom it concerns
-            key = schema.orphan_key(node.ino)
-            draft.expect[key] = node.version
-            draft.before[key] = inode_weight(len(key), len(node.target))
-        if _leaves_orphan(node) and not self.core.shared:  # bytes that were staged may have come to slots since
+        if node.extra.get(schema.orphan_key(node.ino)) is not None:  # staged bytes may have come to slots since
             draft.extra[schema.orphan_key(node.ino)] = schema.encode_inode(node.orphan_record())
-        self._draft_dead(draft, self.dead_of_gone(node))
-
-    def dead_of_gone(self, node: Node) -> list[Extent]:
-        """What is freed with the last name: in a shared volume the orphan record names all that is stored."""
-        return [] if self.core.shared and _leaves_orphan(node) else node.dead
+        self._draft_dead(draft, node.dead)
 
     def _draft_dead(self, draft: Draft, extents: list[Extent]) -> None:
         """Slots that cease to be durable. Those in slabs of others are left to them."""
@@ -141,55 +128,19 @@ class Planner:
             if change.may_go_first:
                 draft.deletes.add(schema.entry_key(parent, name))
                 draft.vacated.append((parent, name))
-                if self.core.shared:
-                    self._expect_name(draft, change)
             return
         draft.names.append(change)
-        if self.core.shared and (node is not None or change.stored):
-            self._expect_name(draft, change)
-            directory = self.pending.folders.get(parent)
-            if node is not None and directory is not None and directory.version:
-                self._draft_folder(draft, directory)
         if node is None:
             if change.stored:
                 draft.deletes.add(schema.entry_key(parent, name))
         elif node.own_record:
             draft.puts[schema.entry_key(parent, name)] = schema.encode_entry_reference(node.ino)
 
-    def _expect_name(self, draft: Draft, change: NameChange) -> None:
-        """The stored name is as it was when it was changed here.
-
-        Whoever loses it is kept by an orphan record, as it is stored: so the name's version says.
-        """
-        key = schema.entry_key(change.parent, change.name)
-        node = change.node
-        draft.expect[key] = change.version
-        record = change.leaves.base if isinstance(change.leaves, Node) else change.leaves
-        if record is not None:
-            draft.before[key] = inode_weight(len(key), len(record.target))
-            draft.files -= 1
-            draft.puts[schema.orphan_key(record.ino)] = orphan_of(record, self.core.client)
-        elif change.version and (node is None or node.own_record or node.version != change.version):
-            draft.before[key] = entry_weight(len(change.name))
-
-    def _draft_folder(self, draft: Draft, directory: Node) -> None:
-        """A name comes into a directory, which must not be removed meanwhile: who is about to has marked it."""
-        key = schema.inode_key(directory.ino)
-        draft.expect.setdefault(key, directory.version)
-        if directory.base is not None and directory.base.flags & schema.FLAG_LEAVING:
-            directory.flags &= ~schema.FLAG_LEAVING
-            draft.records[directory] = record = directory.record()
-            draft.puts[key] = schema.encode_inode(record)
-            draft.before[key] = inode_weight(len(key), 0)
-
     def _draft_times(self, draft: Draft, directory: Node) -> None:
         draft.times.append(directory)
         if directory.nlink:
             times = schema.encode_times(directory.atime, directory.mtime, directory.ctime)
             draft.puts[schema.times_key(directory.ino)] = times
-            draft.before[schema.times_key(directory.ino)] = TIMES_WEIGHT
-            if self.core.shared and directory.version:  # where another host removed it, nobody takes its times away
-                draft.expect.setdefault(schema.inode_key(directory.ino), directory.version)
 
     def _ready_extra(self, late: Late) -> dict[bytes, bytes | None]:
         """Other records that may go now: an attribute comes with its inode, or after it.
@@ -204,8 +155,6 @@ class Planner:
 
     def _draft_extra(self, draft: Draft) -> None:
         for key, value in draft.extra.items():
-            if self.core.shared and key.startswith(schema.XATTR_PREFIX):
-                draft.expect[key], draft.before[key] = self.pending.loose.seen.get(key, NOT_STORED)
             if value is None:
                 draft.deletes.add(key)
             else:
@@ -228,7 +177,7 @@ class Planner:
             if not draft.has_room(part, limits):
                 if taken:
                     break
-                whole = self._draft_unit(unit, late, bequeaths=True) if self.core.shared else part
+                whole = self._draft_unit(unit, late, bequeaths=self._bequeaths)
                 batch.too_large = not draft.has_room(whole, limits)
                 part = part if batch.too_large else whole
             draft.add(part)
@@ -252,12 +201,12 @@ class Planner:
         for change in unit.names:
             self._draft_name(draft, change, late)
         self._draft_extra(draft)
-        return draft.measure()
+        return self._complete(draft)
 
     def _add_loose(self, draft: Draft, late: Late) -> bool:
         """Times, attributes and slots that belong to no unit, as far as there is room; False if something is left."""
         for piece in list(self._loose(draft, late)):
-            if not draft.has_room(piece.measure(), self._limits):
+            if not draft.has_room(self._complete(piece), self._limits):
                 return False
             draft.add(piece)
         return True
@@ -352,13 +301,3 @@ class _Groups:
 def slot_records_max(limits: RecordLimits) -> int:
     """Records of slots that one commit may carry beside a file's other records."""
     return max(1, limits.commit_operations_max // SLOT_SHARE)
-
-
-def orphan_of(record: schema.InodeRecord, client: int) -> bytes:
-    """The orphan record of an inode as it is stored."""
-    return schema.encode_orphan(msgspec.structs.replace(record, nlink=0), client)
-
-
-def _leaves_orphan(node: Node) -> bool:
-    """Its orphan record is to be put."""
-    return node.extra.get(schema.orphan_key(node.ino)) is not None

@@ -40,10 +40,9 @@ class Refusals:
 
     def doubt(self, nodes: Iterable[Node]) -> None:
         """A commit was settled long after it happened: what others changed since may have been told in between."""
-        if self.core.shared:
-            self.doubtful.update(dict.fromkeys(nodes))
-            self.core.dentries.clear()
-            self.pending.load.work.set()
+        self.doubtful.update(dict.fromkeys(nodes))
+        self.core.dentries.clear()
+        self.pending.load.work.set()
 
     async def renew_doubtful(self) -> None:
         """Read anew what `doubt` was told of. EngineError leaves it to be done again."""
