@@ -28,7 +28,6 @@ SHRINKING = {
     "RunningVolume": (15, 27),
     "SharedLookup": (32, 4),
     "Volume": (67, 27),
-    "Worker": (35, 25),
 }
 """class -> methods and attributes that it has still; no more"""
 

@@ -24,7 +24,7 @@ from kvfuse.usrbio.daemon.interpreter import Interpreter
 from kvfuse.usrbio.daemon.limits import Limits
 from kvfuse.usrbio.daemon.peer import Peer
 from kvfuse.usrbio.daemon.registry import Namespace
-from kvfuse.usrbio.daemon.ring_thread import Worker
+from kvfuse.usrbio.daemon.ring_thread import RingThread
 from kvfuse.usrbio.protocol.queues import RingMemory
 from kvfuse.usrbio.protocol.wire import Layout, Op
 from kvfuse.volume.api import ROOT_INODE
@@ -45,7 +45,7 @@ class RingClient(NamedTuple):
     """The client's end of a ring, and the ring's thread as an object."""
 
     ring: RingMemory
-    thread: Worker
+    thread: RingThread
 
     def submit(self, op: Op, name: bytes, length: int) -> None:
         """Of a block in the root directory, from or to the start of the client's memory."""
@@ -94,7 +94,7 @@ def _ring(connection: Connection) -> Iterator[RingClient]:
         bells = [os.eventfd(0, os.EFD_NONBLOCK) for _ in range(2)]
         for bell in bells:
             undo.callback(os.close, bell)
-        thread = Worker(connection, memory, *bells, -1)
+        thread = RingThread(connection, memory, *bells, -1)
         undo.callback(thread.close)
         undo.callback(thread.stop)
         yield RingClient(RingMemory.attach(descriptor), thread)

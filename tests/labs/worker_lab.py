@@ -23,7 +23,7 @@ from kvfuse.usrbio.daemon.doorman import Doorman
 from kvfuse.usrbio.daemon.interpreter import Interpreter, User
 from kvfuse.usrbio.daemon.peer import Peer
 from kvfuse.usrbio.daemon.registry import Namespace, OpenFile
-from kvfuse.usrbio.daemon.ring_thread import Worker
+from kvfuse.usrbio.daemon.ring_thread import RingThread
 from kvfuse.usrbio.protocol.queues import Entries, RingMemory
 from kvfuse.usrbio.protocol.wire import SQE, Layout, Op
 from kvfuse.volume.views.content_map import ContentMap, MapRow, Source
@@ -49,15 +49,15 @@ class Registered:
     failures: list[str] = field(default_factory=list)
     at_start: Callable[[], object] = lambda: None
 
-    def start(self, worker: Worker, calls: list[Call]) -> None:
+    def start(self, worker: RingThread, calls: list[Call]) -> None:
         self.calls += calls
         self.at_start()
 
     def in_loop(self, function: Callable[[], object]) -> None:
         function()
 
-    def cancel(self, worker: Worker, call: Call) -> None:
-        worker.complete(call, -errno.ENOENT)
+    def cancel(self, worker: RingThread, call: Call) -> None:
+        worker.completions.complete(call, -errno.ENOENT)
 
     def pin(self, block: Any) -> int:
         raise AssertionError("nothing is pinned here")
@@ -76,7 +76,7 @@ class Registered:
 class Lab:
     """A worker that the test drives itself, and the client's end of its ring."""
 
-    worker: Worker
+    worker: RingThread
     client: RingMemory
     registered: Registered
     content: bytes
@@ -150,7 +150,7 @@ def worker_lab(rng: random.Random, *, sealed: bool) -> Iterator[Lab]:
     memory, ring_descriptor = RingMemory.create(Layout.of(64, 4096))
     bells = [os.eventfd(0, os.EFD_NONBLOCK) for _ in range(2)]
     yield Lab(
-        Worker(registered, memory, bells[0], bells[1], -1), RingMemory.attach(ring_descriptor), registered, content
+        RingThread(registered, memory, bells[0], bells[1], -1), RingMemory.attach(ring_descriptor), registered, content
     )
     for number in (descriptor, ring_descriptor, *bells):
         os.close(number)

@@ -13,10 +13,10 @@ import trio
 
 from kvfuse import errors
 from kvfuse.credentials import Capability
-from kvfuse.usrbio.daemon.call import Call, Done, in_ring_thread
+from kvfuse.usrbio.daemon.call import Call, Done
 from kvfuse.usrbio.daemon.peer import Peer
 from kvfuse.usrbio.daemon.registry import Namespace
-from kvfuse.usrbio.daemon.ring_thread import Worker
+from kvfuse.usrbio.daemon.ring_thread import RingThread
 from kvfuse.volume.api import Attributes, Binding, Caller, RingApi
 
 EXISTS_KEYS = 2048
@@ -32,22 +32,22 @@ class BlockCalls:
 
     volume: RingApi[Any]
     peer: Peer
-    finish: Callable[[Worker, Done], None]
-    read_here: Callable[[Worker, Call, Any, int, int], Awaitable[None]]
+    finish: Callable[[RingThread, Done], None]
+    read_here: Callable[[RingThread, Call, Any, int, int], Awaitable[None]]
 
-    async def get(self, worker: Worker, call: Call) -> None:
+    async def get(self, ring: RingThread, call: Call) -> None:
         namespace = call.namespace
         assert namespace is not None
         await self._check(namespace, 1)
         for is_last in (False, True):
             try:
-                if await self._get_bound(worker, call, namespace, is_last):
+                if await self._get_bound(ring, call, namespace, is_last):
                     return
             except errors.Stale as error:  # another host took the name from the file after it was looked up
                 if is_last:
                     raise errors.NotFound(str(error)) from error
 
-    async def _get_bound(self, worker: Worker, call: Call, namespace: Namespace, is_last: bool) -> bool:
+    async def _get_bound(self, ring: RingThread, call: Call, namespace: Namespace, is_last: bool) -> bool:
         """Answer with the block that the name means now. False, unless ``is_last``: by then it meant another one."""
         binding = await self._bind(namespace, call.names[0])
         handle = await self.volume.open(binding.ino, os.O_RDONLY, self.caller())
@@ -55,17 +55,17 @@ class BlockCalls:
             size = binding.map.size
             if size > 0:
                 await self.volume.show(handle, 0, (size - 1) // binding.map.chunk_size)
-            if await in_ring_thread(worker, lambda: worker.server.get_again(call)):
+            if await ring.jobs.ask(lambda: ring.server.get_again(call)):
                 return True
             if not (binding.valid or is_last):
                 return False
             size = handle.size
             if size > call.entry.length:
-                worker.complete(call, -errno.EMSGSIZE, size)
+                ring.completions.complete(call, -errno.EMSGSIZE, size)
             elif not size:
-                worker.complete(call, 0)
+                ring.completions.complete(call, 0)
             else:
-                await self.read_here(worker, call, handle, 0, size)
+                await self.read_here(ring, call, handle, 0, size)
             return True
         finally:
             with trio.CancelScope(shield=True):
@@ -81,18 +81,18 @@ class BlockCalls:
         namespace.remember(name, binding)
         return binding
 
-    async def put(self, worker: Worker, call: Call) -> None:
+    async def put(self, ring: RingThread, call: Call) -> None:
         entry, namespace, name = call.entry, call.namespace, call.names[0]
         assert namespace is not None
         await self._check_sticky(await self._check(namespace, 3), call.names)
         if call.data is None:
-            await in_ring_thread(worker, lambda: worker.server.copy_now(call))
+            await ring.jobs.ask(lambda: ring.server.copy_now(call))
             if call.data is None:
                 return
         old = await self.volume.blocks.put(namespace.ino, name, call.data, self.caller(), namespace.mode)
-        self.finish(worker, Done(call, entry.length, directory=namespace.ino, names=[(name, old)]))
+        self.finish(ring, Done(call, entry.length, directory=namespace.ino, names=[(name, old)]))
 
-    async def exists(self, worker: Worker, call: Call) -> None:
+    async def exists(self, ring: RingThread, call: Call) -> None:
         namespace = call.namespace
         assert namespace is not None
         await self._check(namespace, 1)
@@ -104,9 +104,9 @@ class BlockCalls:
         if call.entry.flags and False in found:
             first = found.index(False)
             found = [True] * first + [False] * (len(found) - first)
-        worker.server.answer_keys(call, found)
+        ring.completions.answer_keys(call, found)
 
-    async def delete(self, worker: Worker, call: Call) -> None:
+    async def delete(self, ring: RingThread, call: Call) -> None:
         namespace = call.namespace
         assert namespace is not None
         await self._check_sticky(await self._check(namespace, 3), call.names)
@@ -115,14 +115,14 @@ class BlockCalls:
 
         gone = [row for row in zip(call.names, inodes, strict=True) if row[1]]
         found = [ino != 0 for ino in inodes]
-        self.finish(worker, Done(call, 0, directory=namespace.ino, names=gone, found=found))
+        self.finish(ring, Done(call, 0, directory=namespace.ino, names=gone, found=found))
 
-    async def prefetch(self, worker: Worker, call: Call) -> None:
+    async def prefetch(self, ring: RingThread, call: Call) -> None:
         namespace = call.namespace
         assert namespace is not None
         await self._check(namespace, 1)
         loaded = await self.volume.blocks.prefetch(namespace.ino, call.names, lambda binding: self.peer.may(binding, 4))
-        worker.server.answer_keys(call, loaded)
+        ring.completions.answer_keys(call, loaded)
 
     def caller(self) -> Caller:
         peer = self.peer

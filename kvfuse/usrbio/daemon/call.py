@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
-
-import numpy.typing as npt
-import trio
 
 from kvfuse.usrbio.daemon.call_memory import Share
 from kvfuse.usrbio.daemon.client_memory import Iov
@@ -49,7 +45,7 @@ class Answer(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class Call:
-    """A checked operation that the event loop does. It ends once: `Ring.complete` says whether it was the end."""
+    """A checked operation that the event loop does. It ends once: see `Completions.complete`."""
 
     entry: Entry
     deadline: float
@@ -98,49 +94,6 @@ class Short(Exception):
     """There is no memory for an entry now: it has to wait."""
 
 
-class Ring(Protocol):
-    """A ring's thread, as those see it that serve its entries and do its calls.
-
-    `run_in_turn`, `complete` and `nudge` are for any thread, all else for this one.
-    """
-
-    def run_in_turn(self, job: Callable[[], None]) -> bool:
-        """Have the ring's thread call ``job``, which waits for nothing, in its turn. False if the thread has ended."""
-
-    def complete(self, call: Call, result: int, offset: int = 0, arena: int = 0, pin: int = 0) -> bool:
-        """End a call, once. False when it had ended before: nobody hears of what was done."""
-
-    def is_wanted(self) -> bool:
-        """Somebody else is to work before the next entry."""
-
-    def pause(self) -> None:
-        """Let others work, if they are to."""
-
-    def copying(self) -> AbstractContextManager[None]:
-        """Others may work during this large copy."""
-
-    def post(self, user_data: npt.ArrayLike, results: npt.ArrayLike) -> None:
-        """Post many completions: their numbers, and their results."""
-
-    def publish(self, packed: bytes, count: int) -> None:
-        """Post completions that are packed already."""
-
-    def pass_over(self) -> None:
-        """An entry that was taken has no completion."""
-
-    def withdraw(self, user_data: int) -> bool:
-        """End an entry that still waits for its turn with -ECANCELED; False if there is none."""
-
-    def nudge(self) -> None:
-        """Have the thread look again at what waits. Any thread."""
-
-    def attempt(self, call: Call, attempt: Callable[[], bool]) -> bool:
-        """Keep others from ending the call meanwhile. True when it has ended, or nobody waits for it any more."""
-
-    def write_if_wanted(self, call: Call, write: Callable[[], None]) -> bool:
-        """Write into the client's memory, unless the call has ended. Never later than its completion."""
-
-
 R_contra = TypeVar("R_contra", contravariant=True)
 """the rings' threads"""
 
@@ -175,22 +128,3 @@ class Tables(Protocol[R_contra]):
 
     def failed(self, reason: str) -> None:
         """The client broke its ring: disconnect it. Any thread."""
-
-
-async def in_ring_thread(ring: Ring, job: Callable[[], bool]) -> bool:
-    """What ``job`` says, called by the ring thread in its turn; False if that has ended."""
-    done = trio.Event()
-    token = trio.lowlevel.current_trio_token()
-    results: list[bool] = []
-
-    def run() -> None:
-        results.append(False)
-        try:
-            results[0] = job()
-        finally:
-            token.run_sync_soon(done.set)
-
-    if not ring.run_in_turn(run):
-        return False
-    await done.wait()
-    return results[0]

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
+from contextlib import nullcontext
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from kvfuse.usrbio.daemon.call import Entry
+from kvfuse.usrbio.daemon import reads
+from kvfuse.usrbio.daemon.call import Entry, Tables
 from kvfuse.usrbio.daemon.client_memory import Iov
+from kvfuse.usrbio.daemon.completions import Completions
+from kvfuse.usrbio.daemon.interpreter import Seat
 from kvfuse.usrbio.protocol.queues import Entries
-from kvfuse.usrbio.protocol.wire import IOV_SIZE_MAX, SQE_STRUCT, Op
+from kvfuse.usrbio.protocol.wire import IOV_SIZE_MAX, SQE_STRUCT, Op, Priority
 
 LOW_HALF = np.uint64(0xFFFFFFFF)
+COLUMNS_MIN = 24
+"""Entries in a batch from which they are served as columns."""
+OFFSET_MAX = 1 << 62
+TIMEOUT_US_MAX = (1 << 32) - 1
+"""in an SQE's last word; the bits above are reserved"""
 _NONE = np.zeros(0, np.intp)
 
 
@@ -62,3 +73,72 @@ def find_overlaps(rows: Entries, registered: Mapping[int, Iov]) -> npt.NDArray[n
     starts, ends = starts[order], ends[order]
     bad = np.flatnonzero((starts[1:] < np.maximum.accumulate(ends)[:-1]) & (ends[1:] > starts[1:])) + 1
     return chosen[order[bad]]
+
+
+class ColumnReads:
+    """Serves plain reads of a batch as columns, those of one file into one iov together. A ring's thread owns it."""
+
+    def __init__(self, tables: Tables[Any], completions: Completions, seat: Seat) -> None:
+        self._tables = tables
+        self._completions = completions
+        self._seat = seat
+        self._reader = reads.Reader()
+
+    def serve(self, rows: Entries, taken_at: float) -> Entries:
+        """Serve what can be served so; returns what is left."""
+        words = as_words(rows)
+        kinds = words[:, 0], words[:, 1] & LOW_HALF
+        if same(kinds[0]) and same(kinds[1]):
+            done = self._serve_reads(words, taken_at)
+            return rows if done is None else rows[~done] if not done.all() else rows[:0]
+        left = np.ones(len(rows), bool)
+        groups: dict[tuple[int, int], list[int]] = {}
+        for number, kind in enumerate(zip(kinds[0].tolist(), kinds[1].tolist(), strict=True)):
+            groups.setdefault(kind, []).append(number)
+        for numbers in groups.values():
+            done = self._serve_reads(words[numbers], taken_at) if len(numbers) >= COLUMNS_MIN else None
+            if done is not None:
+                left[numbers] = ~done
+        return rows[left]
+
+    def _serve_reads(self, words: npt.NDArray[np.uint64], taken_at: float) -> npt.NDArray[np.bool_] | None:
+        """Serve entries that differ in their numbers only, if they are plain reads: which are done. None: none is."""
+        entry = Entry(*SQE_STRUCT.unpack(words[0].tobytes()))
+        file, iov = self._tables.files.get(entry.handle), self._tables.iovs.get(entry.iov)
+        if entry.op != Op.READ or entry.flags or entry.priority > Priority.LOW or file is None or iov is None:
+            return None
+        columns = np.ascontiguousarray(words.T)
+        offsets, iov_offsets, lengths, user_data, timeouts_us = columns[[2, 3, 4, 6, 7]]
+        length_max = int(lengths.max())
+        is_plain = (
+            file.readable
+            and iov.writable
+            and length_max <= iov.size
+            and int(lengths.min()) > 0
+            and int((iov_offsets + lengths).max()) <= iov.size
+            and int(iov_offsets.max()) <= iov.size  # or the sum may have wrapped
+            and int(offsets.max()) < OFFSET_MAX
+        )
+        if not is_plain:
+            return None
+        if timeouts_us.any():
+            timeout_us = int(timeouts_us.min())
+            if not 0 < timeout_us <= TIMEOUT_US_MAX or timeout_us < (time.monotonic() - taken_at) * 1e6:
+                return None
+            if int(timeouts_us.max()) > TIMEOUT_US_MAX:
+                return None
+        try:
+            with nullcontext() if iov.holds_lock else self._tables.interpreter.copying(self._seat):
+                results = self._reader.read_many(
+                    file.map, offsets.view(np.int64), lengths.view(np.int64), iov, iov_offsets.view(np.int64)
+                )
+        except OSError:
+            return None
+        done: npt.NDArray[np.bool_] = results != reads.ASK
+        if file.map.notes_reads:
+            file.map.note_read()
+        if done.all():
+            self._completions.post(user_data, results)
+        elif done.any():
+            self._completions.post(user_data[done], results[done])
+        return done

@@ -36,7 +36,7 @@ from kvfuse.usrbio.daemon.peer import Peer
 from kvfuse.usrbio.daemon.penalty import BOUND, Penalty
 from kvfuse.usrbio.daemon.pins import Pins
 from kvfuse.usrbio.daemon.registry import Namespace, OpenFile, Remembered
-from kvfuse.usrbio.daemon.ring_thread import Worker
+from kvfuse.usrbio.daemon.ring_thread import RingThread
 from kvfuse.usrbio.protocol.queues import RingMemory
 from kvfuse.usrbio.protocol.wire import (
     ENTRIES_MAX,
@@ -87,7 +87,7 @@ class Next(Enum):
 class _Ring:
     """A ring of a connection, and its thread. ``shown``: the client's descriptors, to be closed once they are sent."""
 
-    def __init__(self, tables: Tables[Worker], layout: Layout, op_mask: int, shown: list[int]) -> None:
+    def __init__(self, tables: Tables[RingThread], layout: Layout, op_mask: int, shown: list[int]) -> None:
         self.size = layout.size
         with ExitStack() as undo:
             memory, descriptor = RingMemory.create(layout)
@@ -97,10 +97,10 @@ class _Ring:
             shown.append(os.dup(own_bell))
             client_bell = _make_client_bell(shown)
             undo.callback(os.close, client_bell)
-            self.worker = Worker(tables, memory, own_bell, client_bell, op_mask)
-            undo.callback(self.worker.close)
+            self.thread = RingThread(tables, memory, own_bell, client_bell, op_mask)
+            undo.callback(self.thread.close)
             try:
-                self.worker.thread.start()
+                self.thread.thread.start()
             except RuntimeError as error:
                 raise OSError(errno.EAGAIN, str(error)) from error
             self._descriptors = undo.pop_all()
@@ -122,7 +122,7 @@ def _make_client_bell(shown: list[int]) -> int:
 
 
 class Connection:
-    """One client. It is the `worker.Tables` of its rings' threads."""
+    """One client. It is the `call.Tables` of its rings' threads."""
 
     def __init__(
         self,
@@ -321,7 +321,7 @@ class Connection:
         self._account.give("user_iovs")
         self._account.give("user_iov_size", iov.size)
         for ring in list(self._rings.values()):
-            await self._calls.settled(ring.worker, iov)
+            await self._calls.settled(ring.thread, iov)
         last = [iov]
         del iov
         await self._drop_memory(last)
@@ -338,7 +338,7 @@ class Connection:
             except BaseException:
                 close_all(shown)
                 raise
-        self._volume.reading_threads.add(ring.worker)
+        self._volume.reading_threads.add(ring.thread.jobs)
         return (handle, layout.size), shown
 
     async def _drop_ring(self, values: tuple[int, ...]) -> Answer:
@@ -352,10 +352,10 @@ class Connection:
         return (), []
 
     async def _end(self, ring: _Ring) -> None:
-        ring.worker.stop()
-        await self._usher.run(ring.worker.thread.join)
-        self._volume.reading_threads.discard(ring.worker)
-        self._calls.end(ring.worker)
+        ring.thread.stop()
+        await self._usher.run(ring.thread.thread.join)
+        self._volume.reading_threads.discard(ring.thread.jobs)
+        self._calls.end(ring.thread)
         ring.close()
 
     async def _open_namespace(self, values: tuple[int, ...]) -> Answer:
@@ -400,11 +400,11 @@ class Connection:
 
     # -- for the rings' threads ----------------------------------------------------------------------
 
-    def start(self, worker: Worker, calls: list[Call]) -> None:
-        self._limits.desk.put(self._user_key, worker, calls, self._calls.start)
+    def start(self, ring: RingThread, calls: list[Call]) -> None:
+        self._limits.desk.put(self._user_key, ring, calls, self._calls.start)
 
-    def cancel(self, worker: Worker, call: Call) -> None:
-        self._limits.desk.put(self._user_key, worker, [call], self._calls.cancel)
+    def cancel(self, ring: RingThread, call: Call) -> None:
+        self._limits.desk.put(self._user_key, ring, [call], self._calls.cancel)
 
     def in_loop(self, function: Callable[..., object], *arguments: object) -> None:
         with suppress(trio.RunFinishedError):  # the daemon has ended: nobody waits for an answer
@@ -431,10 +431,10 @@ class Connection:
 
     async def _reap(self) -> None:
         for ring in self._rings.values():
-            ring.worker.stop()
+            ring.thread.stop()
         for ring in self._rings.values():
             await self._end(ring)
-        self._limits.desk.drop({ring.worker for ring in self._rings.values()})
+        self._limits.desk.drop({ring.thread for ring in self._rings.values()})
         self._rings.clear()
         self._calls.close()
         for file in self.files.values():

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import trio
 
 from kvfuse.usrbio.daemon.call import Call
-from kvfuse.usrbio.daemon.ring_thread import Worker
+from kvfuse.usrbio.daemon.ring_thread import RingThread
 from kvfuse.usrbio.protocol.wire import MANY_KEY_OPS
 
 PASS_COST = 16.0
@@ -32,7 +32,7 @@ class _Job(NamedTuple):
 
     cost: float
     do: Callable[..., None]
-    worker: Worker | None = None
+    ring: RingThread | None = None
     calls: Sequence[Call] = ()
 
 
@@ -58,10 +58,12 @@ class Desk:
         """`_begin` or `run` will look at what waits"""
         self._more = trio.Event()
 
-    def put(self, user: Hashable, worker: Worker, calls: list[Call], do: Callable[[Worker, list[Call]], None]) -> None:
+    def put(
+        self, user: Hashable, ring: RingThread, calls: list[Call], do: Callable[[RingThread, list[Call]], None]
+    ) -> None:
         """Have the event loop call ``do`` with these calls, some at a time, in this order."""
         pieces = [calls[start : start + PIECE] for start in range(0, len(calls), PIECE)]
-        self._put(user, [_Job(_cost_of(piece), do, worker, piece) for piece in pieces])
+        self._put(user, [_Job(_cost_of(piece), do, ring, piece) for piece in pieces])
 
     async def turn(self, user: Hashable, cost: float) -> None:
         """Wait until the user may have the event loop do what takes as long as so many calls. Event loop only."""
@@ -89,17 +91,17 @@ class Desk:
             while self._serve_some():
                 await trio.lowlevel.checkpoint()
 
-    def calls_of(self, worker: Worker) -> Iterator[Call]:
+    def calls_of(self, ring: RingThread) -> Iterator[Call]:
         """What waits of a ring."""
         with self._lock:
-            jobs = [job for line in self._lines.values() for job in line.jobs if job.worker is worker]
+            jobs = [job for line in self._lines.values() for job in line.jobs if job.ring is ring]
         return (call for job in jobs for call in job.calls)
 
-    def drop(self, workers: set[Worker]) -> None:
+    def drop(self, rings: set[RingThread]) -> None:
         """Forget what waits of rings that have ended."""
         with self._lock:
             for line in self._lines.values():
-                line.jobs = deque(job for job in line.jobs if job.worker not in workers)
+                line.jobs = deque(job for job in line.jobs if job.ring not in rings)
 
     def _begin(self) -> None:
         if self._serve_some():
@@ -114,7 +116,7 @@ class Desk:
             if job is None:
                 return False
             cost += job.cost
-            job.do(job.worker, job.calls)
+            job.do(job.ring, job.calls)
         return True
 
     def _next(self) -> _Job | None:

@@ -8,17 +8,27 @@ from __future__ import annotations
 
 import errno
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from kvfuse.usrbio.daemon import reads
-from kvfuse.usrbio.daemon.call import PIECE, Answer, Call, Entry, Refused, Ring, Short, Tables
+from kvfuse.usrbio.daemon.call import PIECE, Answer, Call, Entry, Refused, Short, Tables
 from kvfuse.usrbio.daemon.client_memory import Iov
-from kvfuse.usrbio.daemon.columns import LOW_HALF, as_words, find_overlaps, may_overlap, same
+from kvfuse.usrbio.daemon.columns import (
+    COLUMNS_MIN,
+    OFFSET_MAX,
+    ColumnReads,
+    find_overlaps,
+    may_overlap,
+)
+from kvfuse.usrbio.daemon.completions import Completions
+from kvfuse.usrbio.daemon.interpreter import Seat
+from kvfuse.usrbio.daemon.jobs import Jobs
+from kvfuse.usrbio.daemon.lines import Lines
 from kvfuse.usrbio.daemon.penalty import MALFORMED
 from kvfuse.usrbio.daemon.registry import Namespace
 from kvfuse.usrbio.daemon.weights import weight_of
@@ -38,21 +48,16 @@ from kvfuse.usrbio.protocol.wire import (
 )
 from kvfuse.volume.views.content_map import ContentMap
 
-COLUMNS_MIN = 24
-"""Entries in a batch from which they are served as columns."""
 LARGE = 256 << 10
 """Bytes of an operation from which it is not kept back for those behind it."""
 PUTS_SIZE = 4 << 20
 """Bytes of puts from which they are not: to pass on a few together costs less than it wins to begin with the first"""
 NAMES_PER_TURN = 1024
 """Keys that are looked at before others may work."""
-OFFSET_MAX = 1 << 62
 CALL_SIZE = 8 << 10
 """Bytes that the task of a call takes, about."""
 KEY_SIZE = 100
 """Bytes that a key takes beside its own, about."""
-TIMEOUT_US_MAX = (1 << 32) - 1
-"""in an SQE's last word; the bits above are reserved"""
 OPS = frozenset(map(int, Op))
 _VIEW = int(Flag.VIEW)  # plain numbers: arithmetic with flags is slow
 _PREFIX = int(Flag.PREFIX)
@@ -62,27 +67,36 @@ def _is_late(entry: Entry, taken_at: float) -> bool:
     return entry.timeout_us != 0 and time.monotonic() > taken_at + entry.timeout_us / 1e6
 
 
-class Server:
-    """Serves the entries of one ring, whose thread owns it. Only `answer_keys` is for other threads.
+class Ring(Protocol):
+    """What a server needs of the ring's thread that it serves for."""
 
-    ``op_mask``: bit n allows operation n.
-    """
+    completions: Completions
+    jobs: Jobs
+    seat: Seat
+
+
+class Server:
+    """Serves the entries of one ring, whose thread owns it. ``op_mask``: bit n allows operation n."""
 
     def __init__(self, ring: Ring, tables: Tables[Any], aux: npt.NDArray[np.uint8], op_mask: int) -> None:
         self._ring = ring
         self._tables = tables
         self._aux_area = aux
         self._op_mask = op_mask
-        self._reader = reads.Reader()
+        self._turns = tables.interpreter
+        self._completions = ring.completions
+        self.lines = Lines(self.serve)
+        """entries that were taken and wait"""
+        self._columns = ColumnReads(tables, ring.completions, ring.seat)
         self.count = 0
         """entries served since somebody set it to 0"""
         self.bad_count = 0
         """malformed ones among them"""
 
     def close(self) -> None:
-        """Let go of memory: the rest goes when the garbage collector comes, as the worker and this know each other."""
+        """Let go of memory: the garbage collector takes the rest, as the ring's thread and this know each other."""
         self._aux_area = self._aux_area[:0].copy()
-        self._reader = reads.Reader()
+        del self._columns
 
     # -- serving -------------------------------------------------------------------------------------
 
@@ -90,7 +104,9 @@ class Server:
         """Serve what was taken from the queue at ``taken_at`` (monotonic seconds). What waits for memory comes back."""
         self.count += len(rows)
         if len(rows) >= COLUMNS_MIN:
-            rows = self._serve_columns(self._without_overlaps(rows), taken_at)
+            rows = self._without_overlaps(rows)
+            if self._op_mask >> Op.READ & 1:
+                rows = self._columns.serve(rows, taken_at)
         elif len(rows) > 1 and may_overlap(rows):
             rows = self._without_overlaps(rows)
         calls: list[Call] = []
@@ -113,12 +129,12 @@ class Server:
             if answer is not None:
                 done.append(CQE_STRUCT.pack(entry.user_data, *answer))
             kept_size += entry.length
-            is_wanted = self._ring.is_wanted()
+            is_wanted = self._turns.is_wanted(self._ring.seat)
             if is_wanted or (entry.length >= LARGE and (entry.op != Op.PUT or kept_size >= PUTS_SIZE)):
                 self._pass_on(done, calls)
                 done, calls, kept_size = [], [], 0
             if is_wanted:
-                self._ring.pause()
+                self._turns.pause(self._ring.seat)
         self._pass_on(done, calls)
         return rows[waiting] if waiting else rows[:0]
 
@@ -135,7 +151,7 @@ class Server:
 
     def _pass_on(self, done: list[bytes], calls: list[Call]) -> None:
         if done:
-            self._ring.publish(b"".join(done), len(done))
+            self._completions.publish(b"".join(done), len(done))
         if calls:
             self._tables.start(self._ring, calls)
 
@@ -145,69 +161,8 @@ class Server:
         if not len(refused):
             return rows
         self.bad_count += len(refused)
-        self._ring.post(rows["user_data"][refused], np.full(len(refused), -errno.EINVAL))
+        self._completions.post(rows["user_data"][refused], np.full(len(refused), -errno.EINVAL))
         return np.delete(rows, refused)
-
-    def _serve_columns(self, rows: Entries, taken_at: float) -> Entries:
-        """Serve plain reads as columns, those of one file into one iov together; returns what is left."""
-        if not self._op_mask >> Op.READ & 1:
-            return rows
-        words = as_words(rows)
-        kinds = words[:, 0], words[:, 1] & LOW_HALF
-        if same(kinds[0]) and same(kinds[1]):
-            done = self._serve_reads(words, taken_at)
-            return rows if done is None else rows[~done] if not done.all() else rows[:0]
-        left = np.ones(len(rows), bool)
-        groups: dict[tuple[int, int], list[int]] = {}
-        for number, kind in enumerate(zip(kinds[0].tolist(), kinds[1].tolist(), strict=True)):
-            groups.setdefault(kind, []).append(number)
-        for numbers in groups.values():
-            done = self._serve_reads(words[numbers], taken_at) if len(numbers) >= COLUMNS_MIN else None
-            if done is not None:
-                left[numbers] = ~done
-        return rows[left]
-
-    def _serve_reads(self, words: npt.NDArray[np.uint64], taken_at: float) -> npt.NDArray[np.bool_] | None:
-        """Serve entries that differ in their numbers only, if they are plain reads: which are done. None: none is."""
-        entry = Entry(*SQE_STRUCT.unpack(words[0].tobytes()))
-        file, iov = self._tables.files.get(entry.handle), self._tables.iovs.get(entry.iov)
-        if entry.op != Op.READ or entry.flags or entry.priority > Priority.LOW or file is None or iov is None:
-            return None
-        columns = np.ascontiguousarray(words.T)
-        offsets, iov_offsets, lengths, user_data, timeouts_us = columns[[2, 3, 4, 6, 7]]
-        length_max = int(lengths.max())
-        is_plain = (
-            file.readable
-            and iov.writable
-            and length_max <= iov.size
-            and int(lengths.min()) > 0
-            and int((iov_offsets + lengths).max()) <= iov.size
-            and int(iov_offsets.max()) <= iov.size  # or the sum may have wrapped
-            and int(offsets.max()) < OFFSET_MAX
-        )
-        if not is_plain:
-            return None
-        if timeouts_us.any():
-            timeout_us = int(timeouts_us.min())
-            if not 0 < timeout_us <= TIMEOUT_US_MAX or timeout_us < (time.monotonic() - taken_at) * 1e6:
-                return None
-            if int(timeouts_us.max()) > TIMEOUT_US_MAX:
-                return None
-        try:
-            with nullcontext() if iov.holds_lock else self._ring.copying():
-                results = self._reader.read_many(
-                    file.map, offsets.view(np.int64), lengths.view(np.int64), iov, iov_offsets.view(np.int64)
-                )
-        except OSError:
-            return None
-        done: npt.NDArray[np.bool_] = results != reads.ASK
-        if file.map.notes_reads:
-            file.map.note_read()
-        if done.all():
-            self._ring.post(user_data, results)
-        elif done.any():
-            self._ring.post(user_data[done], results[done])
-        return done
 
     def _answer(self, entry: Entry, taken_at: float, calls: list[Call]) -> Answer | None:
         """As `_serve`; what was wrong is an answer, too. Short."""
@@ -224,7 +179,7 @@ class Server:
         """The answer to an entry, or None: it is in ``calls``, or has no completion. Refused, OSError, Short."""
         op = entry.op
         if op == Op.RELEASE:
-            self._ring.pass_over()
+            self._completions.expect(-1)
             self._tables.unpin(entry.offset)
             return None
         if op not in OPS or entry.reserved or entry.priority > Priority.LOW:
@@ -281,7 +236,7 @@ class Server:
             result = reads.read(content, offset, length, iov, iov_offset)
             iov.note_copy(time.perf_counter() - began)
             return result
-        with self._ring.copying():
+        with self._turns.copying(self._ring.seat):
             return reads.read(content, offset, length, iov, iov_offset)
 
     def _range(self, entry: Entry) -> Iov:
@@ -297,7 +252,7 @@ class Server:
         """Let a call have ``size`` bytes and what its task takes. Short."""
         size += CALL_SIZE
         weight = weight_of(call)
-        if not self._tables.share.take(size, weight, self._ring.nudge):
+        if not self._tables.share.take(size, weight, self._ring.jobs.nudge):
             raise Short
         call.size, call.weight = size, weight
 
@@ -319,7 +274,7 @@ class Server:
             iov.read(call.entry.iov_offset, buffer)
             iov.note_copy(time.perf_counter() - began)
         else:
-            with self._ring.copying():
+            with self._turns.copying(self._ring.seat):
                 iov.read(call.entry.iov_offset, buffer)
         call.data = buffer.data
 
@@ -421,7 +376,7 @@ class Server:
             self._copy_put(call)
             return True
 
-        return self._ring.attempt(call, attempt)
+        return self._completions.attempt(call, attempt)
 
     # once more, after the event loop made it possible
 
@@ -437,10 +392,10 @@ class Server:
                 return False
             if file.map.notes_reads:
                 file.map.note_read()
-            self._ring.complete(call, result)
+            self._completions.complete(call, result)
             return True
 
-        return self._ring.attempt(call, attempt)
+        return self._completions.attempt(call, attempt)
 
     def get_again(self, call: Call) -> bool:
         """Try a GET again; False if the event loop has to do it."""
@@ -448,11 +403,11 @@ class Server:
         def attempt() -> bool:
             assert call.namespace is not None
             answer = self._get(call.entry, call.namespace, call.names[0], call.iov)
-            if answer is not None and not self._ring.complete(call, *answer) and answer.pin:
+            if answer is not None and not self._completions.complete(call, *answer) and answer.pin:
                 self._tables.unpin(answer.pin)
             return answer is not None
 
-        return self._ring.attempt(call, attempt)
+        return self._completions.attempt(call, attempt)
 
     def _call_of_keys(self, entry: Entry, deadline: float) -> Call:
         namespace = self._namespace(entry)
@@ -469,24 +424,14 @@ class Server:
             names: list[bytes] = []
             for start in range(0, len(keys), NAMES_PER_TURN):
                 names += file_names(keys[start : start + NAMES_PER_TURN])
-                self._ring.pause()
+                self._turns.pause(self._ring.seat)
         call.names = names
         return call
 
-    def answer_keys(self, call: Call, found: Sequence[bool]) -> None:
-        """Write a result byte for each key, and complete the call."""
-        start = call.entry.offset
-        results = np.asarray(found, np.uint8)
-
-        def write() -> None:
-            self._aux_area[start : start + len(results)] = results
-
-        self._ring.write_if_wanted(call, write)
-        self._ring.complete(call, int(results.sum()))
-
     def _cancel(self, entry: Entry, deadline: float) -> Answer | None:
         """Take an entry out of the line; one that is with the event loop is cancelled there. Short."""
-        if self._ring.withdraw(entry.offset):
+        if self.lines.remove(entry.offset):
+            self._completions.post([entry.offset], [-errno.ECANCELED])
             return Answer(0)
         call = Call(entry, deadline)
         self._reserve(call, 0)

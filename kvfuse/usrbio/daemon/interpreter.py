@@ -59,7 +59,7 @@ class User:
 class Seat:
     """The place of one thread, which has the turn, waits for it, or neither. ``began``: when its turn began."""
 
-    __slots__ = ("began", "lent", "user", "wake")
+    __slots__ = ("began", "has_turn", "lent", "user", "wake")
 
     def __init__(self, user: User) -> None:
         self.user = user
@@ -69,6 +69,8 @@ class Seat:
         self.wake = threading.Lock()
         """released by the thread that hands the turn to this seat"""
         self.wake.acquire()
+        self.has_turn = False
+        """it woke up with the turn, and did nothing yet"""
 
 
 class Interpreter:
@@ -140,6 +142,11 @@ class Interpreter:
         self._wait(seat, has_turn=True)
         seat.began = time.perf_counter()
 
+    def pause(self, seat: Seat) -> None:
+        """Let others work, if they are to."""
+        if self.is_wanted(seat):
+            self.lend(seat)
+
     def line_up(self, seat: Seat) -> None:
         """Let a seat have the turn whose thread sleeps, as `sleep` does."""
         with self._lock:
@@ -150,6 +157,7 @@ class Interpreter:
         """Until somebody lined this seat up, and it has the turn."""
         seat.wake.acquire()
         seat.began = time.perf_counter()
+        seat.has_turn = True
 
     def may_sleep_alone(self, user: User) -> bool:
         """Whether one more thread may wait for something by itself, until `woke_alone`."""
@@ -161,6 +169,15 @@ class Interpreter:
     def woke_alone(self, user: User) -> None:
         with self._lock:
             user.alone -= 1
+
+    @contextmanager
+    def copying(self, seat: Seat) -> Iterator[None]:
+        """Others may work during this large copy."""
+        self.begin_copy(seat)
+        try:
+            yield
+        finally:
+            self.end_copy(seat)
 
     def begin_copy(self, seat: Seat) -> None:
         """From here on others may take the turn from this seat. Until `end_copy`."""

@@ -25,13 +25,13 @@ import trio
 from kvfuse import errors
 from kvfuse.errnos import errno_of
 from kvfuse.usrbio.daemon.block_calls import BlockCalls
-from kvfuse.usrbio.daemon.call import PIECE, Call, Done, in_ring_thread
+from kvfuse.usrbio.daemon.call import PIECE, Call, Done
 from kvfuse.usrbio.daemon.call_memory import Share
 from kvfuse.usrbio.daemon.client_memory import Iov
 from kvfuse.usrbio.daemon.deadlines import Deadlines
 from kvfuse.usrbio.daemon.peer import Peer
 from kvfuse.usrbio.daemon.registry import OpenFile
-from kvfuse.usrbio.daemon.ring_thread import Worker
+from kvfuse.usrbio.daemon.ring_thread import RingThread
 from kvfuse.usrbio.protocol.wire import Op
 from kvfuse.volume.api import KernelCache, RingApi
 from kvfuse.volume.views.content_map import ContentMap
@@ -46,7 +46,7 @@ PUTS_SECONDS = 1e-3
 class _Row:
     """A call that is under way, and what cancels it; None: it has not begun, and does not once it has ended."""
 
-    worker: Worker
+    ring: RingThread
     call: Call
     scope: trio.CancelScope | None = None
 
@@ -73,24 +73,24 @@ class Calls:
     peer: Peer
     nursery: trio.Nursery
     share: Share
-    queued: Callable[[Worker], Iterable[Call]] = lambda worker: ()
+    queued: Callable[[RingThread], Iterable[Call]] = lambda ring: ()
     """calls of a ring that `start` will be told of later"""
-    _under_way: dict[tuple[Worker, int], list[_Row]] = field(default_factory=dict)
+    _under_way: dict[tuple[RingThread, int], list[_Row]] = field(default_factory=dict)
     """by ring and user_data, oldest first"""
     _puts: deque[_Row] = field(default_factory=deque)
     """not yet begun"""
     _runner: _Runner | None = None
     """who takes of them"""
-    _done: dict[Worker, deque[Done]] = field(default_factory=dict)
+    _done: dict[RingThread, deque[Done]] = field(default_factory=dict)
     """of which the kernel has to hear before they are completed"""
-    _kept: dict[Worker, deque[Done]] | None = None
+    _kept: dict[RingThread, deque[Done]] | None = None
     """those of ``_done`` that no thread was told of yet, while puts are done one after the other without a wait"""
 
     def __post_init__(self) -> None:
         blocks = BlockCalls(self.volume, self.peer, self._finish, self._read_here)
         self.caller = blocks.caller
         self._deadlines: Deadlines[_Row] = Deadlines(self.nursery, _expire)
-        self._handlers: dict[int, Callable[[Worker, Call], Awaitable[None]]] = {
+        self._handlers: dict[int, Callable[[RingThread, Call], Awaitable[None]]] = {
             Op.READ: self._read,
             Op.WRITE: self._write,
             Op.FSYNC: self._fsync,
@@ -101,19 +101,19 @@ class Calls:
             Op.PREFETCH: blocks.prefetch,
         }
 
-    def start(self, worker: Worker, calls: list[Call]) -> None:
+    def start(self, ring: RingThread, calls: list[Call]) -> None:
         """A task for each call; writes of one file, and puts that are not waited for, share one: it is much cheaper.
 
         From here on a call can be cancelled: whoever asks later finds it.
         """
-        if worker.stopped:  # `end` has been here: nobody would end them
+        if ring.completions.stopped:  # `end` has been here: nobody would end them
             for call in calls:
                 self.share.give(call.size, call.weight)
             return
         writes: dict[OpenFile, list[_Row]] = {}
         for call in calls:
-            row = _Row(worker, call)
-            self._under_way.setdefault((worker, call.entry.user_data), []).append(row)
+            row = _Row(ring, call)
+            self._under_way.setdefault((ring, call.entry.user_data), []).append(row)
             if call.deadline < float("inf"):
                 self._deadlines.add(row, call.deadline)
             if call.entry.op == Op.WRITE and call.file is not None:
@@ -135,11 +135,11 @@ class Calls:
                     writes = [(row.call.entry.offset, row.call.data) for row in rows]
                     written = await self.volume.write_in_slots(file.handle, writes)
             except Exception as error:
-                _answer(error, rows[0].worker, *[row.call for row in rows])
+                _answer(error, rows[0].ring, *[row.call for row in rows])
         others = []
         for row, done in zip(rows, written, strict=True):  # before any wait, in which this may be cancelled
             if done:
-                self._finish(row.worker, Done(row.call, row.call.entry.length, content=file.ino))
+                self._finish(row.ring, Done(row.call, row.call.entry.length, content=file.ino))
                 self._ended(row)
             else:
                 others.append(row)
@@ -171,15 +171,15 @@ class Calls:
                     row.scope = scope
                     runner.busy = True
                     try:
-                        if not (row.call.ended or row.worker.stopped):
-                            await self._do(row.worker, row.call)
+                        if not (row.call.ended or row.ring.completions.stopped):
+                            await self._do(row.ring, row.call)
                     finally:
                         runner.busy = False
                         self._ended(row)
                     if time.perf_counter() > turn_end:
                         break
             if scope.cancelled_caught:
-                row.worker.give_up(row.call, errno.ECANCELED)
+                row.ring.completions.give_up(row.call, errno.ECANCELED)
             if self._runner is runner:
                 await self._tell_kept()
                 if self._puts:
@@ -196,38 +196,38 @@ class Calls:
 
     async def _tell_kept(self) -> None:
         kept, self._kept = self._kept, None
-        for worker, queue in (kept or {}).items():
-            self._off_loop(worker, partial(self._tell_kernel, worker, queue))
+        for ring, queue in (kept or {}).items():
+            self._off_loop(ring, partial(self._tell_kernel, ring, queue))
 
-    def cancel(self, worker: Worker, cancels: list[Call]) -> None:
+    def cancel(self, ring: RingThread, cancels: list[Call]) -> None:
         """What each of these wants to be cancelled."""
         for call in cancels:
-            self._cancel(worker, call)
+            self._cancel(ring, call)
             self.share.give(call.size)
 
-    def _cancel(self, worker: Worker, call: Call) -> None:
-        found = self._under_way.get((worker, call.entry.offset))
+    def _cancel(self, ring: RingThread, call: Call) -> None:
+        found = self._under_way.get((ring, call.entry.offset))
         if not found or found[0].call.ended:
-            worker.complete(call, -errno.ENOENT)
+            ring.completions.complete(call, -errno.ENOENT)
             return
         found[0].cancel()
-        worker.give_up(found[0].call, errno.ECANCELED, lambda: worker.complete(call, 0))
+        ring.completions.give_up(found[0].call, errno.ECANCELED, lambda: ring.completions.complete(call, 0))
 
-    async def settled(self, worker: Worker, iov: Iov) -> None:
+    async def settled(self, ring: RingThread, iov: Iov) -> None:
         """Return when nothing that is under way for a ring can write into the iov any more."""
-        await in_ring_thread(worker, lambda: True)  # what the thread served before is a call of ours now
-        for row in self._of(worker):
+        await ring.jobs.ask(lambda: True)  # what the thread served before is a call of ours now
+        for row in self._of(ring):
             if row.call.iov is iov:
                 row.cancel()
-                worker.give_up(row.call, errno.ECANCELED)
-        for call in self.queued(worker):
+                ring.completions.give_up(row.call, errno.ECANCELED)
+        for call in self.queued(ring):
             if call.iov is iov:
-                worker.give_up(call, errno.ECANCELED)
-        await in_ring_thread(worker, lambda: True)  # and it is not at one of those any more
+                ring.completions.give_up(call, errno.ECANCELED)
+        await ring.jobs.ask(lambda: True)  # and it is not at one of those any more
 
-    def end(self, worker: Worker) -> None:
+    def end(self, ring: RingThread) -> None:
         """Cancel what is under way for a ring that has stopped."""
-        for row in self._of(worker):
+        for row in self._of(ring):
             row.cancel()
 
     def close(self) -> None:
@@ -237,8 +237,8 @@ class Calls:
         self._puts.clear()
         self._done.clear()
 
-    def _of(self, worker: Worker) -> list[_Row]:
-        return [row for (ring, _), rows in self._under_way.items() if ring is worker for row in rows]
+    def _of(self, ring: RingThread) -> list[_Row]:
+        return [row for (other, _), rows in self._under_way.items() if other is ring for row in rows]
 
     async def release(self, file: OpenFile) -> None:
         """The file is not registered any more: the volume's handle goes with the last call that needs it."""
@@ -263,20 +263,20 @@ class Calls:
                     await self.volume.release(file.handle)
 
     async def _run(self, row: _Row) -> None:
-        worker, call = row.worker, row.call
+        ring, call = row.ring, row.call
         try:
             with trio.CancelScope() as scope:
                 row.scope = scope
-                if not (call.ended or worker.stopped):
-                    await self._do(worker, call)
+                if not (call.ended or ring.completions.stopped):
+                    await self._do(ring, call)
         finally:
             self._ended(row)
         if scope.cancelled_caught:
-            worker.give_up(call, errno.ECANCELED)
+            ring.completions.give_up(call, errno.ECANCELED)
 
     def _ended(self, row: _Row) -> None:
         self._deadlines.remove(row)
-        key = (row.worker, row.call.entry.user_data)
+        key = (row.ring, row.call.entry.user_data)
         rows = self._under_way.get(key, [])
         if row in rows:
             rows.remove(row)  # the first one, mostly, where a client uses a number for many
@@ -285,30 +285,30 @@ class Calls:
         row.call.data = None
         self.share.give(row.call.size, row.call.weight)
 
-    async def _do(self, worker: Worker, call: Call) -> None:
+    async def _do(self, ring: RingThread, call: Call) -> None:
         try:
-            await self._handlers[call.entry.op](worker, call)
+            await self._handlers[call.entry.op](ring, call)
         except Exception as error:
-            _answer(error, worker, call)
+            _answer(error, ring, call)
 
     # -- files ---------------------------------------------------------------------------------------
 
-    async def _read(self, worker: Worker, call: Call) -> None:
+    async def _read(self, ring: RingThread, call: Call) -> None:
         entry = call.entry
         async with self._using(call) as file:
-            if not await self._show(worker, call, file.handle, file.map, entry.offset, entry.length):
-                await self._read_here(worker, call, file.handle, entry.offset, entry.length)
+            if not await self._show(ring, call, file.handle, file.map, entry.offset, entry.length):
+                await self._read_here(ring, call, file.handle, entry.offset, entry.length)
 
     async def _show(
-        self, worker: Worker, call: Call, handle: Any, content: ContentMap, offset: int, length: int
+        self, ring: RingThread, call: Call, handle: Any, content: ContentMap, offset: int, length: int
     ) -> bool:
         """Let the ring thread do it, once the map shows the range; False: it does not, or did not help."""
         end = min(offset + length, content.size)
         if end > offset:
             await self.volume.show(handle, offset // content.chunk_size, (end - 1) // content.chunk_size)
-        return await in_ring_thread(worker, lambda: worker.server.read_again(call))
+        return await ring.jobs.ask(lambda: ring.server.read_again(call))
 
-    async def _read_here(self, worker: Worker, call: Call, handle: Any, offset: int, length: int) -> None:
+    async def _read_here(self, ring: RingThread, call: Call, handle: Any, offset: int, length: int) -> None:
         iov, iov_offset = call.iov, call.entry.iov_offset
         assert iov is not None
         done, is_end = 0, False
@@ -316,13 +316,13 @@ class Calls:
             buffer = memoryview(bytearray(min(length - done, PIECE)))
             count = await self.volume.read_into(handle, offset + done, buffer)
             put = partial(iov.write, iov_offset + done, buffer[:count])
-            if not await _copy_in_ring_thread(worker, call, put):
+            if not await _copy_in_ring_thread(ring, call, put):
                 return
             done += count
             is_end = count < len(buffer)
-        worker.complete(call, done)
+        ring.completions.complete(call, done)
 
-    async def _write(self, worker: Worker, call: Call) -> None:
+    async def _write(self, ring: RingThread, call: Call) -> None:
         written = 0
         data = call.data
         async with self._using(call) as file:
@@ -333,27 +333,27 @@ class Calls:
                 if not written:
                     raise
             except trio.Cancelled:  # some of it may be done
-                self._off_loop(worker, lambda: self.kernel.drop_content(file.ino))
+                self._off_loop(ring, lambda: self.kernel.drop_content(file.ino))
                 raise
-        self._finish(worker, Done(call, written, content=file.ino))
+        self._finish(ring, Done(call, written, content=file.ino))
 
-    async def _fsync(self, worker: Worker, call: Call) -> None:
+    async def _fsync(self, ring: RingThread, call: Call) -> None:
         async with self._using(call) as file:
             await self.volume.fsync(file.handle)
-        worker.complete(call, 0)
+        ring.completions.complete(call, 0)
 
-    def _finish(self, worker: Worker, done: Done) -> None:
+    def _finish(self, ring: RingThread, done: Done) -> None:
         """Complete a call after the kernel has dropped what is no longer true; many at once where they come fast."""
-        queue = self._done.setdefault(worker, deque())
+        queue = self._done.setdefault(ring, deque())
         queue.append(done)
         if len(queue) > 1:
             return  # whoever is to take the one before takes this, too
         if self._kept is not None:
-            self._kept[worker] = queue
+            self._kept[ring] = queue
         else:
-            self._off_loop(worker, partial(self._tell_kernel, worker, queue))
+            self._off_loop(ring, partial(self._tell_kernel, ring, queue))
 
-    def _tell_kernel(self, worker: Worker, queue: deque[Done]) -> None:
+    def _tell_kernel(self, ring: RingThread, queue: deque[Done]) -> None:
         """Not in the event loop: it may wait for the kernel."""
         rows = []
         while queue:
@@ -367,8 +367,8 @@ class Calls:
             self._drop(self.kernel.drop_content, ino)
         for row in rows:
             if row.found is not None:
-                worker.server.answer_keys(row.call, row.found)
-        worker.complete_many([(row.call, row.result) for row in rows if row.found is None])
+                ring.completions.answer_keys(row.call, row.found)
+        ring.completions.complete_many([(row.call, row.result) for row in rows if row.found is None])
 
     def _drop(self, drop: Callable[..., None], *arguments: object) -> None:
         """What the kernel refuses to drop ends by its timeout: the change itself is done, and told so."""
@@ -377,37 +377,37 @@ class Calls:
         except errors.KvfuseError as error:
             log.warning("%s", error)
 
-    def _off_loop(self, worker: Worker, job: Callable[[], None]) -> None:
+    def _off_loop(self, ring: RingThread, job: Callable[[], None]) -> None:
         """Call ``job``, which may wait for the kernel, in the ring's thread; in any other one if that has ended."""
-        if not worker.run_here(job):
+        if not ring.jobs.run_here(job):
             self.nursery.start_soon(_in_any_thread, job)
 
 
 def _expire(row: _Row) -> None:
     """Answer at the deadline, also where what is under way cannot be cancelled at once."""
-    row.worker.give_up(row.call, errno.ETIMEDOUT)
+    row.ring.completions.give_up(row.call, errno.ETIMEDOUT)
     row.cancel()
 
 
-def _answer(error: Exception, worker: Worker, *calls: Call) -> None:
+def _answer(error: Exception, ring: RingThread, *calls: Call) -> None:
     """End the calls with the errno of what was raised."""
     number = error.errno if isinstance(error, OSError) else errno_of(error)
     if number is None:
         log.error("%s failed", Op(calls[0].entry.op).name, exc_info=error)
     for call in calls:
-        worker.complete(call, -(number or errno.EIO))
+        ring.completions.complete(call, -(number or errno.EIO))
 
 
-async def _copy_in_ring_thread(worker: Worker, call: Call, put: Callable[[], None]) -> bool:
+async def _copy_in_ring_thread(ring: RingThread, call: Call, put: Callable[[], None]) -> bool:
     """Write to a client's memory, which may have to wait for the client. False: the call has ended."""
 
     def attempt() -> bool:
-        with worker.copying():
+        with ring.turns.copying(ring.seat):
             put()
         return False
 
-    has_ended = await in_ring_thread(worker, lambda: worker.attempt(call, attempt))
-    return not (has_ended or worker.stopped)
+    has_ended = await ring.jobs.ask(lambda: ring.completions.attempt(call, attempt))
+    return not (has_ended or ring.completions.stopped)
 
 
 def _directory(call: Call) -> int:

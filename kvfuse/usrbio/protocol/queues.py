@@ -198,6 +198,7 @@ class RingMemory:
 
     def __init__(self, descriptor: int, layout: Layout) -> None:
         self.layout = layout
+        self._header = layout.header()
         self._mapping = mmap.mmap(descriptor, layout.size)
         words = memoryview(self._mapping)[: layout.sq_offset].cast("Q")
         self.words = words
@@ -219,7 +220,7 @@ class RingMemory:
             os.ftruncate(descriptor, layout.size)
             fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
             memory = cls(descriptor, layout)
-            memory.bytes[: len(layout.header())] = np.frombuffer(layout.header(), np.uint8)
+            memory.bytes[: len(memory._header)] = np.frombuffer(memory._header, np.uint8)
         except BaseException:
             os.close(descriptor)
             raise
@@ -235,8 +236,7 @@ class RingMemory:
 
     def header_is_whole(self) -> bool:
         """What `create` wrote at the start is still there."""
-        header = self.layout.header()
-        return bytes(self.bytes[: len(header)]) == header
+        return bytes(self.bytes[: len(self._header)]) == self._header
 
 
 _fence_pair: tuple[Callable[[], None] | None, Callable[[], None]] | None = None

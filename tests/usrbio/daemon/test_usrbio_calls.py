@@ -19,6 +19,7 @@ from kvfuse.errors import NotFound, Stale
 from kvfuse.usrbio.daemon.block_calls import BlockCalls
 from kvfuse.usrbio.daemon.call import Call, Entry
 from kvfuse.usrbio.daemon.call_memory import Pool, Share
+from kvfuse.usrbio.daemon.jobs import Jobs
 from kvfuse.usrbio.daemon.loop_calls import Calls
 from kvfuse.usrbio.daemon.peer import Peer
 from kvfuse.usrbio.daemon.registry import Namespace, OpenFile
@@ -48,6 +49,8 @@ class IdleWorker:
 
     def __init__(self) -> None:
         self.completed: list[Call] = []
+        self.jobs: Any = self
+        self.completions = self
 
     def run_here(self, job: Callable[[], None]) -> bool:
         job()
@@ -275,13 +278,15 @@ class AwaitedWorker(IdleWorker):
 
     def __init__(self, answers: list[bool]) -> None:
         super().__init__()
-        self.jobs, self.waiting = trio.open_memory_channel[Callable[[], None]](1)
+        self.given, self.waiting = trio.open_memory_channel[Callable[[], None]](1)
         self.results: list[int] = []
         self.server = SimpleNamespace(get_again=lambda call: answers.pop(0))
 
     def run_in_turn(self, job: Callable[[], None]) -> bool:
-        self.jobs.send_nowait(job)
+        self.given.send_nowait(job)
         return True
+
+    ask = Jobs.ask
 
     def complete(self, call: Call, result: int, offset: int = 0) -> None:
         self.results.append(result)

@@ -55,7 +55,7 @@ def test_no_more_is_taken_while_others_complete(lab: Lab, monkeypatch: pytest.Mo
 
     def completes() -> bool:
         for call in calls[:30]:
-            lab.worker.complete(call, 0)
+            lab.worker.completions.complete(call, 0)
         return whole()
 
     monkeypatch.setattr(lab.worker._memory, "header_is_whole", completes)

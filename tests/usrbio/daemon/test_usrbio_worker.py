@@ -81,7 +81,7 @@ def test_what_changed_during_the_copy_is_asked_again(lab: Lab, monkeypatch: pyte
         assert lab.run(entries(count)) == []
         assert [call.entry.user_data for call in lab.registered.calls] == list(range(count))
         for call in lab.registered.calls:
-            lab.worker.complete(call, 0)
+            lab.worker.completions.complete(call, 0)
         assert len(lab.results()) == count
 
 
@@ -185,7 +185,7 @@ def test_entries_wait_for_memory(lab: Lab) -> None:
     ended = 0
     while ended < 8:
         call = lab.registered.calls[ended]
-        lab.worker.complete(call, size)
+        lab.worker.completions.complete(call, size)
         lab.registered.share.give(call.size)
         ended += 1
         while lab.worker.step():
@@ -204,7 +204,7 @@ def test_an_entry_that_came_alone_waits_for_memory(lab: Lab) -> None:
     assert sorted(lab.run(entries(1, op=Op.CANCEL, offset=3, user_data=9))) == [(3, -errno.ECANCELED), (9, 0)]
     assert lab.run(entries(1, user_data=100)) == [(100, 4096)]
     call = lab.registered.calls[0]
-    lab.worker.complete(call, 300 << 10)
+    lab.worker.completions.complete(call, 300 << 10)
     lab.registered.share.give(call.size)
     while lab.worker.step():
         pass
@@ -276,22 +276,22 @@ def test_a_share_returns_what_its_connection_did_not() -> None:
 def test_who_gives_a_slot_up_is_told_when_nothing_reads_it_any_more(lab: Lab) -> None:
     told: list[str] = []
     answers: list[bool] = []
-    assert not lab.worker.tell_when_done(lambda: told.append("idle"))
-    lab.registered.at_start = lambda: answers.append(lab.worker.tell_when_done(lambda: told.append("reading")))
+    assert not lab.worker.jobs.tell_when_done(lambda: told.append("idle"))
+    lab.registered.at_start = lambda: answers.append(lab.worker.jobs.tell_when_done(lambda: told.append("reading")))
     lab.submit(entries(1, op=Op.FSYNC))
     lab.worker.step()  # the event loop comes in the middle of it
     assert answers == [True]
     assert told == []
     lab.worker.step()
     assert told == ["reading"]
-    assert not lab.worker.tell_when_done(lambda: told.append("idle again"))
+    assert not lab.worker.jobs.tell_when_done(lambda: told.append("idle again"))
 
 
 def test_who_gives_a_slot_up_is_told_by_a_ring_that_ends(lab: Lab) -> None:
     told: list[str] = []
 
     def end() -> None:
-        assert lab.worker.tell_when_done(lambda: told.append("reading"))
+        assert lab.worker.jobs.tell_when_done(lambda: told.append("reading"))
         lab.worker.stop()
 
     lab.registered.at_start = end
@@ -299,7 +299,7 @@ def test_who_gives_a_slot_up_is_told_by_a_ring_that_ends(lab: Lab) -> None:
     lab.worker.thread.start()
     lab.worker.thread.join(10.0)
     assert told == ["reading"]
-    assert not lab.worker.tell_when_done(lambda: told.append("ended"))
+    assert not lab.worker.jobs.tell_when_done(lambda: told.append("ended"))
 
 
 def test_slots_wait_for_threads_that_read() -> None:
