@@ -76,13 +76,13 @@ async def ring_client(volume: Volume, size: int) -> AsyncIterator[RingClient]:
         async with trio.open_nursery() as nursery:
             share = Share(limits.pool, account.key, limits.under_way)
             connection = Connection(limits, nobody, peer, account, nobody, nobody, nursery, share)
-            connection.namespaces[NAMESPACE] = Namespace(ROOT_INODE, 0o644, 0)
+            connection.registered.namespaces[NAMESPACE] = Namespace(ROOT_INODE, 0o644, 0)
             descriptor = shared(size, sealed=True)
             seal_memory(descriptor)
-            connection.iovs[IOV] = Iov(descriptor, size, limits.charges.of(peer))
+            connection.registered.iovs[IOV] = Iov(descriptor, size, limits.charges.of(peer))
             with _ring(connection) as client:
                 yield client
-            connection.iovs[IOV].close()
+            connection.registered.iovs[IOV].close()
             nursery.cancel_scope.cancel()
 
 
@@ -94,7 +94,7 @@ def _ring(connection: Connection) -> Iterator[RingClient]:
         bells = [os.eventfd(0, os.EFD_NONBLOCK) for _ in range(2)]
         for bell in bells:
             undo.callback(os.close, bell)
-        thread = RingThread(connection, memory, *bells, -1)
+        thread = RingThread(connection.registered, memory, *bells, -1)
         undo.callback(thread.close)
         undo.callback(thread.stop)
         yield RingClient(RingMemory.attach(descriptor), thread)

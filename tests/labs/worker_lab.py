@@ -22,6 +22,7 @@ from kvfuse.usrbio.daemon.client_memory import Iov, seal_memory
 from kvfuse.usrbio.daemon.doorman import Doorman
 from kvfuse.usrbio.daemon.interpreter import Interpreter, User
 from kvfuse.usrbio.daemon.peer import Peer
+from kvfuse.usrbio.daemon.pins import Pinned, Pins
 from kvfuse.usrbio.daemon.registry import Namespace, OpenFile
 from kvfuse.usrbio.daemon.ring_thread import RingThread
 from kvfuse.usrbio.protocol.queues import Entries, RingMemory
@@ -42,7 +43,7 @@ class Registered:
     iovs: dict[int, Iov] = field(default_factory=dict)
     namespaces: dict[int, Namespace] = field(default_factory=dict)
     share: Share = field(default_factory=lambda: Share(Pool(MIB)))
-    interpreter: Interpreter = field(default_factory=Interpreter)
+    pins: Pins = field(default_factory=lambda: Pins(0, Pinned(0)))
     doorman: Doorman = field(default_factory=lambda: Doorman(Interpreter()))
     user: User = field(default_factory=User)
     calls: list[Call] = field(default_factory=list)
@@ -58,12 +59,6 @@ class Registered:
 
     def cancel(self, worker: RingThread, call: Call) -> None:
         worker.completions.complete(call, -errno.ENOENT)
-
-    def pin(self, block: Any) -> int:
-        raise AssertionError("nothing is pinned here")
-
-    def unpin(self, pin: int) -> None:
-        raise AssertionError("nothing is pinned here")
 
     def allocate(self, namespace: Namespace, size: int) -> Any:
         raise AssertionError("nothing is put here")

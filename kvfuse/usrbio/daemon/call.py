@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from kvfuse.usrbio.daemon.call_memory import Share
 from kvfuse.usrbio.daemon.client_memory import Iov
 from kvfuse.usrbio.daemon.doorman import Doorman
-from kvfuse.usrbio.daemon.interpreter import Interpreter, User
+from kvfuse.usrbio.daemon.interpreter import User
+from kvfuse.usrbio.daemon.pins import Pins
 from kvfuse.usrbio.daemon.registry import Namespace, OpenFile
 
 PIECE = 4 << 20
@@ -101,12 +102,16 @@ R_contra = TypeVar("R_contra", contravariant=True)
 class Tables(Protocol[R_contra]):
     """What a ring's thread asks of its connection: what is registered, and what the event loop does for it."""
 
-    files: dict[int, OpenFile]
-    iovs: dict[int, Iov]
-    namespaces: dict[int, Namespace]
+    @property
+    def files(self) -> Mapping[int, OpenFile]: ...
+    @property
+    def iovs(self) -> Mapping[int, Iov]: ...
+    @property
+    def namespaces(self) -> Mapping[int, Namespace]: ...
+
+    pins: Pins
     share: Share
     doorman: Doorman
-    interpreter: Interpreter
     user: User
     """whose turns the rings have"""
 
@@ -116,10 +121,6 @@ class Tables(Protocol[R_contra]):
     def cancel(self, ring: R_contra, call: Call) -> None:
         """In the event loop: end the call that ``call`` wants to cancel."""
 
-    def pin(self, block: Any) -> int:
-        """Hold a block of the tier until `unpin`; 0, and it is not held, where that are too many. Any thread."""
-
-    def unpin(self, pin: int) -> None: ...
     def allocate(self, namespace: Namespace, size: int) -> Any:
         """A block of the tier for a new file of the namespace, or None; any thread."""
 

@@ -128,7 +128,7 @@ class ColumnReads:
             if int(timeouts_us.max()) > TIMEOUT_US_MAX:
                 return None
         try:
-            with nullcontext() if iov.holds_lock else self._tables.interpreter.copying(self._seat):
+            with nullcontext() if iov.holds_lock else self._tables.doorman.interpreter.copying(self._seat):
                 results = self._reader.read_many(
                     file.map, offsets.view(np.int64), lengths.view(np.int64), iov, iov_offsets.view(np.int64)
                 )

@@ -83,7 +83,7 @@ class Server:
         self._tables = tables
         self._aux_area = aux
         self._op_mask = op_mask
-        self._turns = tables.interpreter
+        self._turns = tables.doorman.interpreter
         self._completions = ring.completions
         self.lines = Lines(self.serve)
         """entries that were taken and wait"""
@@ -180,7 +180,7 @@ class Server:
         op = entry.op
         if op == Op.RELEASE:
             self._completions.expect(-1)
-            self._tables.unpin(entry.offset)
+            self._tables.pins.give(entry.offset)
             return None
         if op not in OPS or entry.reserved or entry.priority > Priority.LOW:
             raise Refused(errno.EINVAL)
@@ -347,7 +347,7 @@ class Server:
         row = content.rows.get(0)
         pin = 0
         if entry.flags & _VIEW and size and row is not None and row.block is not None and namespace.may_list:
-            pin = self._tables.pin(row.block)
+            pin = self._tables.pins.take(row.block)
         if pin:
             assert row is not None
             assert row.source is not None
@@ -363,7 +363,7 @@ class Server:
                 content.note_read()
             return answer
         if pin:
-            self._tables.unpin(pin)
+            self._tables.pins.give(pin)
         return None
 
     def copy_now(self, call: Call) -> bool:
@@ -404,7 +404,7 @@ class Server:
             assert call.namespace is not None
             answer = self._get(call.entry, call.namespace, call.names[0], call.iov)
             if answer is not None and not self._completions.complete(call, *answer) and answer.pin:
-                self._tables.unpin(answer.pin)
+                self._tables.pins.give(answer.pin)
             return answer is not None
 
         return self._completions.attempt(call, attempt)

@@ -19,7 +19,7 @@ MEMORY_SIZE = LENGTH_MAX + (64 << 20)
 
 
 class Limits:
-    """Of one mount; the listener owns it, connections use it. Event loop only."""
+    """Of one mount; the listener owns it. Event loop only; some of what it has is for any thread, and says so."""
 
     def __init__(
         self, volume: RingApi[Any], kernel: KernelCache, device: int, doorman: Doorman, options: UsrbioOptions
@@ -29,7 +29,6 @@ class Limits:
         self.kernel = kernel
         self.device = device
         self.doorman = doorman
-        self.interpreter = doorman.interpreter
         self.desk = Desk()
         self.accounts = Accounts(options)
         self.pool = Pool(MEMORY_SIZE)

@@ -127,7 +127,7 @@ class Clients:
             try:
                 peer = await self._find_peer(stream)
                 user = (peer.uid, peer.is_unlimited)
-                usher = self._ushers.of(user)
+                usher = self._ushers.of(user, stream)
                 with closing(self.limits.accounts.open(peer)) as account:
                     try:
                         account.take("user_connections")
@@ -135,7 +135,7 @@ class Clients:
                             await audience.turn(stream, CONNECT_COST)
                             await self._serve_peer(stream, peer, account, audience, usher)
                     finally:
-                        await usher.empty(stream)
+                        await usher.empty()
             except* (errors.QuotaExceeded, errors.InvalidArgument) as group:
                 self._warn(group.exceptions[0])
             except* OSError as group:
@@ -173,5 +173,5 @@ class Clients:
 def _counts(connections: Collection[Connection]) -> Counter[str]:
     counts = Counter(connections=len(connections), files=0, iovs=0, namespaces=0, rings=0, pins=0)
     for connection in connections:
-        counts.update(connection.counts())
+        counts.update(connection.registered.counts())
     return counts

@@ -131,12 +131,12 @@ class Ushers:
         if self.is_apart:
             self._theirs.close()
 
-    def of(self, user: Hashable) -> Usher:
-        """For one connection of a user."""
+    def of(self, user: Hashable, stream: trio.socket.SocketType) -> Usher:
+        """For one connection of a user, and its socket."""
         known = self._users.get(user)
         if known is None:
             known = self._users[user] = _User()
-        return Usher(self, known)
+        return Usher(self, known, stream)
 
     def close(self) -> None:
         self._closed = True
@@ -258,27 +258,47 @@ def _start_thread(target: Callable[..., None], *arguments: object) -> bool:
 
 
 class Usher:
-    """What one connection has of its user's ushers."""
+    """What one connection has of its user's ushers: they take messages of its socket, ``stream``, with descriptors."""
 
-    def __init__(self, ushers: Ushers, user: _User) -> None:
+    def __init__(self, ushers: Ushers, user: _User, stream: trio.socket.SocketType) -> None:
         self._ushers = ushers
         self._user = user
+        self._stream = stream
+        self.has_descriptors = False
+        """the message that was looked at has some"""
+        self._is_taken = False
+        """that message"""
 
-    async def inspect(self, stream: trio.socket.SocketType, check: Callable[[int], T]) -> T:
-        """What ``check`` says of the one descriptor of the next message of a socket, which is taken.
+    async def look(self) -> bytes:
+        """The next message, which is not taken; empty where the client is gone."""
+        data, _, flags, _ = await self._stream.recvmsg(MESSAGE_SIZE_MAX + 1, 0, socket.MSG_PEEK)
+        self.has_descriptors, self._is_taken = bool(flags & socket.MSG_CTRUNC), False
+        return data
+
+    async def take(self) -> None:
+        """The message that was looked at, unless it was taken with its descriptor."""
+        if self._is_taken:
+            return
+        if self.has_descriptors:
+            await self.drop()
+        else:
+            await self._stream.recv(1)
+
+    async def inspect(self, check: Callable[[int], T]) -> T:
+        """What ``check`` says of the one descriptor of the next message, which is taken.
 
         The descriptor is closed on return. InvalidArgument where there is none, or several; NotTaken, TimeoutError;
         what ``check`` raises.
         """
         call: _Call[T] = _Call(lambda own, _: self._inspect(own, check))
-        await self._do_in_time(stream, call)
+        await self._do_in_time(call)
         return _answer(call)
 
-    async def memory(self, stream: trio.socket.SocketType) -> int:
+    async def memory(self) -> int:
         """The descriptor of shared memory of the next message. As `inspect`; OSError EINVAL for others."""
         call: _Call[None] = _Call(lambda own, end: self._inspect(own, partial(_pass_on, end)))
         try:
-            await self._do_in_time(stream, call)
+            await self._do_in_time(call)
             _answer(call)
         except BaseException:
             self._ushers.background.start_soon(self._close_memory, call)
@@ -286,28 +306,28 @@ class Usher:
         assert call.memory is not None
         return call.memory
 
-    async def empty(self, stream: trio.socket.SocketType) -> None:
-        """Shut a socket down and drop all that it received, so that its close waits for nothing. `drop` may wait.
+    async def empty(self) -> None:
+        """Shut the socket down and drop all that it received, so that its close waits for nothing. `drop` may wait.
 
         After a cancellation an usher has the rest, with the socket itself.
         """
         with suppress(OSError):  # the client did
-            stream.shutdown(socket.SHUT_RDWR)
-        stream.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)  # which tells an empty message from the end
+            self._stream.shutdown(socket.SHUT_RDWR)
+        self._stream.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)  # which tells an empty message from the end
         try:
             while True:
                 try:
-                    _, ancillary, flags, _ = await stream.recvmsg(1, CREDENTIALS_SPACE, socket.MSG_PEEK)
+                    _, ancillary, flags, _ = await self._stream.recvmsg(1, CREDENTIALS_SPACE, socket.MSG_PEEK)
                 except ConnectionResetError:  # said once, before what was received
                     continue
                 if not ancillary:
                     return
                 if flags & socket.MSG_CTRUNC:  # there are descriptors, too
-                    await self.drop(stream)
+                    await self.drop()
                 else:
-                    await stream.recv(1)
+                    await self._stream.recv(1)
         except trio.Cancelled:
-            self._ushers.abandon(stream)
+            self._ushers.abandon(self._stream)
             raise
 
     async def _close_memory(self, call: _Call[None]) -> None:
@@ -320,12 +340,12 @@ class Usher:
         """A job that may take long, in a thread with the table of the process: few of a user at a time."""
         return await trio.to_thread.run_sync(job, *arguments, limiter=self._user.threads)
 
-    async def drop(self, stream: trio.socket.SocketType) -> None:
-        """Take the next message of a socket, and close all that it carries. Waits for an usher of the user."""
+    async def drop(self) -> None:
+        """Take the next message, and close all that it carries. Waits for an usher of the user."""
         while True:
             await self._ushers.take_turn(self._user)
             try:
-                await self._ushers.do(self._user, stream, _Call(lambda own, _: self._close_taken(_take(own))))
+                await self._ushers.do(self._user, self._stream, _Call(lambda own, _: self._close_taken(_take(own))))
             except NotTaken:
                 continue
             except TimeoutError:  # it is taken
@@ -336,7 +356,7 @@ class Usher:
                 continue
             return
 
-    async def _do_in_time(self, stream: trio.socket.SocketType, call: _Call[Any]) -> None:
+    async def _do_in_time(self, call: _Call[Any]) -> None:
         try:
             with trio.fail_after(SECONDS):
                 await self._ushers.take_turn(self._user)
@@ -345,7 +365,12 @@ class Usher:
             raise NotTaken(
                 errno.ETIMEDOUT, f"{USER_THREADS_MAX} descriptors of this user are waited for already"
             ) from None
-        await self._ushers.do(self._user, stream, call)
+        self._is_taken = True
+        try:
+            await self._ushers.do(self._user, self._stream, call)
+        except NotTaken:
+            self._is_taken = False
+            raise
 
     def _inspect(self, stream: int, check: Callable[[int], T]) -> T:
         descriptors = _take(stream)

@@ -11,10 +11,13 @@ import errno
 import fcntl
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from kvfuse import errors
+from kvfuse.usrbio.daemon.accounts import Account, Limit
 from kvfuse.usrbio.protocol.wire import Access
 from kvfuse.volume.api import Binding
 from kvfuse.volume.views.content_map import ContentMap
@@ -83,6 +86,51 @@ class Namespace:
         self.remembered.namespaces.add(self)
         self.remembered.count += name not in self.bindings
         self.bindings[name] = binding
+
+
+T = TypeVar("T")
+
+
+@dataclass(eq=False, repr=False)
+class Table(dict[int, T]):
+    """Registered things of one kind, by handles that no other thing of the connection has. Ring threads only look.
+
+    ``limit``, ``size_limit``: what they and their sizes count as in the user's account.
+    """
+
+    kind: str
+    count_max: int
+    handles: Iterator[int]
+    account: Account
+    limit: Limit
+    size_limit: Limit | None = None
+
+    @contextmanager
+    def taking(self, size: int = 0) -> Iterator[None]:
+        """Have the user pay for one more; not where the body fails. InvalidArgument, QuotaExceeded."""
+        if len(self) >= self.count_max:
+            raise errors.InvalidArgument(f"{self.count_max} of these are registered already")
+        with (
+            self.account.taking(self.limit),
+            self.account.taking(self.size_limit, size) if self.size_limit else nullcontext(),
+        ):
+            yield
+
+    def add(self, thing: T) -> int:
+        """The handle of a thing that is paid for."""
+        handle = next(self.handles)
+        self[handle] = thing
+        return handle
+
+    def remove(self, handle: int) -> T:
+        """Take a thing out, which the user pays for no longer. BadHandle."""
+        if handle not in self:
+            raise errors.BadHandle(f"{self.kind} {handle} is not registered")
+        thing: Any = self.pop(handle)
+        self.account.give(self.limit)
+        if self.size_limit:
+            self.account.give(self.size_limit, thing.size)
+        return cast(T, thing)
 
 
 def check_memory(descriptor: int) -> None:

@@ -46,9 +46,9 @@ class RingThread:
         self._tables = tables
         self._memory = memory
         self._own_bell = Bell(memory.words, Word.DAEMON_SLEEPS, sq_bell)
-        self.completions = Completions(memory, cq_bell, tables.unpin)
+        self.completions = Completions(memory, cq_bell, tables.pins.give)
         self.jobs = Jobs(tables.in_loop)
-        self.turns = tables.interpreter
+        self.turns = tables.doorman.interpreter
         self.seat = Seat(tables.user)
         self.server = Server(self, tables, memory.aux, op_mask)
         self._single: tuple[Entry, float] | None = None

@@ -29,6 +29,7 @@ bytes that were copied before the version was raised are those of before.
 from __future__ import annotations
 
 from collections import deque
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -92,7 +93,7 @@ class MapRow:
         length: int,
         checksums: bytes = b"",
         verified: int = 0,
-        block: object = None,
+        block: Any = None,
     ) -> None:
         self.source = source
         """None: a hole"""

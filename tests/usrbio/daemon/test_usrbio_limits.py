@@ -21,9 +21,9 @@ from kvfuse.usrbio.client import connect
 from kvfuse.usrbio.daemon import registry
 from kvfuse.usrbio.daemon.accounts import Accounts
 from kvfuse.usrbio.daemon.call_memory import Pool, Share, UnderWay
-from kvfuse.usrbio.daemon.connection import Connection
 from kvfuse.usrbio.daemon.peer import Peer
 from kvfuse.usrbio.daemon.pins import NUMBER_MAX, Pinned, Pins
+from kvfuse.usrbio.daemon.registered import Registered
 from kvfuse.usrbio.daemon.registry import Namespace, Remembered
 from kvfuse.usrbio.protocol.wire import Request
 from kvfuse.volume.views.tier import ReadClass, SharedTier, TierBlock
@@ -247,13 +247,13 @@ def test_calls_under_way_of_a_user_hold_no_more_than_half_of_the_tier() -> None:
     """Their blocks cannot be evicted. Beyond it a put has other memory."""
     tier, pool = SharedTier(64 * KIB), Pool(1000 * KIB)
     shares = [Share(pool, user) for user in "aab"]
-    volume, peer = SimpleNamespace(tier=tier), Peer(1, 1, 1, frozenset())
-    first, again, other = (SimpleNamespace(share=share, peer=peer, _volume=volume) for share in shares)
+    peer = Peer(1, 1, 1, frozenset())
+    first, again, other = (SimpleNamespace(share=share, _peer=peer, _tier=tier) for share in shares)
     namespace, held = Namespace(1, 0o600, 1), list[TierBlock | None]()
 
     def put(connection: Any) -> bool:
         assert connection.share.take(4 * KIB)
-        held.append(Connection.allocate(connection, namespace, 4 * KIB))
+        held.append(Registered.allocate(connection, namespace, 4 * KIB))
         return held[-1] is not None
 
     assert [put(connection) for connection in [first, again] * 6] == [True] * 8 + [False] * 4
