@@ -124,7 +124,7 @@ class Parts:
             view, committer = self.leases.view, self.journal.committer
             self.core.metadata.stored = lambda: view.counts_beside(core.client).add(Counts(0, committer.size)).size
             assert isinstance(self.lookups, SharedLookup)
-            self.core.metadata.sharers = lambda: len(view.members)
+            self.core.metadata.sharers = view.members
             flusher, records = self.flusher, self.lookups.records
             self.coherence = Coherence(core, records, self.journal, self.lookups, member, merger.merge, extents.fetcher)
             self.journal.refusals.merger = self.coherence.merge

@@ -9,7 +9,7 @@ import trio
 
 from kvfuse.errors import EngineError
 from kvfuse.slab.allocator import Slot
-from kvfuse.volume.commit.batch import Batch, Draft, Taken
+from kvfuse.volume.commit.batch import NOTHING, Batch, Draft, Taken
 from kvfuse.volume.commit.planner import Planner
 from kvfuse.volume.inodes.chunk import COMMITTED, FRESH, RESTED, Extent
 from kvfuse.volume.inodes.metadata_budget import growth
@@ -46,7 +46,7 @@ class BatchBuilder:
         batch = Batch(late=pending.late(flushed))
         may_fit = len(pending.dirty) + len(pending.loose.changes) <= self._limits.commit_operations_max
         draft = self.planner.draft_all(batch.late) if may_fit else None
-        if draft is None or not draft.has_room(Draft(), self._limits):
+        if draft is None or not draft.has_room(NOTHING, self._limits):
             draft = self.planner.draft_some(batch)
         self._apply(draft, batch)
         pending.load.begin_anew([*[node.uid for node in pending.dirty], *[change.uid for change in pending.names]])
@@ -70,13 +70,15 @@ class BatchBuilder:
             batch.ties = [(node, other) for node in draft.nodes for other in self.pending.ties.drop(node)]
         self.pending.load.linked_count = len(self.pending.ties)
         dead: list[Extent] = []
-        born: set[int] = set()
+        fresh: list[Slot] = []
         for node in draft.nodes:
-            self._apply_node(node, [] if node in draft.bequests else dead, born)
+            self._apply_node(node, [] if node in draft.bequests else dead, fresh)
+            batch.reserved += node.reserved
+            node.reserved = 0
+        self.core.slabs.commit(fresh)
         for node in draft.gone:
             dead += node.dead
             node.extra, node.dead = {}, []
-        batch.reserved = sum([self.core.metadata.taken(node) for node in draft.nodes if node.reserved])
         dead += self._take(draft, batch)
         batch.draft, batch.files = draft, draft.files
         batch.puts, batch.deletes, batch.expect = draft.puts, draft.deletes, draft.expect
@@ -84,7 +86,7 @@ class BatchBuilder:
         if batch.too_large:
             self.core.dead += dead  # its records go in several commits: none of them may find a slot free already
         else:
-            batch.freed = self.core.sharing.release(dead, born) if dead else []
+            batch.freed = self.core.sharing.release(dead, {addr for addr, _ in fresh}) if dead else []
         self._put_slabs(batch, None if batch.too_large else draft)
 
     def _take(self, draft: Draft, batch: Batch) -> list[Extent]:
@@ -117,7 +119,8 @@ class BatchBuilder:
         inos = {schema.key_inode(key) for key in keys if key.startswith(schema.XATTR_PREFIX)}
         return [node for node in map(self.core.nodes.get, inos) if node is not None]
 
-    def _apply_node(self, node: Node, dead: list[Extent], born: set[int]) -> None:
+    def _apply_node(self, node: Node, dead: list[Extent], fresh: list[Slot]) -> None:
+        """``dead``, ``fresh``: get what leaves the durable image with the inode, and what comes into it."""
         node.forced = node.atime_moved = False
         node.committing = True
         node.extra = {}
@@ -125,14 +128,11 @@ class BatchBuilder:
             return
         node.dirty_chunks = frozenset()
         if node.born:
-            fresh: list[Slot] = []
             for extent in node.born:
                 if extent.state == FRESH:
                     extent.state = COMMITTED
                     fresh.append(extent.slot)
-            born.update([addr for addr, _ in fresh])
             node.born.clear()
-            self.core.slabs.commit(fresh)
             self.pending.counters.blocks += 1
         if node.dead:
             dead += node.dead
@@ -144,9 +144,8 @@ class BatchBuilder:
         Of a commit that was recalled there may be others, as they are stored: those go as far as there is room.
         """
         wanted, others_max = (draft.slabs, draft.slab_room(self._limits)) if draft else (set(), None)
-        for key, value in self.core.take_counters().items():
-            if value is not None:
-                batch.puts[key] = value
+        batch.puts.update(self.core.inodes.take())
+        batch.puts.update(self.core.generations.take())
         for state in self.core.slabs.take_dirty(wanted, others_max):
             if state.slot_size:
                 batch.puts[schema.slab_key(state.slab)] = schema.encode_slab(state.slot_size, state.bitmap)

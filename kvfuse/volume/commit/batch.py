@@ -51,12 +51,14 @@ class Draft:
     """in a shared volume: inodes that come into the store, less those that lose their last name"""
     before: dict[bytes, int] = field(default_factory=dict)
     """in a shared volume: what the stored records weigh that are replaced or deleted; others were not there"""
+    operation_count: int = 0
     byte_count: int = 0
-    """of keys and values, but for slabs; see `measure`"""
+    """of keys and values; both but for slabs, see `measure`"""
 
     def measure(self) -> Draft:
         """The same, when nothing more is put or deleted."""
         self.deletes.difference_update(self.puts)
+        self.operation_count = len(self.puts) + len(self.deletes) + len(self.expect)
         self.byte_count = sum(map(len, self.puts)) + sum(map(len, self.puts.values())) + sum(map(len, self.deletes))
         self.byte_count += sum(map(len, self.expect))
         return self
@@ -64,19 +66,15 @@ class Draft:
     def has_room(self, other: Draft, limits: RecordLimits) -> bool:
         """Both fit in one commit."""
         both = len(self.slabs) + sum([slab not in self.slabs for slab in other.slabs])
-        operations = self._operations() + other._operations() + both + SPARE_OPERATIONS
+        operations = self.operation_count + other.operation_count + both + SPARE_OPERATIONS
         byte_count = self.byte_count + other.byte_count + both * SLAB_RECORD_SIZE
         return operations <= limits.commit_operations_max and byte_count + RESERVED_BYTES <= limits.commit_bytes_max
 
     def slab_room(self, limits: RecordLimits) -> int:
         """Records of other slabs for which there is room beside it."""
-        operations = limits.commit_operations_max - SPARE_OPERATIONS - self._operations() - len(self.slabs)
+        operations = limits.commit_operations_max - SPARE_OPERATIONS - self.operation_count - len(self.slabs)
         byte_count = limits.commit_bytes_max - RESERVED_BYTES - self.byte_count - len(self.slabs) * SLAB_RECORD_SIZE
         return max(0, min(operations, byte_count // SLAB_RECORD_SIZE))
-
-    def _operations(self) -> int:
-        """But for slabs."""
-        return len(self.puts) + len(self.deletes) + len(self.expect)
 
     def add(self, other: Draft) -> None:
         self.byte_count += other.byte_count
@@ -91,10 +89,14 @@ class Draft:
         self.puts.update(other.puts)
         self.deletes |= other.deletes
         self.expect.update(other.expect)
+        self.operation_count = len(self.puts) + len(self.deletes) + len(self.expect)
         self.before.update(other.before)
         self.records.update(other.records)
         self.slabs |= other.slabs
         self.bequests |= other.bequests
+
+
+NOTHING = Draft()
 
 
 class Taken(NamedTuple):

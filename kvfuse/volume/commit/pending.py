@@ -244,7 +244,8 @@ class Pending:
         """Nothing of the inode is to be stored any more."""
         self.reconsider(node)
         self.dirty.pop(node, None)
-        self.core.metadata.release(self.core.metadata.taken(node))
+        self.core.metadata.release(node.reserved)
+        node.reserved = 0
         self.gone.pop(node, None)
         self.times.pop(node, None)
         self.ties.drop(node)

@@ -58,7 +58,7 @@ class Writer:
         mark = node.end_moved if appends else None  # others may move the end of the file meanwhile
         if self.flusher.staged_bytes > self.flusher.staging_size:
             await self.flusher.wait_for_memory()
-        if self.is_many(node):
+        if (node.staged_count or node.dirty_chunks) and self.is_many(node):
             await self.commit_so_far(node)
         place = offset if mark is None else offset + node.end_moved - mark
         index, start = divmod(place, node.chunk_size)

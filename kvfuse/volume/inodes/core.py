@@ -145,7 +145,7 @@ class Core:
         self.sharing = (Shared if self.shared else Alone)(self.slabs, self.geometry)
         self._segment_data_size = self.geometry.segment_slabs * self.geometry.slab_size
         self._data_starts = [self.geometry.data_start(segment) for segment in range(self.geometry.segment_count)]
-        self._made: set[int] = set()
+        self.made_segments: set[int] = set()
         self.unnamed: dict[int, Node] = {}
         """files without names that nobody has open, but the kernel may: it may be about to open one it looked up"""
         self.dead: list[Extent] = []
@@ -164,10 +164,6 @@ class Core:
         self.tier.clear()
         former.tier = SharedTier(0)
 
-    def take_counters(self) -> dict[bytes, bytes | None]:
-        """Counter records that changed since the last call."""
-        return {**self.inodes.take(), **self.generations.take()}
-
     # -- places in the segments ----------------------------------------------------------------------
 
     def locate(self, addr: int) -> tuple[int, int]:
@@ -177,11 +173,11 @@ class Core:
 
     async def make_segments(self, segments: set[int]) -> None:
         """Have these segments, each preallocated whole when it is first needed."""
-        for segment in sorted(segments - self._made):
+        for segment in sorted(segments - self.made_segments):
             await self.segments.create(segment, self.geometry.segment_size(segment))
             header = layout.pack_superblock(dataclasses.replace(self.superblock, segment=segment))
             await self.segments.write([Transfer(segment, 0, header)])
-            self._made.add(segment)
+            self.made_segments.add(segment)
 
     def discard(self, node: Node, extent: Extent) -> None:
         """An extent is no longer part of ``node``: its slot is free when neither a record nor a header names it."""

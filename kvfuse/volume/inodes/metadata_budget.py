@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sized
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -98,8 +98,8 @@ class Metadata:
     def __init__(self, limit: int, stored: Callable[[], int | None]) -> None:
         self.limit = limit
         self.stored = stored
-        self.sharers: Callable[[], int] = lambda: 1
-        """clients among whom the room that is left is shared out"""
+        self.sharers: Sized = ()
+        """clients among whom the room that is left is shared out; none: it is all this one's"""
         self.pending = 0
         """bytes by which the store may grow with what is pending here, or on its way there"""
 
@@ -113,7 +113,7 @@ class Metadata:
         stored = self.stored()
         if not size or stored is None:
             return True
-        return self.pending + size <= (self.limit - stored) // max(1, self.sharers())
+        return self.pending + size <= (self.limit - stored) // (len(self.sharers) or 1)
 
     def inodes_free(self, count: int) -> int:
         """How many more inodes there is room for, about; ``count`` are there."""
@@ -122,7 +122,7 @@ class Metadata:
         return max(0, self.limit - self.size) // INODE_SIZE
 
     def refusal(self, what: str) -> NoSpace:
-        sharers = self.sharers()
+        sharers = len(self.sharers)
         shared = f", and {sharers} clients share what is left" if sharers > 1 else ""
         return NoSpace(
             f"{what}: names and attributes have {self.size} of the {self.limit} bytes that they may have in this"
@@ -142,11 +142,6 @@ class Metadata:
         """``node`` is to be stored with so many more bytes of records, for which there is room."""
         node.reserved += size
         self.pending += size
-
-    def taken(self, node: Node) -> int:
-        """The next commit carries what was reserved for the inode: bytes that the caller has to `release` after it."""
-        size, node.reserved = node.reserved, 0
-        return size
 
     def release(self, size: int) -> None:
         """The store counts them now, or they are not wanted any more."""
@@ -234,10 +229,14 @@ def growth(puts: Mapping[bytes, bytes], deletes: Collection[bytes], before: Mapp
     return size - sum([before.get(key, 0) for key in deletes])
 
 
+FILE_WEIGHT = inode_weight(ENTRY_KEY_SIZE, 0)
+"""Of a file that is not a symbolic link, and its only name: the name's bytes are to be added."""
+
+
 def new_inode(name: bytes, *, is_directory: bool = False, target: bytes = b"") -> int:
     """Bytes that an inode and its first name take."""
     if not is_directory:
-        return inode_weight(ENTRY_KEY_SIZE + len(name), len(target))
+        return inode_weight(ENTRY_KEY_SIZE + len(name), len(target)) if target else FILE_WEIGHT + len(name)
     return entry_weight(len(name)) + inode_weight(len(schema.inode_key(0)), 0) + TIMES_WEIGHT
 
 

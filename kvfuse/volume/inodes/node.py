@@ -70,6 +70,8 @@ class Node:
         "handles",
         "heir",
         "ino",
+        "is_directory",
+        "is_file",
         "lock",
         "lost",
         "map",
@@ -104,6 +106,8 @@ class Node:
     def __init__(self, ino: int, mode: int, uid: int, gid: int, chunk_size: int) -> None:
         self.ino = ino
         self.mode = mode
+        self.is_directory = S_IFMT(mode) == S_IFDIR
+        self.is_file = S_IFMT(mode) == S_IFREG
         self.uid = uid
         self.gid = gid
         self.nlink = 1
@@ -203,14 +207,6 @@ class Node:
         """of a membership that is over: nothing of it is stored any more"""
 
     @property
-    def is_directory(self) -> bool:
-        return S_IFMT(self.mode) == S_IFDIR
-
-    @property
-    def is_file(self) -> bool:
-        return S_IFMT(self.mode) == S_IFREG
-
-    @property
     def blocks(self) -> int:
         """512-byte units in slots; what is still staged counts by its length."""
         count = self.far_blocks
@@ -232,7 +228,7 @@ class Node:
 
     def changing(self, index: int) -> None:
         """The bytes of a chunk are about to change, or to lose their place: other threads find them no more."""
-        if self.tier is not None:
+        if self.tier is not None and self.ino in self.tier.kept:
             self.tier.drop(self.ino)
         if self.map is not None:
             self.map.hide(index)
@@ -245,9 +241,11 @@ class Node:
             self.map.hide_copies()
 
     def set_size(self, size: int) -> None:
-        if self.tier is not None and size != self.size:
+        if size == self.size:
+            return
+        if self.tier is not None and self.ino in self.tier.kept:
             self.tier.drop(self.ino)
-        if self.map is not None and size != self.size:
+        if self.map is not None:
             self.map.resize(size)
         self.size = size
 
@@ -296,8 +294,8 @@ class Node:
     def record(self) -> schema.InodeRecord:
         """The inode as the record store shall know it: without bytes that are not yet in slots."""
         inline = []
-        for index in range(schema.INLINE_CHUNKS if self.chunks else 0):  # also behind the size, see `flushed_size`
-            chunk = self.chunks.get(index)
+        for index in range(min(max(self.chunks, default=-1) + 1, schema.INLINE_CHUNKS)):
+            chunk = self.chunks.get(index)  # also behind the size, see `flushed_size`
             inline.append(tuple([extent.record() for extent in chunk.extents]) if chunk else ())
         while inline and not inline[-1]:
             inline.pop()

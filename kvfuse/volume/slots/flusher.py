@@ -10,6 +10,7 @@ when a batch times out, every waiter gets EngineTimeout, also those whose bytes 
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -24,7 +25,6 @@ from kvfuse.volume.inodes.chunk import FRESH, Chunk, Extent, Staged
 from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.inodes.grace import Give
 from kvfuse.volume.inodes.node import Node
-from kvfuse.volume.inodes.pace import Pace
 from kvfuse.volume.slots.heads import Head, HeaderWriter, identity_of, transfers
 
 log = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ BATCH_CHUNKS = 512
 """Staged bytes, and chunks that have them, written in one call to the segment engine."""
 PREPARED_BYTES = 2 << 20
 PREPARED_CHUNKS = 64
-"""Bytes and chunks whose checksums and headers are made before others may have their turn."""
+"""Bytes and chunks whose checksums and headers are made before others may have their turn: some 3 ms."""
 PAUSE_MIN = 0.1
 PAUSE_MAX = 0.5
 """Seconds between attempts after failed writes: of the first, and at most."""
@@ -117,7 +117,8 @@ class Flusher:
             self.staged_bytes -= chunk.staged.length
             node.staged_count -= 1
             chunk.staged = None
-            self._made_room()
+            if self._room is not None:
+                self._made_room()
 
     def _made_room(self) -> None:
         if self._room is not None:
@@ -248,23 +249,22 @@ class Flusher:
         async with self._lock:
             if self._late is not None and self._late is not before:
                 raise self._late
-            start = 0
-            while start < len(chunks):
-                end, size = start, 0
-                while end < len(chunks) and size < BATCH_BYTES and end < start + BATCH_CHUNKS:
-                    size += _staged_length(*chunks[end])
-                    end += 1
-                await self._write_batch(chunks[start:end])
-                start = end
+            left = deque(chunks)
+            while left:
+                await self._write_batch(left)
 
-    async def _write_batch(self, chunks: Sequence[tuple[Node, int]]) -> None:
-        """Under the lock. At each await staged chunks may be replaced or dropped; `_install` looks again."""
+    async def _write_batch(self, chunks: deque[tuple[Node, int]]) -> None:
+        """Under the lock: write the first of ``chunks``. At each await staged chunks may be replaced or dropped;
+        `_install` looks again.
+        """
         items: list[_Item] = []
         try:
             writes = await self._prepare(chunks, items)
             if not items:
                 return
-            await self.core.make_segments({transfer.segment for transfer in writes})
+            segments = {transfer.segment for transfer in writes}
+            if not segments <= self.core.made_segments:
+                await self.core.make_segments(segments)
             await self.core.segments.write(writes)
         except BaseException as error:
             if isinstance(error, EngineTimeout):
@@ -272,32 +272,33 @@ class Flusher:
             for item in items:
                 self._keep_staged(item)
             raise
-        pace = Pace()
         with trio.CancelScope(shield=True):  # the bytes are there
-            for item in items:
+            for number, item in enumerate(items):
+                if number and number % PREPARED_CHUNKS == 0:
+                    await trio.lowlevel.checkpoint()
                 self._install(item)
-                await pace.rest()
 
-    async def _prepare(self, chunks: Sequence[tuple[Node, int]], items: list[_Item]) -> list[Transfer]:
-        """What is to be written of staged chunks; ``items`` gets those that are being written from now on."""
+    async def _prepare(self, chunks: deque[tuple[Node, int]], items: list[_Item]) -> list[Transfer]:
+        """What is to be written of the first of ``chunks``; ``items`` gets those that are being written from now on."""
         writes: list[Transfer] = []
         heads: list[Head] = []
-        byte_count, pace = 0, Pace()
-        for number, (node, index) in enumerate(chunks, 1):
-            if length := _staged_length(node, index):
-                items.append(self._begin(node, index, writes, heads))
-                byte_count += length
-            if number == len(chunks) or len(heads) >= PREPARED_CHUNKS or byte_count >= PREPARED_BYTES:
+        size = prepared_size = 0
+        while chunks and size < BATCH_BYTES and len(items) < BATCH_CHUNKS:
+            if len(heads) >= PREPARED_CHUNKS or size - prepared_size >= PREPARED_BYTES:
                 writes += transfers(self.core.superblock, heads)
-                heads, byte_count = [], 0
-                await pace.rest()
-        return writes
+                heads, prepared_size = [], size
+                await trio.lowlevel.checkpoint()
+            node, index = chunks.popleft()
+            chunk = node.chunks.get(index)
+            if chunk is not None and chunk.staged is not None:
+                size += chunk.staged.length
+                items.append(self._begin(node, index, chunk, chunk.staged, writes, heads))
+        return writes + transfers(self.core.superblock, heads)
 
-    def _begin(self, node: Node, index: int, writes: list[Transfer], heads: list[Head]) -> _Item:
+    def _begin(
+        self, node: Node, index: int, chunk: Chunk, staged: Staged, writes: list[Transfer], heads: list[Head]
+    ) -> _Item:
         """A staged chunk is being written from now on: adds what is to be written to ``writes`` and ``heads``."""
-        chunk = node.chunks[index]
-        staged = chunk.staged
-        assert staged is not None
         staged.writing = True
         chunk.writing = staged
         extents = self._plan_extents(staged, writes)
@@ -374,9 +375,3 @@ class Flusher:
         node.born.extend(item.extents)
         if item.chunk_index == 0:
             node.described = item.identity
-
-
-def _staged_length(node: Node, index: int) -> int:
-    """Bytes that are staged of a chunk; 0 where there are none any more."""
-    chunk = node.chunks.get(index)
-    return chunk.staged.length if chunk is not None and chunk.staged is not None else 0

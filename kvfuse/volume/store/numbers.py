@@ -34,7 +34,7 @@ class NumberRange:
         self._next += 1
         return value
 
-    def take(self) -> dict[bytes, bytes | None]:
+    def take(self) -> dict[bytes, bytes]:
         """The record that announces a new range, when half of the announced numbers were given."""
         if self._next + schema.COUNTER_RANGE // 2 <= self._end:
             return {}
@@ -64,7 +64,7 @@ class SharedNumberRange(NumberRange):
             self.wanted()
         return super().next()
 
-    def take(self) -> dict[bytes, bytes | None]:
+    def take(self) -> dict[bytes, bytes]:
         """Nothing: commits of its own announce the ranges."""
         return {}
 

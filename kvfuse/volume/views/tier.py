@@ -59,7 +59,8 @@ class SharedTier:
         """called, in any thread, after something was put into ``evicted``"""
         self._lock = threading.Lock()
         self._kinds: dict[tuple[int, ReadClass], Kind] = {}
-        self._kept: dict[int, TierBlock] = {}
+        self.kept: dict[int, TierBlock] = {}
+        """inode -> its block; for looks without the lock"""
         self._arenas: dict[int, Arena] = {}
         self._returned: deque[tuple[Arena, int]] = deque()
         self._numbers = itertools.count(1)
@@ -95,7 +96,7 @@ class SharedTier:
             self._forget(ino)
             if arena.kind.retired:
                 return
-            self._kept[ino] = arena.kind.kept[ino] = block
+            self.kept[ino] = arena.kind.kept[ino] = block
             self._kept_bytes += block.size
             arena.kept_count += 1
             block.used_at = arena.used_at = next(self._clock)
@@ -103,7 +104,7 @@ class SharedTier:
     def find(self, ino: int) -> TierBlock | None:
         """The block of a file, which is then the last to go."""
         with self._lock:
-            block = self._kept.get(ino)
+            block = self.kept.get(ino)
             if block is None:
                 self._misses += 1
                 return None
@@ -114,14 +115,14 @@ class SharedTier:
 
     def drop(self, ino: int) -> None:
         """The file has other bytes now, or other readers, or is no more. Whoever holds the block keeps it."""
-        if ino in self._kept:
+        if ino in self.kept:
             with self._lock:
                 self._forget(ino)
 
     def clear(self) -> None:
         """What was true of any file may be true no more."""
         with self._lock:
-            for ino in list(self._kept):
+            for ino in list(self.kept):
                 self._forget(ino)
 
     def retire(self, directory: int) -> None:
@@ -153,7 +154,7 @@ class SharedTier:
                 self.capacity,
                 self._used_bytes,
                 self._kept_bytes,
-                len(self._kept),
+                len(self.kept),
                 len(self._arenas),
                 self._hits,
                 self._misses,
@@ -173,7 +174,7 @@ class SharedTier:
                 self._give_back(arena)
 
     def _forget(self, ino: int) -> None:
-        block = self._kept.pop(ino, None)
+        block = self.kept.pop(ino, None)
         if block is not None:
             del block.home.kind.kept[ino]
             block.home.kept_count -= 1
