@@ -35,7 +35,7 @@ ROOMS: dict[str, set[str]] = {
     "target": DOOR | {"remote"},
     "connectors": BASE | {"usrbio.client"},
     "bench": {"errors", "sizes", "usrbio.client", "cluster"},
-    "cluster": {"errors"},
+    "cluster": {"errors", "sizes"},
     "cli": DOOR | {"fs", "usrbio", "target", "bench", "slab", "remote", "cluster"},
 }
 """room -> what it may import of this package, beside itself and the version in kvfuse/__init__.py"""

@@ -15,38 +15,16 @@ from typing import Any, NamedTuple
 from kvfuse.bench.daemons import Daemon, ceph_fuse_mount, kvfuse_mount
 from kvfuse.bench.rounds import Conditions
 from kvfuse.cluster.ceph import CephServers, CephSettings
-from kvfuse.cluster.etcd import EtcdServers, EtcdSettings
-from kvfuse.sizes import GIB, MIB
+from kvfuse.cluster.etcd import EtcdServers
+from kvfuse.cluster.volumes import SETTINGS, mount_conf
+from kvfuse.sizes import GIB
 
 MEMBERS, OSDS = 3, 3
-OPERATIONS_MAX, REQUEST_SIZE_MAX = 4096, 8 * MIB
-"""of a transaction of etcd: what docs/engines.md recommends"""
 OSD_SIZE = 16 * GIB
 """of a sparse file"""
 
 RELAXED, STRICT, CEPH_FUSE = "relaxed", "strict", "ceph-fuse"
 """the sides: kvfuse in both ways of publishing, and the reference"""
-
-MOUNT_CONF = """\
-[volume]
-name = "{name}"
-capacity = "4GiB"
-
-[records]
-engine = "etcd"
-endpoints = {endpoints}
-operations_max = {operations_max}
-request_size_max = {request_size_max}
-
-[segments]
-engine = "rados"
-conf_file = "{conf_file}"
-keyring = "{keyring}"
-pool = "{pool}"
-
-[publish]
-mode = "{publish}"
-"""
 
 Mounter = Callable[[Path], AbstractContextManager[Daemon]]
 """Mounts one of the file systems at a folder while the body runs: again and again, and at once where it is shared."""
@@ -75,7 +53,7 @@ def cluster_servers(folder: Path, progress: Callable[[str], None]) -> Iterator[C
     """Started in ``folder``, ended with the body, also when a signal ends this process. ClusterError."""
     with _signals_raised(), ExitStack() as stack:
         progress(f"starting {MEMBERS} members of etcd")
-        etcd = EtcdServers.start(folder / "etcd", MEMBERS, EtcdSettings(OPERATIONS_MAX, REQUEST_SIZE_MAX))
+        etcd = EtcdServers.start(folder / "etcd", MEMBERS, SETTINGS)
         stack.callback(etcd.stop)
         ceph = CephServers.start(
             folder / "ceph", OSDS, CephSettings(osd_size=OSD_SIZE), lambda step: progress(f"starting Ceph: {step}")
@@ -108,20 +86,8 @@ def make_mounters(setting: ClusterSetting) -> dict[str, Mounter]:
 
 
 def _new_volume(setting: ClusterSetting, publish: str) -> Mounter:
-    etcd, ceph = setting.servers
     conf = setting.volumes / f"{publish}-{secrets.token_hex(4)}.conf"
-    conf.write_text(
-        MOUNT_CONF.format(
-            name=conf.stem,
-            endpoints=json.dumps(etcd.endpoints),
-            operations_max=OPERATIONS_MAX,
-            request_size_max=REQUEST_SIZE_MAX,
-            conf_file=ceph.conf_file,
-            keyring=ceph.keyring,
-            pool=ceph.settings.pool,
-            publish=publish,
-        )
-    )
+    conf.write_text(mount_conf(conf.stem, "4GiB", *setting.servers) + f'\n[publish]\nmode = "{publish}"\n')
     return partial(kvfuse_mount, conf)
 
 

@@ -16,10 +16,11 @@ from kvfuse.cli import Failure
 from kvfuse.cli.console import print_json, print_table
 from kvfuse.cli.mounts import kvfuse_mounts
 from kvfuse.cluster.ceph import CephServers, CephSettings
-from kvfuse.cluster.etcd import EtcdServers, EtcdSettings
+from kvfuse.cluster.etcd import EtcdServers
 from kvfuse.cluster.process import Server
+from kvfuse.cluster.volumes import SETTINGS, mount_conf
 from kvfuse.errors import ClusterError, MountError
-from kvfuse.sizes import GIB, KIB, MIB
+from kvfuse.sizes import GIB, MIB
 
 POOL = "kvfuse"
 VOLUME = "demo"
@@ -29,9 +30,6 @@ MARKER = "made-by-kvfuse-cluster-dev"
 """a file of the folder: without it nothing there is ours to remove"""
 OSD_SIZE = 8 * GIB
 """of a sparse file: it takes what is written"""
-OPERATIONS_MAX = 4096
-REQUEST_SIZE_MAX = 8 * MIB
-"""more than etcd's defaults: fewer commits where many names change at once"""
 PROGRAMS = {
     "etcd": "etcd-server",
     "ceph-mon": "ceph-mon",
@@ -44,22 +42,7 @@ PROGRAMS = {
 MOUNT_CONF = """\
 # A volume on the cluster that 'kvfuse cluster-dev up' started in this folder. Any number of mounts may share it.
 
-[volume]
-name = "{volume}"
-capacity = "{capacity_mib}MiB"
-
-[records]
-engine = "etcd"
-endpoints = [{endpoints}]
-operations_max = {operations_max}
-request_size_max = "{request_size_max}KiB"
-
-[segments]
-engine = "rados"
-conf_file = "{conf_file}"
-keyring = "{keyring}"
-pool = "{pool}"
-
+{volume}
 [log]
 file = "{log_file}"
 """
@@ -128,17 +111,17 @@ def up(folder: Path, members: int, osds: int) -> None:
     replicas = min(REPLICAS, osds)
     try:
         with _step(f"etcd, {members} member{'s' * (members > 1)}"):
-            etcd_settings = EtcdSettings(operations_max=OPERATIONS_MAX, request_size_max=REQUEST_SIZE_MAX)
-            etcd = EtcdServers.start(folder / "etcd", members, etcd_settings)
+            etcd = EtcdServers.start(folder / "etcd", members, SETTINGS)
         with _step(f"Ceph, 1 monitor and {osds} OSD{'s' * (osds > 1)}") as tell:
             ceph_settings = CephSettings(pool=POOL, replicas=replicas, osd_size=OSD_SIZE)
             ceph = CephServers.start(folder / "ceph", osds, ceph_settings, tell)
     except BaseException:
         _stop(folder)
         raise
-    mount_conf = folder / "mount.conf"
-    mount_conf.write_text(_mount_conf(folder, etcd, ceph, osds * OSD_SIZE // replicas // 2))
-    _say_next(folder, mount_conf)
+    conf = folder / "mount.conf"
+    volume = mount_conf(VOLUME, f"{osds * OSD_SIZE // replicas // 2 // MIB}MiB", etcd, ceph)
+    conf.write_text(MOUNT_CONF.format(volume=volume, log_file=folder / LOG_FILE))
+    _say_next(folder, conf)
 
 
 @cluster_dev.command()
@@ -210,27 +193,13 @@ def _step(what: str) -> Iterator[Callable[[str], None]]:
     console.print(f"{what}: {time.monotonic() - begin:.1f} s")
 
 
-def _mount_conf(folder: Path, etcd: EtcdServers, ceph: CephServers, capacity: int) -> str:
-    return MOUNT_CONF.format(
-        volume=VOLUME,
-        capacity_mib=capacity // MIB,
-        endpoints=", ".join(f'"{endpoint}"' for endpoint in etcd.endpoints),
-        operations_max=OPERATIONS_MAX,
-        request_size_max=REQUEST_SIZE_MAX // KIB,
-        conf_file=ceph.conf_file,
-        keyring=ceph.keyring,
-        pool=POOL,
-        log_file=folder / LOG_FILE,
-    )
-
-
-def _say_next(folder: Path, mount_conf: Path) -> None:
+def _say_next(folder: Path, conf: Path) -> None:
     option = "" if folder == default_folder() else f" --folder {folder}"
     for line in (
         "It runs. Next:",
         "  mkdir -p /mnt/a /mnt/b",
-        f"  kvfuse mount {mount_conf} /mnt/a",
-        f"  kvfuse mount {mount_conf} /mnt/b",
+        f"  kvfuse mount {conf} /mnt/a",
+        f"  kvfuse mount {conf} /mnt/b",
         "  echo hello > /mnt/a/file; cat /mnt/b/file",
         "At the end:",
         f"  kvfuse umount /mnt/a; kvfuse umount /mnt/b; kvfuse cluster-dev down{option}",

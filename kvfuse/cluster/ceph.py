@@ -139,31 +139,6 @@ class CephServers:
         if not wait_until(is_clean, patience):
             raise ClusterError(f"{self.folder}: objects are not on all their replicas after {patience:g} s")
 
-    def primary(self, name: str, namespace: str) -> int:
-        """The OSD that answers for an object."""
-        return int(self.command("osd", "map", self.settings.pool, name, namespace)["acting_primary"])
-
-    def object_names(self, namespace: str) -> list[str]:
-        """All objects of a namespace of the pool."""
-        return _run([*self._rados(namespace), "ls"]).split()
-
-    def put_object(self, name: str, namespace: str, content: bytes) -> None:
-        """Make an object by other means than the volume's."""
-        file = self.folder / "put_object"
-        file.write_bytes(content)
-        _run([*self._rados(namespace), "put", name, str(file)])
-        file.unlink()
-
-    def create_user(self, name: str, namespace: str) -> Path:
-        """A cephx user who may read and write one RADOS namespace of the pool, and cut off clients. The keyring."""
-        capability = f"allow rw pool={self.settings.pool} namespace={namespace}"
-        monitors = "profile simple-rados-client-with-blocklist"
-        rows = self.command("auth", "get-or-create", f"client.{name}", "mon", monitors, "osd", capability)
-        path = self._keyring(f"client.{name}")
-        path.write_text(_keyring_section(f"client.{name}", rows[0]["key"], {}))
-        path.chmod(0o600)
-        return path
-
     def add_filesystem(self) -> None:
         """A CephFS named ``cephfs`` and its metadata server (Debian: ceph-mds), for ceph-fuse."""
         if shutil.which("ceph-mds") is None:
@@ -184,15 +159,6 @@ class CephServers:
         for server in servers:
             server.stop()
 
-    def status(self) -> list[str]:
-        """One line a server, for people."""
-        lines = [f"{self.monitor.name} {self.conf_file} {'running' if self.monitor.pid else 'not running'}"]
-        rows = {row["osd"]: row for row in self.command("osd", "dump")["osds"]} if self.monitor.pid else {}
-        for index, server in enumerate(self.osds):
-            up = "up" if index in rows and rows[index]["up"] else "down"
-            lines.append(f"{server.name} {'running' if server.pid else 'not running'}, {up}")
-        return lines
-
     def command(self, *words: str, as_json: bool = True) -> Any:
         """Have the ``ceph`` program do something; what it answers. ClusterError."""
         command = ["ceph", "--conf", str(self.conf_file), "--connect-timeout", str(COMMAND_SECONDS), *words]
@@ -201,9 +167,6 @@ class CephServers:
             return json.loads(answer) if as_json else answer
         except ValueError as error:
             raise ClusterError(f"{' '.join(command)} answered {answer!r}") from error
-
-    def _rados(self, namespace: str) -> list[str]:
-        return ["rados", "--conf", str(self.conf_file), "--pool", self.settings.pool, "--namespace", namespace]
 
     # -- making it ---------------------------------------------------------------------------------------
 

@@ -6,7 +6,6 @@ with ``load``. Stopping it leaves the folder.
 
 from __future__ import annotations
 
-import base64
 import json
 import shutil
 import signal
@@ -19,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from kvfuse.cluster.process import START_SECONDS, Server, free_ports, wait_until
+from kvfuse.cluster.process import Server, free_ports
 from kvfuse.errors import ClusterError
 
 ANSWER_SECONDS = 2.0
@@ -128,15 +127,6 @@ class EtcdServers:
         for member in self.members:
             member.stop(HANDOVER_SECONDS)
 
-    def status(self) -> list[str]:
-        """One line a member, for people."""
-        leader = self.leader()
-        lines = []
-        for index, member in enumerate(self.members):
-            state = "not running" if not member.pid else "healthy" if self.is_healthy(index) else "no answer"
-            lines.append(f"{member.name} {self.endpoints[index]} {state}{' (leader)' if index == leader else ''}")
-        return lines
-
     def leader(self) -> int | None:
         """The member that the others follow; None when nobody knows one."""
         answers = [self._try_call(index, "maintenance/status") for index in range(len(self.members))]
@@ -146,35 +136,17 @@ class EtcdServers:
                 return index
         return None
 
-    def wait_leader(self, *, other_than: int | None = None) -> int:
-        """Wait until there is a leader (another one than before)."""
-        found: list[int | None] = []
-
-        def look() -> bool:
-            found[:] = [self.leader()]
-            return found[0] is not None and found[0] != other_than
-
-        if not wait_until(look, START_SECONDS) or found[0] is None:
-            raise ClusterError(f"no new leader in {self.folder}")
-        return found[0]
-
-    def create_user(self, name: str, password: str, prefix: bytes) -> None:
-        """A user who may read and write the keys under ``prefix`` and nothing else. Needs ``root_password``."""
-        token = self._root_token()
-        permission = {"permType": "READWRITE", "key": _base64(prefix), "range_end": _base64(prefix_end(prefix))}
-        self._call(0, "auth/role/add", {"name": name}, token)
-        self._call(0, "auth/role/grant", {"name": name, "perm": permission}, token)
-        self._call(0, "auth/user/add", {"name": name, "password": password}, token)
-        self._call(0, "auth/user/grant", {"user": name, "role": name}, token)
-
-    def compact(self) -> None:
-        """Forget all history but the present, on every member: all have to run."""
-        token = self._root_token() if self.settings.root_password else ""
-        anything = {"key": _base64(b"\0"), "limit": 1}
-        revision = self._call(0, "kv/range", anything, token)["header"]["revision"]
-        self._call(0, "kv/compaction", {"revision": revision}, token)
-        for index in range(len(self._ports)):  # a linearizable read comes after all that was agreed upon before
-            self._call(index, "kv/range", anything, token)
+    def call(self, index: int, method: str, body: dict[str, Any], token: str = "") -> dict[str, Any]:
+        """What a member answers to a request of etcd's JSON gateway. ClusterError."""
+        headers = {"Content-Type": "application/json"} | ({"Authorization": token} if token else {})
+        url = f"{self.endpoints[index]}/v3/{method}"
+        request = urllib.request.Request(url, json.dumps(body).encode(), headers)
+        try:
+            with self._open(request) as answer:
+                found: dict[str, Any] = json.load(answer)
+        except OSError as error:
+            raise ClusterError(f"{url}: {error}") from error
+        return found
 
     def _url(self, port: int) -> str:
         return f"{'https' if self.settings.tls else 'http'}://127.0.0.1:{port}"
@@ -196,14 +168,10 @@ class EtcdServers:
         return command
 
     def _enable_users(self) -> None:
-        self._call(0, "auth/user/add", {"name": "root", "password": self.settings.root_password})
-        self._call(0, "auth/role/add", {"name": "root"})
-        self._call(0, "auth/user/grant", {"user": "root", "role": "root"})
-        self._call(0, "auth/enable", {})
-
-    def _root_token(self) -> str:
-        login = {"name": "root", "password": self.settings.root_password}
-        return str(self._call(0, "auth/authenticate", login)["token"])
+        self.call(0, "auth/user/add", {"name": "root", "password": self.settings.root_password})
+        self.call(0, "auth/role/add", {"name": "root"})
+        self.call(0, "auth/user/grant", {"user": "root", "role": "root"})
+        self.call(0, "auth/enable", {})
 
     def is_healthy(self, index: int) -> bool:
         """The member answers and knows a leader."""
@@ -217,20 +185,9 @@ class EtcdServers:
         if not self.members[index].pid:
             return None
         try:
-            return self._call(index, method, {})
+            return self.call(index, method, {})
         except ClusterError:
             return None
-
-    def _call(self, index: int, method: str, body: dict[str, Any], token: str = "") -> dict[str, Any]:
-        headers = {"Content-Type": "application/json"} | ({"Authorization": token} if token else {})
-        url = f"{self.endpoints[index]}/v3/{method}"
-        request = urllib.request.Request(url, json.dumps(body).encode(), headers)
-        try:
-            with self._open(request) as answer:
-                found: dict[str, Any] = json.load(answer)
-        except OSError as error:
-            raise ClusterError(f"{url}: {error}") from error
-        return found
 
     @contextmanager
     def _open(self, request: urllib.request.Request) -> Iterator[Any]:
@@ -243,16 +200,6 @@ class EtcdServers:
             handlers.append(urllib.request.HTTPSHandler(context=context))
         with urllib.request.build_opener(*handlers).open(request, timeout=ANSWER_SECONDS) as answer:
             yield answer
-
-
-def prefix_end(prefix: bytes) -> bytes:
-    """The first key after all that start with ``prefix``; a zero byte, etcd's "no end", where there is none."""
-    stem = prefix.rstrip(b"\xff")
-    return stem[:-1] + bytes([stem[-1] + 1]) if stem else b"\0"
-
-
-def _base64(data: bytes) -> str:
-    return base64.b64encode(data).decode()
 
 
 def _make_certificates(folder: Path) -> None:

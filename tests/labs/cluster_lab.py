@@ -6,10 +6,12 @@ kill or stop members have clusters that only their process uses, and bring the m
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import fcntl
 import re
 import shutil
+import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -21,8 +23,10 @@ import pytest
 
 from kvfuse.cluster.ceph import PROGRAMS, CephServers, CephSettings
 from kvfuse.cluster.etcd import EtcdServers, EtcdSettings
+from kvfuse.cluster.process import START_SECONDS, wait_until
 from kvfuse.options.options import EtcdOptions, RadosOptions
 from kvfuse.remote.records.etcd.store import EtcdPlace
+from kvfuse.remote.records.etcd.wire import prefix_end
 from kvfuse.remote.segments.rados.librados import Place
 
 MEMORY = "/dev/shm"
@@ -131,3 +135,67 @@ P = TypeVar("P", EtcdPlace, Place)
 def changed(place: P, **changes: Any) -> P:
     """With other options."""
     return dataclasses.replace(place, options=msgspec.structs.replace(place.options, **changes))
+
+
+# -- etcd -------------------------------------------------------------------------------------------
+
+
+def wait_leader(etcd: EtcdServers, *, other_than: int | None = None) -> int:
+    """Wait until there is a leader (another one than before)."""
+    found: list[int] = []
+
+    def look() -> bool:
+        leader = etcd.leader()
+        found[:] = [] if leader is None or leader == other_than else [leader]
+        return bool(found)
+
+    assert wait_until(look, START_SECONDS), f"no new leader in {etcd.folder}"
+    return found[0]
+
+
+def create_etcd_user(etcd: EtcdServers, name: str, password: str, prefix: bytes) -> None:
+    """A user who may read and write the keys under ``prefix`` and nothing else. Needs a ``root_password``."""
+    token = _root_token(etcd)
+    permission = {"permType": "READWRITE", "key": _base64(prefix), "range_end": _base64(prefix_end(prefix))}
+    etcd.call(0, "auth/role/add", {"name": name}, token)
+    etcd.call(0, "auth/role/grant", {"name": name, "perm": permission}, token)
+    etcd.call(0, "auth/user/add", {"name": name, "password": password}, token)
+    etcd.call(0, "auth/user/grant", {"user": name, "role": name}, token)
+
+
+def compact(etcd: EtcdServers) -> None:
+    """Forget all history but the present, on every member: all have to run."""
+    anything = {"key": _base64(b"\0"), "limit": 1}
+    revision = etcd.call(0, "kv/range", anything)["header"]["revision"]
+    etcd.call(0, "kv/compaction", {"revision": revision})
+    for index in range(len(etcd.members)):  # a linearizable read comes after all that was agreed upon before
+        etcd.call(index, "kv/range", anything)
+
+
+def _root_token(etcd: EtcdServers) -> str:
+    login = {"name": "root", "password": etcd.settings.root_password}
+    return str(etcd.call(0, "auth/authenticate", login)["token"])
+
+
+def _base64(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+# -- Ceph -------------------------------------------------------------------------------------------
+
+
+def create_ceph_user(ceph: CephServers, name: str, namespace: str) -> Path:
+    """A cephx user who may read and write one RADOS namespace of the pool, and cut off clients. The keyring."""
+    capability = f"allow rw pool={ceph.settings.pool} namespace={namespace}"
+    monitors = "profile simple-rados-client-with-blocklist"
+    words = "auth", "get-or-create", f"client.{name}", "mon", monitors, "osd", capability
+    path = ceph.folder / f"client.{name}.keyring"
+    path.write_text(ceph.command(*words, as_json=False))
+    path.chmod(0o600)
+    return path
+
+
+def rados(ceph: CephServers, namespace: str, *words: str | Path) -> str:
+    """What Ceph's own program says of a namespace of the pool."""
+    command = ["rados", "--conf", ceph.conf_file, "--pool", ceph.settings.pool, "--namespace", namespace, *words]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout

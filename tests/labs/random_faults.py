@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
+from cluster_lab import wait_leader
 from schedule_history import Span
 from schedule_lab import DEADLINE, LEASE, Lab
 
@@ -162,7 +163,7 @@ class Faults:
 
     def _break_members(self, verb: str, victim: str, index: int) -> Callable[[], None]:
         etcd = self.lab.etcd
-        leader = etcd.wait_leader()
+        leader = wait_leader(etcd)
         others = [number for number in range(len(etcd.members)) if number != leader]
         follower = others[index % len(others)]
         broken = {"leader": [leader], "follower": [follower], "majority": [leader, follower]}[victim]

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import pytest
 import trio
+from cluster_lab import wait_leader
 from fault_load import IN_TIME, Load, block, heal, version_of
 from mounting import KvfuseMount, shared_conf, stop_process, wait_until
 from ring_lab import stats
@@ -178,7 +179,7 @@ def test_a_killed_daemon_takes_nothing_with_it(cluster: Cluster, seed: int) -> N
 
 def test_the_killed_leader_of_etcd_is_hardly_noticed(cluster: Cluster, seed: int) -> None:
     with load(cluster, seed) as work:
-        leader = cluster.etcd.wait_leader()
+        leader = wait_leader(cluster.etcd)
         start = time.monotonic()
         cluster.etcd.kill(leader)
         work.wait_progress(0, 1)
@@ -205,7 +206,7 @@ def test_a_daemon_and_the_leader_are_killed_at_once(cluster: Cluster, seed: int)
     victim = cluster.mounts[0]
     client = cluster.client(victim)
     with load(cluster, seed) as work:
-        leader = cluster.etcd.wait_leader()
+        leader = wait_leader(cluster.etcd)
         work.forget(0)
         start = time.monotonic()
         cluster.etcd.kill(leader)
@@ -253,7 +254,7 @@ def test_an_osd_is_stopped_for_longer_than_the_deadline(cluster: Cluster, seed: 
 
 def test_the_leader_of_etcd_is_stopped_for_longer_than_the_deadline(cluster: Cluster, seed: int) -> None:
     with load(cluster, seed) as work:
-        leader = cluster.etcd.wait_leader()
+        leader = wait_leader(cluster.etcd)
         start = time.monotonic()
         cluster.etcd.kill(leader, signal.SIGSTOP)
         work.wait_progress(0, 1)
@@ -266,7 +267,7 @@ def test_the_leader_of_etcd_is_stopped_for_longer_than_the_deadline(cluster: Clu
 def test_a_follower_of_etcd_is_stopped_for_longer_than_the_deadline(cluster: Cluster, seed: int) -> None:
     """Who was connected to it goes to another member; the one that wakes is behind, and tells nobody what it knew."""
     with load(cluster, seed) as work:
-        leader = cluster.etcd.wait_leader()
+        leader = wait_leader(cluster.etcd)
         for follower in {0, 1, 2} - {leader}:
             start = time.monotonic()
             cluster.etcd.kill(follower, signal.SIGSTOP)

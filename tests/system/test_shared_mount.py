@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import trio
-from cluster_lab import etcd_cluster
+from cluster_lab import create_ceph_user, create_etcd_user, etcd_cluster
 from mounting import KVFUSE, KvfuseMount, shared_conf, stopped, temporary_mount, wait_until
 
 from kvfuse.cluster.ceph import CephServers
@@ -201,7 +201,7 @@ def etcd_with_users() -> Iterator[EtcdServers]:
 def test_a_tenants_keys_open_its_volume_alone(etcd_with_users: EtcdServers, ceph: CephServers, tmp_path: Path) -> None:
     """An etcd user for one prefix and a cephx user for one namespace suffice, and reach nothing else."""
     etcd = etcd_with_users
-    etcd.create_user("alice", "of-alice", b"/kvfuse/alice/")
+    create_etcd_user(etcd, "alice", "of-alice", b"/kvfuse/alice/")
     password = tmp_path / "password"
     password.write_text("of-alice\n")
     password.chmod(0o600)
@@ -209,7 +209,7 @@ def test_a_tenants_keys_open_its_volume_alone(etcd_with_users: EtcdServers, ceph
         'records.user = "alice"',
         f'records.password_file = "{password}"',
         'segments.user = "alice"',
-        f'segments.keyring = "{ceph.create_user("alice", "alice")}"',
+        f'segments.keyring = "{create_ceph_user(ceph, "alice", "alice")}"',
     ]
     own = shared_conf(tmp_path, etcd, ceph, "alice", lines)
     with temporary_mount(source=own) as mount:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import trio
-from cluster_lab import changed, etcd_place
+from cluster_lab import changed, etcd_place, wait_leader
 
 from kvfuse.cluster.etcd import EtcdServers
 from kvfuse.errors import EngineTimeout
@@ -66,7 +66,7 @@ async def elapsed(call: Awaitable[object]) -> float:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 async def test_the_leader_fails_and_commits_go_on(cluster: EtcdServers, store: EtcdRecords, number: int) -> None:
-    leader = await trio.to_thread.run_sync(cluster.wait_leader)
+    leader = await trio.to_thread.run_sync(wait_leader, cluster)
     failed = trio.Event()
     stalls = []
     last = 0

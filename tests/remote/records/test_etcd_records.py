@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import trio
 import trio.testing
-from cluster_lab import changed, etcd_cluster, etcd_place
+from cluster_lab import changed, compact, create_etcd_user, etcd_cluster, etcd_place
 from lossy_proxy import lossy_proxy
 
 from kvfuse.cluster.etcd import EtcdServers, EtcdSettings
@@ -47,7 +47,7 @@ async def store(place: EtcdPlace) -> AsyncIterator[EtcdRecords]:
 def guarded() -> Iterator[EtcdServers]:
     """One member with TLS that asks for certificates and passwords; tenant ``blue`` may use /blue/."""
     with etcd_cluster(1, EtcdSettings(tls=True, root_password=ROOT_PASSWORD)) as servers:
-        servers.create_user("blue", "blue's", b"/blue/")
+        create_etcd_user(servers, "blue", "blue's", b"/blue/")
         yield servers
 
 
@@ -58,6 +58,11 @@ async def keys_under(place: EtcdPlace, prefix: bytes) -> list[bytes]:
     answer = await client.call("kv/range", asked, wire.RANGE, trio.current_time() + 10)
     await client.aclose()
     return [kv.key for kv in answer.kvs]
+
+
+@pytest.mark.parametrize(("prefix", "end"), [(b"a", b"b"), (b"/t/", b"/t0"), (b"a\xff", b"b")])
+def test_the_end_of_a_prefix(prefix: bytes, end: bytes) -> None:
+    assert wire.prefix_end(prefix) == end
 
 
 # -- outcomes -----------------------------------------------------------------------------------------
@@ -298,7 +303,7 @@ async def test_a_watch_that_missed_a_compaction_says_so(store: EtcdRecords, own_
     watch = store.watch(b"")
     await store.commit({b"a": b"1"})
     await store.commit({b"a": b"2"})
-    await trio.to_thread.run_sync(own_etcd.compact)
+    await trio.to_thread.run_sync(compact, own_etcd)
     for _ in range(2):
         with pytest.raises(EngineError, match="anew"):
             await anext(watch)
@@ -311,7 +316,7 @@ async def test_a_watch_that_is_read_passes_over_a_compaction(store: EtcdRecords,
     watch = store.watch(b"")
     await store.commit({b"a": b"1"})
     assert (await anext(watch)).value == b"1"
-    await trio.to_thread.run_sync(own_etcd.compact)
+    await trio.to_thread.run_sync(compact, own_etcd)
     await store.commit({b"a": b"2"})
     assert (await anext(watch)).value == b"2"
 

@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import trio
@@ -88,13 +89,18 @@ async def test_reads_and_writes_go_on_when_an_osd_is_killed(
 
 
 def primary_of(ceph: CephServers, store: RadosSegments, index: int) -> int:
-    return ceph.primary(object_name(1, index).decode(), store.place.namespace)
+    return int(_placing(ceph, store, index)["acting_primary"])
 
 
 def osds_of(ceph: CephServers, store: RadosSegments, index: int) -> list[int]:
     """All that have a replica."""
-    name = object_name(1, index).decode()
-    found: list[int] = ceph.command("osd", "map", ceph.settings.pool, name, store.place.namespace)["acting"]
+    return list(_placing(ceph, store, index)["acting"])
+
+
+def _placing(ceph: CephServers, store: RadosSegments, index: int) -> dict[str, Any]:
+    """What the cluster's map says of one object of segment 1."""
+    words = "osd", "map", ceph.settings.pool, object_name(1, index).decode(), store.place.namespace
+    found: dict[str, Any] = ceph.command(*words)
     return found
 
 
