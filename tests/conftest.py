@@ -101,15 +101,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _order_files(items: list[pytest.Item]) -> None:
-    """First the files that take longest; last those whose tests are to be alone, as all others wait for these."""
-    alone: dict[Path, list[bool]] = {}
-    for item in items:
-        alone.setdefault(item.path, []).append(item.get_closest_marker("alone") is not None)
+    """First the files that take longest; last those whose tests all are to be alone, as others would wait for each."""
+    others = {item.path for item in items if item.get_closest_marker("alone") is None}
 
-    def rank(item: pytest.Item) -> tuple[float, int]:
+    def rank(item: pytest.Item) -> tuple[bool, int]:
         place = item.path.relative_to(item.config.rootpath / "tests").as_posix()
-        marks = alone[item.path]
-        return sum(marks) / len(marks), BEGUN_FIRST.index(place) if place in BEGUN_FIRST else len(BEGUN_FIRST)
+        return item.path not in others, BEGUN_FIRST.index(place) if place in BEGUN_FIRST else len(BEGUN_FIRST)
 
     items.sort(key=rank)
 
