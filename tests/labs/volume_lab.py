@@ -42,8 +42,8 @@ from kvfuse.remote.records.lmdb.store import LIMITS
 from kvfuse.remote.segments.api import SegmentInfo, SegmentLimits, SegmentStore, Transfer
 from kvfuse.slab.layout import Geometry, Superblock
 from kvfuse.volume.api import Caller
-from kvfuse.volume.check.evidence import Report
-from kvfuse.volume.check.fsck import Check
+from kvfuse.volume.check.evidence import Evidence, Report
+from kvfuse.volume.check.fsck import run_check
 from kvfuse.volume.opening.format import first_records
 from kvfuse.volume.volume import Volume, run_volume
 
@@ -449,5 +449,7 @@ async def opened(
 async def check(disk: Disk, *, verify: bool = True) -> Report:
     """What fsck says of a volume that nobody has open."""
     chaos = Chaos(random.Random(0))
-    checker = Check(disk.superblock, MemoryRecords(disk, chaos), MemorySegments(disk, chaos))
-    return await checker.run(verify)
+    records, segments = MemoryRecords(disk, chaos), MemorySegments(disk, chaos)
+    found = Evidence(disk.superblock, records, segments, wants_verify=verify)
+    await run_check(found)
+    return found.report

@@ -7,12 +7,15 @@ import stat
 import time
 from collections import Counter
 
+from msgspec.structs import replace
+
 from kvfuse.errors import VolumeError
 from kvfuse.remote.records.api import Usage
 from kvfuse.remote.segments.api import Transfer
 from kvfuse.slab import layout
 from kvfuse.volume.api import ROOT_INODE
-from kvfuse.volume.check.evidence import Evidence, with_links
+from kvfuse.volume.check.evidence import Evidence
+from kvfuse.volume.opening.format import read_header
 from kvfuse.volume.store import schema
 from kvfuse.volume.store.sealed import get_sound
 
@@ -31,7 +34,7 @@ def compare_inodes(check: Evidence) -> None:
                     f"directory {ino} has no times", {schema.times_key(ino): schema.encode_times(now, now, now)}
                 )
             if ino != ROOT_INODE and inode.names and record.parent != inode.parent:
-                mended = {key: schema.encode_inode(with_links(record, parent=inode.parent, nlink=links))}
+                mended = {key: schema.encode_inode(replace(record, parent=inode.parent, nlink=links))}
                 check.problem(f"directory {ino} is in {inode.parent}, not in {record.parent}", mended)
                 continue
         else:
@@ -41,7 +44,7 @@ def compare_inodes(check: Evidence) -> None:
             lost = schema.entry_key(ROOT_INODE, b"lost+found.%d" % ino)
             check.problem(f"inode {ino} has no name", {lost: schema.encode_entry_reference(ino)})
         elif record.nlink != links:
-            mended = {key: schema.encode_inode(with_links(record, nlink=links))}
+            mended = {key: schema.encode_inode(replace(record, nlink=links))}
             check.problem(f"inode {ino} has {record.nlink} links recorded, but {links}", mended)
     for ino, difference in check.far_blocks.items():
         if difference and ino in check.far_files:
@@ -106,7 +109,7 @@ async def check_counters(check: Evidence) -> None:
         check.problem("the volume's exact slot sizes are not recorded", {schema.EXACT_SIZES: schema.encode_u64s(())})
     files = check.report.files + check.report.directories
     if rows[2] is None:
-        mended = {keys[2]: schema.encode_counts(files, sum(check.weights.values()))}
+        mended = {keys[2]: schema.encode_counts(files, check.weight)}
         check.problem("the number of inodes is not recorded", mended)
     elif check.records.limits.shared or check.counted:
         _check_counts(check, rows[2].value, files)
@@ -114,16 +117,9 @@ async def check_counters(check: Evidence) -> None:
         _check_usage(check, check.records.usage, files)
 
 
-def _check_count(check: Evidence, counted: int, files: int, mended: dict[bytes, bytes]) -> None:
-    """A round that mends something else leaves it to the next one."""
-    if counted != files:
-        check.problem(f"{counted} inodes are counted, {files} exist", mended if check.report.clean else {})
-
-
 def _check_counts(check: Evidence, common: bytes, files: int) -> None:
     """What clients counted together against what is there. ``common``: the value of the record that has most of it."""
-    weight = sum(check.weights.values())
-    mended = {schema.COUNTER_FILES: schema.encode_counts(files, weight)}
+    mended = {schema.COUNTER_FILES: schema.encode_counts(files, check.weight)}
     mended |= dict.fromkeys(check.counted, schema.encode_counts(0, 0))
     try:
         counted = schema.decode_counts(common)
@@ -131,29 +127,31 @@ def _check_counts(check: Evidence, common: bytes, files: int) -> None:
         counted = schema.Counts(0, None)
     for counts in check.counted.values():
         counted = counted.add(counts)
-    _check_count(check, counted.inodes, files, mended)
-    if check.records.limits.shared and not check.damaged:
-        _check_size(check, counted.size, weight, mended)
-
-
-def _check_size(check: Evidence, counted: int | None, weight: int, mended: dict[bytes, bytes]) -> None:
-    """As `_check_count`."""
-    if counted is None:
-        text = f"names and attributes were never counted, as an older program made the volume: they take {weight} bytes"
-    else:
-        text = f"names and attributes are counted as {counted} bytes, but they take {weight}"
-    if counted != weight:
-        check.problem(text, mended if check.report.clean else {})
+    _compare_counts(check, counted, files, mended, with_size=check.records.limits.shared and not check.damaged)
 
 
 def _check_usage(check: Evidence, counted: Usage, files: int) -> None:
-    """What the store has counted against what is there."""
-    if check.damaged:
-        return  # what they weigh is not known
-    weight = sum(check.weights.values())
-    mended = {schema.USAGE: schema.encode_usage(weight, files)}
-    _check_count(check, counted.items, files, mended)
-    _check_size(check, counted.size, weight, mended)
+    """What the store has counted against what is there; but what damaged records weigh is not known."""
+    if not check.damaged:
+        mended = {schema.USAGE: schema.encode_usage(check.weight, files)}
+        _compare_counts(check, schema.Counts(counted.items, counted.size), files, mended, with_size=True)
+
+
+def _compare_counts(
+    check: Evidence, counted: schema.Counts, files: int, mended: dict[bytes, bytes], *, with_size: bool
+) -> None:
+    """A round that mends something else leaves it to the next one."""
+    if counted.inodes != files:
+        text = f"{counted.inodes} inodes are counted, {files} exist"
+        check.problem(text, mended if check.report.clean else {})
+    if not with_size or counted.size == check.weight:
+        return
+    if counted.size is None:
+        text = "names and attributes were never counted, as an older program made the volume"
+        text += f": they take {check.weight} bytes"
+    else:
+        text = f"names and attributes are counted as {counted.size} bytes, but they take {check.weight}"
+    check.problem(text, mended if check.report.clean else {})
 
 
 async def check_segments(check: Evidence) -> None:
@@ -166,10 +164,8 @@ async def check_segments(check: Evidence) -> None:
             state = f"has {present[segment]} bytes" if segment in present else "does not exist"
             check.problem(f"segment {segment} {state} instead of {size}: {extents} extents are lost")
             continue
-        image = bytearray(layout.SUPERBLOCK_SIZE)
-        await check.segments.read([Transfer(segment, 0, image)])
         try:
-            found = layout.parse_superblock(image)
+            found = await read_header(check.segments, segment)
             if (found.volume_id, found.segment) != (check.superblock.volume_id, segment):
                 check.problem(f"segment {segment} holds the header of another segment")
         except VolumeError as error:

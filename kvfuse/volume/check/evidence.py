@@ -9,7 +9,7 @@ import stat
 import struct
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -79,6 +79,26 @@ class Named(NamedTuple):
     extent: schema.ExtentRecord
 
 
+def named_extents(ino: int, chunk: int, extents: Sequence[schema.ExtentRecord]) -> Iterator[Named]:
+    """The extents of one chunk."""
+    offset = 0
+    for extent in extents:
+        yield Named(ino, chunk, offset, extent)
+        offset += extent.length
+
+
+def extents_in(row: Record) -> list[Named]:
+    """What a d, i or c record names. Malformed."""
+    if row.key[:1] == b"c":
+        ino, chunks = schema.key_inode(row.key), {schema.chunk_index(row.key): schema.decode_chunk(row.value)}
+    else:
+        record = schema.decode_entry(row.value) if row.key[:1] == b"d" else schema.decode_inode(row.value)
+        if isinstance(record, int):
+            return []
+        ino, chunks = record.ino, dict(enumerate(record.chunks))
+    return [named for index, extents in chunks.items() for named in named_extents(ino, index, extents)]
+
+
 @dataclass
 class Evidence:
     """Of one pass over a volume; the check owns it."""
@@ -86,9 +106,13 @@ class Evidence:
     superblock: Superblock
     records: RecordStore
     segments: SegmentStore
-    progress: Progress
-    wants_verify: bool
+    progress: Progress = lambda what, done, total: None
+    wants_verify: bool = False
     """bytes and slot heads are compared, too"""
+    mends_heads: bool = False
+    """the caller writes ``head_mends`` at the end"""
+    head_mends: list[Transfer] = field(default_factory=list)
+    """what rewrites the heads that only notes are about"""
     report: Report = field(default_factory=Report)
     slabs: Allocator = field(init=False)
     inodes: dict[int, Inode] = field(default_factory=dict)
@@ -129,13 +153,15 @@ class Evidence:
     def geometry(self) -> Geometry:
         return self.superblock.geometry
 
+    @property
+    def weight(self) -> int:
+        """Of all records."""
+        return sum(self.weights.values())
+
     def problem(
-        self,
-        text: str,
-        puts: dict[bytes, bytes] | None = None,
-        deletes: Sequence[bytes] = (),
-        writes: Sequence[Transfer] = (),
-    ) -> None:
+        self, text: str, puts: dict[bytes, bytes] | None = None,
+        deletes: Sequence[bytes] = (), writes: Sequence[Transfer] = (),
+    ) -> None:  # fmt: skip
         self.report.problems.append(Problem(text, puts or {}, tuple(deletes), tuple(writes)))
 
     def exists(self, ino: int) -> bool:
@@ -156,17 +182,7 @@ class Evidence:
         return b"/".join(reversed(parts))
 
 
-def empty_root() -> schema.InodeRecord:
-    """The root directory, where nobody can tell any more whose it was: nobody but root gets in."""
+def directory_record(ino: int, mode: int, links: int, parent: int = 0) -> schema.InodeRecord:
+    """A directory of root's that is as new."""
     now = time.time_ns()
-    mode = stat.S_IFDIR | 0o700
-    return schema.InodeRecord(ROOT_INODE, mode, 0, 0, 2, 0, now, now, now, 0, (), 0, 0, b"", 0, 0)
-
-
-def with_links(record: schema.InodeRecord, *, nlink: int, parent: int | None = None) -> schema.InodeRecord:
-    """The record with another number of links, and in another directory."""
-    values = {name: getattr(record, name) for name in record.__struct_fields__}
-    values["nlink"] = nlink
-    if parent is not None:
-        values["parent"] = parent
-    return schema.InodeRecord(**values)
+    return schema.InodeRecord(ino, stat.S_IFDIR | mode, 0, 0, links, 0, now, now, now, 0, (), parent, 0, b"", 0, 0)

@@ -1,7 +1,7 @@
 """Check a volume that nobody has mounted: records against each other and against the slabs.
 
 The check reads every record once and keeps a few numbers per inode and slot. Each problem carries the
-records that would mend it; ``repair`` commits them. What cannot be trusted is removed rather than
+records that would mend it; `mend` commits them. What cannot be trusted is removed rather than
 guessed: a missing file is a miss, a wrong one is wrong output.
 """
 
@@ -10,16 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvfuse.options.config import Options
-from kvfuse.remote.records.api import RecordStore
 from kvfuse.remote.segments.api import SegmentStore, Transfer
-from kvfuse.slab.layout import Superblock
-from kvfuse.volume.check.compare import (
-    check_counters,
-    check_reachable,
-    check_segments,
-    compare_inodes,
-    compare_slabs,
-)
+from kvfuse.volume.check.compare import check_counters, check_reachable, check_segments, compare_inodes, compare_slabs
 from kvfuse.volume.check.evidence import Evidence, Progress, Report
 from kvfuse.volume.check.heads import HeadCheck
 from kvfuse.volume.check.reading import RecordReader
@@ -45,76 +37,55 @@ async def fsck(
     and check again, until nothing is left to mend; the report is then of the last check, with the number of repairs.
     """
     async with hold(options, records_read_only=not repair, segments_read_only=not repair) as held:
-        check = Check(held.superblock, held.records, held.segments, progress, mends_heads=repair)
-        report = await check.run(verify)
-        repaired = 0
+
+        async def checked() -> Evidence:
+            found = Evidence(held.superblock, held.records, held.segments, progress, verify, mends_heads=repair)
+            await run_check(found)
+            return found
+
+        found, repaired = await checked(), 0
         for _ in range(REPAIR_ROUNDS if repair else 0):
-            if report.clean:
+            if found.report.clean:
                 break
             # What goes takes others with it: names of an inode, slots of a file.
-            repaired += len(report.problems)
-            await check.repair()
-            check = Check(held.superblock, held.records, held.segments, progress, mends_heads=True)
-            report = await check.run(verify)
+            repaired += len(found.report.problems)
+            await mend(found)
+            found = await checked()
         if repair:
-            await check.write(check.head_mends)
-        report.repaired = repaired
-        return report
+            await _write(held.segments, found.head_mends)
+        found.report.repaired = repaired
+        return found.report
 
 
-class Check:
-    """One pass over everything, and the repair of what it found."""
+async def run_check(found: Evidence) -> None:
+    """One pass over everything; `Evidence` says what is read, and has the report."""
+    reader = RecordReader(found)
+    await reader.read_all()
+    await read_shared(reader)
+    await settle_contested(reader)
+    compare_inodes(found)
+    check_reachable(found)
+    compare_slabs(found)
+    await check_counters(found)
+    await check_segments(found)
+    if found.wants_verify:
+        await verify_data(found)
+        await HeadCheck(found).run()
 
-    def __init__(
-        self,
-        superblock: Superblock,
-        records: RecordStore,
-        segments: SegmentStore,
-        progress: Progress = lambda what, done, total: None,
-        *,
-        mends_heads: bool = False,
-    ) -> None:
-        """``mends_heads``: the caller writes ``head_mends`` when this is over."""
-        self._superblock = superblock
-        self._records = records
-        self._segments = segments
-        self._progress = progress
-        self._mends_heads = mends_heads
-        self._report = Report()
-        self.head_mends: list[Transfer] = []
 
-    async def run(self, verify: bool) -> Report:
-        """``verify``: read every sealed byte, too, and compare slot heads."""
-        evidence = Evidence(self._superblock, self._records, self._segments, self._progress, verify)
-        self._report = evidence.report
-        reader = RecordReader(evidence)
-        await reader.read_all()
-        await read_shared(reader)
-        await settle_contested(reader)
-        compare_inodes(evidence)
-        check_reachable(evidence)
-        compare_slabs(evidence)
-        await check_counters(evidence)
-        await check_segments(evidence)
-        if verify:
-            await verify_data(evidence)
-            compare = HeadCheck(evidence, mends_heads=self._mends_heads)
-            await compare.run()
-            self.head_mends = compare.mends
-        return self._report
+async def mend(found: Evidence) -> None:
+    """Commit what mends the problems, in the order in which they were found."""
+    for problem in found.report.problems:
+        deletes = [key for key in problem.deletes if key not in problem.puts]
+        if problem.puts or deletes:
+            await found.records.commit(problem.puts, deletes)
+    await found.records.commit({}, durable=True)
+    await _write(found.segments, [transfer for problem in found.report.problems for transfer in problem.writes])
 
-    async def repair(self) -> None:
-        """Commit what mends the problems, in the order in which they were found."""
-        for problem in self._report.problems:
-            deletes = [key for key in problem.deletes if key not in problem.puts]
-            if problem.puts or deletes:
-                await self._records.commit(problem.puts, deletes)
-        await self._records.commit({}, durable=True)
-        await self.write([transfer for problem in self._report.problems for transfer in problem.writes])
 
-    async def write(self, transfers: Sequence[Transfer]) -> None:
-        """Into segments, durably."""
-        for start in range(0, len(transfers), WRITES_MAX):
-            await self._segments.write(transfers[start : start + WRITES_MAX])
-        if transfers:
-            await self._segments.sync()
+async def _write(segments: SegmentStore, transfers: Sequence[Transfer]) -> None:
+    """Durably."""
+    for start in range(0, len(transfers), WRITES_MAX):
+        await segments.write(transfers[start : start + WRITES_MAX])
+    if transfers:
+        await segments.sync()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -11,29 +10,23 @@ from kvfuse.errors import EngineError
 from kvfuse.remote.segments.api import Transfer
 from kvfuse.slab import layout
 from kvfuse.slab.layout import Superblock
-from kvfuse.volume.check.evidence import Evidence
+from kvfuse.volume.check.evidence import Evidence, Named
 from kvfuse.volume.slots import heads
 
 
-@dataclass
 class HeadCheck:
-    """Compares every slot's head with what the records say.
+    """Compares every slot's head with what the records say; the check makes one for each pass.
 
     A head that does not speak for its extent is a problem: a rebuild would lose the file. What a crash may leave is a
     note: heads of free slots that claim to be a file's, heads that are behind a change in place, and descriptions of a
     file's former name, owner or size.
-    Problems carry the heads as they have to be, and so does ``mends``.
+    Problems carry the heads as they have to be, and so does ``head_mends``.
     """
 
-    check: Evidence
-    mends_heads: bool = False
-    """the caller writes ``mends``"""
-
-    def __post_init__(self) -> None:
-        self.mends: list[Transfer] = []
-        """what rewrites the heads that only notes are about"""
-        self._superblock = self.check.superblock
-        self._geometry = self.check.geometry
+    def __init__(self, check: Evidence) -> None:
+        self.check = check
+        self._superblock = check.superblock
+        self._geometry = check.geometry
         self._stored: Counter[int] = Counter()
         """inode -> bytes in slots"""
         self._stray_count = 0
@@ -52,7 +45,7 @@ class HeadCheck:
                 for slab in geometry.slabs_of(segment):
                     await self._compare_slab(slab, sorted(by_slab.get(slab, ())))
                     check.progress("heads", slab + 1, geometry.slab_count)
-        remedy = "were mended" if self.mends_heads else "'--verify --repair' mends them"
+        remedy = "were mended" if check.mends_heads else "'--verify --repair' mends them"
         if self._stray_count:
             check.report.notes.append(f"{self._stray_count} heads of free slots claim to be a file's: {remedy}")
         if self._behind_count:
@@ -72,82 +65,55 @@ class HeadCheck:
             self.check.problem(f"the heads of slab {slab} cannot be read: {error}")
             return
         self._find_strays(slab, table, addrs)
-        described = []
         for head in map(self._head, addrs):
             place = geometry.locate_header(head.addr, head.slot_size)[1] - start
             rows, valid = layout.parse_headers(table[place : place + layout.HEADER_SIZE], layout.HEADER_SIZE, 1)
             wrong = differences(rows[0], head, self._superblock) if valid[0] else ["it is damaged"]
             if not wrong and is_behind(rows[0], head):
                 self._behind_count += 1
-                self.mends += heads.transfers(self._superblock, [head])
+                self._mend(head)
             elif wrong:
                 text = f"inode {head.ino}: the head of its slot in segment {segment} at {start + place} is wrong"
                 self.check.problem(f"{text} ({', '.join(wrong)})", writes=heads.transfers(self._superblock, [head]))
-            elif rows[0]["descriptor_place"] != layout.DESCRIPTOR_NONE and head.description:
-                described.append((head, rows[0]))
-        await self._compare_descriptions(table, start, described)
+            elif rows[0]["descriptor_place"] != layout.DESCRIPTOR_NONE and head.description and not head.chunk:
+                await self._compare_description(table, start, head, rows[0])
 
     def _head(self, addr: int) -> heads.Head:
         """The head that a slot has to have."""
         named = self.check.named[addr]
-        extent = named.extent
-        return heads.Head(
-            addr,
-            self.check.slabs.slot_size(addr),
-            extent.length,
-            extent.generation,
-            extent.checksums,
-            named.ino,
-            named.chunk,
-            named.piece_offset,
-            layout.STATE_SEALED if extent.checksums else layout.STATE_UNSEALED,
-            extent.length,
-            b"" if named.piece_offset else self._description(named.ino),
-        )
+        description = b"" if named.piece_offset else self._description(named.ino)
+        return head_of(named, self.check.slabs.slot_size(addr), description)
 
     def _description(self, ino: int) -> bytes:
-        record = self.check.file_record(ino)
-        path = self.check.path_of(ino)
+        record, path = self.check.file_record(ino), self.check.path_of(ino)
         if record is None or not path:
             return b""
-        return heads.encode_description(
-            heads.Description(
-                path,
-                record.mode,
-                record.uid,
-                record.gid,
-                record.size,
-                record.mtime,
-                record.chunk_size,
-                self._stored[ino],
-            )
-        )
+        owner = record.mode, record.uid, record.gid
+        stored = self._stored[ino]
+        description = heads.Description(path, *owner, record.size, record.mtime, record.chunk_size, stored)
+        return heads.encode_description(description)
 
-    async def _compare_descriptions(
-        self, table: bytearray, start: int, described: list[tuple[heads.Head, np.void]]
-    ) -> None:
-        """Of the first chunk of each file. ``start``: file offset of the head ``table``."""
-        geometry = self._geometry
-        for head, row in described:
-            if head.chunk:
-                continue
-            length = int(row["descriptor_length"])
-            if row["descriptor_place"] == layout.DESCRIPTOR_BEHIND_HEADER:
-                place = geometry.locate_header(head.addr, head.slot_size)[1] - start + layout.HEADER_SIZE
-                text = bytes(table[place : place + length])
-            else:
-                segment, offset = geometry.locate(head.addr)
-                buffer = bytearray(min(length, head.slot_size))
-                try:
-                    await self.check.segments.read([Transfer(segment, offset + head.slot_size - len(buffer), buffer)])
-                except (EngineError, ValueError):
-                    buffer = bytearray()
-                text = bytes(buffer)
-            found, expected = heads.decode_description(text), heads.decode_description(head.description)
-            assert expected is not None
-            if found is None or _identity(found) != _identity(expected):
-                self._old_count += 1
-                self.mends += heads.transfers(self._superblock, [head])
+    async def _compare_description(self, table: bytearray, start: int, head: heads.Head, row: np.void) -> None:
+        """Of a file's first chunk. ``table``: the slab's head, which begins at ``start`` of the segment."""
+        geometry, length = self._geometry, int(row["descriptor_length"])
+        if row["descriptor_place"] == layout.DESCRIPTOR_BEHIND_HEADER:
+            place = geometry.locate_header(head.addr, head.slot_size)[1] - start + layout.HEADER_SIZE
+            text = table[place : place + length]
+        else:
+            segment, offset = geometry.locate(head.addr)
+            text = bytearray(min(length, head.slot_size))
+            try:
+                await self.check.segments.read([Transfer(segment, offset + head.slot_size - len(text), text)])
+            except (EngineError, ValueError):
+                text.clear()
+        found, expected = heads.decode_description(bytes(text)), heads.decode_description(head.description)
+        assert expected is not None
+        if found is None or _identity(found) != _identity(expected):
+            self._old_count += 1
+            self._mend(head)
+
+    def _mend(self, head: heads.Head) -> None:
+        self.check.head_mends += heads.transfers(self._superblock, [head])
 
     def _find_strays(self, slab: int, table: bytearray, addrs: list[int]) -> None:
         """Heads that speak for slots which no file has, or has by other heads."""
@@ -163,7 +129,15 @@ class HeadCheck:
             if addr in self.check.owners or addr in self.check.freed:
                 continue  # of a removed file whose bytes are not freed yet
             self._stray_count += 1
-            self.mends.append(Transfer(*place, bytes(layout.HEADER_SIZE)))
+            self.check.head_mends.append(Transfer(*place, bytes(layout.HEADER_SIZE)))
+
+
+def head_of(named: Named, slot_size: int, description: bytes = b"") -> heads.Head:
+    """The head that the slot of an extent has to have."""
+    extent = named.extent
+    state = layout.STATE_SEALED if extent.checksums else layout.STATE_UNSEALED
+    life = extent.generation, extent.checksums, named.ino, named.chunk, named.piece_offset
+    return heads.Head(extent.addr, slot_size, extent.length, *life, state, extent.length, description)
 
 
 def differences(row: np.void, head: heads.Head, superblock: Superblock) -> list[str]:

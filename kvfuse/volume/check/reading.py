@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import stat
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable
+from typing import TypeVar
 
-import msgspec
+from msgspec.structs import replace
 
 from kvfuse.checksum import CHECKSUM_SIZE, GRANULE_SIZE
 from kvfuse.errors import EngineError, VolumeError
@@ -16,10 +17,13 @@ from kvfuse.slab.allocator import Allocator
 from kvfuse.slab.image import SlabState
 from kvfuse.slab.layout import Geometry
 from kvfuse.volume.api import FILE_SIZE_MAX, ROOT_INODE
-from kvfuse.volume.check.evidence import MALFORMED, Evidence, Inode, Named, empty_root, with_links
+from kvfuse.volume.check.evidence import MALFORMED, Evidence, Inode, Named, directory_record, named_extents
+from kvfuse.volume.inodes.chunk import blocks_of
 from kvfuse.volume.inodes.metadata_budget import weigh
 from kvfuse.volume.store import schema
 from kvfuse.volume.store.sealed import ScanPages, describe
+
+T = TypeVar("T")
 
 SCAN_ROWS = 2000
 FILE_KINDS = frozenset(
@@ -61,13 +65,25 @@ class RecordReader:
             self.found.progress(what, done, 0)
         self.found.weights[prefix] = weight
 
+    async def decoded(
+        self, prefix: bytes, what: str, decode: Callable[[bytes], T], name: Callable[[Record], str]
+    ) -> AsyncIterator[tuple[Record, T]]:
+        """Sound records, and what is in them; one that cannot be decoded is a problem. ``name``: what that calls it."""
+        async for row in self.rows(prefix, what):
+            try:
+                value = decode(row.value)
+            except MALFORMED as error:
+                self.found.problem(f"{name(row)} cannot be read: {error}", deletes=[row.key])
+            else:
+                yield row, value
+
     async def _drop_damaged(self, key: bytes) -> None:
         """What goes with a damaged record is found by the next round of a repair."""
         text = f"the record of {describe(key)} does not match its checksum"
         puts: dict[bytes, bytes] = {}
         deletes = [key]
         if key == schema.inode_key(ROOT_INODE):
-            root = empty_root()
+            root = directory_record(ROOT_INODE, 0o700, 2)  # nobody can tell any more whose it was
             self.found.inodes[ROOT_INODE] = Inode(root)
             puts = {key: schema.encode_inode(root)}
             text += ": it gets mode 0700, and owner root"
@@ -77,9 +93,7 @@ class RecordReader:
                 self._rescued.append(state)
                 puts = {key: schema.encode_slab(state.slot_size, state.bitmap)}
         elif key[:1] == b"c" and schema.is_key(key):
-            deletes += self.found.far_files.get(
-                schema.key_inode(key), []
-            )  # without its chunk the file would show zeros
+            deletes += self.found.far_files.get(schema.key_inode(key), [])  # or the file would show zeros there
         self.found.problem(text, puts, deletes)
 
     # -- reading -------------------------------------------------------------------------------------
@@ -96,63 +110,44 @@ class RecordReader:
         self.found.slabs.restore(states + self._rescued)
 
     async def _read_inodes(self) -> None:
-        async for row in self.rows(b"i", "inodes"):
+        async for row, record in self.decoded(b"i", "inodes", _decode_inode, _name_inode):
             ino = schema.key_inode(row.key)
-            record = self._decode(row)
-            if record is None:
-                continue
             if record.ino != ino:
                 self.found.problem(f"inode record {ino} holds inode {record.ino}", deletes=[row.key])
                 continue
             self.found.inodes[ino] = Inode(record)
-            self._claim(record, row.key, row.key)
-
-    def _decode(self, row: Record) -> schema.InodeRecord | None:
-        try:
-            record = schema.decode_inode(row.value)
-            _check_fields(record)
-        except MALFORMED as error:
-            self.found.problem(f"record {row.key!r} cannot be read: {error}", deletes=[row.key])
-            return None
-        return record
+            self._claim_all(record, row.key, row.key)
 
     async def _read_entries(self) -> None:
-        async for row in self.rows(b"d", "names"):
+        async for row, entry in self.decoded(b"d", "names", _decode_entry, lambda row: f"name {_place(row)}"):
             parent, cookie, name = schema.split_entry_key(row.key)
-            try:
-                entry = schema.decode_entry(row.value)
-                if isinstance(entry, schema.InodeRecord):
-                    _check_fields(entry, inline=True)
-            except MALFORMED as error:
-                self.found.problem(f"name {name!r} in directory {parent} cannot be read: {error}", deletes=[row.key])
-                continue
             if cookie != schema.name_hash(name):
-                self.found.problem(f"name {name!r} in directory {parent} stands in the wrong place", deletes=[row.key])
+                self.found.problem(f"name {_place(row)} stands in the wrong place", deletes=[row.key])
             elif parent not in self.found.inodes or not stat.S_ISDIR(self.found.inodes[parent].record.mode):
                 self._lost(row, name, parent, entry)
             elif isinstance(entry, int):
                 self._read_reference(row, parent, name, entry)
-            elif entry.ino in self.found.inodes or entry.ino in self.found.inline:
-                self.found.problem(f"{name!r} in directory {parent}: inode {entry.ino} exists twice", deletes=[row.key])
             else:
-                self.found.inline.add(entry.ino)
-                self.found.report.files += 1
-                if self.found.wants_verify:
-                    self.found.places[entry.ino] = parent, name
-                    self.found.inline_records[entry.ino] = entry
-                if entry.nlink != 1:
-                    mended = schema.encode_entry_inline(with_links(entry, nlink=1))
-                    self.found.problem(
-                        f"{name!r} in directory {parent}: {entry.nlink} links instead of 1", {row.key: mended}
-                    )
-                self._claim(entry, row.key, name)
+                self._read_inline(row, parent, name, entry)
+
+    def _read_inline(self, row: Record, parent: int, name: bytes, entry: schema.InodeRecord) -> None:
+        if entry.ino in self.found.inodes or entry.ino in self.found.inline:
+            self.found.problem(f"{_place(row)}: inode {entry.ino} exists twice", deletes=[row.key])
+            return
+        self.found.inline.add(entry.ino)
+        self.found.report.files += 1
+        if self.found.wants_verify:
+            self.found.places[entry.ino] = parent, name
+            self.found.inline_records[entry.ino] = entry
+        if entry.nlink != 1:
+            mended = {row.key: schema.encode_entry_inline(replace(entry, nlink=1))}
+            self.found.problem(f"{_place(row)}: {entry.nlink} links instead of 1", mended)
+        self._claim_all(entry, row.key, name)
 
     def _read_reference(self, row: Record, parent: int, name: bytes, ino: int) -> None:
         inode = self.found.inodes.get(ino)
         if inode is None:
-            self.found.problem(
-                f"{name!r} in directory {parent} names inode {ino}, which does not exist", deletes=[row.key]
-            )
+            self.found.problem(f"{_place(row)} names inode {ino}, which does not exist", deletes=[row.key])
             return
         inode.names += 1
         inode.parent = parent
@@ -170,16 +165,14 @@ class RecordReader:
         self.found.problem(f"{name!r} is in directory {parent}, which does not exist", {key: row.value}, [row.key])
         if not isinstance(entry, int) and not self.found.exists(ino):
             self.found.inline.add(ino)
-            self._claim(entry, row.key, name)
+            self._claim_all(entry, row.key, name)
 
     async def _read_orphans(self) -> None:
         """Before the chunks. Nobody reads their bytes again: those are not verified."""
-        async for row in self.rows(b"o", "orphans"):
-            record = self._decode(row)
-            if record is not None:
-                self.found.report.notes.append(f"inode {record.ino} was unlinked while open: the next mount frees it")
-                self.found.orphans.add(record.ino)
-                self._claim(record, row.key, b"")
+        async for row, record in self.decoded(b"o", "orphans", _decode_inode, _name_inode):
+            self.found.report.notes.append(f"inode {record.ino} was unlinked while open: the next mount frees it")
+            self.found.orphans.add(record.ino)
+            self._claim_all(record, row.key, b"")
 
     async def _read_chunks(self) -> None:
         async for row in self.rows(b"c", "chunks"):
@@ -188,14 +181,15 @@ class RecordReader:
                 self.found.problem(f"chunk record of inode {ino}, which does not exist", deletes=[row.key])
                 continue
             what = f"chunk {schema.chunk_index(row.key)} of inode {ino}"
-            keys = [row.key, *self.found.far_files.get(ino, [])]  # without its chunk the file would show zeros
+            keys = [row.key, *self.found.far_files.get(ino, [])]
             try:
                 extents = schema.decode_chunk(row.value)
             except MALFORMED as error:
                 self.found.problem(f"{what}: {error}", deletes=keys)
                 continue
-            self.found.far_blocks[ino] += sum(-(-extent.length // 4096) * 8 for extent in extents)
-            self._claim_extents(ino, schema.chunk_index(row.key), extents, keys, what)
+            self.found.far_blocks[ino] += blocks_of(extents)
+            for named in named_extents(ino, schema.chunk_index(row.key), extents):
+                self._claim(named, keys, what)
 
     async def _read_rest(self) -> None:
         async for row in self.rows(b"t", "times"):
@@ -222,51 +216,66 @@ class RecordReader:
             async for row in self.rows(prefix, "hidden attributes"):
                 record = inode_in(row)
                 if record is not None and record.ino in hidden:
-                    shown = msgspec.structs.replace(record, flags=record.flags | schema.FLAG_XATTRS)
+                    shown = replace(record, flags=record.flags | schema.FLAG_XATTRS)
                     encode = schema.encode_entry_inline if prefix == b"d" else schema.encode_inode
-                    self.found.problem(
-                        f"inode {record.ino} has attributes, and does not say so", {row.key: encode(shown)}
-                    )
+                    text = f"inode {record.ino} has attributes, and does not say so"
+                    self.found.problem(text, {row.key: encode(shown)})
 
     # -- extents -------------------------------------------------------------------------------------
 
-    def _claim(self, record: schema.InodeRecord, key: bytes, name: bytes) -> None:
+    def _claim_all(self, record: schema.InodeRecord, key: bytes, name: bytes) -> None:
+        """All that a file's own record names."""
         if record.flags & schema.FLAG_XATTRS:
             self.found.attributed.add(record.ino)
         if record.flags & schema.FLAG_CHUNK_RECORDS and key[:1] != b"o":
             self.found.far_files[record.ino] = [key]
             self.found.far_blocks[record.ino] -= record.far_blocks
         for index, chunk in enumerate(record.chunks):
-            self._claim_extents(record.ino, index, chunk, [key], f"{name!r} (inode {record.ino}), chunk {index}")
+            for named in named_extents(record.ino, index, chunk):
+                self._claim(named, [key], f"{name!r} (inode {record.ino}), chunk {index}")
 
-    def _claim_extents(
-        self, ino: int, chunk: int, extents: Sequence[schema.ExtentRecord], keys: list[bytes], what: str
-    ) -> None:
-        offset = 0
-        for extent in extents:
-            self._claim_extent(Named(ino, chunk, offset, extent), keys, what)
-            offset += extent.length
-
-    def _claim_extent(self, named: Named, keys: list[bytes], what: str) -> None:
+    def _claim(self, named: Named, keys: list[bytes], what: str) -> None:
         """``keys``: the record that names the extent, and that of its file; they go when the extent cannot be right."""
-        ino, extent = named.ino, named.extent
-        self.found.report.extents += 1
-        slot_size = self.found.slabs.slot_size(extent.addr) if 0 <= extent.addr < self.found.geometry.data_size else 0
+        found, ino, extent = self.found, named.ino, named.extent
+        found.report.extents += 1
+        slot_size = found.slabs.slot_size(extent.addr) if 0 <= extent.addr < found.geometry.data_size else 0
         granules = -(-extent.length // GRANULE_SIZE)
-        if not self.found.slabs.is_durable(extent.addr) if slot_size else True:
-            self.found.problem(f"{what}: its slot {extent.addr} is not allocated", deletes=keys)
-        elif extent.addr in self.found.owners:
-            self.found.contested.add(extent.addr)
+        if not slot_size or not found.slabs.is_durable(extent.addr):
+            found.problem(f"{what}: its slot {extent.addr} is not allocated", deletes=keys)
+        elif extent.addr in found.owners:
+            found.contested.add(extent.addr)
         elif not 0 < extent.length <= slot_size or len(extent.checksums) not in (0, granules * CHECKSUM_SIZE):
-            self.found.problem(f"{what}: {extent.length} bytes in a slot of {slot_size}", deletes=keys)
+            found.problem(f"{what}: {extent.length} bytes in a slot of {slot_size}", deletes=keys)
         else:
-            self.found.owners[extent.addr] = ino
-            self.found.generation_max = max(self.found.generation_max, extent.generation)
-            self.found.report.used_bytes += extent.length
-            if self.found.wants_verify and ino not in self.found.orphans:
-                self.found.named[extent.addr] = named
-            if self.found.wants_verify and extent.checksums and ino not in self.found.orphans:
-                self.found.sealed.append((ino, extent, keys))
+            found.owners[extent.addr] = ino
+            found.generation_max = max(found.generation_max, extent.generation)
+            found.report.used_bytes += extent.length
+            if found.wants_verify and ino not in found.orphans:
+                found.named[extent.addr] = named
+                if extent.checksums:
+                    found.sealed.append((ino, extent, keys))
+
+
+def _place(row: Record) -> str:
+    parent, _, name = schema.split_entry_key(row.key)
+    return f"{name!r} in directory {parent}"
+
+
+def _name_inode(row: Record) -> str:
+    return f"record {row.key!r}"
+
+
+def _decode_inode(value: bytes) -> schema.InodeRecord:
+    record = schema.decode_inode(value)
+    _check_fields(record)
+    return record
+
+
+def _decode_entry(value: bytes) -> schema.InodeRecord | int:
+    entry = schema.decode_entry(value)
+    if isinstance(entry, schema.InodeRecord):
+        _check_fields(entry, inline=True)
+    return entry
 
 
 def _check_fields(record: schema.InodeRecord, *, inline: bool = False) -> None:

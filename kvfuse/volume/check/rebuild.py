@@ -11,10 +11,13 @@ import dataclasses
 import stat
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
+
+import numpy as np
 
 from kvfuse.checksum import extent_checksum, granule_checksums
 from kvfuse.errors import MediumError, VolumeError
@@ -24,6 +27,8 @@ from kvfuse.remote.segments.api import SegmentStore, Transfer
 from kvfuse.slab import layout
 from kvfuse.slab.layout import Geometry, Superblock
 from kvfuse.volume.api import FIRST_INODE, ROOT_INODE
+from kvfuse.volume.check.evidence import Progress, directory_record
+from kvfuse.volume.inodes.chunk import blocks_of
 from kvfuse.volume.inodes.metadata_budget import growth
 from kvfuse.volume.opening import engines, format
 from kvfuse.volume.slots.heads import Description, decode_description
@@ -35,7 +40,7 @@ COMMIT_ROWS = 1000
 
 
 class _Piece(NamedTuple):
-    """One slot that a valid header speaks for."""
+    """One slot that a valid header speaks for, and what that says."""
 
     generation: int
     addr: int
@@ -43,12 +48,30 @@ class _Piece(NamedTuple):
     length: int
     inode: int
     chunk: int
-    offset: int
+    piece_offset: int
     state: int
     checksum: int
     time: int
     descriptor_length: int
     descriptor_place: int
+
+    @classmethod
+    def of(cls, header: np.void, addr: int) -> _Piece:
+        rest = [int(header[name]) for name in cls._fields[3:]]
+        return cls(int(header["generation"]), addr, int(header["slot_pages"]) * layout.PAGE_SIZE, *rest)
+
+
+Chunks = dict[int, tuple[schema.ExtentRecord, ...]]
+"""index -> extents, of one file"""
+
+
+class _File(NamedTuple):
+    """One that is whole."""
+
+    record: schema.InodeRecord
+    chunks: Chunks
+    generation: int
+    """the highest of its pieces"""
 
 
 @dataclass
@@ -65,9 +88,7 @@ class RebuildReport:
     """where the old record store was moved to"""
 
 
-async def rebuild(
-    options: Options, *, progress: Callable[[str, int, int], None] = lambda what, done, total: None
-) -> RebuildReport:
+async def rebuild(options: Options, *, progress: Progress = lambda what, done, total: None) -> RebuildReport:
     """Make the records of the volume that ``options`` name anew.
 
     Of a folder the old ones are moved aside, not removed; a shared record store must not have them any more. A lost
@@ -78,7 +99,7 @@ async def rebuild(
     return await _rebuild_folder(options, progress)
 
 
-async def _rebuild_folder(options: Options, progress: Callable[[str, int, int], None]) -> RebuildReport:
+async def _rebuild_folder(options: Options, progress: Progress) -> RebuildReport:
     path = options.volume_path
     if not path.is_dir():
         raise VolumeError(f"{path} is no folder")
@@ -99,7 +120,7 @@ async def _rebuild_folder(options: Options, progress: Callable[[str, int, int], 
     return work.report
 
 
-async def _rebuild_shared(options: Options, progress: Callable[[str, int, int], None]) -> RebuildReport:
+async def _rebuild_shared(options: Options, progress: Progress) -> RebuildReport:
     title = options.title
     async with (
         engines.open_records(options) as records,
@@ -120,9 +141,7 @@ async def _rebuild_shared(options: Options, progress: Callable[[str, int, int], 
     return work.report
 
 
-async def _collect(
-    superblock: Superblock, segments: SegmentStore, progress: Callable[[str, int, int], None]
-) -> _Rebuild:
+async def _collect(superblock: Superblock, segments: SegmentStore, progress: Progress) -> _Rebuild:
     work = _Rebuild(superblock.geometry, segments, progress)
     await work.read_headers()
     await work.choose_files()
@@ -132,14 +151,10 @@ async def _collect(
 async def _find_superblock(error: VolumeError, segments: SegmentStore) -> Superblock:
     """From the copy in a segment's header; ``error`` says what is wrong with the volume's own."""
     for info in await segments.list():
-        image = bytearray(layout.SUPERBLOCK_SIZE)
-        try:
-            if info.size >= len(image):
-                await segments.read([Transfer(info.segment, 0, image)])
-            found = layout.parse_superblock(image)
-        except (VolumeError, MediumError):
-            continue
-        return dataclasses.replace(found, segment=layout.NO_SEGMENT)
+        if info.size >= layout.SUPERBLOCK_SIZE:
+            with suppress(VolumeError, MediumError):
+                found = await format.read_header(segments, info.segment)
+                return dataclasses.replace(found, segment=layout.NO_SEGMENT)
     raise VolumeError(f"{error}; and no segment has a copy of it")
 
 
@@ -154,7 +169,7 @@ def _move_aside(folder: Path) -> str:
 class _Rebuild:
     """The steps of one rebuild: headers, files, records."""
 
-    def __init__(self, geometry: Geometry, segments: SegmentStore, progress: Callable[[str, int, int], None]) -> None:
+    def __init__(self, geometry: Geometry, segments: SegmentStore, progress: Progress) -> None:
         self.geometry = geometry
         self.segments = segments
         self.progress = progress
@@ -163,10 +178,10 @@ class _Rebuild:
         self.report = RebuildReport()
         self.pieces: dict[int, list[_Piece]] = defaultdict(list)
         """inode -> its slots"""
-        self.files: dict[bytes, tuple[schema.InodeRecord, int]] = {}
-        """path -> (inode, highest generation)"""
-        self.far_chunks: dict[bytes, bytes] = {}
-        """chunk records"""
+        self.slot_sizes: dict[int, int] = {}
+        """slab -> bytes of a slot"""
+        self.files: dict[bytes, _File] = {}
+        """by path"""
         self.generation_max = 0
 
     # -- headers -------------------------------------------------------------------------------------
@@ -187,29 +202,12 @@ class _Rebuild:
             self.report.dropped.append(f"slab {slab}: the medium lost its slot headers")
             return
         rows, offsets = layout.find_headers(table, geometry)
-        found = []
-        for row, slot_offset in zip(rows, offsets.tolist(), strict=True):
-            if row["state"] == layout.STATE_FREE:
-                continue
-            found.append(
-                _Piece(
-                    generation=int(row["generation"]),
-                    addr=slab * geometry.slab_size + slot_offset,
-                    slot_size=int(row["slot_pages"]) * layout.PAGE_SIZE,
-                    length=int(row["length"]),
-                    inode=int(row["inode"]),
-                    chunk=int(row["chunk"]),
-                    offset=int(row["piece_offset"]),
-                    state=int(row["state"]),
-                    checksum=int(row["checksum"]),
-                    time=int(row["time"]),
-                    descriptor_length=int(row["descriptor_length"]),
-                    descriptor_place=int(row["descriptor_place"]),
-                )
-            )
+        live = rows["state"] != layout.STATE_FREE
+        addrs = (slab * geometry.slab_size + offsets[live]).tolist()
+        found = list(map(_Piece.of, rows[live], addrs))
         if found:
             # A slab that changed its class may show old headers: the latest one says what it is now.
-            slot_size = max(found).slot_size
+            slot_size = self.slot_sizes[slab] = max(found).slot_size
             for piece in found:
                 if piece.slot_size == slot_size and 0 < piece.length <= slot_size:
                     self.generation_max = max(self.generation_max, piece.generation)
@@ -238,27 +236,27 @@ class _Rebuild:
         description = await self._description(chunks)
         path = description.path if description is not None else LOST_FOUND + b"/inode-%d" % ino
         stored = sum(piece.length for chunk in chunks.values() for piece in chunk)
-        if description is None and (list(chunks) != [0]):
+        if description is None and list(chunks) != [0]:
             self.report.dropped.append(f"inode {ino}: several chunks, but nothing says of what size")
             return
         if description is not None and stored < description.stored:
             self.report.dropped.append(f"{path!r}: {stored} of {description.stored} bytes are there")
             return
-        extents: dict[int, tuple[schema.ExtentRecord, ...]] = {}
+        extents: Chunks = {}
         for index, chunk in chunks.items():
             verified = [await self._verified(piece) for piece in chunk]
             extents[index] = tuple(extent for extent in verified if extent is not None)
             if len(extents[index]) < len(chunk):
                 self.report.dropped.append(f"{path!r}: bytes of chunk {index} do not match their checksum")
                 return
-        self._add(path, _inode(ino, description, extents), extents, max(pieces).generation)
+        generation = max(pieces).generation
+        if path not in self.files or self.files[path].generation <= generation:  # the later one took the name
+            self.files[path] = _File(_inode(ino, description, extents), extents, generation)
 
     async def _description(self, chunks: dict[int, list[_Piece]]) -> Description | None:
-        """The newest that can be read, of the first pieces of all chunks."""
-        heads = sorted(
-            (chunk[0] for chunk in chunks.values()), key=lambda piece: (piece.time, -piece.chunk), reverse=True
-        )
-        for piece in [piece for piece in heads if piece.chunk == 0] + [piece for piece in heads if piece.chunk]:
+        """The newest that can be read, of the first pieces of all chunks; that of the first chunk before all others."""
+        heads = [chunk[0] for chunk in chunks.values()]
+        for piece in sorted(heads, key=lambda piece: (piece.chunk == 0, piece.time, -piece.chunk), reverse=True):
             length = piece.descriptor_length
             if piece.descriptor_place == layout.DESCRIPTOR_BEHIND_HEADER:
                 segment, offset = self.geometry.locate_header(piece.addr, piece.slot_size)
@@ -286,22 +284,6 @@ class _Rebuild:
                 return None
         return schema.ExtentRecord(piece.addr, piece.length, piece.generation, checksums)
 
-    def _add(
-        self,
-        path: bytes,
-        record: schema.InodeRecord,
-        extents: dict[int, tuple[schema.ExtentRecord, ...]],
-        generation: int,
-    ) -> None:
-        """Two files of one name: the later one took it."""
-        other = self.files.get(path)
-        if other is not None and other[1] > generation:
-            return
-        self.files[path] = (record, generation)
-        for index, chunk in extents.items():
-            if index >= schema.INLINE_CHUNKS:
-                self.far_chunks[schema.chunk_key(record.ino, index)] = schema.encode_chunk(chunk)
-
     # -- records -------------------------------------------------------------------------------------
 
     async def write(self, records: RecordStore) -> None:
@@ -311,8 +293,8 @@ class _Rebuild:
         children: dict[int, int] = defaultdict(int)
         parents: dict[int, tuple[int, bytes]] = {}
         puts: dict[bytes, bytes] = {}
-        slots: dict[int, tuple[int, list[int]]] = {}
-        for path, (record, _) in sorted(self.files.items()):
+        slots: dict[int, list[int]] = defaultdict(list)
+        for path, file in sorted(self.files.items()):
             folder, _, name = path.rpartition(b"/")
             for part in _ancestors(folder):
                 if part not in directories:
@@ -321,16 +303,19 @@ class _Rebuild:
                     parents[inode_next] = (parent, part.rpartition(b"/")[2])
                     children[parent] += 1
                     inode_next += 1
-            puts[schema.entry_key(directories[folder], name)] = schema.encode_entry_inline(record)
+            puts[schema.entry_key(directories[folder], name)] = schema.encode_entry_inline(file.record)
             self.report.files += 1
             self.report.nameless += folder == LOST_FOUND
-            self._collect_slots(record, slots)
+            for index, extents in file.chunks.items():
+                if index >= schema.INLINE_CHUNKS:
+                    puts[schema.chunk_key(file.record.ino, index)] = schema.encode_chunk(extents)
+                for extent in extents:
+                    slots[self.geometry.slab_of(extent.addr)].append(extent.addr)
+                    self.report.bytes += extent.length
             if len(puts) >= COMMIT_ROWS:
                 size += growth(puts, (), {})
                 await format.commit_in_parts(records, puts)
                 puts = {}
-        used = {record.ino for record, _ in self.files.values()}
-        puts.update({key: value for key, value in self.far_chunks.items() if schema.key_inode(key) in used})
         puts.update(_directory_records(parents, children))
         puts.update(self._slab_records(slots))
         puts[schema.COUNTER_INODE] = schema.encode_u64(inode_next + schema.COUNTER_RANGE)
@@ -340,22 +325,10 @@ class _Rebuild:
         await format.commit_in_parts(records, puts)
         await records.commit({}, durable=True)
 
-    def _collect_slots(self, record: schema.InodeRecord, slots: dict[int, tuple[int, list[int]]]) -> None:
-        for piece in self.pieces[record.ino]:
-            extents = [extent for chunk in record.chunks for extent in chunk]
-            extents += [
-                extent
-                for key in [schema.chunk_key(record.ino, piece.chunk)]
-                if key in self.far_chunks
-                for extent in schema.decode_chunk(self.far_chunks[key])
-            ]
-            if any(extent.addr == piece.addr and extent.generation == piece.generation for extent in extents):
-                slab = self.geometry.slab_of(piece.addr)
-                slots.setdefault(slab, (piece.slot_size, []))[1].append(piece.addr)
-                self.report.bytes += piece.length
-
-    def _slab_records(self, slots: dict[int, tuple[int, list[int]]]) -> Iterator[tuple[bytes, bytes]]:
-        for slab, (slot_size, addrs) in slots.items():
+    def _slab_records(self, slots: dict[int, list[int]]) -> Iterator[tuple[bytes, bytes]]:
+        """``slots``: slab -> addresses of those that files have."""
+        for slab, addrs in slots.items():
+            slot_size = self.slot_sizes[slab]
             bitmap = bytearray(-(-self.geometry.slots_per_slab(slot_size) // 8))
             for addr in addrs:
                 index = addr % self.geometry.slab_size // slot_size
@@ -371,9 +344,9 @@ def _newest(pieces: list[_Piece]) -> dict[int, list[_Piece]]:
         # Pieces of one write have consecutive generations, the last piece the highest.
         chosen = [of_chunk[0]]
         for piece in of_chunk[1:]:
-            if chosen[-1].offset and piece.offset + piece.length == chosen[-1].offset:
+            if chosen[-1].piece_offset and piece.piece_offset + piece.length == chosen[-1].piece_offset:
                 chosen.append(piece)
-        if chosen[-1].offset == 0:
+        if chosen[-1].piece_offset == 0:
             chunks[index] = chosen[::-1]
     return chunks
 
@@ -385,43 +358,39 @@ def _ancestors(folder: bytes) -> Iterator[bytes]:
         yield b"/".join(parts[:count])
 
 
-def _inode(
-    ino: int, description: Description | None, extents: dict[int, tuple[schema.ExtentRecord, ...]]
-) -> schema.InodeRecord:
+def _inode(ino: int, description: Description | None, extents: Chunks) -> schema.InodeRecord:
     now = time.time_ns()
-    end = sum(extent.length for extent in extents.get(0, ()))
-    inline = [extents.get(index, ()) for index in range(min(schema.INLINE_CHUNKS, max(extents) + 1))]
-    far = {index: chunk for index, chunk in extents.items() if index >= schema.INLINE_CHUNKS}
+    if description is None:
+        size = sum(extent.length for extent in extents.get(0, ()))
+        description = Description(b"", stat.S_IFREG | 0o600, 0, 0, size, now, layout.SLAB_SIZE_MIN, size)
+    far = [chunk for index, chunk in extents.items() if index >= schema.INLINE_CHUNKS]
     return schema.InodeRecord(
         ino=ino,
-        mode=description.mode if description else stat.S_IFREG | 0o600,
-        uid=description.uid if description else 0,
-        gid=description.gid if description else 0,
+        mode=description.mode,
+        uid=description.uid,
+        gid=description.gid,
         nlink=1,
-        size=description.size if description else end,
+        size=description.size,
         atime=now,
-        mtime=description.mtime if description else now,
+        mtime=description.mtime,
         ctime=now,
-        chunk_size=description.chunk_size if description else layout.SLAB_SIZE_MIN,
-        chunks=tuple(inline),
+        chunk_size=description.chunk_size,
+        chunks=tuple(extents.get(index, ()) for index in range(min(schema.INLINE_CHUNKS, max(extents) + 1))),
         parent=0,
         rdev=0,
         target=b"",
         flags=schema.FLAG_CHUNK_RECORDS if far else 0,
-        far_blocks=sum(-(-extent.length // 4096) * 8 for chunk in far.values() for extent in chunk),
+        far_blocks=sum(map(blocks_of, far)),
     )
 
 
 def _directory_records(
     parents: dict[int, tuple[int, bytes]], children: dict[int, int]
 ) -> Iterator[tuple[bytes, bytes]]:
-    now = time.time_ns()
     for ino in [ROOT_INODE, *parents]:
         parent, name = parents.get(ino, (0, b""))
-        record = schema.InodeRecord(
-            ino, stat.S_IFDIR | 0o755, 0, 0, 2 + children[ino], 0, now, now, now, 0, (), parent, 0, b"", 0, 0
-        )
+        record = directory_record(ino, 0o755, 2 + children[ino], parent)
         yield schema.inode_key(ino), schema.encode_inode(record)
-        yield schema.times_key(ino), schema.encode_times(now, now, now)
+        yield schema.times_key(ino), schema.encode_times(record.atime, record.mtime, record.ctime)
         if name:
             yield schema.entry_key(parent, name), schema.encode_entry_reference(ino)

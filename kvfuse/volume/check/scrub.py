@@ -24,12 +24,11 @@ from kvfuse.options.config import Options
 from kvfuse.remote.records.api import Record
 from kvfuse.remote.segments.api import SegmentStore, Transfer
 from kvfuse.slab import layout
-from kvfuse.volume.check.evidence import Named
-from kvfuse.volume.check.heads import differences
+from kvfuse.volume.check.evidence import Named, extents_in
+from kvfuse.volume.check.heads import differences, head_of
 from kvfuse.volume.hosts.slab_leases import SlabLeases
 from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.opening import engines
-from kvfuse.volume.slots import heads
 from kvfuse.volume.store import schema
 from kvfuse.volume.store.sealed import describe, get_sound, last_key, scan_page
 
@@ -132,7 +131,7 @@ class Scrubber:
         self.counters.records += 1
         await self._pace(RECORD_COST)
         try:
-            extents = _extents(row)
+            extents = extents_in(row) if row.key[:1] in (b"d", b"i", b"c") and schema.is_key(row.key) else []
         except schema.Malformed as error:
             self._error((row.key,), f"{describe(row.key)}: {error}")
             return
@@ -194,10 +193,7 @@ class Scrubber:
         buffer = bytearray(layout.HEADER_SIZE)
         await self._read(segments, Transfer(segment, offset, buffer))
         rows, valid = layout.parse_headers(buffer, layout.HEADER_SIZE, 1)
-        state = layout.STATE_SEALED
-        life = extent.generation, extent.checksums, named.ino, named.chunk, named.piece_offset
-        head = heads.Head(extent.addr, slot_size, extent.length, *life, state, extent.length)
-        wrong = differences(rows[0], head, core.superblock) if valid[0] else ["it is damaged"]
+        wrong = differences(rows[0], head_of(named, slot_size), core.superblock) if valid[0] else ["it is damaged"]
         return f"the head of its slot in segment {segment} at {offset} is wrong ({', '.join(wrong)})" if wrong else ""
 
     def _slot_size(self, addr: int) -> int:
@@ -223,25 +219,3 @@ class Scrubber:
             self._logged.add(what)
             self.counters.errors += 1
             log.error("scrub: %s: 'kvfuse fsck --verify' tells what can be mended", text)
-
-
-def _extents(row: Record) -> list[Named]:
-    """What a record names. Malformed."""
-    kind = row.key[:1]
-    if kind not in b"dic" or not schema.is_key(row.key):
-        return []
-    if kind == b"c":
-        chunks = {schema.chunk_index(row.key): schema.decode_chunk(row.value)}
-        ino = schema.key_inode(row.key)
-    else:
-        record = schema.decode_entry(row.value) if kind == b"d" else schema.decode_inode(row.value)
-        if isinstance(record, int):
-            return []
-        chunks, ino = dict(enumerate(record.chunks)), record.ino
-    found = []
-    for index, extents in chunks.items():
-        offset = 0
-        for extent in extents:
-            found.append(Named(ino, index, offset, extent))
-            offset += extent.length
-    return found

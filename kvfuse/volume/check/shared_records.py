@@ -7,7 +7,6 @@ would free somebody's bytes, now or in the slot's next life.
 
 from __future__ import annotations
 
-from kvfuse.volume.check.evidence import MALFORMED
 from kvfuse.volume.check.reading import RecordReader
 from kvfuse.volume.store import schema
 
@@ -22,26 +21,19 @@ async def read_shared(reader: RecordReader) -> None:
 
 
 async def _read_clients(reader: RecordReader) -> set[int]:
-    check = reader.found
-    clients = set()
-    async for row in reader.rows(b"m", "clients"):
-        try:
-            schema.decode_member(row.value)
-            clients.add(schema.key_client(row.key))
-        except MALFORMED as error:
-            check.problem(f"the record of client {row.key[1:].hex()} cannot be read: {error}", deletes=[row.key])
-    return clients
+    rows = reader.decoded(
+        b"m", "clients", schema.decode_member, lambda row: f"the record of client {row.key[1:].hex()}"
+    )
+    return {schema.key_client(row.key) async for row, _ in rows}
 
 
 async def _read_holders(reader: RecordReader) -> None:
     check = reader.found
-    async for row in reader.rows(b"l", "holders"):
+    rows = reader.decoded(
+        b"l", "holders", schema.decode_holder, lambda row: f"who holds slab {schema.key_slab(row.key)}"
+    )
+    async for row, _ in rows:
         slab = schema.key_slab(row.key)
-        try:
-            schema.decode_holder(row.value)
-        except MALFORMED as error:
-            check.problem(f"who holds slab {slab} cannot be read: {error}", deletes=[row.key])
-            continue
         if slab >= check.geometry.slab_count:
             check.problem(f"slab {slab} is held, but the volume has {check.geometry.slab_count}", deletes=[row.key])
 
@@ -75,9 +67,6 @@ async def _read_open(reader: RecordReader, clients: set[int]) -> None:
 
 
 async def _read_counts(reader: RecordReader) -> None:
-    check = reader.found
-    async for row in reader.rows(b"q", "counts"):
-        try:
-            check.counted[row.key] = schema.decode_counts(row.value)
-        except MALFORMED as error:
-            check.problem(f"the counts of client {row.key[1:].hex()} cannot be read: {error}", deletes=[row.key])
+    rows = reader.decoded(b"q", "counts", schema.decode_counts, lambda row: f"the counts of client {row.key[1:].hex()}")
+    async for row, counts in rows:
+        reader.found.counted[row.key] = counts

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 from kvfuse.checksum import granule_checksums
 from kvfuse.errors import EngineError
-from kvfuse.remote.records.api import Record
 from kvfuse.remote.segments.api import Transfer
 from kvfuse.slab import layout
-from kvfuse.volume.check.evidence import MALFORMED, Evidence
-from kvfuse.volume.check.reading import RecordReader, inode_in
-from kvfuse.volume.store import schema
+from kvfuse.volume.check.evidence import MALFORMED, Evidence, extents_in
+from kvfuse.volume.check.reading import RecordReader
 
 
 async def settle_contested(reader: RecordReader) -> None:
@@ -20,10 +20,11 @@ async def settle_contested(reader: RecordReader) -> None:
     owners = {addr: await _header_owner(check, addr) for addr in check.contested}
     for prefix in (b"i", b"d", b"c"):
         async for row in reader.rows(prefix, "contested slots"):
-            for ino, extent in _claims(row):
-                if extent.addr in owners and owners[extent.addr] != (ino, extent.generation):
-                    keys = [row.key, *check.far_files.get(ino, [])]
-                    check.problem(f"inode {ino}: its slot {extent.addr} is another file's too", deletes=keys)
+            with suppress(*MALFORMED):
+                for ino, _, _, extent in extents_in(row):
+                    if extent.addr in owners and owners[extent.addr] != (ino, extent.generation):
+                        keys = [row.key, *check.far_files.get(ino, [])]
+                        check.problem(f"inode {ino}: its slot {extent.addr} is another file's too", deletes=keys)
 
 
 async def _header_owner(check: Evidence, addr: int) -> tuple[int, int] | None:
@@ -56,14 +57,3 @@ async def verify_data(check: Evidence) -> None:
             check.problem(f"inode {ino}: its bytes in segment {segment} at {offset} are wrong", deletes=keys)
         check.report.verified_bytes += extent.length
         check.progress("bytes", check.report.verified_bytes, total)
-
-
-def _claims(row: Record) -> list[tuple[int, schema.ExtentRecord]]:
-    """(inode, extent) of what a record names; nothing where it cannot be read."""
-    if row.key[:1] != b"c":
-        record = inode_in(row)
-        return [] if record is None else [(record.ino, extent) for chunk in record.chunks for extent in chunk]
-    try:
-        return [(schema.key_inode(row.key), extent) for extent in schema.decode_chunk(row.value)]
-    except MALFORMED:
-        return []

@@ -20,7 +20,7 @@ from kvfuse.volume.content.chunks import Chunks
 from kvfuse.volume.content.reader import Reader
 from kvfuse.volume.content.refresh import Refresher
 from kvfuse.volume.content.writer import Writer
-from kvfuse.volume.inodes.chunk import FRESH, Chunk
+from kvfuse.volume.inodes.chunk import FRESH, Chunk, blocks_of
 from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.inodes.node import MovedAgain, Node
 from kvfuse.volume.store import schema
@@ -247,8 +247,7 @@ class Merger:
         for index, extents in theirs.items():
             if index >= schema.INLINE_CHUNKS:
                 kept = node.chunks[index].extents if index in node.chunks else []
-                difference += sum(-(-extent.length // 4096) * 8 for extent in kept)
-                difference -= sum(-(-extent.length // 4096) * 8 for extent in extents)
+                difference += blocks_of(kept) - blocks_of(extents)
         return difference
 
     def _take_over(self, node: Node, index: int, extents: tuple[schema.ExtentRecord, ...]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from kvfuse.slab.allocator import Slot
 from kvfuse.volume.store import schema
 
@@ -158,6 +160,6 @@ class Chunk:
         return blocks_of(self.extents)
 
 
-def blocks_of(extents: list[Extent]) -> int:
+def blocks_of(extents: Iterable[Extent | schema.ExtentRecord]) -> int:
     """As st_blocks counts them: units of 512 bytes."""
     return sum([-(-extent.length // 4096) * 8 for extent in extents])

@@ -29,6 +29,7 @@ from uuid import uuid4
 from kvfuse.errors import VolumeBusy, VolumeError
 from kvfuse.options.config import Options
 from kvfuse.remote.records.api import ABSENT, RecordStore
+from kvfuse.remote.segments.api import SegmentStore, Transfer
 from kvfuse.slab import layout
 from kvfuse.slab.layout import Geometry, Superblock
 from kvfuse.volume.api import FIRST_INODE, ROOT_INODE
@@ -71,6 +72,13 @@ async def read_shared_superblock(records: RecordStore, title: str) -> Superblock
     if found is None:
         raise VolumeError(f"{title} holds no kvfuse volume: it has no superblock; 'kvfuse format' makes one")
     return _parse_superblock(found.value, title)
+
+
+async def read_header(segments: SegmentStore, segment: int) -> Superblock:
+    """The volume's superblock as a segment begins with it. VolumeError where it is damaged, EngineError."""
+    image = bytearray(layout.SUPERBLOCK_SIZE)
+    await segments.read([Transfer(segment, 0, image)])
+    return layout.parse_superblock(image)
 
 
 async def is_vacant(records: RecordStore) -> bool:

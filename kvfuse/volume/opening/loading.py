@@ -9,15 +9,16 @@ from functools import partial
 from kvfuse import errors
 from kvfuse.options.config import Options
 from kvfuse.remote.records.api import RecordStore
-from kvfuse.remote.segments.api import SegmentStore, Transfer
+from kvfuse.remote.segments.api import SegmentStore
 from kvfuse.slab.allocator import Allocator
 from kvfuse.slab.image import SlabState
-from kvfuse.slab.layout import PAGE_SIZE, SUPERBLOCK_SIZE, Superblock, parse_superblock
+from kvfuse.slab.layout import PAGE_SIZE, Superblock
 from kvfuse.volume.api import ROOT_INODE
 from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.inodes.grace import Grace
 from kvfuse.volume.inodes.metadata_budget import Metadata, affordable_limit, default_size, size_in, store_size
 from kvfuse.volume.inodes.node import Nodes
+from kvfuse.volume.opening.format import read_header
 from kvfuse.volume.store import schema
 from kvfuse.volume.store.member import Member
 from kvfuse.volume.store.numbers import NumberRange, SharedNumberRange
@@ -131,10 +132,8 @@ async def _check_segments(title: str, superblock: Superblock, segments: SegmentS
         if sizes.get(segment) != size:
             found = f"has {sizes[segment]} bytes instead of {size}" if segment in sizes else "is missing"
             raise errors.VolumeError(f"{title}: segment {segment} {found}: {remedy}")
-        image = bytearray(SUPERBLOCK_SIZE)
-        await segments.read([Transfer(segment, 0, image)])
         try:
-            header = parse_superblock(image)
+            header = await read_header(segments, segment)
         except errors.VolumeError as error:
             raise errors.VolumeError(f"{title}: segment {segment}: {error}: {remedy}") from None
         if (header.volume_id, header.segment) != (superblock.volume_id, segment):

@@ -17,7 +17,8 @@ from volume_lab import CALLER, Chaos, Disk, MemoryRecords, MemorySegments, check
 from kvfuse import errors
 from kvfuse.options.config import Options
 from kvfuse.volume.api import ROOT_INODE
-from kvfuse.volume.check.fsck import Check
+from kvfuse.volume.check.evidence import Evidence
+from kvfuse.volume.check.fsck import mend, run_check
 from kvfuse.volume.inodes import metadata_budget
 from kvfuse.volume.inodes.metadata_budget import weigh
 from kvfuse.volume.store import schema
@@ -218,10 +219,10 @@ def of_an_older_program(disk: Disk) -> None:
 async def repair(disk: Disk) -> list[str]:
     """What was mended."""
     chaos = Chaos(random.Random(0))
-    made = Check(disk.superblock, MemoryRecords(disk, chaos), MemorySegments(disk, chaos))
-    report = await made.run(verify=False)
-    await made.repair()
-    return [problem.text for problem in report.problems]
+    found = Evidence(disk.superblock, MemoryRecords(disk, chaos), MemorySegments(disk, chaos))
+    await run_check(found)
+    await mend(found)
+    return [problem.text for problem in found.report.problems]
 
 
 async def test_a_volume_that_never_counted_bytes(rng: random.Random, autojump_clock: trio.testing.MockClock) -> None:
