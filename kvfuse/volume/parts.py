@@ -16,15 +16,19 @@ import trio
 from kvfuse.errors import EngineError
 from kvfuse.options.config import Options
 from kvfuse.volume.commit.journal import Journal
+from kvfuse.volume.commit.pending import Pending
+from kvfuse.volume.commit.refusals import Refusals
 from kvfuse.volume.content.access_times import AccessTimes
 from kvfuse.volume.content.chunks import Chunks
 from kvfuse.volume.content.cutting import Cutter
 from kvfuse.volume.content.in_place import InPlaceWriter
+from kvfuse.volume.content.kernel_news import KernelNews
 from kvfuse.volume.content.mapper import Mapper
 from kvfuse.volume.content.merge import Merger
 from kvfuse.volume.content.reader import OwnExtents, Reader
+from kvfuse.volume.content.refresh import Refresher
 from kvfuse.volume.content.shared_extents import SharedExtents
-from kvfuse.volume.content.writer import Writer
+from kvfuse.volume.content.writer import Staging, Writer
 from kvfuse.volume.hosts.coherence import Coherence
 from kvfuse.volume.hosts.room_elsewhere import RoomElsewhere
 from kvfuse.volume.hosts.slab_leases import SlabLeases
@@ -34,7 +38,7 @@ from kvfuse.volume.names.blocks import Blocks
 from kvfuse.volume.names.changes import Names
 from kvfuse.volume.names.commit_first import CommitFirst
 from kvfuse.volume.names.lookup import Lookup
-from kvfuse.volume.names.nameless import Nameless, OwnNameless, SharedNameless
+from kvfuse.volume.names.nameless import OwnNameless, SharedNameless
 from kvfuse.volume.names.shared_lookup import SharedLookup
 from kvfuse.volume.names.xattrs import Xattrs
 from kvfuse.volume.slots.flusher import Flusher
@@ -91,79 +95,79 @@ class Parts:
         self.core = core
         headers = HeaderWriter(core)
         self.flusher = Flusher(core, headers, options.cache.staging_size)
-        self.journal = Journal(core, self.flusher, options.publish.window)
+        pending = Pending(core)
         chunks = Chunks(core, self.flusher)
+        refresher = Refresher(core, chunks, KernelNews(core.kernel))
+        extents = SharedExtents(core, refresher.renew) if core.shared else OwnExtents(core)
+        self.reader = Reader(core, chunks, extents)
+        staging = Staging(core, pending, self.flusher)
+        merger = Merger(core, chunks, self.reader, staging, refresher.news)
+        refusals = Refusals(pending, merger.merge, refresher.renew, chunks.reap_unstored, chunks.revive)
+        self.journal = Journal(pending, refusals, self.flusher, options.publish.window, self._is_coming)
         self.leases: SlabLeases | None = None
         """where others have the volume open, too"""
-        nameless = self._make_nameless(chunks)
+        self.coherence: Coherence | None = None
+        """likewise"""
+        self.space: Space
+        self.lookups: Lookup
+        self.names: Names
+        if member is not None and isinstance(core.records, SharedRecords) and isinstance(extents, SharedExtents):
+            self._make_shared(member, core.records, extents, refresher)
+        else:
+            self._make_own(refresher)
         mount = options.mount
         access = AccessTimes(core, self.journal, mount.access_times, directories=mount.diratime)
         self.mapper = Mapper(core, chunks, access)
-        self.lookups, self.names = self._make_names(chunks, nameless)
-        extents = SharedExtents(core, self.lookups.renew) if core.shared else OwnExtents(core)
-        self.reader = Reader(core, chunks, extents)
         in_place = InPlaceWriter(core, self.journal, headers)
-        self.writer = Writer(core, self.journal, self.flusher, self.space, self.reader, in_place)
+        self.writer = Writer(core, self.journal, self.flusher, self.space, self.reader, staging, in_place)
         self.cutter = Cutter(core, chunks, self.reader, self.writer)
         self.blocks = Blocks(
-            core,
-            self.journal,
-            self.flusher,
-            self.space,
-            self.lookups,
-            self.names,
-            self.reader,
-            self.mapper,
+            core, self.journal, self.flusher, self.space, self.lookups, self.names, self.reader, self.mapper
         )
-        self.lookups.refresher.readers_change = self.blocks.readers_change
         self.xattrs = Xattrs(core, self.journal, self.space, self.lookups)
-        self.coherence: Coherence | None = None
-        """likewise"""
-        if member is not None and self.leases is not None and isinstance(extents, SharedExtents):
-            merger = Merger(core, chunks, self.reader, self.writer, self.lookups.refresher)
-            view, committer = self.leases.view, self.journal.committer
-            self.core.metadata.stored = lambda: view.counts_beside(core.client).add(Counts(0, committer.size)).size
-            assert isinstance(self.lookups, SharedLookup)
-            self.core.metadata.sharers = view.members
-            flusher, records = self.flusher, self.lookups.records
-            self.coherence = Coherence(core, records, self.journal, self.lookups, member, merger.merge, extents.fetcher)
-            self.journal.refusals.merger = self.coherence.merge
-            self.journal.committer.gathering.coming = lambda: flusher.has_callers or records.is_asked
         self.life = Lifetime()
 
-    def _make_nameless(self, chunks: Chunks) -> Nameless:
-        """And those who have room, in the order in which they are asked: what costs nobody anything comes first.
+    def _is_coming(self) -> bool:
+        """Somebody is on the way who may wait for a commit then: where others write the store, it pays to wait."""
+        records = self.core.records
+        return isinstance(records, SharedRecords) and (self.flusher.has_callers or records.is_asked)
 
-        An eviction would be the last one before other hosts.
-        """
+    def _make_own(self, refresher: Refresher) -> None:
+        """What a volume has that one host has. The source of room that costs nobody anything is asked first."""
         core, journal = self.core, self.journal
-        if not isinstance(core.records, SharedRecords):
-            own = OwnNameless(core, journal, chunks)
-            self.space = Space(core, [own.free_unnamed_files, journal.free_given_up], [], own.store_removals)
-            return own
-        shared = SharedNameless(core, journal, chunks)
-        orphans = shared.orphans
-        self.leases = SlabLeases(core, journal, orphans.later)
-        sources = [
-            self.leases.take_unheld_slabs,
-            shared.free_unnamed_files,
-            journal.free_given_up,
-            orphans.free_removed_files,
-            RoomElsewhere(core, self.leases.shares, orphans).await_other_hosts,
-        ]
-        self.space = Space(core, sources, [orphans.free_removed_files], shared.store_removals)
-        return shared
+        nameless = OwnNameless(core, journal, refresher.chunks)
+        sources = [nameless.free_unnamed_files, journal.free_given_up]
+        self.space = Space(core, sources, [], nameless.store_removals)
+        self.lookups = Lookup(core, journal, refresher)
+        memory = ApplyFirst(core, journal, self.space, self.lookups, nameless)
+        self.names = Names(core, journal, self.lookups, nameless, memory, memory)
 
-    def _make_names(self, chunks: Chunks, nameless: Nameless) -> tuple[Lookup, Names]:
-        core, journal, space = self.core, self.journal, self.space
-        if not isinstance(core.records, SharedRecords):
-            lookups = Lookup(core, journal, chunks)
-            memory = ApplyFirst(core, journal, space, lookups, nameless)
-            return lookups, Names(core, journal, lookups, nameless, memory, memory)
-        shared = SharedLookup(core, journal, chunks, core.records)
-        shared.refresher.revive, journal.refusals.renew = journal.refusals.revive, shared.renew
-        memory = ApplyFirst(core, journal, space, shared, nameless)
-        return shared, Names(core, journal, shared, nameless, memory, CommitFirst(core, journal, space, shared, memory))
+    def _make_shared(
+        self, member: Member, records: SharedRecords, extents: SharedExtents, refresher: Refresher
+    ) -> None:
+        """What a volume has that many hosts have. An eviction would be the last source of room before other hosts."""
+        core, journal = self.core, self.journal
+        nameless = SharedNameless(core, journal, refresher.chunks)
+        orphans = nameless.orphans
+        self.leases = leases = SlabLeases(core, journal, journal.refusals.to_free.add)
+        sources = [
+            leases.take_unheld_slabs,
+            nameless.free_unnamed_files,
+            journal.free_given_up,
+            journal.store_removals,
+            orphans.free_removed_files,
+            RoomElsewhere(core, leases.shares, orphans).await_other_hosts,
+        ]
+        self.space = Space(core, sources, [orphans.free_removed_files], nameless.store_removals)
+        self.lookups = lookups = SharedLookup(core, journal, refresher, records)
+        memory = ApplyFirst(core, journal, self.space, lookups, nameless)
+        executor = CommitFirst(core, journal, self.space, lookups, memory)
+        self.names = Names(core, journal, lookups, nameless, memory, executor)
+        view, committer = leases.view, journal.committer
+        core.metadata.share_out(
+            lambda: view.counts_beside(core.client).add(Counts(0, committer.size)).size, view.members
+        )
+        self.coherence = Coherence(core, lookups, journal, member, extents.fetcher)
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Write, commit and follow other hosts until `life` ends; from its start on also when the caller is cancelled.
@@ -176,10 +180,9 @@ class Parts:
     async def _start(self, nursery: trio.Nursery) -> None:
         nursery.start_soon(self.flusher.run)
         nursery.start_soon(self.journal.run)
+        nursery.start_soon(self.names.nameless.run)
         if not self.core.shared:
             nursery.start_soon(self.mapper.access.run)
-        if isinstance(self.reader.extents, SharedExtents):
-            nursery.start_soon(self.reader.extents.fetcher.run)
         if self.coherence is not None and self.leases is not None:
             nursery.start_soon(self.coherence.run)
             await nursery.start(self.leases.run)

@@ -15,7 +15,6 @@ import trio
 
 from kvfuse import errors
 from kvfuse.options.config import Options
-from kvfuse.volume.api import KernelCache
 from kvfuse.volume.check.scrub import Scrubber
 from kvfuse.volume.content.chunks import forget_lost
 from kvfuse.volume.inodes.core import Core
@@ -60,7 +59,6 @@ class RunningVolume:
         self.reading_threads = parts.core.reads.threads
         self._options = options
         self._held = held
-        self._kernel: KernelCache | None = None
         self._keeping = trio.CancelScope()
         self._nursery = nursery
         self._background_count = 0
@@ -80,15 +78,9 @@ class RunningVolume:
         self.reader, self.writer, self.cutter = parts.reader, parts.writer, parts.cutter
         self.lookups, self.names = parts.lookups, parts.names
         self.blocks, self.access = parts.blocks, parts.mapper.access
-        self.access.changed = self._access_time_moved
         self.coherence, self.leases = parts.coherence, parts.leases
         if self.coherence is not None:
             self.sections["coherence"] = self.coherence.statistics
-
-    def _access_time_moved(self, ino: int) -> None:
-        if self._kernel is not None:
-            with suppress(errors.EngineError):
-                self._kernel.drop_attributes(ino)
 
     # -- in the background ---------------------------------------------------------------------------
 
@@ -183,10 +175,7 @@ class RunningVolume:
     async def _join_again(self, former: Core) -> Parts:
         assert self._held.again is not None
         self._held = held = await self._held.again()
-        parts = await make_parts(self._options, held, former)
-        if self._kernel is not None and parts.coherence is not None:
-            parts.coherence.tell(self._kernel)
-        return parts
+        return await make_parts(self._options, held, former)
 
     async def _run_again(self, parts: Parts) -> None:
         try:

@@ -99,9 +99,7 @@ class Volume(RunningVolume):
 
     def tell(self, kernel: KernelCache) -> None:
         """Who is told of what other hosts change."""
-        self._kernel = kernel
-        if self.coherence is not None:
-            self.coherence.tell(kernel)
+        self.core.kernel.connect(kernel)
 
     def may_keep_attributes(self, ino: int) -> bool:
         return not self.lookups.is_doubtful(ino)
@@ -122,7 +120,7 @@ class Volume(RunningVolume):
             _check_content(node)
             await self.cutter.truncate(node, changes.size)
         if (changes.mode, changes.uid, changes.gid) != (None, None, None):
-            self.blocks.readers_change(node)
+            self.core.readers_change(node)
         if changes.mode is not None:
             privileges.set_permissions(node, changes.mode, caller)
         if changes.size is not None:

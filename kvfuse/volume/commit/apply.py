@@ -223,7 +223,7 @@ class Settling:
                     change.stored, change.version = True, version
         for key in batch.puts:
             if key[:1] == b"o":
-                self._refusals.free_later(schema.key_inode(key))
+                self._refusals.to_free.add(schema.key_inode(key))
 
     # -- slots ---------------------------------------------------------------------------------------
 

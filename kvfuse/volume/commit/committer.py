@@ -127,7 +127,7 @@ class Gathering:
 
     queues: tuple[Sized, ...]
     """of those who wait for the next commit; `came` is to be called when one more does"""
-    coming: Callable[[], bool] = field(default=lambda: False, kw_only=True)
+    coming: Callable[[], bool]
     """somebody is on the way who may wait for a commit then"""
 
     def __post_init__(self) -> None:
@@ -183,10 +183,12 @@ class Committer:
         *,
         batch_waiters: Sized = (),
         came_late: Callable[[], None] = lambda: None,
+        coming: Callable[[], bool] = lambda: False,
     ) -> None:
         """``sequence``: None where nobody else writes the store. ``batch_waiters``: callers that wait for a batch.
 
         ``came_late``: called when an interrupted commit turns out to have happened: others may have changed the same.
+        ``coming``: see `Gathering`.
         """
         self.records = records
         self.size = 0
@@ -200,7 +202,7 @@ class Committer:
         self._waiting: deque[_Waiting] = deque()
         self._work = trio.Event()
         self._batch_waiters = batch_waiters
-        self.gathering = Gathering((self._waiting, batch_waiters))
+        self.gathering = Gathering((self._waiting, batch_waiters), coming)
         """of those, and of transactions"""
         self._taken = trio.Event()
         """the next commit sets it, when it has taken along who waits"""

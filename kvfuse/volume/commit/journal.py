@@ -16,7 +16,7 @@ store takes it: with one writer a repeated put is harmless, and what belongs tog
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -139,22 +139,26 @@ class Waiters:
 class Journal:
     """Commits what is pending, as one task, and lets callers wait for it. One of each membership."""
 
-    def __init__(self, core: Core, flusher: Flusher, window: float) -> None:
-        """``window``: seconds from the first change to a commit that nobody waits for."""
-        self.core = core
+    def __init__(
+        self, pending: Pending, refusals: Refusals, flusher: Flusher, window: float, coming: Callable[[], bool]
+    ) -> None:
+        """``window``: seconds from the first change to a commit that nobody waits for. ``coming``: see `Gathering`."""
+        self.core = core = pending.core
         self.flusher = flusher
         self.window = window
-        self.pending = Pending(core)
+        self.pending = pending
         self.counters = self.pending.counters
         self.waiters = Waiters(self.pending)
         self.committer = Committer(
-            core.records, _sequence_of(core), batch_waiters=self.waiters.waiting, came_late=core.dentries.clear
+            core.records,
+            _sequence_of(core),
+            batch_waiters=self.waiters.waiting,
+            came_late=core.dentries.clear,
+            coming=coming,
         )
-        self.refusals = Refusals(self.pending)
+        self.refusals = refusals
         self.conflicts = Conflicts(self.pending, self.refusals)
         self.settling = Settling(self.pending, self.refusals, flusher.headers)
-        self.helpers: list[Callable[[], Awaitable[None]]] = []
-        """run beside the committing task"""
         self.chunk_count_max = max(2, min(CHUNK_MAX, core.records.limits.commit_operations_max // CHUNK_SHARE))
         """chunk records of one file that may be waiting for a commit"""
         self._builder = BatchBuilder(self.pending)
@@ -199,14 +203,18 @@ class Journal:
     async def free_given_up(self, deadline: float) -> bool:
         """A `Source`: has slots freed that were given up, by a commit where it takes one. False: there were none."""
         if not (self.freeing_bytes or self.core.slabs.pending_bytes or self.core.reads.has_retired):
-            if self.core.shared and (self.pending.gone or self.pending.names or self.is_committing):
-                await self.commit()  # only then do the sources behind this one know what was removed
             return False
         if self.flusher.dropped_size:
             await self.flusher.settled()  # slots that are being written in vain are given up only then
         await self.commit(*self.pending.giving_up())
         await self.settling.freed()
         return True
+
+    async def store_removals(self, deadline: float) -> bool:
+        """A `Source` that has none: only when removals are stored do those behind it know of them."""
+        if self.pending.gone or self.pending.names or self.is_committing:
+            await self.commit()
+        return False
 
     @property
     def freeing_bytes(self) -> int:
@@ -244,8 +252,7 @@ class Journal:
         """Commit whenever there is something to commit, for ever. When it ends, so does every wait for a commit."""
         try:
             async with trio.open_nursery() as nursery:
-                for helper in (self.committer.run, *self.helpers):
-                    nursery.start_soon(helper)
+                nursery.start_soon(self.committer.run)
                 await self._run()
         finally:
             self.waiters.stop()

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import trio
+
 from kvfuse.errors import Stale
-from kvfuse.volume.inodes.node import NO_ATTRIBUTES, Node
+from kvfuse.volume.inodes.node import Node
 from kvfuse.volume.store import schema
 
 if TYPE_CHECKING:
@@ -20,23 +23,52 @@ Merge = Callable[[Node, schema.InodeRecord, int], Awaitable[None]]
 Renew = Callable[[Node], Awaitable[None]]
 
 
+class ToFree:
+    """Inodes that this client removed, in the store: each is freed when nobody has it open, here or elsewhere.
+
+    `Refusals` owns it, and `Removed` takes from it.
+    """
+
+    def __init__(self) -> None:
+        self.waiting: deque[tuple[float, int]] = deque()
+        """(when it was removed, inode)"""
+        self._work = trio.Event()
+
+    def add(self, ino: int) -> None:
+        """The inode was removed just now."""
+        self.waiting.append((trio.current_time(), ino))
+        if len(self.waiting) == 1:
+            self.hurry()
+
+    def hurry(self) -> None:
+        """Have those looked at that wait."""
+        self._work.set()
+
+    async def wait(self, deadline: float) -> None:
+        """Until the first one comes, somebody hurries, or the deadline has passed."""
+        self._work = trio.Event()
+        with trio.move_on_at(deadline):
+            await self._work.wait()
+
+
 @dataclass
 class Refusals:
-    """Gives up changes that others came before, or merges them. The journal owns it; a shared volume sets its hooks."""
+    """Gives up changes that others came before, or merges them. One of each membership."""
 
     pending: Pending
-    merger: Merge = field(init=False)
+    merger: Merge
     """puts the changes of two hosts together"""
-    reap: Callable[[Node], None] = field(init=False)
-    """frees what an inode has in memory alone that nobody can ask for any more"""
-    renew: Renew = field(init=False)
+    renew: Renew
     """brings an inode up to what other hosts have stored; Stale, if it is gone"""
-    free_later: Callable[[int], None] = field(init=False)
-    """called with an inode that this client removed, in the store: frees it when nobody has it open"""
+    reap: Callable[[Node], None]
+    """frees what an inode has in memory alone that nobody can ask for any more"""
+    revive: Callable[[Node], None]
+    """has an inode read anew that was removed here, and is alive"""
 
     def __post_init__(self) -> None:
         self.core = self.pending.core
         self.doubtful: dict[Node, None] = {}
+        self.to_free = ToFree()
 
     def doubt(self, nodes: Iterable[Node]) -> None:
         """A commit was settled long after it happened: what others changed since may have been told in between."""
@@ -57,7 +89,7 @@ class Refusals:
         """A transaction took the last name of a file away: the store has its orphan record, of this client."""
         self.pending.loose.withdraw_attributes(node)
         self.pending.forget(node)
-        self.free_later(node.ino)
+        self.to_free.add(node.ino)
         if not node.handles:
             if self.core.places.known(node.ino):
                 self.core.unnamed[node.ino] = node
@@ -95,13 +127,6 @@ class Refusals:
         self.core.file_count += 1
         if isinstance(leaves, Node) and leaves.nlink == 0:
             self.revive(leaves)
-
-    def revive(self, node: Node) -> None:
-        """An inode that was removed here is alive: it is read anew, and open files go on with what is read then."""
-        node.unstored_attributes = NO_ATTRIBUTES
-        if node.reaped or not node.handles:
-            self.reap(node)
-            self.core.nodes.drop(node)
 
     def replaces(self, change: NameChange, record: schema.InodeRecord, version: int) -> None:
         """The change takes the name from this inode, which got it elsewhere: it is removed with it."""

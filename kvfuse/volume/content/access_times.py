@@ -12,7 +12,6 @@ looks there.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import islice
 from typing import Literal
 from weakref import WeakKeyDictionary
@@ -47,8 +46,6 @@ class AccessTimes:
         self._moved: WeakKeyDictionary[Node, float] = WeakKeyDictionary()
         """inode -> when its access time moved first, by trio's clock. Those that a commit had since are not marked."""
         self._work = trio.Event()
-        self.changed: Callable[[int], None] = lambda ino: None
-        """is told of an inode whose access time moved while the kernel may show it from its cache"""
         if not core.shared:
             core.nodes.leaving = self._leaving
 
@@ -80,7 +77,7 @@ class AccessTimes:
         if handle.counts_reads and handle.cache_valid and not handle.writable and not handle.direct:
             node = handle.node
             if node.size and self.read(node):
-                self.changed(node.ino)
+                self._core.kernel.drop_attributes(node.ino)
 
     def log_for(self, node: Node) -> ReadLog | None:
         """Of a new content map of the inode."""

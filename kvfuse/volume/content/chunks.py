@@ -9,7 +9,7 @@ from itertools import accumulate
 from kvfuse.checksum import CHECKSUM_SIZE, GRANULE_SIZE, granule_checksums
 from kvfuse.volume.inodes.chunk import COMMITTED, Chunk, Extent
 from kvfuse.volume.inodes.core import Core
-from kvfuse.volume.inodes.node import Node
+from kvfuse.volume.inodes.node import NO_ATTRIBUTES, Node
 from kvfuse.volume.slots.flusher import Flusher
 from kvfuse.volume.store import schema
 
@@ -134,6 +134,23 @@ class Chunks:
         node.dirty_chunks = frozenset()
         node.end_map()
         return records
+
+    def reap_unstored(self, node: Node) -> None:
+        """Free what no record names of an inode without names and handles; an orphan record names the rest."""
+        core = self.core
+        core.unnamed.pop(node.ino, None)
+        node.reaped = True
+        self.drop_all(node)
+        node.dead = []
+        if not core.places.known(node.ino):
+            core.nodes.drop(node)
+
+    def revive(self, node: Node) -> None:
+        """An inode that was removed here is alive: it is read anew, and open files go on with what is read then."""
+        node.unstored_attributes = NO_ATTRIBUTES
+        if node.reaped or not node.handles:
+            self.reap_unstored(node)
+            self.core.nodes.drop(node)
 
     # -- for people ----------------------------------------------------------------------------------
 

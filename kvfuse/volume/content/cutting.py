@@ -33,7 +33,7 @@ class Cutter:
                 await self._cut(node, size)
         else:
             node.set_size(size)
-        self.writer.note_change(node)
+        self.writer.staging.note_change(node)
 
     async def _cut(self, node: Node, size: int) -> None:
         """Under the lock. Each step is made without a wait: an error leaves the file cut as far as it came."""
@@ -64,7 +64,7 @@ class Cutter:
                 return False
             self.chunks.drop_chunk(node, index)
             self._end_at(node, index * node.chunk_size)
-            self.writer.note_change(node)
+            self.writer.staging.note_change(node)
         return True
 
     def _end_at(self, node: Node, size: int) -> None:

@@ -12,15 +12,17 @@ import trio
 
 from kvfuse.errors import EngineError
 from kvfuse.volume.api import KernelCache
+from kvfuse.volume.inodes.kernel_link import KernelLink
 
 log = logging.getLogger(__name__)
 
 
 class KernelNews:
-    """See the module. Event loop only. Without a kernel nothing is kept."""
+    """Gathers what changed, once it runs and there is a kernel. One of each membership. Event loop only."""
 
-    def __init__(self) -> None:
-        self.kernel: KernelCache | None = None
+    def __init__(self, link: KernelLink) -> None:
+        self._link = link
+        self._is_running = False
         self._contents: set[int] = set()
         self._attributes: set[int] = set()
         self._names: set[tuple[int, bytes]] = set()
@@ -28,30 +30,31 @@ class KernelNews:
 
     def content(self, ino: int) -> None:
         """Bytes, and so attributes, of an inode changed."""
-        if self.kernel is not None:
+        if self._is_running and self._link.cache is not None:
             self._contents.add(ino)
             self._work.set()
 
     def attributes(self, ino: int) -> None:
-        if self.kernel is not None:
+        if self._is_running and self._link.cache is not None:
             self._attributes.add(ino)
             self._work.set()
 
     def name(self, parent: int, name: bytes) -> None:
         """The name means something else than before."""
-        if self.kernel is not None:
+        if self._is_running and self._link.cache is not None:
             self._names.add((parent, name))
             self._work.set()
 
     async def run(self) -> None:
         """Tell the kernel, for ever."""
+        self._is_running = True
         while True:
             await self._work.wait()
             self._work = trio.Event()
             news = (self._names, self._contents, self._attributes - self._contents)
             self._names, self._contents, self._attributes = set(), set(), set()
-            if self.kernel is not None:
-                await trio.to_thread.run_sync(_tell, self.kernel, *news, abandon_on_cancel=True)
+            if self._link.cache is not None:
+                await trio.to_thread.run_sync(_tell, self._link.cache, *news, abandon_on_cancel=True)
 
 
 def _tell(kernel: KernelCache, names: set[tuple[int, bytes]], contents: set[int], attributes: set[int]) -> None:

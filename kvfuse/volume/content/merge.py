@@ -17,9 +17,9 @@ from kvfuse.errors import EngineError, NoSpace
 from kvfuse.remote.records.api import Versioned
 from kvfuse.remote.segments.api import Transfer
 from kvfuse.volume.content.chunks import Chunks
+from kvfuse.volume.content.kernel_news import KernelNews
 from kvfuse.volume.content.reader import Reader
-from kvfuse.volume.content.refresh import Refresher
-from kvfuse.volume.content.writer import Writer
+from kvfuse.volume.content.writer import Staging
 from kvfuse.volume.inodes.chunk import FRESH, Chunk, blocks_of
 from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.inodes.node import MovedAgain, Node
@@ -42,16 +42,20 @@ class Merger:
     core: Core
     chunks: Chunks
     reader: Reader
-    writer: Writer
-    refresher: Refresher
+    staging: Staging
+    news: KernelNews
 
     async def merge(self, node: Node, record: schema.InodeRecord, version: int) -> None:
         """Bring a changed inode up to ``record``, which another host stored. EngineError: to be tried again.
 
         Bytes are read first; if the inode changes here meanwhile, again. Then everything is done in one step.
         """
-        if node.version >= version or not node.nlink:
-            return
+        if node.version < version and node.nlink:
+            await self._merge(node, record, version)
+        self.core.places.set_content_version(node.ino, 0)
+        self.news.content(node.ino)
+
+    async def _merge(self, node: Node, record: schema.InodeRecord, version: int) -> None:
         if not node.is_file or node.base is None or not self._is_content_changed(node, record):
             self._merge_attributes(node, record, version)
             return
@@ -83,7 +87,7 @@ class Merger:
         if tail is not None:
             node.appends = True
             try:
-                self.writer.lay(node, record.size, *tail)
+                self.staging.lay(node, record.size, *tail)
             except NoSpace:
                 _lose(node)
         node.end_moved += node.size - size_before
@@ -102,7 +106,7 @@ class Merger:
         made = record.flags & (schema.FLAG_XATTRS | schema.FLAG_CHUNK_RECORDS)  # records that only a flag tells of
         taken = {field: getattr(record, field) for field in fields if getattr(node, field) == getattr(base, field)}
         if any(taken.get(field, getattr(node, field)) != getattr(node, field) for field in ("mode", "uid", "gid")):
-            self.refresher.readers_change(node)
+            self.core.readers_change(node)
         for field, value in taken.items():
             setattr(node, field, value)
         node.flags |= made
@@ -319,7 +323,7 @@ class Merger:
     def _stage(self, node: Node, chunk: Chunk, merged: bytearray) -> bool:
         """False where there is no room for that."""
         try:
-            self.writer.stage_copy(node, chunk, merged)
+            self.staging.stage_copy(node, chunk, merged)
         except NoSpace:
             return False
         return True

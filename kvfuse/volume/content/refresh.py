@@ -6,9 +6,9 @@ both together when it commits them, and finds that the record has moved.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+from kvfuse.errors import Stale
 from kvfuse.volume.content.chunks import Chunks
 from kvfuse.volume.content.kernel_news import KernelNews
 from kvfuse.volume.inodes.core import Core
@@ -18,15 +18,27 @@ from kvfuse.volume.store import schema
 
 @dataclass
 class Refresher:
-    """See the module. Nothing here waits."""
+    """Takes over what the record store says of inodes. One of each membership."""
 
     core: Core
     chunks: Chunks
-    news: KernelNews = field(default_factory=KernelNews)
-    readers_change: Callable[[Node], None] = lambda node: None
-    """is told before other people may read an inode than before"""
-    revive: Callable[[Node], None] = lambda node: None
-    """as `Refusals.revive`"""
+    news: KernelNews
+
+    async def renew(self, node: Node) -> None:
+        """Bring an inode up to what the store says, unless it was changed here. Stale, if it is not where it was."""
+        keys = [schema.inode_key(node.ino), schema.times_key(node.ino), schema.entry_key(node.parent, node.name)]
+        own, times, entry = await self.core.records.get(keys if node.name else [*keys[:2], schema.inode_key(0)])
+        if own is not None:
+            self.take(schema.decode_inode(own.value), own.version, (node.parent, node.name), own=True)
+            if times is not None:
+                self.take_times(node, times.value, times.version)
+            return
+        record = schema.decode_entry(entry.value) if entry is not None else None
+        if entry is None or not isinstance(record, schema.InodeRecord) or record.ino != node.ino:
+            raise Stale(f"inode {node.ino} is gone")
+        self.take(record, entry.version, (node.parent, node.name), own=False)
+
+    # -- nothing waits -------------------------------------------------------------------------------
 
     def take(self, record: schema.InodeRecord, version: int, place: tuple[int, bytes], *, own: bool) -> Node:
         """The node of a record that was just read. ``place``: the name that led to it; ``own``: the record is its own.
@@ -35,7 +47,7 @@ class Refresher:
         """
         node = self.core.nodes.get(record.ino)
         if node is not None and not node.nlink and version > node.version:
-            self.revive(node)  # another host renamed it before our removal came
+            self.chunks.revive(node)  # another host renamed it before our removal came
             node = self.core.nodes.get(record.ino)
             if node is not None and not (node.changed or node.committing or node.lock):
                 self._renounce(node)
@@ -64,7 +76,7 @@ class Refresher:
     def _bring_up(self, node: Node, record: schema.InodeRecord, *, own: bool) -> None:
         base = node.base
         if base is None or (base.mode, base.uid, base.gid) != (record.mode, record.uid, record.gid):
-            self.readers_change(node)
+            self.core.readers_change(node)
         if not node.is_directory:
             if not node.atime_moved or base is None or record.atime != base.atime:
                 node.atime, node.atime_moved = record.atime, False

@@ -20,6 +20,7 @@ from kvfuse.errors import FileTooLarge, NoSpace
 from kvfuse.remote.segments.api import Transfer
 from kvfuse.volume.api import FILE_SIZE_MAX
 from kvfuse.volume.commit.journal import Journal
+from kvfuse.volume.commit.pending import Pending
 from kvfuse.volume.content.in_place import InPlaceWriter
 from kvfuse.volume.content.reader import Reader
 from kvfuse.volume.inodes.chunk import Chunk, Staged
@@ -37,6 +38,88 @@ STAGED_CHUNKS_MAX = 1000
 
 
 @dataclass
+class Staging:
+    """Puts bytes into staged chunks, with slots for them. One of each membership. Nothing here waits."""
+
+    core: Core
+    pending: Pending
+    flusher: Flusher
+
+    def stage(self, node: Node, index: int, chunk: Chunk, start: int, data: bytes | memoryview) -> None:
+        """Put ``data`` into the chunk's staged bytes. NoSpace leaves everything as it was."""
+        node.changing(index)
+        self.core.sharing.wrote(chunk, start, start + len(data))
+        staged = chunk.staged
+        if staged is None or staged.writing:
+            staged = Staged() if staged is None else staged.copy()
+        before = staged.length
+        self._reserve(staged, max(before, start + len(data)))
+        node.chunks[index] = chunk
+        if start == before:
+            staged.append(data)
+        else:
+            staged.overwrite(start, data)
+        if staged is chunk.staged:
+            self.flusher.grew(staged.length - before)
+        else:
+            self.flusher.stage(node, chunk, staged)
+        if staged.length == node.chunk_size:
+            self.flusher.chunk_is_full(node, index)
+
+    def _reserve(self, staged: Staged, length: int) -> None:
+        """Have slots for ``length`` bytes; NoSpace leaves the slots there were."""
+        if staged.slots and length <= staged.capacity:
+            return
+        slabs = self.core.slabs
+        try:
+            slots = slabs.allocate(length)
+        except NoSpace:
+            if not staged.slots or staged.unsure:
+                raise
+            before = staged.capacity
+            slabs.cancel(staged.slots)  # they may be what is missing
+            try:
+                staged.slots = slabs.allocate(length)
+            except NoSpace:
+                staged.slots = slabs.allocate(before)
+                raise
+        else:
+            if staged.slots:
+                self.flusher.cancel(staged, staged.slots)
+            staged.slots, staged.unsure = slots, False
+
+    def stage_copy(self, node: Node, chunk: Chunk, data: bytes | bytearray | memoryview) -> None:
+        """Stage all bytes of a chunk as they are in its slots. NoSpace leaves everything as it was."""
+        staged = Staged()
+        self._reserve(staged, len(data))
+        staged.pieces = [data]
+        staged.length = len(data)
+        self.core.sharing.changes(chunk)
+        self.flusher.stage(node, chunk, staged)
+
+    def lay(self, node: Node, offset: int, head: bytes | memoryview, data: bytes) -> None:
+        """Put bytes behind ``offset``, where what another host stored of the file ends. NoSpace leaves a part undone.
+
+        ``head``: what is stored in front of them, of the chunk in which they begin.
+        """
+        view, position = memoryview(data), 0
+        while position < len(data):
+            index, start = divmod(offset + position, node.chunk_size)
+            part = view[position : position + node.chunk_size - start]
+            chunk = node.chunks.setdefault(index, Chunk())
+            if chunk.staged is None and start and head:
+                self.stage_copy(node, chunk, head)
+            self.stage(node, index, chunk, start, part)
+            position += len(part)
+            node.set_size(max(node.size, offset + position))
+        self.note_change(node)
+
+    def note_change(self, node: Node) -> None:
+        node.mtime = node.ctime = clock.now()
+        self.pending.touch(node, forced=node.staged_count > STAGED_CHUNKS_MAX)
+
+
+@dataclass
 class Writer:
     """Takes bytes into files. One of each membership."""
 
@@ -45,6 +128,7 @@ class Writer:
     flusher: Flusher
     space: Space
     reader: Reader
+    staging: Staging
     in_place: InPlaceWriter
 
     async def write(self, node: Node, offset: int, data: bytes | memoryview, *, appends: bool = False) -> int:
@@ -78,9 +162,9 @@ class Writer:
                 except NoSpace:
                     raise  # nothing was taken
                 except BaseException:  # a cancellation, too
-                    self.note_change(node)  # what is read here of it from now on is stored, too
+                    self.staging.note_change(node)  # what is read here of it from now on is stored, too
                     raise
-        self.note_change(node)
+        self.staging.note_change(node)
         return written
 
     async def write_in_slots(self, node: Node, writes: Sequence[tuple[int, memoryview]]) -> list[bool]:
@@ -104,7 +188,7 @@ class Writer:
             if transfers:
                 with self.core.reads.reading():
                     await self.core.segments.write(transfers)
-                self.note_change(node)
+                self.staging.note_change(node)
         return written
 
     def _transfer_in_slot(self, node: Node, offset: int, data: memoryview) -> Transfer | None:
@@ -199,51 +283,8 @@ class Writer:
             chunk = Chunk()
         if chunk.staged is None and chunk.extents and (start or len(data) < chunk.length):
             return False
-        self._stage(node, index, chunk, start, data)
+        self.staging.stage(node, index, chunk, start, data)
         return True
-
-    def _stage(self, node: Node, index: int, chunk: Chunk, start: int, data: bytes | memoryview) -> None:
-        """Put ``data`` into the chunk's staged bytes. NoSpace leaves everything as it was."""
-        node.changing(index)
-        self.core.sharing.wrote(chunk, start, start + len(data))
-        staged = chunk.staged
-        if staged is None or staged.writing:
-            staged = Staged() if staged is None else staged.copy()
-        before = staged.length
-        self._reserve(staged, max(before, start + len(data)))
-        node.chunks[index] = chunk
-        if start == before:
-            staged.append(data)
-        else:
-            staged.overwrite(start, data)
-        if staged is chunk.staged:
-            self.flusher.grew(staged.length - before)
-        else:
-            self.flusher.stage(node, chunk, staged)
-        if staged.length == node.chunk_size:
-            self.flusher.chunk_is_full(node, index)
-
-    def _reserve(self, staged: Staged, length: int) -> None:
-        """Have slots for ``length`` bytes; NoSpace leaves the slots there were."""
-        if staged.slots and length <= staged.capacity:
-            return
-        slabs = self.core.slabs
-        try:
-            slots = slabs.allocate(length)
-        except NoSpace:
-            if not staged.slots or staged.unsure:
-                raise
-            before = staged.capacity
-            slabs.cancel(staged.slots)  # they may be what is missing
-            try:
-                staged.slots = slabs.allocate(length)
-            except NoSpace:
-                staged.slots = slabs.allocate(before)
-                raise
-        else:
-            if staged.slots:
-                self.flusher.cancel(staged, staged.slots)
-            staged.slots, staged.unsure = slots, False
 
     async def _write_existing(
         self, node: Node, index: int, start: int, data: bytes | memoryview, mark: int | None
@@ -255,7 +296,7 @@ class Writer:
         while (chunk := node.chunks.get(index)) is not None:
             _check_end(node, mark)
             if chunk.staged is not None or not chunk.extents:  # it was being written, or not yet empty, when we looked
-                self._stage(node, index, chunk, start, data)
+                self.staging.stage(node, index, chunk, start, data)
                 return True
             end = start + len(data)
             may_change = self.in_place.has_room(chunk, end)
@@ -277,37 +318,7 @@ class Writer:
         await self.reader.read_chunk(node, index, chunk, 0, buffer)
         if chunk.staged is not None or chunk.extents is not extents or node.chunks.get(index) is not chunk:
             return
-        self.stage_copy(node, chunk, buffer)
-
-    def stage_copy(self, node: Node, chunk: Chunk, data: bytes | bytearray | memoryview) -> None:
-        """Stage all bytes of a chunk as they are in its slots. NoSpace leaves everything as it was."""
-        staged = Staged()
-        self._reserve(staged, len(data))
-        staged.pieces = [data]
-        staged.length = len(data)
-        self.core.sharing.changes(chunk)
-        self.flusher.stage(node, chunk, staged)
-
-    def lay(self, node: Node, offset: int, head: bytes | memoryview, data: bytes) -> None:
-        """Put bytes behind ``offset``, where what another host stored of the file ends. NoSpace leaves a part undone.
-
-        Nothing waits. ``head``: what is stored in front of them, of the chunk in which they begin.
-        """
-        view, position = memoryview(data), 0
-        while position < len(data):
-            index, start = divmod(offset + position, node.chunk_size)
-            part = view[position : position + node.chunk_size - start]
-            chunk = node.chunks.setdefault(index, Chunk())
-            if chunk.staged is None and start and head:
-                self.stage_copy(node, chunk, head)
-            self._stage(node, index, chunk, start, part)
-            position += len(part)
-            node.set_size(max(node.size, offset + position))
-        self.note_change(node)
-
-    def note_change(self, node: Node) -> None:
-        node.mtime = node.ctime = clock.now()
-        self.journal.pending.touch(node, forced=node.staged_count > STAGED_CHUNKS_MAX)
+        self.staging.stage_copy(node, chunk, buffer)
 
 
 class _EndMoved(Exception):

@@ -21,9 +21,8 @@ import trio
 
 from kvfuse.errors import Corrupt, EngineError, Stale
 from kvfuse.remote.records.api import Change, Versioned
-from kvfuse.volume.api import ROOT_INODE, KernelCache
+from kvfuse.volume.api import ROOT_INODE
 from kvfuse.volume.commit.journal import Journal
-from kvfuse.volume.commit.refusals import Merge
 from kvfuse.volume.content.read_ahead import Fetcher
 from kvfuse.volume.content.refresh import is_quiet
 from kvfuse.volume.inodes.core import Core
@@ -31,7 +30,6 @@ from kvfuse.volume.inodes.handle import FileHandle
 from kvfuse.volume.inodes.node import Node
 from kvfuse.volume.names.shared_lookup import SharedLookup
 from kvfuse.volume.store import schema
-from kvfuse.volume.store.joined_reads import SharedRecords
 from kvfuse.volume.store.member import Member
 
 RETRY_SECONDS = 0.5
@@ -55,17 +53,14 @@ class Coherence:
     """Follows the watch of one membership, whose parts own it."""
 
     core: Core
-    records: SharedRecords
-    journal: Journal
     lookup: SharedLookup
+    journal: Journal
     member: Member
-    merger: Merge
-    """puts the changes of two hosts together"""
     fetcher: Fetcher
     counters: CoherenceCounters = field(default_factory=CoherenceCounters)
 
     def __post_init__(self) -> None:
-        self.news = self.lookup.refresher.news
+        self.records, self.news = self.lookup.records, self.lookup.refresher.news
         self._unsure_ends: WeakSet[Node] = WeakSet()
         """files that others may have changed: the kernel may have taken an older end for theirs"""
         self._held: dict[int, Node] = {}
@@ -73,10 +68,6 @@ class Coherence:
         self._changed_holds: dict[int, bool] = {}
         """inode -> whether its h record is to be there; not done yet"""
         self._work = trio.Event()
-
-    def tell(self, kernel: KernelCache) -> None:
-        """Who is told of what other hosts change."""
-        self.news.kernel = kernel
 
     def statistics(self) -> dict[str, int]:
         return {
@@ -91,6 +82,7 @@ class Coherence:
             nursery.start_soon(self.records.run)
             nursery.start_soon(self.news.run)
             nursery.start_soon(self._keep_holds)
+            nursery.start_soon(self.fetcher.run)
             while True:
                 try:
                     await self._watch()
@@ -225,11 +217,6 @@ class Coherence:
         self.core.places.set_content_version(node.ino, 0)
         self.news.content(node.ino)
 
-    async def merge(self, node: Node, record: schema.InodeRecord, version: int) -> None:
-        """As ``merger``, and tell the kernel that the content differs."""
-        await self.merger(node, record, version)
-        self._content_differs(node)
-
     # -- removed files that are open here ------------------------------------------------------------
 
     def _take_removed(self, ino: int) -> None:
@@ -315,7 +302,7 @@ class Coherence:
 
     async def _renew_node(self, node: Node) -> None:
         try:
-            await self.lookup.renew(node)
+            await self.lookup.refresher.renew(node)
         except Corrupt as error:  # whoever asks for it gets this error; the watch goes on
             log.error("inode %d cannot be read anew: %s", node.ino, error)
         except Stale:

@@ -20,6 +20,7 @@ from kvfuse.volume.api import ROOT_INODE, ReadingThread
 from kvfuse.volume.inodes.chunk import COMMITTED, DISCARDED, FRESH, Extent
 from kvfuse.volume.inodes.dentries import NAMES_MAX, Dentries
 from kvfuse.volume.inodes.grace import Grace
+from kvfuse.volume.inodes.kernel_link import KernelLink
 from kvfuse.volume.inodes.metadata_budget import Metadata
 from kvfuse.volume.inodes.node import Node, Nodes
 from kvfuse.volume.inodes.places import Places
@@ -137,6 +138,7 @@ class Core:
     places: Places = field(default_factory=Places)
     reads: ReadEpochs = field(default_factory=ReadEpochs)
     counters: CoreCounters = field(default_factory=CoreCounters)
+    kernel: KernelLink = field(default_factory=KernelLink)
 
     def __post_init__(self) -> None:
         self.dentries = Dentries(max(NAMES_MAX, self.nodes.count_max))
@@ -157,7 +159,7 @@ class Core:
 
     def succeed(self, former: Core) -> None:
         """Begin with what the kernel and other doors have of the volume, as ``former`` knows it. That one is over."""
-        self.places, self.counters = former.places, former.counters
+        self.places, self.counters, self.kernel = former.places, former.counters, former.kernel
         self.places.distrust_all()
         self.reads.threads = former.reads.threads
         self.tier = self.nodes.tier = former.tier
@@ -193,6 +195,13 @@ class Core:
         return min(directory.chunk_size or self.chunk_size, self.geometry.slab_size)
 
     # -- inodes --------------------------------------------------------------------------------------
+
+    def readers_change(self, node: Node) -> None:
+        """Owner or mode of an inode are about to change: of a directory, who was let through it may not be any more."""
+        self.dentries.unbind(node.ino)
+        node.forget_copy()
+        if node.is_directory:
+            self.tier.retire(node.ino)
 
     def path_of(self, node: Node) -> bytes:
         """The path from the root, as far as the directories above are in memory; for people and for rebuilds."""

@@ -103,6 +103,10 @@ class Metadata:
         self.pending = 0
         """bytes by which the store may grow with what is pending here, or on its way there"""
 
+    def share_out(self, stored: Callable[[], int | None], sharers: Sized) -> None:
+        """Many hosts have the volume. ``stored``: as before; ``sharers``: clients that share the room that is left."""
+        self.stored, self.sharers = stored, sharers
+
     @property
     def size(self) -> int | None:
         """Bytes that are taken, those included that pending changes may yet take. None: not known."""

@@ -91,13 +91,6 @@ class Blocks:
             return binding  # somebody else was faster: whom it was given to may be about to use it
         return dentries.bind(directory, name, node, self.mapper.map_of(node))
 
-    def readers_change(self, node: Node) -> None:
-        """Owner or mode of an inode are about to change: of a directory, who was let through it may not be any more."""
-        self.core.dentries.unbind(node.ino)
-        node.forget_copy()
-        if node.is_directory:
-            self.core.tier.retire(node.ino)
-
     def _forget_evicted(self) -> None:
         """Let go of blocks that the tier needs the room of."""
         evicted = self.core.tier.evicted

@@ -129,7 +129,7 @@ class CommitFirst:
         if node is not None:
             await self._settled(node)
             if is_fresh:
-                await self.lookup.renew(node)
+                await self.lookup.refresher.renew(node)
         ends = await self._look_at(places, draft, is_fresh)
         plan = planning(*ends)
         gone = plan.unlinked
@@ -163,7 +163,7 @@ class CommitFirst:
         while directory.ino != ROOT_INODE:
             if is_fresh:
                 await self._settled(directory)
-                await self.lookup.renew(directory)
+                await self.lookup.refresher.renew(directory)
             draft.expect(directory)
             above.append(directory)
             directory = await self.lookup.node(directory.parent or ROOT_INODE)
@@ -186,7 +186,7 @@ class CommitFirst:
             if directory.nlink == 0:
                 raise errors.NotFound(f"directory {ino} was removed")
             while is_fresh or directory.flags & schema.FLAG_LEAVING:
-                await self.lookup.renew(directory)
+                await self.lookup.refresher.renew(directory)
                 if not directory.flags & schema.FLAG_LEAVING or await self._mark(directory, leaving=False):
                     break
         except errors.Stale:
@@ -220,7 +220,7 @@ class CommitFirst:
                 await self._check_empty(directory)
                 if directory.version == marked:
                     return
-            await self.lookup.renew(directory)
+            await self.lookup.refresher.renew(directory)
 
     async def _check_empty(self, directory: Node) -> None:
         """NotEmpty, unless the directory is empty in the store. What was removed here before is removed there first."""
@@ -305,7 +305,7 @@ class CommitFirst:
             node.reaped = True
             self.journal.pending.loose.withdraw_attributes(node)
             if node.flags & schema.FLAG_XATTRS:
-                self.journal.refusals.free_later(node.ino)
+                self.journal.refusals.to_free.add(node.ino)
             if not self.core.places.known(node.ino):  # or somebody here may be in it
                 self.core.nodes.drop(node)
         else:

@@ -16,7 +16,6 @@ from typing import NamedTuple
 from kvfuse import errors
 from kvfuse.volume.api import NAME_MAX, ROOT_INODE, DirEntry
 from kvfuse.volume.commit.journal import Journal
-from kvfuse.volume.content.chunks import Chunks
 from kvfuse.volume.content.refresh import Refresher
 from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.inodes.dentries import ABSENT, NameChange
@@ -48,10 +47,10 @@ class Lookup:
 
     core: Core
     journal: Journal
-    chunks: Chunks
+    refresher: Refresher
 
     def __post_init__(self) -> None:
-        self.refresher = Refresher(self.core, self.chunks)
+        self.chunks = self.refresher.chunks
         self.learning = Learning(self.core, self.journal, self.refresher)
 
     # -- finding -------------------------------------------------------------------------------------
@@ -146,21 +145,6 @@ class Lookup:
             node.parent, node.name = parent, name
             core.dentries.note(parent, name, node.ino)
             return Found(node, True, None, epoch)
-
-    async def renew(self, node: Node) -> None:
-        """Bring an inode up to what the store says, unless it was changed here. Stale, if it is not where it was."""
-        keys = [schema.inode_key(node.ino), schema.times_key(node.ino), schema.entry_key(node.parent, node.name)]
-        own, times, entry = await self.core.records.get(keys if node.name else [*keys[:2], schema.inode_key(0)])
-        if own is not None:
-            self.refresher.take(schema.decode_inode(own.value), own.version, (node.parent, node.name), own=True)
-            if times is not None:
-                self.refresher.take_times(node, times.value, times.version)
-            return
-        record = schema.decode_entry(entry.value) if entry is not None else None
-        if not isinstance(record, schema.InodeRecord) or record.ino != node.ino:
-            raise errors.Stale(f"inode {node.ino} is gone")
-        assert entry is not None
-        self.refresher.take(record, entry.version, (node.parent, node.name), own=False)
 
     async def exist(self, parent: int, names: list[bytes]) -> list[bool]:
         """Which names exist in a directory, all at one time. Without waiting once the directory was read to its end.

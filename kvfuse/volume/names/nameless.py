@@ -5,6 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
+import trio
+
 from kvfuse.volume.commit.journal import Journal
 from kvfuse.volume.content.chunks import Chunks
 from kvfuse.volume.inodes.core import Core
@@ -25,7 +27,6 @@ class Nameless(ABC):
 
     def __post_init__(self) -> None:
         self.removal = Removal(self.core, self.journal, self.chunks, self.reap)
-        self.journal.helpers.append(self.removal.run)
 
     @abstractmethod
     def knows_all(self, node: Node) -> bool:
@@ -41,6 +42,10 @@ class Nameless(ABC):
     @abstractmethod
     def reap(self, node: Node, heir: Node | None = None) -> None:
         """Free what an inode without names and handles has. Everything must be loaded."""
+
+    async def run(self) -> None:
+        """Free what takes time, for ever."""
+        await self.removal.run()
 
     def reap_unnamed(self) -> None:
         """Free what files have that only the kernel knows: space is needed, or nobody can ask for them any more."""
@@ -141,8 +146,11 @@ class SharedNameless(Nameless):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.orphans = Removed(self.core, self.journal, self.chunks)
-        self.journal.helpers.append(self.orphans.run)
-        self.journal.refusals.reap, self.journal.refusals.free_later = self.reap, self.orphans.later
+
+    async def run(self) -> None:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self.removal.run)
+            nursery.start_soon(self.orphans.run)
 
     def knows_all(self, node: Node) -> bool:
         return True
@@ -165,10 +173,4 @@ class SharedNameless(Nameless):
             self.reap(node)
 
     def reap(self, node: Node, heir: Node | None = None) -> None:
-        """Free what no record names."""
-        self.core.unnamed.pop(node.ino, None)
-        node.reaped = True
-        self.chunks.drop_all(node)
-        node.dead = []
-        if not self.core.places.known(node.ino):
-            self.core.nodes.drop(node)
+        self.chunks.reap_unstored(node)

@@ -47,11 +47,10 @@ class Removed:
     chunks: Chunks
 
     def __post_init__(self) -> None:
-        self._later: deque[tuple[float, int]] = deque()
-        """(when it was removed, inode) of what is still to be looked at"""
+        self._removed = self.journal.refusals.to_free
+        self._later = self._removed.waiting
         self._open: deque[tuple[float, int]] = deque()
         """(when it was found to be open, inode)"""
-        self._work = trio.Event()
         self._is_wanted = False
         """somebody has no room"""
         self._is_looking = False
@@ -61,21 +60,12 @@ class Removed:
         self._looked = trio.Event()
         """set, and replaced by a new one, after each look"""
 
-    def later(self, ino: int) -> None:
-        """This client removed the inode, in the store: it is freed when nobody has it open, here or elsewhere.
-
-        Who has it open elsewhere says so within a grace. Where there is nobody else that need not be waited for.
-        """
-        self._later.append((trio.current_time(), ino))
-        if len(self._later) == 1:
-            self._work.set()
-
     async def free_removed_files(self, deadline: float) -> bool:
         """A `Source`: has more of what this client removed freed. False: nothing of it is about to be."""
         if not (self._later or self._is_looking):
             return False
         self._is_wanted = True
-        self._work.set()
+        self._removed.hurry()
         with trio.move_on_at(deadline):
             await self._looked.wait()
             return True
@@ -84,9 +74,7 @@ class Removed:
     async def run(self) -> None:
         """Free what was removed a while ago, for ever. An open file is looked at again a grace later."""
         while True:
-            self._work = trio.Event()
-            with trio.move_on_at(self._due()):
-                await self._work.wait()
+            await self._removed.wait(self._due())
             inos = self._take_due()
             if not inos:
                 continue
