@@ -20,7 +20,7 @@ import numpy.typing as npt
 from kvfuse.usrbio.client.files import File, Namespace
 from kvfuse.usrbio.client.iov import Iov
 from kvfuse.usrbio.client.key_area import KEY_CELL, Found, KeyArea
-from kvfuse.usrbio.client.session import Session
+from kvfuse.usrbio.client.session import Session, close_all
 from kvfuse.usrbio.client.tickets import Numbers, Tickets
 from kvfuse.usrbio.client.waiting import Waiter
 from kvfuse.usrbio.protocol.queues import Bell, Entries, RingMemory
@@ -83,7 +83,7 @@ class AttachedRing:
         self.session = session
         self._shape = shape
         self._handle, memory, descriptors = _add_ring(session, shape)
-        self.let_go = weakref.finalize(self, _close_all, descriptors)
+        self.let_go = weakref.finalize(self, close_all, descriptors)
         self._bell = Bell(memory.words, Word.DAEMON_SLEEPS, descriptors[0])
         self._waiter = Waiter(memory.cq, Bell(memory.words, Word.CLIENT_SLEEPS, descriptors[1]), descriptors[2])
         self._sq, self._cq = memory.sq, memory.cq
@@ -209,7 +209,7 @@ class AttachedRing:
         user_data: int, flags: int, priority: int, timeout: float | None,
     ) -> Found:  # fmt: skip
         """An EXISTS, DELETE or PREFETCH of many keys. The answers, filled in when it is reaped."""
-        packed = pack_keys(list(keys))
+        packed = pack_keys(keys)
         found = np.zeros(len(keys), np.bool_)
         self.need_room(1)
         span = self._keys.take_span(packed, len(keys))
@@ -361,10 +361,10 @@ def _add_ring(session: Session, shape: Shape) -> tuple[int, RingMemory, list[int
             raise ValueError(f"a ring of {shape.places} entries was asked for, another one came")
         descriptors.append(session.hangup_descriptor())
     except ValueError as error:
-        _close_all(descriptors)
+        close_all(descriptors)
         raise session.broken(str(error)) from error
     except BaseException:
-        _close_all(descriptors)
+        close_all(descriptors)
         raise
     return reply.values[0], memory, descriptors
 
@@ -380,8 +380,3 @@ def _places(offsets: Column) -> npt.NDArray[np.uint64]:
 def _microseconds(timeout: float | None) -> int:
     """0 is none; what is too long to be told is the longest that can be."""
     return 0 if timeout is None else min(max(int(timeout * 1e6), 1), TIMEOUT_US_MAX)
-
-
-def _close_all(descriptors: Sequence[int]) -> None:
-    for descriptor in descriptors:
-        os.close(descriptor)

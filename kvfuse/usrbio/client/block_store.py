@@ -99,7 +99,7 @@ class BlockStore(AbstractContextManager["BlockStore"]):
         self._owns_client = self.client is not mount
         self._deadline = deadline
         self._entries = entries
-        self._priority = priority
+        self._terms = _Terms(priority=priority, timeout=deadline)
         self._idle: list[_Lane] = []
         self._lock = threading.Lock()
         self._closed = False
@@ -191,10 +191,6 @@ class BlockStore(AbstractContextManager["BlockStore"]):
         return total
 
     # -- how -----------------------------------------------------------------------------------------
-
-    @property
-    def _terms(self) -> _Terms:
-        return {"priority": self._priority, "timeout": self._deadline}
 
     def _ask(self, keys: Sequence[Key], prepare: Callable[..., Found]) -> Found:
         encoded = _encode(keys)

@@ -6,11 +6,12 @@ import os
 import threading
 from bisect import bisect_right
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
 from kvfuse.errors import Disconnected
 from kvfuse.usrbio.client.files import File, Namespace, Registered
-from kvfuse.usrbio.client.iov import Iov, address_of, bytes_of, map_descriptor, new_memory, populate, shared_part
+from kvfuse.usrbio.client.iov import Iov, SharedPart, address_of, bytes_of, map_descriptor, new_memory, shared_part
 from kvfuse.usrbio.client.ring import Ring
 from kvfuse.usrbio.client.session import Bytes, Session, find_mount
 from kvfuse.usrbio.protocol.wire import Op
@@ -26,7 +27,7 @@ def connect(path: str | os.PathLike[str], *, deadline: float = DEADLINE_S) -> Cl
     return Client(find_mount(path), deadline)
 
 
-class Client:
+class Client(AbstractContextManager["Client"]):
     """A connection and all that is registered through it. Safe to use from any thread."""
 
     def __init__(self, mount: Path, deadline: float) -> None:
@@ -43,23 +44,21 @@ class Client:
 
     def iov(self, size: int) -> Iov:
         """New shared memory of ``size`` bytes, zeroed: the fastest kind."""
-        array, part = new_memory(size)
-        return self._add_iov(Iov(array, part, None, self._forget_iov))
+        return self._add_iov(*new_memory(size))
 
     def wrap(self, buffer: object) -> Iov:
         """Memory that is there already: a SharedMemory, the descriptor of shared memory, an array, a CPU tensor, any
         writable buffer. Shared memory is used in place if this process has a descriptor of it; other
         memory is copied from and to (``Iov.in_place`` says which)."""
         if isinstance(buffer, int):
-            return self._add_iov(Iov(*map_descriptor(buffer), None, self._forget_iov))
+            return self._add_iov(*map_descriptor(buffer))
         array = bytes_of(buffer)
         part = shared_part(array)
         if part is not None:
-            try:
-                return self._add_iov(Iov(array, part, None, self._forget_iov))
-            except OSError:
-                pass  # mapped from a file of a disk: the daemon takes only memory
-        return self._add_iov(self._mirrored(array))
+            with suppress(OSError):  # mapped from a file of a disk: the daemon takes only memory
+                return self._add_iov(array, part)
+        mirror, part = new_memory(len(array), read_only=not array.flags.writeable)
+        return self._add_iov(array, part, mirror)
 
     def locate(self, buffer: object) -> tuple[Iov, int] | None:
         """(iov, offset) of a buffer that lies in an iov used in place, else None."""
@@ -74,14 +73,9 @@ class Client:
         start, iov = places[index]
         return (iov, address - start) if address + len(array) <= start + iov.size else None
 
-    def _mirrored(self, array: Bytes) -> Iov:
-        mirror, part = new_memory(len(array), read_only=not array.flags.writeable)
-        return Iov(array, part, mirror, self._forget_iov)
-
-    def _add_iov(self, iov: Iov) -> Iov:
-        filled = iov.array if iov.mirror is None else iov.mirror
-        if iov.array.flags.writeable:
-            populate(filled)
+    def _add_iov(self, array: Bytes, part: SharedPart, mirror: Bytes | None = None) -> Iov:
+        iov = Iov(array, part, mirror, self._forget_iov)
+        iov.populate()
         try:
             with self._lock:
                 iov.register(self.session)
@@ -174,9 +168,6 @@ class Client:
             iovs = tuple(self._iovs)
         for iov in iovs:
             iov.close()
-
-    def __enter__(self) -> Client:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

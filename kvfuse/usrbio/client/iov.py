@@ -9,7 +9,8 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from mmap import PAGESIZE, PROT_READ, PROT_WRITE, mmap
 from multiprocessing.shared_memory import SharedMemory
 from typing import Any, NamedTuple, cast
@@ -33,7 +34,7 @@ class SharedPart(NamedTuple):
     """of the first byte, in the descriptor's memory"""
 
 
-class Iov:
+class Iov(AbstractContextManager["Iov"]):
     """Registered memory; ``array`` is it, as bytes. Made by `Client.iov` and `Client.wrap`.
 
     ``in_place``: the daemon reads and writes ``array`` itself; otherwise it works on ``mirror``, and rings copy.
@@ -61,6 +62,16 @@ class Iov:
     @property
     def in_place(self) -> bool:
         return self.mirror is None
+
+    def populate(self) -> None:
+        """Have all pages be there: then they are charged to this process, and not to the daemon, which limits that.
+
+        What cannot be had, as in a full tmpfs or before Linux 5.14, is left to the daemon.
+        """
+        if self.array.flags.writeable:
+            address = self.address if self.mirror is None else address_of(self.mirror)
+            start = address // PAGESIZE * PAGESIZE
+            _libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(address + self.size - start), MADV_POPULATE_WRITE)
 
     def register(self, session: Session) -> None:
         """With the daemon of ``session``, instead of any before. OSError where it does not take such memory."""
@@ -97,9 +108,6 @@ class Iov:
         if handle and self._session is not None:
             self._session.drop(Request.DROP_IOV, handle)
 
-    def __enter__(self) -> Iov:
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.close()
 
@@ -122,15 +130,6 @@ def new_memory(size: int, *, read_only: bool = False) -> tuple[Bytes, SharedPart
     except BaseException:
         os.close(descriptor)
         raise
-
-
-def populate(array: Bytes) -> None:
-    """Have all its pages be there: then they are charged to this process, and not to the daemon, which limits that.
-
-    What cannot be had, as in a full tmpfs or before Linux 5.14, is left to the daemon.
-    """
-    start = address_of(array) // PAGESIZE * PAGESIZE
-    _libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(address_of(array) + len(array) - start), MADV_POPULATE_WRITE)
 
 
 def map_descriptor(descriptor: int) -> tuple[Bytes, SharedPart]:
@@ -188,18 +187,14 @@ def shared_part(array: Bytes) -> SharedPart | None:
 
 def _mapping_at(address: int, size: int) -> tuple[tuple[int, int], int] | None:
     """((device, inode), offset in it) of the shared mapping that holds all ``size`` bytes at ``address``."""
-    for start, end, flags, offset, file in _mappings():
-        if start <= address < end:
-            return (file, offset + address - start) if "s" in flags and address + size <= end else None
-    return None
-
-
-def _mappings() -> Iterator[tuple[int, int, str, int, tuple[int, int]]]:
-    """(start, end, flags, offset, (device, inode)) of every mapping of this process."""
     with open("/proc/self/maps") as rows:
         for row in rows:
             span, flags, offset, device, inode = row.split(maxsplit=5)[:5]
-            start, end = span.split("-")
-            major, minor = device.split(":")
-            file = (os.makedev(int(major, 16), int(minor, 16)), int(inode))
-            yield int(start, 16), int(end, 16), flags, int(offset, 16), file
+            start, end = (int(bound, 16) for bound in span.split("-"))
+            if start <= address < end:
+                major, minor = (int(number, 16) for number in device.split(":"))
+                is_shared = "s" in flags and address + size <= end
+                return (
+                    ((os.makedev(major, minor), int(inode)), int(offset, 16) + address - start) if is_shared else None
+                )
+    return None

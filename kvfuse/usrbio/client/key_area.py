@@ -11,7 +11,7 @@ import numpy.typing as npt
 from kvfuse.usrbio.client.session import Bytes
 from kvfuse.usrbio.client.spans import Spans
 from kvfuse.usrbio.client.tickets import Numbers
-from kvfuse.usrbio.protocol.wire import KEY_SIZE_MAX
+from kvfuse.usrbio.protocol.wire import key_sizes
 
 KEY_CELL = 256
 """bytes that each ticket has for its key; behind the cells are spans for many keys and results"""
@@ -32,11 +32,7 @@ class KeyArea:
         """The sizes of keys that are given one to an entry. ValueError for a wrong one, and on a ring without keys."""
         if not len(self._cells):
             raise ValueError("the ring was made for file operations only")
-        sizes = np.fromiter(map(len, keys), np.uint32, len(keys))
-        size_min, size_max = (np.min(sizes), np.max(sizes)) if len(sizes) else (1, 1)
-        if not (size_min >= 1 and size_max <= KEY_SIZE_MAX):
-            raise ValueError(f"a key has 1 to {KEY_SIZE_MAX} bytes, not {size_min} or {size_max}")
-        return sizes
+        return key_sizes(keys)
 
     def put(self, ticket: int, key: bytes) -> int:
         """Where the key of an entry is from here on."""

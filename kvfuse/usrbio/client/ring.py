@@ -59,16 +59,14 @@ class Ring(AbstractContextManager["Ring"], AbstractAsyncContextManager["Ring"]):
         *, user_data: int = 0, priority: Priority = Priority.NORMAL, timeout: float | None = None,
     ) -> None:  # fmt: skip
         """File bytes into the iov. Result: how many, fewer than ``length`` at the end of the file."""
-        ring = self._present()
-        ring.place_file(Op.READ, iov, iov_offset, file, offset, length, user_data, priority, timeout)
+        self._present().place_file(Op.READ, iov, iov_offset, file, offset, length, user_data, priority, timeout)
 
     def prep_write(
         self, iov: Iov, iov_offset: int, file: File, offset: int, length: int,
         *, user_data: int = 0, priority: Priority = Priority.NORMAL, timeout: float | None = None,
     ) -> None:  # fmt: skip
         """Bytes of the iov into the file. Result: how many."""
-        ring = self._present()
-        ring.place_file(Op.WRITE, iov, iov_offset, file, offset, length, user_data, priority, timeout)
+        self._present().place_file(Op.WRITE, iov, iov_offset, file, offset, length, user_data, priority, timeout)
 
     def prep_fsync(
         self, file: File, *, user_data: int = 0, priority: Priority = Priority.NORMAL, timeout: float | None = None
@@ -113,8 +111,7 @@ class Ring(AbstractContextManager["Ring"], AbstractAsyncContextManager["Ring"]):
         *, user_data: int = 0, priority: Priority = Priority.NORMAL, timeout: float | None = None,
     ) -> None:  # fmt: skip
         """``length`` bytes of the iov become the block of ``key``. Result: ``length``."""
-        ring = self._present()
-        ring.place_key(Op.PUT, iov, iov_offset, namespace, key, length, user_data, 0, priority, timeout)
+        self._present().place_key(Op.PUT, iov, iov_offset, namespace, key, length, user_data, 0, priority, timeout)
 
     def prep_gets(
         self, iovs: Sequence[Iov | None], iov_offsets: Column, namespace: Namespace, keys: Sequence[bytes],
@@ -130,8 +127,7 @@ class Ring(AbstractContextManager["Ring"], AbstractAsyncContextManager["Ring"]):
         user_data: Column = 0, *, priority: Priority = Priority.NORMAL, timeout: float | None = None,
     ) -> None:  # fmt: skip
         """Many `prep_put` at once, as `prep_gets`."""
-        ring = self._present()
-        ring.place_keys(Op.PUT, iovs, iov_offsets, namespace, keys, lengths, user_data, 0, priority, timeout)
+        self._present().place_keys(Op.PUT, iovs, iov_offsets, namespace, keys, lengths, user_data, 0, priority, timeout)
 
     def prep_exists(
         self, namespace: Namespace, keys: Sequence[bytes], *, prefix: bool = False,

@@ -16,6 +16,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from errno import ENOENT
 from functools import partial
 from itertools import count
@@ -91,16 +92,14 @@ class Session:
                 self.close()
                 raise Disconnected(f"the daemon is gone: {error}") from error
         if reply.status < 0:
-            _close_all(received)
+            close_all(received)
             raise OSError(-reply.status, reply.text or os.strerror(-reply.status))
         return reply, received
 
     def drop(self, request: Request, handle: int) -> None:
         """Have the daemon let go of something. If the connection has ended, it has already."""
-        try:
+        with suppress(Disconnected):
             self.request(request, handle)
-        except Disconnected:
-            pass
 
     def _reply_to(self, number: int) -> tuple[Message, list[int]]:
         """The reply with that number; those of requests that were given up are thrown away."""
@@ -115,7 +114,7 @@ class Session:
             reply = Message.unpack(data)
             if reply.number == number:
                 return reply, list(received)
-            _close_all(received)
+            close_all(received)
 
     def hangup_descriptor(self) -> int:
         """A new descriptor that reports a hangup when the connection ends. Disconnected."""
@@ -182,10 +181,8 @@ class Session:
 
     def _hang_up(self) -> None:
         """Tell the daemon and the rings that wait; shutdown reaches them, which a close alone would not."""
-        try:
+        with suppress(OSError):  # it is closed, or the daemon is gone
             self._socket.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass  # it is closed, or the daemon is gone
         self._socket.close()
 
 
@@ -221,6 +218,6 @@ def _connect(mount: Path, deadline: float) -> socket.socket:
     return connection
 
 
-def _close_all(descriptors: Sequence[int]) -> None:
+def close_all(descriptors: Sequence[int]) -> None:
     for descriptor in descriptors:
         os.close(descriptor)

@@ -176,11 +176,9 @@ def make_ioring(
         raise OSError(EINVAL, f"a ring of {entries} entries with the timeout {timeout}")
     if flags & FORBID_READ_HOLES:
         raise OSError(EOPNOTSUPP, "holes are read as zeros: a ring cannot report them")
-    return ioring(hf3fs_mount_point, entries, for_read, _priority(priority or IorPriority.NORMAL))
-
-
-def _priority(value: int) -> Priority:
-    return Priority.HIGH if value < 0 else Priority.LOW if value else Priority.NORMAL
+    wanted = priority or IorPriority.NORMAL
+    rank = Priority.HIGH if wanted < 0 else Priority.LOW if wanted else Priority.NORMAL
+    return ioring(hf3fs_mount_point, entries, for_read, rank)
 
 
 # -- a whole file -----------------------------------------------------------------------------------

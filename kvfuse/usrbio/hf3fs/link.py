@@ -112,10 +112,8 @@ def with_link(mount_point: str, action: Callable[[Link], T]) -> T:
 
     BrokenPipeError where no daemon answers, FileNotFoundError where there is no mount.
     """
-    try:
+    with contextlib.suppress(Disconnected):
         return action(_link(mount_point))
-    except Disconnected:
-        pass
     try:
         return action(_link(mount_point))
     except Disconnected as error:

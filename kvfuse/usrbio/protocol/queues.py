@@ -17,11 +17,13 @@ Words are aligned and 8 bytes wide: reads and writes of one through a memoryview
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import mmap
 import os
 import platform
 import threading
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -52,8 +54,9 @@ def _membarrier() -> Callable[[], None]:
     return barrier
 
 
-def _fences() -> tuple[Callable[[], None] | None, Callable[[], None]]:
-    """(between entries and tail, between an own store and a load of the other side's word)."""
+@cache
+def fences() -> tuple[Callable[[], None] | None, Callable[[], None]]:
+    """(between entries and tail, between an own store and a load of the other side's word); for the whole process."""
     if platform.machine() == "x86_64":
         lock = threading.local()
 
@@ -213,8 +216,6 @@ class RingMemory:
     @classmethod
     def create(cls, layout: Layout) -> tuple[RingMemory, int]:
         """(memory, descriptor) of a new ring, of a size that nobody can change."""
-        import fcntl
-
         descriptor = os.memfd_create("kvfuse-ring", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(descriptor, layout.size)
@@ -237,14 +238,3 @@ class RingMemory:
     def header_is_whole(self) -> bool:
         """What `create` wrote at the start is still there."""
         return bytes(self.bytes[: len(self._header)]) == self._header
-
-
-_fence_pair: tuple[Callable[[], None] | None, Callable[[], None]] | None = None
-
-
-def fences() -> tuple[Callable[[], None] | None, Callable[[], None]]:
-    """See `_fences`; made once, as registering is for the whole process."""
-    global _fence_pair
-    if _fence_pair is None:
-        _fence_pair = _fences()
-    return _fence_pair

@@ -12,10 +12,12 @@ it is whole, and copies indices, entries and keys before it checks them.
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from enum import IntEnum, IntFlag
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 VERSION = 1
 MAGIC = int.from_bytes(b"KVFRING1", "little")
@@ -159,17 +161,7 @@ class Layout(NamedTuple):
         return cls(entries, sq_offset, cq_offset, aux_offset, aux_offset + -(-aux_size // PAGE) * PAGE)
 
     def header(self) -> bytes:
-        return HEADER.pack(
-            MAGIC,
-            VERSION,
-            self.entries,
-            SQE.itemsize,
-            CQE.itemsize,
-            self.sq_offset,
-            self.cq_offset,
-            self.aux_offset,
-            self.size,
-        )
+        return HEADER.pack(MAGIC, VERSION, self.entries, SQE.itemsize, CQE.itemsize, *self[1:])
 
     @classmethod
     def parse(cls, header: bytes) -> Layout:
@@ -183,12 +175,17 @@ class Layout(NamedTuple):
         return layout
 
 
-def pack_keys(keys: list[bytes]) -> bytes:
+def key_sizes(keys: Sequence[bytes]) -> npt.NDArray[np.uint32]:
+    """ValueError for a key of a wrong size."""
+    sizes = np.fromiter(map(len, keys), np.uint32, len(keys))
+    if len(keys) and not (sizes.min() >= 1 and sizes.max() <= KEY_SIZE_MAX):
+        raise ValueError(f"a key has 1 to {KEY_SIZE_MAX} bytes, not {sizes.min()} or {sizes.max()}")
+    return sizes
+
+
+def pack_keys(keys: Sequence[bytes]) -> bytes:
     """Many keys in the aux area: their lengths as u16, then their bytes. ValueError for a key of a wrong size."""
-    lengths = np.fromiter(map(len, keys), "<u2" if all(len(key) <= KEY_SIZE_MAX for key in keys) else "<u8", len(keys))
-    if len(keys) and not (lengths.min() >= 1 and lengths.max() <= KEY_SIZE_MAX):
-        raise ValueError(f"a key has 1 to {KEY_SIZE_MAX} bytes, not {lengths.min()} or {lengths.max()}")
-    return lengths.astype("<u2").tobytes() + b"".join(keys)
+    return key_sizes(keys).astype("<u2").tobytes() + b"".join(keys)
 
 
 def unpack_keys(data: bytes, count: int) -> list[bytes]:
@@ -259,10 +256,8 @@ class Message(NamedTuple):
 
     def pack(self) -> bytes:
         values = (*self.values, *(0,) * (6 - len(self.values)))
-        return (
-            MESSAGE.pack(self.request, self.number, self.status, *values)
-            + self.text.encode(errors="replace")[:TEXT_SIZE_MAX]
-        )
+        text = self.text.encode(errors="replace")[:TEXT_SIZE_MAX]
+        return MESSAGE.pack(self.request, self.number, self.status, *values) + text
 
     @classmethod
     def unpack(cls, data: bytes) -> Message:
