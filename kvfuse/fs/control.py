@@ -18,6 +18,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 import trio
@@ -73,18 +74,19 @@ async def wait_until_unmounted(device: int) -> None:
     stop = os.eventfd(0)
     try:
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(_ring_when_cancelled, stop)
+            nursery.start_soon(when_cancelled, partial(os.eventfd_write, stop, 1))
             await trio.to_thread.run_sync(_follow_mounts, device, stop)
             nursery.cancel_scope.cancel()
     finally:
         os.close(stop)
 
 
-async def _ring_when_cancelled(stop: int) -> None:
+async def when_cancelled(action: Callable[[], object]) -> None:
+    """Wait to be cancelled, then do this."""
     try:
         await trio.sleep_forever()
     finally:
-        os.eventfd_write(stop, 1)
+        action()
 
 
 def _follow_mounts(device: int, stop: int) -> None:

@@ -7,6 +7,7 @@ import errno
 import functools
 import json
 import logging
+import math
 import os
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
@@ -21,11 +22,12 @@ import trio
 
 import kvfuse
 from kvfuse.errors import MountError
+from kvfuse.fs.control import when_cancelled
 from kvfuse.fs.doors import Door, Doors
 from kvfuse.fs.guarding import Guarding
 from kvfuse.fs.kernel import FuseKernelCache
 from kvfuse.fs.ops import KvfuseOperations
-from kvfuse.fs.takeover import is_dead_mount, takeover, unmount
+from kvfuse.fs.takeover import checked, is_dead_mount, libc, takeover, unmount
 from kvfuse.fs.turns import take_turns
 from kvfuse.fs.virtual import Reader, VirtualFolder
 from kvfuse.fs.wakefulness import Wakefulness
@@ -69,7 +71,7 @@ async def serve(
     try:
         async with trio.open_nursery() as nursery:
             stop = trio.Event()
-            nursery.start_soon(_set_when_cancelled, stop)
+            nursery.start_soon(when_cancelled, stop.set)
             with trio.CancelScope() as scope:
                 async with open_volume(options, os.path.abspath(mountpoint)) as volume:
                     # From here on a cancellation only sets ``stop``: the volume's own tasks must go on until
@@ -86,13 +88,6 @@ async def serve(
             nursery.cancel_scope.cancel()
     except BaseExceptionGroup as group:
         raise _alone(group) from None
-
-
-async def _set_when_cancelled(stop: trio.Event) -> None:
-    try:
-        await trio.sleep_forever()
-    finally:
-        stop.set()
 
 
 def _alone(error: BaseException) -> BaseException:
@@ -135,17 +130,14 @@ def make_operations(volume: Volume, options: Options) -> KvfuseOperations:
     def config(reader: Reader) -> bytes:
         return _json(_shown(options) if reader.sees_all else _public(options))
 
-    def version(_: Reader) -> bytes:
-        return kvfuse.__version__.encode() + b"\n"
-
+    version = kvfuse.__version__.encode() + b"\n"
+    files = VirtualFolder({b"stats": stats, b"config": config, b"version": lambda _: version})
     operations = KvfuseOperations(
         volume,
         volume,
-        VirtualFolder({b"stats": stats, b"config": config, b"version": version}),
+        files,
         entry_timeout=options.mount.entry_timeout,
-        attr_timeout=min(options.mount.attr_timeout, SHARED_ATTR_SECONDS)
-        if options.is_shared
-        else options.mount.attr_timeout,
+        attr_timeout=min(options.mount.attr_timeout, SHARED_ATTR_SECONDS if options.is_shared else math.inf),
         negative_timeout=options.mount.negative_timeout,
     )
     return operations
@@ -269,10 +261,7 @@ def _remount_read_only(point: int) -> None:
     """What else the mount was told stays: some of it has to be said again. The ST_ flags are mount(2)'s. OSError."""
     kept = os.fstatvfs(point).f_flag & (os.ST_NOSUID | os.ST_NODEV | os.ST_NOEXEC | os.ST_SYNCHRONOUS)
     flags = ctypes.c_ulong(MS_REMOUNT | os.ST_RDONLY | kept)
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.mount(b"kvfuse", b"/proc/self/fd/%d" % point, None, flags, None) != 0:
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number))
+    checked(libc.mount(b"kvfuse", b"/proc/self/fd/%d" % point, None, flags, None))
 
 
 def _set_read_ahead(device: int, size: int) -> None:

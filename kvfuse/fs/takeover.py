@@ -30,7 +30,7 @@ AT_FDCWD = -100
 MNT_DETACH = 2
 
 log = logging.getLogger(__name__)
-_libc = ctypes.CDLL(None, use_errno=True)
+libc = ctypes.CDLL(None, use_errno=True)
 
 
 def is_dead_mount(point: Path) -> bool:
@@ -84,17 +84,16 @@ def _put(tree: int, point: Path) -> None:
 
 def unmount(point: Path) -> None:
     """Detach what is mounted on top of ``point``, used or not. OSError."""
-    if _libc.umount2(os.fsencode(point), MNT_DETACH) != 0:
-        _raise_errno()
+    checked(libc.umount2(os.fsencode(point), MNT_DETACH))
 
 
 def _call(number: int, *arguments: int | bytes) -> int:
-    result = int(_libc.syscall(number, *arguments))
+    return checked(libc.syscall(number, *arguments))
+
+
+def checked(result: int) -> int:
+    """What a call of ``libc`` answered. OSError where it failed."""
     if result < 0:
-        _raise_errno()
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
     return result
-
-
-def _raise_errno() -> None:
-    number = ctypes.get_errno()
-    raise OSError(number, os.strerror(number))

@@ -12,6 +12,7 @@ import math
 import os
 import re
 import tomllib
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -118,14 +119,10 @@ _IGNORED_WORDS = frozenset((
 """words of fstab that are for mount(8), systemd or other file systems"""
 
 
-def _names_of_keys() -> dict[str, str]:
-    """``-o`` name -> key: every whole key, and its last part where no other key ends so."""
-    lasts = [key.split(".")[1] for key in KEYS]
-    short = {last: key for key, last in zip(KEYS, lasts, strict=True) if lasts.count(last) == 1}
-    return {**short, **{key: key for key in KEYS}, **_SHORT_WORDS}
-
-
-_NAMES = _names_of_keys()
+_LAST_PARTS = Counter(key.split(".")[1] for key in KEYS)
+_NAMES = {key.split(".")[1]: key for key in KEYS if _LAST_PARTS[key.split(".")[1]] == 1}
+_NAMES |= {key: key for key in KEYS} | _SHORT_WORDS
+"""``-o`` name -> key: every whole key, and its last part where no other key ends so"""
 
 
 # -- one value --------------------------------------------------------------------------------------

@@ -115,7 +115,7 @@ async def _rebuild_folder(options: Options, progress: Progress) -> RebuildReport
         options.records_path.mkdir(parents=True)
         async with engines.open_records(options) as plain_records:
             records = sealed.as_formatted(plain_records, superblock)
-            await format.write_first_records(options, records)
+            await records.commit(format.first_records(options), durable=True)
             await work.write(records)
     return work.report
 
@@ -135,7 +135,7 @@ async def _rebuild_shared(options: Options, progress: Progress) -> RebuildReport
             superblock = await _find_superblock(VolumeError(f"{title} has no superblock"), segments)
             work = await _collect(superblock, segments, progress)
         records = sealed.as_formatted(records, superblock)
-        await format.write_first_records(options, records)
+        await records.commit(format.first_records(options), durable=True)
         await work.write(FencedRecords(records, member))
         await format.write_shared_superblock(records, superblock, member)
     return work.report

@@ -28,7 +28,7 @@ from uuid import uuid4
 
 from kvfuse.errors import VolumeBusy, VolumeError
 from kvfuse.options.config import Options
-from kvfuse.remote.records.api import ABSENT, RecordStore
+from kvfuse.remote.records.api import ABSENT, RecordLimits, RecordStore
 from kvfuse.remote.segments.api import SegmentStore, Transfer
 from kvfuse.slab import layout
 from kvfuse.slab.layout import Geometry, Superblock
@@ -160,18 +160,19 @@ async def format_volume(options: Options, *, replace: bool = False) -> Superbloc
 async def _format_folder(options: Options, superblock: Superblock, replace: bool) -> None:
     path = options.volume_path
     _check_folder(path, replace)
-    for folder, ours in _engine_folders(options):
+    folders = [(options.records_path, RECORD_FILES), (options.segments_path, SEGMENT_FILES)]
+    for folder, ours in folders:
         _check_engine_folder(folder, ours)
     path.mkdir(parents=True, exist_ok=True)
     with locked(path):
         if replace:
             (path / SUPERBLOCK_FILE).unlink(missing_ok=True)
-        for folder, _ in _engine_folders(options):
+        for folder, _ in folders:
             if folder.exists():
                 shutil.rmtree(folder)
             folder.mkdir(parents=True)
         async with engines.open_records(options) as records:
-            await write_first_records(options, sealed.as_formatted(records, superblock))
+            await sealed.as_formatted(records, superblock).commit(first_records(options), durable=True)
         write_superblock(path, superblock)
 
 
@@ -227,27 +228,39 @@ async def commit_in_parts(
     records: RecordStore, puts: Mapping[bytes, bytes] | None = None, deletes: Collection[bytes] = ()
 ) -> None:
     """Commits of at most what the store takes at once: not all or nothing. For volumes that nobody else has open."""
-    limits = records.limits
+    for part in _parts({**(puts or {}), **dict.fromkeys(deletes)}, records.limits):
+        part_puts = {key: value for key, value in part.items() if value is not None}
+        await records.commit(part_puts, [key for key in part if key not in part_puts])
+
+
+def _parts(rows: Mapping[bytes, bytes | None], limits: RecordLimits) -> Iterator[dict[bytes, bytes | None]]:
+    """Of a change, None for what is deleted."""
     part: dict[bytes, bytes | None] = {}
     size = 0
-    for key, value in [*(puts or {}).items(), *((key, None) for key in deletes)]:
+    for key, value in rows.items():
         more = len(key) + len(value or b"")
         if part and (len(part) >= limits.commit_operations_max or size + more > limits.commit_bytes_max):
-            await _commit_part(records, part)
+            yield part
             part, size = {}, 0
         part[key] = value
         size += more
     if part:
-        await _commit_part(records, part)
-
-
-async def _commit_part(records: RecordStore, part: Mapping[bytes, bytes | None]) -> None:
-    puts = {key: value for key, value in part.items() if value is not None}
-    await records.commit(puts, [key for key, value in part.items() if value is None])
+        yield part
 
 
 def write_superblock(path: Path, superblock: Superblock) -> None:
-    _write_durably(path / SUPERBLOCK_FILE, layout.pack_superblock(superblock))
+    """The whole file or nothing, also after a loss of power."""
+    temporary = path / f"{SUPERBLOCK_FILE}.new"
+    with temporary.open("wb") as file:
+        file.write(layout.pack_superblock(superblock))
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.rename(path / SUPERBLOCK_FILE)
+    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
 
 
 def _check_folder(path: Path, replace: bool) -> None:
@@ -263,21 +276,11 @@ def _check_folder(path: Path, replace: bool) -> None:
         raise VolumeError(f"{path} is a kvfuse volume already; 'kvfuse format --force' would drop all that is in it")
 
 
-def _engine_folders(options: Options) -> list[tuple[Path, str]]:
-    """The engines' folders, and what files of theirs are called."""
-    return [(options.records_path, RECORD_FILES), (options.segments_path, SEGMENT_FILES)]
-
-
 def _check_engine_folder(folder: Path, ours: str) -> None:
     """VolumeError where formatting would remove a file that is not a volume's."""
     for name in sorted(os.listdir(folder)) if folder.is_dir() else []:
         if not re.fullmatch(ours, name):
             raise VolumeError(f"{folder} holds {name!r}, which is no part of a volume: choose an empty folder")
-
-
-async def write_first_records(options: Options, records: RecordStore) -> None:
-    """The records of an empty volume, in an empty record store."""
-    await records.commit(first_records(options), durable=True)
 
 
 def first_records(options: Options) -> dict[bytes, bytes]:
@@ -298,18 +301,3 @@ def first_records(options: Options) -> dict[bytes, bytes]:
         schema.EXACT_SIZES: schema.encode_u64s(options.volume.exact_sizes),
         **({} if size is None else {schema.METADATA_SIZE: schema.encode_u64(size)}),
     }
-
-
-def _write_durably(path: Path, content: bytes) -> None:
-    """The whole file or nothing, also after a loss of power."""
-    temporary = path.with_suffix(".new")
-    with temporary.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.rename(path)
-    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)

@@ -49,11 +49,11 @@ async def hold(
     Errors of the body come out as they are.
     """
     if options.is_shared:
-        async with _hold_shared(options, mountpoint, segments_read_only, alone=alone) as held:
-            yield held
+        holding = _hold_shared(options, mountpoint, segments_read_only, alone=alone)
     else:
-        async with _hold_folder(options, mountpoint, records_read_only, segments_read_only) as held:
-            yield held
+        holding = _hold_folder(options, mountpoint, records_read_only, segments_read_only)
+    async with holding as held:
+        yield held
 
 
 @asynccontextmanager

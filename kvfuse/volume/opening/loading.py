@@ -40,14 +40,11 @@ async def load_core(
     keys = [schema.COUNTER_INODE, schema.COUNTER_GENERATION, schema.COUNTER_FILES, schema.inode_key(ROOT_INODE)]
     try:
         *found, budget = await records.get([*keys, schema.EXACT_SIZES, schema.METADATA_SIZE])
-    except DamagedRecords as error:
-        raise errors.VolumeError(f"{options.title}: the record store is damaged: {error}") from error
-    values = [record.value for record in found if record is not None]
-    if len(values) < len(found):
-        raise errors.VolumeError(
-            f"{options.title}: the record store is damaged (no counters): 'kvfuse fsck --rebuild' recovers blocks"
-        )
-    try:
+        values = [record.value for record in found if record is not None]
+        if len(values) < len(found):
+            raise errors.VolumeError(
+                f"{options.title}: the record store is damaged (no counters): 'kvfuse fsck --rebuild' recovers blocks"
+            )
         limit = schema.decode_u64(budget.value) if budget is not None else default_size(superblock.geometry.capacity)
         core = await _load_values(options, superblock, records, segments, values, limit, is_alone=member is None)
     except DamagedRecords as error:

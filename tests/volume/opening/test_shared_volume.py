@@ -131,7 +131,7 @@ def test_a_read_only_mount_makes_none(options: Options) -> None:
 
 async def test_a_format_that_was_cut_off_left_no_volume(options: Options) -> None:
     async with engines.open_records(options) as records:
-        await format.write_first_records(options, records)
+        await records.commit(format.first_records(options), durable=True)
         assert not await format.is_vacant(records)
     with pytest.raises(VolumeError, match="holds no kvfuse volume: it has no superblock; 'kvfuse format' makes one"):
         await names(options)
