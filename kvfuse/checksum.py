@@ -96,15 +96,10 @@ def _multiply(a: int, b: int) -> int:
     return product
 
 
-def _squares() -> list[int]:
-    """x**(2**k) for k = 0..66: enough for the length of any buffer in bits."""
-    powers = [0x40000000]
-    while len(powers) <= sys.maxsize.bit_length() + 3:
-        powers.append(_multiply(powers[-1], powers[-1]))
-    return powers
-
-
-_SQUARES = _squares()
+_SQUARES = [0x40000000]
+"""x**(2**k) for k = 0..66: enough for the length of any buffer in bits"""
+while len(_SQUARES) <= sys.maxsize.bit_length() + 3:
+    _SQUARES.append(_multiply(_SQUARES[-1], _SQUARES[-1]))
 
 
 @lru_cache(maxsize=4096)

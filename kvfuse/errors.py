@@ -148,3 +148,8 @@ class Disconnected(KvfuseError):
     """The daemon behind a ring is gone, or does not keep to the protocol. `Client.reconnect` once it is back."""
 
     errno = EPIPE
+
+
+def innermost(error: BaseException) -> BaseException:
+    """A failure out of the groups that nurseries wrapped it in; of several at once, the first one."""
+    return innermost(error.exceptions[0]) if isinstance(error, BaseExceptionGroup) else error

@@ -12,7 +12,7 @@ from typing import IO, Any
 import click
 
 from kvfuse import __version__
-from kvfuse.errors import ConfigError, KvfuseError, MountError, VolumeBusy, VolumeError
+from kvfuse.errors import ConfigError, KvfuseError, MountError, VolumeBusy, VolumeError, innermost
 
 
 class MountBusy(MountError):
@@ -64,13 +64,12 @@ def exit_status(error: KvfuseError) -> int:
 
 def describe(error: Exception) -> tuple[str, int]:
     """The line and the exit status that any failure of a command ends in; of several at once, the first one's."""
-    while isinstance(error, ExceptionGroup):
-        error = error.exceptions[0]
-    if isinstance(error, KvfuseError):
-        return str(error), exit_status(error)
-    if isinstance(error, OSError) and error.strerror:
-        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror, 1
-    return f"internal error: {type(error).__name__}: {error} (KVFUSE_DEBUG=1 shows where)", 1
+    first = innermost(error)
+    if isinstance(first, KvfuseError):
+        return str(first), exit_status(first)
+    if isinstance(first, OSError) and first.strerror:
+        return f"{first.filename}: {first.strerror}" if first.filename else first.strerror, 1
+    return f"internal error: {type(first).__name__}: {first} (KVFUSE_DEBUG=1 shows where)", 1
 
 
 class Commands(click.Group):

@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import socket
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 import trio
 
-from kvfuse.errors import MountError
+from kvfuse.errors import MountError, innermost
 from kvfuse.fs.control import control_socket, wait_until_unmounted
 from kvfuse.volume.api import KernelCache
 from kvfuse.volume.volume import Volume
@@ -36,47 +37,37 @@ class Door(Protocol):
     ) -> None: ...
 
 
-def _first(error: BaseException) -> BaseException:
-    """A failure out of the groups that nurseries wrapped it in."""
-    return _first(error.exceptions[0]) if isinstance(error, BaseExceptionGroup) else error
-
-
+@dataclass
 class Doors:
     """The doors of one mount: `run` once it answers, `close` before it is taken away.
 
     ``admit``: see `control_socket`. A door that fails is closed, and logged; the mount goes on without it.
     """
 
-    def __init__(
-        self,
-        doors: Sequence[Door],
-        volume: Volume,
-        kernel: KernelCache,
-        mountpoint: Path,
-        admit: Callable[[int], None],
-    ) -> None:
-        self._doors = doors
-        self._volume = volume
-        self._kernel = kernel
-        self._mountpoint = mountpoint
-        self._admit = admit
+    doors: Sequence[Door]
+    volume: Volume
+    kernel: KernelCache
+    mountpoint: Path
+    admit: Callable[[int], None]
+
+    def __post_init__(self) -> None:
         self._scope = trio.CancelScope()
         self._running = trio.Lock()
         self.opened = trio.Event()
         """every door is ready, or will never be"""
 
     def __bool__(self) -> bool:
-        return bool(self._doors)
+        return bool(self.doors)
 
     async def run(self, device: int) -> None:
         """Keep the doors open until `close`, or until no mount of ``device`` (st_dev) is left."""
         async with self._running:
             try:
                 with self._scope:
-                    async with control_socket(self._mountpoint, self._admit) as listener:
+                    async with control_socket(self.mountpoint, self.admit) as listener:
                         await self._serve(listener, device)
             except* (MountError, OSError) as group:
-                log.warning("there are no rings: %s", _first(group))
+                log.warning("there are no rings: %s", innermost(group))
             finally:
                 self.opened.set()
 
@@ -90,7 +81,7 @@ class Doors:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._close_when_unmounted, device)
             async with trio.open_nursery() as doors:
-                for door in self._doors:
+                for door in self.doors:
                     ready = trio.Event()
                     doors.start_soon(self._serve_one, door, listener, device, ready)
                     await ready.wait()
@@ -99,13 +90,13 @@ class Doors:
 
     async def _close_when_unmounted(self, device: int) -> None:
         await wait_until_unmounted(device)
-        log.info("%s is unmounted: its doors are closed", self._mountpoint)
+        log.info("%s is unmounted: its doors are closed", self.mountpoint)
         self._scope.cancel()
 
     async def _serve_one(self, door: Door, listener: socket.socket, device: int, ready: trio.Event) -> None:
         try:
             async with trio.open_nursery() as nursery:
-                await nursery.start(door, self._volume, listener, self._kernel, device)
+                await nursery.start(door, self.volume, listener, self.kernel, device)
                 ready.set()
         except* Exception as group:
             log.error("a door failed and stays closed", exc_info=group)

@@ -13,19 +13,20 @@ import msgspec
 from msgspec import Meta
 
 from kvfuse.errors import ConfigError
-from kvfuse.sizes import GIB, KIB, MIB
+from kvfuse.sizes import GIB, KIB, MIB, format_size
 
 SLOT_SIZE_MAX = 64 * MIB
 
+
+def _size(least: int, most: int, step: int) -> Meta:
+    text = f"a size from {format_size(least)} to {format_size(most)}, in steps of {format_size(step)}"
+    return Meta(ge=least, le=most, multiple_of=step, description=text)
+
+
 Bytes = Annotated[int, Meta(ge=1, le=1 << 62, description='a size such as "64GiB", or a number of bytes')]
 BlockBytes = Annotated[int, Meta(ge=1, le=SLOT_SIZE_MAX, description='sizes such as "2MiB", of up to 64MiB')]
-ChunkBytes = Annotated[
-    int,
-    Meta(ge=4 * KIB, le=SLOT_SIZE_MAX, multiple_of=4 * KIB, description="a size from 4KiB to 64MiB, in steps of 4KiB"),
-]
-SegmentBytes = Annotated[
-    int, Meta(ge=MIB, le=1 << 40, multiple_of=MIB, description="a size from 1MiB to 1TiB, in steps of 1MiB")
-]
+ChunkBytes = Annotated[int, _size(4 * KIB, SLOT_SIZE_MAX, 4 * KIB)]
+SegmentBytes = Annotated[int, _size(MIB, 1 << 40, MIB)]
 TierBytes = Annotated[int, Meta(ge=0, le=1 << 62, description='a size such as "1GiB"; 0: none')]
 ScrubBytes = Annotated[int, Meta(ge=0, le=1 << 40, description='a size such as "10MiB"; 0: never')]
 ReadAheadBytes = Annotated[int, Meta(ge=0, le=GIB, description='a size such as "1MiB"; 0 leaves the kernel\'s own')]
@@ -33,16 +34,10 @@ Seconds = Annotated[float, Meta(ge=0, le=1e9, description="a number of seconds, 
 DeadlineSeconds = Annotated[float, Meta(ge=0.1, le=3600, description="a number of seconds, 0.1 to 3600")]
 LeaseSeconds = Annotated[float, Meta(ge=2, le=3600, description="a number of seconds, 2 to 3600")]
 Count = Annotated[int, Meta(ge=1, le=1 << 40, description="a whole number, 1 or more")]
-ObjectBytes = Annotated[
-    int,
-    Meta(
-        ge=64 * KIB, le=SLOT_SIZE_MAX, multiple_of=4 * KIB, description="a size from 64KiB to 64MiB, in steps of 4KiB"
-    ),
-]
+ObjectBytes = Annotated[int, _size(64 * KIB, SLOT_SIZE_MAX, 4 * KIB)]
 Endpoint = Annotated[str, Meta(pattern=r"^https?://[^\s/,@]+$", description='URLs such as "http://10.0.0.1:2379"')]
 VolumeName = Annotated[
-    str,
-    Meta(pattern=r"^([A-Za-z0-9][A-Za-z0-9._-]{0,99})?$", description="up to 100 letters, digits and ._-"),
+    str, Meta(pattern=r"^([A-Za-z0-9][A-Za-z0-9._-]{0,99})?$", description="up to 100 letters, digits and ._-")
 ]
 KeyPrefix = Annotated[
     str, Meta(pattern=r"^[\x21-\x7e]{0,200}$", description="up to 200 printable characters, no spaces")

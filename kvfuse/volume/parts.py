@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable
 
 import trio
 
-from kvfuse.errors import EngineError
+from kvfuse.errors import EngineError, innermost
 from kvfuse.options.config import Options
 from kvfuse.volume.commit.journal import Journal
 from kvfuse.volume.commit.pending import Pending
@@ -69,7 +69,7 @@ class Lifetime:
                     task_status.started()
         except BaseExceptionGroup as group:
             if errors := group.subgroup(EngineError):
-                raise EngineError(str(_first(errors))) from group
+                raise EngineError(str(innermost(errors))) from group
             raise
         finally:
             self._ended.set()
@@ -204,10 +204,3 @@ class Parts:
         self.flusher.give_up()
         self.core.dentries.unbind_all()
         self.core.nodes.forget_all()
-
-
-def _first(group: BaseExceptionGroup[EngineError]) -> BaseException:
-    error: BaseException = group
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error

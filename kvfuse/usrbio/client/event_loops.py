@@ -30,11 +30,7 @@ async def readable(descriptor: int, timeout: float | None) -> None:
 
         with trio.move_on_after(float("inf") if timeout is None else timeout):
             await trio.lowlevel.wait_readable(descriptor)
-    else:
-        await _readable_under_asyncio(descriptor, timeout)
-
-
-async def _readable_under_asyncio(descriptor: int, timeout: float | None) -> None:
+        return
     import asyncio
 
     loop = asyncio.get_running_loop()

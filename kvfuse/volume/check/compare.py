@@ -96,15 +96,13 @@ async def check_counters(check: Evidence) -> None:
     """Numbers that are given next are not in use; what statfs counts is what there is."""
     keys = [schema.COUNTER_INODE, schema.COUNTER_GENERATION, schema.COUNTER_FILES]
     *rows, exact = await get_sound(check.records, [*keys, schema.EXACT_SIZES])
-    found = [schema.decode_u64(row.value) if row is not None and len(row.value) == 8 else 0 for row in rows[:2]]
     inode_max = max([*check.inodes, *check.inline, *check.orphans], default=0)
     generation_max = min(check.generation_max, 1 << 62)  # a damaged record may say anything
-    if found[0] <= inode_max:
-        mended = {keys[0]: schema.encode_u64(inode_max + schema.COUNTER_RANGE)}
-        check.problem(f"the next inode would be {found[0]}, but {inode_max} exists", mended)
-    if found[1] <= generation_max:
-        mended = {keys[1]: schema.encode_u64(generation_max + schema.COUNTER_RANGE)}
-        check.problem(f"the next generation would be {found[1]}, but {generation_max} exists", mended)
+    for what, row, key, used in zip(("inode", "generation"), rows, keys, (inode_max, generation_max), strict=False):
+        following = schema.decode_u64(row.value) if row is not None and len(row.value) == 8 else 0
+        if following <= used:
+            mended = {key: schema.encode_u64(used + schema.COUNTER_RANGE)}
+            check.problem(f"the next {what} would be {following}, but {used} exists", mended)
     if exact is None or len(exact.value) % 8:
         check.problem("the volume's exact slot sizes are not recorded", {schema.EXACT_SIZES: schema.encode_u64s(())})
     files = check.report.files + check.report.directories

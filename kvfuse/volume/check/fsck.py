@@ -25,11 +25,7 @@ WRITES_MAX = 256
 
 
 async def fsck(
-    options: Options,
-    *,
-    repair: bool = False,
-    verify: bool = False,
-    progress: Progress = lambda what, done, total: None,
+    options: Options, *, repair: bool = False, verify: bool = False, progress: Progress = lambda what, done, total: None
 ) -> Report:
     """Check the volume that ``options`` name. VolumeBusy while it is mounted, VolumeError where it is none.
 

@@ -13,6 +13,10 @@ from kvfuse.slab.layout import Superblock
 from kvfuse.volume.check.evidence import Evidence, Named
 from kvfuse.volume.slots import heads
 
+STRAY = "heads of free slots claim to be a file's"
+BEHIND = "heads do not know how their slots were changed last, a rebuild may lose these files"
+OLD = "heads describe a file as it was before"
+
 
 class HeadCheck:
     """Compares every slot's head with what the records say; the check makes one for each pass.
@@ -29,9 +33,7 @@ class HeadCheck:
         self._geometry = check.geometry
         self._stored: Counter[int] = Counter()
         """inode -> bytes in slots"""
-        self._stray_count = 0
-        self._old_count = 0
-        self._behind_count = 0
+        self._counts = {STRAY: 0, BEHIND: 0, OLD: 0}
 
     async def run(self) -> None:
         check, geometry = self.check, self._geometry
@@ -46,13 +48,7 @@ class HeadCheck:
                     await self._compare_slab(slab, sorted(by_slab.get(slab, ())))
                     check.progress("heads", slab + 1, geometry.slab_count)
         remedy = "were mended" if check.mends_heads else "'--verify --repair' mends them"
-        if self._stray_count:
-            check.report.notes.append(f"{self._stray_count} heads of free slots claim to be a file's: {remedy}")
-        if self._behind_count:
-            text = f"{self._behind_count} heads do not know how their slots were changed last"
-            check.report.notes.append(f"{text}, a rebuild may lose these files: {remedy}")
-        if self._old_count:
-            check.report.notes.append(f"{self._old_count} heads describe a file as it was before: {remedy}")
+        check.report.notes += [f"{count} {what}: {remedy}" for what, count in self._counts.items() if count]
 
     async def _compare_slab(self, slab: int, addrs: list[int]) -> None:
         """``addrs``: of the slots that files have in it."""
@@ -70,7 +66,7 @@ class HeadCheck:
             rows, valid = layout.parse_headers(table[place : place + layout.HEADER_SIZE], layout.HEADER_SIZE, 1)
             wrong = differences(rows[0], head, self._superblock) if valid[0] else ["it is damaged"]
             if not wrong and is_behind(rows[0], head):
-                self._behind_count += 1
+                self._counts[BEHIND] += 1
                 self._mend(head)
             elif wrong:
                 text = f"inode {head.ino}: the head of its slot in segment {segment} at {start + place} is wrong"
@@ -109,7 +105,7 @@ class HeadCheck:
         found, expected = heads.decode_description(bytes(text)), heads.decode_description(head.description)
         assert expected is not None
         if found is None or _identity(found) != _identity(expected):
-            self._old_count += 1
+            self._counts[OLD] += 1
             self._mend(head)
 
     def _mend(self, head: heads.Head) -> None:
@@ -128,7 +124,7 @@ class HeadCheck:
                 continue
             if addr in self.check.owners or addr in self.check.freed:
                 continue  # of a removed file whose bytes are not freed yet
-            self._stray_count += 1
+            self._counts[STRAY] += 1
             self.check.head_mends.append(Transfer(*place, bytes(layout.HEADER_SIZE)))
 
 

@@ -122,10 +122,7 @@ async def _rebuild_folder(options: Options, progress: Progress) -> RebuildReport
 
 async def _rebuild_shared(options: Options, progress: Progress) -> RebuildReport:
     title = options.title
-    async with (
-        engines.open_records(options) as records,
-        membership(records, options.client.lease, title) as member,
-    ):
+    async with engines.open_records(options) as records, membership(records, options.client.lease, title) as member:
         if not await format.is_vacant(records):
             raise VolumeError(
                 f"{title} still has records, which a rebuild replaces: keep a copy if they may be of use, then"

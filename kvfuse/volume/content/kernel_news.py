@@ -7,12 +7,15 @@ What comes meanwhile is gathered: of many changes of one inode it hears once.
 from __future__ import annotations
 
 import logging
+from typing import TypeVar
 
 import trio
 
 from kvfuse.errors import EngineError
 from kvfuse.volume.api import KernelCache
 from kvfuse.volume.inodes.kernel_link import KernelLink
+
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -30,19 +33,18 @@ class KernelNews:
 
     def content(self, ino: int) -> None:
         """Bytes, and so attributes, of an inode changed."""
-        if self._is_running and self._link.cache is not None:
-            self._contents.add(ino)
-            self._work.set()
+        self._note(self._contents, ino)
 
     def attributes(self, ino: int) -> None:
-        if self._is_running and self._link.cache is not None:
-            self._attributes.add(ino)
-            self._work.set()
+        self._note(self._attributes, ino)
 
     def name(self, parent: int, name: bytes) -> None:
         """The name means something else than before."""
+        self._note(self._names, (parent, name))
+
+    def _note(self, news: set[T], changed: T) -> None:
         if self._is_running and self._link.cache is not None:
-            self._names.add((parent, name))
+            news.add(changed)
             self._work.set()
 
     async def run(self) -> None:

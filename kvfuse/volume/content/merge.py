@@ -56,7 +56,7 @@ class Merger:
         self.news.content(node.ino)
 
     async def _merge(self, node: Node, record: schema.InodeRecord, version: int) -> None:
-        if not node.is_file or node.base is None or not self._is_content_changed(node, record):
+        if not node.is_file or node.base is None or not _is_content_changed(node.base, record):
             self._merge_attributes(node, record, version)
             return
         for _ in range(ATTEMPTS_MAX):
@@ -91,13 +91,6 @@ class Merger:
             except NoSpace:
                 _lose(node)
         node.end_moved += node.size - size_before
-
-    def _is_content_changed(self, node: Node, record: schema.InodeRecord) -> bool:
-        base = node.base
-        assert base is not None
-        return bool(
-            record.chunks != base.chunks or record.size != base.size or record.flags & schema.FLAG_CHUNK_RECORDS
-        )
 
     def _merge_attributes(self, node: Node, record: schema.InodeRecord, version: int) -> None:
         base = node.base or record
@@ -138,9 +131,8 @@ class Merger:
         if far:
             key = schema.inode_key(node.ino) if node.own_record else schema.entry_key(node.parent, node.name)
             found, *rows = await self.core.records.get([key, *[schema.chunk_key(node.ino, index) for index in far]])
-            entry = None
-            if found is not None:
-                entry = schema.decode_inode(found.value) if node.own_record else schema.decode_entry(found.value)
+            decode = schema.decode_inode if node.own_record else schema.decode_entry
+            entry = decode(found.value) if found is not None else None
             if found is None or not isinstance(entry, schema.InodeRecord) or entry.ino != node.ino:
                 raise MovedAgain(f"inode {node.ino} was moved or removed by another host once more")
             record, version = entry, found.version
@@ -225,10 +217,7 @@ class Merger:
                 has_room = False
         self._merge_dead(node, theirs)
         node.far_blocks = record.far_blocks + self._far_difference(node, theirs)
-        if appended_from is not None:
-            node.set_size(record.size)
-        else:
-            node.set_size(_merged_size(node, base, record))
+        node.set_size(record.size if appended_from is not None else _merged_size(node, base, record))
         if not has_room:
             _lose(node)
             node.set_size(min(node.size, max(record.size, _reach(node, node.size))))
@@ -327,6 +316,11 @@ class Merger:
         except NoSpace:
             return False
         return True
+
+
+def _is_content_changed(base: schema.InodeRecord, record: schema.InodeRecord) -> bool:
+    is_same = record.chunks == base.chunks and record.size == base.size
+    return not is_same or bool(record.flags & schema.FLAG_CHUNK_RECORDS)
 
 
 def _merged_time(ours: int, base: int, theirs: int) -> int:

@@ -13,6 +13,7 @@ who asks looks whether it is the file's before, and after he waited.
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass, field
 
 import numpy as np
 import trio
@@ -36,17 +37,15 @@ EAGER_SIZE_MIN = PART_SIZE // 8
 """A first read of so many bytes announces more: the kernel reads that far ahead for those who read on."""
 
 
+@dataclass(slots=True, eq=False)
 class _Part:
     """A run of granules of a window."""
 
-    __slots__ = ("done", "error", "is_whole", "scope")
-
-    def __init__(self) -> None:
-        self.done = trio.Event()
-        self.scope = trio.CancelScope()
-        self.error: KvfuseError | None = None
-        self.is_whole = False
-        """its bytes are there, and right"""
+    done: trio.Event = field(default_factory=trio.Event)
+    scope: trio.CancelScope = field(default_factory=trio.CancelScope)
+    error: KvfuseError | None = None
+    is_whole: bool = False
+    """its bytes are there, and right"""
 
 
 class _Window:

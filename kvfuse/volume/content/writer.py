@@ -252,18 +252,16 @@ class Writer:
                 node.chunks[index] = Chunk()
             _check_end(node, mark)
             try:
-                is_done = self._stage_new(node, index, start, data) or await self._write_existing(
-                    node, index, start, data, mark
-                )
+                if self._stage_new(node, index, start, data):
+                    return
+                if await self._write_existing(node, index, start, data, mark):
+                    return
             except NoSpace:
                 wait = await self.space.wait_for_room(wait)
                 if wait is None:
                     if await self._write_within(node, index, start, data):
                         return
                     raise
-            else:
-                if is_done:
-                    return
 
     async def _write_within(self, node: Node, index: int, start: int, data: bytes | memoryview) -> bool:
         """Under the lock, without space for new slots: write into those the chunk has. False if they are too small."""

@@ -30,6 +30,7 @@ from kvfuse.errors import VolumeBusy, VolumeError
 from kvfuse.options.config import Options
 from kvfuse.remote.records.api import ABSENT, RecordLimits, RecordStore
 from kvfuse.remote.segments.api import SegmentStore, Transfer
+from kvfuse.remote.segments.file.fileio import sync_directory
 from kvfuse.slab import layout
 from kvfuse.slab.layout import Geometry, Superblock
 from kvfuse.volume.api import FIRST_INODE, ROOT_INODE
@@ -256,11 +257,7 @@ def write_superblock(path: Path, superblock: Superblock) -> None:
         file.flush()
         os.fsync(file.fileno())
     temporary.rename(path / SUPERBLOCK_FILE)
-    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    sync_directory(path)
 
 
 def _check_folder(path: Path, replace: bool) -> None:

@@ -30,11 +30,7 @@ REUSE_SECONDS_MIN = 1.0
 
 
 async def load_core(
-    options: Options,
-    superblock: Superblock,
-    records: RecordStore,
-    segments: SegmentStore,
-    member: Member | None = None,
+    options: Options, superblock: Superblock, records: RecordStore, segments: SegmentStore, member: Member | None = None
 ) -> Core:
     """The state of a volume from its records. ``member``: this client, where others have the volume open, too."""
     keys = [schema.COUNTER_INODE, schema.COUNTER_GENERATION, schema.COUNTER_FILES, schema.inode_key(ROOT_INODE)]
