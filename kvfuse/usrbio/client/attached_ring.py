@@ -112,9 +112,9 @@ class AttachedRing:
                 EAGAIN, f"{entries - self.tickets.free} of the ring's {entries} entries are under way"
             )
 
-    def place(
+    def _place(
         self, op: Op, handle: int, iov: int, offset: int, iov_offset: int, length: int,
-        user_data: int, priority: int, timeout: float | None, flags: int = 0, key_offset: int = 0, key_length: int = 0,
+        user_data: int, priority: int, timeout: float | None, flags: int, key_offset: int, key_length: int,
     ) -> int:  # fmt: skip
         """One entry, after `need_room`. Its ticket. ValueError for a number that is negative or too large."""
         place = ((self._sq.position + self._prepared) % self._shape.places) * SQE_STRUCT.size
@@ -141,16 +141,21 @@ class AttachedRing:
         self._prepared += count
         return tickets
 
-    def place_file(
-        self, op: Op, iov: Iov, iov_offset: int, file: File, offset: int, length: int,
-        user_data: int, priority: int, timeout: float | None,
+    def place_one(
+        self, op: Op, handle: int, iov: Iov | None, iov_offset: int, offset: int, length: int,
+        user_data: int, priority: int, timeout: float | None, flags: int = 0, key: bytes | None = None,
     ) -> None:  # fmt: skip
-        """A READ or WRITE."""
+        """Whatever is no list of keys. ``handle``: of the file or the namespace."""
+        if key is not None:
+            self._keys.check([key])
         self.need_room(1)
-        ticket = self.place(
-            op, file.handle, iov.handle, offset, iov.at(iov_offset), length, user_data, priority, timeout
-        )
-        if iov.mirror is not None:
+        iov_handle, place = (0, iov_offset) if iov is None else (iov.handle, iov.at(iov_offset))
+        key_offset, key_length = (0, 0) if key is None else (self._keys.put(self.tickets.next(), key), len(key))
+        ticket = self._place(
+            op, handle, iov_handle, offset, place, length,
+            user_data, priority, timeout, flags, key_offset, key_length,
+        )  # fmt: skip
+        if iov is not None and iov.mirror is not None:
             self._copy(op, ticket, iov, iov_offset, length)
 
     def place_files(
@@ -168,22 +173,6 @@ class AttachedRing:
         if iov.mirror is not None:
             self._copy_columns(op, tickets, [iov] * count, places, lengths)
         return count
-
-    def place_key(
-        self, op: Op, iov: Iov | None, iov_offset: int, namespace: Namespace, key: bytes, length: int,
-        user_data: int, flags: int, priority: int, timeout: float | None,
-    ) -> None:  # fmt: skip
-        """A GET or PUT."""
-        self._keys.check([key])
-        self.need_room(1)
-        iov_handle, place = (0, iov_offset) if iov is None else (iov.handle, iov.at(iov_offset))
-        key_offset = self._keys.put(self.tickets.next(), key)
-        ticket = self.place(
-            op, namespace.handle, iov_handle, 0, place, length,
-            user_data, priority, timeout, flags, key_offset, len(key),
-        )  # fmt: skip
-        if iov is not None and iov.mirror is not None:
-            self._copy(op, ticket, iov, iov_offset, length)
 
     def place_keys(
         self, op: Op, iovs: Sequence[Iov | None], iov_offsets: Column, namespace: Namespace, keys: Sequence[bytes],
@@ -215,7 +204,7 @@ class AttachedRing:
         span = self._keys.take_span(packed, len(keys))
         answers = span + len(packed)
         try:
-            ticket = self.place(
+            ticket = self._place(
                 op, namespace.handle, 0, answers, 0, len(keys),
                 user_data, priority, timeout, flags, span, len(packed),
             )  # fmt: skip
@@ -233,10 +222,9 @@ class AttachedRing:
 
     def place_cancel(self, target_user_data: int, user_data: int, priority: int, timeout: float | None) -> None:
         """A CANCEL of the oldest entry with ``target_user_data``."""
-        self.need_room(1)
         ticket = self.tickets.find(target_user_data)
         target = NO_ENTRY if ticket is None else ticket
-        self.place(Op.CANCEL, 0, 0, target, 0, 0, user_data, priority, timeout)
+        self.place_one(Op.CANCEL, 0, None, 0, target, 0, user_data, priority, timeout)
 
     # -- copies for memory that the daemon cannot map ------------------------------------------------
 

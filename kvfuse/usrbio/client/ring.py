@@ -59,22 +59,22 @@ class Ring(AbstractContextManager["Ring"], AbstractAsyncContextManager["Ring"]):
         *, user_data: int = 0, priority: Priority = Priority.NORMAL, timeout: float | None = None,
     ) -> None:  # fmt: skip
         """File bytes into the iov. Result: how many, fewer than ``length`` at the end of the file."""
-        self._present().place_file(Op.READ, iov, iov_offset, file, offset, length, user_data, priority, timeout)
+        ring = self._present()
+        ring.place_one(Op.READ, file.handle, iov, iov_offset, offset, length, user_data, priority, timeout)
 
     def prep_write(
         self, iov: Iov, iov_offset: int, file: File, offset: int, length: int,
         *, user_data: int = 0, priority: Priority = Priority.NORMAL, timeout: float | None = None,
     ) -> None:  # fmt: skip
         """Bytes of the iov into the file. Result: how many."""
-        self._present().place_file(Op.WRITE, iov, iov_offset, file, offset, length, user_data, priority, timeout)
+        ring = self._present()
+        ring.place_one(Op.WRITE, file.handle, iov, iov_offset, offset, length, user_data, priority, timeout)
 
     def prep_fsync(
         self, file: File, *, user_data: int = 0, priority: Priority = Priority.NORMAL, timeout: float | None = None
     ) -> None:
         """What completed before survives the loss of power when this completed. Result: 0."""
-        ring = self._present()
-        ring.need_room(1)
-        ring.place(Op.FSYNC, file.handle, 0, 0, 0, 0, user_data, priority, timeout)
+        self._present().place_one(Op.FSYNC, file.handle, None, 0, 0, 0, user_data, priority, timeout)
 
     def prep_reads(
         self, iov: Iov, iov_offsets: Column, file: File, offsets: Column, lengths: Column, user_data: Column = 0,
@@ -103,15 +103,16 @@ class Ring(AbstractContextManager["Ring"], AbstractAsyncContextManager["Ring"]):
         ``view``: the completion may be answered with a view of shared memory instead (``arena`` is not 0, see
         `view`); with no iov and the length 0 that is all it can be answered with.
         """
-        ring, flags = self._present(), Flag.VIEW if view else 0
-        ring.place_key(Op.GET, iov, iov_offset, namespace, key, length, user_data, flags, priority, timeout)
+        ring, handle, flags = self._present(), namespace.handle, Flag.VIEW if view else 0
+        ring.place_one(Op.GET, handle, iov, iov_offset, 0, length, user_data, priority, timeout, flags, key)
 
     def prep_put(
         self, iov: Iov, iov_offset: int, namespace: Namespace, key: bytes, length: int,
         *, user_data: int = 0, priority: Priority = Priority.NORMAL, timeout: float | None = None,
     ) -> None:  # fmt: skip
         """``length`` bytes of the iov become the block of ``key``. Result: ``length``."""
-        self._present().place_key(Op.PUT, iov, iov_offset, namespace, key, length, user_data, 0, priority, timeout)
+        ring, handle = self._present(), namespace.handle
+        ring.place_one(Op.PUT, handle, iov, iov_offset, 0, length, user_data, priority, timeout, 0, key)
 
     def prep_gets(
         self, iovs: Sequence[Iov | None], iov_offsets: Column, namespace: Namespace, keys: Sequence[bytes],

@@ -168,16 +168,15 @@ class Merger:
 
     async def _read_extents(self, extents: list[schema.ExtentRecord]) -> memoryview:
         view = np.empty(sum(extent.length for extent in extents), np.uint8).data
-        transfers, start = [], 0
+        parts, start = [], 0
         for extent in extents:
-            transfers.append(Transfer(*self.core.locate(extent.addr), view[start : start + extent.length]))
+            parts.append(view[start : start + extent.length])
             start += extent.length
         with self.core.reads.reading():
-            await self.core.segments.read(transfers)
-        start = 0
-        for extent in extents:
-            self.reader.extents.check(extent, view[start : start + extent.length])
-            start += extent.length
+            places = [self.core.locate(extent.addr) for extent in extents]
+            await self.core.segments.read([Transfer(*place, part) for place, part in zip(places, parts, strict=True)])
+        for extent, part in zip(extents, parts, strict=True):
+            self.reader.extents.check(extent, part)
         return view
 
     async def _read_tail(
