@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvfuse.usrbio.client.spans import Spans
+from kvfuse.usrbio.client.key_area import Spans
 from kvfuse.usrbio.client.tickets import Tickets
 from kvfuse.usrbio.protocol.keys import file_name, file_names, key_of
 from kvfuse.usrbio.protocol.queues import Bell, Queue, RingMemory
