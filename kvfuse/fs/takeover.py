@@ -58,7 +58,7 @@ def takeover(point: Path) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="kvfuse-mount-") as folder:
         yield Path(folder)
         try:
-            tree = _call(OPEN_TREE, AT_FDCWD, os.fsencode(folder), OPEN_TREE_CLONE | os.O_CLOEXEC)
+            tree = checked(libc.syscall(OPEN_TREE, AT_FDCWD, os.fsencode(folder), OPEN_TREE_CLONE | os.O_CLOEXEC))
             try:
                 _put(tree, point)
             finally:
@@ -73,22 +73,18 @@ def _put(tree: int, point: Path) -> None:
     """Attach a detached mount at ``point`` in place of the dead mount on top of it. OSError."""
     target = os.fsencode(point)
     try:
-        _call(MOVE_MOUNT, tree, b"", AT_FDCWD, target, MOVE_MOUNT_FROM_EMPTY_PATH | MOVE_MOUNT_BENEATH)
+        checked(libc.syscall(MOVE_MOUNT, tree, b"", AT_FDCWD, target, MOVE_MOUNT_FROM_EMPTY_PATH | MOVE_MOUNT_BENEATH))
         unmount(point)
     except OSError as error:
         if error.errno != errno.EINVAL:  # an unknown flag, or a mount that nothing can be beneath
             raise
         unmount(point)
-        _call(MOVE_MOUNT, tree, b"", AT_FDCWD, target, MOVE_MOUNT_FROM_EMPTY_PATH)
+        checked(libc.syscall(MOVE_MOUNT, tree, b"", AT_FDCWD, target, MOVE_MOUNT_FROM_EMPTY_PATH))
 
 
 def unmount(point: Path) -> None:
     """Detach what is mounted on top of ``point``, used or not. OSError."""
     checked(libc.umount2(os.fsencode(point), MNT_DETACH))
-
-
-def _call(number: int, *arguments: int | bytes) -> int:
-    return checked(libc.syscall(number, *arguments))
 
 
 def checked(result: int) -> int:

@@ -22,7 +22,7 @@ import os
 import select
 import time
 from collections.abc import Awaitable, Callable
-from types import SimpleNamespace, TracebackType
+from types import SimpleNamespace
 
 import pyfuse3
 import trio
@@ -59,9 +59,7 @@ class TurnLock:
             self._is_one_coming = False
         self._is_held = True
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self._is_held = False
         if self._waiting and not self._is_one_coming:
             self._is_one_coming = True

@@ -24,19 +24,7 @@ from kvfuse.usrbio.client.session import Session, close_all
 from kvfuse.usrbio.client.tickets import Numbers, Tickets
 from kvfuse.usrbio.client.waiting import Waiter
 from kvfuse.usrbio.protocol.queues import Bell, Entries, RingMemory
-from kvfuse.usrbio.protocol.wire import (
-    CQE,
-    ENTRIES_MAX,
-    MANY_KEY_OPS,
-    ONE_KEY_OPS,
-    SQE,
-    SQE_STRUCT,
-    Layout,
-    Op,
-    Request,
-    Word,
-    pack_keys,
-)
+from kvfuse.usrbio.protocol.wire import CQE, ENTRIES_MAX, KEY_OPS, SQE, SQE_STRUCT, Layout, Op, Request, Word, pack_keys
 
 SPANS_SIZE = 1 << 20
 TIMEOUT_US_MAX = (1 << 32) - 1
@@ -66,7 +54,7 @@ class Shape(NamedTuple):
     def of(cls, entries: int, aux_size: int | None, ops: Iterable[Op] | None) -> Self:
         """As `Client.ring` was told. ValueError."""
         allowed = frozenset(Op) if ops is None else frozenset(ops) | {Op.CANCEL, Op.RELEASE}
-        cells_size = entries * KEY_CELL if allowed & (ONE_KEY_OPS | MANY_KEY_OPS) else 0
+        cells_size = entries * KEY_CELL if allowed & KEY_OPS else 0
         if aux_size is None:
             aux_size = cells_size + SPANS_SIZE if cells_size else 0
         if aux_size < cells_size:

@@ -42,7 +42,7 @@ class Waiter:
         deadline = None if timeout is None else started + int(timeout * 1e9)
         if not self._spin(tail, started, deadline):
             self._sleep(tail, deadline)
-        self._learn(perf_counter_ns() - started)
+        self._usual_ns += (min(perf_counter_ns() - started, REMEMBERED_NS) - self._usual_ns) // 4
 
     async def wait_async(self, tail: int, timeout: float | None) -> None:
         """As `wait`, without a spin: other tasks have the thread. Cancelled, it leaves nothing behind."""
@@ -98,9 +98,6 @@ class Waiter:
         rung = self._poll.poll(timeout)
         if any(event & HANGUP for _, event in rung) and self._queue.given < tail:
             raise Disconnected("the daemon ended the connection")
-
-    def _learn(self, took_ns: int) -> None:
-        self._usual_ns += (min(took_ns, REMEMBERED_NS) - self._usual_ns) // 4
 
 
 def _seconds_until(deadline_ns: int | None) -> float | None:

@@ -83,8 +83,8 @@ class Op(IntEnum):
 
 
 FILE_OPS = frozenset({Op.READ, Op.WRITE, Op.FSYNC})
-ONE_KEY_OPS = frozenset({Op.GET, Op.PUT})
 MANY_KEY_OPS = frozenset({Op.EXISTS, Op.DELETE, Op.PREFETCH})
+KEY_OPS = MANY_KEY_OPS | {Op.GET, Op.PUT}
 
 
 class Flag(IntFlag):

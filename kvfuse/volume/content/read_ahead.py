@@ -72,10 +72,6 @@ class _Window:
         found = granule_checksums(self.bytes[number * PART_SIZE : (number + 1) * PART_SIZE])
         return found == self.checksums[start : start + len(found)]
 
-    def covering(self, offset: int, length: int) -> list[_Part | None]:
-        """The parts of a range of the window."""
-        return self.parts[offset // PART_SIZE : -(-(offset + length) // PART_SIZE)]
-
 
 Key = tuple[Extent, int]
 """of a window: its extent, and its number in that"""
@@ -125,7 +121,7 @@ class Fetcher:
         window = self._windows.get(key)
         if window is None:
             return None
-        for part in window.covering(offset, length):
+        for part in window.parts[offset // PART_SIZE : -(-(offset + length) // PART_SIZE)]:
             if part is None or (part.done.is_set() and not part.is_whole):
                 return None
             await part.done.wait()

@@ -144,21 +144,14 @@ class Reader:
     async def read_into(self, node: Node, offset: int, target: memoryview) -> int:
         """As `read`, but into ``target``; how many bytes."""
         length = max(0, min(len(target), node.size - offset))
-        await self._read_parts(node, offset, target[:length])
-        return length
-
-    async def _read_parts(self, node: Node, offset: int, target: memoryview) -> None:
-        """Fill ``target`` from all the chunks and extents that it covers."""
-        end = offset + len(target)
-        position = offset
-        parts = []
-        while position < end:
-            index, start = divmod(position, node.chunk_size)
-            length = min(end - position, node.chunk_size - start)
-            part = target[position - offset : position - offset + length]
+        position, parts = 0, []
+        while position < length:
+            index, start = divmod(offset + position, node.chunk_size)
+            part = target[position : min(length, position + node.chunk_size - start)]
             parts.append(partial(self._read_part, node, index, start, part))
-            position += length
+            position += len(part)
         await self.extents.do_all(parts)
+        return length
 
     async def _read_part(self, node: Node, index: int, start: int, target: memoryview) -> None:
         """Fill ``target`` from one chunk, or with zeros where there is none."""

@@ -50,7 +50,8 @@ class Refresher:
             self.chunks.revive(node)  # another host renamed it before our removal came
             node = self.core.nodes.get(record.ino)
             if node is not None and not (node.changed or node.committing or node.lock):
-                self._renounce(node)
+                self.chunks.drop_all(node)  # also what was written to it since: what is read next is what is stored
+                node.dead, node.base = [], None
         if node is None:
             node = self.chunks.restore_chunks(Node.from_record(record), record)
             node.own_record, node.version, node.base = own, version, record
@@ -67,11 +68,6 @@ class Refresher:
         elif own and version == node.version:
             _put_at(node, record, place)
         return node
-
-    def _renounce(self, node: Node) -> None:
-        """Give up what was written to an open file after it was removed here: what is read next is what is stored."""
-        self.chunks.drop_all(node)
-        node.dead, node.base = [], None
 
     def _bring_up(self, node: Node, record: schema.InodeRecord, *, own: bool) -> None:
         base = node.base
