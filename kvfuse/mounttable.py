@@ -34,7 +34,8 @@ class Mounted:
 
 
 def _unescape(field: str) -> str:
-    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), field)
+    text = re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), field)
+    return text.encode("latin-1").decode("utf-8", "surrogateescape")
 
 
 def parse_mountinfo(text: str) -> list[Mounted]:
@@ -44,10 +45,8 @@ def parse_mountinfo(text: str) -> list[Mounted]:
         before, _, after = line.partition(" - ")
         device, _root, point, options = before.split(" ")[2:6]
         file_system, source, *_ = after.split(" ")
-        point, source = (
-            _unescape(field).encode("latin-1").decode("utf-8", "surrogateescape") for field in (point, source)
-        )
-        rows.append(Mounted(Path(point), file_system, source, device, "ro" in options.split(",")))
+        is_read_only = "ro" in options.split(",")
+        rows.append(Mounted(Path(_unescape(point)), file_system, _unescape(source), device, is_read_only))
     return rows
 
 

@@ -278,7 +278,8 @@ def _read_words(texts: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
     for word in (word.strip() for text in texts for word in text.split(",")):
-        if not word or _is_ignored(word):
+        name = word.partition("=")[0]
+        if not word or name in _IGNORED_WORDS or name.lower().startswith("x-"):
             continue
         key, value = _read_word(word)
         if key == "mount.flags":
@@ -286,11 +287,6 @@ def _read_words(texts: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
         values[key] = value
         origins[key] = f"{origins[key]},{word}" if key == "mount.flags" and key in origins else f"-o {word}"
     return values, origins
-
-
-def _is_ignored(word: str) -> bool:
-    name = word.split("=", 1)[0]
-    return name in _IGNORED_WORDS or name.lower().startswith("x-")
 
 
 def _read_word(word: str) -> tuple[str, Any]:

@@ -103,7 +103,7 @@ class Client(AbstractContextManager["Client"]):
         A path is created where ``mode`` writes, never truncated. Both stay the caller's; the daemon has its own.
         PermissionError where the descriptor is not open for the mode.
         """
-        file = File.make(target, mode, self._forget_named)
+        file = File(target, mode, self._forget_named)
         self._add_named(file, target if isinstance(target, int) else None)
         return file
 
@@ -112,7 +112,7 @@ class Client(AbstractContextManager["Client"]):
 
         ``mode``: permission bits of new blocks. FileNotFoundError without ``create``.
         """
-        namespace = Namespace.make(Path(self.mount, path), create, mode, self._forget_named)
+        namespace = Namespace(Path(self.mount, path), create, mode, self._forget_named)
         self._add_named(namespace, None)
         return namespace
 

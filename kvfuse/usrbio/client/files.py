@@ -76,18 +76,17 @@ class File(Registered):
 
     ADD, DROP = Request.ADD_FILE, Request.DROP_FILE
 
-    @classmethod
-    def make(cls, target: int | str | os.PathLike[str], mode: str, forget: Callable[[Registered], None]) -> File:
+    def __init__(self, target: int | str | os.PathLike[str], mode: str, forget: Callable[[Registered], None]) -> None:
         """Not registered yet. A path is opened for the mode, created where it may be written, and never truncated."""
-        try:
-            access, flags = MODES[mode]
-        except KeyError:
-            raise ValueError(f"mode {mode!r}: it must be one of {', '.join(MODES)}") from None
+        if mode not in MODES:
+            raise ValueError(f"mode {mode!r}: it must be one of {', '.join(MODES)}")
+        access, flags = MODES[mode]
         if isinstance(target, int):
-            return cls(os.readlink(f"/proc/self/fd/{target}"), flags, access, forget)
-        if Access.WRITE in access:
-            flags |= os.O_CREAT
-        return cls(os.path.abspath(target), flags, access, forget)
+            path = os.readlink(f"/proc/self/fd/{target}")
+        else:
+            path = os.path.abspath(target)
+            flags |= os.O_CREAT if Access.WRITE in access else 0
+        super().__init__(path, flags, access, forget)
 
 
 class Namespace(Registered):
@@ -95,14 +94,10 @@ class Namespace(Registered):
 
     ADD, DROP = Request.OPEN_NAMESPACE, Request.CLOSE_NAMESPACE
 
-    create = False
-
-    @classmethod
-    def make(cls, path: Path, create: bool, mode: int, forget: Callable[[Registered], None]) -> Namespace:
+    def __init__(self, path: Path, create: bool, mode: int, forget: Callable[[Registered], None]) -> None:
         """Not registered yet. ``create``: make the folder where it is absent. ``mode``: permissions of new blocks."""
-        namespace = cls(str(path), os.O_RDONLY | os.O_DIRECTORY, mode, forget)
-        namespace.create = create
-        return namespace
+        super().__init__(str(path), os.O_RDONLY | os.O_DIRECTORY, mode, forget)
+        self.create = create
 
     def register(self, session: Session, descriptor: int | None = None) -> None:
         """As `Registered.register`; but it is what the path names now, whichever inode that is."""

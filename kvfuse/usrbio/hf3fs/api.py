@@ -25,7 +25,8 @@ from __future__ import annotations
 import fcntl
 import multiprocessing.shared_memory  # engines reach SharedMemory through this import
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from errno import EBADF, EINVAL, EOPNOTSUPP, EPIPE
 
 from kvfuse.errors import Disconnected
@@ -197,45 +198,37 @@ def read_file(
     What ``cb`` answers: an int, where to read next; something true, to end; else the next block follows. The block is
     overwritten by the next. OSError.
     """
-    fd = os.open(fn, os.O_RDONLY | os.O_CLOEXEC)
+    blocks: list[bytes] = []
+    take = cb or (lambda data, _: blocks.append(bytes(data)))
+    with _opened(fn) as fd:
+        mount_point = hf3fs_mount_point or extract_mount_point(fn)
+        assert mount_point is not None, "register_fd found it"
+        ring = make_ioring(mount_point, 1, priority=priority)
+        _, memory = new_memory(max(min(block_size, os.fstat(fd).st_size), 1))
+        block = _make_iovec(memory.descriptor, mount_point)
+        while True:
+            (done,) = ring.prepare(block, True, fd, off).submit().wait(min_results=1)
+            if done.result < 0:
+                raise OSError(-done.result, os.strerror(-done.result))
+            data = block.data[: done.result]
+            answer = take(data, off) if data else None
+            if type(answer) is int:
+                off = answer
+            elif answer or len(data) < len(block):
+                return b"".join(blocks) if cb is None else None
+            else:
+                off += len(data)
+
+
+@contextmanager
+def _opened(path: str | os.PathLike[str]) -> Iterator[int]:
+    """A descriptor that rings may use."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         register_fd(fd)
         try:
-            mount_point = hf3fs_mount_point or extract_mount_point(fn)
-            assert mount_point is not None, "register_fd found it"
-            return _read_registered(fd, mount_point, block_size, off, priority, cb)
+            yield fd
         finally:
             deregister_fd(fd)
     finally:
         os.close(fd)
-
-
-def _read_registered(
-    fd: int,
-    mount_point: str,
-    block_size: int,
-    offset: int,
-    priority: int | None,
-    cb: Callable[[memoryview, int], object] | None,
-) -> bytes | None:
-    """The loop of `read_file`."""
-    ring = make_ioring(mount_point, 1, priority=priority)
-    _, memory = new_memory(max(min(block_size, os.fstat(fd).st_size), 1))
-    block = _make_iovec(memory.descriptor, mount_point)
-    blocks = []
-    while True:
-        (done,) = ring.prepare(block, True, fd, offset).submit().wait(min_results=1)
-        if done.result < 0:
-            raise OSError(-done.result, os.strerror(-done.result))
-        data = block.data[: done.result]
-        answer: object = None
-        if data and cb is None:
-            blocks.append(bytes(data))
-        elif data and cb is not None:
-            answer = cb(data, offset)
-        if type(answer) is int:
-            offset = answer
-        elif answer or len(data) < len(block):
-            return b"".join(blocks) if cb is None else None
-        else:
-            offset += len(data)

@@ -30,9 +30,8 @@ def compare_inodes(check: Evidence) -> None:
             links = 2 + inode.subdirectories
             if not inode.has_times:
                 now = time.time_ns()
-                check.problem(
-                    f"directory {ino} has no times", {schema.times_key(ino): schema.encode_times(now, now, now)}
-                )
+                mended = {schema.times_key(ino): schema.encode_times(now, now, now)}
+                check.problem(f"directory {ino} has no times", mended)
             if ino != ROOT_INODE and inode.names and record.parent != inode.parent:
                 mended = {key: schema.encode_inode(replace(record, parent=inode.parent, nlink=links))}
                 check.problem(f"directory {ino} is in {inode.parent}, not in {record.parent}", mended)

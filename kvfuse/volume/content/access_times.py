@@ -35,7 +35,7 @@ Policy = Literal["relatime", "strictatime", "noatime"]
 
 
 class AccessTimes:
-    """See the module. ``directories``: theirs, too."""
+    """Moves access times and has them stored. One of each membership. ``directories``: theirs, too."""
 
     def __init__(self, core: Core, journal: Journal, policy: Policy, *, directories: bool) -> None:
         self._core = core

@@ -15,7 +15,7 @@ from kvfuse.volume.views.content_map import ContentMap, MapRow, Sources
 
 @dataclass
 class Mapper:
-    """See the module."""
+    """Makes the content maps of inodes. One of each membership."""
 
     core: Core
     chunks: Chunks

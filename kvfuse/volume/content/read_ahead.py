@@ -78,7 +78,7 @@ Key = tuple[Extent, int]
 
 
 class Fetcher:
-    """See the module. ``run`` has to be running, or nothing is fetched. Event loop only."""
+    """Fetches parts of extents while `run` is running. `SharedExtents` owns it. Event loop only."""
 
     def __init__(self, core: Core, memory_max: int = MEMORY_MAX) -> None:
         self.core = core
