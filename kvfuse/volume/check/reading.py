@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import stat
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from typing import TypeVar
 
 from msgspec.structs import replace
@@ -29,6 +30,12 @@ SCAN_ROWS = 2000
 FILE_KINDS = frozenset(
     {stat.S_IFREG, stat.S_IFDIR, stat.S_IFLNK, stat.S_IFIFO, stat.S_IFSOCK, stat.S_IFCHR, stat.S_IFBLK}
 )
+INODE_KINDS: dict[bytes, tuple[Callable[[bytes], schema.InodeRecord | int], Callable[[schema.InodeRecord], bytes]]] = {
+    b"i": (schema.decode_inode, schema.encode_inode),
+    b"d": (schema.decode_entry, schema.encode_entry_inline),
+    b"o": (schema.decode_orphan, schema.encode_inode),
+}
+"""records that may hold an inode -> how they are read, and written"""
 
 
 class RecordReader:
@@ -212,14 +219,14 @@ class RecordReader:
 
     async def _show_attributes(self, hidden: set[int]) -> None:
         """Inodes with attributes that do not say so: nobody finds these, and they would stay when their inode goes."""
-        for prefix in (b"i", b"d", b"o") if hidden else ():
+        for prefix, (decode, encode) in INODE_KINDS.items() if hidden else ():
             async for row in self.rows(prefix, "hidden attributes"):
-                record = inode_in(row)
-                if record is not None and record.ino in hidden:
-                    shown = replace(record, flags=record.flags | schema.FLAG_XATTRS)
-                    encode = schema.encode_entry_inline if prefix == b"d" else schema.encode_inode
-                    text = f"inode {record.ino} has attributes, and does not say so"
-                    self.found.problem(text, {row.key: encode(shown)})
+                with suppress(*MALFORMED):
+                    record = decode(row.value)
+                    if isinstance(record, schema.InodeRecord) and record.ino in hidden:
+                        shown = encode(replace(record, flags=record.flags | schema.FLAG_XATTRS))
+                        text = f"inode {record.ino} has attributes, and does not say so"
+                        self.found.problem(text, {row.key: shown})
 
     # -- extents -------------------------------------------------------------------------------------
 
@@ -287,16 +294,6 @@ def _check_fields(record: schema.InodeRecord, *, inline: bool = False) -> None:
         raise ValueError(f"inode {record.ino} has {record.size} bytes")
     if kind == stat.S_IFREG and (record.chunk_size <= 0 or record.chunk_size % layout.PAGE_SIZE):
         raise ValueError(f"inode {record.ino} has chunks of {record.chunk_size} bytes")
-
-
-def inode_in(row: Record) -> schema.InodeRecord | None:
-    """The inode that a record holds; None where it holds none, or cannot be read."""
-    decode = {b"d": schema.decode_entry, b"i": schema.decode_inode, b"o": schema.decode_orphan}[row.key[:1]]
-    try:
-        record = decode(row.value)
-    except MALFORMED:
-        return None
-    return None if isinstance(record, int) else record
 
 
 async def state_from_heads(geometry: Geometry, segments: SegmentStore, slab: int) -> SlabState | None:

@@ -10,10 +10,11 @@ from __future__ import annotations
 import dataclasses
 import stat
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import accumulate, count
 from pathlib import Path
 from typing import NamedTuple
 
@@ -285,21 +286,15 @@ class _Rebuild:
 
     async def write(self, records: RecordStore) -> None:
         """Directories, files, slabs and counters, in a fresh record store."""
-        inode_next, size = max([FIRST_INODE, *self.pieces]) + 1, 0
-        directories: dict[bytes, int] = {b"": ROOT_INODE}
-        children: dict[int, int] = defaultdict(int)
-        parents: dict[int, tuple[int, bytes]] = {}
+        inodes, size = count(max([FIRST_INODE, *self.pieces]) + 1), 0
+        directories = {b"": ROOT_INODE}
         puts: dict[bytes, bytes] = {}
         slots: dict[int, list[int]] = defaultdict(list)
         for path, file in sorted(self.files.items()):
             folder, _, name = path.rpartition(b"/")
-            for part in _ancestors(folder):
-                if part not in directories:
-                    directories[part] = inode_next
-                    parent = directories[part.rpartition(b"/")[0]]
-                    parents[inode_next] = (parent, part.rpartition(b"/")[2])
-                    children[parent] += 1
-                    inode_next += 1
+            for above in accumulate(folder.split(b"/"), lambda above, name: above + b"/" + name):
+                if above not in directories:
+                    directories[above] = next(inodes)
             puts[schema.entry_key(directories[folder], name)] = schema.encode_entry_inline(file.record)
             self.report.files += 1
             self.report.nameless += folder == LOST_FOUND
@@ -313,9 +308,9 @@ class _Rebuild:
                 size += growth(puts, (), {})
                 await format.commit_in_parts(records, puts)
                 puts = {}
-        puts.update(_directory_records(parents, children))
+        puts.update(_directory_records(directories))
         puts.update(self._slab_records(slots))
-        puts[schema.COUNTER_INODE] = schema.encode_u64(inode_next + schema.COUNTER_RANGE)
+        puts[schema.COUNTER_INODE] = schema.encode_u64(next(inodes) + schema.COUNTER_RANGE)
         puts[schema.COUNTER_GENERATION] = schema.encode_u64(self.generation_max + schema.COUNTER_RANGE)
         size += growth(puts, (), {})
         puts[schema.COUNTER_FILES] = schema.encode_counts(len(self.files) + len(directories), size)
@@ -348,13 +343,6 @@ def _newest(pieces: list[_Piece]) -> dict[int, list[_Piece]]:
     return chunks
 
 
-def _ancestors(folder: bytes) -> Iterator[bytes]:
-    """A path and the paths above it, the highest first; not the root."""
-    parts = folder.split(b"/") if folder else []
-    for count in range(1, len(parts) + 1):
-        yield b"/".join(parts[:count])
-
-
 def _inode(ino: int, description: Description | None, extents: Chunks) -> schema.InodeRecord:
     now = time.time_ns()
     if description is None:
@@ -381,13 +369,13 @@ def _inode(ino: int, description: Description | None, extents: Chunks) -> schema
     )
 
 
-def _directory_records(
-    parents: dict[int, tuple[int, bytes]], children: dict[int, int]
-) -> Iterator[tuple[bytes, bytes]]:
-    for ino in [ROOT_INODE, *parents]:
-        parent, name = parents.get(ino, (0, b""))
-        record = directory_record(ino, 0o755, 2 + children[ino], parent)
+def _directory_records(directories: dict[bytes, int]) -> Iterator[tuple[bytes, bytes]]:
+    """``directories``: path -> inode."""
+    parents = {path: directories[path.rpartition(b"/")[0]] for path in directories if path}
+    children = Counter(parents.values())
+    for path, ino in directories.items():
+        record = directory_record(ino, 0o755, 2 + children[ino], parents.get(path, 0))
         yield schema.inode_key(ino), schema.encode_inode(record)
         yield schema.times_key(ino), schema.encode_times(record.atime, record.mtime, record.ctime)
-        if name:
-            yield schema.entry_key(parent, name), schema.encode_entry_reference(ino)
+        if path:
+            yield schema.entry_key(parents[path], path.rpartition(b"/")[2]), schema.encode_entry_reference(ino)
