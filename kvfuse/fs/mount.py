@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pyfuse3
@@ -128,7 +127,11 @@ def make_operations(volume: Volume, options: Options) -> KvfuseOperations:
         return _json({**public, **volume.stats_of(reader.uid)})
 
     def config(reader: Reader) -> bytes:
-        return _json(_shown(options) if reader.sees_all else _public(options))
+        shown = msgspec.to_builtins(options, enc_hook=str)
+        if not reader.sees_all:  # users of the mount learn neither where anything lies, nor how to reach it
+            shown["volume"].pop("path")
+            shown = {section: shown[section] for section in PUBLIC_SECTIONS}
+        return _json(shown)
 
     version = kvfuse.__version__.encode() + b"\n"
     files = VirtualFolder({b"stats": stats, b"config": config, b"version": lambda _: version})
@@ -141,17 +144,6 @@ def make_operations(volume: Volume, options: Options) -> KvfuseOperations:
         negative_timeout=options.mount.negative_timeout,
     )
     return operations
-
-
-def _shown(options: Options) -> dict[str, Any]:
-    return dict(msgspec.to_builtins(options, enc_hook=str))
-
-
-def _public(options: Options) -> dict[str, Any]:
-    """What users of the mount may know: neither where anything lies, nor what it is reached by."""
-    shown = _shown(options)
-    shown["volume"].pop("path")
-    return {section: shown[section] for section in PUBLIC_SECTIONS}
 
 
 def _json(content: object) -> bytes:

@@ -96,13 +96,12 @@ class Merger:
         base = node.base or record
         node.nlink += record.nlink - base.nlink
         fields = ("mode", "uid", "gid", "flags", "chunk_size", "target")
-        made = record.flags & (schema.FLAG_XATTRS | schema.FLAG_CHUNK_RECORDS)  # records that only a flag tells of
         taken = {field: getattr(record, field) for field in fields if getattr(node, field) == getattr(base, field)}
         if any(taken.get(field, getattr(node, field)) != getattr(node, field) for field in ("mode", "uid", "gid")):
             self.core.readers_change(node)
         for field, value in taken.items():
             setattr(node, field, value)
-        node.flags |= made
+        node.flags |= record.flags & (schema.FLAG_XATTRS | schema.FLAG_CHUNK_RECORDS)  # records that only a flag names
         node.atime = _merged_time(node.atime, base.atime, record.atime)
         node.mtime = _merged_time(node.mtime, base.mtime, record.mtime)
         node.ctime = max(node.ctime, record.ctime)

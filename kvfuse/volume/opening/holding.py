@@ -64,7 +64,9 @@ async def _hold_folder(
     superblock = format.read_superblock(path)
     async with AsyncExitStack() as stack:
         stack.enter_context(format.locked(path, mountpoint, LOCK_WAIT if _is_closing(path) else 0.0))
-        _check_records(options.records_path)
+        folder = options.records_path
+        if not folder.is_dir() or not any(folder.iterdir()):
+            raise VolumeError(f"{folder} is empty, the records are lost: 'kvfuse fsck --rebuild' recovers blocks")
         try:
             records = await stack.enter_async_context(
                 engines.open_records(options, read_only=records_read_only, meter=meter_of(superblock))
@@ -97,12 +99,6 @@ async def _hold_shared(
                     return await held(await join())
 
                 yield await held(member)
-
-
-def _check_records(path: Path) -> None:
-    """VolumeError, with nothing made, where the store is lost."""
-    if not path.is_dir() or not any(path.iterdir()):
-        raise VolumeError(f"{path} is empty, the records are lost: 'kvfuse fsck --rebuild' recovers blocks")
 
 
 def _is_closing(path: Path) -> bool:
