@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 async def make_parts(options: Options, held: Held, former: Core | None = None) -> Parts:
     """The parts of a volume, from its records. ``former``: of the membership before."""
     records = held.records if held.member is None else SharedRecords(held.records)
-    core = await load_core(options, held.superblock, records, held.segments, held.member)
+    core = await load_core(options, held._replace(records=records))
     if former is not None:
         core.succeed(former)
     return Parts(core, options, held.member)

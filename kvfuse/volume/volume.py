@@ -7,7 +7,7 @@ import logging
 import os
 import stat
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -15,9 +15,6 @@ import trio
 
 from kvfuse import errors
 from kvfuse.options.config import Options
-from kvfuse.remote.records.api import RecordStore
-from kvfuse.remote.segments.api import SegmentStore
-from kvfuse.slab.layout import Superblock
 from kvfuse.volume.api import ROOT_INODE, Caller, Changes, DirEntry, KernelCache, Space
 from kvfuse.volume.content.in_place import has_unsealed
 from kvfuse.volume.content.refresh import is_quiet
@@ -27,7 +24,6 @@ from kvfuse.volume.inodes.node import Node, check_remembered
 from kvfuse.volume.opening.holding import Held, hold
 from kvfuse.volume.running import RunningVolume, make_parts
 from kvfuse.volume.store import schema
-from kvfuse.volume.store.member import Member
 from kvfuse.volume.views import clock
 from kvfuse.volume.views.content_map import ContentMap
 
@@ -43,25 +39,14 @@ async def open_volume(options: Options, mountpoint: str = "") -> AsyncIterator[V
     read_only = options.mount.read_only
     async with (
         hold(options, mountpoint, records_read_only=read_only, segments_read_only=read_only, alone=False) as held,
-        run_volume(options, held.superblock, held.records, held.segments, held.member, held.again) as volume,
+        run_volume(options, held) as volume,
     ):
         yield volume
 
 
 @asynccontextmanager
-async def run_volume(
-    options: Options,
-    superblock: Superblock,
-    records: RecordStore,
-    segments: SegmentStore,
-    member: Member | None = None,
-    again: Callable[[], Awaitable[Held]] | None = None,
-) -> AsyncIterator[Volume]:
-    """A volume over engines that are open and stay the caller's; flushed at the end.
-
-    ``member``: this client, where the records are shared with others; ``again``: as `Held.again`.
-    """
-    held = Held(superblock, records, segments, member, again)
+async def run_volume(options: Options, held: Held) -> AsyncIterator[Volume]:
+    """A volume over engines that are open and stay the caller's; flushed at the end."""
     parts = await make_parts(options, held)
     async with trio.open_nursery() as nursery:
         volume = Volume(parts, options, nursery, held)

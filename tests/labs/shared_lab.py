@@ -51,7 +51,7 @@ async def joined(disk: Disk, options: Options, client: int, chaos: Chaos) -> Asy
             return Held(disk.superblock, *fenced, member, join)
 
         try:
-            async with run_volume(options, *await join()) as volume:
+            async with run_volume(options, await join()) as volume:
                 yield volume
         finally:
             with trio.CancelScope(shield=True):

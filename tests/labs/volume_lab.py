@@ -45,6 +45,7 @@ from kvfuse.volume.api import Caller
 from kvfuse.volume.check.evidence import Evidence, Report
 from kvfuse.volume.check.fsck import run_check
 from kvfuse.volume.opening.format import first_records
+from kvfuse.volume.opening.holding import Held
 from kvfuse.volume.volume import Volume, run_volume
 
 CALLER = Caller(0, 0)
@@ -442,7 +443,7 @@ async def opened(
     """The volume on ``disk``; flushed at the end. ``limits``: of commits, if not the disk's."""
     chaos = chaos or Chaos(random.Random(0))
     records = MemoryRecords(disk, chaos, limits)
-    async with run_volume(options, disk.superblock, records, MemorySegments(disk, chaos)) as volume:
+    async with run_volume(options, Held(disk.superblock, records, MemorySegments(disk, chaos))) as volume:
         yield volume
 
 

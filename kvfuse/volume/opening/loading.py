@@ -19,6 +19,7 @@ from kvfuse.volume.inodes.grace import Grace
 from kvfuse.volume.inodes.metadata_budget import Metadata, affordable_limit, default_size, size_in, store_size
 from kvfuse.volume.inodes.node import Nodes
 from kvfuse.volume.opening.format import read_header
+from kvfuse.volume.opening.holding import Held
 from kvfuse.volume.store import schema
 from kvfuse.volume.store.member import Member
 from kvfuse.volume.store.numbers import NumberRange, SharedNumberRange
@@ -29,27 +30,26 @@ REUSE_SECONDS_MIN = 1.0
 """for which a freed slot of a shared volume rests; twice the longer of the engines' deadlines, where that is more"""
 
 
-async def load_core(
-    options: Options, superblock: Superblock, records: RecordStore, segments: SegmentStore, member: Member | None = None
-) -> Core:
-    """The state of a volume from its records. ``member``: this client, where others have the volume open, too."""
+async def load_core(options: Options, held: Held) -> Core:
+    """The state of a volume from its records."""
     keys = [schema.COUNTER_INODE, schema.COUNTER_GENERATION, schema.COUNTER_FILES, schema.inode_key(ROOT_INODE)]
     try:
-        *found, budget = await records.get([*keys, schema.EXACT_SIZES, schema.METADATA_SIZE])
+        *found, budget = await held.records.get([*keys, schema.EXACT_SIZES, schema.METADATA_SIZE])
         values = [record.value for record in found if record is not None]
         if len(values) < len(found):
             raise errors.VolumeError(
                 f"{options.title}: the record store is damaged (no counters): 'kvfuse fsck --rebuild' recovers blocks"
             )
-        limit = schema.decode_u64(budget.value) if budget is not None else default_size(superblock.geometry.capacity)
-        core = await _load_values(options, superblock, records, segments, values, limit, is_alone=member is None)
+        capacity = held.superblock.geometry.capacity
+        limit = schema.decode_u64(budget.value) if budget is not None else default_size(capacity)
+        core = await _load_values(options, held, values, limit)
     except DamagedRecords as error:
         raise errors.VolumeError(f"{options.title}: the record store is damaged: {error}") from error
     except (ValueError, struct.error) as error:
         raise errors.VolumeError(
             f"{options.title}: the record store is damaged ({error}): 'kvfuse fsck --repair' mends what can be"
         ) from error
-    return core if member is None else _shared(core, member)
+    return core if held.member is None else _shared(core, held.member)
 
 
 def _shared(core: Core, member: Member) -> Core:
@@ -64,18 +64,10 @@ def _shared(core: Core, member: Member) -> Core:
     )
 
 
-async def _load_values(
-    options: Options,
-    superblock: Superblock,
-    records: RecordStore,
-    segments: SegmentStore,
-    values: list[bytes],
-    metadata_limit: int,
-    *,
-    is_alone: bool,
-) -> Core:
-    """``values``: of the counters, the root directory, the exact sizes. ``is_alone``: all slabs are this client's."""
-    geometry = superblock.geometry
+async def _load_values(options: Options, held: Held, values: list[bytes], metadata_limit: int) -> Core:
+    """``values``: of the counters, the root directory, the exact sizes."""
+    superblock, records, segments, member, _ = held
+    geometry, is_alone = superblock.geometry, member is None
     inode, generation = [schema.decode_u64(value) for value in values[:2]]
     sizes = {*schema.decode_u64s(values[4]), *options.volume.exact_sizes}
     exact_sizes = {-(-size // PAGE_SIZE) * PAGE_SIZE for size in sizes if size <= geometry.slab_size}

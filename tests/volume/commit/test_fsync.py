@@ -18,6 +18,7 @@ from kvfuse.options.options import Options, VolumeOptions
 from kvfuse.volume.api import ROOT_INODE, Changes
 from kvfuse.volume.content import writer
 from kvfuse.volume.opening import engines, format
+from kvfuse.volume.opening.holding import Held
 from kvfuse.volume.store.sealed import as_formatted
 from kvfuse.volume.volume import FileHandle, Volume, run_volume
 
@@ -168,7 +169,7 @@ async def test_fsync_of_what_is_durable_commits_nothing(tmp_path: Path) -> None:
     await format.format_volume(options)
     async with engines.open_records(options) as records, engines.open_segments(options) as segments:
         superblock = format.read_superblock(tmp_path / "volume")
-        async with run_volume(options, superblock, as_formatted(records, superblock), segments) as volume:
+        async with run_volume(options, Held(superblock, as_formatted(records, superblock), segments)) as volume:
             await check_clean_fsync(volume, lambda: records.counters.commits)
 
 

@@ -23,6 +23,7 @@ from kvfuse.volume.api import ROOT_INODE, Changes
 from kvfuse.volume.content.writer import STAGED_CHUNKS_MAX
 from kvfuse.volume.inodes.node import Node
 from kvfuse.volume.opening import engines, format
+from kvfuse.volume.opening.holding import Held
 from kvfuse.volume.store import schema
 from kvfuse.volume.store.sealed import as_formatted
 from kvfuse.volume.volume import Volume, run_volume
@@ -42,7 +43,7 @@ async def delayed_volume(folder: Path, mode: str) -> AsyncIterator[Volume]:
     async with engines.open_records(options) as records, engines.open_segments(options) as segments:
         delayed = Delayed(records, COMMIT_SECONDS)
         superblock = format.read_superblock(folder)
-        async with run_volume(options, superblock, as_formatted(delayed, superblock), segments) as volume:
+        async with run_volume(options, Held(superblock, as_formatted(delayed, superblock), segments)) as volume:
             yield volume
 
 
@@ -184,7 +185,7 @@ async def test_a_file_of_many_chunks_is_committed_and_removed(
     disk = Disk.format(options)
     records = MemoryRecords(disk, chaos)
     count = 3 * STAGED_CHUNKS_MAX
-    async with run_volume(options, disk.superblock, records, MemorySegments(disk, chaos)) as volume:
+    async with run_volume(options, Held(disk.superblock, records, MemorySegments(disk, chaos))) as volume:
         free = volume.space().free
         handle, node = await volume.create(ROOT_INODE, b"f", 0o644, CALLER, os.O_RDWR)
         for number in range(count):
