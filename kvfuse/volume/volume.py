@@ -36,9 +36,8 @@ async def open_volume(options: Options, mountpoint: str = "") -> AsyncIterator[V
 
     VolumeError, VolumeBusy where it cannot be opened. ``mountpoint``: for others to know who holds it.
     """
-    read_only = options.mount.read_only
     async with (
-        hold(options, mountpoint, records_read_only=read_only, segments_read_only=read_only, alone=False) as held,
+        hold(options, mountpoint, read_only=options.mount.read_only, alone=False) as held,
         run_volume(options, held) as volume,
     ):
         yield volume

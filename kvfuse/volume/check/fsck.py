@@ -32,7 +32,7 @@ async def fsck(
     ``verify``: read every sealed byte too, and compare slot heads with the records. ``repair``: mend what was found
     and check again, until nothing is left to mend; the report is then of the last check, with the number of repairs.
     """
-    async with hold(options, records_read_only=not repair, segments_read_only=not repair) as held:
+    async with hold(options, read_only=not repair) as held:
 
         async def checked() -> Evidence:
             found = Evidence(held.superblock, held.records, held.segments, progress, verify, mends_heads=repair)

@@ -30,8 +30,10 @@ log = logging.getLogger(__name__)
 ATTEMPTS_MAX = 100
 
 Bytes = bytes | memoryview
-
-Theirs = dict[int, tuple[schema.ExtentRecord, ...]]
+Both = tuple[Bytes, Bytes]
+"""a chunk as another host stored it, and as it is here"""
+Extents = tuple[schema.ExtentRecord, ...]
+Theirs = dict[int, Extents]
 """chunk -> its extents as they are stored now"""
 
 
@@ -153,8 +155,7 @@ class Merger:
                     found.append(index)
         return found
 
-    async def _read_both(self, node: Node, index: int, theirs: tuple[schema.ExtentRecord, ...]) -> tuple[Bytes, Bytes]:
-        """(bytes of the chunk as another host stored it, the same as it is here)."""
+    async def _read_both(self, node: Node, index: int, theirs: Extents) -> Both:
         chunk = node.chunks.get(index)
         ours: Bytes
         if chunk is None:  # it was cut off while another one was read: who asked looks again
@@ -179,7 +180,7 @@ class Merger:
         return view
 
     async def _read_tail(
-        self, node: Node, record: schema.InodeRecord, theirs: Theirs, read: dict[int, tuple[Bytes, Bytes]]
+        self, node: Node, record: schema.InodeRecord, theirs: Theirs, read: dict[int, Both]
     ) -> tuple[Bytes, bytes] | None:
         """(what the other host has in the chunk in which its bytes end, bytes that were appended here).
 
@@ -196,9 +197,7 @@ class Merger:
 
     # -- putting together: nothing waits -------------------------------------------------------------
 
-    def _merge_chunks(
-        self, node: Node, record: schema.InodeRecord, theirs: Theirs, read: dict[int, tuple[Bytes, Bytes]]
-    ) -> None:
+    def _merge_chunks(self, node: Node, record: schema.InodeRecord, theirs: Theirs, read: dict[int, Both]) -> None:
         base = node.base
         assert base is not None
         appended_from = _moved_from(node, record)
@@ -211,7 +210,7 @@ class Merger:
             chunk = node.chunks.get(index)
             if chunk is None or chunk.base is None:
                 self._take_over(node, index, extents)
-            elif index in read and not self._lay_over(node, index, extents, *read[index], record.size, appended_from):
+            elif index in read and not self._lay_over(node, index, extents, read[index], record.size, appended_from):
                 has_room = False
         self._merge_dead(node, theirs)
         node.far_blocks = record.far_blocks + self._far_difference(node, theirs)
@@ -241,7 +240,7 @@ class Merger:
                 difference += blocks_of(kept) - blocks_of(extents)
         return difference
 
-    def _take_over(self, node: Node, index: int, extents: tuple[schema.ExtentRecord, ...]) -> None:
+    def _take_over(self, node: Node, index: int, extents: Extents) -> None:
         """A chunk that was not changed here; what is behind a cut is given up."""
         chunk = node.chunks.get(index)
         if node.cut_size is not None and index * node.chunk_size >= node.cut_size:
@@ -260,20 +259,13 @@ class Merger:
             chunk.extents = [self.core.sharing.extent_of(extent) for extent in extents]
 
     def _lay_over(
-        self,
-        node: Node,
-        index: int,
-        extents: tuple[schema.ExtentRecord, ...],
-        stored: Bytes,
-        ours: Bytes,
-        stored_size: int,
-        appended_from: int | None,
+        self, node: Node, index: int, extents: Extents, both: Both, stored_size: int, appended_from: int | None
     ) -> bool:
         """A chunk that both changed: what was written here stands over what is stored now, and is staged anew.
 
         False where there is no room for that: the chunk is what is stored, as far as it was not cut off here.
         """
-        chunk, start = node.chunks[index], index * node.chunk_size
+        (stored, ours), chunk, start = both, node.chunks[index], index * node.chunk_size
         kept = len(stored) if node.cut_size is None else min(len(stored), max(0, node.cut_size - start))
         merged = bytearray(stored[: min(kept, max(0, stored_size - start))])
         laid: list[tuple[int, int]] = []

@@ -36,12 +36,7 @@ class Held(NamedTuple):
 
 @asynccontextmanager
 async def hold(
-    options: Options,
-    mountpoint: str = "",
-    *,
-    records_read_only: bool = False,
-    segments_read_only: bool = False,
-    alone: bool = True,
+    options: Options, mountpoint: str = "", *, read_only: bool = False, alone: bool = True
 ) -> AsyncIterator[Held]:
     """The volume that ``options`` name; given back at the end. VolumeError, VolumeBusy where it cannot be opened.
 
@@ -49,17 +44,15 @@ async def hold(
     Errors of the body come out as they are.
     """
     if options.is_shared:
-        holding = _hold_shared(options, mountpoint, segments_read_only, alone=alone)
+        holding = _hold_shared(options, mountpoint, read_only, alone=alone)
     else:
-        holding = _hold_folder(options, mountpoint, records_read_only, segments_read_only)
+        holding = _hold_folder(options, mountpoint, read_only)
     async with holding as held:
         yield held
 
 
 @asynccontextmanager
-async def _hold_folder(
-    options: Options, mountpoint: str, records_read_only: bool, segments_read_only: bool
-) -> AsyncIterator[Held]:
+async def _hold_folder(options: Options, mountpoint: str, read_only: bool) -> AsyncIterator[Held]:
     path = options.volume_path
     superblock = format.read_superblock(path)
     async with AsyncExitStack() as stack:
@@ -69,25 +62,23 @@ async def _hold_folder(
             raise VolumeError(f"{folder} is empty, the records are lost: 'kvfuse fsck --rebuild' recovers blocks")
         try:
             records = await stack.enter_async_context(
-                engines.open_records(options, read_only=records_read_only, meter=meter_of(superblock))
+                engines.open_records(options, read_only=read_only, meter=meter_of(superblock))
             )
         except EngineError as error:
             raise VolumeError(f"{error}: 'kvfuse fsck --rebuild' recovers blocks") from error
-        segments = await stack.enter_async_context(engines.open_segments(options, read_only=segments_read_only))
+        segments = await stack.enter_async_context(engines.open_segments(options, read_only=read_only))
         yield Held(superblock, sealed.as_formatted(records, superblock), segments)
 
 
 @asynccontextmanager
-async def _hold_shared(
-    options: Options, mountpoint: str, segments_read_only: bool, *, alone: bool
-) -> AsyncIterator[Held]:
+async def _hold_shared(options: Options, mountpoint: str, read_only: bool, *, alone: bool) -> AsyncIterator[Held]:
     """Every commit and every write of the body is refused once this client's lease has ended."""
     async with engines.open_records(options) as plain_records:
         # Without one there is nothing to hold.
         records = sealed.as_formatted(plain_records, await format.read_shared_superblock(plain_records, options.title))
         async with memberships(records, options.client.lease, options.title, mountpoint, alone=alone) as join:
             member = await join()
-            async with engines.open_segments(options, read_only=segments_read_only) as segments:
+            async with engines.open_segments(options, read_only=read_only) as segments:
 
                 async def held(member: Member) -> Held:
                     superblock = await format.read_shared_superblock(records, options.title)
