@@ -1,1 +1,1 @@
-"""What a mount can be told: the options, and how they are read from mount.conf and the command line."""
+"""The options of a mount, and how they are read from mount.conf and the command line."""

@@ -1,4 +1,4 @@
-"""Everything one mount may be told: frozen structs, their defaults, and what values may be.
+"""All options of one mount: frozen structs, their defaults, and the values that each may have.
 
 ``config.py`` fills them from mount.conf and ``-o`` words.
 """
@@ -229,7 +229,7 @@ class ScrubOptions(_Section, frozen=True):
 
 
 class LogOptions(_Section, frozen=True):
-    """What the daemon says, and where."""
+    """The daemon's log: how much, and where."""
 
     level: Literal["debug", "info", "warning", "error"] = "info"
     file: Path | None = None

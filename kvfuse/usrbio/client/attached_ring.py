@@ -40,7 +40,7 @@ Ending = Callable[[int, bool], None]
 
 
 class Shape(NamedTuple):
-    """What is asked of the daemon each time that a ring is attached."""
+    """The sizes and operations that a ring asks of the daemon, each time that it is attached."""
 
     entries: int
     places: int
@@ -354,5 +354,5 @@ def _places(offsets: Column) -> npt.NDArray[np.uint64]:
 
 
 def _microseconds(timeout: float | None) -> int:
-    """0 is none; what is too long to be told is the longest that can be."""
+    """0: none. The field has 32 bits, so a longer timeout becomes the longest one."""
     return 0 if timeout is None else min(max(int(timeout * 1e6), 1), TIMEOUT_US_MAX)

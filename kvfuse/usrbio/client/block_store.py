@@ -40,7 +40,7 @@ KEYS_MAX = 4000
 
 
 class _Terms(TypedDict):
-    """What every entry is submitted with."""
+    """Keyword arguments of every entry."""
 
     priority: Priority
     timeout: float

@@ -38,7 +38,7 @@ class Spans:
         return None
 
     def give_back(self, offset: int) -> None:
-        """What `take` answered."""
+        """``offset``: as `take` returned it."""
         size = self._taken.pop(offset)
         index = bisect_left(self._free, (offset, 0))
         if index < len(self._free) and self._free[index][0] == offset + size:

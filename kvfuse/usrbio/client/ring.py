@@ -19,7 +19,7 @@ from kvfuse.usrbio.protocol.wire import Flag, Op, Priority
 
 
 class Connected(Protocol):
-    """Who has the present connection, and another one after a reconnect."""
+    """A client: it has the present connection, and another one after a reconnect."""
 
     session: Session
 

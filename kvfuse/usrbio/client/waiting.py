@@ -1,4 +1,4 @@
-"""Waiting for completions: a short spin while they come quickly, else sleep until the bell or a hangup."""
+"""Waiting for completions: spin a short while if recent waits were short, else sleep until the bell or a hangup."""
 
 from __future__ import annotations
 

@@ -3,9 +3,9 @@
 They outlive a connection. After a fork the child makes its own, and after the daemon was away so does everybody;
 whatever is used then is registered again, through the descriptors that are kept here.
 
-What is no longer used is taken back by the daemon without being asked. That may become known at any instruction, as
-it is the garbage collector that finds out, even in the middle of a request on the same connection; so it is put
-on a list, and whoever may make requests works it off.
+What is no longer used is given back to the daemon without a call for it. The garbage collector finds it, at any
+instruction, even in the middle of a request on the same connection; so it only puts the object on a list, and the next
+thread that may make requests works the list off.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Link:
         self._close_unused()
 
     def _close_unused(self) -> None:
-        """Unless somebody is in a request: this comes after it."""
+        """Unless a request is under way: its thread closes them after it."""
         while self._unused and self._requests.acquire(blocking=False):
             try:
                 while self._unused:

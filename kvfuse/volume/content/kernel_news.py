@@ -1,7 +1,7 @@
-"""What the kernel of this host has to hear of other hosts' changes.
+"""Invalidates what the kernel of this host caches, where other hosts changed it.
 
-It is told by a thread, as it may wait for an answer of the event loop before it takes the news (`api.KernelCache`).
-What comes meanwhile is gathered: of many changes of one inode it hears once.
+A thread tells the kernel, as the kernel may wait for an answer of the event loop before it takes the news
+(`api.KernelCache`). Changes are gathered meanwhile: of many changes of one inode the kernel hears once.
 """
 
 from __future__ import annotations

@@ -221,7 +221,7 @@ class Merger:
         node.appends = False
 
     def _merge_dead(self, node: Node, theirs: Theirs) -> None:
-        """What is stored, and the file does not consist of here, is ours to free; the rest another host has freed."""
+        """This host frees stored extents that the file does not have here; another host has freed the rest."""
         kept = {(extent.addr, extent.generation) for chunk in node.chunks.values() for extent in chunk.extents}
         node.dead = [
             self.core.sharing.extent_of(extent)
@@ -249,7 +249,7 @@ class Merger:
             if extents and index >= schema.INLINE_CHUNKS:
                 chunk = node.chunks[index] = Chunk()
                 chunk.base = extents
-                node.chunk_changed(index)  # its record goes
+                node.chunk_changed(index)  # the next commit deletes its record
             return
         if chunk is not None and tuple([extent.record() for extent in chunk.extents]) == extents:
             return
@@ -321,7 +321,7 @@ def _merged_time(ours: int, base: int, theirs: int) -> int:
 
 
 def _lose(node: Node) -> None:
-    """Bytes that were taken here are given up. Who syncs or closes the file next is told."""
+    """Bytes that were taken here are given up. The next fsync or close of the file reports it."""
     node.lost = NoSpace(f"inode {node.ino}: no room to put the changes of two hosts together, some of ours are lost")
     log.error("%s", node.lost)
 
@@ -361,6 +361,6 @@ def _far_needed(node: Node, record: schema.InodeRecord) -> set[int]:
 
 
 def _look(chunk: Chunk) -> tuple[object, ...]:
-    """What is other when the chunk was changed."""
+    """A value that differs once the chunk was changed."""
     staged_length = chunk.staged.length if chunk.staged is not None else 0
     return chunk.staged, staged_length, [*chunk.extents], chunk.length, len(chunk.dirty), chunk.dirty[-1:]

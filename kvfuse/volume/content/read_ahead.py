@@ -6,8 +6,8 @@ the memory is needed. So a reader waits for about one round trip, and a small re
 
 Only what never changes is fetched: sealed extents of volumes in which nothing is written in place. A part counts
 when its bytes are those that the extent's checksums promise; whatever else came, or failed, is left to the
-read itself, which knows what to do about it (`reading`). An extent that the file no longer has is never asked for:
-who asks looks whether it is the file's before, and after he waited.
+read itself, which knows what to do about it (`reader`). An extent that the file no longer has is never asked for:
+the caller looks whether it is the file's before it asks, and again after it waited.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ class Fetcher:
                 nursery.start_soon(self._fetch, extent, window, index, part)
 
     async def _fetch(self, extent: Extent, window: _Window, index: int, part: _Part) -> None:
-        """Fill a part. What comes after the window was dropped is for those who still wait for it."""
+        """Fill a part. Where the window was dropped meanwhile, only readers that wait for the part get its bytes."""
         low = index * PART_SIZE
         transfer = Transfer(*self.core.locate(extent.addr + window.low + low), window.bytes[low : low + PART_SIZE])
         try:
@@ -178,7 +178,7 @@ class Fetcher:
             part.done.set()
 
     def _drop(self, key: Key) -> None:
-        """A window is not needed. What of it is under way is cancelled: who waits for it reads for himself."""
+        """A window is not needed. Parts under way are cancelled: a reader that waits for one then reads by itself."""
         window = self._windows.pop(key)
         self.memory_size -= len(window.bytes)
         keys = self._files[window.node]

@@ -100,7 +100,7 @@ class Refresher:
         self.news.content(node.ino)
 
     def take_times(self, node: Node, value: bytes, version: int) -> None:
-        """A directory's times. What is known here already comes again, and late, as news of what this host stored."""
+        """A directory's times. The watch also reports, late, what this host stored: old versions change nothing."""
         if version <= node.times_version:
             return
         node.times_version = version
