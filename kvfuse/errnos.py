@@ -35,7 +35,4 @@ ERRNO: dict[type[Exception], int] = {
 
 def errno_of(error: Exception) -> int | None:
     """The errno that answers ``error``; None for one that is not the project's own."""
-    for kind in type(error).__mro__:
-        if kind in ERRNO:
-            return ERRNO[kind]
-    return None
+    return next((ERRNO[kind] for kind in type(error).__mro__ if kind in ERRNO), None)
