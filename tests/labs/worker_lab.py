@@ -50,15 +50,15 @@ class Registered:
     failures: list[str] = field(default_factory=list)
     at_start: Callable[[], object] = lambda: None
 
-    def start(self, worker: RingThread, calls: list[Call]) -> None:
+    def start(self, calls: list[Call]) -> None:
         self.calls += calls
         self.at_start()
 
     def in_loop(self, function: Callable[[], object]) -> None:
         function()
 
-    def cancel(self, worker: RingThread, call: Call) -> None:
-        worker.completions.complete(call, -errno.ENOENT)
+    def cancel(self, call: Call) -> None:
+        call.ring.completions.complete(call, -errno.ENOENT)
 
     def allocate(self, namespace: Namespace, size: int) -> Any:
         raise AssertionError("nothing is put here")

@@ -1,4 +1,4 @@
-"""What each user has registered, through all its connections, and how much of it that may be.
+"""How much each user has registered, through all its connections, and how much it may.
 
 Users are who the kernel says is connected. Root with its capabilities, and the user that runs the daemon, could end it
 anyway: only the limits of a connection, and those of all clients together, hold for them.
@@ -32,14 +32,14 @@ ADDRESSES = 128
 
 
 class _User:
-    """What one user has. It is there as long as one of its connections."""
+    """The counts of one user. It lives as long as one of its connections."""
 
     def __init__(self) -> None:
         self.held: Counter[Limit] = Counter()
 
 
 class Account:
-    """What one connection has of what its user may have. Event loop only. ``key``: its user, where it has limits."""
+    """One connection's part of its user's counts. Event loop only. ``key``: its user, where it has limits."""
 
     def __init__(self, peer: Peer, user: _User, options: UsrbioOptions, pools: Pools) -> None:
         self._peer = peer
@@ -85,13 +85,13 @@ class Account:
             raise
 
     def close(self) -> None:
-        """The connection has ended: what it had goes back."""
+        """The connection has ended: give back all that it holds."""
         for limit, amount in list(self._held.items()):
             self.give(limit, amount)
 
 
 class Pools:
-    """What the daemon can hold of all clients together. It needs descriptors for its own work, too."""
+    """Limits of all clients together, by what the daemon can hold. It needs descriptors for its own work, too."""
 
     def __init__(self) -> None:
         self._descriptors = Pool(resource.getrlimit(resource.RLIMIT_NOFILE)[0] * 3 // 4)
@@ -126,7 +126,7 @@ class Accounts:
             raise QuotaExceeded(f"user {uid} has as many connections as it may: usrbio.user_connections is {allowed}")
 
     def statistics(self) -> dict[str, dict[str, int]]:
-        """What each user has now, by its number; "root": all that have no limits."""
+        """The counts of each user, by its number; "root": all that have no limits."""
         return {
             "root" if is_unlimited else str(uid): {limit[5:]: amount for limit, amount in user.held.items() if amount}
             for (uid, is_unlimited), user in list(self._users.items())

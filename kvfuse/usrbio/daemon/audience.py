@@ -22,7 +22,7 @@ from kvfuse.usrbio.daemon.desk import PASS_COST, Desk
 from kvfuse.usrbio.daemon.penalty import FREE, Penalty
 
 TURN_COST = PASS_COST / 2
-"""What is taken in one turn of a user, in calls"""
+"""cost of the messages of one turn of a user, in calls"""
 CONNECT_COST = TURN_COST
 """of a connection's first message: its tables are made with it, and taken down at its end"""
 FORGOTTEN_PER_SECOND = 10
@@ -117,10 +117,8 @@ class Audiences:
         """For one connection of a user."""
         audience = self._audiences.get(user)
         if audience is None:
-            audience = Audience(
-                self._desk, user, self._penalties.pop(user) if user in self._penalties else UserPenalty()
-            )
-            self._audiences[user] = audience
+            penalty = self._penalties.pop(user, None) or UserPenalty()
+            audience = self._audiences[user] = Audience(self._desk, user, penalty)
             self._nursery.start_soon(audience.run)
         audience.connection_count += 1
         try:

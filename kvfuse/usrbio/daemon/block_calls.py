@@ -1,4 +1,4 @@
-"""What the event loop does with blocks for a ring: who may, what a key means, and what the kernel has to hear of it."""
+"""Calls for blocks by key, in the event loop: permissions, meanings of keys, names that the kernel drops."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from kvfuse.credentials import Capability
 from kvfuse.usrbio.daemon.call import Call, Done
 from kvfuse.usrbio.daemon.peer import Peer
 from kvfuse.usrbio.daemon.registry import Namespace
-from kvfuse.usrbio.daemon.ring_thread import RingThread
 from kvfuse.volume.api import Attributes, Binding, Caller, RingApi
 
 EXISTS_KEYS = 2048
@@ -25,29 +24,27 @@ EXISTS_KEYS = 2048
 
 @dataclass
 class BlockCalls:
-    """Of one connection. What a call raises is its answer.
+    """The block calls of one connection. An error that one raises is its answer.
 
-    ``finish``: completes what changed something. ``read_here``: reads a file in the event loop, for a call.
+    ``finish``: completes a call that changed something. ``read_here``: reads a file in the event loop, for a call.
     """
 
     volume: RingApi[Any]
     peer: Peer
-    finish: Callable[[RingThread, Done], None]
-    read_here: Callable[[RingThread, Call, Any, int, int], Awaitable[None]]
+    finish: Callable[[Done], None]
+    read_here: Callable[[Call, Any, int, int], Awaitable[None]]
 
-    async def get(self, ring: RingThread, call: Call) -> None:
-        namespace = call.namespace
-        assert namespace is not None
-        await self._check(namespace, 1)
+    async def get(self, call: Call) -> None:
+        namespace = await self._check(call, 1)
         for is_last in (False, True):
             try:
-                if await self._get_bound(ring, call, namespace, is_last):
+                if await self._get_bound(call, namespace, is_last):
                     return
             except errors.Stale as error:  # another host took the name from the file after it was looked up
                 if is_last:
                     raise errors.NotFound(str(error)) from error
 
-    async def _get_bound(self, ring: RingThread, call: Call, namespace: Namespace, is_last: bool) -> bool:
+    async def _get_bound(self, call: Call, namespace: Namespace, is_last: bool) -> bool:
         """Answer with the block that the name means now. False, unless ``is_last``: by then it meant another one."""
         binding = await self._bind(namespace, call.names[0])
         handle = await self.volume.open(binding.ino, os.O_RDONLY, self.caller())
@@ -55,24 +52,24 @@ class BlockCalls:
             size = binding.map.size
             if size > 0:
                 await self.volume.show(handle, 0, (size - 1) // binding.map.chunk_size)
-            if await ring.jobs.ask(lambda: ring.server.get_again(call)):
+            if await call.try_again():
                 return True
             if not (binding.valid or is_last):
                 return False
             size = handle.size
             if size > call.entry.length:
-                ring.completions.complete(call, -errno.EMSGSIZE, size)
+                call.ring.completions.complete(call, -errno.EMSGSIZE, size)
             elif not size:
-                ring.completions.complete(call, 0)
+                call.ring.completions.complete(call, 0)
             else:
-                await self.read_here(ring, call, handle, 0, size)
+                await self.read_here(call, handle, 0, size)
             return True
         finally:
             with trio.CancelScope(shield=True):
                 await self.volume.release(handle)
 
     async def _bind(self, namespace: Namespace, name: bytes) -> Binding:
-        """What the name means, if this peer may read it. NotFound, PermissionDenied."""
+        """The binding of a name, if this peer may read it. NotFound, PermissionDenied."""
         binding = await self.volume.blocks.bind(namespace.ino, name)
         if binding is None:
             raise errors.NotFound(os.fsdecode(name))
@@ -81,21 +78,18 @@ class BlockCalls:
         namespace.remember(name, binding)
         return binding
 
-    async def put(self, ring: RingThread, call: Call) -> None:
-        entry, namespace, name = call.entry, call.namespace, call.names[0]
-        assert namespace is not None
-        await self._check_sticky(await self._check(namespace, 3), call.names)
+    async def put(self, call: Call) -> None:
+        entry, name = call.entry, call.names[0]
+        namespace = await self._check(call, 3)
         if call.data is None:
-            await ring.jobs.ask(lambda: ring.server.copy_now(call))
+            await call.try_again()
             if call.data is None:
                 return
         old = await self.volume.blocks.put(namespace.ino, name, call.data, self.caller(), namespace.mode)
-        self.finish(ring, Done(call, entry.length, directory=namespace.ino, names=[(name, old)]))
+        self.finish(Done(call, entry.length, directory=namespace.ino, names=[(name, old)]))
 
-    async def exists(self, ring: RingThread, call: Call) -> None:
-        namespace = call.namespace
-        assert namespace is not None
-        await self._check(namespace, 1)
+    async def exists(self, call: Call) -> None:
+        namespace = await self._check(call, 1)
         names, found = list(call.names), list[bool]()
         for start in range(0, len(names), EXISTS_KEYS):
             if start:
@@ -104,32 +98,30 @@ class BlockCalls:
         if call.entry.flags and False in found:
             first = found.index(False)
             found = [True] * first + [False] * (len(found) - first)
-        ring.completions.answer_keys(call, found)
+        call.ring.completions.answer_keys(call, found)
 
-    async def delete(self, ring: RingThread, call: Call) -> None:
-        namespace = call.namespace
-        assert namespace is not None
-        await self._check_sticky(await self._check(namespace, 3), call.names)
+    async def delete(self, call: Call) -> None:
+        namespace = await self._check(call, 3)
         with trio.CancelScope(shield=True):  # given up in the middle, nobody would know what the kernel has to drop
             inodes = await self.volume.blocks.delete(namespace.ino, call.names)
 
         gone = [row for row in zip(call.names, inodes, strict=True) if row[1]]
         found = [ino != 0 for ino in inodes]
-        self.finish(ring, Done(call, 0, directory=namespace.ino, names=gone, found=found))
+        self.finish(Done(call, 0, directory=namespace.ino, names=gone, found=found))
 
-    async def prefetch(self, ring: RingThread, call: Call) -> None:
-        namespace = call.namespace
-        assert namespace is not None
-        await self._check(namespace, 1)
+    async def prefetch(self, call: Call) -> None:
+        namespace = await self._check(call, 1)
         loaded = await self.volume.blocks.prefetch(namespace.ino, call.names, lambda binding: self.peer.may(binding, 4))
-        ring.completions.answer_keys(call, loaded)
+        call.ring.completions.answer_keys(call, loaded)
 
     def caller(self) -> Caller:
         peer = self.peer
         return Caller(peer.uid, peer.gid, peer.pid, peer.powers.has(Capability.FSETID), peer.groups)
 
-    async def _check(self, namespace: Namespace, wanted: int) -> Attributes:
-        """The directory. PermissionDenied or ReadOnly, unless the peer may use it so: 1 search, 2 write."""
+    async def _check(self, call: Call, wanted: int) -> Namespace:
+        """The call's namespace, if the peer may use its directory so: 1 search, 2 write. PermissionDenied, ReadOnly."""
+        namespace = call.namespace
+        assert namespace is not None
         directory = await self.volume.attributes(namespace.ino)
         namespace.may_list = self.peer.may(directory, 4)
         namespace.may_put = self.peer.may(directory, 3)
@@ -138,7 +130,9 @@ class BlockCalls:
             raise errors.PermissionDenied("the namespace's directory does not allow it")
         if wanted & 2 and namespace.read_only:
             raise errors.ReadOnly("the mount is bound read-only there")
-        return directory
+        if wanted & 2:
+            await self._check_sticky(directory, call.names)
+        return namespace
 
     async def _check_sticky(self, directory: Attributes, names: Sequence[bytes]) -> None:
         """PermissionDenied for taking names from somebody else in a directory with the sticky bit."""

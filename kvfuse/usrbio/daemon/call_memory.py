@@ -1,4 +1,4 @@
-"""What all clients draw from together: the daemon's memory for calls that are under way, its descriptors, its rings.
+"""Pools that all clients draw from: the daemon's memory for calls that are under way, its descriptors, its rings.
 
 A user that holds some of a `Pool` may take no more of it than is left to others afterwards. So one alone may have half,
 the second one half of the rest, and however many take what they can, there is something left for the next. One that
@@ -26,7 +26,7 @@ class Pool:
         self._lock = threading.Lock()
 
     def held(self, user: Hashable) -> int:
-        """What a user has now."""
+        """How much a user has now."""
         return self._held[user]
 
     def take(self, size: int, user: Hashable = None) -> bool:
@@ -61,7 +61,7 @@ class UnderWay:
         self._user_max = user_max
         self._held: Counter[Hashable] = Counter()
         self._waiting: dict[Hashable, dict[Callable[[], object], None]] = {}
-        """by user: what wakes rings that wait, the first one first"""
+        """by user: callables that wake rings that wait, the first one first"""
         self._lock = threading.Lock()
 
     def take(self, weight: int, user: Hashable, wake: Callable[[], object] | None = None) -> bool:
@@ -107,7 +107,7 @@ class UnderWay:
 
 
 class Share:
-    """What one connection of a user has taken of a pool, and its calls under way. Any thread."""
+    """The part of a pool that one connection of a user has taken, and its calls under way. Any thread."""
 
     def __init__(self, pool: Pool, user: Hashable = None, under_way: UnderWay | None = None) -> None:
         self._pool = pool
@@ -119,7 +119,7 @@ class Share:
 
     @property
     def user_size(self) -> int:
-        """What all connections of the user have taken of the pool; 0 for one without a limit."""
+        """How much all connections of the user have taken of the pool; 0 for one without a limit."""
         return self._pool.held(self._user)
 
     def take(self, size: int, weight: int = 0, wake: Callable[[], object] | None = None) -> bool:
@@ -148,5 +148,5 @@ class Share:
         self._under_way.forget(self._user, wake)
 
     def close(self) -> None:
-        """When nothing is under way any more: whatever is left goes back."""
+        """When nothing is under way any more: give back all that is left."""
         self.give(self._held, self._weight)

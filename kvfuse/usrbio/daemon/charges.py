@@ -32,13 +32,13 @@ log = logging.getLogger(__name__)
 USER_SHARE = 8
 """A user's part of the memory that this process may have, where no option says how much"""
 ALL_SHARE = 4
-"""what all users may have together, at least what one may"""
+"""part that all users may have together, but no less than one user may"""
 CHARGE_MIN = 64 << 10
 """Bytes that memory is counted with at least: else remembering it could take more than it has"""
 LOOKS = 500
 """memories that are looked at in one go"""
 LOOKS_SECONDS = 0.02
-"""between two goes of one user"""
+"""between two rounds of one user"""
 WATCH_SECONDS = 0.01
 """between looks at what the group pays for"""
 SHARED_FILES = "/dev/shm"
@@ -93,7 +93,7 @@ def _bases() -> Iterator[dict[int, int]]:
 
 
 class Charge:
-    """What one user's memory has cost. Any thread. ``limit``: bytes; ``charges``: of all users."""
+    """The cost of one user's memory. Any thread. ``limit``: bytes; ``charges``: of all users."""
 
     def __init__(self, limit: float, charges: Charges, *, is_outside: bool) -> None:
         self.is_slow = False
@@ -102,7 +102,7 @@ class Charge:
         self._is_outside = is_outside
         self._charges = charges
         self._sizes: dict[Memory, int] = {}
-        """what is counted, the one last looked at at the end"""
+        """counted bytes, the memory last looked at at the end"""
         self._held = 0
         self._lock = threading.Lock()
         self._next_look = 0.0

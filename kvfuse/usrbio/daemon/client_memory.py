@@ -237,7 +237,7 @@ class Iov:
         del self.bytes, self.rows
         os.close(self.descriptor)
         del self.descriptor
-        with contextlib.suppress(BufferError):  # else it goes with the last view of it
+        with contextlib.suppress(BufferError):  # else the last view of it frees it
             self.view.release()
             self._mapping.close()
 

@@ -5,16 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from contextlib import nullcontext
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from kvfuse.usrbio.daemon import reads
-from kvfuse.usrbio.daemon.call import Entry, Tables
+from kvfuse.usrbio.daemon.call import Entry, Ring
 from kvfuse.usrbio.daemon.client_memory import Iov
-from kvfuse.usrbio.daemon.completions import Completions
-from kvfuse.usrbio.daemon.interpreter import Seat
+from kvfuse.usrbio.daemon.registered import Registered
 from kvfuse.usrbio.protocol.queues import Entries
 from kvfuse.usrbio.protocol.wire import IOV_SIZE_MAX, SQE_STRUCT, Op, Priority
 
@@ -78,10 +76,9 @@ def find_overlaps(rows: Entries, registered: Mapping[int, Iov]) -> npt.NDArray[n
 class ColumnReads:
     """Serves plain reads of a batch as columns, those of one file into one iov together. A ring's thread owns it."""
 
-    def __init__(self, tables: Tables[Any], completions: Completions, seat: Seat) -> None:
-        self._tables = tables
-        self._completions = completions
-        self._seat = seat
+    def __init__(self, ring: Ring, registered: Registered) -> None:
+        self._ring = ring
+        self._registered = registered
         self._reader = reads.Reader()
 
     def serve(self, rows: Entries, taken_at: float) -> Entries:
@@ -104,7 +101,7 @@ class ColumnReads:
     def _serve_reads(self, words: npt.NDArray[np.uint64], taken_at: float) -> npt.NDArray[np.bool_] | None:
         """Serve entries that differ in their numbers only, if they are plain reads: which are done. None: none is."""
         entry = Entry(*SQE_STRUCT.unpack(words[0].tobytes()))
-        file, iov = self._tables.files.get(entry.handle), self._tables.iovs.get(entry.iov)
+        file, iov = self._registered.files.get(entry.handle), self._registered.iovs.get(entry.iov)
         if entry.op != Op.READ or entry.flags or entry.priority > Priority.LOW or file is None or iov is None:
             return None
         columns = np.ascontiguousarray(words.T)
@@ -128,7 +125,7 @@ class ColumnReads:
             if int(timeouts_us.max()) > TIMEOUT_US_MAX:
                 return None
         try:
-            with nullcontext() if iov.holds_lock else self._tables.doorman.interpreter.copying(self._seat):
+            with nullcontext() if iov.holds_lock else self._ring.turns.copying(self._ring.seat):
                 results = self._reader.read_many(
                     file.map, offsets.view(np.int64), lengths.view(np.int64), iov, iov_offsets.view(np.int64)
                 )
@@ -138,7 +135,7 @@ class ColumnReads:
         if file.map.notes_reads:
             file.map.note_read()
         if done.all():
-            self._completions.post(user_data, results)
+            self._ring.completions.post(user_data, results)
         elif done.any():
-            self._completions.post(user_data[done], results[done])
+            self._ring.completions.post(user_data[done], results[done])
         return done

@@ -1,4 +1,4 @@
-"""One client: what it asks on the control socket, what it has registered, and how all that ends.
+"""One client: its requests on the control socket, the things it registered, and their end.
 
 A connection is the lifetime of everything it registered. When it ends - closed, killed, or broken - its rings stop
 first, then its calls are cancelled, then its files, memory and pins go.
@@ -12,7 +12,6 @@ import logging
 import os
 import socket
 import stat
-from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from functools import partial
 
@@ -31,12 +30,15 @@ from kvfuse.usrbio.daemon.loop_calls import Calls
 from kvfuse.usrbio.daemon.passing import SO_PASSRIGHTS, Usher, close_all
 from kvfuse.usrbio.daemon.peer import Peer
 from kvfuse.usrbio.daemon.penalty import BOUND, Penalty
-from kvfuse.usrbio.daemon.registered import Registered, Ring
+from kvfuse.usrbio.daemon.registered import Registered
 from kvfuse.usrbio.daemon.registry import Namespace, OpenFile, Remembered
+from kvfuse.usrbio.daemon.ring_thread import OwnedRing
 from kvfuse.usrbio.protocol.wire import ENTRIES_MAX, IOV_SIZE_MAX, VERSION, Access, Layout, Message, Request
 
 log = logging.getLogger(__name__)
 
+Answer = tuple[tuple[int, ...], list[int]]
+"""values of a reply, and descriptors to be sent with it"""
 COSTS = {
     Request.ADD_RING: 16,
     Request.DROP_RING: 16,
@@ -46,7 +48,7 @@ COSTS = {
     Request.DROP_FILE: 2,
     Request.OPEN_NAMESPACE: 4,
 }
-"""what a message takes of the event loop beside its answer, in calls"""
+"""of a message for the event loop, beside its answer, in calls"""
 
 
 class Connection:
@@ -83,7 +85,7 @@ class Connection:
     # -- the control socket --------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Answer requests until the client goes, or breaks something. Then reap all it had.
+        """Answer requests until the client disconnects, or breaks something. Then reap all it had.
 
         The first message is there, and it is its turn.
         """
@@ -122,7 +124,7 @@ class Connection:
     def _judge(self, message: Message, *, is_bad: bool) -> None:
         """A message was answered."""
         if not is_bad and message.request == Request.HELLO:
-            return  # else who connects, greets and goes, again and again, was good half of the time
+            return  # else a client that connects, greets and disconnects again and again was good half of the time
         self._has_asked |= not is_bad
         self._penalty.judge(1, int(is_bad))
         self._audience.penalty.judge_one(is_bad=is_bad)
@@ -140,7 +142,7 @@ class Connection:
                 )
             if kind in COSTS:
                 await self._audience.pause(COSTS[kind])
-            values, sent = await HANDLERS[kind](self, message.values)
+            values, sent = await getattr(self, f"_{kind.name.lower()}")(message.values)
         except (errors.KvfuseError, OSError, ValueError) as error:
             number = (error.errno if isinstance(error, OSError) else errno_of(error)) or errno.EINVAL
             return Message(message.request, message.number, -number, text=str(error)), []
@@ -152,7 +154,7 @@ class Connection:
             ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors).tobytes())]
         await self._stream.sendmsg([reply.pack()], ancillary)
 
-    # -- requests ------------------------------------------------------------------------------------
+    # -- requests: each has the method of its name -----------------------------------------------------
 
     async def _hello(self, values: tuple[int, ...]) -> Answer:
         if values[0] != VERSION:
@@ -183,7 +185,7 @@ class Connection:
     async def _drop_file(self, values: tuple[int, ...]) -> Answer:
         file = self.registered.files.remove(values[0])
         with trio.CancelScope(shield=True):  # `_reap` does not know of it any more
-            await self._calls.release(file)
+            await self._calls.files.release(file)
         return (), []
 
     async def _add_iov(self, values: tuple[int, ...]) -> Answer:
@@ -208,7 +210,7 @@ class Connection:
         shown: list[int] = []
         with self.registered.rings.taking(layout.size):
             try:
-                ring = Ring(self.registered, layout, values[2] or -1, shown)
+                ring = OwnedRing(self.registered, layout, values[2] or -1, shown)
             except BaseException:
                 close_all(shown)
                 raise
@@ -221,7 +223,7 @@ class Connection:
             await self._end(ring)
         return (), []
 
-    async def _end(self, ring: Ring) -> None:
+    async def _end(self, ring: OwnedRing) -> None:
         ring.loop.stop()
         await self._usher.run(ring.loop.thread.join)
         self._volume.reading_threads.discard(ring.loop.jobs)
@@ -266,7 +268,7 @@ class Connection:
         things.rings.clear()
         self._calls.close()
         for file in things.files.values():
-            await self._calls.release(file)
+            await self._calls.files.release(file)
         things.files.clear()
         things.namespaces.clear()
         iovs = list(things.iovs.values())
@@ -293,20 +295,3 @@ def _map_memory(descriptor: int, size: int, charge: Charge) -> Iov:
     except BaseException:
         os.close(descriptor)
         raise
-
-
-Answer = tuple[tuple[int, ...], list[int]]
-"""values of a reply, and descriptors to be sent with it"""
-Handler = Callable[[Connection, tuple[int, ...]], Awaitable[Answer]]
-HANDLERS: dict[Request, Handler] = {
-    Request.HELLO: Connection._hello,
-    Request.ADD_FILE: Connection._add_file,
-    Request.DROP_FILE: Connection._drop_file,
-    Request.ADD_IOV: Connection._add_iov,
-    Request.DROP_IOV: Connection._drop_iov,
-    Request.ADD_RING: Connection._add_ring,
-    Request.DROP_RING: Connection._drop_ring,
-    Request.OPEN_NAMESPACE: Connection._open_namespace,
-    Request.CLOSE_NAMESPACE: Connection._close_namespace,
-    Request.MAP_ARENA: Connection._map_arena,
-}

@@ -1,4 +1,4 @@
-"""What rings want of the event loop, in the order in which it is done: users take turns here, too.
+"""Calls of rings that wait for the event loop, in the order in which it starts them: users take turns here, too.
 
 To start a call takes the event loop some ten microseconds, and what it then does is often all of it. So calls are not
 started as they arrive, but some in each pass of the event loop: between two passes everybody else has a turn, the
@@ -15,8 +15,7 @@ from typing import NamedTuple
 
 import trio
 
-from kvfuse.usrbio.daemon.call import Call
-from kvfuse.usrbio.daemon.ring_thread import RingThread
+from kvfuse.usrbio.daemon.call import Call, Ring
 from kvfuse.usrbio.protocol.wire import MANY_KEY_OPS
 
 PASS_COST = 16.0
@@ -32,12 +31,15 @@ class _Job(NamedTuple):
 
     cost: float
     do: Callable[..., None]
-    ring: RingThread | None = None
     calls: Sequence[Call] = ()
+
+    @property
+    def ring(self) -> Ring | None:
+        return self.calls[0].ring if self.calls else None
 
 
 class _Line:
-    """What waits of one user. ``cost``: of what was done of it, beginning with that of the others when it arrived."""
+    """The waiting jobs of one user. ``cost``: of those done, counted from the cost of the others when it arrived."""
 
     def __init__(self, cost: float) -> None:
         self.jobs: deque[_Job] = deque()
@@ -58,17 +60,15 @@ class Desk:
         """`_begin` or `run` will look at what waits"""
         self._more = trio.Event()
 
-    def put(
-        self, user: Hashable, ring: RingThread, calls: list[Call], do: Callable[[RingThread, list[Call]], None]
-    ) -> None:
-        """Have the event loop call ``do`` with these calls, some at a time, in this order."""
+    def put(self, user: Hashable, calls: list[Call], do: Callable[[list[Call]], None]) -> None:
+        """Have the event loop call ``do`` with these calls of one ring, some at a time, in this order."""
         pieces = [calls[start : start + PIECE] for start in range(0, len(calls), PIECE)]
-        self._put(user, [_Job(_cost_of(piece), do, ring, piece) for piece in pieces])
+        self._put(user, [_Job(_cost_of(piece), do, piece) for piece in pieces])
 
     async def turn(self, user: Hashable, cost: float) -> None:
         """Wait until the user may have the event loop do what takes as long as so many calls. Event loop only."""
         came = trio.Event()
-        self._put(user, [_Job(cost, lambda *_: came.set())])
+        self._put(user, [_Job(cost, lambda _: came.set())])
         await came.wait()
 
     def _put(self, user: Hashable, jobs: list[_Job]) -> None:
@@ -91,13 +91,13 @@ class Desk:
             while self._serve_some():
                 await trio.lowlevel.checkpoint()
 
-    def calls_of(self, ring: RingThread) -> Iterator[Call]:
-        """What waits of a ring."""
+    def calls_of(self, ring: Ring) -> Iterator[Call]:
+        """The waiting calls of a ring."""
         with self._lock:
             jobs = [job for line in self._lines.values() for job in line.jobs if job.ring is ring]
         return (call for job in jobs for call in job.calls)
 
-    def drop(self, rings: set[RingThread]) -> None:
+    def drop(self, rings: set[Ring]) -> None:
         """Forget what waits of rings that have ended."""
         with self._lock:
             for line in self._lines.values():
@@ -116,7 +116,7 @@ class Desk:
             if job is None:
                 return False
             cost += job.cost
-            job.do(job.ring, job.calls)
+            job.do(job.calls)
         return True
 
     def _next(self) -> _Job | None:

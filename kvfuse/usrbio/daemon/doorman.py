@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import select
 import threading
-from types import TracebackType
 from typing import Self
 
 from kvfuse.usrbio.daemon.interpreter import Interpreter, Seat
@@ -54,9 +53,7 @@ class Doorman:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         os.eventfd_write(self._end, 1)
         self._thread.join()
         self._poll.close()

@@ -1,4 +1,4 @@
-"""What a ring's thread does with submissions: checks them, reads by itself, makes calls of the rest.
+"""Serves submissions in a ring's thread: checks them, reads by itself, makes calls of the rest.
 
 Entries are copies of what the client wrote, and nothing in them is believed: the handles of a call were found, and
 its ranges lie in their iov or in the aux area.
@@ -10,13 +10,12 @@ import errno
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from kvfuse.usrbio.daemon import reads
-from kvfuse.usrbio.daemon.call import PIECE, Answer, Call, Entry, Refused, Short, Tables
+from kvfuse.usrbio.daemon.call import PIECE, Answer, Call, Entry, Refused, Ring, Short
 from kvfuse.usrbio.daemon.client_memory import Iov
 from kvfuse.usrbio.daemon.columns import (
     COLUMNS_MIN,
@@ -25,11 +24,9 @@ from kvfuse.usrbio.daemon.columns import (
     find_overlaps,
     may_overlap,
 )
-from kvfuse.usrbio.daemon.completions import Completions
-from kvfuse.usrbio.daemon.interpreter import Seat
-from kvfuse.usrbio.daemon.jobs import Jobs
 from kvfuse.usrbio.daemon.lines import Lines
 from kvfuse.usrbio.daemon.penalty import MALFORMED
+from kvfuse.usrbio.daemon.registered import Registered
 from kvfuse.usrbio.daemon.registry import Namespace
 from kvfuse.usrbio.daemon.weights import weight_of
 from kvfuse.usrbio.protocol.keys import file_name, file_names
@@ -67,27 +64,19 @@ def _is_late(entry: Entry, taken_at: float) -> bool:
     return entry.timeout_us != 0 and time.monotonic() > taken_at + entry.timeout_us / 1e6
 
 
-class Ring(Protocol):
-    """What a server needs of the ring's thread that it serves for."""
-
-    completions: Completions
-    jobs: Jobs
-    seat: Seat
-
-
-class Server:
+class EntryServer:
     """Serves the entries of one ring, whose thread owns it. ``op_mask``: bit n allows operation n."""
 
-    def __init__(self, ring: Ring, tables: Tables[Any], aux: npt.NDArray[np.uint8], op_mask: int) -> None:
+    def __init__(self, ring: Ring, registered: Registered, aux: npt.NDArray[np.uint8], op_mask: int) -> None:
         self._ring = ring
-        self._tables = tables
+        self._registered = registered
         self._aux_area = aux
         self._op_mask = op_mask
-        self._turns = tables.doorman.interpreter
+        self._turns = ring.turns
         self._completions = ring.completions
         self.lines = Lines(self.serve)
         """entries that were taken and wait"""
-        self._columns = ColumnReads(tables, ring.completions, ring.seat)
+        self._columns = ColumnReads(ring, registered)
         self.count = 0
         """entries served since somebody set it to 0"""
         self.bad_count = 0
@@ -101,7 +90,7 @@ class Server:
     # -- serving -------------------------------------------------------------------------------------
 
     def serve(self, rows: Entries, taken_at: float) -> Entries:
-        """Serve what was taken from the queue at ``taken_at`` (monotonic seconds). What waits for memory comes back."""
+        """Serve entries taken from the queue at ``taken_at`` (monotonic seconds). Return those that wait for memory."""
         self.count += len(rows)
         if len(rows) >= COLUMNS_MIN:
             rows = self._without_overlaps(rows)
@@ -153,11 +142,11 @@ class Server:
         if done:
             self._completions.publish(b"".join(done), len(done))
         if calls:
-            self._tables.start(self._ring, calls)
+            self._registered.start(calls)
 
     def _without_overlaps(self, rows: Entries) -> Entries:
         """Refuse entries whose bytes would land where those of another one of this batch do."""
-        refused = find_overlaps(rows, self._tables.iovs)
+        refused = find_overlaps(rows, self._registered.iovs)
         if not len(refused):
             return rows
         self.bad_count += len(refused)
@@ -165,7 +154,7 @@ class Server:
         return np.delete(rows, refused)
 
     def _answer(self, entry: Entry, taken_at: float, calls: list[Call]) -> Answer | None:
-        """As `_serve`; what was wrong is an answer, too. Short."""
+        """As `_serve`; an error is an answer, too. Short."""
         try:
             return self._serve(entry, taken_at, calls)
         except Refused as refusal:
@@ -180,7 +169,7 @@ class Server:
         op = entry.op
         if op == Op.RELEASE:
             self._completions.expect(-1)
-            self._tables.pins.give(entry.offset)
+            self._registered.pins.give(entry.offset)
             return None
         if op not in OPS or entry.reserved or entry.priority > Priority.LOW:
             raise Refused(errno.EINVAL)
@@ -203,10 +192,10 @@ class Server:
     # files
 
     def _serve_file(self, entry: Entry, deadline: float, calls: list[Call]) -> Answer | None:
-        file = self._tables.files.get(entry.handle)
+        file = self._registered.files.get(entry.handle)
         if file is None:
             raise Refused(errno.EBADF)
-        call = Call(entry, deadline, file=file)
+        call = Call(self._ring, entry, deadline, file=file)
         if entry.op != Op.FSYNC:
             if entry.flags or entry.offset > OFFSET_MAX:
                 raise Refused(errno.EINVAL)
@@ -219,11 +208,9 @@ class Server:
             else:
                 if not iov.writable:
                     raise Refused(errno.EACCES)
-                result = self._read(file.map, entry.offset, entry.length, iov, entry.iov_offset)
-                if result != reads.ASK:
-                    if file.map.notes_reads:
-                        file.map.note_read()
-                    return Answer(result)
+                call.again = self._try_read
+                if (answer := self._try_read(call)) is not None:
+                    return answer
         if not call.size:
             self._reserve(call, min(entry.length, PIECE))
         calls.append(call)
@@ -239,9 +226,21 @@ class Server:
         with self._turns.copying(self._ring.seat):
             return reads.read(content, offset, length, iov, iov_offset)
 
+    def _try_read(self, call: Call) -> Answer | None:
+        """The answer to a READ; None: the event loop has to show what it reads, or to read. OSError."""
+        entry, file, iov = call.entry, call.file, call.iov
+        assert file is not None
+        assert iov is not None
+        result = self._read(file.map, entry.offset, entry.length, iov, entry.iov_offset)
+        if result == reads.ASK:
+            return None
+        if file.map.notes_reads:
+            file.map.note_read()
+        return Answer(result)
+
     def _range(self, entry: Entry) -> Iov:
         """The iov of an entry, whose range lies in it."""
-        iov = self._tables.iovs.get(entry.iov)
+        iov = self._registered.iovs.get(entry.iov)
         if iov is None or entry.length > iov.size or entry.iov_offset > iov.size - entry.length:
             raise Refused(errno.EFAULT)
         if entry.length > LENGTH_MAX:
@@ -252,7 +251,7 @@ class Server:
         """Let a call have ``size`` bytes and what its task takes. Short."""
         size += CALL_SIZE
         weight = weight_of(call)
-        if not self._tables.share.take(size, weight, self._ring.jobs.nudge):
+        if not self._registered.share.take(size, weight, self._ring.jobs.nudge):
             raise Short
         call.size, call.weight = size, weight
 
@@ -263,7 +262,7 @@ class Server:
         try:
             yield
         except BaseException:
-            self._tables.share.give(call.size, call.weight)
+            self._registered.share.give(call.size, call.weight)
             call.size = call.weight = 0
             raise
 
@@ -281,7 +280,7 @@ class Server:
     # keys
 
     def _namespace(self, entry: Entry) -> Namespace:
-        namespace = self._tables.namespaces.get(entry.handle)
+        namespace = self._registered.namespaces.get(entry.handle)
         if namespace is None:
             raise Refused(errno.EBADF)
         return namespace
@@ -303,13 +302,14 @@ class Server:
         namespace = self._namespace(entry)
         name = self._name(entry)
         iov = self._range(entry)
-        call = Call(entry, deadline, namespace=namespace, names=(name,), iov=iov)
+        call = Call(self._ring, entry, deadline, namespace=namespace, names=(name,), iov=iov)
         if namespace.read_only:
             raise Refused(errno.EROFS)
         if namespace.may_put:
             with self._reserved(call, entry.length):
                 self._copy_put(call)
         else:
+            call.again = self._copy_now
             self._reserve(call, 0)
         return call
 
@@ -318,7 +318,7 @@ class Server:
         assert call.namespace is not None
         assert call.iov is not None
         length, iov, call.iov = call.entry.length, call.iov, None
-        block = self._tables.allocate(call.namespace, length)
+        block = self._registered.allocate(call.namespace, length)
         self._copy(call, np.empty(length, np.uint8) if block is None else block.buffer, iov)
         call.data = call.data if block is None else block
 
@@ -330,7 +330,8 @@ class Server:
             raise Refused(errno.EACCES)
         answer = self._get(entry, namespace, name, iov)
         if answer is None:
-            call = Call(entry, deadline, namespace=namespace, names=(name,), iov=iov)
+            call = Call(self._ring, entry, deadline, namespace=namespace, names=(name,), iov=iov)
+            call.again = lambda _: self._get(entry, namespace, name, iov)
             self._reserve(call, min(entry.length, PIECE))
             calls.append(call)
         return answer
@@ -347,7 +348,7 @@ class Server:
         row = content.rows.get(0)
         pin = 0
         if entry.flags & _VIEW and size and row is not None and row.block is not None and namespace.may_list:
-            pin = self._tables.pins.take(row.block)
+            pin = self._registered.pins.take(row.block)
         if pin:
             assert row is not None
             assert row.source is not None
@@ -363,51 +364,15 @@ class Server:
                 content.note_read()
             return answer
         if pin:
-            self._tables.pins.give(pin)
+            self._registered.pins.give(pin)
         return None
 
-    def copy_now(self, call: Call) -> bool:
-        """Copy the bytes of a put that the event loop allowed. It ends with ENOMEM where there is no memory."""
-
-        def attempt() -> bool:
-            if not self._tables.share.take(call.entry.length):
-                raise OSError(errno.ENOMEM, "calls that are under way hold all memory")
-            call.size += call.entry.length
-            self._copy_put(call)
-            return True
-
-        return self._completions.attempt(call, attempt)
-
-    # once more, after the event loop made it possible
-
-    def read_again(self, call: Call) -> bool:
-        """Try a READ again; False if the event loop has to do it."""
-        entry, file, iov = call.entry, call.file, call.iov
-        assert file is not None
-        assert iov is not None
-
-        def attempt() -> bool:
-            result = self._read(file.map, entry.offset, entry.length, iov, entry.iov_offset)
-            if result == reads.ASK:
-                return False
-            if file.map.notes_reads:
-                file.map.note_read()
-            self._completions.complete(call, result)
-            return True
-
-        return self._completions.attempt(call, attempt)
-
-    def get_again(self, call: Call) -> bool:
-        """Try a GET again; False if the event loop has to do it."""
-
-        def attempt() -> bool:
-            assert call.namespace is not None
-            answer = self._get(call.entry, call.namespace, call.names[0], call.iov)
-            if answer is not None and not self._completions.complete(call, *answer) and answer.pin:
-                self._tables.pins.give(answer.pin)
-            return answer is not None
-
-        return self._completions.attempt(call, attempt)
+    def _copy_now(self, call: Call) -> None:
+        """Copy the bytes of a put that the event loop allowed. OSError, also ENOMEM."""
+        if not self._registered.share.take(call.entry.length):
+            raise OSError(errno.ENOMEM, "calls that are under way hold all memory")
+        call.size += call.entry.length
+        self._copy_put(call)
 
     def _call_of_keys(self, entry: Entry, deadline: float) -> Call:
         namespace = self._namespace(entry)
@@ -415,7 +380,7 @@ class Server:
             raise Refused(errno.EINVAL)
         self._aux(entry.offset, entry.length)
         packed = self._aux(entry.key_offset, entry.key_length)
-        call = Call(entry, deadline, namespace=namespace)
+        call = Call(self._ring, entry, deadline, namespace=namespace)
         with self._reserved(call, len(packed) + entry.length * KEY_SIZE):
             try:
                 keys = unpack_keys(packed.tobytes(), entry.length)
@@ -433,7 +398,7 @@ class Server:
         if self.lines.remove(entry.offset):
             self._completions.post([entry.offset], [-errno.ECANCELED])
             return Answer(0)
-        call = Call(entry, deadline)
+        call = Call(self._ring, entry, deadline)
         self._reserve(call, 0)
-        self._tables.cancel(self._ring, call)
+        self._registered.cancel(call)
         return None

@@ -42,7 +42,7 @@ COPIES_MAX = min(8, max(2, len(os.sched_getaffinity(0))))
 
 
 class User:
-    """What all rings of a user had of the interpreter: in all, and ``lately``; seconds. And those that wait for it."""
+    """Seconds that all rings of a user had of the interpreter, in all and ``lately``; and seats that wait for it."""
 
     __slots__ = ("__weakref__", "alone", "copies", "lately", "seconds", "waiting")
 
@@ -83,7 +83,7 @@ class Interpreter:
         self._users: WeakValueDictionary[object, User] = WeakValueDictionary()
         self._waiting: set[User] = set()
         self._least = float("inf")
-        """what the user that precedes all others who wait had lately"""
+        """lately of the user that precedes all others who wait"""
         self._halved_at = time.perf_counter()
         self._is_loop_busy = False
         self._has_timer = False
@@ -172,32 +172,24 @@ class Interpreter:
 
     @contextmanager
     def copying(self, seat: Seat) -> Iterator[None]:
-        """Others may work during this large copy."""
-        self.begin_copy(seat)
-        try:
-            yield
-        finally:
-            self.end_copy(seat)
-
-    def begin_copy(self, seat: Seat) -> None:
-        """From here on others may take the turn from this seat. Until `end_copy`."""
+        """Others may take the turn from this seat during this large copy; after it the seat has the turn again."""
         seat.lent.append(True)
         self._copier = seat
         if self._waiting:
             with self._lock:
                 self._hand_on()
-
-    def end_copy(self, seat: Seat) -> None:
-        """Have the turn again."""
         try:
-            seat.lent.pop()
-            self._copier = None
-        except IndexError:
-            with self._lock:
-                seat.user.copies -= 1
-                self._hand_on()
-            self._count(seat.user, time.perf_counter() - seat.began)
-            self.take(seat)
+            yield
+        finally:
+            try:
+                seat.lent.pop()
+                self._copier = None
+            except IndexError:
+                with self._lock:
+                    seat.user.copies -= 1
+                    self._hand_on()
+                self._count(seat.user, time.perf_counter() - seat.began)
+                self.take(seat)
 
     # -- looking for more work -----------------------------------------------------------------------
 
@@ -213,8 +205,7 @@ class Interpreter:
 
     def looked(self, seat: Seat, seconds: float) -> None:
         self._looker.append(True)
-        seat.user.lately += seconds
-        seat.user.seconds += seconds
+        self._count(seat.user, seconds)
 
     # -- the event loop ------------------------------------------------------------------------------
 

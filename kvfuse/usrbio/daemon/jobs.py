@@ -1,4 +1,4 @@
-"""What others have a ring's thread do between its entries, and how they wake it."""
+"""Jobs that others give to a ring's thread, which does them between entries, and how they wake it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Jobs:
         self.here: deque[Callable[[], None]] = deque()
         """may wait for the kernel: called without the turn"""
         self.in_turn: deque[Callable[[], None]] = deque()
-        """called with the turn"""
+        """wait for nothing, and copy much: called with the turn"""
         self.wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         """wakes the thread from within the daemon: of the bell the client has a descriptor, too, and may empty it"""
         self.is_reading = False
@@ -31,10 +31,6 @@ class Jobs:
         """Let the ring's thread call ``job``, which may wait, soon. False, and it will not, if the ring has ended."""
         return self._append(self.here, job)
 
-    def run_in_turn(self, job: Callable[[], None]) -> bool:
-        """As `run_here`, for what waits for nothing, and copies much."""
-        return self._append(self.in_turn, job)
-
     def _append(self, jobs: deque[Callable[[], None]], job: Callable[[], None]) -> bool:
         with self._lock:
             if self.stopped:
@@ -44,7 +40,7 @@ class Jobs:
             return True
 
     async def ask(self, job: Callable[[], bool]) -> bool:
-        """What ``job`` says, called by the ring's thread in its turn; False if that has ended. Event loop only."""
+        """The result of ``job``, called by the ring's thread in its turn; False if that has ended. Event loop only."""
         done = trio.Event()
         token = trio.lowlevel.current_trio_token()
         results: list[bool] = []
@@ -56,7 +52,7 @@ class Jobs:
             finally:
                 token.run_sync_soon(done.set)
 
-        if not self.run_in_turn(run):
+        if not self._append(self.in_turn, run):
             return False
         await done.wait()
         return results[0]

@@ -1,4 +1,4 @@
-"""What all clients of a mount share, and what bounds them together."""
+"""State that all clients of a mount share, and the limits of all together."""
 
 from __future__ import annotations
 

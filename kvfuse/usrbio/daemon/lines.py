@@ -14,9 +14,9 @@ from kvfuse.usrbio.protocol.wire import Priority
 
 TURN_ENTRIES = 256
 TURN_BYTES = 16 << 20
-"""What is served before higher priorities are looked for again."""
+"""served before higher priorities are looked for again"""
 LOW_TURN = 8
-"""Each so manieth turn goes to the priority that has waited for longest."""
+"""One turn of so many serves the priority that has waited for longest."""
 _PRIORITY_BITS = np.uint64(0xFF00)
 """in the first word of an SQE"""
 CLASSES = (Priority.HIGH, Priority.NORMAL, Priority.LOW)

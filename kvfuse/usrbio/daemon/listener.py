@@ -159,14 +159,14 @@ class Clients:
                 nursery.cancel_scope.cancel()
 
     def statistics(self) -> dict[str, int]:
-        """What all clients have registered now."""
+        """Counts of all that clients have registered now."""
         counts = _counts(self._connections)
         threads = sum(thread.name == THREAD_NAME for thread in threading.enumerate())
         sizes = {"memory_bytes": MEMORY_SIZE - self.limits.pool.free, "charged_bytes": self.limits.charges.size}
         return {**counts, "threads": threads, **sizes}
 
     def statistics_of(self, uid: int) -> dict[str, int]:
-        """What one user's clients have."""
+        """The same of one user's clients."""
         return dict(_counts([connection for connection in self._connections if connection.peer.uid == uid]))
 
 

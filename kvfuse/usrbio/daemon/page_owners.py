@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
-from collections.abc import Iterator
-from contextlib import contextmanager
+from io import FileIO
 from pathlib import Path
 
 import numpy as np
@@ -43,9 +42,11 @@ class OwnGroup:
     def count_pages(self, address: int, length: int) -> int:
         """Mapped pages of a range, from a page's start, that it pays for."""
         with _opened("/proc/self/pagemap") as pages, _opened("/proc/kpagecgroup") as owners:
-            entries = np.frombuffer(os.pread(pages, -(-length // PAGE) * 8, address // PAGE * 8), np.uint64)
+            entries = np.frombuffer(os.pread(pages.fileno(), -(-length // PAGE) * 8, address // PAGE * 8), np.uint64)
             frames = (entries[entries & _PRESENT != 0] & _FRAME).tolist()
-            return sum(int.from_bytes(os.pread(owners, 8, 8 * frame), "little") == self._number for frame in frames)
+            return sum(
+                int.from_bytes(os.pread(owners.fileno(), 8, 8 * frame), "little") == self._number for frame in frames
+            )
 
 
 def faults() -> int:
@@ -59,10 +60,5 @@ def _path_of(process: str) -> str:
     return next(path for _, names, path in sorted(lines, reverse=True) if "memory" in names.split(",") or not names)
 
 
-@contextmanager
-def _opened(path: str) -> Iterator[int]:
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
+def _opened(path: str) -> FileIO:
+    return open(path, "rb", buffering=0)

@@ -117,7 +117,7 @@ class Ushers:
         self._count = 0
         self._freed = trio.lowlevel.ParkingLot()
         self._calls: dict[int, _Call[Any]] = {}
-        """whoever takes one out, the thread that does it or the caller that gives it up, has it alone"""
+        """the thread that does one, or the caller that gives it up, takes it out, and has it alone"""
         self._numbers = 0
         self._ours, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._ours.setblocking(False)
@@ -258,7 +258,7 @@ def _start_thread(target: Callable[..., None], *arguments: object) -> bool:
 
 
 class Usher:
-    """What one connection has of its user's ushers: they take messages of its socket, ``stream``, with descriptors."""
+    """The ushers of a user, for one of its connections: they take messages with descriptors of ``stream``."""
 
     def __init__(self, ushers: Ushers, user: _User, stream: trio.socket.SocketType) -> None:
         self._ushers = ushers
@@ -285,7 +285,7 @@ class Usher:
             await self._stream.recv(1)
 
     async def inspect(self, check: Callable[[int], T]) -> T:
-        """What ``check`` says of the one descriptor of the next message, which is taken.
+        """Take the next message: the result of ``check`` of its one descriptor.
 
         The descriptor is closed on return. InvalidArgument where there is none, or several; NotTaken, TimeoutError;
         what ``check`` raises.
@@ -331,7 +331,7 @@ class Usher:
             raise
 
     async def _close_memory(self, call: _Call[None]) -> None:
-        """What a thread may still send, although nobody waits for it."""
+        """Close the descriptor that a thread may still send, although nobody waits for it."""
         await call.ended.wait()
         if call.memory is not None:
             await self.run(os.close, call.memory)

@@ -1,4 +1,4 @@
-"""Who is at the other end of a connection, and what the kernel would let that process do.
+"""The process at the other end of a connection, and the permissions that the kernel would grant it.
 
 Uid 0 alone allows nothing: a container's root often has no capability, or has them in a user namespace of its own. So
 capabilities are read from /proc. A pid may be reused by another process meanwhile; SO_PEERPIDFD (Linux 6.5) proves that

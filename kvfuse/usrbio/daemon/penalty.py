@@ -1,4 +1,4 @@
-"""What a ring pays for entries that mean nothing, and for bells that ring for nothing.
+"""The price of entries that mean nothing, and of bells that ring for nothing.
 
 Both cost the daemon about what an honest entry costs, and nobody gains by them. A ring may have ``FREE`` more of them
 than of entries that make sense; beyond it the ring rests after each turn, longer each time, and its turns are short.

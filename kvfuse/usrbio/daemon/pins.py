@@ -14,9 +14,9 @@ from kvfuse.volume.views.arenas import Arena
 from kvfuse.volume.views.tier import ARENAS_MAX, TierBlock
 
 PART = 0.75
-"""of the tier that others leave: what a user may keep from being used otherwise"""
+"""of the tier that others leave: so much of it one user may hold"""
 NUMBER_MAX = (1 << 32) - 1
-"""what a completion has room for"""
+"""a completion has room for no larger one"""
 
 
 class Pinned:

@@ -1,4 +1,4 @@
-"""What a client registered with the daemon: files, namespaces. Checked here, trusted nowhere else.
+"""Things that a client registers with the daemon: files, namespaces. Checked here, trusted nowhere else.
 
 Objects are made by the event loop and then read by ring threads, which keep their own references: a thing that
 was dropped stays usable until the last operation that found it has ended.
@@ -95,7 +95,7 @@ T = TypeVar("T")
 class Table(dict[int, T]):
     """Registered things of one kind, by handles that no other thing of the connection has. Ring threads only look.
 
-    ``limit``, ``size_limit``: what they and their sizes count as in the user's account.
+    ``limit``, ``size_limit``: the limits of the user's account for their number and their sizes.
     """
 
     kind: str

@@ -5,28 +5,31 @@ It works in turns, as `interpreter.py` says. It takes no more than completions h
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import select
+import socket
 import threading
 import time
+from contextlib import ExitStack
 
 import numpy as np
 
-from kvfuse.usrbio.daemon.call import Entry, Tables
-from kvfuse.usrbio.daemon.completions import Completions
-from kvfuse.usrbio.daemon.entries import Server
+from kvfuse.usrbio.daemon.call import Completions, Entry
+from kvfuse.usrbio.daemon.entries import EntryServer
 from kvfuse.usrbio.daemon.interpreter import Seat
 from kvfuse.usrbio.daemon.jobs import Jobs
 from kvfuse.usrbio.daemon.lines import TURN_ENTRIES
 from kvfuse.usrbio.daemon.penalty import BOUND, Penalty
+from kvfuse.usrbio.daemon.registered import Registered
 from kvfuse.usrbio.protocol.queues import Bell, RingMemory
-from kvfuse.usrbio.protocol.wire import SQE, SQE_STRUCT, Op, Word
+from kvfuse.usrbio.protocol.wire import SQE, SQE_STRUCT, Layout, Op, Word
 
 log = logging.getLogger(__name__)
 
 TAKE_ENTRIES = 1024
-"""What is taken at once: between two such parts others may work."""
+"""taken at once: between two such parts others may work"""
 THREAD_NAME = "kvfuse-ring"
 SPIN_SECONDS = 100e-6
 """How long it looks for more before it sleeps, while submissions come faster than that."""
@@ -40,24 +43,22 @@ class RingThread:
     ``op_mask``: bit n allows operation n.
     """
 
-    def __init__(
-        self, tables: Tables[RingThread], memory: RingMemory, sq_bell: int, cq_bell: int, op_mask: int
-    ) -> None:
-        self._tables = tables
+    def __init__(self, registered: Registered, memory: RingMemory, sq_bell: int, cq_bell: int, op_mask: int) -> None:
+        self._registered = registered
         self._memory = memory
         self._own_bell = Bell(memory.words, Word.DAEMON_SLEEPS, sq_bell)
-        self.completions = Completions(memory, cq_bell, tables.pins.give)
-        self.jobs = Jobs(tables.in_loop)
-        self.turns = tables.doorman.interpreter
-        self.seat = Seat(tables.user)
-        self.server = Server(self, tables, memory.aux, op_mask)
+        self.completions = Completions(memory, cq_bell, registered.pins.give)
+        self.jobs = Jobs(registered.in_loop)
+        self.turns = registered.doorman.interpreter
+        self.seat = Seat(registered.user)
+        self.server = EntryServer(self, registered, memory.aux, op_mask)
         self._single: tuple[Entry, float] | None = None
-        """an entry that came alone, and when it was taken: its turn comes before any other's"""
+        """an entry that was alone in the queue, and when it was taken: it is served before any other"""
         self._penalty = Penalty()
         self._poll = select.epoll()
         for descriptor in (sq_bell, self.jobs.wake):  # neither is ever read, which the client could make wait
             self._poll.register(descriptor, select.EPOLLIN | select.EPOLLET)
-        tables.doorman.add(self._poll.fileno())
+        registered.doorman.add(self._poll.fileno())
         self._rests = 0.0
         self._full_seconds = FULL_SECONDS
         self._is_short = False
@@ -71,11 +72,11 @@ class RingThread:
 
     def close(self) -> None:
         """After the thread has ended: let go of the ring's memory, its descriptors, and pins that nobody heard of."""
-        self._tables.share.forget(self.jobs.nudge)
+        self._registered.share.forget(self.jobs.nudge)
         self.server.close()
         self.completions.close()
         del self._memory, self._own_bell
-        self._tables.doorman.remove(self._poll.fileno())
+        self._registered.doorman.remove(self._poll.fileno())
         self._poll.close()
         self.jobs.close()
 
@@ -88,10 +89,10 @@ class RingThread:
                     self._drop_turn()
                     self._rest(self._penalty.seconds)
         except Broken as error:
-            self._tables.failed(str(error))
+            self._registered.failed(str(error))
         except Exception:  # one client's ring ends with its thread; the daemon and the others go on
             log.exception("a ring's thread failed")
-            self._tables.failed("the ring could not be served")
+            self._registered.failed("the ring could not be served")
         finally:
             self.completions.stop()
             self._drop_turn()
@@ -220,7 +221,7 @@ class RingThread:
                 self._poll.poll()
                 self.turns.woke_alone(self.seat.user)
             else:
-                self._tables.doorman.watch(self._poll.fileno(), self.seat)
+                self._registered.doorman.watch(self._poll.fileno(), self.seat)
                 self.turns.sleep(self.seat)
                 self._poll.poll(0)
             has_slept = True
@@ -259,3 +260,40 @@ def _cancels(packed: bytearray) -> list[int]:
 
 class Broken(Exception):
     """The client wrote over what is not its own."""
+
+
+class OwnedRing:
+    """A ring of a connection, and its thread. ``shown``: the client's descriptors, to be closed once they are sent."""
+
+    def __init__(self, registered: Registered, layout: Layout, op_mask: int, shown: list[int]) -> None:
+        self.size = layout.size
+        with ExitStack() as undo:
+            memory, descriptor = RingMemory.create(layout)
+            shown.append(descriptor)
+            own_bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+            undo.callback(os.close, own_bell)
+            shown.append(os.dup(own_bell))
+            client_bell = _make_client_bell(shown)
+            undo.callback(os.close, client_bell)
+            self.loop = RingThread(registered, memory, own_bell, client_bell, op_mask)
+            undo.callback(self.loop.close)
+            try:
+                self.loop.thread.start()
+            except RuntimeError as error:
+                raise OSError(errno.EAGAIN, str(error)) from error
+            self._descriptors = undo.pop_all()
+
+    def close(self) -> None:
+        """After its thread has ended."""
+        self._descriptors.close()
+
+
+def _make_client_bell(shown: list[int]) -> int:
+    """The daemon's end of a socket pair; the client's one goes to ``shown``.
+
+    Nothing can be sent to the daemon's end, where it would lie until the daemon closes it.
+    """
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+    ours.shutdown(socket.SHUT_RD)
+    shown.append(theirs.detach())
+    return ours.detach()

@@ -1,4 +1,4 @@
-"""What a call counts among those of its user that wait in the event loop: see `memory.UnderWay`."""
+"""The weight of a call among those of its user that wait in the event loop: see `call_memory.UnderWay`."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from kvfuse.usrbio.protocol.wire import Op
 WEIGHTS: dict[int, int] = {Op.READ: 1, Op.GET: 1, Op.WRITE: 1, Op.FSYNC: 4, Op.CANCEL: 0}
 """of calls that wait: see `weight_of`"""
 PUT_WEIGHT = 2
-DELETE_WEIGHT_MAX = 32
-PREFETCH_WEIGHT_MAX = 32
+KEYS_WEIGHT_MAX = 32
 EXISTS_WEIGHT_MAX = 128
 KEYS_PER_WEIGHT = 64
 
@@ -19,10 +18,8 @@ def weight_of(call: Call) -> int:
     op, count = call.entry.op, call.entry.length
     if op == Op.PUT:
         return PUT_WEIGHT if call.namespace is not None and call.namespace.waits else 0
-    if op == Op.DELETE:
-        return min(max(1, count), DELETE_WEIGHT_MAX)
-    if op == Op.PREFETCH:
-        return min(max(1, count), PREFETCH_WEIGHT_MAX)
+    if op in (Op.DELETE, Op.PREFETCH):
+        return min(max(1, count), KEYS_WEIGHT_MAX)
     if op == Op.EXISTS:
         return min(1 + count // KEYS_PER_WEIGHT, EXISTS_WEIGHT_MAX)
     return WEIGHTS[op]

@@ -17,7 +17,7 @@ from volume_lab import MIB, Disk, lab_options, opened
 
 from kvfuse.errors import NotFound, Stale
 from kvfuse.usrbio.daemon.block_calls import BlockCalls
-from kvfuse.usrbio.daemon.call import Call, Entry
+from kvfuse.usrbio.daemon.call import Answer, Call, Entry
 from kvfuse.usrbio.daemon.call_memory import Pool, Share
 from kvfuse.usrbio.daemon.jobs import Jobs
 from kvfuse.usrbio.daemon.loop_calls import Calls
@@ -73,10 +73,16 @@ async def test_the_kernel_hears_of_what_was_written_although_its_neighbour_is_ca
     async with trio.open_nursery() as nursery:
         calls = Calls(volume, kernel, Peer(1, 0, 0, frozenset()), nursery, Share(Pool(1 << 20)))
         writes = [
-            Call(Entry(Op.WRITE, 0, 0, 1, 1, 0, number, 0, 1, 0, number, 0, 0), float("inf"), file=file, data=b"x")
+            Call(
+                worker,
+                Entry(Op.WRITE, 0, 0, 1, 1, 0, number, 0, 1, 0, number, 0, 0),
+                float("inf"),
+                file=file,
+                data=b"x",
+            )
             for number in range(2)
         ]
-        calls.start(worker, writes)
+        calls.start(writes)
         await trio.testing.wait_all_tasks_blocked()
         nursery.cancel_scope.cancel()
     assert INODE in dropped
@@ -132,10 +138,11 @@ class PutWorker(IdleWorker):
         return [call.names[0] for call in self.completed]
 
 
-def puts_of(names: str, deadline: float = float("inf")) -> list[Call]:
+def puts_of(ring: Any, names: str, deadline: float = float("inf")) -> list[Call]:
     namespace = Namespace(ROOT_INODE, 0o644, 0)
     return [
         Call(
+            ring,
             Entry(Op.PUT, 0, 0, 1, 1, 1, 0, 0, 1, 0, ord(name), 0, 0),
             deadline,
             namespace=namespace,
@@ -146,8 +153,8 @@ def puts_of(names: str, deadline: float = float("inf")) -> list[Call]:
     ]
 
 
-def cancel_of(name: str) -> Call:
-    return Call(Entry(Op.CANCEL, 0, 0, 0, 0, 0, ord(name), 0, 0, 0, 0, 0, 0), float("inf"))
+def cancel_of(ring: Any, name: str) -> Call:
+    return Call(ring, Entry(Op.CANCEL, 0, 0, 0, 0, 0, ord(name), 0, 0, 0, 0, 0, 0), float("inf"))
 
 
 @contextlib.asynccontextmanager
@@ -166,9 +173,9 @@ async def test_puts_that_need_no_wait_wake_the_thread_of_their_ring_once(
     monkeypatch.setattr("kvfuse.usrbio.daemon.loop_calls.PUTS_SECONDS", 60.0)  # a slow machine takes more than a turn
     volume, first, second = PuttingVolume(), PutWorker(), PutWorker()
     async with calls_of(volume) as calls:
-        calls.start(cast(Any, first), puts_of("abcd", time.monotonic() + seconds))
-        calls.start(cast(Any, second), puts_of("ef"))
-        calls.start(cast(Any, first), puts_of("gh"))
+        calls.start(puts_of(first, "abcd", time.monotonic() + seconds))
+        calls.start(puts_of(second, "ef"))
+        calls.start(puts_of(first, "gh"))
     assert (first.names, second.names) == ([b"a", b"b", b"c", b"d", b"g", b"h"], [b"e", b"f"])
     assert (first.wake_count, second.wake_count) == (1, 1)
 
@@ -177,15 +184,15 @@ async def test_puts_do_not_wait_for_one_that_waits() -> None:
     """Nor for those that wait after it; and rings hear of those that are done."""
     volume, worker = PuttingVolume(b"b", b"d"), PutWorker()
     async with calls_of(volume) as calls:
-        calls.start(cast(Any, worker), puts_of("abcde"))
+        calls.start(puts_of(worker, "abcde"))
         await trio.testing.wait_all_tasks_blocked()
         assert worker.names == [b"a", b"c", b"e"]
-        calls.start(cast(Any, worker), puts_of("fg"))
+        calls.start(puts_of(worker, "fg"))
         await trio.testing.wait_all_tasks_blocked()
         assert worker.names == [b"a", b"c", b"e", b"f", b"g"]
         volume.stuck[b"d"].set()
         await trio.testing.wait_all_tasks_blocked()
-        calls.start(cast(Any, worker), puts_of("hi"))
+        calls.start(puts_of(worker, "hi"))
         await trio.testing.wait_all_tasks_blocked()
         volume.stuck[b"b"].set()
     assert b"".join(worker.names) == b"acefgdhib"
@@ -195,10 +202,10 @@ async def test_puts_do_not_wait_for_one_that_waits() -> None:
 async def test_a_cancelled_put_leaves_the_others_alone(cancelled: str) -> None:
     volume, worker = PuttingVolume(b"b", b"c"), PutWorker()
     async with calls_of(volume) as calls:
-        calls.start(cast(Any, worker), puts_of("abcd"))
+        calls.start(puts_of(worker, "abcd"))
         await trio.testing.wait_all_tasks_blocked()
         for name in cancelled:
-            calls.cancel(cast(Any, worker), [cancel_of(name)])
+            calls.cancel([cancel_of(worker, name)])
         await trio.testing.wait_all_tasks_blocked()
         for stuck in volume.stuck.values():
             stuck.set()
@@ -210,8 +217,8 @@ async def test_a_cancelled_put_leaves_the_others_alone(cancelled: str) -> None:
 async def test_a_put_that_is_cancelled_before_its_turn_is_never_begun() -> None:
     volume, worker = PuttingVolume(), PutWorker()
     async with calls_of(volume) as calls:
-        calls.start(cast(Any, worker), puts_of("abcd"))
-        calls.cancel(cast(Any, worker), [cancel_of("c")])
+        calls.start(puts_of(worker, "abcd"))
+        calls.cancel([cancel_of(worker, "c")])
     assert worker.given_up == [b"c"]
     assert volume.begun == [b"a", b"b", b"d"]
 
@@ -221,7 +228,7 @@ async def test_puts_have_turns_between_which_others_have_theirs(monkeypatch: pyt
     volume, worker = PuttingVolume(), PutWorker()
     begun_before: list[int] = []
     async with calls_of(volume) as calls:
-        calls.start(cast(Any, worker), puts_of("abcd"))
+        calls.start(puts_of(worker, "abcd"))
         for _ in range(4):
             await trio.lowlevel.checkpoint()
             begun_before.append(len(volume.begun))
@@ -235,7 +242,7 @@ async def test_a_put_is_given_up_at_its_deadline(late: str, autojump_clock: trio
     async with calls_of(volume) as calls:
         deadline = time.monotonic() + 5.0
         for name in "abcde":
-            calls.start(cast(Any, worker), puts_of(name, deadline if name in late else float("inf")))
+            calls.start(puts_of(worker, name, deadline if name in late else float("inf")))
         await trio.sleep(4.0)
         assert worker.given_up == []
         await trio.sleep(2.0)
@@ -251,8 +258,8 @@ async def test_puts_of_a_ring_that_stopped_are_not_begun() -> None:
     """Those of another one of the same client are."""
     volume, stopping, other = PuttingVolume(), PutWorker(), PutWorker()
     async with calls_of(volume) as calls:
-        calls.start(cast(Any, stopping), puts_of("abc"))
-        calls.start(cast(Any, other), puts_of("de"))
+        calls.start(puts_of(stopping, "abc"))
+        calls.start(puts_of(other, "de"))
         stopping.stopped = True
         calls.end(cast(Any, stopping))
     assert volume.begun == [b"d", b"e"]
@@ -262,12 +269,12 @@ async def test_puts_of_a_ring_that_stopped_are_not_begun() -> None:
 async def test_puts_that_wait_end_with_their_ring() -> None:
     volume, stopping, other = PuttingVolume(b"b"), PutWorker(), PutWorker()
     async with calls_of(volume) as calls:
-        calls.start(cast(Any, stopping), puts_of("abc"))
+        calls.start(puts_of(stopping, "abc"))
         await trio.testing.wait_all_tasks_blocked()
         stopping.stopped = True
         calls.end(cast(Any, stopping))
         await trio.testing.wait_all_tasks_blocked()
-        calls.start(cast(Any, other), puts_of("de"))
+        calls.start(puts_of(other, "de"))
     assert volume.begun == [b"a", b"b", b"c", b"d", b"e"]
     assert stopping.names == [b"a", b"c"]
     assert other.names == [b"d", b"e"]
@@ -280,21 +287,28 @@ class AwaitedWorker(IdleWorker):
         super().__init__()
         self.given, self.waiting = trio.open_memory_channel[Callable[[], None]](1)
         self.results: list[int] = []
-        self.server = SimpleNamespace(get_again=lambda call: answers.pop(0))
+        self.answers = answers
+        self.in_turn = None
 
-    def run_in_turn(self, job: Callable[[], None]) -> bool:
+    def _append(self, _: object, job: Callable[[], None]) -> bool:
         self.given.send_nowait(job)
         return True
 
     ask = Jobs.ask
 
+    def attempt(self, call: Call, attempt: Callable[[Call], Answer | None]) -> bool:
+        return attempt(call) is not None
+
     def complete(self, call: Call, result: int, offset: int = 0) -> None:
         self.results.append(result)
 
 
-def get_of(namespace: Namespace, name: bytes) -> Call:
+def get_of(ring: Any, namespace: Namespace, name: bytes) -> Call:
+    def again(call: Call) -> Answer | None:
+        return Answer(0) if ring.answers.pop(0) else None
+
     entry = Entry(Op.GET, 0, Flag.VIEW, 1, 0, len(name), 0, 0, 0, 0, 1, 0, 0)
-    return Call(entry, float("inf"), namespace=namespace, names=(name,))
+    return Call(ring, entry, float("inf"), namespace=namespace, names=(name,), again=again)
 
 
 def block_calls(volume: Volume) -> BlockCalls:
@@ -309,7 +323,7 @@ async def test_a_get_of_a_name_that_means_another_block_meanwhile_is_of_that_one
     worker: Any = AwaitedWorker(answers)
     async with opened(Disk.format(options), options) as volume, trio.open_nursery() as nursery:
         await put(volume, b"a", b"old")
-        nursery.start_soon(block_calls(volume).get, worker, get_of(Namespace(ROOT_INODE, 0o644, 0), b"a"))
+        nursery.start_soon(block_calls(volume).get, get_of(worker, Namespace(ROOT_INODE, 0o644, 0), b"a"))
         job = await worker.waiting.receive()
         await put(volume, b"a", b"new")
         job()
@@ -331,5 +345,5 @@ async def test_a_get_of_what_another_host_took_away_is_a_miss(monkeypatch: pytes
         with monkeypatch.context() as patch:
             patch.setattr(volume, "open", gone)
             with pytest.raises(NotFound):
-                await block_calls(volume).get(worker, get_of(Namespace(ROOT_INODE, 0o644, 0), b"a"))
+                await block_calls(volume).get(get_of(worker, Namespace(ROOT_INODE, 0o644, 0), b"a"))
     assert len(asked) == 2

@@ -6,6 +6,7 @@ import random
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 
 import numpy as np
@@ -98,10 +99,10 @@ def test_others_work_during_a_copy_but_few_of_a_user_copy() -> None:
     """A user may make its copies as slow as it likes: others go on, however many of it copy."""
     interpreter = Interpreter()
     slow = interpreter.user("slow")
-    copying = [Seat(slow) for _ in range(module.COPIES_MAX + 1)]
-    for seat in copying:
+    copying = {Seat(slow): ExitStack() for _ in range(module.COPIES_MAX + 1)}
+    for seat, copies in copying.items():
         interpreter.take(seat)
-        interpreter.begin_copy(seat)
+        copies.enter_context(interpreter.copying(seat))
     other, last = Seat(interpreter.user("other")), Seat(slow)
     for _ in range(2):
         interpreter.take(other)
@@ -113,7 +114,7 @@ def test_others_work_during_a_copy_but_few_of_a_user_copy() -> None:
 
     def end(seat: Seat) -> Callable[[], None]:
         def run() -> None:
-            interpreter.end_copy(seat)
+            copying[seat].close()
             interpreter.give(seat)
 
         return run
@@ -144,9 +145,8 @@ def test_turns_are_never_two_and_never_lost(rng: random.Random) -> None:
                 if interpreter.is_wanted(seat):
                     interpreter.lend(seat)
                 elif rng.random() < 0.2:
-                    interpreter.begin_copy(seat)
-                    time.sleep(0)  # as a copy does, it lets go of the interpreter
-                    interpreter.end_copy(seat)
+                    with interpreter.copying(seat):
+                        time.sleep(0)  # as a copy does, it lets go of the interpreter
             interpreter.give(seat)
 
     threads = [

@@ -1,0 +1,107 @@
+"""Calls for registered files, in the event loop."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import trio
+
+from kvfuse import errors
+from kvfuse.usrbio.daemon.call import PIECE, Call, Done, Ring
+from kvfuse.usrbio.daemon.client_memory import Iov
+from kvfuse.usrbio.daemon.registry import OpenFile
+from kvfuse.volume.api import RingApi
+
+
+@dataclass
+class FileCalls:
+    """The file calls of one connection. An error that one raises is its answer.
+
+    ``finish``: completes a call that changed something. ``drop_content``: has the kernel drop the bytes of an inode.
+    """
+
+    volume: RingApi[Any]
+    finish: Callable[[Done], None]
+    drop_content: Callable[[Ring, int], None]
+
+    async def read(self, call: Call) -> None:
+        """Let the ring's thread do it once the content map shows the range; else read here."""
+        offset, length = call.entry.offset, call.entry.length
+        async with self._using(call) as file:
+            end = min(offset + length, file.map.size)
+            if end > offset:
+                chunk_size = file.map.chunk_size
+                await self.volume.show(file.handle, offset // chunk_size, (end - 1) // chunk_size)
+            if not await call.try_again():
+                await self.read_here(call, file.handle, offset, length)
+
+    async def read_here(self, call: Call, handle: Any, offset: int, length: int) -> None:
+        """Read into memory of the daemon; the ring's thread copies what is there."""
+        iov, iov_offset = call.iov, call.entry.iov_offset
+        assert iov is not None
+        done, is_end = 0, False
+        while done < length and not is_end:
+            buffer = memoryview(bytearray(min(length - done, PIECE)))
+            count = await self.volume.read_into(handle, offset + done, buffer)
+            if await call.attempt(partial(_copy, iov, iov_offset + done, buffer[:count])):
+                return
+            done += count
+            is_end = count < len(buffer)
+        call.ring.completions.complete(call, done)
+
+    async def write(self, call: Call) -> None:
+        written = 0
+        data = call.data
+        async with self._using(call) as file:
+            try:
+                while written < len(data):
+                    written += await self.volume.write(file.handle, call.entry.offset + written, data[written:])
+            except errors.KvfuseError:
+                if not written:
+                    raise
+            except trio.Cancelled:  # some of it may be done
+                self.drop_content(call.ring, file.ino)
+                raise
+        self.finish(Done(call, written, content=file.ino))
+
+    async def write_together(self, calls: Sequence[Call]) -> list[bool]:
+        """Small writes of one file, as far as they can be done together: which are."""
+        async with self._using(calls[0]) as file:
+            return await self.volume.write_in_slots(file.handle, [(call.entry.offset, call.data) for call in calls])
+
+    async def fsync(self, call: Call) -> None:
+        async with self._using(call) as file:
+            await self.volume.fsync(file.handle)
+        call.ring.completions.complete(call, 0)
+
+    async def release(self, file: OpenFile) -> None:
+        """The file is not registered any more: the last call that needs the volume's handle releases it."""
+        file.dropped = True
+        if not file.use_count:
+            await self.volume.release(file.handle)
+
+    @asynccontextmanager
+    async def _using(self, call: Call) -> AsyncIterator[OpenFile]:
+        """The file of a call, open meanwhile. BadHandle."""
+        file = call.file
+        assert file is not None
+        if file.dropped:
+            raise errors.BadHandle("the file is no longer registered")
+        file.use_count += 1
+        try:
+            yield file
+        finally:
+            file.use_count -= 1
+            if file.dropped and not file.use_count:
+                with trio.CancelScope(shield=True):
+                    await self.volume.release(file.handle)
+
+
+def _copy(iov: Iov, offset: int, data: memoryview, call: Call) -> None:
+    """Write to a client's memory, which may have to wait for the client."""
+    with call.ring.turns.copying(call.ring.seat):
+        iov.write(offset, data)
