@@ -114,10 +114,7 @@ class Accounts:
     def open(self, peer: Peer) -> Account:
         """For one more connection of a user."""
         key = (peer.uid, peer.is_unlimited)  # a container's root does not pay for what the machine's root has
-        user = self._users.get(key)
-        if user is None:
-            user = self._users[key] = _User()
-        return Account(peer, user, self._options, self._pools)
+        return Account(peer, self._users.setdefault(key, _User()), self._options, self._pools)
 
     def check_connections(self, uid: int) -> None:
         """QuotaExceeded where a user with limits has as many as it may."""

@@ -16,7 +16,7 @@ from kvfuse.credentials import Capability
 from kvfuse.usrbio.daemon.call import Call, Done
 from kvfuse.usrbio.daemon.peer import Peer
 from kvfuse.usrbio.daemon.registry import Namespace
-from kvfuse.volume.api import Attributes, Binding, Caller, RingApi
+from kvfuse.volume.api import Attributes, Binding, RingApi
 
 EXISTS_KEYS = 2048
 """keys of one call that are looked for before the event loop does something else"""
@@ -47,7 +47,7 @@ class BlockCalls:
     async def _get_bound(self, call: Call, namespace: Namespace, is_last: bool) -> bool:
         """Answer with the block that the name means now. False, unless ``is_last``: by then it meant another one."""
         binding = await self._bind(namespace, call.names[0])
-        handle = await self.volume.open(binding.ino, os.O_RDONLY, self.caller())
+        handle = await self.volume.open(binding.ino, os.O_RDONLY, self.peer.caller())
         try:
             size = binding.map.size
             if size > 0:
@@ -85,7 +85,7 @@ class BlockCalls:
             await call.try_again()
             if call.data is None:
                 return
-        old = await self.volume.blocks.put(namespace.ino, name, call.data, self.caller(), namespace.mode)
+        old = await self.volume.blocks.put(namespace.ino, name, call.data, self.peer.caller(), namespace.mode)
         self.finish(Done(call, entry.length, directory=namespace.ino, names=[(name, old)]))
 
     async def exists(self, call: Call) -> None:
@@ -113,10 +113,6 @@ class BlockCalls:
         namespace = await self._check(call, 1)
         loaded = await self.volume.blocks.prefetch(namespace.ino, call.names, lambda binding: self.peer.may(binding, 4))
         call.ring.completions.answer_keys(call, loaded)
-
-    def caller(self) -> Caller:
-        peer = self.peer
-        return Caller(peer.uid, peer.gid, peer.pid, peer.powers.has(Capability.FSETID), peer.groups)
 
     async def _check(self, call: Call, wanted: int) -> Namespace:
         """The call's namespace, if the peer may use its directory so: 1 search, 2 write. PermissionDenied, ReadOnly."""

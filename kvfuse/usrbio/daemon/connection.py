@@ -149,9 +149,8 @@ class Connection:
         return Message(message.request, message.number, 0, values), sent
 
     async def _reply(self, reply: Message, descriptors: list[int]) -> None:
-        ancillary = []
-        if descriptors:
-            ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors).tobytes())]
+        passed = array.array("i", descriptors).tobytes()
+        ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, passed)] if descriptors else []
         await self._stream.sendmsg([reply.pack()], ancillary)
 
     # -- requests: each has the method of its name -----------------------------------------------------
@@ -172,7 +171,7 @@ class Connection:
         files = self.registered.files
         with files.taking():
             ino = await self._usher.inspect(partial(registry.check_file, device=self._device, access=access))
-            opened = await self._volume.open(ino, flags, self._calls.caller())
+            opened = await self._volume.open(ino, flags, self.peer.caller())
             try:
                 shown = self._volume.content_map(opened)
             except errors.Stale:  # another host removed it meanwhile

@@ -42,9 +42,9 @@ COPIES_MAX = min(8, max(2, len(os.sched_getaffinity(0))))
 
 
 class User:
-    """Seconds that all rings of a user had of the interpreter, in all and ``lately``; and seats that wait for it."""
+    """Seconds that all rings of a user had of the interpreter ``lately``, and seats that wait for it."""
 
-    __slots__ = ("__weakref__", "alone", "copies", "lately", "seconds", "waiting")
+    __slots__ = ("__weakref__", "alone", "copies", "lately", "waiting")
 
     def __init__(self) -> None:
         self.alone = 0
@@ -52,7 +52,6 @@ class User:
         self.copies = 0
         """rings that lost the turn while they copied, and still copy"""
         self.lately = 0.0
-        self.seconds = 0.0
         self.waiting: deque[Seat] = deque()
 
 
@@ -97,10 +96,7 @@ class Interpreter:
 
     def user(self, key: object) -> User:
         with self._lock:
-            user = self._users.get(key)
-            if user is None:
-                user = self._users[key] = User()
-            return user
+            return self._users.setdefault(key, User())
 
     # -- turns ---------------------------------------------------------------------------------------
 
@@ -118,9 +114,7 @@ class Interpreter:
     def give(self, seat: Seat) -> None:
         """Hand the turn on."""
         now = time.perf_counter()
-        user = seat.user
-        user.lately += now - seat.began
-        user.seconds += now - seat.began
+        seat.user.lately += now - seat.began
         self.token.append(True)
         if self._waiting or now - self._halved_at > HALF_LIFE_SECONDS:
             with self._lock:
@@ -138,7 +132,7 @@ class Interpreter:
 
     def lend(self, seat: Seat) -> None:
         """Hand the turn on to whoever precedes this seat, and take it again."""
-        self._count(seat.user, time.perf_counter() - seat.began)
+        seat.user.lately += time.perf_counter() - seat.began
         self._wait(seat, has_turn=True)
         seat.began = time.perf_counter()
 
@@ -188,7 +182,7 @@ class Interpreter:
                 with self._lock:
                     seat.user.copies -= 1
                     self._hand_on()
-                self._count(seat.user, time.perf_counter() - seat.began)
+                seat.user.lately += time.perf_counter() - seat.began
                 self.take(seat)
 
     # -- looking for more work -----------------------------------------------------------------------
@@ -205,7 +199,7 @@ class Interpreter:
 
     def looked(self, seat: Seat, seconds: float) -> None:
         self._looker.append(True)
-        self._count(seat.user, seconds)
+        seat.user.lately += seconds
 
     # -- the event loop ------------------------------------------------------------------------------
 
@@ -280,10 +274,6 @@ class Interpreter:
                 copier.user.copies += 1
                 return True
         return False
-
-    def _count(self, user: User, seconds: float) -> None:
-        user.lately += seconds
-        user.seconds += seconds
 
     def _forget(self, now: float) -> None:
         """With the lock."""

@@ -74,7 +74,6 @@ class Calls:
     def __post_init__(self) -> None:
         files = self.files = FileCalls(self.volume, self._finish, self._drop_content)
         blocks = BlockCalls(self.volume, self.peer, self._finish, files.read_here)
-        self.caller = blocks.caller
         self._deadlines: Deadlines[Call] = Deadlines(self.nursery, _expire)
         self._handlers: dict[int, Callable[[Call], Awaitable[None]]] = {
             Op.READ: files.read,

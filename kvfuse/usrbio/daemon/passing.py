@@ -133,10 +133,7 @@ class Ushers:
 
     def of(self, user: Hashable, stream: trio.socket.SocketType) -> Usher:
         """For one connection of a user, and its socket."""
-        known = self._users.get(user)
-        if known is None:
-            known = self._users[user] = _User()
-        return Usher(self, known, stream)
+        return Usher(self, self._users.setdefault(user, _User()), stream)
 
     def close(self) -> None:
         self._closed = True

@@ -22,7 +22,7 @@ from typing import Self
 import trio
 
 from kvfuse.credentials import Capability, process_status, shares_user_namespace
-from kvfuse.volume.api import Attributes, Binding
+from kvfuse.volume.api import Attributes, Binding, Caller
 
 SO_PEERGROUPS = 59
 SO_PEERPIDFD = 77
@@ -109,6 +109,9 @@ class Peer:
         if self.uid == 0:
             return self.powers.has(Capability.SYS_ADMIN) or self.powers.has(Capability.SYS_RESOURCE)
         return self.uid == os.geteuid()
+
+    def caller(self) -> Caller:
+        return Caller(self.uid, self.gid, self.pid, self.powers.has(Capability.FSETID), self.groups)
 
     def may(self, inode: Attributes | Binding, wanted: int) -> bool:
         """Whether the kernel would grant the permission bits ``wanted`` (4 read, 2 write, 1 search)."""

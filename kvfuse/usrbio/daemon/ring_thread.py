@@ -270,12 +270,14 @@ class OwnedRing:
         with ExitStack() as undo:
             memory, descriptor = RingMemory.create(layout)
             shown.append(descriptor)
-            own_bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-            undo.callback(os.close, own_bell)
-            shown.append(os.dup(own_bell))
-            client_bell = _make_client_bell(shown)
-            undo.callback(os.close, client_bell)
-            self.loop = RingThread(registered, memory, own_bell, client_bell, op_mask)
+            bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+            undo.callback(os.close, bell)
+            shown.append(os.dup(bell))
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+            undo.callback(ours.close)
+            shown.append(theirs.detach())
+            ours.shutdown(socket.SHUT_RD)  # else what the client sends would lie there until the daemon closes it
+            self.loop = RingThread(registered, memory, bell, ours.fileno(), op_mask)
             undo.callback(self.loop.close)
             try:
                 self.loop.thread.start()
@@ -286,14 +288,3 @@ class OwnedRing:
     def close(self) -> None:
         """After its thread has ended."""
         self._descriptors.close()
-
-
-def _make_client_bell(shown: list[int]) -> int:
-    """The daemon's end of a socket pair; the client's one goes to ``shown``.
-
-    Nothing can be sent to the daemon's end, where it would lie until the daemon closes it.
-    """
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
-    ours.shutdown(socket.SHUT_RD)
-    shown.append(theirs.detach())
-    return ours.detach()
