@@ -242,18 +242,14 @@ def _make_read_only(mountpoint: Path, device: int) -> None:
         point = os.open(mountpoint, os.O_PATH)
         try:
             if os.fstat(point).st_dev == device:
-                _remount_read_only(point)
+                # All other options stay: some of them have to be said again. The ST_ flags are mount(2)'s.
+                kept = os.fstatvfs(point).f_flag & (os.ST_NOSUID | os.ST_NODEV | os.ST_NOEXEC | os.ST_SYNCHRONOUS)
+                flags = ctypes.c_ulong(MS_REMOUNT | os.ST_RDONLY | kept)
+                checked(libc.mount(b"kvfuse", b"/proc/self/fd/%d" % point, None, flags, None))
         finally:
             os.close(point)
     except OSError as error:
         log.warning("%s: the kernel does not know that it is read-only: %s", mountpoint, error.strerror)
-
-
-def _remount_read_only(point: int) -> None:
-    """What else the mount was told stays: some of it has to be said again. The ST_ flags are mount(2)'s. OSError."""
-    kept = os.fstatvfs(point).f_flag & (os.ST_NOSUID | os.ST_NODEV | os.ST_NOEXEC | os.ST_SYNCHRONOUS)
-    flags = ctypes.c_ulong(MS_REMOUNT | os.ST_RDONLY | kept)
-    checked(libc.mount(b"kvfuse", b"/proc/self/fd/%d" % point, None, flags, None))
 
 
 def _set_read_ahead(device: int, size: int) -> None:

@@ -142,7 +142,9 @@ async def _rebuild_shared(options: Options, progress: Progress) -> RebuildReport
 async def _collect(superblock: Superblock, segments: SegmentStore, progress: Progress) -> _Rebuild:
     work = _Rebuild(superblock.geometry, segments, progress)
     await work.read_headers()
-    await work.choose_files()
+    for done, (ino, pieces) in enumerate(sorted(work.pieces.items()), 1):
+        progress("files", done, len(work.pieces))
+        await work.choose_file(ino, pieces)
     return work
 
 
@@ -223,13 +225,8 @@ class _Rebuild:
 
     # -- files ---------------------------------------------------------------------------------------
 
-    async def choose_files(self) -> None:
-        """Find each inode's newest pieces, its description, and whether it is whole."""
-        for done, (ino, pieces) in enumerate(sorted(self.pieces.items()), 1):
-            self.progress("files", done, len(self.pieces))
-            await self._choose_file(ino, pieces)
-
-    async def _choose_file(self, ino: int, pieces: list[_Piece]) -> None:
+    async def choose_file(self, ino: int, pieces: list[_Piece]) -> None:
+        """Find an inode's newest pieces, its description, and whether it is whole."""
         chunks = _newest(pieces)
         description = await self._description(chunks)
         path = description.path if description is not None else LOST_FOUND + b"/inode-%d" % ino
