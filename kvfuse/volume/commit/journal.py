@@ -230,7 +230,7 @@ class Journal:
 
     @property
     def is_committing(self) -> bool:
-        """See `JournalPart`."""
+        """A commit was built, and the slots that it frees are not free yet."""
         return self.settling.batch is not None
 
     async def sync(self) -> None:
@@ -239,7 +239,7 @@ class Journal:
         await self.settling.freed()
 
     def put(self, key: bytes, value: bytes | None) -> None:
-        """See `JournalPart`."""
+        """Put or delete a loose record with the next commit; None deletes it."""
         self.pending.loose.put(key, value)
 
     async def transact(self, transaction: Transaction) -> bool:
