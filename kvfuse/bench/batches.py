@@ -76,7 +76,7 @@ class Watched:
 
 
 def compare(cell: Cell, kvfuse: Timing, references: Mapping[str, Timing], round_count: int) -> Figure:
-    """What ``kvfuse`` reaches beside its references, the first of which the ratio is of."""
+    """The figure of ``kvfuse`` beside its references; the ratio is to the first of them."""
     watched = Watched(kvfuse)
     timings: dict[str, Timing] = {"kvfuse": watched, **references}
 

@@ -24,7 +24,7 @@ _TEMPORARY = ".part"
 
 
 class Outcome(Enum):
-    """What became of a block that was asked for."""
+    """The outcome of a request for a block."""
 
     HIT = "hit"
     STORED = "stored"

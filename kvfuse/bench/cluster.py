@@ -76,7 +76,7 @@ def bench_store(size: int, setting: ClusterSetting) -> list[Figure]:
 def _storing(blocks: BlockSet, stored: list[BlockSet], *, fsync: bool = False) -> RowsSide:
     """Stores a set like ``blocks`` a round: its rate, and what it cost the engines of kvfuse.
 
-    All is written out before the next side's turn. ``stored`` is told of every set.
+    All is written out before the next side's turn. ``stored`` gets every set.
     """
 
     def side(number: int) -> dict[str, float]:

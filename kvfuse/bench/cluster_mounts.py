@@ -31,7 +31,7 @@ Mounter = Callable[[Path], AbstractContextManager[Daemon]]
 
 
 class ClusterServers(NamedTuple):
-    """What all sides store in."""
+    """The servers in which all sides store."""
 
     etcd: EtcdServers
     ceph: CephServers
@@ -93,7 +93,7 @@ def _new_volume(setting: ClusterSetting, publish: str) -> Mounter:
 
 @contextmanager
 def mounted(setting: ClusterSetting, mounters: Mapping[str, Mounter], host: str = "a") -> Iterator[dict[str, Path]]:
-    """All sides mounted while the body runs: name -> mount point. ``host`` tells several mounts of one side apart."""
+    """All sides mounted while the body runs: name -> mount point. ``host`` names one of several mounts of a side."""
     with ExitStack() as stack:
         points = {}
         for name, mount in mounters.items():
@@ -103,7 +103,7 @@ def mounted(setting: ClusterSetting, mounters: Mapping[str, Mounter], host: str 
 
 
 def daemon_stats(mountpoint: Path) -> dict[str, Any] | None:
-    """What a kvfuse daemon has counted; None where another file system is mounted."""
+    """The counters of a kvfuse daemon; None where another file system is mounted."""
     try:
         content: dict[str, Any] = json.loads((mountpoint / ".kvfuse" / "stats").read_bytes())
     except FileNotFoundError:

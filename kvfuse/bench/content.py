@@ -46,7 +46,7 @@ class BlockContent:
         return self._expected.data.toreadonly()
 
     def difference(self, key: bytes, size: int) -> str | None:
-        """What is wrong with the first ``size`` bytes of ``buffer`` as the content of ``key``; None if nothing is."""
+        """How the first ``size`` bytes of ``buffer`` differ from the content of ``key``; None if they do not."""
         if size != self.block_size:
             return f"has {'at least ' if size > self.block_size else ''}{size} bytes, not {self.block_size}"
         self.fill(key)

@@ -114,7 +114,7 @@ def _tail(log: int) -> str:
 
 
 class Memory(NamedTuple):
-    """What a process has in memory, in bytes."""
+    """The memory of a process, in bytes."""
 
     resident: int
     anonymous: int

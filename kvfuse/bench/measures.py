@@ -1,4 +1,4 @@
-"""What is measured on a folder, whatever file system it is on: one function a figure, POSIX calls alone.
+"""Measurements of a folder on any file system: one function for each figure, with POSIX calls alone.
 
 Nothing here chooses sizes or compares; ``suite`` does.
 """

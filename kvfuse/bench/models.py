@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class ModelShape(NamedTuple):
-    """What a model keeps of one token, at two bytes a value."""
+    """The values that a model keeps of one token, two bytes each."""
 
     layers: int
     values_per_layer: int

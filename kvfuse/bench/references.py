@@ -1,4 +1,4 @@
-"""What rings are compared with: memcpy, and the same bytes through system calls on tmpfs."""
+"""The references of rings: memcpy, and the same bytes through system calls on tmpfs."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ _WRONG_NAMED_MAX = 20
 
 @dataclass(frozen=True)
 class ReplayPlan:
-    """What one run replays. ``request_max``, ``block_max`` and ``duration`` (seconds) end it, the first that is met."""
+    """The traffic of one run. Ends at ``request_max``, ``block_max`` or ``duration`` (seconds), the first of them."""
 
     model: str
     block_tokens: int
@@ -45,7 +45,7 @@ class Space(NamedTuple):
 
 @dataclass
 class ReplayResult:
-    """What happened. Sizes in bytes, times in seconds."""
+    """The counts of one run. Sizes in bytes, times in seconds."""
 
     block_size: int
     requests: int = 0

@@ -1,4 +1,4 @@
-"""What the ring benchmarks do as a client of a mount: sessions, and each operation in batches.
+"""The ring benchmarks as clients of a mount: sessions, and each operation in batches.
 
 Data is the same everywhere: piece i of a file, and block i of a folder, is piece i of one array of random bytes. What
 an operation moves is compared with it once, before anything is timed.
@@ -101,7 +101,7 @@ class Work(ABC):
 
     @abstractmethod
     def batch(self, depth: int) -> Batch:
-        """What does batch number n."""
+        """A function that does batch number n."""
 
     @abstractmethod
     def check(self, depth: int) -> None:
@@ -350,7 +350,7 @@ def _calls(keys: Sequence[bytes]) -> Iterator[Sequence[bytes]]:
 
 
 def _settle(descriptor: int) -> None:
-    """What was prepared is on its way to the disk, and would take a core from what is measured: wait for that."""
+    """Wait until the prepared bytes are on the disk: the writing would take a core from the measurement."""
     os.fsync(descriptor)
     os.sync()
 

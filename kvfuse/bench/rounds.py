@@ -16,7 +16,7 @@ RowsSide = Callable[[int], Mapping[str, float]]
 
 @dataclass(frozen=True)
 class Conditions:
-    """Where and how much: what every benchmark is told."""
+    """Where every benchmark runs, and how much it does."""
 
     volumes: Path
     """an empty folder for volumes and mount points, on the disk that is measured"""

@@ -85,7 +85,7 @@ class Request(NamedTuple):
 
 
 class TrafficFigures(NamedTuple):
-    """What a run of requests means for a cache of trace blocks that never forgets."""
+    """The hits that a cache of trace blocks that never forgets would have in a run of requests."""
 
     requests: int
     blocks: int
@@ -155,7 +155,7 @@ def read_trace(path: Path) -> Iterator[Request]:
 def share_of(requests: Iterable[Request], share: float) -> Iterator[Request]:
     """About ``share`` of the conversations, whole: what one of ``1 / share`` nodes would see.
 
-    Prompts are told apart by the first block after the system block, so reuse stays within the share while the
+    Prompts differ in the first block after the system block, so reuse stays within the share while the
     distance to it shrinks with it: a small volume then meets the same hits as a large one with all traffic.
     """
     threshold = int(share * (1 << 32))

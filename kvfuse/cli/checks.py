@@ -1,4 +1,4 @@
-"""What must be true before a mount changes anything: the mount point, /dev/fuse, the right to use them."""
+"""Checks before a mount changes anything: the mount point, /dev/fuse, the right to use them."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def check_python() -> Iterator[Finding]:
 
 
 def _requirements() -> list[str]:
-    """What kvfuse needs at run time, as "name>=version"."""
+    """The packages that kvfuse needs at run time, as "name>=version"."""
     try:
         declared = metadata.requires("kvfuse") or []
     except metadata.PackageNotFoundError:  # run from a source tree
@@ -91,7 +91,7 @@ def check_kernel() -> Iterator[Finding]:
 
 
 def check_fusermount() -> Iterator[Finding]:
-    """What a mount by someone other than root needs."""
+    """The program and the right that a mount by another user than root needs."""
     program = shutil.which("fusermount3")
     root = os.geteuid() == 0
     if program:
@@ -164,7 +164,7 @@ def _shared_memory(folder: Path) -> Finding:
 
 
 def check_helpers() -> Iterator[Finding]:
-    """What mount(8), fstab and systemd call."""
+    """The helpers that mount(8), fstab and systemd call."""
     absent = [name for name in HELPERS if not any((Path(folder) / name).exists() for folder in HELPER_FOLDERS)]
     if absent:
         detail = f"'mount -t kvfuse' does not work: no {', '.join(absent)}"
@@ -174,7 +174,7 @@ def check_helpers() -> Iterator[Finding]:
 
 
 def check_engines(options: Options) -> Iterator[Finding]:
-    """What one volume needs beyond this machine: that its record and segment store answer, to this user."""
+    """Whether the record store and the segment store of one volume answer this user."""
     import trio
 
     for endpoint in getattr(options.records, "endpoints", ()):

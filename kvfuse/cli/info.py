@@ -18,7 +18,7 @@ ATTRIBUTE = "kvfuse.info"
 
 
 def read_info(path: Path) -> dict[str, Any]:
-    """What the volume says of a file. MountError where ``path`` is not in a kvfuse mount that answers."""
+    """The volume's own description of a file. MountError where ``path`` is not in a kvfuse mount that answers."""
     try:
         content = within(ANSWER_SECONDS, os.getxattr, path, ATTRIBUTE)
     except EngineTimeout as error:

@@ -1,4 +1,4 @@
-"""What the kernel says of kvfuse mounts, and questions to them that never hang."""
+"""The kvfuse mounts in the kernel's table, and requests to them that never hang."""
 
 from __future__ import annotations
 

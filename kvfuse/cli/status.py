@@ -17,7 +17,7 @@ from kvfuse.sizes import format_size
 
 
 def look_at(row: Mounted) -> dict[str, Any]:
-    """What is known of one mount; "problem" is None when its daemon answers."""
+    """One mount; "problem" is None when its daemon answers."""
     facts: dict[str, Any] = {
         "mountpoint": str(row.point),
         "source": row.source,

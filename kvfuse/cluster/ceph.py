@@ -35,12 +35,12 @@ FOLDER_LENGTH_MAX = 90
 """a socket's path has at most 107 bytes"""
 
 Progress = Callable[[str], None]
-"""is told, in a few words, what comes next"""
+"""a function that shows the next step, in a few words"""
 
 
 @dataclass(frozen=True)
 class CephSettings:
-    """What the cluster is made with."""
+    """Options of the cluster at its making."""
 
     pool: str = "kvfuse"
     replicas: int = 2
@@ -244,7 +244,7 @@ class CephServers:
 
 
 def _conf(folder: Path, settings: CephSettings, identity: str, address: str) -> str:
-    """ceph.conf. What concerns failures stands in [global]: the monitor reads it too."""
+    """ceph.conf. Options about failures stand in [global], as the monitor reads them too."""
     return f"""\
 [global]
 fsid = {identity}
@@ -307,7 +307,7 @@ def _keyring_section(name: str, key: str, caps: Mapping[str, str]) -> str:
 
 
 def _ask_socket(path: Path, request: Mapping[str, str]) -> dict[str, Any] | None:
-    """What an OSD says through its admin socket; None where it does not answer, or does not know."""
+    """The answer of an OSD through its admin socket; None where it does not answer, or does not know."""
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(COMMAND_SECONDS)
         try:
@@ -322,7 +322,7 @@ def _ask_socket(path: Path, request: Mapping[str, str]) -> dict[str, Any] | None
 
 
 def _run(command: Sequence[str]) -> str:
-    """What a program prints. ClusterError with its complaint when it fails or takes too long."""
+    """The output of a program. ClusterError with its message when it fails or takes too long."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=2 * COMMAND_SECONDS, check=True)
     except subprocess.CalledProcessError as error:

@@ -28,7 +28,7 @@ STATE_FILE = "etcd.json"
 
 @dataclass(frozen=True)
 class EtcdSettings:
-    """What the members are started with."""
+    """Options of the members at their start."""
 
     operations_max: int = 128
     """operations of a transaction (--max-txn-ops)"""
@@ -137,7 +137,7 @@ class EtcdServers:
         return None
 
     def call(self, index: int, method: str, body: dict[str, Any], token: str = "") -> dict[str, Any]:
-        """What a member answers to a request of etcd's JSON gateway. ClusterError."""
+        """The answer of a member to a request of etcd's JSON gateway. ClusterError."""
         headers = {"Content-Type": "application/json"} | ({"Authorization": token} if token else {})
         url = f"{self.endpoints[index]}/v3/{method}"
         request = urllib.request.Request(url, json.dumps(body).encode(), headers)

@@ -3,7 +3,7 @@
 A bound socket holds the mount it was bound through until it is closed, and with it every socket accepted from it:
 a plain ``umount`` would say "busy" for as long as the daemon listens. So the socket is bound through a copy of the
 mount: this process takes a mount namespace of its own, binds there the socket that it shares with the daemon, and
-ends. Its namespace goes with it, and the copy then belongs to the socket alone. Who connects does so by inode, which
+ends. Its namespace goes with it, and the copy then belongs to the socket alone. A client connects by inode, which
 is the same through every mount of the file system.
 
 It waits for the end of its input before it begins: by then the daemon knows its number, and serves its mknod.

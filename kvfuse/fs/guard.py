@@ -1,7 +1,7 @@
 """Ends the connection of a daemon that was killed but cannot end: ``python guard.py PID POINT``, a process of its own.
 
 A thread of the daemon tells the kernel to forget a name: the kernel waits for the lock of the folder, without a way
-out of that. Who has the lock may wait for an answer of the daemon. Killed then, the daemon is not gone: its
+out of that. The holder of the lock may wait for an answer of the daemon. Killed then, the daemon is not gone: its
 descriptors are closed by its last thread, and that is the one which waits. So the kernel goes on to expect answers from
 a dead process, and everybody who asks for something of the mount waits for ever. The same goes for any wait for
 our own mount, and for a daemon that crashed, while its memory is written to a core file.

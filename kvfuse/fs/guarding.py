@@ -72,7 +72,7 @@ class Guarding:
 
 
 def open_switch(device: int) -> int:
-    """What aborts the connection of the mount with this st_dev, when "1" is written to it: a descriptor. OSError.
+    """The descriptor of the file that aborts the mount with this st_dev when "1" is written to it. OSError.
 
     Small systems do not mount the control file system, and nobody else need see it: then root has a mount of it that
     has no place, for as long as the opening takes. Where even that fails, the error is that of the usual place.

@@ -1,4 +1,4 @@
-"""What the kernel may have cached of a mount, and how to drop it: for changes that did not come through the kernel.
+"""The kernel's cache of a mount, and how to invalidate it after changes that did not pass through the kernel.
 
 The kernel may wait before it takes the news, and nothing ends that wait but an answer of the event loop: so nothing
 here may be called from its thread; pyfuse3 releases the interpreter meanwhile. For a name it wants the lock of the
@@ -6,7 +6,7 @@ folder, which who looks a name up or makes one there holds until the daemon answ
 for the same lock behind it. (To let a name merely expire, since Linux 6.2, takes that lock, too; to let all names of
 the mount expire at once, since 6.16, takes none.) For content it waits for reads that are under way. For attributes
 it waits for nothing. Nothing is sent for what the kernel cannot have: in a folder of which it keeps no names, as in
-the strict ones of shared volumes, it is told of none. What becomes of a wait when the daemon is killed: see `guard`.
+the strict ones of shared volumes, it is told of none. `guard` ends the waits of a killed daemon.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Kept:
         self._end_of_all = 0.0
 
     def note(self, directory: int) -> float:
-        """The kernel is told now of a name in ``directory``, and to keep that so many seconds."""
+        """The reply to the kernel names an entry of ``directory``, which the kernel may cache for so many seconds."""
         if not self._timeout:
             return 0.0
         end = time.monotonic() + self._seconds

@@ -7,8 +7,8 @@ more than most requests do. Here the lock goes to who asks first. A worker whose
 turn; the next one takes over when it does wait.
 
 A request can go before it is read: its caller was killed, or it was the word that the caller of another one, answered
-just now, had got a signal. Who then reads would wait in the kernel, event loop and all threads of Python with it,
-until somebody asks for something. So the descriptor does not block, and is looked at again after each wait.
+just now, had got a signal. A thread that then reads would wait in the kernel, event loop and all threads of Python with
+it, until somebody asks for something. So the descriptor does not block, and is looked at again after each wait.
 
 pyfuse3 looks up what it needs of trio in its own attribute ``trio``, so that asyncio can stand there
 (`pyfuse3.asyncio.enable`). That is where `take_turns` puts this.
@@ -73,7 +73,7 @@ class TurnLock:
 class Requests:
     """Waits for the kernel's requests: a short while awake where they come quickly, else asleep.
 
-    ``wakefulness`` hears how long it waits.
+    It reports to ``wakefulness`` how long it waits.
     """
 
     def __init__(self, wakefulness: Wakefulness) -> None:

@@ -41,7 +41,7 @@ class Wakefulness:
         self._short_waits = 0
         """in a row"""
         self.is_kept = False
-        """Who waits now for longer than ``LINGER_SECONDS`` is to call `end`."""
+        """A thread that waits longer than ``LINGER_SECONDS`` from now calls `end`."""
         if wanted:
             self._open(device)
 

@@ -2,7 +2,7 @@
 
 A page that cannot be read - its file was truncated, its sector is bad - raises SIGBUS in the thread that touches it,
 which kills the process. A handler marks the map as failed, puts filler in the page's place and returns: the processor
-repeats the instruction and reads filler. Whoever copies from a `GuardedMap` therefore asks `is_intact` before it uses
+repeats the instruction and reads filler. Code that copies from a `GuardedMap` therefore asks `is_intact` before it uses
 the copy. The mark stands before the filler is there, it is set under the interpreter lock, and it stays: a thread that
 copied filler, after its own fault or another thread's, sees the mark when it has the lock again.
 
@@ -66,7 +66,7 @@ class GuardedMap:
         weakref.finalize(self, _guarded.pop, id(self), None).atexit = False  # before ``memory`` is unmapped
 
     def is_intact(self) -> bool:
-        """What was copied until now are bytes of the file, which still has all of them.
+        """All bytes copied until now are the file's, which still has all of them.
 
         Behind the end of a file its last page reads as zeros, without a fault.
         """

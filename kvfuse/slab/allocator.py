@@ -73,7 +73,7 @@ class Allocator:
         self._granted: set[int] = set()
         """where it has not all"""
         self.slab_opened: Callable[[], object] = lambda: None
-        """is told when a free slab was given to a slot size: there may soon be none left"""
+        """called when a slot size took a free slab: there may soon be none left"""
 
     # -- taking and giving back --------------------------------------------------------------------
 
@@ -119,7 +119,7 @@ class Allocator:
             self._free(slab, index)
 
     def recall(self, committed: Iterable[Slot], released: Iterable[Slot]) -> None:
-        """What `commit` and `release` were told was not recorded after all: the slots are as they were before."""
+        """No record has the changes that `commit` and `release` announced: the slots are as they were before."""
         for slab, index in self._checked(committed, DURABLE):
             slab.states[index] = ALLOCATED
             self._dirty.add(slab.index)

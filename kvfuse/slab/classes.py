@@ -1,7 +1,7 @@
 """Slot sizes: which there are, and which of them an extent of a given length takes.
 
 Sizes are multiples of 4 KiB. A slot size costs more than itself where it does not tile a slab evenly: its
-*share* is the slab's size divided by the slots that fit. What an extent wastes is the shares of its slots
+*share* is the slab's size divided by the slots that fit. An extent wastes the shares of its slots
 less its own length, rounded up to 4 KiB.
 """
 

@@ -213,7 +213,7 @@ class _SuperblockFields(NamedTuple):
 
 @dataclass(frozen=True)
 class Superblock:
-    """What a volume is: the content of its superblock file and, with a number, of every segment's header."""
+    """Identity and geometry of a volume: what its superblock has and, with a number, every segment's header."""
 
     volume_id: bytes
     """16 random bytes"""

@@ -60,7 +60,7 @@ class Change(NamedTuple):
 
 @dataclass(frozen=True)
 class RecordLimits:
-    """What one call may carry. The volume sizes its batches to these."""
+    """The limits of one call. The volume sizes its batches to these."""
 
     key_size_max: int
     value_size_max: int
@@ -95,7 +95,7 @@ class RecordLimits:
 
 
 class Usage(NamedTuple):
-    """What records weigh, together."""
+    """Counts the weight of all records."""
 
     size: int = 0
     """bytes"""
@@ -115,7 +115,7 @@ class Meter:
 
 @dataclass
 class RecordCounters:
-    """What an engine was asked, for the metric "record round trips per 1,000 blocks"."""
+    """Calls of an engine, for the metric "record round trips per 1,000 blocks"."""
 
     gets: int = 0
     scans: int = 0
@@ -154,7 +154,7 @@ class RecordStore(ABC):
 
     @property
     def usage(self) -> Usage | None:
-        """What the records weigh after the last finished commit; None where the store does not count them."""
+        """The weight of the records after the last finished commit; None where the store does not count it."""
         return None
 
     def bound(self, size: int) -> int:

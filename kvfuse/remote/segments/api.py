@@ -50,7 +50,7 @@ class SegmentInfo(NamedTuple):
 
 @dataclass(frozen=True)
 class SegmentLimits:
-    """What the engine asks and offers."""
+    """Limits and abilities of an engine."""
 
     mappable: bool
     """``view`` may answer"""
@@ -62,7 +62,7 @@ class SegmentLimits:
 
 @dataclass
 class SegmentCounters:
-    """What an engine was asked."""
+    """Calls of an engine."""
 
     reads: int = 0
     read_bytes: int = 0
@@ -129,12 +129,12 @@ class SegmentStore(ABC):
 
         None where the segment cannot be mapped, or the system refuses one mapping more. Each call maps anew. All stay
         good for as long as all are held, also when the segment is removed or the store closed. The bytes show later
-        writes. What was copied counts if the guard is intact afterwards; without one they cannot fail.
+        writes. The copied bytes count if the guard is intact afterwards; without one they cannot fail.
         """
         return None
 
     def identity(self) -> bytes:
-        """What `fence` needs to know of this client; b"" where no client can be fenced."""
+        """This client's identity for `fence`; b"" where no client can be fenced."""
         return b""
 
     async def fence(self, identity: bytes) -> bool:

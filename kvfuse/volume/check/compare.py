@@ -1,4 +1,4 @@
-"""What a check finds when it has read all records: inodes against their names, slabs against extents, counters."""
+"""A check compares all records that it has read: inodes with their names, slabs with extents, counters."""
 
 from __future__ import annotations
 

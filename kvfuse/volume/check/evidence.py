@@ -1,4 +1,4 @@
-"""What a check of a volume has read: inodes, names and slots as the records say, and what is wrong with them.
+"""The evidence of a check: inodes, names and slots as the records say, and the problems found while reading.
 
 The readers fill an `Evidence` once; what compares changes nothing of it but the report.
 """
@@ -22,7 +22,7 @@ from kvfuse.volume.inodes.core import PATH_DEPTH_MAX
 from kvfuse.volume.store import schema
 
 MALFORMED = (ValueError, struct.error)
-"""What decoding a damaged record raises."""
+"""The errors that decoding a damaged record raises."""
 Progress = Callable[[str, int, int], None]
 """(what is done, how far, of how many; 0: not known)"""
 
@@ -39,7 +39,7 @@ class Problem:
 
 @dataclass
 class Report:
-    """What a check found."""
+    """The result of a check."""
 
     problems: list[Problem] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -58,7 +58,7 @@ class Report:
 
 @dataclass
 class Inode:
-    """What the records say of an inode with a record of its own, and what was seen."""
+    """An inode with a record of its own: that record, and the names and chunks seen of it."""
 
     record: schema.InodeRecord
     names: int = 0

@@ -138,7 +138,7 @@ def head_of(named: Named, slot_size: int, description: bytes = b"") -> heads.Hea
 
 
 def differences(row: np.void, head: heads.Head, superblock: Superblock) -> list[str]:
-    """What an intact header says otherwise than it has to; nothing: it is about this extent."""
+    """How an intact header differs from the one that this extent should have; empty where it does not."""
     if row["state"] == layout.STATE_FREE:
         return ["it says that the slot is free"]
     expected = {

@@ -85,7 +85,7 @@ class RecordReader:
                 yield row, value
 
     async def _drop_damaged(self, key: bytes) -> None:
-        """What goes with a damaged record is found by the next round of a repair."""
+        """The next round of a repair removes the records that belonged to a damaged one."""
         text = f"the record of {describe(key)} does not match its checksum"
         puts: dict[bytes, bytes] = {}
         deletes = [key]

@@ -77,7 +77,7 @@ class _File(NamedTuple):
 
 @dataclass
 class RebuildReport:
-    """What came back."""
+    """The files that a rebuild recovered, and those that it dropped."""
 
     files: int = 0
     nameless: int = 0

@@ -161,7 +161,7 @@ class Scrubber:
         return now is not None and now.version == row.version
 
     async def _wrong(self, named: Named, segments: SegmentStore) -> dict[str, str]:
-        """What is wrong with an extent's bytes or head; of the bytes the first place."""
+        """The problems of an extent's bytes and head; of the bytes the first place."""
         wrong: dict[str, str] = {}
         try:
             if text := await self._wrong_bytes(named.extent, segments):

@@ -1,4 +1,4 @@
-"""What a check looks at in a shared volume, beside what every volume has: clients, slabs' holders, freed slots.
+"""The records that only shared volumes have, checked: clients, slabs' holders, freed slots.
 
 A slab whose holder is gone is no error, nor are counts or an orphan of such a client: whoever opens the volume next
 takes them over. An f record is one only where it does not name a durable slot that no file has: whoever holds the slab

@@ -46,7 +46,7 @@ class Inheritance:
     view: SlabView
     heir: Callable[[int], int]
     free_later: Callable[[int], None]
-    """is told of inodes whose orphan records are this client's now"""
+    """called with inodes whose orphan records are this client's now"""
 
     def __post_init__(self) -> None:
         self.is_behind = True
@@ -132,7 +132,7 @@ class Inheritance:
             self._not_fenced.pop(client, None)
 
     async def take_over_counts(self, client: int) -> None:
-        """Add the counts of a client that is gone, or leaves, to the common ones. Who is not the first leaves it.
+        """Add the counts of a client that is gone, or leaves, to the common ones. The first client to do so wins.
 
         Any may be below 0: who removed what another client made that is still here.
         """

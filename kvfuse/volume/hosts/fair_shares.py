@@ -1,7 +1,7 @@
 """Where little is free, those who have more of it than an equal part for each client leave some to the others.
 
-Every client computes this alike, from what all can see. Who has more gives back slabs that are partly used: those that
-it took no slot of lately, the emptiest first. Who has less, and no room, waits a while for that.
+Every client computes this alike, from what all can see. A client with more gives back slabs that are partly used: those
+of which it took no slot lately, the emptiest first. A client with less, and no room, waits a while for that.
 """
 
 from __future__ import annotations

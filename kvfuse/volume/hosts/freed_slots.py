@@ -1,8 +1,8 @@
 """Slots of a shared volume that are freed by clients who do not hold their slab.
 
-Who takes an extent out of an inode and does not hold its slab puts an *f record* in that very commit. Who holds the
-slab sees it by a watch, or finds it when he takes the slab; takes the slot out of the slab's image and deletes the f
-record in one commit; and lets the slot be used again, a grace later where somebody may be reading it. So an f record
+A client that takes an extent out of an inode and does not hold its slab puts an *f record* in that very commit. The
+slab's holder gets it from a watch, or finds it when it takes the slab; clears the slot in the slab's image and deletes
+the f record in one commit; and reuses the slot, a grace later where somebody may be reading it. So an f record
 always names a durable slot of just that generation; it is looked at afresh (`get`) before anything is done, and once: a
 change that a watch brings late is never taken for one of the slot's next life.
 """
@@ -31,7 +31,7 @@ SEEN_GRACES = 2
 
 
 class JournalPart(Protocol):
-    """What is asked of a `Journal`."""
+    """The part of a `Journal` that this module calls."""
 
     @property
     def is_committing(self) -> bool:
@@ -94,7 +94,7 @@ class FreedSlots:
         self._forget(trio.current_time() - SEEN_GRACES * self.core.grace.seconds)
 
     def _free(self, key: bytes, freed: FreedSlot, *, has_rested: bool) -> None:
-        """The slot and its f record go with the journal's next batch; it does so once, however often it is told."""
+        """The slot and its f record go with the journal's next batch; further calls for them change nothing."""
         if self.core.slabs.is_durable(freed.addr):
             slot_size = self.core.slabs.slot_size(freed.addr)
             state = RESTED if has_rested else COMMITTED

@@ -91,7 +91,7 @@ class HeldSlabs:
         return client == NOBODY or client not in self.view.members
 
     async def _take_part(self, slabs: Sequence[int]) -> bool:
-        """One transaction. If its outcome is unknown, what became of it is told to `_taken` later, or never was."""
+        """One transaction. If its outcome is unknown, `_taken` gets it later, or it never happened."""
         expect: dict[bytes, int] = {}
         puts: dict[bytes, bytes] = {}
         found = {slab: self.view.seen(slab) for slab in slabs}

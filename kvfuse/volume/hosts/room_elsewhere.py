@@ -1,4 +1,4 @@
-"""What other hosts are about to free or to give back: the source of room that is asked last."""
+"""Room that other hosts are about to free or to give back: the source that `Space` asks last."""
 
 from __future__ import annotations
 

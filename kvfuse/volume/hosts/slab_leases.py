@@ -30,7 +30,7 @@ from kvfuse.volume.store.numbers import SharedNumberRange
 
 TICK_SECONDS = 1.0
 SPREAD_SECONDS = 1.0
-"""What a client that is gone held is first offered to one survivor each, then to all."""
+"""The slabs of a client that is gone are first offered to one survivor each, then to all."""
 BEHIND_SECONDS = 0.02
 RETRY_SECONDS = 0.5
 
@@ -60,7 +60,7 @@ class SlabLeases:
         for numbers in self._numbers:
             numbers.wanted = self._wake
 
-    # -- questions, and what is told -----------------------------------------------------------------
+    # -- questions and announcements -----------------------------------------------------------------
 
     def heir(self, client: int) -> int:
         """Which of the clients that are alive sees to what a client left behind that is gone. All agree, by and by."""
@@ -130,7 +130,7 @@ class SlabLeases:
         return max(min(TICK_SECONDS, self.held.ripe_at - trio.current_time()), 0)
 
     async def _begin(self) -> None:
-        """Have slabs and numbers. What clients left that are gone is seen to later, unless nothing else is free.
+        """Have slabs and numbers. Slabs of clients that are gone follow later, unless nothing else is free.
 
         To cut them off takes seconds, and this one may be among those who were away together.
         """

@@ -1,4 +1,4 @@
-"""What the record store says of slabs and clients of a shared volume, kept up to date by watches.
+"""The slabs and clients of a shared volume as the record store has them, kept up to date by watches.
 
 It may be stale at any time: it serves choices and figures. A commit that acts on it expects the records it saw.
 """
@@ -126,7 +126,7 @@ class SlabView:
         return sorted({*self.held_counts, *self.counts} - self.members)
 
     def counts_beside(self, client: int) -> Counts:
-        """What is there, but for what this client made and removed."""
+        """The common counts and those of all clients but this one."""
         beside = self._beside.get(client)
         if beside is None:
             beside = self.counted
@@ -199,7 +199,7 @@ class SlabView:
         self._unclear.update([schema.key_slab(key) for key in keys if key[:1] == b"l"])
 
     def apply(self, change: Change) -> None:
-        """Take over a change, unless a newer one is known. What cannot be read is left out: it is fsck's business."""
+        """Take over a change, unless a newer one is known. An unreadable record is left out: it is fsck's business."""
         key, value, version = change
         if not schema.is_key(key):
             return

@@ -122,7 +122,7 @@ def locked(path: Path, mountpoint: str = "", wait_seconds: float = 0.0) -> Itera
 
 
 def holder(path: Path) -> dict[str, object]:
-    """Who wrote the lock of this volume last: pid, host, mountpoint, since; empty when nobody holds it."""
+    """The last writer of this volume's lock: pid, host, mountpoint, since; empty when nobody holds it."""
     try:
         said = json.loads((path / LOCK_FILE).read_bytes() or b"{}")
     except (OSError, ValueError):

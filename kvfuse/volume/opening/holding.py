@@ -23,7 +23,7 @@ LOCK_WAIT = 30.0
 
 
 class Held(NamedTuple):
-    """What a volume is made of, while it is held."""
+    """The parts of a volume while this process holds it."""
 
     superblock: Superblock
     records: RecordStore

@@ -26,7 +26,7 @@ from kvfuse.volume.store.sealed import DamagedRecords, get_page
 CALLS_MAX = 1
 """Calls of `get` under way at once; what comes meanwhile shares the next one."""
 OWN_MAX = 4096
-"""Commits of our own that are told from those of others: a watch may lag behind by so many."""
+"""Commits that are known as our own: a watch may lag behind by so many."""
 ASKS_MAX = 10
 """Calls of one question whose answers are all overtaken by news; each may take as long as the store's deadline.
 
@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 
 class _News:
-    """What was heard since a call of `get` began."""
+    """The watch events since a call of `get` began."""
 
     __slots__ = ("__weakref__", "_heard", "is_lost")
 
@@ -48,14 +48,14 @@ class _News:
         self._heard: dict[bytes, tuple[int, bool]] = {}
         """key -> the newest version, and whether that is a record or its removal"""
         self.is_lost = False
-        """something may have changed that will not be heard of"""
+        """something may have changed for which no event will arrive"""
 
     def heard(self, key: bytes, version: int, is_present: bool) -> None:
-        if version > self._heard.get(key, (0, False))[0]:  # the watch tells late what others committed before us
+        if version > self._heard.get(key, (0, False))[0]:  # events of commits before ours may arrive late
             self._heard[key] = version, is_present
 
     def overtook(self, keys: Sequence[bytes], rows: Sequence[Versioned | None]) -> bool:
-        """Some of these rows may be older. What is absent has no version: then a key that was put may be gone since."""
+        """Some of these rows may be stale. An absent row has no version: then a key that was put may be gone since."""
         if self.is_lost:
             return True
         for key in self._heard.keys() & keys:
@@ -223,7 +223,7 @@ class SharedRecords(RecordDecorator):
                     self._reason = None
             self._went_away = trio.Event()
 
-    # -- what is heard of records beside their being read ---------------------------------------------
+    # -- events of records, beside the reads ----------------------------------------------------------
 
     def heard(self, keys: Iterable[bytes], version: int, *, is_present: bool) -> None:
         """A commit put or deleted these records. Times of directories change often, and who takes them compares."""
@@ -233,7 +233,7 @@ class SharedRecords(RecordDecorator):
                     news.heard(key, version, is_present)
 
     def lost_track(self) -> None:
-        """What changed lately may not all be heard of: answers that are under way count for nothing."""
+        """Events may have been lost: answers in flight count for nothing."""
         for news in self._news:
             news.is_lost = True
 
@@ -265,7 +265,7 @@ class SharedRecords(RecordDecorator):
             returned.set()
 
     def made(self, version: int) -> bool:
-        """This client made the commit of ``version``, lately, and heard of that."""
+        """This client made the commit of ``version``, lately, and knows its outcome."""
         return version in self._own
 
     def sent_at(self, version: int) -> float:

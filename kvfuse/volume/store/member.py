@@ -89,7 +89,7 @@ class Member:
 
     @property
     def fence(self) -> dict[bytes, int]:
-        """What every commit of this client expects."""
+        """The record and version that every commit of this client expects."""
         return {schema.member_key(self.client): self.version}
 
     def check(self, seconds: float = 0.0) -> None:
@@ -177,7 +177,7 @@ async def membership(
 async def memberships(
     records: RecordStore, lease_seconds: float, title: str, mountpoint: str = "", *, alone: bool = True
 ) -> AsyncIterator[Callable[[], Awaitable[Member]]]:
-    """What makes one a client, and another client when that one's lease was lost, or it could not begin its work.
+    """Makes this process a client, and another client when the lease was lost or the work could not begin.
 
     The one before leaves then, the last one at the end: nobody renews the lease of a client that does nothing.
     """

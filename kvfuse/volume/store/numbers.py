@@ -52,7 +52,7 @@ class SharedNumberRange(NumberRange):
         super().__init__(key, 0)
         self._reserve: range | None = None
         self.wanted: Callable[[], object] = lambda: None
-        """is told when the reserve has come into use: see `fill`"""
+        """called when the reserve is in use: see `fill`"""
 
     def next(self) -> int:
         """EngineError when both ranges were given and the record store did not answer since."""

@@ -1,4 +1,4 @@
-"""What the volume keeps in the record store: keys, values and their encoding (format version 1).
+"""The volume's records in the record store: keys, values and their encoding (format version 1).
 
 ====  =======================================  =====================================================
 key   rest of the key (big endian)             value
@@ -73,7 +73,7 @@ COUNTER_FILES = b"nfiles"
 """Counts of the volume: inodes, and what names, inodes and attributes weigh; of many hosts' but for their q records."""
 
 USAGE = b"nusage"
-"""What names, inodes and attributes weigh, and how many inodes there are: two i64. Of a volume that one daemon has."""
+"""The weight of names, inodes and attributes, and the number of inodes: two i64. Of a volume that one daemon has."""
 METADATA_SIZE = b"nmetadata"
 """Bytes that they may weigh: a u64, as the volume was formatted with."""
 
@@ -84,7 +84,7 @@ SUPERBLOCK = b"nsuperblock"
 """The superblock's image, where the volume has no folder."""
 
 MOUNTED = b"nmounted"
-"""Who holds a shared volume alone: as of an m record, and like it under that client's lease."""
+"""The client that holds a shared volume alone: encoded as an m record, and like it under that client's lease."""
 
 COUNTER_RANGE = 1 << 16
 """Numbers taken from a counter at once; what is left of a range at a restart is never used."""
@@ -134,14 +134,14 @@ class OrphanRecord(InodeRecord, array_like=True, frozen=True, gc=False):
 
 
 class Holder(NamedTuple):
-    """Who holds a slab. ``epoch`` counts its holders: it never goes back, also while ``client`` is NOBODY."""
+    """The holder of a slab. ``epoch`` counts its holders: it never goes back, also while ``client`` is NOBODY."""
 
     client: int
     epoch: int
 
 
 class FreedSlot(NamedTuple):
-    """What the key of an f record says."""
+    """The content of the key of an f record."""
 
     slab: int
     addr: int
@@ -157,7 +157,7 @@ class Counts(NamedTuple):
     """None: it was not counted, by an older program"""
 
     def add(self, change: Counts) -> Counts:
-        """With what came and went. What was never counted stays so."""
+        """With the additions and removals. A weight that was never counted stays so."""
         size = self.size + (change.size or 0) if self.size is not None else None
         return Counts(self.inodes + change.inodes, size)
 
@@ -167,7 +167,7 @@ NOBODY = 0
 
 
 class MemberRecord(msgspec.Struct, array_like=True, frozen=True):
-    """Who a client is, for people."""
+    """Identity of a client, for people."""
 
     host: str
     pid: int
@@ -184,7 +184,7 @@ FLAG_STRICT = 4
 FLAG_RELAXED = 8
 """A directory that publishes relaxed. Neither flag: as the mount's options say."""
 FLAG_LEAVING = 16
-"""Of a shared volume: somebody is about to remove the directory. Who puts a name into it takes the flag away first."""
+"""In a shared volume a host is about to remove the directory. A host that puts a name into it clears the flag first."""
 
 
 class Malformed(Corrupt, ValueError):

@@ -63,7 +63,7 @@ _BARE_KINDS = b"mn"
 
 
 def seal(rows: Mapping[bytes, bytes]) -> dict[bytes, bytes]:
-    """What the engine stores for these keys and values."""
+    """The values that the engine stores for these keys and values."""
     return {
         key: value
         if key[0] in _BARE_KINDS and _is_bare(key)

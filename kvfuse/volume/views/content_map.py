@@ -8,7 +8,7 @@ The event loop alone makes and changes a `ContentMap`. Any thread may read one:
     if map.version != version: throw them away
 
 Where there is no row, the size is below 0, or the copy was thrown away, the thread asks the event loop (`Volume.show`,
-`Volume.read_into`). What it may do besides looking: keep a source or a row, and set bits of a row's ``verified``.
+`Volume.read_into`). Besides looking it may keep a source or a row, and set bits of a row's ``verified``.
 
 The event loop, before it changes bytes that a row shows, lets go of the slot they are in, or changes the size: takes
 the row away, then raises the version, then changes. Adding a row changes nothing: it says what was true before.
@@ -62,7 +62,7 @@ class Source:
         """of a segment, whose medium may fail; memory does not"""
 
     def is_intact(self) -> bool:
-        """What was copied from it until now is what the file has."""
+        """All bytes copied from it until now are the file's."""
         return self.guard is None or self.guard.is_intact()
 
 

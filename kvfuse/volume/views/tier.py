@@ -114,13 +114,13 @@ class SharedTier:
             return block
 
     def drop(self, ino: int) -> None:
-        """The file has other bytes now, or other readers, or is no more. Whoever holds the block keeps it."""
+        """The file has other bytes now, or other readers, or is no more. Clients that hold the block keep it."""
         if ino in self.kept:
             with self._lock:
                 self._forget(ino)
 
     def clear(self) -> None:
-        """What was true of any file may be true no more."""
+        """Any file may have changed."""
         with self._lock:
             for ino in list(self.kept):
                 self._forget(ino)

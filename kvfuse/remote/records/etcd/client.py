@@ -3,7 +3,7 @@
 **Attempts.** A call is sent to one member; when that does not answer within ``ATTEMPT_SHARE`` of the call's deadline,
 cannot be reached, or has no leader, it is sent again to another, after a short jittered pause and with a little
 more time, until the deadline (``EngineTimeout``). So every call must be harmless when sent twice; a commit is, by its
-marker. What a member had passed to a leader that then died is lost: hence more than two attempts. While answers
+marker. A request that a member passed to a leader that then died is lost: hence more than two attempts. While answers
 take long, or after a call that got none, the attempts are fewer and longer: a cluster that is only slow answers those,
 and is not asked more for being slow.
 
@@ -363,14 +363,14 @@ async def _read(response: httpcore.Response) -> None:
 
 
 def _root(error: BaseException) -> BaseException:
-    """What was wrong first: httpcore often says nothing itself."""
+    """The message of the first cause: httpcore's own errors often have none."""
     while (cause := error.__cause__ or error.__context__) is not None:
         error = cause
     return error
 
 
 def _refusal(body: bytes) -> wire.Refusal:
-    """What a member says; a proxy's page, or anything else, counts as "unavailable"."""
+    """The error that a member answered; a proxy's page, or anything else, counts as "unavailable"."""
     try:
         return wire.REFUSAL.decode(body)
     except msgspec.DecodeError:

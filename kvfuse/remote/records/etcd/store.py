@@ -269,7 +269,7 @@ class EtcdRecords(RecordStore):
         return await self._new_marker(deadline)
 
     async def _resolve(self, marker: _Marker, deadline: float) -> int | None:
-        """What became of the last commit, see ``_Marker.settle``."""
+        """Learn the outcome of the last commit, see ``_Marker.settle``."""
         try:
             answer = await self._client.call("kv/txn", marker.refusal(), wire.TRANSACTION, deadline)
         except LeaseGone:
@@ -375,7 +375,7 @@ class EtcdLease(Lease):
 
 
 def _limits(place: EtcdPlace) -> RecordLimits:
-    """What one transaction may carry, beside the marker.
+    """The limits of one transaction, less the marker.
 
     etcd counts comparisons and changes apart; their sum is what is held here. What a refused commit does to the marker
     counts as one more. ConfigError where nothing would fit.

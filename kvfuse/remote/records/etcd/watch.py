@@ -1,4 +1,4 @@
-"""The changes of a store, by one stream for all its watches, which outlives the members it hears from.
+"""The changes of a store: one stream serves all its watches, and outlives the members that send it.
 
 The stream resumes at the revision after the last one that it has shown. Nothing runs beside the readers of the watches:
 one of those that wait reads for all, opens the stream, and looks after the member. A reader that is cancelled loses

@@ -40,7 +40,7 @@ class Medium:
         return self._data.failed or (self._lock is not None and self._lock.failed)
 
     def is_intact(self) -> bool:
-        """What was read until now are bytes of the files, and none were cut off."""
+        """All bytes read until now are the files', and none were cut off."""
         return not self.failed and self._data.is_intact()
 
     def grew(self) -> None:

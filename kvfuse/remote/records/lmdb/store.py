@@ -155,7 +155,7 @@ class LmdbRecords(RecordStore):
         return records
 
     def _reading(self, call: Callable[[lmdb.Transaction[bytes]], _T]) -> _T:
-        """What ``call`` finds in a snapshot. EngineError."""
+        """The result of ``call`` on a snapshot. EngineError."""
         if self._medium.failed:
             raise self._lost()
         try:
@@ -443,7 +443,7 @@ def _usage_row(usage: Usage, version: int) -> bytes:
 
 
 def _recorded_usage(environment: lmdb.Environment, meter: Meter) -> Usage:
-    """What the last transaction recorded; counted where it did not."""
+    """The weight that the last transaction recorded; counted anew where it recorded none."""
     with environment.begin(buffers=True) as transaction:
         row = transaction.get(meter.key)
         if row is not None and len(row) >= VERSION_SIZE + _USAGE.size:

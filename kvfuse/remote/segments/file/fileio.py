@@ -1,4 +1,4 @@
-"""What the file engine does in its threads: system calls on segment files. Nothing here waits for trio."""
+"""System calls on segment files, which the file engine makes in its threads. Nothing here waits for trio."""
 
 from __future__ import annotations
 

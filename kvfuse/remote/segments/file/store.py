@@ -62,7 +62,7 @@ class FileSegments(SegmentStore):
     """A directory of segment files. Made by ``open``; others may have it open, too, and make segments."""
 
     def __init__(self, directory: Path, files: dict[int, SegmentFile], *, direct: bool, read_only: bool) -> None:
-        # mincore tells the truth only to those who could write the file
+        # the kernel answers mincore truly only to processes that could write the file
         super().__init__(SegmentLimits(mappable=not direct and not read_only))
         self._directory = directory
         self._files = files

@@ -43,7 +43,7 @@ HEDGE_SHARE = 0.1
 
 
 SPARE_BYTES_MAX = 64 << 20
-"""Memory of spare reads: those that a replica refused keep theirs until the silent server is heard of."""
+"""Memory of spare reads: those that a replica refused keep theirs until the silent server answers."""
 CLOSE_SECONDS = 1.0
 """for which closing waits for spare reads that were cancelled"""
 
@@ -278,7 +278,7 @@ class Dispatcher:
                 self._pool.release(spare.completion)
 
     def _check(self, call: _Call) -> None:
-        """EngineError where a request was not answered, or failed. What was late is silent from now on."""
+        """EngineError where a request was not answered, or failed. An object that was late is silent from now on."""
         late = [request for request in call.requests if _is_unanswered(request)]
         if call.is_late:
             for request in late:

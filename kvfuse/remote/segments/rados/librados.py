@@ -1,4 +1,4 @@
-"""What the segment engine needs of librados' C interface, through ctypes. Nothing here knows of segments or of trio.
+"""The part of librados' C interface that the segment engine needs, through ctypes. Without segments or trio.
 
 ctypes lets go of the interpreter lock around every call. ``start_*`` never waits for a server and may be called on
 the event loop's thread; ``connect``, ``Pool.close``, ``Pool.available_bytes``, ``Pool.cut_off`` and ``Pool.cancel`` may
@@ -86,7 +86,7 @@ _RETURN_POINTERS = {"rados_create_read_op", "rados_create_write_op"}
 
 
 class Range(NamedTuple):
-    """Bytes of one object, and where they lie in memory. Whoever made it keeps that memory alive."""
+    """Bytes of one object, and where they lie in memory. Its maker keeps that memory alive."""
 
     offset: int
     address: int
@@ -218,7 +218,7 @@ class Pool:
         return True
 
     def _ask(self, question: dict[str, str]) -> bytes:
-        """What a monitor answers, as JSON. EngineError where it refuses."""
+        """The answer of a monitor, as JSON. EngineError where it refuses."""
         words = (c_char_p * 1)(json.dumps({**question, "format": "json"}).encode())
         answer, answer_size, said, said_size = c_void_p(), c_size_t(), c_void_p(), c_size_t()
         code = self._lib.rados_mon_command(
@@ -267,7 +267,7 @@ class Pool:
         self._lib.rados_aio_cancel(self._context, completion)
 
     def code(self, completion: int) -> int:
-        """What an announced operation answered: 0 or more, or a negative errno."""
+        """The result of an announced operation: 0 or more, or a negative errno."""
         return int(self._lib.rados_aio_get_return_value(completion))
 
     def release(self, completion: int) -> None:

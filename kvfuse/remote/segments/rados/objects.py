@@ -1,4 +1,4 @@
-"""What is asked of one RADOS object: ranges to read or write, or its removal; and how segments become objects.
+"""Requests of one RADOS object: ranges to read or write, or its removal; and how segments become objects.
 
 Segment 26 is the objects ``0000001a.00000000``, ``0000001a.00000001``, ... of ``object_size`` bytes each, the last one
 maybe less. An object that nobody wrote does not exist, and one ends where its last write did: what is missing is zeros.
@@ -54,7 +54,7 @@ class Request(ABC):
 
     @property
     def copied_bytes(self) -> int:
-        """What starting it copies."""
+        """Bytes that its start copies."""
         return 0
 
     @abstractmethod
@@ -88,7 +88,7 @@ class ReadRequest(Request):
         return pool.start_read(self.name, self._ranges, self._results, tag)
 
     def ended(self, code: int) -> None:
-        """What comes after a hedge was faster has put the same bytes where they are."""
+        """A reply that arrives after a faster hedge has put the same bytes in the same place."""
         if self.code is None:
             self._answered(code, self._results)
 
