@@ -188,8 +188,9 @@ class Xattrs:
             names.update(name for name, setting in SETTINGS.items() if setting.get(self.core, node) is not None)
         if node.flags & schema.FLAG_XATTRS:
             prefix = schema.xattr_prefix(ino)
+            before = self._not_stored(node, prefix)  # a commit may settle meanwhile that the scan does not see yet
             names.update([schema.xattr_name(key) for key in await all_keys(self.core.records, prefix)])
-            for key, value in self._not_stored(node, prefix).items():
+            for key, value in {**before, **self._not_stored(node, prefix)}.items():
                 if value is None:
                     names.discard(schema.xattr_name(key))
                 else:
