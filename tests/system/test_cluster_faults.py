@@ -190,6 +190,7 @@ def test_the_killed_leader_of_etcd_is_hardly_noticed(cluster: Cluster, seed: int
     assert not work.errors(0, 1) or gap > OUTAGE_MAX, work.failed()
 
 
+@pytest.mark.alone
 def test_a_killed_osd_is_hardly_noticed(cluster: Cluster, seed: int) -> None:
     with load(cluster, seed) as work:
         start = time.monotonic()
