@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import signal
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,7 +17,6 @@ from rados_lab import KIB, MIB, OBJECT_SIZE, PATIENCE_S, SIZE, opened, read
 from kvfuse.cluster.ceph import CephServers, CephSettings
 from kvfuse.errors import EngineTimeout
 from kvfuse.remote.segments.api import Transfer
-from kvfuse.remote.segments.rados.librados import Place
 from kvfuse.remote.segments.rados.objects import object_name
 from kvfuse.remote.segments.rados.store import RadosSegments
 
@@ -29,20 +28,6 @@ STALL_S = 4.0
 def ceph(own_ceph: CephServers) -> CephServers:
     """Tests here stop its OSDs."""
     return own_ceph
-
-
-@pytest.fixture
-def place(ceph: CephServers, request: pytest.FixtureRequest) -> Place:
-    """A namespace of the test's own, and a patience that a busy machine does not try."""
-    return rados_place(ceph, request.node.name, deadline=PATIENCE_S)
-
-
-@pytest.fixture
-async def store(place: Place) -> AsyncIterator[RadosSegments]:
-    """With segment 1 of SIZE bytes."""
-    async with opened(place) as store:
-        await store.create(1, SIZE)
-        yield store
 
 
 @contextmanager

@@ -6,13 +6,12 @@ import errno
 import os
 import random
 import time
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 import trio
 import trio.testing
-from cluster_lab import create_ceph_user, rados, rados_place
+from cluster_lab import create_ceph_user, rados
 from rados_lab import KIB, MIB, OBJECT_SIZE, PATIENCE_S, SIZE, opened, read
 
 from kvfuse.cluster.ceph import CephServers
@@ -22,21 +21,6 @@ from kvfuse.remote.segments.api import SegmentInfo, Transfer
 from kvfuse.remote.segments.rados import librados
 from kvfuse.remote.segments.rados.librados import Place
 from kvfuse.remote.segments.rados.store import RadosSegments
-
-
-@pytest.fixture
-def place(ceph: CephServers, request: pytest.FixtureRequest) -> Place:
-    """A namespace of the test's own, and a patience that a busy machine does not try."""
-    return rados_place(ceph, request.node.name, deadline=PATIENCE_S)
-
-
-@pytest.fixture
-async def store(place: Place) -> AsyncIterator[RadosSegments]:
-    """With segment 1 of SIZE bytes."""
-    async with opened(place) as store:
-        await store.create(1, SIZE)
-        yield store
-
 
 # -- operations ---------------------------------------------------------------------------------------
 
