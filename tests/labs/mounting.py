@@ -116,8 +116,19 @@ class KvfuseMount:
         return self._daemon is None or self._daemon.poll() is not None
 
     def unmount(self) -> None:
-        """As a user does. The daemon must end by itself, with status 0."""
-        subprocess.run(["umount", str(self.point)], check=True, timeout=PATIENCE_S)
+        """As a user does. The daemon must end by itself, with status 0.
+
+        The mount may be busy for a moment: tests beside this one look at all mounts of the machine.
+        """
+        said: list[str] = []
+
+        def ended() -> bool:
+            umount = subprocess.run(["umount", self.point], stderr=subprocess.PIPE, text=True, timeout=PATIENCE_S)
+            said[:] = [umount.stderr.strip()]
+            return umount.returncode == 0 or "busy" not in umount.stderr
+
+        wait_until(ended, "the end of its users")
+        assert said == [""], said
         self.wait(0)
 
     def terminate(self) -> None:

@@ -42,6 +42,23 @@ def stalled(ceph: CephServers, osd: int) -> Iterator[Callable[[], None]]:
         ceph.wait_clean()
 
 
+def ups(ceph: CephServers) -> list[bool]:
+    """Of each OSD whether the cluster counts it as up."""
+    return [bool(row["up"]) for row in ceph.command("osd", "dump")["osds"]]
+
+
+def test_a_killed_osd_is_shown_and_comes_back(ceph: CephServers) -> None:
+    before = ceph.osds[2].pid
+    ceph.kill(2, signal.SIGKILL)
+    try:
+        assert ceph.osds[2].pid == 0
+    finally:
+        ceph.restart(2)
+        ceph.wait_clean()
+    assert ceph.osds[2].pid not in (0, before)
+    assert ups(ceph) == [True] * len(ceph.osds)
+
+
 async def test_reads_and_writes_go_on_when_an_osd_is_killed(
     ceph: CephServers, store: RadosSegments, rng: random.Random
 ) -> None:
