@@ -186,19 +186,17 @@ class Journal:
         if waiter.error is not None:
             raise waiter.error
 
-    async def untie(self, *nodes: Node) -> bool:
-        """Have what is tied committed, before one of the two is renamed or removed; False when nothing was.
+    def to_untie(self, nodes: Collection[Node | None]) -> list[Node] | None:
+        """What is to be committed before these are renamed or removed, as one of them is tied; None where none is.
 
         So is all that is tied, before more depends on each other than one commit may carry.
         """
         load, tied = self.pending.load, self.pending.ties.others
         if load.linked_count >= load.linked_max:
-            await self.commit(*tied)
-        elif tied and any(node in tied for node in nodes):
-            await self.commit(*nodes)
-        else:
-            return False
-        return True
+            return list(tied)
+        if tied and any(node in tied for node in nodes):
+            return [node for node in nodes if node is not None]
+        return None
 
     async def free_given_up(self, deadline: float) -> bool:
         """A `Source`: has slots freed that were given up, by a commit where it takes one. False: there were none."""

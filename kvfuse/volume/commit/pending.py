@@ -187,16 +187,18 @@ class Pending:
         previous = self.dentries.put_change(change)
         if previous is not None:
             self._follow(change, previous)
+        moved = change.moved
         if node is not None:
             node.named = True
-            if change.moved is not None and change.moved is not node and change.moved.nlink:
-                self.tie(node, change.moved)
+            if moved is not None and moved is not node and moved.nlink:
+                self.tie(node, moved)
             self.load.linked_count += node.own_record
-        elif change.moved is not None:
-            self.load.linked_count += change.moved.own_record
-        for one in (node, leaves, *settlers(change.moved)):
-            if one is not None and one.aside:
-                self.reconsider(one)
+        elif moved is not None:
+            self.load.linked_count += moved.own_record
+        if self.aside.nodes:
+            for one in (node, leaves, *settlers(moved)):
+                if one is not None:
+                    self.reconsider(one)
         self.names[change] = None
         self.load.add(change.uid)
         if self.core.shared:

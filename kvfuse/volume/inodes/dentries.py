@@ -16,9 +16,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import islice
 from types import MappingProxyType
+
+import msgspec
 
 from kvfuse.remote.records.api import Versioned
 from kvfuse.volume.api import Binding
@@ -33,8 +34,7 @@ DIRECTORIES_MAX = 20_000
 """Directories of whose names the hashes are kept."""
 
 
-@dataclass(slots=True, eq=False)
-class NameChange:
+class NameChange(msgspec.Struct, eq=False):
     """What a name means here, while the record store does not know it yet. `Pending` makes them."""
 
     parent: int
@@ -68,8 +68,7 @@ class NameChange:
         return self.vacated and self.stored
 
 
-@dataclass(slots=True, eq=False)
-class Dentry:
+class Dentry(msgspec.Struct, eq=False):
     """What is known of one name. `Dentries` owns it, and alone changes it."""
 
     ino: int = 0
@@ -97,6 +96,8 @@ class Dentries:
         self.names_max = names_max
         self.changes: dict[int, dict[bytes, NameChange]] = {}
         """directory -> name -> change that is not in the store yet"""
+        self.noted = 0
+        """counts what was noted: names mean what they did as long as it is the same"""
         self._names: dict[tuple[int, bytes], Dentry] = {}
         """the oldest first"""
         self._room = names_max
@@ -140,6 +141,7 @@ class Dentries:
         elif dentry.binding is not None and dentry.binding.ino != ino:
             self._unbind(dentry)
         dentry.ino, dentry.version, dentry.record = ino, version, None
+        self.noted += 1
         if self._reading and parent in self._reading:
             self._reading[parent].add(name)
         return dentry
@@ -186,11 +188,11 @@ class Dentries:
         ino = change.node.ino if change.node is not None else 0
         if puts:
             self.note_stored(parent, name, ino != 0)
-        current = self.get(parent, name).change
-        if current is change:
-            self._end_change(change)
-        elif current is not None:
-            current.stored, current.version = ino != 0, version if ino else 0
+        dentry = self._names.get((parent, name), UNKNOWN)
+        if dentry.change is change:
+            self._end_change(dentry, change)
+        elif dentry.change is not None:
+            dentry.change.stored, dentry.change.version = ino != 0, version if ino else 0
             return
         if version:
             self.note(parent, name, ino, version)
@@ -200,12 +202,12 @@ class Dentries:
     def give_up(self, parent: int, name: bytes) -> NameChange:
         """The name means what the store has, which is not known. Returns the change, which is not to be stored."""
         change = self.changes[parent][name]
-        self._end_change(change)
+        self._end_change(self._names[parent, name], change)
         self.forget(parent, name)
         return change
 
-    def _end_change(self, change: NameChange) -> None:
-        self._names[change.parent, change.name].change = None
+    def _end_change(self, dentry: Dentry, change: NameChange) -> None:
+        dentry.change = None
         changes = self.changes[change.parent]
         del changes[change.name]
         if not changes:

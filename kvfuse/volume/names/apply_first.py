@@ -45,16 +45,23 @@ class ApplyFirst:
 
     async def plan_later(self, places: Sequence[Place], planning: Planning) -> Plan:
         """Plan what a relaxed folder may publish later: true, and with room for its records, until the next await."""
+        nodes, dentries, pending = self.core.nodes, self.core.dentries, self.journal.pending
         while True:
+            seen = dentries.noted, pending.epoch
             ends: list[End] = []
-            for parent, name, _ in places:
-                is_same = ends and ends[-1].directory.ino == parent
-                directory = ends[-1].directory if is_same else await self.lookup.directory(parent)
-                ends.append(End(directory, name, await self.lookup.find(parent, name)))
-            if len(ends) > 1:
+            meets_directory = False
+            for place in places:
+                directory = nodes.get(place.parent)
+                if directory is None or not directory.is_directory:
+                    directory = await self.lookup.directory(place.parent)
+                found = await self.lookup.find(place.parent, place.name)
+                meets_directory |= found.node is not None and found.node.is_directory
+                ends.append(End(directory, place.name, found))
+            if meets_directory and len(ends) > 1:
                 await self._look_above(places, ends)
             plan = planning(*ends)
-            if not await self._has_waited(plan):
+            is_new = len(ends) == 1 or seen == (dentries.noted, pending.epoch)
+            if (is_new and self._is_ready(plan)) or not await self._has_waited(plan):
                 return plan
 
     async def publish(self, directory: Node, nodes: Sequence[Node]) -> None:
@@ -68,7 +75,7 @@ class ApplyFirst:
         for here, there in ((0, 1), (1, 0)):
             coming = ends[there].found.node
             if places[here].is_entered and coming is not None and coming.is_directory:
-                ends[here] = ends[here]._replace(above=await self._above(ends[here].directory))
+                ends[here].above = await self._above(ends[here].directory)
 
     async def _above(self, directory: Node) -> list[Node]:
         above = []
@@ -77,8 +84,15 @@ class ApplyFirst:
             directory = await self.lookup.node(directory.parent or ROOT_INODE)
         return above
 
+    def _is_ready(self, plan: Plan) -> bool:
+        """All that a plan needs is there."""
+        if plan.removed is not None or (plan.unlinked is not None and self.nameless.needs_loading(plan.unlinked)):
+            return False
+        tied = self.journal.to_untie([end.found.node for end in plan.ends])
+        return tied is None and self.core.metadata.fits(plan.weight)
+
     async def _has_waited(self, plan: Plan) -> bool:
-        """Somebody was waited for, so that the plan may be old. False: all that it needs is there."""
+        """Wait for what a plan needs. False: nothing that it was made of has changed meanwhile."""
         ends, removed = plan.ends, plan.removed
         lost = plan.unlinked or removed
         if lost is not None and self.nameless.needs_loading(lost):
@@ -86,20 +100,14 @@ class ApplyFirst:
             return True
         if removed is not None:
             await self._check_empty(removed)
-        present = []
-        for end in ends:
-            if end.found.node is not None:
-                present.append(end.found.node)
-        if await self.journal.untie(*present):
+        tied = self.journal.to_untie([end.found.node for end in ends])
+        if tied is not None:
+            await self.journal.commit(*tied)
             return True
-        if plan.weight and not self.core.metadata.fits(plan.weight):
+        if not self.core.metadata.fits(plan.weight):
             what = f"{ends[-1].name!r} in directory {ends[-1].directory.ino}"
             return await self.space.wait_for_records(plan.weight, what)
-        if len(ends) > 1 or removed is not None:
-            for end in ends:
-                if not self.lookup.holds(end.directory.ino, end.name, end.found):
-                    return True
-        return False
+        return not all(self.lookup.holds(end.directory.ino, end.name, end.found) for end in ends)
 
     async def _check_empty(self, directory: Node) -> None:
         """NotEmpty, unless the directory may be removed. What was moved out of it is gone from the store then."""
@@ -116,19 +124,24 @@ class ApplyFirst:
         """Memory is as planned, and the journal has it. EngineError where the membership is over."""
         if not plan.means:
             return
+        pending, unlinked, meant = self.journal.pending, plan.unlinked, None
         if plan.made is not None:
             self._add(plan.made)
         elif plan.linked is not None:
             self._link(plan.linked)
-        meant = None
-        for (directory, name, (was, stored, _, _, version), _), meant in zip(plan.ends, plan.means, strict=True):
-            moved, leaves = was if meant is None else None, was if was is plan.unlinked else None
-            self.journal.pending.set_name(directory.ino, name, meant, stored, moved, version, leaves)
-        for directory, more in plan.counts.items():
+        for end, meant in zip(plan.ends, plan.means, strict=True):
+            found, directory = end.found, end.directory
+            was = found.node
+            leaves = was if was is unlinked else None
+            moved = was if meant is None else None
+            pending.set_name(directory.ino, end.name, meant, found.stored, moved, found.version, leaves)
+            directory.mtime = directory.ctime = clock.now()
+            pending.touch_times(directory)
+        for directory, more in plan.counts:
             directory.nlink += more
-            self.journal.pending.touch(directory)
-        if plan.unlinked is not None:
-            self._unlink(plan.unlinked, meant)
+            pending.touch(directory)
+        if unlinked is not None:
+            self._unlink(unlinked, meant)
         elif plan.removed is not None:
             plan.removed.nlink = 0
             self.nameless.removed(plan.removed)
@@ -136,10 +149,6 @@ class ApplyFirst:
             self._move(plan)
         if plan.weight:
             self.core.metadata.reserve(plan.node, plan.weight)
-        first, last = plan.ends[0].directory, plan.ends[-1].directory
-        self.touch_entries(first)
-        if last is not first:
-            self.touch_entries(last)
 
     def _add(self, node: Node) -> None:
         """A new inode is in memory."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from stat import S_IFREG, S_IMODE, S_ISDIR, S_ISGID, S_ISREG
+from stat import S_IFREG, S_IMODE, S_ISGID, S_ISREG
 
 from kvfuse.volume.api import RENAME_EXCHANGE, Caller
 from kvfuse.volume.commit.journal import Journal
@@ -21,7 +21,7 @@ from kvfuse.volume.names.apply_first import ApplyFirst
 from kvfuse.volume.names.commit_first import CommitFirst
 from kvfuse.volume.names.lookup import Lookup
 from kvfuse.volume.names.nameless import Nameless
-from kvfuse.volume.names.plans import End, Place, Plan
+from kvfuse.volume.names.plans import End, NewInode, Place, Plan
 from kvfuse.volume.store import schema
 from kvfuse.volume.views import clock
 
@@ -59,21 +59,20 @@ class Names:
         self, parent: int, name: bytes, mode: int, caller: Caller, *, rdev: int = 0, target: bytes = b""
     ) -> tuple[Node, Node]:
         """(directory, new inode) of any type; not yet published. The inode is counted as looked up."""
-        make = partial(self._make, mode=mode, caller=caller, rdev=rdev, target=target)
-        planning = partial(plans.plan_create, make=make, target=target)
+        planning = partial(plans.plan_create, new=NewInode(caller, mode, rdev, target), make=self._make)
         plan = await self.executor.carry_out([Place(parent, name)], planning, _always if S_ISREG(mode) else plans.never)
         return plan.ends[0].directory, self.lookup.count_lookup(plan.node)
 
-    def _make(self, end: End, mode: int, caller: Caller, rdev: int = 0, target: bytes = b"") -> Node:
+    def _make(self, end: End, new: NewInode) -> Node:
         """An inode that nobody knows of yet."""
-        directory = end.directory
+        directory, caller = end.directory, new.caller
         gid = directory.gid if directory.mode & S_ISGID else caller.gid
-        mode = privileges.mode_of_new(directory, mode, caller)
+        mode = privileges.mode_of_new(directory, new.mode, caller)
         node = Node(self.core.inodes.next(), mode, caller.uid, gid, self.core.chunk_size_in(directory))
         node.parent, node.name = directory.ino, end.name
         node.atime = node.mtime = node.ctime = clock.now()
-        node.rdev, node.target, node.size = rdev, target, len(target)
-        if S_ISDIR(mode):
+        node.rdev, node.target, node.size = new.rdev, new.target, len(new.target)
+        if node.is_directory:
             node.own_record = True
             node.nlink = 2
             node.flags = directory.flags & (schema.FLAG_STRICT | schema.FLAG_RELAXED)
@@ -84,8 +83,9 @@ class Names:
 
         IsADirectory where a directory has the name; NotFound, if the directory was removed. NoSpace.
         """
-        make = partial(self._make, mode=S_IFREG | S_IMODE(mode), caller=caller)
-        return await self.executor.plan_later([Place(parent, name)], partial(plans.plan_replacement, make=make))
+        new = NewInode(caller, S_IFREG | S_IMODE(mode))
+        planning = partial(plans.plan_replacement, new=new, make=self._make)
+        return await self.executor.plan_later([Place(parent, name)], planning)
 
     def goes_first(self, plan: Plan) -> bool:
         """What has the name is unlinked first, as other hosts may change its other names: a miss, for a moment."""

@@ -155,7 +155,7 @@ class CommitFirst:
         await self._settled(*[end.found.node for end in ends if end.found.node is not None])
         for number, coming in enumerate(reversed([end.found.node for end in ends])):
             if places[number].is_entered and coming is not None and coming.is_directory:
-                ends[number] = ends[number]._replace(above=await self._above(directories[number], draft, is_fresh))
+                ends[number].above = await self._above(directories[number], draft, is_fresh)
         return ends
 
     async def _above(self, directory: Node, draft: Draft, is_fresh: bool) -> list[Node]:

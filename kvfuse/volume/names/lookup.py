@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import NamedTuple
+
+import msgspec
 
 from kvfuse import errors
 from kvfuse.volume.api import NAME_MAX, ROOT_INODE, DirEntry
@@ -27,7 +28,7 @@ from kvfuse.volume.store.sealed import get_sound, last_key, scan_page
 log = logging.getLogger(__name__)
 
 
-class Found(NamedTuple):
+class Found(msgspec.Struct, frozen=True, eq=False):
     """What a name means, and where that was seen."""
 
     node: Node | None

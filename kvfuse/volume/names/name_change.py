@@ -104,8 +104,9 @@ class Draft:
     def add(self, plan: Plan, now: int) -> None:
         """All that a plan changes."""
         changed = list(zip(plan.ends, plan.means, strict=False))
-        for directory in dict.fromkeys([*[end.directory for end, node in changed if node is not None], *plan.counts]):
-            self._enter(directory, plan.counts.get(directory, 0))
+        counts = dict.fromkeys([end.directory for end, node in changed if node is not None], 0) | dict(plan.counts)
+        for directory, more in counts.items():
+            self._enter(directory, more)
         lost, made = plan.unlinked or plan.removed, plan.made
         if made is not None:
             self.inodes[made.ino] = InodeChange(made, made.record())

@@ -6,18 +6,18 @@ An executor looks at the ends, has one of these functions plan, and carries the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+
+import msgspec
 
 from kvfuse import errors
-from kvfuse.volume.api import LINK_MAX, RENAME_EXCHANGE, RENAME_NOREPLACE, SYMLINK_MAX
+from kvfuse.volume.api import LINK_MAX, RENAME_EXCHANGE, RENAME_NOREPLACE, SYMLINK_MAX, Caller
 from kvfuse.volume.inodes import metadata_budget
 from kvfuse.volume.inodes.node import Node
 from kvfuse.volume.names.lookup import Found
 
 
-class Place(NamedTuple):
+class Place(msgspec.Struct, frozen=True, eq=False):
     """A name that is to be changed. ``is_entered``: the directory must be there then, or has more or fewer in it."""
 
     parent: int
@@ -25,7 +25,7 @@ class Place(NamedTuple):
     is_entered: bool = True
 
 
-class End(NamedTuple):
+class End(msgspec.Struct, eq=False):
     """A place as it is now."""
 
     directory: Node
@@ -35,8 +35,17 @@ class End(NamedTuple):
     """the directory, and those above it but for the root, where a directory may come there"""
 
 
-@dataclass(slots=True)
-class Plan:
+class NewInode(msgspec.Struct, frozen=True, eq=False):
+    """What an inode is to be that is made for ``caller``, see mknod(2)."""
+
+    caller: Caller
+    mode: int
+    rdev: int = 0
+    target: bytes = b""
+    """of a symbolic link"""
+
+
+class Plan(msgspec.Struct, eq=False):
     """A change of one name or two, all of it or nothing."""
 
     ends: Sequence[End]
@@ -54,14 +63,16 @@ class Plan:
     """this directory does, and is gone then; it must be empty"""
     is_move: bool = False
     """what the names mean then only changes its place"""
-    counts: Mapping[Node, int] = field(default_factory=dict)
-    """directory -> how many directories more it has"""
+    counts: Sequence[tuple[Node, int]] = ()
+    """(directory, how many directories more it has)"""
     weight: int = 0
     """bytes of records that come, at the most"""
 
 
 Planning = Callable[..., Plan]
 """is given an `End` for each `Place`, waits for nothing, and raises what the caller of the change is to get"""
+Make = Callable[[End, NewInode], Node]
+"""makes an inode in memory, which nobody knows of yet"""
 Fits = Callable[..., bool]
 """is given the same: where many hosts have the volume, a relaxed folder may publish the change later"""
 
@@ -70,25 +81,26 @@ def never(*ends: End) -> bool:
     return False
 
 
-def plan_create(end: End, make: Callable[[End], Node], target: bytes = b"") -> Plan:
-    """A new inode. ``make``: makes it, in memory, known to nobody. ``target``: of a symbolic link."""
+def plan_create(end: End, new: NewInode, make: Make) -> Plan:
+    """A new inode."""
+    target = new.target
     if len(target) > SYMLINK_MAX:
         raise errors.NameTooLong(f"a symbolic link's target of {len(target)} bytes: at most {SYMLINK_MAX}")
     _check_free(end)
-    node = make(end)
+    node = make(end, new)
     is_directory = node.is_directory
     weight = metadata_budget.new_inode(end.name, is_directory=is_directory, target=target)
-    return Plan((end,), (node,), node, made=node, counts={end.directory: 1} if is_directory else {}, weight=weight)
+    return Plan((end,), (node,), node, made=node, counts=[(end.directory, 1)] if is_directory else (), weight=weight)
 
 
-def plan_replacement(end: End, make: Callable[[End], Node]) -> Plan:
+def plan_replacement(end: End, new: NewInode, make: Make) -> Plan:
     """A new file takes the name from whatever file has it, as if it had been made elsewhere and renamed."""
     if end.directory.nlink == 0:
         raise errors.NotFound(f"directory {end.directory.ino} was removed")
     old = end.found.node
     if old is not None and old.is_directory:
         raise errors.IsADirectory(f"{end.name!r} is a directory")
-    node = make(end)
+    node = make(end, new)
     return Plan((end,), (node,), node, made=node, unlinked=old, weight=metadata_budget.new_inode(end.name))
 
 
@@ -117,7 +129,7 @@ def plan_rmdir(end: End) -> Plan:
     node = _existing(end)
     if not node.is_directory:
         raise errors.NotADirectory(f"{end.name!r} is no directory")
-    return Plan((end,), (None,), node, removed=node, counts={end.directory: -1})
+    return Plan((end,), (None,), node, removed=node, counts=[(end.directory, -1)])
 
 
 def plan_rename(source: End, target: End, flags: int) -> Plan:
@@ -149,12 +161,12 @@ def plan_rename(source: End, target: End, flags: int) -> Plan:
     return plan
 
 
-def _directory_counts(plan: Plan) -> Mapping[Node, int]:
+def _directory_counts(plan: Plan) -> list[tuple[Node, int]]:
     counts: dict[Node, int] = {}
     for end, node in zip(plan.ends, plan.means, strict=True):
         more = (node is not None and node.is_directory) - (end.found.node is not None and end.found.node.is_directory)
         counts[end.directory] = counts.get(end.directory, 0) + more
-    return {directory: more for directory, more in counts.items() if more}
+    return [(directory, more) for directory, more in counts.items() if more]
 
 
 def _existing(end: End) -> Node:
