@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from kvfuse.cluster.process import START_SECONDS, Server, free_ports, wait_until
+from kvfuse.cluster.process import START_SECONDS, Server, free_ports, signals_later, wait_until
 from kvfuse.errors import ClusterError
 
 STATE_FILE = "ceph.json"
@@ -220,14 +220,20 @@ class CephServers:
         initial.unlink()
 
     def _make_osds(self, identities: Sequence[str]) -> None:
-        """All at once: making one mostly waits for its disk."""
-        children = []
-        for index, (server, identity) in enumerate(zip(self.osds, identities, strict=True)):
-            (self.folder / server.name).mkdir()
-            command = ["ceph-osd", "-c", str(self.conf_file), "-i", str(index), "--mkfs", "--osd-uuid", identity]
-            with server.log.open("ab") as log:
-                children.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log))
-        for server, status in zip(self.osds, [child.wait() for child in children], strict=True):
+        """All at once: making one mostly waits for its disk. None goes on when this one is interrupted."""
+        children: list[subprocess.Popen[bytes]] = []
+        try:
+            for index, (server, identity) in enumerate(zip(self.osds, identities, strict=True)):
+                (self.folder / server.name).mkdir()
+                command = ["ceph-osd", "-c", str(self.conf_file), "-i", str(index), "--mkfs", "--osd-uuid", identity]
+                with server.log.open("ab") as log, signals_later():
+                    children.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log))
+            statuses = [child.wait() for child in children]
+        finally:
+            for child in children:
+                child.kill()
+                child.wait()
+        for server, status in zip(self.osds, statuses, strict=True):
             if status:
                 raise ClusterError(f"{server.name} cannot be made; the end of {server.log}:\n{server.log_tail()}")
 
