@@ -32,7 +32,8 @@ from kvfuse.fs.virtual import Reader, VirtualFolder
 from kvfuse.fs.wakefulness import Wakefulness
 from kvfuse.mounttable import top_mount
 from kvfuse.options.options import MountOptions, Options
-from kvfuse.volume.volume import Volume, open_volume
+from kvfuse.volume.running import open_volume
+from kvfuse.volume.volume import Volume
 
 log = logging.getLogger(__name__)
 
@@ -136,7 +137,6 @@ def make_operations(volume: Volume, options: Options) -> KvfuseOperations:
     version = kvfuse.__version__.encode() + b"\n"
     files = VirtualFolder({b"stats": stats, b"config": config, b"version": lambda _: version})
     operations = KvfuseOperations(
-        volume,
         volume,
         files,
         entry_timeout=options.mount.entry_timeout,

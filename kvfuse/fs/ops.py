@@ -28,7 +28,7 @@ from kvfuse.credentials import Capability, Credentials
 from kvfuse.errnos import errno_of
 from kvfuse.fs.kernel import LISTING_SECONDS, Kept
 from kvfuse.fs.virtual import FOLDER_INODE, FOLDER_NAME, Reader, VirtualFolder, is_virtual
-from kvfuse.volume.api import NAME_MAX, ROOT_INODE, Attributes, Caller, Changes, FileApi, Handle, TreeApi
+from kvfuse.volume.api import NAME_MAX, ROOT_INODE, Attributes, Caller, Changes, Handle, VolumeApi
 
 log = logging.getLogger(__name__)
 
@@ -72,17 +72,16 @@ def answered(handler: Handler[P, R]) -> Handler[P, R]:
 
 
 class KvfuseOperations(pyfuse3.Operations):
-    """Answers the kernel's requests from ``tree`` and ``files``, those for MNT/.kvfuse from ``virtual``.
+    """Answers the kernel's requests from ``volume``, those for MNT/.kvfuse from ``virtual``.
 
-    Both are the volume; it has one contract for names, and one for inodes and their bytes. Timeouts in seconds.
+    Timeouts in seconds.
     ``names``, ``absences``: where the kernel was told of a name, or that it is absent, and to keep that.
     A file's handle is the volume's; a directory's is its inode number, so open directories hold nothing.
     """
 
     def __init__(
         self,
-        tree: TreeApi,
-        files: FileApi[Any],
+        volume: VolumeApi,
         virtual: VirtualFolder,
         *,
         entry_timeout: float,
@@ -90,8 +89,7 @@ class KvfuseOperations(pyfuse3.Operations):
         negative_timeout: float,
     ) -> None:
         super().__init__()
-        self._tree = tree
-        self._files = files
+        self._volume = volume
         self._virtual = virtual
         self._handles: dict[int, Handle] = {}
         self._entry = EntryAttributes()
@@ -117,7 +115,7 @@ class KvfuseOperations(pyfuse3.Operations):
         entry = self._entry
         if directory is not None:
             entry.entry_timeout = self.names.note(directory) if self._may_keep(directory) else 0.0
-        entry.attr_timeout = self._attr_timeout if self._files.may_keep_attributes(attributes.ino) else 0.0
+        entry.attr_timeout = self._attr_timeout if self._volume.inodes.may_keep_attributes(attributes.ino) else 0.0
         entry.st_ino = attributes.ino
         entry.st_mode = attributes.mode
         entry.st_nlink = attributes.nlink
@@ -133,7 +131,7 @@ class KvfuseOperations(pyfuse3.Operations):
 
     def _may_keep(self, directory: int) -> bool:
         """The kernel may remember names in a directory."""
-        return is_virtual(directory) or self._tree.may_keep(directory)
+        return is_virtual(directory) or self._volume.tree.may_keep(directory)
 
     def _reply_open(self, handle: Handle) -> FileInfo:
         """O_DIRECT needs no ``direct_io``: the kernel bypasses its cache for that descriptor alone, keeps it coherent
@@ -154,7 +152,7 @@ class KvfuseOperations(pyfuse3.Operations):
                 return self._reply(await self._lookup_virtual(parent_inode, name), parent_inode)
             if parent_inode == ROOT_INODE and name == FOLDER_NAME:
                 return self._reply(self._virtual.attributes(FOLDER_INODE), parent_inode)
-            return self._reply(await self._tree.lookup(parent_inode, name), parent_inode)
+            return self._reply(await self._volume.tree.lookup(parent_inode, name), parent_inode)
         except errors.NotFound:
             if not self._may_keep(parent_inode):
                 raise
@@ -163,7 +161,7 @@ class KvfuseOperations(pyfuse3.Operations):
 
     async def _lookup_virtual(self, ino: int, name: bytes) -> Attributes:
         if name == b"..":
-            return await self._tree.lookup(ROOT_INODE, b".")
+            return await self._volume.tree.lookup(ROOT_INODE, b".")
         if ino != FOLDER_INODE:
             raise errors.NotADirectory(f"inode {ino} is a virtual file")
         return self._virtual.lookup(name)
@@ -172,7 +170,7 @@ class KvfuseOperations(pyfuse3.Operations):
     async def forget(self, inode_list: Sequence[tuple[int, int]]) -> None:
         for ino, count in inode_list:
             if not is_virtual(ino):
-                self._tree.forget(ino, count)
+                self._volume.tree.forget(ino, count)
 
     @answered
     async def create(
@@ -181,7 +179,7 @@ class KvfuseOperations(pyfuse3.Operations):
         self._virtual.guard_name(parent_inode, name)
         caller = Caller(ctx.uid, ctx.gid, ctx.pid)
         try:
-            handle, attributes = await self._tree.create(parent_inode, name, mode, caller, flags)
+            handle, attributes = await self._volume.tree.create(parent_inode, name, mode, caller, flags)
         except errors.Exists:
             if flags & os.O_EXCL:
                 raise
@@ -196,39 +194,39 @@ class KvfuseOperations(pyfuse3.Operations):
             return self._reply(self._virtual.make_socket(name, mode, ctx.pid), parent_inode)
         self._virtual.guard_name(parent_inode, name)
         caller = Caller(ctx.uid, ctx.gid, ctx.pid)
-        return self._reply(await self._tree.make_node(parent_inode, name, mode, rdev, caller), parent_inode)
+        return self._reply(await self._volume.tree.make_node(parent_inode, name, mode, rdev, caller), parent_inode)
 
     @answered
     async def mkdir(self, parent_inode: int, name: bytes, mode: int, ctx: RequestContext) -> EntryAttributes:
         self._virtual.guard_name(parent_inode, name)
         caller = Caller(ctx.uid, ctx.gid, ctx.pid)
-        return self._reply(await self._tree.make_directory(parent_inode, name, mode, caller), parent_inode)
+        return self._reply(await self._volume.tree.make_directory(parent_inode, name, mode, caller), parent_inode)
 
     @answered
     async def symlink(self, parent_inode: int, name: bytes, target: bytes, ctx: RequestContext) -> EntryAttributes:
         self._virtual.guard_name(parent_inode, name)
         caller = Caller(ctx.uid, ctx.gid, ctx.pid)
-        return self._reply(await self._tree.make_symlink(parent_inode, name, target, caller), parent_inode)
+        return self._reply(await self._volume.tree.make_symlink(parent_inode, name, target, caller), parent_inode)
 
     @answered
     async def readlink(self, inode: int, ctx: RequestContext) -> bytes:
-        return await self._files.read_symlink(inode)
+        return await self._volume.inodes.read_symlink(inode)
 
     @answered
     async def link(self, inode: int, new_parent_inode: int, new_name: bytes, ctx: RequestContext) -> EntryAttributes:
         self._virtual.guard_name(new_parent_inode, new_name)
         _guard(inode)
-        return self._reply(await self._tree.link(inode, new_parent_inode, new_name), new_parent_inode)
+        return self._reply(await self._volume.tree.link(inode, new_parent_inode, new_name), new_parent_inode)
 
     @answered
     async def unlink(self, parent_inode: int, name: bytes, ctx: RequestContext) -> None:
         self._virtual.guard_name(parent_inode, name)
-        await self._tree.unlink(parent_inode, name)
+        await self._volume.tree.unlink(parent_inode, name)
 
     @answered
     async def rmdir(self, parent_inode: int, name: bytes, ctx: RequestContext) -> None:
         self._virtual.guard_name(parent_inode, name)
-        await self._tree.remove_directory(parent_inode, name)
+        await self._volume.tree.remove_directory(parent_inode, name)
 
     @answered
     async def rename(
@@ -242,7 +240,7 @@ class KvfuseOperations(pyfuse3.Operations):
     ) -> None:
         self._virtual.guard_name(parent_inode_old, name_old)
         self._virtual.guard_name(parent_inode_new, name_new)
-        await self._tree.rename(parent_inode_old, name_old, parent_inode_new, name_new, flags)
+        await self._volume.tree.rename(parent_inode_old, name_old, parent_inode_new, name_new, flags)
 
     # -- attributes ----------------------------------------------------------------------------------
 
@@ -250,10 +248,10 @@ class KvfuseOperations(pyfuse3.Operations):
     async def getattr(self, inode: int, ctx: RequestContext) -> EntryAttributes:
         if is_virtual(inode):
             return self._reply(self._virtual.attributes(inode))
-        return self._reply(await self._files.attributes(inode))
+        return self._reply(await self._volume.inodes.attributes(inode))
 
     async def _attributes(self, ino: int) -> Attributes:
-        return self._virtual.attributes(ino) if is_virtual(ino) else await self._files.attributes(ino)
+        return self._virtual.attributes(ino) if is_virtual(ino) else await self._volume.inodes.attributes(ino)
 
     @answered
     async def setattr(
@@ -270,7 +268,7 @@ class KvfuseOperations(pyfuse3.Operations):
             ctime=attr.st_ctime_ns if fields.update_ctime else None,
         )
         caller = Caller(ctx.uid, ctx.gid, ctx.pid)
-        return self._reply(await self._files.set_attributes(inode, changes, caller))
+        return self._reply(await self._volume.inodes.set_attributes(inode, changes, caller))
 
     @answered
     async def access(self, inode: int, mode: int, ctx: RequestContext) -> bool:
@@ -293,30 +291,30 @@ class KvfuseOperations(pyfuse3.Operations):
         if is_virtual(inode):
             reader = Reader.of(ctx.uid, ctx.pid)
             return FileInfo(fh=self._virtual.open(inode, flags, reader), direct_io=True, keep_cache=False)
-        return self._reply_open(await self._files.open(inode, flags, Caller(ctx.uid, ctx.gid, ctx.pid)))
+        return self._reply_open(await self._volume.files.open(inode, flags, Caller(ctx.uid, ctx.gid, ctx.pid)))
 
     @answered
     async def read(self, fh: int, off: int, size: int) -> bytes:
         handle = self._handles.get(fh)
         if handle is None:
             return self._virtual.read(fh, off, size)
-        return cast(bytes, await self._files.read(handle, off, size))  # pyfuse3 takes any buffer
+        return cast(bytes, await self._volume.files.read(handle, off, size))  # pyfuse3 takes any buffer
 
     @answered
     async def write(self, fh: int, off: int, buf: bytes) -> int:
-        return await self._files.write(self._handles[fh], off, buf, by_kernel=True)
+        return await self._volume.files.write(self._handles[fh], off, buf, by_kernel=True)
 
     @answered
     async def flush(self, fh: int) -> None:
         handle = self._handles.get(fh)
         if handle is not None:
-            await self._files.flush(handle)
+            await self._volume.files.flush(handle)
 
     @answered
     async def fsync(self, fh: int, datasync: bool) -> None:
         handle = self._handles.get(fh)
         if handle is not None:
-            await self._files.fsync(handle, data_only=datasync)
+            await self._volume.files.fsync(handle, data_only=datasync)
 
     @answered
     async def release(self, fh: int) -> None:
@@ -324,14 +322,14 @@ class KvfuseOperations(pyfuse3.Operations):
         if handle is None:
             self._virtual.release(fh)
         else:
-            await self._files.release(handle)
+            await self._volume.files.release(handle)
 
     # -- directories ---------------------------------------------------------------------------------
 
     @answered
     async def opendir(self, inode: int, ctx: RequestContext) -> int:
         if not is_virtual(inode):
-            await self._tree.open_directory(inode)
+            await self._volume.tree.open_directory(inode)
         return inode
 
     @answered
@@ -346,14 +344,14 @@ class KvfuseOperations(pyfuse3.Operations):
             rows = (
                 self._virtual.rows(cookie)
                 if is_virtual(fh)
-                else await self._tree.list_directory(fh, cookie, LISTING_BATCH)
+                else await self._volume.tree.list_directory(fh, cookie, LISTING_BATCH)
             )
             for entry in rows:
                 name, cookie, attributes = entry
                 if not pyfuse3.readdir_reply(token, name, self._reply(attributes, fh), cookie):
                     return
                 if not is_virtual(attributes.ino):
-                    self._tree.remember(fh, entry)
+                    self._volume.tree.remember(fh, entry)
             if len(rows) < LISTING_BATCH:
                 return
 
@@ -362,10 +360,10 @@ class KvfuseOperations(pyfuse3.Operations):
         if start_id < 1 and not pyfuse3.readdir_reply(token, b".", self._reply(await self._attributes(ino)), 1):
             return False
         if is_virtual(ino):
-            parent = await self._files.attributes(ROOT_INODE)
+            parent = await self._volume.inodes.attributes(ROOT_INODE)
         else:
-            parent = await self._tree.lookup(ino, b"..")
-            self._tree.forget(parent.ino, 1)
+            parent = await self._volume.tree.lookup(ino, b"..")
+            self._volume.tree.forget(parent.ino, 1)
         return pyfuse3.readdir_reply(token, b"..", self._reply(parent), 2)
 
     @answered
@@ -375,7 +373,7 @@ class KvfuseOperations(pyfuse3.Operations):
     @answered
     async def fsyncdir(self, fh: int, datasync: bool) -> None:
         if not is_virtual(fh):
-            await self._files.fsync_directory(fh)
+            await self._volume.inodes.fsync_directory(fh)
 
     # -- extended attributes -------------------------------------------------------------------------
 
@@ -384,19 +382,19 @@ class KvfuseOperations(pyfuse3.Operations):
         if is_virtual(inode):
             raise errors.NoAttribute(os.fsdecode(name))
         if name == INFO_XATTR:
-            return json.dumps(await self._files.info(inode)).encode()
-        return await self._files.get_xattr(inode, name)
+            return json.dumps(await self._volume.inodes.info(inode)).encode()
+        return await self._volume.inodes.get_xattr(inode, name)
 
     @answered
     async def setxattr(self, inode: int, name: bytes, value: bytes, ctx: RequestContext) -> None:
         _guard(inode)
         if name == INFO_XATTR:
             raise errors.NotPermitted(f"{os.fsdecode(name)} is the daemon's own")
-        await self._files.set_xattr(inode, name, value)
+        await self._volume.inodes.set_xattr(inode, name, value)
 
     @answered
     async def listxattr(self, inode: int, ctx: RequestContext) -> Sequence[bytes]:
-        names = [] if is_virtual(inode) else await self._files.list_xattrs(inode)
+        names = [] if is_virtual(inode) else await self._volume.inodes.list_xattrs(inode)
         hidden = [name for name in names if name.startswith(ROOT_XATTRS)]
         if hidden and not (ctx.uid == 0 and Credentials.of(ctx.pid, ctx.uid).has(Capability.SYS_ADMIN)):
             return [name for name in names if name not in hidden]
@@ -405,13 +403,13 @@ class KvfuseOperations(pyfuse3.Operations):
     @answered
     async def removexattr(self, inode: int, name: bytes, ctx: RequestContext) -> None:
         _guard(inode)
-        await self._files.remove_xattr(inode, name)
+        await self._volume.inodes.remove_xattr(inode, name)
 
     # -- the whole -----------------------------------------------------------------------------------
 
     @answered
     async def statfs(self, ctx: RequestContext) -> StatvfsData:
-        space = self._files.space()
+        space = self._volume.space()
         figures = StatvfsData()
         figures.f_bsize = figures.f_frsize = BLOCK_SIZE
         figures.f_blocks = space.size // BLOCK_SIZE

@@ -1,13 +1,12 @@
 """What the doors see of a volume: plain types, and the operations by topic.
 
-The FUSE door calls `TreeApi` and `FileApi`, the rings' door `RingApi`: ``volume.Volume`` implements all three, and its
-``blocks`` implement `BlockApi`. Inodes are numbers, names are bytes, times are nanoseconds since the epoch, errors are
-``kvfuse.errors``. No operation waits longer than its engines' deadlines. All are for the event loop's thread, except
-where a docstring says otherwise.
+``volume.Volume`` is the FUSE door's `VolumeApi` and the rings' door's `RingApi`; its ``tree`` implements `TreeApi`, its
+``inodes`` `InodeApi`, its ``files`` `FileApi`, its ``blocks`` `BlockApi`. Inodes are numbers, names
+are bytes, times are nanoseconds since the epoch, errors are ``kvfuse.errors``. No operation waits longer than its
+engines' deadlines. All are for the event loop's thread, except where a docstring says otherwise.
 
-Coherence inside one host: every change is visible to every later call, through whichever door, when
-the call that made it returned. *Publishing* (strict or relaxed) only says when other hosts, and a
-restart, see it.
+Coherence inside one host: every change is visible to every later call, through whichever door, when the call that made
+it returned. *Publishing* (strict or relaxed) only says when other hosts, and a restart, see it.
 """
 
 from __future__ import annotations
@@ -164,9 +163,6 @@ class TreeApi(Protocol):
     def remember(self, parent: int, entry: DirEntry) -> None:
         """Count the inode of an entry of directory ``parent`` once more as known to the kernel (readdirplus)."""
 
-    def kernel_knows(self, ino: int) -> bool:
-        """The kernel may have cached something of the inode. From any thread."""
-
     def may_keep(self, directory: int) -> bool:
         """The kernel may remember names in a directory: nobody else changes them, or it is told soon after."""
 
@@ -196,18 +192,38 @@ class TreeApi(Protocol):
         """
 
 
-class OpenFileApi(Protocol[H]):
-    """What both doors do with files."""
+class FileApi(Protocol[H]):
+    """Open files and their bytes."""
 
-    async def attributes(self, ino: int) -> Attributes: ...
     async def open(self, ino: int, flags: int, caller: Caller) -> H:
         """O_TRUNC in ``flags`` truncates. IsADirectory for a directory."""
+
+    async def read(self, handle: H, offset: int, size: int) -> bytes | bytearray | memoryview:
+        """Bytes at ``offset``, short at the end of the file. A memoryview is to be consumed before any await."""
+
+    async def read_into(self, handle: H, offset: int, target: memoryview) -> int:
+        """Fill ``target`` (of bytes) from ``offset`` on; how many bytes, fewer at the end of the file."""
+
+    def content_map(self, handle: H) -> ContentMap:
+        """Where the file's bytes are, for threads other than the event loop's; true as long as the handle is open."""
+
+    async def show(self, handle: H, first: int, last: int) -> None:
+        """Have in the content map what can be shown of the chunks ``first``..``last``; for the rest, `read_into`."""
 
     async def write(self, handle: H, offset: int, data: bytes | memoryview, *, by_kernel: bool = False) -> int:
         """Takes ``data`` (kept, not copied, where possible: it must never change); how much of it had room.
 
         NoSpace, FileTooLarge. ``by_kernel``: short only where the file grows, and by a handle that is not direct.
         """
+
+    async def write_in_slots(self, handle: H, writes: Sequence[tuple[int, memoryview]]) -> list[bool]:
+        """Many small writes (offset, data) in one call of the engine, as far as nothing else is to be done for them.
+
+        Says which were done; the others are `write`'s.
+        """
+
+    async def flush(self, handle: H) -> None:
+        """A descriptor was closed: with strict publishing, returns after the commit."""
 
     async def fsync(self, handle: H, *, data_only: bool = False) -> None:
         """Bytes, attributes and names of the file survive the loss of power once this returned.
@@ -218,72 +234,52 @@ class OpenFileApi(Protocol[H]):
     async def release(self, handle: H) -> None: ...
 
 
-class FileApi(OpenFileApi[H], Protocol[H]):
-    """Inodes and their bytes, as the kernel asks for them, and the volume as a whole."""
+class InodeApi(Protocol):
+    """Inodes, whatever their names."""
+
+    async def attributes(self, ino: int) -> Attributes: ...
+    def may_keep_attributes(self, ino: int) -> bool:
+        """The kernel may remember what it is told of an inode. False: it asks again before it shows them."""
 
     async def set_attributes(self, ino: int, changes: Changes, caller: Caller) -> Attributes:
         """Also clears setuid and setgid where POSIX asks for it; ``size`` truncates or extends."""
 
-    def may_keep_attributes(self, ino: int) -> bool:
-        """The kernel may remember what it is told of an inode. False: it asks again before it shows them."""
-
     async def read_symlink(self, ino: int) -> bytes: ...
-    async def read(self, handle: H, offset: int, size: int) -> bytes | bytearray | memoryview:
-        """Bytes at ``offset``, short at the end of the file. A memoryview is to be consumed before any await."""
-
-    async def flush(self, handle: H) -> None:
-        """A descriptor was closed: with strict publishing, returns after the commit."""
-
     async def fsync_directory(self, ino: int) -> None: ...
-
-    # extended attributes
     async def get_xattr(self, ino: int, name: bytes) -> bytes: ...
     async def set_xattr(self, ino: int, name: bytes, value: bytes) -> None: ...
     async def list_xattrs(self, ino: int) -> list[bytes]: ...
     async def remove_xattr(self, ino: int, name: bytes) -> None: ...
-
-    # the whole
-    def space(self) -> Space: ...
-    def stats(self) -> dict[str, Any]:
-        """Counters and gauges, JSON-able: the content of MNT/.kvfuse/stats."""
-
-    def stats_of(self, uid: int) -> dict[str, Any]:
-        """Of them what counts for one user alone, by the name of the section."""
-
     async def info(self, ino: int) -> dict[str, Any]:
         """Extents, size classes, slabs, sealed granules of one file, JSON-able."""
 
 
-class RingApi(OpenFileApi[H], Protocol[H]):
-    """Files as rings use them, and what the threads of rings share with the volume."""
+class VolumeApi(Protocol):
+    """A volume, for the FUSE door. Ask for each part anew after an await: another membership brings others."""
+
+    @property
+    def tree(self) -> TreeApi: ...
+    @property
+    def inodes(self) -> InodeApi: ...
+    @property
+    def files(self) -> FileApi[Any]: ...
+    def space(self) -> Space: ...
+
+
+class RingApi(VolumeApi, Protocol):
+    """The same for the rings' door, and what threads of rings share with it."""
 
     tier: SharedTier
     """for any thread"""
     reading_threads: set[ReadingThread]
     """those that may read by content maps now; the door keeps it"""
     sections: dict[str, Callable[[], object]]
-    """what the door adds to `FileApi.stats`, by name"""
+    """counters and gauges that the door adds to the volume's, by name"""
     user_sections: dict[str, Callable[[int], object]]
     """the same for one user, a uid"""
 
     @property
-    def blocks(self) -> BlockApi:
-        """To be asked for anew after an await: another membership brings others."""
-
-    def content_map(self, handle: H) -> ContentMap:
-        """Where the file's bytes are, for threads other than the event loop's; true as long as the handle is open."""
-
-    async def show(self, handle: H, first: int, last: int) -> None:
-        """Have in the content map what can be shown of the chunks ``first``..``last``; for the rest, `read_into`."""
-
-    async def read_into(self, handle: H, offset: int, target: memoryview) -> int:
-        """Fill ``target`` (of bytes) from ``offset`` on; how many bytes, fewer at the end of the file."""
-
-    async def write_in_slots(self, handle: H, writes: Sequence[tuple[int, memoryview]]) -> list[bool]:
-        """Many small writes (offset, data) in one call of the engine, as far as nothing else is to be done for them.
-
-        Says which were done; the others are `write`'s.
-        """
+    def blocks(self) -> BlockApi: ...
 
 
 class BlockApi(Protocol):

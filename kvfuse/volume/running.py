@@ -1,15 +1,10 @@
-"""A volume that runs: what goes on beside its operations, from the first commit to the last, over any number of leases.
-
-`volume.Volume` adds the operations.
-"""
+"""Runs a mounted volume: opens it, joins it again after a lost lease, and stores everything at the end."""
 
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable, Coroutine
-from contextlib import suppress
-from typing import Any
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 
 import trio
 
@@ -19,12 +14,13 @@ from kvfuse.volume.check.scrub import Scrubber
 from kvfuse.volume.content.chunks import forget_lost
 from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.inodes.node import Node
-from kvfuse.volume.opening.holding import Held
+from kvfuse.volume.opening.holding import Held, hold
 from kvfuse.volume.opening.loading import load_core
 from kvfuse.volume.parts import Parts
 from kvfuse.volume.store import schema
 from kvfuse.volume.store.joined_reads import SharedRecords
 from kvfuse.volume.store.sealed import ScanPages
+from kvfuse.volume.volume import Volume
 
 FINISH_ATTEMPTS = 3
 FINISH_PAUSE = 1.0
@@ -46,103 +42,42 @@ async def make_parts(options: Options, held: Held, former: Core | None = None) -
     return Parts(core, options, held.member)
 
 
-class RunningVolume:
-    """The parts of a mounted volume and its background tasks. ``read_only``: nothing is ever committed."""
+class Running:
+    """The tasks of one volume beside its operations, from the first commit to the last, over any number of leases."""
 
-    def __init__(self, parts: Parts, options: Options, nursery: trio.Nursery, held: Held) -> None:
-        self.read_only = parts.core.read_only
-        self.sections: dict[str, Callable[[], object]] = {}
-        """what doors add to `stats`, by name"""
-        self.user_sections: dict[str, Callable[[int], object]] = {}
-        """the same for one user, a uid"""
-        self.tier = parts.core.tier
-        self.reading_threads = parts.core.reads.threads
+    def __init__(self, volume: Volume, options: Options, nursery: trio.Nursery, held: Held) -> None:
+        self._volume = volume
         self._options = options
+        self._nursery = nursery
         self._held = held
         self._keeping = trio.CancelScope()
-        self._nursery = nursery
-        self._background_count = 0
-        self._background_done = trio.Event()
-        self._opened = time.time()
-        self._scrubber = Scrubber(self, options)
-        self._take_on(parts)
-
-    def stats_of(self, uid: int) -> dict[str, object]:
-        return {name: section(uid) for name, section in self.user_sections.items()}
-
-    def _take_on(self, parts: Parts) -> None:
-        """Go on with these."""
-        self.parts = parts
-        self.core = parts.core
-        self.flusher, self.journal = parts.flusher, parts.journal
-        self.reader, self.writer, self.cutter = parts.reader, parts.writer, parts.cutter
-        self.lookups, self.names = parts.lookups, parts.names
-        self.blocks, self.access = parts.blocks, parts.mapper.access
-        self.coherence, self.leases = parts.coherence, parts.leases
-        if self.coherence is not None:
-            self.sections["coherence"] = self.coherence.statistics
-
-    # -- in the background ---------------------------------------------------------------------------
-
-    def _background(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run ``work`` beside the operations; `finish` waits for it."""
-
-        async def run() -> None:
-            try:
-                with trio.CancelScope(shield=True):
-                    await work
-            finally:
-                self._background_count -= 1
-                self._background_done.set()
-                self._background_done = trio.Event()
-
-        self._background_count += 1
-        self._nursery.start_soon(run)
-
-    async def _reap_orphans(self) -> None:
-        """Free what files had that were unlinked, but open, when the last daemon ended."""
-        async for rows, _ in ScanPages(self.core.records, b"o", 100):
-            for row in rows:
-                try:
-                    await self._reap_orphan(schema.decode_inode(row.value))
-                except errors.Corrupt as error:
-                    log.error("a removed file is not freed: %s", error)
-            await self.journal.commit()
-
-    async def _reap_orphan(self, record: schema.InodeRecord) -> None:
-        """Corrupt, with nothing freed, where a record of the file is damaged."""
-        node = self.reader.chunks.restore_chunks(Node.from_record(record), record)
-        node.nlink = 0
-        await self.names.nameless.load(node)
-        forget_lost(node)
-        if self.names.nameless.removal.is_large(node):
-            await self.names.nameless.removal.take_apart(node)
-        else:
-            self.names.nameless.reap(node)
+        self._scrubber = Scrubber(lambda: volume.parts, options)
 
     async def start(self) -> None:
         """Begin to commit and to write back, and free what the last daemon could not."""
-        await self._nursery.start(self.parts.run)
+        parts = self._volume.parts
+        await self._nursery.start(parts.run)
         if self._held.again is not None:
             self._nursery.start_soon(self._keep_membership)
-        elif self._held.member is None and not self.read_only:
-            await self.journal.commit()  # numbers are announced before the first is given
-            await self._reap_orphans()
+        elif self._held.member is None and not parts.core.read_only:
+            await parts.journal.commit()  # numbers are announced before the first is given
+            await _reap_orphans(parts)
         if self._options.scrub.rate:
-            self.sections["scrub"] = self._scrubber.statistics
+            self._volume.sections["scrub"] = self._scrubber.statistics
             self._nursery.start_soon(self._scrubber.run)
 
     async def finish(self) -> None:
         """Everything that was changed reaches the engines, also when some of it fails at first; then nothing runs."""
         self._keeping.cancel()
         self._scrubber.stop()
+        parts = self._volume.parts
         try:
-            if not self.read_only and not self.parts.life.is_over:
-                await self._store_all()
-                await self._free_removed()
-                await self.parts.leave()
+            if not parts.core.read_only and not parts.life.is_over:
+                await _store_all(parts)
+                await _free_removed(parts)
+                await parts.leave()
         finally:
-            self.parts.life.stop()
+            self._volume.parts.life.stop()
 
     # -- a lease that was lost -----------------------------------------------------------------------
 
@@ -155,27 +90,25 @@ class RunningVolume:
 
     async def _begin_anew(self) -> None:
         """Forget everything that is not in the store. Calls meanwhile find what was known, and can change nothing."""
-        former = self.parts
+        former = self._volume.parts
         await former.abandon()
         log.error("the lease of the volume was lost, and all that was not stored by then: joining again")
         core = former.core
-        while self.parts is former:
+        while self._volume.parts is former:
             try:
-                parts = await self._join_again(core)
+                assert self._held.again is not None
+                self._held = await self._held.again()
+                parts = await make_parts(self._options, self._held, core)
                 core = parts.core  # which has what it took over, also when it does not come to run
                 await self._run_again(parts)
             except (errors.EngineError, errors.VolumeError) as error:
                 log.warning("the volume cannot be joined again yet: %s", error)
                 await trio.sleep(REJOIN_SECONDS)
         log.warning("joined the volume again")
-        for ino, parent, name in self.core.places:
-            self.lookups.refresher.news.name(parent, name)
-            self.lookups.refresher.news.content(ino)
-
-    async def _join_again(self, former: Core) -> Parts:
-        assert self._held.again is not None
-        self._held = held = await self._held.again()
-        return await make_parts(self._options, held, former)
+        news = parts.lookups.refresher.news
+        for ino, parent, name in core.places:
+            news.name(parent, name)
+            news.content(ino)
 
     async def _run_again(self, parts: Parts) -> None:
         try:
@@ -183,26 +116,80 @@ class RunningVolume:
         except BaseException:
             parts.life.stop()
             raise
-        self._take_on(parts)
+        self._volume.take_on(parts)
 
-    async def _store_all(self) -> None:
-        while self._background_count:
-            await self._background_done.wait()
-        self.names.nameless.reap_unnamed()
-        self.access.store_all()
-        for _ in range(FINISH_ATTEMPTS - 1):
+
+async def _store_all(parts: Parts) -> None:
+    parts.names.nameless.reap_unnamed()
+    parts.mapper.access.store_all()
+    for _ in range(FINISH_ATTEMPTS - 1):
+        try:
+            await parts.journal.sync()
+        except errors.EngineError as error:
+            log.warning("closing: %s; trying again", error)
+            await trio.sleep(FINISH_PAUSE)
+        else:
+            return
+    await parts.journal.sync()
+
+
+async def _free_removed(parts: Parts) -> None:
+    """Leave no removed files behind, where that takes no grace."""
+    if parts.core.is_alone():
+        with trio.move_on_after(FREE_SECONDS), suppress(errors.EngineError):
+            await parts.space.free_removed_files()
+            await parts.journal.sync()
+
+
+async def _reap_orphans(parts: Parts) -> None:
+    """Free what files had that were unlinked, but open, when the last daemon ended."""
+    async for rows, _ in ScanPages(parts.core.records, b"o", 100):
+        for row in rows:
             try:
-                await self.journal.sync()
-            except errors.EngineError as error:
-                log.warning("closing: %s; trying again", error)
-                await trio.sleep(FINISH_PAUSE)
-            else:
-                return
-        await self.journal.sync()
+                await _reap_orphan(parts, schema.decode_inode(row.value))
+            except errors.Corrupt as error:
+                log.error("a removed file is not freed: %s", error)
+        await parts.journal.commit()
 
-    async def _free_removed(self) -> None:
-        """Leave no removed files behind, where that takes no grace."""
-        if self.core.is_alone():
-            with trio.move_on_after(FREE_SECONDS), suppress(errors.EngineError):
-                await self.parts.space.free_removed_files()
-                await self.journal.sync()
+
+async def _reap_orphan(parts: Parts, record: schema.InodeRecord) -> None:
+    """Corrupt, with nothing freed, where a record of the file is damaged."""
+    node, nameless = parts.reader.chunks.restore_chunks(Node.from_record(record), record), parts.names.nameless
+    node.nlink = 0
+    await nameless.load(node)
+    forget_lost(node)
+    if nameless.removal.is_large(node):
+        await nameless.removal.take_apart(node)
+    else:
+        nameless.reap(node)
+
+
+@asynccontextmanager
+async def open_volume(options: Options, mountpoint: str = "") -> AsyncIterator[Volume]:
+    """The volume that ``options`` name; flushed and closed at the end. One in a folder is held alone.
+
+    VolumeError, VolumeBusy where it cannot be opened. ``mountpoint``: for others to know who holds it.
+    """
+    async with (
+        hold(options, mountpoint, read_only=options.mount.read_only, alone=False) as held,
+        run_volume(options, held) as volume,
+    ):
+        yield volume
+
+
+@asynccontextmanager
+async def run_volume(options: Options, held: Held) -> AsyncIterator[Volume]:
+    """A volume over engines that are open and stay the caller's; flushed at the end."""
+    parts = await make_parts(options, held)
+    async with trio.open_nursery() as nursery:
+        running = None
+        try:
+            async with trio.open_nursery() as background:
+                volume = Volume(parts, background)
+                running = Running(volume, options, nursery, held)
+                await running.start()
+                yield volume
+        finally:
+            if running is not None:
+                with trio.CancelScope(shield=True):
+                    await running.finish()

@@ -155,10 +155,10 @@ def test_what_the_kernel_never_saw(directory: Path, door: Connection) -> None:
 @pytest.mark.parametrize(
     ("method", "use", "drop"),
     [
-        ("read", lambda path: path.read_bytes(), lambda path: ("drop_content", inode(path))),
-        ("lookup", lambda path: (path.parent / "b").exists(), lambda path: ("drop_name", inode(path.parent), "b")),
+        ("files.read", lambda path: path.read_bytes(), lambda path: ("drop_content", inode(path))),
+        ("tree.lookup", lambda path: (path.parent / "b").exists(), lambda path: ("drop_name", inode(path.parent), "b")),
         (
-            "list_directory",
+            "tree.list_directory",
             lambda path: os.listdir(path.parent),
             lambda path: ("drop_name", inode(path.parent), "absent"),
         ),
@@ -178,7 +178,7 @@ def test_a_drop_meets_a_request_that_the_event_loop_has_to_answer(
     door.wait_for_held()
     with connected(point) as dropping:
         dropping.send(*call)
-        assert door.ino(inode(point), directory.name) if method != "lookup" else door.knows(1)
+        assert door.ino(inode(point), directory.name) if method != "tree.lookup" else door.knows(1)
         door.let_go()
         dropping.receive()
     user.join()
@@ -189,7 +189,7 @@ def test_a_name_that_is_removed_while_it_is_listed(directory: Path, door: Connec
     """The kernel is told before it has the name, and waits with it until it has."""
     parent = inode(directory)
     door.create(parent, "file", "content")
-    door.hold("list_directory", "answered")
+    door.hold("tree.list_directory", "answered")
     lister = threading.Thread(target=os.listdir, args=(directory,))
     lister.start()
     door.wait_for_held()

@@ -28,6 +28,7 @@ class FailingVolume:
 
     def __init__(self, error: Exception) -> None:
         self.error = error
+        self.tree = self.inodes = self.files = self
 
     def may_keep(self, directory: int) -> bool:
         return True
@@ -44,7 +45,7 @@ class FailingVolume:
 
 def door_to(error: Exception) -> KvfuseOperations:
     volume: Any = FailingVolume(error)
-    return KvfuseOperations(volume, volume, VirtualFolder({}), entry_timeout=1, attr_timeout=1, negative_timeout=1)
+    return KvfuseOperations(volume, VirtualFolder({}), entry_timeout=1, attr_timeout=1, negative_timeout=1)
 
 
 OPERATION_ERRORS = [kind for kind in subclasses(errors.OperationError) if kind.__module__ == errors.__name__]

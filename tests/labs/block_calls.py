@@ -22,7 +22,7 @@ async def put(volume: Volume, name: bytes, data: bytes, directory: int = ROOT_IN
 
 async def put_shared(volume: Volume, name: bytes, data: bytes, readers: ReadClass = READERS) -> TierBlock:
     """Put from a block of the tier."""
-    block = volume.core.tier.allocate(len(data), readers)
+    block = volume.parts.core.tier.allocate(len(data), readers)
     assert block is not None
     block.buffer[:] = np.frombuffer(data, np.uint8)
     await volume.blocks.put(readers.directory, name, block, CALLER, 0o644)
@@ -32,13 +32,13 @@ async def put_shared(volume: Volume, name: bytes, data: bytes, readers: ReadClas
 async def get(volume: Volume, name: bytes, directory: int = ROOT_INODE) -> bytes | None:
     """The block as the file door shows it; None: absent."""
     try:
-        node = await volume.lookup(directory, name)
+        node = await volume.tree.lookup(directory, name)
     except NotFound:
         return None
-    handle = await volume.open(node.ino, os.O_RDONLY, CALLER)
-    data = bytes(await volume.read(handle, 0, 64 * MIB))
-    await volume.release(handle)
-    volume.forget(node.ino, 1)
+    handle = await volume.files.open(node.ino, os.O_RDONLY, CALLER)
+    data = bytes(await volume.files.read(handle, 0, 64 * MIB))
+    await volume.files.release(handle)
+    volume.tree.forget(node.ino, 1)
     return data
 
 
@@ -54,16 +54,16 @@ async def get_bound(volume: Volume, name: bytes) -> bytes | None:
     if binding is None:
         return None
     size = binding.map.size
-    node = await volume.attributes(binding.ino)
+    node = await volume.inodes.attributes(binding.ino)
     target = bytearray(size)
-    assert await volume.read_into(node, 0, memoryview(target)) == size
+    assert await volume.files.read_into(node, 0, memoryview(target)) == size
     return bytes(target)
 
 
 async def overwrite(volume: Volume, ino: int, offset: int, data: bytes) -> None:
-    handle = await volume.open(ino, os.O_WRONLY, CALLER)
-    await volume.write(handle, offset, data)
-    await volume.release(handle)
+    handle = await volume.files.open(ino, os.O_WRONLY, CALLER)
+    await volume.files.write(handle, offset, data)
+    await volume.files.release(handle)
 
 
 def has_copy_rows(binding: Binding) -> bool:

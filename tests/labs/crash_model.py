@@ -156,8 +156,8 @@ class Picture:
             return await self._look(volume)
 
     async def _look(self, volume: Volume) -> list[str]:
-        names = [entry.name for entry in await volume.list_directory(ROOT_INODE, 0, 1000)]
-        inos = {name: (await volume.lookup(ROOT_INODE, name)).ino for name in names}
+        names = [entry.name for entry in await volume.tree.list_directory(ROOT_INODE, 0, 1000)]
+        inos = {name: (await volume.tree.lookup(ROOT_INODE, name)).ino for name in names}
         problems = [
             f"{name!r} is inode {inos.get(name)}: {ino} was promised"
             for name, ino in self.names.items()
@@ -169,9 +169,9 @@ class Picture:
 
 
 async def read_whole(volume: Volume, ino: int) -> bytes:
-    handle = await volume.open(ino, os.O_RDONLY, CALLER)
-    data = bytes(await volume.read(handle, 0, 1 << 30))
-    await volume.release(handle)
+    handle = await volume.files.open(ino, os.O_RDONLY, CALLER)
+    data = bytes(await volume.files.read(handle, 0, 1 << 30))
+    await volume.files.release(handle)
     return data
 
 

@@ -92,39 +92,41 @@ class Calls:
         self.volume = volume
 
     async def ino(self, parent: int, name: str) -> int:
-        attributes = await self.volume.lookup(parent, name.encode())
-        self.volume.forget(attributes.ino, 1)
+        attributes = await self.volume.tree.lookup(parent, name.encode())
+        self.volume.tree.forget(attributes.ino, 1)
         return attributes.ino
 
     async def write(self, ino: int, offset: int, data: str) -> None:
-        handle = await self.volume.open(ino, os.O_WRONLY, CALLER)
-        await self.volume.write(handle, offset, data.encode())
-        await self.volume.release(handle)
+        handle = await self.volume.files.open(ino, os.O_WRONLY, CALLER)
+        await self.volume.files.write(handle, offset, data.encode())
+        await self.volume.files.release(handle)
 
     async def truncate(self, ino: int, size: int) -> None:
-        await self.volume.set_attributes(ino, Changes(size=size), CALLER)
+        await self.volume.inodes.set_attributes(ino, Changes(size=size), CALLER)
 
     async def create(self, parent: int, name: str, data: str) -> int:
-        handle, attributes = await self.volume.create(parent, name.encode(), 0o644, CALLER, os.O_WRONLY)
-        await self.volume.write(handle, 0, data.encode())
-        await self.volume.release(handle)
-        self.volume.forget(attributes.ino, 1)
+        handle, attributes = await self.volume.tree.create(parent, name.encode(), 0o644, CALLER, os.O_WRONLY)
+        await self.volume.files.write(handle, 0, data.encode())
+        await self.volume.files.release(handle)
+        self.volume.tree.forget(attributes.ino, 1)
         return attributes.ino
 
     async def rename(self, parent: int, name: str, new_name: str) -> None:
-        await self.volume.rename(parent, name.encode(), parent, new_name.encode(), 0)
+        await self.volume.tree.rename(parent, name.encode(), parent, new_name.encode(), 0)
 
     async def unlink(self, parent: int, name: str) -> None:
-        await self.volume.unlink(parent, name.encode())
+        await self.volume.tree.unlink(parent, name.encode())
 
     async def knows(self, ino: int) -> bool:
         return self.volume.kernel_knows(ino)
 
     async def hold(self, method: str, when: str = "called") -> None:
-        """Let calls of a method of the volume wait for `let_go`; ``when``: or, its answers, "answered"."""
-        original = getattr(self.volume, method)
+        """Let calls of a method ("tree.lookup") wait for `let_go`; ``when``: or, its answers, "answered"."""
+        owner, _, name = method.partition(".")
+        part = getattr(self.volume, owner)
+        original = getattr(part, name)
         held.clear()
-        held.update(method=method, original=original, waiting=trio.Event(), gate=trio.Event())
+        held.update(part=part, name=name, original=original, waiting=trio.Event(), gate=trio.Event())
 
         async def wait(*arguments: Any) -> Any:
             answer = await original(*arguments) if when == "answered" else None
@@ -132,14 +134,14 @@ class Calls:
             await held["gate"].wait()
             return answer if when == "answered" else await original(*arguments)
 
-        setattr(self.volume, method, wait)
+        setattr(part, name, wait)
 
     async def wait_for_held(self) -> None:
         """Return when a call waits."""
         await held["waiting"].wait()
 
     async def let_go(self) -> None:
-        setattr(self.volume, held["method"], held["original"])
+        setattr(held["part"], held["name"], held["original"])
         held["gate"].set()
 
 

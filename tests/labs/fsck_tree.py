@@ -18,8 +18,9 @@ from kvfuse.volume.api import ROOT_INODE
 from kvfuse.volume.check.evidence import Report
 from kvfuse.volume.check.fsck import fsck
 from kvfuse.volume.opening import engines, format
+from kvfuse.volume.running import open_volume
 from kvfuse.volume.store.sealed import as_formatted
-from kvfuse.volume.volume import Volume, open_volume
+from kvfuse.volume.volume import Volume
 
 KIB = 1 << 10
 CHUNK = 512 * KIB
@@ -62,13 +63,13 @@ class Tree:
         """What happens to files after they were committed once."""
         await volume.sync()
         for path in (b"gone", b"a/gone"):
-            await volume.unlink(*await self.place(volume, path))
+            await volume.tree.unlink(*await self.place(volume, path))
             del self.files[path]
-        await volume.rename(*await self.place(volume, b"old"), *await self.place(volume, b"a/b/new"), 0)
+        await volume.tree.rename(*await self.place(volume, b"old"), *await self.place(volume, b"a/b/new"), 0)
         self.files[b"a/b/new"] = self.files.pop(b"old")
         await self.write(volume, b"rewritten", self.rng.randbytes(8000))
         await self.write(volume, b"tmp", self.rng.randbytes(30_000))
-        await volume.rename(*await self.place(volume, b"tmp"), *await self.place(volume, b"tiny"), 0)
+        await volume.tree.rename(*await self.place(volume, b"tmp"), *await self.place(volume, b"tiny"), 0)
         self.files[b"tiny"] = self.files.pop(b"tmp")
 
     @asynccontextmanager
@@ -81,25 +82,25 @@ class Tree:
         folder = ROOT_INODE
         *parts, name = path.split(b"/")
         for part in parts:
-            found = [entry for entry in await volume.list_directory(folder, 0, 1000) if entry.name == part]
+            found = [entry for entry in await volume.tree.list_directory(folder, 0, 1000) if entry.name == part]
             if not found:
-                folder = (await volume.make_directory(folder, part, 0o755, CALLER)).ino
+                folder = (await volume.tree.make_directory(folder, part, 0o755, CALLER)).ino
             else:
-                volume.remember(folder, found[0])
+                volume.tree.remember(folder, found[0])
                 folder = found[0].attributes.ino
         return folder, name
 
     async def write(self, volume: Volume, path: bytes, data: bytes) -> None:
         folder, name = await self.place(volume, path)
         if path in self.files:
-            node = await volume.lookup(folder, name)
-            handle = await volume.open(node.ino, os.O_WRONLY | os.O_TRUNC, CALLER)
+            node = await volume.tree.lookup(folder, name)
+            handle = await volume.files.open(node.ino, os.O_WRONLY | os.O_TRUNC, CALLER)
         else:
-            handle, _ = await volume.create(folder, name, 0o640, CALLER, os.O_WRONLY)
+            handle, _ = await volume.tree.create(folder, name, 0o640, CALLER, os.O_WRONLY)
         for start in range(0, len(data), 300_000):
-            await volume.write(handle, start, data[start : start + 300_000])
-        await volume.flush(handle)
-        await volume.release(handle)
+            await volume.files.write(handle, start, data[start : start + 300_000])
+        await volume.files.flush(handle)
+        await volume.files.release(handle)
         self.files[path] = data
 
     async def read(self) -> dict[bytes, bytes]:
@@ -110,18 +111,18 @@ class Tree:
         return found
 
     async def read_folder(self, volume: Volume, folder: int, above: bytes, found: dict[bytes, bytes]) -> None:
-        for entry in await volume.list_directory(folder, 0, 1000):
-            node = await volume.lookup(folder, entry.name)
+        for entry in await volume.tree.list_directory(folder, 0, 1000):
+            node = await volume.tree.lookup(folder, entry.name)
             if stat.S_ISDIR(node.mode):
                 await self.read_folder(volume, node.ino, above + entry.name + b"/", found)
             elif stat.S_ISREG(node.mode):
-                handle = await volume.open(node.ino, os.O_RDONLY, CALLER)
+                handle = await volume.files.open(node.ino, os.O_RDONLY, CALLER)
                 path = above + entry.name
-                data = bytes(await volume.read(handle, 0, 64 * MIB))
+                data = bytes(await volume.files.read(handle, 0, 64 * MIB))
                 if path.startswith(b"lost+found/") and data == self.files.get(b"page"):
                     path = b"page"  # a slot of 4 KiB that is full has no room for a name
                 found[path] = data
-                await volume.release(handle)
+                await volume.files.release(handle)
 
     @asynccontextmanager
     async def records(self) -> AsyncIterator[RecordStore]:
@@ -153,8 +154,8 @@ async def flip(tree: Tree, path: bytes, offset: int) -> None:
     """One bit of a file, on the disk below."""
     async with tree.volume() as volume:
         folder, name = await tree.place(volume, path)
-        node = await volume.lookup(folder, name)
-        for row in (await volume.info(node.ino))["extents"]:
+        node = await volume.tree.lookup(folder, name)
+        for row in (await volume.inodes.info(node.ino))["extents"]:
             start = row["chunk"] * CHUNK
             if start <= offset < start + row["length"]:
                 segment, place = row["segment"], row["offset"] + offset - start

@@ -10,8 +10,9 @@ from volume_lab import CALLER
 
 from kvfuse.checksum import GRANULE_SIZE, crc32c
 from kvfuse.volume.api import Changes
+from kvfuse.volume.inodes.handle import FileHandle
 from kvfuse.volume.views.content_map import ContentMap, MapRow
-from kvfuse.volume.volume import FileHandle, Volume
+from kvfuse.volume.volume import Volume
 
 CHUNK = 64 << 10
 
@@ -73,17 +74,17 @@ class Case:
 
     @property
     def shown(self) -> ContentMap:
-        return self.volume.content_map(self.handle)
+        return self.volume.files.content_map(self.handle)
 
     @property
     def ino(self) -> int:
         return self.handle.node.ino
 
     async def put(self, offset: int, data: bytes) -> None:
-        assert await self.volume.write(self.handle, offset, data) == len(data)
+        assert await self.volume.files.write(self.handle, offset, data) == len(data)
         self.data[len(self.data) :] = bytes(max(0, offset - len(self.data)))
         self.data[offset : offset + len(data)] = data
 
     async def cut(self, size: int) -> None:
-        await self.volume.set_attributes(self.ino, Changes(size=size), CALLER)
+        await self.volume.inodes.set_attributes(self.ino, Changes(size=size), CALLER)
         self.data[:] = self.data[:size].ljust(size, b"\0")

@@ -14,24 +14,24 @@ from kvfuse.volume.volume import Volume
 async def publish(volume: Volume, name: bytes, data: bytes) -> None:
     """A block as engines write it: temporary name, write, close, rename."""
     temporary = b"tmp." + name
-    handle, node = await volume.create(ROOT_INODE, temporary, 0o644, CALLER, os.O_WRONLY)
-    await volume.write(handle, 0, data)
-    await volume.flush(handle)
-    await volume.release(handle)
-    await volume.rename(ROOT_INODE, temporary, ROOT_INODE, name, 0)
-    volume.forget(node.ino, 1)
+    handle, node = await volume.tree.create(ROOT_INODE, temporary, 0o644, CALLER, os.O_WRONLY)
+    await volume.files.write(handle, 0, data)
+    await volume.files.flush(handle)
+    await volume.files.release(handle)
+    await volume.tree.rename(ROOT_INODE, temporary, ROOT_INODE, name, 0)
+    volume.tree.forget(node.ino, 1)
 
 
 async def content(volume: Volume, name: bytes) -> bytes:
-    node = await volume.lookup(ROOT_INODE, name)
-    handle = await volume.open(node.ino, os.O_RDONLY, CALLER)
-    data = bytes(await volume.read(handle, 0, 64 * MIB))
-    await volume.release(handle)
-    volume.forget(node.ino, 1)
+    node = await volume.tree.lookup(ROOT_INODE, name)
+    handle = await volume.files.open(node.ino, os.O_RDONLY, CALLER)
+    data = bytes(await volume.files.read(handle, 0, 64 * MIB))
+    await volume.files.release(handle)
+    volume.tree.forget(node.ino, 1)
     return data
 
 
 async def names(disk: Disk, options: Options) -> set[bytes]:
     """What a crash now would show in the root directory."""
     async with opened(disk.copy(), options) as volume:
-        return {entry.name for entry in await volume.list_directory(ROOT_INODE, 0, 10_000)}
+        return {entry.name for entry in await volume.tree.list_directory(ROOT_INODE, 0, 10_000)}

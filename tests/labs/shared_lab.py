@@ -16,12 +16,14 @@ from kvfuse import errors
 from kvfuse.options.config import Options
 from kvfuse.remote.records.api import ABSENT
 from kvfuse.volume.api import ROOT_INODE
+from kvfuse.volume.inodes.handle import FileHandle
 from kvfuse.volume.inodes.node import Node
 from kvfuse.volume.opening.holding import Held
+from kvfuse.volume.running import run_volume
 from kvfuse.volume.store import schema
 from kvfuse.volume.store.member import FencedRecords, FencedSegments, Member
 from kvfuse.volume.store.schema import MemberRecord
-from kvfuse.volume.volume import FileHandle, Volume, run_volume
+from kvfuse.volume.volume import Volume
 
 LEASE = 10.0
 
@@ -118,7 +120,7 @@ async def check_disk(disk: Disk) -> None:
 async def names_in(volume: Volume, ino: int = ROOT_INODE) -> list[bytes]:
     found: list[bytes] = []
     after = 0
-    while rows := await volume.list_directory(ino, after, 100):
+    while rows := await volume.tree.list_directory(ino, after, 100):
         found += [row.name for row in rows]
         after = rows[-1].cookie
     return sorted(found)
@@ -136,8 +138,8 @@ async def look(volume: Volume, name: bytes, parent: int = ROOT_INODE) -> Node:
     """What stat(2) has the kernel ask: the name, and the attributes where it may not keep those that came with it."""
 
     async def walk() -> Node:
-        node = await volume.lookup(parent, name)
-        return node if volume.may_keep_attributes(node.ino) else await volume.attributes(node.ino)
+        node = await volume.tree.lookup(parent, name)
+        return node if volume.inodes.may_keep_attributes(node.ino) else await volume.inodes.attributes(node.ino)
 
     return await as_by_path(walk)
 
@@ -153,8 +155,8 @@ async def exists(volume: Volume, name: bytes, parent: int = ROOT_INODE) -> bool:
 
 async def make(volume: Volume, name: bytes, parent: int = ROOT_INODE) -> int:
     """An empty file; its inode."""
-    handle, node = await volume.create(parent, name, 0o644, CALLER, os.O_RDWR | os.O_EXCL)
-    await volume.release(handle)
+    handle, node = await volume.tree.create(parent, name, 0o644, CALLER, os.O_RDWR | os.O_EXCL)
+    await volume.files.release(handle)
     return node.ino
 
 
@@ -163,27 +165,27 @@ async def make(volume: Volume, name: bytes, parent: int = ROOT_INODE) -> int:
 
 async def put(volume: Volume, name: bytes, data: bytes, parent: int = ROOT_INODE) -> None:
     """Make a file, as a shell's redirection does."""
-    handle, node = await volume.create(parent, name, 0o644, CALLER, os.O_RDWR)
-    await volume.write(handle, 0, data)
-    await volume.flush(handle)
-    await volume.release(handle)
-    volume.forget(node.ino, 1)
+    handle, node = await volume.tree.create(parent, name, 0o644, CALLER, os.O_RDWR)
+    await volume.files.write(handle, 0, data)
+    await volume.files.flush(handle)
+    await volume.files.release(handle)
+    volume.tree.forget(node.ino, 1)
 
 
 async def get(volume: Volume, name: bytes, parent: int = ROOT_INODE) -> bytes | None:
     """What a file has, by the first walk of its path; None: absent."""
     try:
-        node = await volume.lookup(parent, name)
+        node = await volume.tree.lookup(parent, name)
     except errors.NotFound:
         return None
     try:
-        handle = await volume.open(node.ino, os.O_RDONLY, CALLER)
+        handle = await volume.files.open(node.ino, os.O_RDONLY, CALLER)
         try:
-            return bytes(await volume.read(handle, 0, 64 * MIB))
+            return bytes(await volume.files.read(handle, 0, 64 * MIB))
         finally:
-            await volume.release(handle)
+            await volume.files.release(handle)
     finally:
-        volume.forget(node.ino, 1)
+        volume.tree.forget(node.ino, 1)
 
 
 async def open_path(volume: Volume, *path: bytes) -> FileHandle:
@@ -192,8 +194,8 @@ async def open_path(volume: Volume, *path: bytes) -> FileHandle:
     async def walk() -> FileHandle:
         ino = ROOT_INODE
         for name in path:
-            ino = (await volume.lookup(ino, name)).ino
-        return await volume.open(ino, os.O_RDONLY, CALLER)
+            ino = (await volume.tree.lookup(ino, name)).ino
+        return await volume.files.open(ino, os.O_RDONLY, CALLER)
 
     return await as_by_path(walk)
 
@@ -201,19 +203,19 @@ async def open_path(volume: Volume, *path: bytes) -> FileHandle:
 async def read(volume: Volume, *path: bytes) -> bytes:
     """As a program reads a file, whose path is walked twice if need be."""
     handle = await open_path(volume, *path)
-    data = bytes(await volume.read(handle, 0, 64 * MIB))
-    await volume.release(handle)
+    data = bytes(await volume.files.read(handle, 0, 64 * MIB))
+    await volume.files.release(handle)
     return data
 
 
 async def write_at(volume: Volume, name: bytes, offset: int, data: bytes, flags: int = os.O_RDWR) -> None:
-    node = await volume.lookup(ROOT_INODE, name)
-    handle = await volume.open(node.ino, flags, CALLER)
-    await volume.write(handle, offset, data)
-    await volume.flush(handle)
-    await volume.fsync(handle)
-    await volume.release(handle)
-    volume.forget(node.ino, 1)
+    node = await volume.tree.lookup(ROOT_INODE, name)
+    handle = await volume.files.open(node.ino, flags, CALLER)
+    await volume.files.write(handle, offset, data)
+    await volume.files.flush(handle)
+    await volume.files.fsync(handle)
+    await volume.files.release(handle)
+    volume.tree.forget(node.ino, 1)
 
 
 # -- what is waited for -------------------------------------------------------------------------------
@@ -241,6 +243,6 @@ async def until_node(volume: Volume, ino: int, is_so: Callable[[Node], bool]) ->
     """Wait for news of an inode that need not have been looked up by a name."""
 
     async def has_come() -> bool:
-        return is_so(await volume.attributes(ino))
+        return is_so(await volume.inodes.attributes(ino))
 
     await eventually(has_come)

@@ -15,7 +15,8 @@ from volume_lab import CALLER, MIB, Chaos, Disk, lab_options
 
 from kvfuse import errors
 from kvfuse.volume.api import RENAME_EXCHANGE, RENAME_NOREPLACE, ROOT_INODE, Changes
-from kvfuse.volume.volume import FileHandle, Volume
+from kvfuse.volume.inodes.handle import FileHandle
+from kvfuse.volume.volume import Volume
 
 NAMES = (b"a", b"b", b"c", b"d")
 OF_NAMES = ("make", "make", "mkdir", "link", "symlink", "unlink", "rmdir", "rename", "rename", "list")
@@ -42,7 +43,7 @@ class Walk:
         """A directory, up to three levels down."""
         ino = ROOT_INODE
         for _ in range(self.rng.randrange(4)):
-            node = await self.volume.lookup(ino, self.rng.choice(NAMES))
+            node = await self.volume.tree.lookup(ino, self.rng.choice(NAMES))
             if not node.is_directory:
                 break
             ino = node.ino
@@ -62,64 +63,64 @@ class Walk:
             except errors.OperationError:
                 pass  # others were faster, or it made no sense
         for handle in self.handles:
-            await self.volume.release(handle)
+            await self.volume.files.release(handle)
 
     # -- names ---------------------------------------------------------------------------------------
 
     async def make(self, parent: int, name: bytes) -> None:
-        handle, _ = await self.volume.create(parent, name, 0o644, CALLER, os.O_RDWR)
-        await self.volume.write(handle, 0, self.data(name))
-        await self.volume.flush(handle)
-        await self.volume.release(handle)
+        handle, _ = await self.volume.tree.create(parent, name, 0o644, CALLER, os.O_RDWR)
+        await self.volume.files.write(handle, 0, self.data(name))
+        await self.volume.files.flush(handle)
+        await self.volume.files.release(handle)
 
     async def mkdir(self, parent: int, name: bytes) -> None:
-        await self.volume.make_directory(parent, name, 0o755, CALLER)
+        await self.volume.tree.make_directory(parent, name, 0o755, CALLER)
 
     async def symlink(self, parent: int, name: bytes) -> None:
-        await self.volume.make_symlink(parent, name, b"target", CALLER)
+        await self.volume.tree.make_symlink(parent, name, b"target", CALLER)
 
     async def link(self, parent: int, name: bytes) -> None:
-        node = await self.volume.lookup(await self.somewhere(), self.rng.choice(NAMES))
-        await self.volume.link(node.ino, parent, name)
+        node = await self.volume.tree.lookup(await self.somewhere(), self.rng.choice(NAMES))
+        await self.volume.tree.link(node.ino, parent, name)
 
     async def unlink(self, parent: int, name: bytes) -> None:
-        await self.volume.unlink(parent, name)
+        await self.volume.tree.unlink(parent, name)
 
     async def rmdir(self, parent: int, name: bytes) -> None:
-        await self.volume.remove_directory(parent, name)
+        await self.volume.tree.remove_directory(parent, name)
 
     async def rename(self, parent: int, name: bytes) -> None:
         flags = self.rng.choice((0, 0, RENAME_NOREPLACE, RENAME_EXCHANGE))
-        await self.volume.rename(parent, name, await self.somewhere(), self.rng.choice(NAMES), flags)
+        await self.volume.tree.rename(parent, name, await self.somewhere(), self.rng.choice(NAMES), flags)
 
     async def list(self, parent: int, name: bytes) -> None:
-        await self.volume.list_directory(parent, 0, 100)
+        await self.volume.tree.list_directory(parent, 0, 100)
 
     # -- what has a name -----------------------------------------------------------------------------
 
     async def set(self, parent: int, name: bytes) -> None:
-        node = await self.volume.lookup(parent, name)
-        await self.volume.set_xattr(node.ino, b"user." + self.rng.choice(NAMES), name)
+        node = await self.volume.tree.lookup(parent, name)
+        await self.volume.inodes.set_xattr(node.ino, b"user." + self.rng.choice(NAMES), name)
 
     async def unset(self, parent: int, name: bytes) -> None:
-        node = await self.volume.lookup(parent, name)
-        await self.volume.remove_xattr(node.ino, b"user." + self.rng.choice(NAMES))
+        node = await self.volume.tree.lookup(parent, name)
+        await self.volume.inodes.remove_xattr(node.ino, b"user." + self.rng.choice(NAMES))
 
     async def chmod(self, parent: int, name: bytes) -> None:
-        node = await self.volume.lookup(parent, name)
-        await self.volume.set_attributes(node.ino, Changes(mode=self.rng.choice((0o600, 0o640, 0o755))), CALLER)
+        node = await self.volume.tree.lookup(parent, name)
+        await self.volume.inodes.set_attributes(node.ino, Changes(mode=self.rng.choice((0o600, 0o640, 0o755))), CALLER)
 
     async def write(self, parent: int, name: bytes) -> None:
         handle = await self.open(parent, name)
-        await self.volume.write(handle, self.rng.randrange(3000), self.data(name))
-        await self.volume.release(handle)
+        await self.volume.files.write(handle, self.rng.randrange(3000), self.data(name))
+        await self.volume.files.release(handle)
 
     async def forget(self, parent: int, name: bytes) -> None:
         """As a kernel that is short of memory."""
         held = {handle.node.ino for handle in self.handles}
-        for ino, _, _ in list(self.volume.core.places):
+        for ino, _, _ in list(self.volume.parts.core.places):
             if ino not in held and self.rng.random() < 0.8:
-                self.volume.forget(ino, EVERY_TIME)
+                self.volume.tree.forget(ino, EVERY_TIME)
 
     # -- what is open --------------------------------------------------------------------------------
 
@@ -127,29 +128,29 @@ class Walk:
         self.handles.append(await self.open(parent, name))
 
     async def write_held(self, parent: int, name: bytes) -> None:
-        await self.volume.write(self.held(), self.rng.randrange(9000), self.data(name))
+        await self.volume.files.write(self.held(), self.rng.randrange(9000), self.data(name))
 
     async def append_held(self, parent: int, name: bytes) -> None:
         handle = self.held()
-        await self.volume.write(handle, handle.node.size, self.data(name))
+        await self.volume.files.write(handle, handle.node.size, self.data(name))
 
     async def cut_held(self, parent: int, name: bytes) -> None:
-        await self.volume.set_attributes(self.held().node.ino, Changes(size=self.rng.randrange(9000)), CALLER)
+        await self.volume.inodes.set_attributes(self.held().node.ino, Changes(size=self.rng.randrange(9000)), CALLER)
 
     async def fsync_held(self, parent: int, name: bytes) -> None:
-        await self.volume.fsync(self.held())
+        await self.volume.files.fsync(self.held())
 
     async def drop(self, parent: int, name: bytes) -> None:
         handle = self.held()
         self.handles.remove(handle)
-        await self.volume.release(handle)
+        await self.volume.files.release(handle)
 
     async def open(self, parent: int, name: bytes) -> FileHandle:
         """A regular file: of others the kernel opens none here."""
-        node = await self.volume.lookup(parent, name)
+        node = await self.volume.tree.lookup(parent, name)
         if not node.is_file:
             raise errors.InvalidArgument("no regular file")
-        return await self.volume.open(node.ino, os.O_RDWR, CALLER)
+        return await self.volume.files.open(node.ino, os.O_RDWR, CALLER)
 
     def held(self) -> FileHandle:
         if not self.handles:
@@ -163,16 +164,16 @@ class Walk:
 async def tree_of(volume: Volume, ino: int = ROOT_INODE) -> dict[bytes, object]:
     """name -> tree of a directory, or (inode, number of names, mode, size), and the bytes of a file"""
     found: dict[bytes, object] = {}
-    for row in await volume.list_directory(ino, 0, 100):
-        node = await volume.lookup(ino, row.name)
+    for row in await volume.tree.list_directory(ino, 0, 100):
+        node = await volume.tree.lookup(ino, row.name)
         if node.is_directory:
             found[row.name] = await tree_of(volume, node.ino)
         elif node.is_file:
-            handle = await volume.open(node.ino, os.O_RDONLY, CALLER)
+            handle = await volume.files.open(node.ino, os.O_RDONLY, CALLER)
             try:
-                data = bytes(await volume.read(handle, 0, 1 << 20))
+                data = bytes(await volume.files.read(handle, 0, 1 << 20))
             finally:
-                await volume.release(handle)
+                await volume.files.release(handle)
             found[row.name] = node.ino, node.nlink, node.mode, node.size, data
         else:
             found[row.name] = node.ino, node.nlink, node.mode

@@ -32,7 +32,7 @@ async def never_answer(
     task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
 ) -> None:
     """A door that nobody comes through."""
-    lookup = volume.lookup
+    lookup = volume.tree.lookup
 
     async def lookup_or_not(parent: int, name: bytes) -> Node:
         if name == NAME.encode():
@@ -40,7 +40,7 @@ async def never_answer(
             await trio.sleep_forever()
         return await lookup(parent, name)
 
-    volume.lookup = lookup_or_not
+    volume.tree.lookup = lookup_or_not
     task_status.started()
     await trio.sleep_forever()
 

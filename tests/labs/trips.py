@@ -26,7 +26,8 @@ from kvfuse.options.options import CacheOptions, MountOptions, Options, PublishO
 from kvfuse.usrbio.protocol.wire import Op
 from kvfuse.volume.api import ROOT_INODE, Caller
 from kvfuse.volume.opening.format import format_volume
-from kvfuse.volume.volume import Volume, open_volume
+from kvfuse.volume.running import open_volume
+from kvfuse.volume.volume import Volume
 
 SIZE = 64 << 10
 CALLER = Caller(0, 0)
@@ -79,24 +80,24 @@ async def store(volume: Volume, name: bytes, block: bytes) -> None:
     """As an engine stores a block through files, and the commit that makes it durable."""
     temporary = name + b".part"
     with suppress(NotFound):
-        await volume.lookup(ROOT_INODE, temporary)
-    handle, made = await volume.create(ROOT_INODE, temporary, 0o644, CALLER, os.O_WRONLY)
-    await volume.write(handle, 0, block, by_kernel=True)
-    await volume.release(handle)
+        await volume.tree.lookup(ROOT_INODE, temporary)
+    handle, made = await volume.tree.create(ROOT_INODE, temporary, 0o644, CALLER, os.O_WRONLY)
+    await volume.files.write(handle, 0, block, by_kernel=True)
+    await volume.files.release(handle)
     with suppress(NotFound):
-        await volume.lookup(ROOT_INODE, name)
-    await volume.rename(ROOT_INODE, temporary, ROOT_INODE, name, 0)
-    await volume.journal.commit()
-    volume.forget(made.ino, 1)
+        await volume.tree.lookup(ROOT_INODE, name)
+    await volume.tree.rename(ROOT_INODE, temporary, ROOT_INODE, name, 0)
+    await volume.parts.journal.commit()
+    volume.tree.forget(made.ino, 1)
 
 
 async def read(volume: Volume, name: bytes) -> None:
     """As an engine loads a block through files."""
-    found = await volume.lookup(ROOT_INODE, name)
-    handle = await volume.open(found.ino, os.O_RDONLY, CALLER)
-    await volume.read(handle, 0, SIZE)
-    await volume.release(handle)
-    volume.forget(found.ino, 1)
+    found = await volume.tree.lookup(ROOT_INODE, name)
+    handle = await volume.files.open(found.ino, os.O_RDONLY, CALLER)
+    await volume.files.read(handle, 0, SIZE)
+    await volume.files.release(handle)
+    volume.tree.forget(found.ino, 1)
 
 
 async def get_by_ring(client: RingClient) -> Trip:
@@ -116,7 +117,7 @@ async def put_by_ring(client: RingClient, volume: Volume, name: bytes) -> Trip:
     with traced() as calls:
         await trio.testing.wait_all_tasks_blocked()
     assert await client.result() == SIZE
-    await volume.journal.commit()
+    await volume.parts.journal.commit()
     return Trip.of(calls)
 
 

@@ -46,7 +46,8 @@ from kvfuse.volume.check.evidence import Evidence, Report
 from kvfuse.volume.check.fsck import run_check
 from kvfuse.volume.opening.format import first_records
 from kvfuse.volume.opening.holding import Held
-from kvfuse.volume.volume import Volume, run_volume
+from kvfuse.volume.running import run_volume
+from kvfuse.volume.volume import Volume
 
 CALLER = Caller(0, 0)
 MIB = 1 << 20

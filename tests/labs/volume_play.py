@@ -62,7 +62,7 @@ class Actor:
 
     def forget(self) -> None:
         for ino in self.known:
-            self.volume.forget(ino, 1)
+            self.volume.tree.forget(ino, 1)
         self.known.clear()
 
     async def tolerant(self, work: Awaitable[object]) -> bool:
@@ -75,7 +75,7 @@ class Actor:
 
     async def find(self, parent: int, name: bytes) -> int | None:
         try:
-            node = await self.volume.lookup(parent, name)
+            node = await self.volume.tree.lookup(parent, name)
         except NotFound:
             return None
         self.known.append(node.ino)
@@ -83,20 +83,20 @@ class Actor:
 
     async def create(self, parent: int, name: bytes) -> tuple[Handle, int]:
         try:
-            handle, node = await self.volume.create(parent, name, 0o644, CALLER, os.O_RDWR)
+            handle, node = await self.volume.tree.create(parent, name, 0o644, CALLER, os.O_RDWR)
         except EngineError:  # strict: the name is there, its commit will be tried again
-            node = await self.volume.lookup(parent, name)
-            handle = await self.volume.open(node.ino, os.O_RDWR, CALLER)
+            node = await self.volume.tree.lookup(parent, name)
+            handle = await self.volume.files.open(node.ino, os.O_RDWR, CALLER)
         return handle, node.ino
 
     async def close(self, handle: Handle, ino: int) -> None:
-        await self.tolerant(self.volume.flush(handle))
-        await self.volume.release(handle)
-        self.volume.forget(ino, 1)
+        await self.tolerant(self.volume.files.flush(handle))
+        await self.volume.files.release(handle)
+        self.volume.tree.forget(ino, 1)
 
     async def write(self, handle: Handle, offset: int, data: bytes) -> int:
         try:
-            return await self.volume.write(handle, offset, data)
+            return await self.volume.files.write(handle, offset, data)
         except NoSpace:
             return 0
 
@@ -107,9 +107,9 @@ class Actor:
             return 0
 
     async def read_all(self, ino: int) -> bytes:
-        handle = await self.volume.open(ino, os.O_RDONLY, CALLER)
-        data = bytes(await self.volume.read(handle, 0, FILE_MAX * 2))
-        await self.volume.release(handle)
+        handle = await self.volume.files.open(ino, os.O_RDONLY, CALLER)
+        data = bytes(await self.volume.files.read(handle, 0, FILE_MAX * 2))
+        await self.volume.files.release(handle)
         return data
 
 
@@ -135,7 +135,7 @@ class Publisher(Actor):
     async def change(self, work: Awaitable[object], *places: tuple[int, bytes], settles: bool = True) -> bool:
         """Do what ``history`` says of ``places`` already. When an engine fails it may have been done or not."""
         if await self.tolerant(work):
-            if self.volume.core.strict and settles:
+            if self.volume.parts.core.strict and settles:
                 self.settled(*places)
             return True
         for place in places:
@@ -161,18 +161,18 @@ class Publisher(Actor):
             written = await self.try_write(handle, position, piece)
             if not written:
                 await self.close(handle, ino)
-                await self.tolerant(self.volume.unlink(folder, temporary))
+                await self.tolerant(self.volume.tree.unlink(folder, temporary))
                 return
             position += written
         if self.rng.random() < 0.2:
-            await self.tolerant(self.volume.fsync(handle))
+            await self.tolerant(self.volume.files.fsync(handle))
         early = self.rng.random() < 0.3
         if not early:
             await self.close(handle, ino)
         self.history(place).append(data)
-        done = await self.change(self.volume.rename(folder, temporary, folder, name, 0), place, settles=not early)
+        done = await self.change(self.volume.tree.rename(folder, temporary, folder, name, 0), place, settles=not early)
         if early:
-            if done and self.rng.random() < 0.4 and await self.tolerant(self.volume.fsync(handle)):
+            if done and self.rng.random() < 0.4 and await self.tolerant(self.volume.files.fsync(handle)):
                 self.settled(place)
             await self.close(handle, ino)
 
@@ -182,17 +182,17 @@ class Publisher(Actor):
             keep = await self.find(*place)
             handle = None
             if self.rng.random() < 0.5 and keep is not None:
-                handle = await self.volume.open(keep, os.O_RDWR, CALLER)
+                handle = await self.volume.files.open(keep, os.O_RDWR, CALLER)
             data = history[-1]
             history.append(None)
-            await self.change(self.volume.unlink(*place), place)
+            await self.change(self.volume.tree.unlink(*place), place)
             if handle is not None:  # the open file lives on, and may be written
-                assert bytes(await self.volume.read(handle, 0, FILE_MAX)) == data
+                assert bytes(await self.volume.files.read(handle, 0, FILE_MAX)) == data
                 extra = pattern(self.rng, log_size(self.rng, CHUNK))
-                has_no_name = (await self.volume.attributes(keep)).nlink == 0
+                has_no_name = (await self.volume.inodes.attributes(keep)).nlink == 0
                 if has_no_name and await self.try_write(handle, len(data), extra) == len(extra):
-                    assert bytes(await self.volume.read(handle, 0, FILE_MAX)) == data + extra
-                await self.volume.release(handle)
+                    assert bytes(await self.volume.files.read(handle, 0, FILE_MAX)) == data + extra
+                await self.volume.files.release(handle)
 
     async def move(self, place: tuple[int, bytes]) -> None:
         other = self.rng.choice(self.names)
@@ -203,7 +203,7 @@ class Publisher(Actor):
         if not same:
             target.append(source[-1])
             source.append(None)
-        await self.change(self.volume.rename(*place, *other, 0), place, other)
+        await self.change(self.volume.tree.rename(*place, *other, 0), place, other)
 
     async def exchange(self, place: tuple[int, bytes]) -> None:
         other = self.rng.choice(self.names)
@@ -213,7 +213,7 @@ class Publisher(Actor):
         first_data, second_data = first[-1], second[-1]
         first.append(second_data)
         second.append(first_data)
-        await self.change(self.volume.rename(*place, *other, RENAME_EXCHANGE), place, other)
+        await self.change(self.volume.tree.rename(*place, *other, RENAME_EXCHANGE), place, other)
 
     async def link(self, place: tuple[int, bytes]) -> None:
         other = self.rng.choice(self.names)
@@ -221,7 +221,7 @@ class Publisher(Actor):
         if ino is None or self.history(other)[-1] is not None:
             return
         self.history(other).append(self.history(place)[-1])
-        if await self.change(self.volume.link(ino, *other), other):
+        if await self.change(self.volume.tree.link(ino, *other), other):
             self.known.append(ino)
 
     async def settle(self, place: tuple[int, bytes]) -> None:
@@ -244,7 +244,7 @@ class Editor(Actor):
     async def run(self, steps: int, folder: int) -> None:
         self.folder, self.name = folder, b"e%d" % self.number
         self.handle, self.ino = await self.create(folder, self.name)
-        while not await self.tolerant(self.volume.fsync(self.handle)):
+        while not await self.tolerant(self.volume.files.fsync(self.handle)):
             pass
         self.data = b""
         self.states = self.expected.edits.setdefault(b"%d/%s" % (folder, self.name), [b""])
@@ -287,31 +287,31 @@ class Editor(Actor):
     async def truncate(self) -> None:
         size = self.rng.choice([0, len(self.data) // 2, self.rng.randrange(FILE_MAX // 2), len(self.data) + 5])
         self.states.append(self.data[:size].ljust(size, b"\0"))
-        if await self.tolerant(self.volume.set_attributes(self.ino, Changes(size=size), CALLER)):
+        if await self.tolerant(self.volume.inodes.set_attributes(self.ino, Changes(size=size), CALLER)):
             self.data = self.states[-1]
         else:
             self.becomes(await self.read_all(self.ino))
 
     async def fsync(self) -> None:
-        if await self.tolerant(self.volume.fsync(self.handle)):
+        if await self.tolerant(self.volume.files.fsync(self.handle)):
             del self.states[:-1]
 
     async def reopen(self) -> None:
         await self.close(self.handle, self.ino)
-        node = await self.volume.lookup(self.folder, self.name)
+        node = await self.volume.tree.lookup(self.folder, self.name)
         self.ino = node.ino
         flags = os.O_RDWR
         if self.rng.random() < 0.2:
             flags |= os.O_TRUNC
             self.becomes(b"")
-        self.handle = await self.volume.open(node.ino, flags, CALLER)
+        self.handle = await self.volume.files.open(node.ino, flags, CALLER)
 
     async def compare(self) -> None:
         offset = self.rng.randrange(len(self.data) + 1)
         size = self.rng.choice([len(self.data), 1000, CHUNK])
-        got = bytes(await self.volume.read(self.handle, offset, size))
+        got = bytes(await self.volume.files.read(self.handle, offset, size))
         assert got == self.data[offset : offset + size], f"inode {self.ino}: other bytes at {offset}"
-        assert (await self.volume.attributes(self.ino)).size == len(self.data)
+        assert (await self.volume.inodes.attributes(self.ino)).size == len(self.data)
 
 
 class Gardener(Actor):
@@ -322,23 +322,23 @@ class Gardener(Actor):
         for _ in range(steps):
             self.serial += 1
             name = b"d%d.%d" % (self.number, self.serial)
-            await self.tolerant(volume.make_directory(ROOT_INODE, name, 0o755, CALLER))
+            await self.tolerant(volume.tree.make_directory(ROOT_INODE, name, 0o755, CALLER))
             folder = await self.find(ROOT_INODE, name)
             assert folder is not None
             handle, ino = await self.create(folder, b"f")
             await self.try_write(handle, 0, pattern(self.rng, 5000))
-            await self.tolerant(volume.set_xattr(ino, b"user.a", b"1"))
+            await self.tolerant(volume.inodes.set_xattr(ino, b"user.a", b"1"))
             if self.rng.random() < 0.5:
-                await self.tolerant(volume.fsync(handle))
+                await self.tolerant(volume.files.fsync(handle))
             target = b"moved.%d" % self.number
             moving = self.rng.random() < 0.7
             if moving:
                 await self.try_write(handle, 0, pattern(self.rng, 6000))
-                await self.tolerant(volume.rename(folder, b"f", ROOT_INODE, target, 0))
+                await self.tolerant(volume.tree.rename(folder, b"f", ROOT_INODE, target, 0))
                 await self.try_write(handle, 3, pattern(self.rng, 6000))
             else:
-                await self.tolerant(volume.unlink(folder, b"f"))
-            if await self.tolerant(volume.remove_directory(ROOT_INODE, name)):
+                await self.tolerant(volume.tree.unlink(folder, b"f"))
+            if await self.tolerant(volume.tree.remove_directory(ROOT_INODE, name)):
                 assert await self.find(ROOT_INODE, name) is None
             await self.close(handle, ino)
             self.forget()
@@ -387,9 +387,9 @@ async def find_path(reader: Actor, path: bytes) -> bytes | None:
 
 
 async def read_everything(reader: Actor, folder: int) -> None:
-    for entry in await reader.volume.list_directory(folder, 0, 10_000):
+    for entry in await reader.volume.tree.list_directory(folder, 0, 10_000):
         ino = entry.attributes.ino
-        reader.volume.remember(folder, entry)
+        reader.volume.tree.remember(folder, entry)
         if stat.S_ISDIR(entry.attributes.mode):
             await read_everything(reader, ino)
         else:
@@ -413,7 +413,7 @@ async def play(
     async with opened(disk, options, chaos, limits) as volume:
         folders = []
         for name in (b"x", b"y"):
-            folders.append((await volume.make_directory(ROOT_INODE, name, 0o755, CALLER)).ino)
+            folders.append((await volume.tree.make_directory(ROOT_INODE, name, 0o755, CALLER)).ino)
         await volume.sync()
         chaos.commit_error = chaos.write_error = faults
         async with trio.open_nursery() as nursery:

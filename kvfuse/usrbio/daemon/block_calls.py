@@ -29,7 +29,7 @@ class BlockCalls:
     ``finish``: completes a call that changed something. ``read_here``: reads a file in the event loop, for a call.
     """
 
-    volume: RingApi[Any]
+    volume: RingApi
     peer: Peer
     finish: Callable[[Done], None]
     read_here: Callable[[Call, Any, int, int], Awaitable[None]]
@@ -47,11 +47,11 @@ class BlockCalls:
     async def _get_bound(self, call: Call, namespace: Namespace, is_last: bool) -> bool:
         """Answer with the block that the name means now. False, unless ``is_last``: by then it meant another one."""
         binding = await self._bind(namespace, call.names[0])
-        handle = await self.volume.open(binding.ino, os.O_RDONLY, self.peer.caller())
+        handle = await self.volume.files.open(binding.ino, os.O_RDONLY, self.peer.caller())
         try:
             size = binding.map.size
             if size > 0:
-                await self.volume.show(handle, 0, (size - 1) // binding.map.chunk_size)
+                await self.volume.files.show(handle, 0, (size - 1) // binding.map.chunk_size)
             if await call.try_again():
                 return True
             if not (binding.valid or is_last):
@@ -66,7 +66,7 @@ class BlockCalls:
             return True
         finally:
             with trio.CancelScope(shield=True):
-                await self.volume.release(handle)
+                await self.volume.files.release(handle)
 
     async def _bind(self, namespace: Namespace, name: bytes) -> Binding:
         """The binding of a name, if this peer may read it. NotFound, PermissionDenied."""
@@ -118,7 +118,7 @@ class BlockCalls:
         """The call's namespace, if the peer may use its directory so: 1 search, 2 write. PermissionDenied, ReadOnly."""
         namespace = call.namespace
         assert namespace is not None
-        directory = await self.volume.attributes(namespace.ino)
+        directory = await self.volume.inodes.attributes(namespace.ino)
         namespace.may_list = self.peer.may(directory, 4)
         namespace.may_put = self.peer.may(directory, 3)
         namespace.waits = self.volume.blocks.waits(namespace.ino)

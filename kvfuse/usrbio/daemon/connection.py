@@ -171,12 +171,12 @@ class Connection:
         files = self.registered.files
         with files.taking():
             ino = await self._usher.inspect(partial(registry.check_file, device=self._device, access=access))
-            opened = await self._volume.open(ino, flags, self.peer.caller())
+            opened = await self._volume.files.open(ino, flags, self.peer.caller())
             try:
-                shown = self._volume.content_map(opened)
+                shown = self._volume.files.content_map(opened)
             except errors.Stale:  # another host removed it meanwhile
                 with trio.CancelScope(shield=True):
-                    await self._volume.release(opened)
+                    await self._volume.files.release(opened)
                 raise
         file = OpenFile(opened, ino, bool(access & Access.READ), bool(access & Access.WRITE), shown)
         return (files.add(file), ino, opened.size), []
@@ -233,7 +233,7 @@ class Connection:
         namespaces = self.registered.namespaces
         with namespaces.taking():
             ino, read_only = await self._usher.inspect(partial(registry.check_directory, device=self._device))
-            directory = await self._volume.attributes(ino)
+            directory = await self._volume.inodes.attributes(ino)
         namespace = Namespace(
             ino,
             values[0] & 0o777,

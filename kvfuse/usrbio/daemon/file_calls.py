@@ -24,7 +24,7 @@ class FileCalls:
     ``finish``: completes a call that changed something. ``drop_content``: has the kernel drop the bytes of an inode.
     """
 
-    volume: RingApi[Any]
+    volume: RingApi
     finish: Callable[[Done], None]
     drop_content: Callable[[Ring, int], None]
 
@@ -35,7 +35,7 @@ class FileCalls:
             end = min(offset + length, file.map.size)
             if end > offset:
                 chunk_size = file.map.chunk_size
-                await self.volume.show(file.handle, offset // chunk_size, (end - 1) // chunk_size)
+                await self.volume.files.show(file.handle, offset // chunk_size, (end - 1) // chunk_size)
             if not await call.try_again():
                 await self.read_here(call, file.handle, offset, length)
 
@@ -46,7 +46,7 @@ class FileCalls:
         done, is_end = 0, False
         while done < length and not is_end:
             buffer = memoryview(bytearray(min(length - done, PIECE)))
-            count = await self.volume.read_into(handle, offset + done, buffer)
+            count = await self.volume.files.read_into(handle, offset + done, buffer)
             if await call.attempt(partial(_copy, iov, iov_offset + done, buffer[:count])):
                 return
             done += count
@@ -59,7 +59,7 @@ class FileCalls:
         async with self._using(call) as file:
             try:
                 while written < len(data):
-                    written += await self.volume.write(file.handle, call.entry.offset + written, data[written:])
+                    written += await self.volume.files.write(file.handle, call.entry.offset + written, data[written:])
             except errors.KvfuseError:
                 if not written:
                     raise
@@ -71,18 +71,19 @@ class FileCalls:
     async def write_together(self, calls: Sequence[Call]) -> list[bool]:
         """Small writes of one file, as far as they can be done together: which are."""
         async with self._using(calls[0]) as file:
-            return await self.volume.write_in_slots(file.handle, [(call.entry.offset, call.data) for call in calls])
+            writes = [(call.entry.offset, call.data) for call in calls]
+            return await self.volume.files.write_in_slots(file.handle, writes)
 
     async def fsync(self, call: Call) -> None:
         async with self._using(call) as file:
-            await self.volume.fsync(file.handle)
+            await self.volume.files.fsync(file.handle)
         call.ring.completions.complete(call, 0)
 
     async def release(self, file: OpenFile) -> None:
         """The file is not registered any more: the last call that needs the volume's handle releases it."""
         file.dropped = True
         if not file.use_count:
-            await self.volume.release(file.handle)
+            await self.volume.files.release(file.handle)
 
     @asynccontextmanager
     async def _using(self, call: Call) -> AsyncIterator[OpenFile]:
@@ -98,7 +99,7 @@ class FileCalls:
             file.use_count -= 1
             if file.dropped and not file.use_count:
                 with trio.CancelScope(shield=True):
-                    await self.volume.release(file.handle)
+                    await self.volume.files.release(file.handle)
 
 
 def _copy(iov: Iov, offset: int, data: memoryview, call: Call) -> None:

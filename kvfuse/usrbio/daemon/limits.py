@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from kvfuse.options.options import UsrbioOptions
 from kvfuse.usrbio.daemon.accounts import Accounts
 from kvfuse.usrbio.daemon.call_memory import Pool, UnderWay
@@ -22,7 +20,7 @@ class Limits:
     """Of one mount; the listener owns it. Event loop only; some of what it has is for any thread, and says so."""
 
     def __init__(
-        self, volume: RingApi[Any], kernel: KernelCache, device: int, doorman: Doorman, options: UsrbioOptions
+        self, volume: RingApi, kernel: KernelCache, device: int, doorman: Doorman, options: UsrbioOptions
     ) -> None:
         """``device``: st_dev of the mount's files."""
         self.volume = volume

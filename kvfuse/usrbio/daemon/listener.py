@@ -13,7 +13,6 @@ import time
 from collections import Counter
 from collections.abc import Collection
 from contextlib import closing
-from typing import Any
 
 import trio
 
@@ -44,7 +43,7 @@ SCARCE_SECONDS = 0.1
 
 
 async def serve_rings(
-    volume: RingApi[Any],
+    volume: RingApi,
     listener: socket.socket,
     kernel: KernelCache,
     device: int,

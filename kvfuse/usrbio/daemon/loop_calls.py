@@ -17,7 +17,6 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import trio
 
@@ -53,7 +52,7 @@ class _Runner:
 class Calls:
     """The calls of one connection. ``nursery``: their tasks run in it, and end with it."""
 
-    volume: RingApi[Any]
+    volume: RingApi
     kernel: KernelCache
     peer: Peer
     nursery: trio.Nursery

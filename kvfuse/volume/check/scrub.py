@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass
 from typing import Protocol
@@ -61,7 +62,7 @@ class ScrubCounters:
 
 
 class Scrubbed(Protocol):
-    """A mounted volume, whose parts change when it gets another lease."""
+    """The parts of a mounted volume that belong to one lease."""
 
     core: Core
     leases: SlabLeases | None
@@ -70,9 +71,9 @@ class Scrubbed(Protocol):
 class Scrubber:
     """Reads a mounted volume again, a granule at a time; the volume owns it. ``run`` until ``stop``."""
 
-    def __init__(self, volume: Scrubbed, options: Options) -> None:
+    def __init__(self, parts: Callable[[], Scrubbed], options: Options) -> None:
         self.counters = ScrubCounters()
-        self._volume = volume
+        self._parts = parts
         self._options = options
         self._rate = options.scrub.rate
         self._scope = trio.CancelScope()
@@ -111,7 +112,7 @@ class Scrubber:
         after = b""
         while True:
             try:
-                rows, damaged = await scan_page(self._volume.core.records, b"", after, ROWS)
+                rows, damaged = await scan_page(self._parts().core.records, b"", after, ROWS)
             except EngineError as error:
                 log.info("scrub waits: %s", error)
                 await trio.sleep(RETRY_SECONDS)
@@ -121,7 +122,7 @@ class Scrubber:
             for key in damaged:
                 self._error((key,), f"the record of {describe(key)} does not match its checksum")
             for row in rows:
-                await self._check_record(row, segments or self._volume.core.segments)
+                await self._check_record(row, segments or self._parts().core.segments)
             after = last_key(rows, damaged)
         self.counters.passes += 1
         self.counters.last_pass_errors = self._pass_errors
@@ -145,7 +146,7 @@ class Scrubber:
 
     def _is_ours(self, addr: int) -> bool:
         """Of a volume of many hosts: the slabs are dealt out among those that are there."""
-        leases, core = self._volume.leases, self._volume.core
+        leases, core = self._parts().leases, self._parts().core
         slab = core.geometry.slab_of(addr)
         if not 0 <= slab < core.geometry.slab_count:
             return False
@@ -155,7 +156,7 @@ class Scrubber:
     async def _is_current(self, row: Record) -> bool:
         """The record that was read is still what the store has."""
         try:
-            (now,) = await get_sound(self._volume.core.records, [row.key])
+            (now,) = await get_sound(self._parts().core.records, [row.key])
         except EngineError:
             return False
         return now is not None and now.version == row.version
@@ -175,7 +176,7 @@ class Scrubber:
         return wrong
 
     async def _wrong_bytes(self, extent: schema.ExtentRecord, segments: SegmentStore) -> str:
-        segment, offset = self._volume.core.geometry.locate(extent.addr)
+        segment, offset = self._parts().core.geometry.locate(extent.addr)
         for start in range(0, extent.length, GRANULE_SIZE):
             buffer = bytearray(min(GRANULE_SIZE, extent.length - start))
             await self._read(segments, Transfer(segment, offset + start, buffer))
@@ -185,7 +186,7 @@ class Scrubber:
         return ""
 
     async def _wrong_head(self, named: Named, segments: SegmentStore) -> str:
-        core, extent = self._volume.core, named.extent
+        core, extent = self._parts().core, named.extent
         slot_size = self._slot_size(extent.addr)
         if not slot_size:  # another host has just taken the slab, or given it back
             return ""
@@ -197,13 +198,13 @@ class Scrubber:
         return f"the head of its slot in segment {segment} at {offset} is wrong ({', '.join(wrong)})" if wrong else ""
 
     def _slot_size(self, addr: int) -> int:
-        core, leases = self._volume.core, self._volume.leases
+        core, leases = self._parts().core, self._parts().leases
         size = core.slabs.slot_size(addr)
         return size or (leases.view.use(core.geometry.slab_of(addr)).slot_size if leases is not None else 0)
 
     async def _read(self, segments: SegmentStore, transfer: Transfer) -> None:
         """A slot that is freed meanwhile is not used again before this ends."""
-        with self._volume.core.reads.reading():
+        with self._parts().core.reads.reading():
             await segments.read([transfer])
         size = len(transfer.buffer)
         self.counters.bytes += size

@@ -12,7 +12,7 @@ _handle_ids = itertools.count(1)
 
 
 class FileHandle:
-    """An open file; see `api.Handle`."""
+    """An open file; see `api.Handle`. Its node counts it from the beginning."""
 
     __slots__ = ("appends", "cache_valid", "caller", "counts_reads", "direct", "id", "node", "readable", "writable")
 
@@ -27,6 +27,8 @@ class FileHandle:
         self.direct = bool(flags & os.O_DIRECT)
         self.counts_reads = not flags & os.O_NOATIME
         """reads move the access time"""
+        node.handles += 1
+        node.writers += self.writable
         self.cache_valid = True
         """no other host has changed the content since the kernel cached it; what other doors change they tell it"""
 

@@ -25,14 +25,18 @@ from kvfuse.usrbio.daemon.peer import Peer
 from kvfuse.usrbio.daemon.registry import Namespace, OpenFile
 from kvfuse.usrbio.protocol.wire import Flag, Op
 from kvfuse.volume.api import ROOT_INODE, Caller
+from kvfuse.volume.inodes.handle import FileHandle
 from kvfuse.volume.views.content_map import ContentMap
-from kvfuse.volume.volume import FileHandle, Volume
+from kvfuse.volume.volume import Volume
 
 INODE = 1234
 
 
 class StuckVolume:
     """Of two writes the second is done together with others, and the first never ends."""
+
+    def __init__(self) -> None:
+        self.files = self
 
     async def write_in_slots(self, handle: object, writes: Sequence[tuple[int, memoryview]]) -> list[bool]:
         return [False, True]
@@ -93,7 +97,7 @@ class PuttingVolume:
     """Puts are done at once, but for those of ``stuck`` names, which wait until they are let go."""
 
     def __init__(self, *stuck: bytes) -> None:
-        self.blocks = self
+        self.blocks = self.inodes = self
         self.begun: list[bytes] = []
         self.stuck = {name: trio.Event() for name in stuck}
 
@@ -343,7 +347,7 @@ async def test_a_get_of_what_another_host_took_away_is_a_miss(monkeypatch: pytes
     async with opened(Disk.format(options), options) as volume:
         await put(volume, b"a", b"old")
         with monkeypatch.context() as patch:
-            patch.setattr(volume, "open", gone)
+            patch.setattr(volume.files, "open", gone)
             with pytest.raises(NotFound):
                 await block_calls(volume).get(get_of(worker, Namespace(ROOT_INODE, 0o644, 0), b"a"))
     assert len(asked) == 2

@@ -132,7 +132,7 @@ async def test_a_free_slot_that_claims_to_be_a_file_is_reset(tree: Tree) -> None
             before.append((file, offset, opened.read(length)))
     async with tree.volume() as volume:
         for path in (b"small", b"a/b/granules"):
-            await volume.unlink(*await tree.place(volume, path))
+            await volume.tree.unlink(*await tree.place(volume, path))
     for file, offset, table in before:
         with file.open("r+b") as opened:
             opened.seek(offset)
@@ -150,7 +150,7 @@ async def test_a_free_slot_that_claims_to_be_a_file_is_reset(tree: Tree) -> None
 
 async def test_descriptions_of_files_below_a_renamed_directory_are_brought_up_to_date(tree: Tree) -> None:
     async with tree.volume() as volume:
-        await volume.rename(*await tree.place(volume, b"a"), *await tree.place(volume, b"z"), 0)
+        await volume.tree.rename(*await tree.place(volume, b"a"), *await tree.place(volume, b"z"), 0)
     moved = {
         path.replace(b"a/", b"z/", 1) if path.startswith(b"a/") else path: data for path, data in tree.files.items()
     }

@@ -65,13 +65,13 @@ async def test_rebuild_twice_is_the_same(tree: Tree) -> None:
 
 async def test_rebuild_keeps_mode_owner_and_time(tree: Tree) -> None:
     async with tree.volume() as volume:
-        node = await volume.lookup(*await tree.place(volume, b"small"))
+        node = await volume.tree.lookup(*await tree.place(volume, b"small"))
         changes = Changes(mode=0o604, uid=12, gid=34, mtime=1_600_000_000_123_456_789)
-        await volume.set_attributes(node.ino, changes, CALLER)
+        await volume.inodes.set_attributes(node.ino, changes, CALLER)
     drop_records(tree)
     await rebuild(tree.options)
     async with tree.volume() as volume:
-        node = await volume.lookup(*await tree.place(volume, b"small"))
+        node = await volume.tree.lookup(*await tree.place(volume, b"small"))
         assert (stat.S_IMODE(node.mode), node.uid, node.gid) == (0o604, 12, 34)
         assert node.size == 4000
 
@@ -85,14 +85,14 @@ async def test_rebuild_after_growth_cuts_and_changes_in_place(tree: Tree) -> Non
             (b"a/b/chunks", 3 * CHUNK + 7, b"#" * CHUNK),
             (b"page", 10, b"!" * 10),
         ]:
-            node = await volume.lookup(*await tree.place(volume, path))
-            handle = await volume.open(node.ino, os.O_RDWR, CALLER)
-            await volume.write(handle, offset, data)
-            await volume.release(handle)
+            node = await volume.tree.lookup(*await tree.place(volume, path))
+            handle = await volume.files.open(node.ino, os.O_RDWR, CALLER)
+            await volume.files.write(handle, offset, data)
+            await volume.files.release(handle)
             before = tree.files[path]
             tree.files[path] = before[:offset] + data + before[offset + len(data) :]
-        node = await volume.lookup(*await tree.place(volume, b"a/b/c/far"))
-        await volume.set_attributes(node.ino, Changes(size=2 * CHUNK + 5), CALLER)
+        node = await volume.tree.lookup(*await tree.place(volume, b"a/b/c/far"))
+        await volume.inodes.set_attributes(node.ino, Changes(size=2 * CHUNK + 5), CALLER)
         tree.files[b"a/b/c/far"] = tree.files[b"a/b/c/far"][: 2 * CHUNK + 5]
     assert await tree.read() == tree.files
     drop_records(tree)
@@ -104,7 +104,7 @@ async def test_rebuild_after_growth_cuts_and_changes_in_place(tree: Tree) -> Non
 async def test_rebuild_of_directories_that_were_renamed(tree: Tree) -> None:
     """A description holds a path: files below a renamed directory come back with their bytes, wherever."""
     async with tree.volume() as volume:
-        await volume.rename(*await tree.place(volume, b"a"), *await tree.place(volume, b"z"), 0)
+        await volume.tree.rename(*await tree.place(volume, b"a"), *await tree.place(volume, b"z"), 0)
     drop_records(tree)
     report = await rebuild(tree.options)
     assert not report.dropped
@@ -161,8 +161,8 @@ async def test_blocks_of_a_killed_daemon_do_not_mix_with_later_ones(tree: Tree) 
     copy = folder.with_name("copy")
     async with tree.volume() as volume:  # bytes and headers are written, the commit never comes
         await tree.write(volume, b"uncommitted", tree.rng.randbytes(5000))
-        node = await volume.lookup(ROOT_INODE, b"uncommitted")
-        await volume.flusher.flush([volume.core.nodes.get(node.ino)])
+        node = await volume.tree.lookup(ROOT_INODE, b"uncommitted")
+        await volume.parts.flusher.flush([volume.parts.core.nodes.get(node.ino)])
         shutil.copytree(folder, copy)
     shutil.rmtree(folder)
     copy.rename(folder)
@@ -180,9 +180,9 @@ async def test_removed_before_its_commit_stays_removed(tree: Tree) -> None:
     """A file that reached its slots and was removed before any commit is not recovered."""
     async with tree.volume() as volume:
         await tree.write(volume, b"short-lived", tree.rng.randbytes(5000))
-        node = await volume.lookup(ROOT_INODE, b"short-lived")
-        await volume.flusher.flush([volume.core.nodes.get(node.ino)])
-        await volume.unlink(ROOT_INODE, b"short-lived")
+        node = await volume.tree.lookup(ROOT_INODE, b"short-lived")
+        await volume.parts.flusher.flush([volume.parts.core.nodes.get(node.ino)])
+        await volume.tree.unlink(ROOT_INODE, b"short-lived")
         tree.files.pop(b"short-lived")
     drop_records(tree)
     await rebuild(tree.options)

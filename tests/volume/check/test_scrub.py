@@ -160,10 +160,10 @@ async def test_traffic_is_no_error(tree: Tree, rng: random.Random, monkeypatch: 
             if path not in tree.files or action == "write":
                 await tree.write(volume, path, rng.randbytes(rng.randrange(1, 400_000)))
             elif action == "unlink":
-                await volume.unlink(folder, name)
+                await volume.tree.unlink(folder, name)
                 del tree.files[path]
             elif action == "rename":
-                await volume.rename(folder, name, folder, b"file-8", 0)
+                await volume.tree.rename(folder, name, folder, b"file-8", 0)
                 tree.files[b"file-8"] = tree.files.pop(path)
             else:
                 await change(tree, volume, path, rng, cut=action == "cut")
@@ -178,18 +178,18 @@ async def test_traffic_is_no_error(tree: Tree, rng: random.Random, monkeypatch: 
 
 
 async def change(tree: Tree, volume: Volume, path: bytes, rng: random.Random, *, cut: bool) -> None:
-    node = await volume.lookup(*await tree.place(volume, path))
+    node = await volume.tree.lookup(*await tree.place(volume, path))
     before = tree.files[path]
     if cut:
         size = rng.randrange(len(before) + 1)
-        await volume.set_attributes(node.ino, Changes(size=size), CALLER)
+        await volume.inodes.set_attributes(node.ino, Changes(size=size), CALLER)
         tree.files[path] = before[:size]
         return
-    handle = await volume.open(node.ino, os.O_RDWR, CALLER)
+    handle = await volume.files.open(node.ino, os.O_RDWR, CALLER)
     offset, data = rng.randrange(len(before) + 1), rng.randbytes(rng.randrange(1, 5000))
-    await volume.write(handle, offset, data)
-    await volume.flush(handle)
-    await volume.release(handle)
+    await volume.files.write(handle, offset, data)
+    await volume.files.flush(handle)
+    await volume.files.release(handle)
     tree.files[path] = before[:offset] + data + before[offset + len(data) :]
 
 

@@ -55,21 +55,21 @@ async def watched(limits: RecordLimits, *, capacity: int = 16 * MIB, chunk: int 
 
 
 async def write_file(volume: Volume, parent: int, name: bytes, data: bytes) -> int:
-    handle, node = await volume.create(parent, name, 0o644, CALLER, os.O_RDWR)
+    handle, node = await volume.tree.create(parent, name, 0o644, CALLER, os.O_RDWR)
     for offset in range(0, len(data), 64 << 10):
-        await volume.write(handle, offset, data[offset : offset + (64 << 10)])
-    await volume.flush(handle)
-    await volume.release(handle)
-    volume.forget(node.ino, 1)
+        await volume.files.write(handle, offset, data[offset : offset + (64 << 10)])
+    await volume.files.flush(handle)
+    await volume.files.release(handle)
+    volume.tree.forget(node.ino, 1)
     return node.ino
 
 
 async def read_file(volume: Volume, parent: int, name: bytes) -> bytes:
-    node = await volume.lookup(parent, name)
-    handle = await volume.open(node.ino, os.O_RDONLY, CALLER)
-    data = bytes(await volume.read(handle, 0, 64 * MIB))
-    await volume.release(handle)
-    volume.forget(node.ino, 1)
+    node = await volume.tree.lookup(parent, name)
+    handle = await volume.files.open(node.ino, os.O_RDONLY, CALLER)
+    data = bytes(await volume.files.read(handle, 0, 64 * MIB))
+    await volume.files.release(handle)
+    volume.tree.forget(node.ino, 1)
     return data
 
 
@@ -78,12 +78,12 @@ async def test_thousands_of_names_at_once(limits: RecordLimits, autojump_clock: 
     async with watched(limits) as volume:
         for number in range(300):
             await write_file(volume, ROOT_INODE, b"tmp", b"%d" % number * 10)
-            await volume.rename(ROOT_INODE, b"tmp", ROOT_INODE, b"name%d" % (number % 200), 0)
+            await volume.tree.rename(ROOT_INODE, b"tmp", ROOT_INODE, b"name%d" % (number % 200), 0)
         await volume.sync()
         for number in range(200):
-            await volume.unlink(ROOT_INODE, b"name%d" % number)
+            await volume.tree.unlink(ROOT_INODE, b"name%d" % number)
         await volume.sync()
-        assert await volume.list_directory(ROOT_INODE, 0, 10) == []
+        assert await volume.tree.list_directory(ROOT_INODE, 0, 10) == []
 
 
 @pytest.mark.parametrize("limits", [TINY, SMALL, NARROW], ids=["tiny", "small", "narrow"])
@@ -93,25 +93,25 @@ async def test_a_file_with_many_chunk_records(limits: RecordLimits, autojump_clo
         ino = await write_file(volume, ROOT_INODE, b"big", data)
         await volume.sync()
         assert await read_file(volume, ROOT_INODE, b"big") == data
-        await volume.set_xattr(ino, b"user.a", b"1")
-        handle = await volume.open(ino, os.O_RDWR, CALLER)
-        await volume.write(handle, 100 * 4096, data[: 200 * 4096])
-        await volume.fsync(handle)
-        await volume.release(handle)
+        await volume.inodes.set_xattr(ino, b"user.a", b"1")
+        handle = await volume.files.open(ino, os.O_RDWR, CALLER)
+        await volume.files.write(handle, 100 * 4096, data[: 200 * 4096])
+        await volume.files.fsync(handle)
+        await volume.files.release(handle)
         changed = data[: 100 * 4096] + data[: 200 * 4096] + data[300 * 4096 :]
         assert await read_file(volume, ROOT_INODE, b"big") == changed
-        handle = await volume.open(ino, os.O_RDWR | os.O_TRUNC, CALLER)
-        await volume.write(handle, 5000, b"x")
-        await volume.release(handle)
+        handle = await volume.files.open(ino, os.O_RDWR | os.O_TRUNC, CALLER)
+        await volume.files.write(handle, 5000, b"x")
+        await volume.files.release(handle)
         assert await read_file(volume, ROOT_INODE, b"big") == bytes(5000) + b"x"
         await write_file(volume, ROOT_INODE, b"other", data)
-        await volume.rename(ROOT_INODE, b"big", ROOT_INODE, b"other", 0)
+        await volume.tree.rename(ROOT_INODE, b"big", ROOT_INODE, b"other", 0)
         await volume.sync()
         await write_file(volume, ROOT_INODE, b"last", data)
-        await volume.unlink(ROOT_INODE, b"last")
+        await volume.tree.unlink(ROOT_INODE, b"last")
         await volume.sync()
         with pytest.raises(NotFound):
-            await volume.lookup(ROOT_INODE, b"last")
+            await volume.tree.lookup(ROOT_INODE, b"last")
 
 
 @pytest.mark.parametrize("limits", [TINY, SMALL], ids=["tiny", "small"])
@@ -122,11 +122,11 @@ async def test_long_chains_of_names_that_depend_on_each_other(
         for number in range(40):
             await write_file(volume, ROOT_INODE, b"%d" % number, b"file %d" % number)
         await volume.sync()
-        await volume.unlink(ROOT_INODE, b"0")
+        await volume.tree.unlink(ROOT_INODE, b"0")
         for number in range(1, 40):  # each takes the name that the last one left
-            await volume.rename(ROOT_INODE, b"%d" % number, ROOT_INODE, b"%d" % (number - 1), 0)
+            await volume.tree.rename(ROOT_INODE, b"%d" % number, ROOT_INODE, b"%d" % (number - 1), 0)
         for number in range(38):
-            await volume.rename(ROOT_INODE, b"%d" % number, ROOT_INODE, b"%d" % (number + 1), RENAME_EXCHANGE)
+            await volume.tree.rename(ROOT_INODE, b"%d" % number, ROOT_INODE, b"%d" % (number + 1), RENAME_EXCHANGE)
         for number in range(38):
             assert await read_file(volume, ROOT_INODE, b"%d" % number) == b"file %d" % (number + 2)
         assert await read_file(volume, ROOT_INODE, b"38") == b"file 1"
@@ -138,23 +138,23 @@ async def test_trees_and_links(limits: RecordLimits, autojump_clock: trio.testin
         here, folders = ROOT_INODE, []
         for number in range(30):
             folders.append((here, b"d%d" % number))
-            here = (await volume.make_directory(here, b"d%d" % number, 0o755, CALLER)).ino
-            await volume.make_directory(ROOT_INODE, b"e%d" % number, 0o755, CALLER)
+            here = (await volume.tree.make_directory(here, b"d%d" % number, 0o755, CALLER)).ino
+            await volume.tree.make_directory(ROOT_INODE, b"e%d" % number, 0o755, CALLER)
         ino = await write_file(volume, here, b"f", b"linked")
         for number in range(30):
-            await volume.link(ino, ROOT_INODE, b"l%d" % number)
+            await volume.tree.link(ino, ROOT_INODE, b"l%d" % number)
         for number in range(20):
-            await volume.set_xattr(ino, b"user.%d" % number, bytes(1000))
-            await volume.rename(ROOT_INODE, b"e%d" % number, here, b"m%d" % number, 0)
+            await volume.inodes.set_xattr(ino, b"user.%d" % number, bytes(1000))
+            await volume.tree.rename(ROOT_INODE, b"e%d" % number, here, b"m%d" % number, 0)
         await volume.sync()
         for number in range(30):
-            await volume.unlink(ROOT_INODE, b"l%d" % number)
+            await volume.tree.unlink(ROOT_INODE, b"l%d" % number)
         assert await read_file(volume, here, b"f") == b"linked"
         for number in range(20):
-            await volume.remove_directory(here, b"m%d" % number)
-        await volume.unlink(here, b"f")
+            await volume.tree.remove_directory(here, b"m%d" % number)
+        await volume.tree.unlink(here, b"f")
         for parent, name in reversed(folders):
-            await volume.remove_directory(parent, name)
+            await volume.tree.remove_directory(parent, name)
         await volume.sync()
 
 
@@ -181,9 +181,9 @@ async def test_bitmaps_of_a_recalled_commit_wait_where_there_is_no_room(autojump
         await volume.sync()
         for number in range(40):
             await write_file(volume, ROOT_INODE, b"small %d" % number, b"x")
-        slabs = [state.slab for state in volume.core.slabs.durable_images()]
+        slabs = [state.slab for state in volume.parts.core.slabs.durable_images()]
         assert len(slabs) > 16
-        volume.core.slabs._dirty.update(slabs)
+        volume.parts.core.slabs._dirty.update(slabs)
         await volume.sync()
         for number in range(40):
             assert await read_file(volume, ROOT_INODE, b"small %d" % number) == b"x"

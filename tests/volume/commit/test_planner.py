@@ -18,18 +18,18 @@ from kvfuse.volume.volume import Volume
 async def change_much(volume: Volume) -> None:
     """New files, one renamed and one removed; a commit has none of it yet."""
     for name in (b"kept", b"renamed", b"removed"):
-        handle, _ = await volume.create(ROOT_INODE, name, 0o644, CALLER, os.O_RDWR)
-        await volume.write(handle, 0, name * 3000)
-        await volume.release(handle)
-    await volume.flusher.flush(list(volume.journal.pending.dirty))
-    await volume.rename(ROOT_INODE, b"renamed", ROOT_INODE, b"other", 0)
-    await volume.unlink(ROOT_INODE, b"removed")
+        handle, _ = await volume.tree.create(ROOT_INODE, name, 0o644, CALLER, os.O_RDWR)
+        await volume.files.write(handle, 0, name * 3000)
+        await volume.files.release(handle)
+    await volume.parts.flusher.flush(list(volume.parts.journal.pending.dirty))
+    await volume.tree.rename(ROOT_INODE, b"renamed", ROOT_INODE, b"other", 0)
+    await volume.tree.unlink(ROOT_INODE, b"removed")
 
 
 async def test_a_draft_changes_nothing(autojump_clock: trio.testing.MockClock) -> None:
     async with opened(Disk.format(lab_options()), lab_options()) as volume:
         await change_much(volume)
-        pending, planner = volume.journal.pending, Planner(volume.journal.pending)
+        pending, planner = volume.parts.journal.pending, Planner(volume.parts.journal.pending)
         before = dict(pending.dirty), dict(pending.names), dict(pending.gone), dict(pending.loose.changes)
         first, second = planner.draft_all(set()), planner.draft_all(set())
         assert first.puts
@@ -40,11 +40,11 @@ async def test_a_draft_changes_nothing(autojump_clock: trio.testing.MockClock) -
 async def test_a_draft_of_some_has_the_oldest(autojump_clock: trio.testing.MockClock) -> None:
     limits = replace(LIMITS, commit_operations_max=16)
     async with opened(Disk.format(lab_options()), lab_options(), limits=limits) as volume:
-        pending, planner = volume.journal.pending, Planner(volume.journal.pending)
+        pending, planner = volume.parts.journal.pending, Planner(volume.parts.journal.pending)
         await change_much(volume)
         for number in range(20):
-            handle, _ = await volume.create(ROOT_INODE, b"%d" % number, 0o644, CALLER, os.O_RDWR)
-            await volume.release(handle)
+            handle, _ = await volume.tree.create(ROOT_INODE, b"%d" % number, 0o644, CALLER, os.O_RDWR)
+            await volume.files.release(handle)
         batch = Batch()
         draft = planner.draft_some(batch)
         left = [node for node in pending.dirty if node in batch.late]

@@ -24,9 +24,10 @@ from kvfuse.volume.content.writer import STAGED_CHUNKS_MAX
 from kvfuse.volume.inodes.node import Node
 from kvfuse.volume.opening import engines, format
 from kvfuse.volume.opening.holding import Held
+from kvfuse.volume.running import run_volume
 from kvfuse.volume.store import schema
 from kvfuse.volume.store.sealed import as_formatted
-from kvfuse.volume.volume import Volume, run_volume
+from kvfuse.volume.volume import Volume
 
 COMMIT_SECONDS = 0.001
 
@@ -51,14 +52,14 @@ async def test_relaxed_blocks_cost_a_fraction_of_a_commit(tmp_path: Path) -> Non
     """2,000 blocks a second for a second: fewer than 20 record commits for 1,000 of them."""
     blocks, rate = 2000, 2000
     async with delayed_volume(tmp_path / "volume", "relaxed") as volume:
-        trips = volume.core.records.counters.round_trips
+        trips = volume.parts.core.records.counters.round_trips
         start = time.perf_counter()
         for number in range(blocks):
             await publish(volume, b"%d" % number, b"x" * 65536)
             await trio.sleep(max(0.0, start + number / rate - time.perf_counter()))
         elapsed = time.perf_counter() - start
         await volume.sync()
-        trips = volume.core.records.counters.round_trips - trips
+        trips = volume.parts.core.records.counters.round_trips - trips
     # On a machine that does not reach the rate the window closes more often for as many blocks.
     allowed = 20 * max(1.0, elapsed * rate / blocks)
     print(f"{trips * 1000 / blocks:.1f} round trips for 1,000 blocks at {blocks / elapsed:.0f} blocks/s")
@@ -79,7 +80,7 @@ async def test_strict_writers_share_commits(tmp_path: Path) -> None:
     """Create, close and rename wait for their commits; what eight writers bring at once is one commit."""
     writers, blocks = 8, 400
     async with delayed_volume(tmp_path / "volume", "strict") as volume:
-        commits = volume.core.records.counters.commits
+        commits = volume.parts.core.records.counters.commits
 
         async def write(writer: int) -> None:
             for number in range(writer, blocks, writers):
@@ -88,7 +89,7 @@ async def test_strict_writers_share_commits(tmp_path: Path) -> None:
         async with trio.open_nursery() as nursery:
             for writer in range(writers):
                 nursery.start_soon(write, writer)
-        commits = volume.core.records.counters.commits - commits
+        commits = volume.parts.core.records.counters.commits - commits
     print(f"{commits * 1000 / blocks:.0f} commits for 1,000 blocks of {writers} writers")
     assert commits <= 3 * blocks / writers * 1.1 + 5
 
@@ -100,12 +101,12 @@ async def test_fsync_syncs_bytes_before_the_durable_commit(chaos: Chaos) -> None
     options = lab_options()
     disk = Disk.format(options)
     async with opened(disk, options, chaos) as volume:
-        handle, _ = await volume.create(ROOT_INODE, b"f", 0o644, CALLER, os.O_WRONLY)
-        await volume.write(handle, 0, b"x" * 10_000)
+        handle, _ = await volume.tree.create(ROOT_INODE, b"f", 0o644, CALLER, os.O_WRONLY)
+        await volume.files.write(handle, 0, b"x" * 10_000)
         chaos.events.clear()
-        await volume.fsync(handle)
+        await volume.files.fsync(handle)
         events = list(chaos.events)
-        await volume.release(handle)
+        await volume.files.release(handle)
     assert events[-1] == "durable commit"
     assert events.index("written") < events.index("sync") < events.index("durable commit")
 
@@ -128,8 +129,8 @@ async def sealed_file(disk: Disk, options: Options, chaos: Chaos) -> AsyncIterat
     async with opened(disk, options, chaos) as volume:
         await publish(volume, b"f", b"x" * 700_000)
         await volume.sync()
-        node = await volume.lookup(ROOT_INODE, b"f")
-        yield volume, await volume.open(node.ino, os.O_RDWR, CALLER)
+        node = await volume.tree.lookup(ROOT_INODE, b"f")
+        yield volume, await volume.files.open(node.ino, os.O_RDWR, CALLER)
 
 
 async def test_an_in_place_change_is_unsealed_first(chaos: Chaos) -> None:
@@ -138,10 +139,10 @@ async def test_an_in_place_change_is_unsealed_first(chaos: Chaos) -> None:
     disk = Disk.format(options)
     async with sealed_file(disk, options, chaos) as (volume, handle):
         chaos.events.clear()
-        await volume.write(handle, 300_000, b"y" * 100)
+        await volume.files.write(handle, 300_000, b"y" * 100)
         assert chaos.events.index("durable commit") < chaos.events.index("write")
         assert (await check(disk.copy())).clean
-        await volume.release(handle)
+        await volume.files.release(handle)
     assert (await check(disk)).clean
 
 
@@ -152,13 +153,13 @@ async def test_an_unsealing_that_failed_is_asked_for_again(chaos: Chaos) -> None
         chaos.commit_error = 2.0  # before every commit
         for _ in range(2):
             with pytest.raises(EngineError):
-                await volume.write(handle, 300_000, b"y" * 100)
+                await volume.files.write(handle, 300_000, b"y" * 100)
         report = await check(disk.copy())
         assert report.clean, report.problems
         chaos.commit_error = 0.0
-        await volume.write(handle, 300_000, b"y" * 100)
+        await volume.files.write(handle, 300_000, b"y" * 100)
         assert (await check(disk.copy())).clean
-        await volume.release(handle)
+        await volume.files.release(handle)
         assert await content(volume, b"f") == b"x" * 300_000 + b"y" * 100 + b"x" * 399_900
 
 
@@ -187,18 +188,18 @@ async def test_a_file_of_many_chunks_is_committed_and_removed(
     count = 3 * STAGED_CHUNKS_MAX
     async with run_volume(options, Held(disk.superblock, records, MemorySegments(disk, chaos))) as volume:
         free = volume.space().free
-        handle, node = await volume.create(ROOT_INODE, b"f", 0o644, CALLER, os.O_RDWR)
+        handle, node = await volume.tree.create(ROOT_INODE, b"f", 0o644, CALLER, os.O_RDWR)
         for number in range(count):
-            await volume.write(handle, number * 4096, b"%d" % number)
+            await volume.files.write(handle, number * 4096, b"%d" % number)
             if number % 100 == 0:
                 await trio.sleep(0.01)
-        assert volume.core.nodes.get(node.ino).staged_count < 2 * STAGED_CHUNKS_MAX
-        await volume.fsync(handle)
+        assert volume.parts.core.nodes.get(node.ino).staged_count < 2 * STAGED_CHUNKS_MAX
+        await volume.files.fsync(handle)
         assert (await check(disk.copy())).clean
-        assert bytes(await volume.read(handle, 4096 * (count - 1), 10)) == b"%d" % (count - 1)
-        await volume.release(handle)
-        await volume.unlink(ROOT_INODE, b"f")
-        volume.forget(node.ino, 1)
+        assert bytes(await volume.files.read(handle, 4096 * (count - 1), 10)) == b"%d" % (count - 1)
+        await volume.files.release(handle)
+        await volume.tree.unlink(ROOT_INODE, b"f")
+        volume.tree.forget(node.ino, 1)
         await volume.sync()
         assert volume.space().free == free
     assert (await check(disk)).clean
@@ -209,11 +210,11 @@ async def test_large_attributes_are_committed(chaos: Chaos) -> None:
     options = lab_options()
     disk = Disk.format(options)
     async with opened(disk, options, chaos) as volume:
-        folder = await volume.make_directory(ROOT_INODE, b"d", 0o755, CALLER)
+        folder = await volume.tree.make_directory(ROOT_INODE, b"d", 0o755, CALLER)
         for number in range(300):
-            await volume.set_xattr(folder.ino, b"user.%d" % number, b"v" * 65536)
+            await volume.inodes.set_xattr(folder.ino, b"user.%d" % number, b"v" * 65536)
         await volume.sync()
-        assert await volume.get_xattr(folder.ino, b"user.299") == b"v" * 65536
+        assert await volume.inodes.get_xattr(folder.ino, b"user.299") == b"v" * 65536
     assert (await check(disk)).clean
 
 
@@ -222,16 +223,16 @@ async def test_fsync_of_a_file_written_while_its_bytes_are_flushed() -> None:
     options = lab_options()
     slow = Chaos(random.Random(0), delay=1.0)
     async with opened(Disk.format(options), options, slow) as volume:
-        handle, node = await volume.create(ROOT_INODE, b"name", 0o644, CALLER, os.O_RDWR)
-        await volume.write(handle, 0, b"first")
+        handle, node = await volume.tree.create(ROOT_INODE, b"name", 0o644, CALLER, os.O_RDWR)
+        await volume.files.write(handle, 0, b"first")
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(volume.fsync, handle)
+            nursery.start_soon(volume.files.fsync, handle)
             await slow.first_write.wait()
-            await volume.write(handle, 5, b"second")
+            await volume.files.write(handle, 5, b"second")
             with trio.fail_after(5):
-                await volume.fsync(handle)
+                await volume.files.fsync(handle)
         assert node.size == 11
-        await volume.release(handle)
+        await volume.files.release(handle)
 
 
 async def test_fsync_of_a_folder_brings_what_was_renamed_while_others_were_flushed() -> None:
@@ -243,7 +244,7 @@ async def test_fsync_of_a_folder_brings_what_was_renamed_while_others_were_flush
         await publish(volume, b"first", b"x" * 5000)
         await slow.first_write.wait()
         await publish(volume, b"second", b"y" * 5000)
-        await volume.fsync_directory(ROOT_INODE)
+        await volume.inodes.fsync_directory(ROOT_INODE)
         assert schema.entry_key(ROOT_INODE, b"second") in disk.records
 
 
@@ -252,18 +253,18 @@ async def test_a_file_that_lost_its_name_between_lookup_and_open(chaos: Chaos) -
     options = lab_options()
     async with opened(Disk.format(options), options, chaos) as volume:
         await publish(volume, b"f", b"x" * 5000)
-        node = await volume.lookup(ROOT_INODE, b"f")
+        node = await volume.tree.lookup(ROOT_INODE, b"f")
         await publish(volume, b"f", b"y" * 5000)
-        handle = await volume.open(node.ino, os.O_RDONLY, CALLER)
-        assert bytes(await volume.read(handle, 0, 5000)) == b"x" * 5000
-        await volume.release(handle)
+        handle = await volume.files.open(node.ino, os.O_RDONLY, CALLER)
+        assert bytes(await volume.files.read(handle, 0, 5000)) == b"x" * 5000
+        await volume.files.release(handle)
         await volume.sync()
         assert await volume.parts.space.wait_for_room(None), "space is needed"
         with pytest.raises(Stale):
-            await volume.open(node.ino, os.O_RDONLY, CALLER)
+            await volume.files.open(node.ino, os.O_RDONLY, CALLER)
         with pytest.raises(Stale):
-            await volume.set_attributes(node.ino, Changes(size=10), CALLER)
-        assert (await volume.attributes(node.ino)).nlink == 0, "a stat still answers"
+            await volume.inodes.set_attributes(node.ino, Changes(size=10), CALLER)
+        assert (await volume.inodes.attributes(node.ino)).nlink == 0, "a stat still answers"
 
 
 async def test_an_attribute_of_a_file_whose_name_was_taken_by_a_late_one(chaos: Chaos) -> None:
@@ -271,19 +272,19 @@ async def test_an_attribute_of_a_file_whose_name_was_taken_by_a_late_one(chaos: 
     options = lab_options()
     disk = Disk.format(options)
     async with opened(disk, options, chaos) as volume:
-        handle, node = await volume.create(ROOT_INODE, b"old", 0o644, CALLER, os.O_WRONLY)
-        await volume.fsync(handle)
-        await volume.set_xattr(node.ino, b"user.a", b"value")
-        await volume.rename(ROOT_INODE, b"old", ROOT_INODE, b"target", 0)
-        await volume.release(handle)
-        late, _ = await volume.create(ROOT_INODE, b"new", 0o644, CALLER, os.O_WRONLY)
-        await volume.rename(ROOT_INODE, b"new", ROOT_INODE, b"target", 0)
-        await volume.write(late, 0, b"not yet in a slot")
+        handle, node = await volume.tree.create(ROOT_INODE, b"old", 0o644, CALLER, os.O_WRONLY)
+        await volume.files.fsync(handle)
+        await volume.inodes.set_xattr(node.ino, b"user.a", b"value")
+        await volume.tree.rename(ROOT_INODE, b"old", ROOT_INODE, b"target", 0)
+        await volume.files.release(handle)
+        late, _ = await volume.tree.create(ROOT_INODE, b"new", 0o644, CALLER, os.O_WRONLY)
+        await volume.tree.rename(ROOT_INODE, b"new", ROOT_INODE, b"target", 0)
+        await volume.files.write(late, 0, b"not yet in a slot")
         late.node.forced = False  # as if the rename had been in a commit that its bytes just missed
-        await volume.journal.commit()
+        await volume.parts.journal.commit()
         crashed = disk.copy()
-        await volume.release(late)
+        await volume.files.release(late)
     async with opened(crashed, options) as volume:
         for name in await names(crashed, options):
-            await volume.unlink(ROOT_INODE, name)
+            await volume.tree.unlink(ROOT_INODE, name)
     assert (await check(crashed)).clean

@@ -23,8 +23,8 @@ async def test_a_failed_commit_is_an_error_for_who_waits_and_is_repeated(
     async with opened(disk, options, chaos) as volume:
         chaos.commit_error = 2.0  # before the commit, always
         with pytest.raises(EngineError):
-            await volume.make_directory(ROOT_INODE, b"d", 0o755, CALLER)
-        assert (await volume.lookup(ROOT_INODE, b"d")).nlink == 2, "visible here all the same"
+            await volume.tree.make_directory(ROOT_INODE, b"d", 0o755, CALLER)
+        assert (await volume.tree.lookup(ROOT_INODE, b"d")).nlink == 2, "visible here all the same"
         assert await names(disk, options) == set()
         chaos.commit_error = 0.0
         await trio.sleep(5)
@@ -36,15 +36,15 @@ async def test_a_failed_sync_of_segments_loses_no_change(chaos: Chaos, autojump_
     options = lab_options()
     disk = Disk.format(options)
     async with opened(disk, options, chaos) as volume:
-        handle, _ = await volume.create(ROOT_INODE, b"f", 0o644, CALLER, os.O_WRONLY)
-        await volume.write(handle, 0, b"x" * 10_000)
+        handle, _ = await volume.tree.create(ROOT_INODE, b"f", 0o644, CALLER, os.O_WRONLY)
+        await volume.files.write(handle, 0, b"x" * 10_000)
         chaos.sync_error = 1.0
         with pytest.raises(EngineError):
-            await volume.fsync(handle)
+            await volume.files.fsync(handle)
         chaos.sync_error = 0.0
-        await volume.fsync(handle)
+        await volume.files.fsync(handle)
         assert await names(disk, options) == {b"f"}
-        await volume.release(handle)
+        await volume.files.release(handle)
     assert (await check(disk)).clean
 
 
@@ -53,16 +53,16 @@ async def test_failed_segment_writes_keep_the_bytes(chaos: Chaos, autojump_clock
     disk = Disk.format(options)
     async with opened(disk, options, chaos) as volume:
         chaos.write_error = 1.0
-        handle, _ = await volume.create(ROOT_INODE, b"f", 0o644, CALLER, os.O_WRONLY)
-        await volume.write(handle, 0, b"x" * 10_000)
+        handle, _ = await volume.tree.create(ROOT_INODE, b"f", 0o644, CALLER, os.O_WRONLY)
+        await volume.files.write(handle, 0, b"x" * 10_000)
         with pytest.raises(EngineError):
-            await volume.fsync(handle)
-        await volume.write(handle, 10_000, b"y" * 10)  # it may grow on
+            await volume.files.fsync(handle)
+        await volume.files.write(handle, 10_000, b"y" * 10)  # it may grow on
         assert await content(volume, b"f") == b"x" * 10_000 + b"y" * 10
         assert b"f" not in await names(disk, options)
         chaos.write_error = 0.0
-        await volume.fsync(handle)
-        await volume.release(handle)
+        await volume.files.fsync(handle)
+        await volume.files.release(handle)
     async with opened(disk, options) as volume:
         assert await content(volume, b"f") == b"x" * 10_000 + b"y" * 10
     assert (await check(disk)).clean
@@ -78,17 +78,17 @@ async def test_slots_of_a_write_that_failed_and_was_overtaken_come_back(
         await publish(volume, b"other", b"o" * 100)
         await volume.sync()
         free = volume.space().free
-        handle, node = await volume.create(ROOT_INODE, b"f", 0o644, CALLER, os.O_RDWR)
-        await volume.write(handle, 0, b"x" * 10_000)
+        handle, node = await volume.tree.create(ROOT_INODE, b"f", 0o644, CALLER, os.O_RDWR)
+        await volume.files.write(handle, 0, b"x" * 10_000)
         chaos.write_error, chaos.delay, chaos.first_write = 1.0, 1.0, trio.Event()
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(fails, volume.fsync, handle)
+            nursery.start_soon(fails, volume.files.fsync, handle)
             await chaos.first_write.wait()
-            await volume.write(handle, 5, b"y" * 10_000)
+            await volume.files.write(handle, 5, b"y" * 10_000)
         chaos.write_error, chaos.delay = 0.0, 0.0
-        await volume.release(handle)
-        await volume.unlink(ROOT_INODE, b"f")
-        volume.forget(node.ino, 1)
+        await volume.files.release(handle)
+        await volume.tree.unlink(ROOT_INODE, b"f")
+        volume.tree.forget(node.ino, 1)
         await volume.sync()
         assert volume.space().free == free
 
@@ -107,20 +107,20 @@ async def test_truncation_while_a_chunk_is_written_and_was_changed(
     chaos.delay = 1.0
     for wait in range(1, 15):
         async with opened(disk, options, chaos) as volume:
-            handle, node = await volume.create(ROOT_INODE, b"f%d" % wait, 0o644, CALLER, os.O_RDWR)
-            await volume.write(handle, 0, b"x" * 10_000)
+            handle, node = await volume.tree.create(ROOT_INODE, b"f%d" % wait, 0o644, CALLER, os.O_RDWR)
+            await volume.files.write(handle, 0, b"x" * 10_000)
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(volume.fsync, handle)
+                nursery.start_soon(volume.files.fsync, handle)
                 await trio.sleep(wait * 0.001)
-                await volume.write(handle, 5, b"y" * 10)
-                await volume.set_attributes(node.ino, Changes(size=0), CALLER)
+                await volume.files.write(handle, 5, b"y" * 10)
+                await volume.inodes.set_attributes(node.ino, Changes(size=0), CALLER)
                 data = b"z" * (wait % 3)
-                await volume.write(handle, 0, data)
-            await volume.fsync(handle)
-            assert bytes(await volume.read(handle, 0, 100)) == data
-            await volume.set_attributes(node.ino, Changes(size=100), CALLER)
-            assert bytes(await volume.read(handle, 0, 100)) == data.ljust(100, b"\0")
-            await volume.release(handle)
+                await volume.files.write(handle, 0, data)
+            await volume.files.fsync(handle)
+            assert bytes(await volume.files.read(handle, 0, 100)) == data
+            await volume.inodes.set_attributes(node.ino, Changes(size=100), CALLER)
+            assert bytes(await volume.files.read(handle, 0, 100)) == data.ljust(100, b"\0")
+            await volume.files.release(handle)
     report = await check(disk)
     assert report.clean, report.problems
 
@@ -136,11 +136,11 @@ async def test_a_name_removed_while_its_commit_is_unknown_stays_removed(
         await publish(volume, b"f", b"x" * 100)
         await trio.sleep(0.2)
         assert await names(disk, options) == {b"f"}
-        await volume.unlink(ROOT_INODE, b"f")
+        await volume.tree.unlink(ROOT_INODE, b"f")
         chaos.commit_error_after = 0.0
         await trio.sleep(5)
         with pytest.raises(NotFound):
-            await volume.lookup(ROOT_INODE, b"f")
+            await volume.tree.lookup(ROOT_INODE, b"f")
         assert await names(disk, options) == set()
     report = await check(disk)
     assert report.clean, report.problems
@@ -153,16 +153,16 @@ async def test_a_name_removed_and_made_again_before_a_commit(chaos: Chaos) -> No
     async with opened(disk, options, chaos) as volume:
         await publish(volume, b"f", b"x" * 100)
         await volume.sync()
-        await volume.unlink(ROOT_INODE, b"f")
-        handle, _ = await volume.create(ROOT_INODE, b"f", 0o644, CALLER, os.O_WRONLY)
-        await volume.write(handle, 0, b"y" * 100)
-        await volume.journal.commit()
+        await volume.tree.unlink(ROOT_INODE, b"f")
+        handle, _ = await volume.tree.create(ROOT_INODE, b"f", 0o644, CALLER, os.O_WRONLY)
+        await volume.files.write(handle, 0, b"y" * 100)
+        await volume.parts.journal.commit()
         assert await names(disk, options) == set()
         report = await check(disk.copy())
         assert report.clean, report.problems
-        await volume.fsync(handle)
+        await volume.files.fsync(handle)
         assert await names(disk, options) == {b"f"}
-        await volume.release(handle)
+        await volume.files.release(handle)
 
 
 async def test_a_block_is_published_whole_though_its_temporary_name_was_known(
@@ -173,16 +173,16 @@ async def test_a_block_is_published_whole_though_its_temporary_name_was_known(
     disk = Disk.format(options)
     async with opened(disk, options, chaos) as volume:
         await publish(volume, b"other", b"o" * 500_000)
-        handle, node = await volume.create(ROOT_INODE, b"tmp", 0o644, CALLER, os.O_RDWR)
-        await volume.release(handle)
+        handle, node = await volume.tree.create(ROOT_INODE, b"tmp", 0o644, CALLER, os.O_RDWR)
+        await volume.files.release(handle)
         chaos.delay = 1.0
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(volume.journal.commit)
+            nursery.start_soon(volume.parts.journal.commit)
             await trio.sleep(0.001)
-            handle = await volume.open(node.ino, os.O_WRONLY, CALLER)
-            await volume.write(handle, 0, b"x" * 10_000)
-            await volume.release(handle)
-            await volume.rename(ROOT_INODE, b"tmp", ROOT_INODE, b"f", 0)
+            handle = await volume.files.open(node.ino, os.O_WRONLY, CALLER)
+            await volume.files.write(handle, 0, b"x" * 10_000)
+            await volume.files.release(handle)
+            await volume.tree.rename(ROOT_INODE, b"tmp", ROOT_INODE, b"f", 0)
         chaos.delay = 0.0
         async with opened(disk.copy(), options) as crashed:
             if b"f" in await names(disk, options):
@@ -200,9 +200,9 @@ async def test_a_dead_journal_is_an_error_not_a_wait(chaos: Chaos, monkeypatch: 
         else (pytest.raises(BaseExceptionGroup))
     ):
         async with opened(disk, options, chaos) as volume:
-            monkeypatch.setattr(volume.core.slabs, "take_dirty", broken)
+            monkeypatch.setattr(volume.parts.core.slabs, "take_dirty", broken)
             with trio.fail_after(5):
-                await volume.make_directory(ROOT_INODE, b"d", 0o755, CALLER)
+                await volume.tree.make_directory(ROOT_INODE, b"d", 0o755, CALLER)
                 await volume.sync()
 
 

@@ -210,27 +210,27 @@ def options() -> Options:
 
 async def make_files(volume: Volume, count: int) -> None:
     for number in range(count):
-        handle, node = await volume.create(ROOT_INODE, b"%d" % number, 0o644, CALLER, os.O_RDWR)
-        await volume.write(handle, 0, b"content")
-        await volume.release(handle)
-        volume.forget(node.ino, 1)
+        handle, node = await volume.tree.create(ROOT_INODE, b"%d" % number, 0o644, CALLER, os.O_RDWR)
+        await volume.files.write(handle, 0, b"content")
+        await volume.files.release(handle)
+        volume.tree.forget(node.ino, 1)
     await volume.sync()
 
 
 async def read_files(volume: Volume, count: int) -> None:
     for number in range(count):
-        node = await volume.lookup(ROOT_INODE, b"%d" % number)
+        node = await volume.tree.lookup(ROOT_INODE, b"%d" % number)
         node.atime = 1
-        handle = await volume.open(node.ino, os.O_RDWR, CALLER)
-        assert bytes(await volume.read(handle, 0, 10)) == b"content"
-        await volume.release(handle)
-        volume.forget(node.ino, 1)
+        handle = await volume.files.open(node.ino, os.O_RDWR, CALLER)
+        assert bytes(await volume.files.read(handle, 0, 10)) == b"content"
+        await volume.files.release(handle)
+        volume.tree.forget(node.ino, 1)
 
 
 async def stored_atimes(disk: Disk, options: Options, count: int) -> list[int]:
     """As they would be after a crash now."""
     async with opened_volume(disk.copy(), options) as volume:
-        return [(await volume.lookup(ROOT_INODE, b"%d" % number)).atime for number in range(count)]
+        return [(await volume.tree.lookup(ROOT_INODE, b"%d" % number)).atime for number in range(count)]
 
 
 async def test_an_access_time_is_stored_before_the_inode_leaves_memory(disk: Disk, options: Options) -> None:
@@ -240,7 +240,7 @@ async def test_an_access_time_is_stored_before_the_inode_leaves_memory(disk: Dis
     async with opened_volume(disk, options) as volume:
         wait_for_a_tick()
         await read_files(volume, 200)
-        await volume.journal.commit()
+        await volume.parts.journal.commit()
         after = await stored_atimes(disk, options, 200)
     moved = sum(new > old for new, old in zip(after, before, strict=True))
     assert moved >= 100, f"{moved} of 200 are stored, and about 20 are in memory"
@@ -251,17 +251,17 @@ async def test_an_access_time_is_stored_after_a_while(
 ) -> None:
     async with opened_volume(disk, options) as volume:
         await make_files(volume, 10)
-        commits = volume.journal.counters.commits
+        commits = volume.parts.journal.counters.commits
         before = await stored_atimes(disk, options, 10)
         wait_for_a_tick()
         for _ in range(50):
             await read_files(volume, 10)
         await trio.sleep(STORE_SECONDS / 2)
         assert await stored_atimes(disk, options, 10) == before
-        assert volume.journal.counters.commits == commits, "no read waits for one"
+        assert volume.parts.journal.counters.commits == commits, "no read waits for one"
         await trio.sleep(STORE_SECONDS)
         assert all(new > old for new, old in zip(await stored_atimes(disk, options, 10), before, strict=True))
-        assert volume.journal.counters.commits <= commits + 2
+        assert volume.parts.journal.counters.commits <= commits + 2
 
 
 async def test_a_removed_file_has_no_access_time_to_store(
@@ -271,9 +271,9 @@ async def test_a_removed_file_has_no_access_time_to_store(
         await make_files(volume, 10)
         await read_files(volume, 10)
         for number in rng.sample(range(10), 5):
-            await volume.unlink(ROOT_INODE, b"%d" % number)
+            await volume.tree.unlink(ROOT_INODE, b"%d" % number)
         await trio.sleep(2 * STORE_SECONDS)
-        assert len(await volume.list_directory(ROOT_INODE, 0, 100)) == 5
+        assert len(await volume.tree.list_directory(ROOT_INODE, 0, 100)) == 5
 
 
 # -- many hosts -------------------------------------------------------------------------------------
@@ -289,15 +289,15 @@ async def test_what_two_hosts_read_is_stored_when_they_end(
         await make_files(one, 5)
     async with joined(disk, made, 3, Chaos(rng)) as last:
         async with joined(disk, made, 1, Chaos(rng)) as one, joined(disk, made, 2, Chaos(rng)) as two:
-            before = [(await last.lookup(ROOT_INODE, b"%d" % number)).atime for number in range(5)]
+            before = [(await last.tree.lookup(ROOT_INODE, b"%d" % number)).atime for number in range(5)]
             wait_for_a_tick()
             await read_files(one, 3)
             await read_files(two, 5)
-            commits = one.journal.counters.commits, two.journal.counters.commits
+            commits = one.parts.journal.counters.commits, two.parts.journal.counters.commits
             await trio.sleep(10 * STORE_SECONDS)
-            assert (one.journal.counters.commits, two.journal.counters.commits) == commits
+            assert (one.parts.journal.counters.commits, two.parts.journal.counters.commits) == commits
         await trio.sleep(1)
-        after = [(await last.lookup(ROOT_INODE, b"%d" % number)).atime for number in range(5)]
+        after = [(await last.tree.lookup(ROOT_INODE, b"%d" % number)).atime for number in range(5)]
         assert all(new > old for new, old in zip(after, before, strict=True))
 
 
@@ -307,17 +307,17 @@ async def test_a_read_does_not_undo_what_another_host_sets(
     async with hosts(rng, 2, capacity=16 * MIB) as (one, two):
         await make_files(one, 2)
         await quiet(one, two)
-        made = (await one.lookup(ROOT_INODE, b"1")).atime
+        made = (await one.tree.lookup(ROOT_INODE, b"1")).atime
         wait_for_a_tick()
         await read_files(one, 2)
         for number, changes in enumerate((Changes(atime=5 * 10**9), Changes(mode=0o600))):
-            ino = (await two.lookup(ROOT_INODE, b"%d" % number)).ino
-            await two.set_attributes(ino, changes, CALLER)
+            ino = (await two.tree.lookup(ROOT_INODE, b"%d" % number)).ino
+            await two.inodes.set_attributes(ino, changes, CALLER)
         await two.sync()
         await trio.sleep(1)
-        assert (await one.lookup(ROOT_INODE, b"0")).atime == 5 * 10**9
-        kept = await one.lookup(ROOT_INODE, b"1")
+        assert (await one.tree.lookup(ROOT_INODE, b"0")).atime == 5 * 10**9
+        kept = await one.tree.lookup(ROOT_INODE, b"1")
         assert kept.mode & 0o777 == 0o600
         assert kept.atime > made
         await quiet(one, two)
-        assert (await two.lookup(ROOT_INODE, b"1")).atime == kept.atime
+        assert (await two.tree.lookup(ROOT_INODE, b"1")).atime == kept.atime

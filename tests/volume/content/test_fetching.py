@@ -22,7 +22,8 @@ from kvfuse.volume.api import ROOT_INODE
 from kvfuse.volume.content import read_ahead
 from kvfuse.volume.content.read_ahead import Fetcher
 from kvfuse.volume.content.shared_extents import SharedExtents
-from kvfuse.volume.volume import FileHandle, Volume
+from kvfuse.volume.inodes.handle import FileHandle
+from kvfuse.volume.volume import Volume
 
 KIB = 1 << 10
 CHUNK = MIB
@@ -59,8 +60,8 @@ class HeldReads:
         """of transfers with a gate of their own, by number"""
         self.failing: set[int] = set()
         """numbers of transfers that fail"""
-        self._read = volume.core.segments.read
-        monkeypatch.setattr(volume.core.segments, "read", self.read)
+        self._read = volume.parts.core.segments.read
+        monkeypatch.setattr(volume.parts.core.segments, "read", self.read)
 
     async def read(self, batch: Sequence[Transfer]) -> None:
         number = len(self.begun)
@@ -81,18 +82,18 @@ async def open_known(volume: Volume, name: bytes) -> FileHandle:
 
     async def is_there() -> bool:
         try:
-            found.append(await volume.lookup(ROOT_INODE, name))
+            found.append(await volume.tree.lookup(ROOT_INODE, name))
         except errors.NotFound:
             return False
         return True
 
     await eventually(is_there)
-    return await volume.open(found[-1].ino, os.O_RDONLY, CALLER)
+    return await volume.files.open(found[-1].ino, os.O_RDONLY, CALLER)
 
 
 def fetcher_of(volume: Volume) -> Fetcher:
-    assert isinstance(volume.reader.extents, SharedExtents)
-    return volume.reader.extents.fetcher
+    assert isinstance(volume.parts.reader.extents, SharedExtents)
+    return volume.parts.reader.extents.fetcher
 
 
 @dataclass
@@ -106,7 +107,7 @@ class File:
     handle: FileHandle
 
     async def read(self, start: int = 0, length: int = MIB) -> bytes:
-        return bytes(await self.two.read(self.handle, start, length))
+        return bytes(await self.two.files.read(self.handle, start, length))
 
     @asynccontextmanager
     async def being_read(self) -> AsyncIterator[list[bytes]]:
@@ -123,9 +124,9 @@ class File:
 
     async def rewrite(self, data: bytes) -> None:
         """By ``one``; ``two`` has heard of it."""
-        writer = await self.one.open(self.handle.node.ino, os.O_WRONLY, CALLER)
-        await self.one.write(writer, 0, data)
-        await self.one.release(writer)
+        writer = await self.one.files.open(self.handle.node.ino, os.O_WRONLY, CALLER)
+        await self.one.files.write(writer, 0, data)
+        await self.one.files.release(writer)
         await quiet(self.one, self.two)
 
 
@@ -149,7 +150,7 @@ def open_file(disk: Disk, options: Options, rng: random.Random, monkeypatch: pyt
             handle = await open_known(two, b"file")
             yield File(data, one, two, reads, handle)
             if handle.node.handles:  # the test did not close it
-                await two.release(handle)
+                await two.files.release(handle)
             assert fetcher.memory_size == 0
 
     return open_file
@@ -228,7 +229,7 @@ async def test_a_file_may_be_cut_while_it_is_read(open_file: OpenFile, autojump_
         file.reads.gates[0] = trio.Event()
         file.reads.gate.set()
         async with file.being_read() as got:
-            await file.two.cutter.truncate(file.handle.node, 100_000)
+            await file.two.parts.cutter.truncate(file.handle.node, 100_000)
             file.reads.gates[0].set()
         assert got == [file.data[:100_000] + bytes(len(file.data) - 100_000)]
 
@@ -240,12 +241,12 @@ async def test_what_is_cut_while_it_is_fetched_is_not_shown(
     async with open_file(512 * KIB) as file:
         zeros = bytes(len(file.data) - cut)
         async with file.being_read() as got, trio.open_nursery() as nursery:
-            nursery.start_soon(file.two.cutter.truncate, file.handle.node, cut)
+            nursery.start_soon(file.two.parts.cutter.truncate, file.handle.node, cut)
             await trio.testing.wait_all_tasks_blocked()
             file.reads.gate.set()
         assert got[0][:cut] == file.data[:cut]
         assert got[0][cut:] in (file.data[cut:], zeros)
-        await file.two.cutter.truncate(file.handle.node, len(file.data))
+        await file.two.parts.cutter.truncate(file.handle.node, len(file.data))
         assert await file.read() == file.data[:cut] + zeros
 
 
@@ -279,7 +280,7 @@ async def test_wrong_bytes_are_an_error_of_their_granule_alone(
     open_file: OpenFile, disk: Disk, autojump_clock: trio.testing.MockClock
 ) -> None:
     async with open_file(MIB) as file:
-        segment, offset = file.two.core.locate(file.handle.node.chunks[0].extents[0].addr)
+        segment, offset = file.two.parts.core.locate(file.handle.node.chunks[0].extents[0].addr)
         disk.segments[segment][offset + 300 * KIB] ^= 1
         file.reads.gate.set()
         with pytest.raises(errors.Corrupt):
@@ -295,7 +296,7 @@ async def test_a_file_that_is_closed_is_no_longer_fetched(
     async with open_file(CHUNK) as file:
         await trio.testing.wait_all_tasks_blocked()
         assert (len(file.reads.begun), fetcher_of(file.two).memory_size) == (1, CHUNK)
-        await file.two.release(file.handle)
+        await file.two.files.release(file.handle)
         await trio.testing.wait_all_tasks_blocked()
         assert (file.reads.cancelled, fetcher_of(file.two).memory_size) == (1, 0)
 
@@ -309,7 +310,7 @@ async def test_a_file_may_be_read_while_fetching_ends(
         node = file.handle.node
         extent = node.chunks[0].extents[0]
         for _ in range(30):  # trio draws who of two goes on first
-            fetcher = Fetcher(file.two.core)
+            fetcher = Fetcher(file.two.parts.core)
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(fetcher.run)
                 await trio.testing.wait_all_tasks_blocked()
@@ -350,9 +351,9 @@ async def test_memory_is_bounded_whatever_is_open(
         handles = {name: await open_known(two, name) for name in data}
         assert 0 < fetcher.memory_size <= 2 * MIB
         for name, handle in handles.items():
-            assert bytes(await two.read(handle, 0, MIB)) == data[name]
+            assert bytes(await two.files.read(handle, 0, MIB)) == data[name]
             assert fetcher.memory_size <= 2 * MIB
-            await two.release(handle)
+            await two.files.release(handle)
         assert fetcher.memory_size == 0
 
 
@@ -374,7 +375,7 @@ async def test_windows_of_one_file_are_bounded_too(
         handle = await open_known(two, b"file")
         for start in [*range(0, CHUNK, 512 * KIB), *range(0, CHUNK, 100 * KIB)]:
             length = min(64 * KIB, CHUNK - start)
-            assert bytes(await two.read(handle, start, length)) == data[start : start + length]
+            assert bytes(await two.files.read(handle, start, length)) == data[start : start + length]
             assert fetcher.memory_size <= MIB
-        await two.release(handle)
+        await two.files.release(handle)
         assert fetcher.memory_size == 0

@@ -20,7 +20,8 @@ from kvfuse.errors import EngineTimeout
 from kvfuse.remote.segments.api import Transfer
 from kvfuse.slab import layout
 from kvfuse.volume.api import ROOT_INODE, Changes
-from kvfuse.volume.volume import FileHandle, Volume
+from kvfuse.volume.inodes.handle import FileHandle
+from kvfuse.volume.volume import Volume
 
 DEADLINE = 3.0
 CHUNK = 64 << 10
@@ -36,7 +37,7 @@ class Segments:
         self.is_away_for: Callable[[Sequence[Transfer]], bool] = lambda batch: False
         self.reads = self.late = 0
         """calls that were begun; that will not be answered"""
-        self.engine = volume.core.segments
+        self.engine = volume.parts.core.segments
         self._read, self._write = self.engine.read, self.engine.write
         monkeypatch.setattr(self.engine, "read", self.read)
         monkeypatch.setattr(self.engine, "write", self.write)
@@ -73,7 +74,7 @@ async def one_volume(
 
 
 async def create(volume: Volume, name: bytes) -> FileHandle:
-    handle, _ = await volume.create(ROOT_INODE, name, 0o644, CALLER, os.O_RDWR)
+    handle, _ = await volume.tree.create(ROOT_INODE, name, 0o644, CALLER, os.O_RDWR)
     return handle
 
 
@@ -87,9 +88,9 @@ async def seconds_until_timeout(call: Callable[[], Awaitable[object]]) -> float:
 async def close(volume: Volume, handle: FileHandle) -> None:
     """As close(2): the error is that of the flush."""
     try:
-        await volume.flush(handle)
+        await volume.files.flush(handle)
     finally:
-        await volume.release(handle)
+        await volume.files.release(handle)
 
 
 async def times_of(calls: Sequence[Callable[[], Awaitable[object]]], apart: float) -> list[float]:
@@ -106,7 +107,7 @@ async def times_of(calls: Sequence[Callable[[], Awaitable[object]]], apart: floa
     return times
 
 
-@pytest.mark.parametrize("call", [close, Volume.fsync], ids=["close", "fsync"])
+@pytest.mark.parametrize("call", [close, lambda volume, handle: volume.files.fsync(handle)], ids=["close", "fsync"])
 async def test_calls_that_come_one_after_the_other_wait_for_one_deadline(
     rng: random.Random,
     autojump_clock: trio.testing.MockClock,
@@ -118,7 +119,7 @@ async def test_calls_that_come_one_after_the_other_wait_for_one_deadline(
     async with one_volume(rng, monkeypatch) as (volume, segments):
         handles = [await create(volume, name) for name in data]
         for handle, content in zip(handles, data.values(), strict=True):
-            await volume.write(handle, 0, content)
+            await volume.files.write(handle, 0, content)
         segments.away = True
         times = await times_of([lambda h=handle: call(volume, h) for handle in handles], 0.7)
         print([round(seconds, 2) for seconds in times])
@@ -138,13 +139,13 @@ async def test_who_waits_for_room_hears_that_there_will_be_none(
         handle = await create(volume, b"file")
         segments.away = True
         written = 0
-        while volume.flusher.staged_bytes <= volume.flusher.staging_size:
-            written += await volume.write(handle, written, content[written : written + CHUNK])
+        while volume.parts.flusher.staged_bytes <= volume.parts.flusher.staging_size:
+            written += await volume.files.write(handle, written, content[written : written + CHUNK])
         with trio.fail_after(10 * DEADLINE):
-            assert await seconds_until_timeout(lambda: volume.write(handle, written, b"more")) < DEADLINE + SLACK
+            assert await seconds_until_timeout(lambda: volume.files.write(handle, written, b"more")) < DEADLINE + SLACK
         segments.away = False
         while written < len(content):
-            written += await volume.write(handle, written, content[written : written + CHUNK])
+            written += await volume.files.write(handle, written, content[written : written + CHUNK])
         await close(volume, handle)
         assert await get(volume, b"file") == content
 
@@ -155,9 +156,9 @@ async def test_a_commit_is_not_waited_for_longer_because_of_slots_that_it_freed(
     """It is in the store. That slots are free is said in their headers, for a rebuild, and may take its time."""
     async with one_volume(rng, monkeypatch) as (volume, segments):
         await put(volume, b"file", rng.randbytes(CHUNK))
-        node = await volume.lookup(ROOT_INODE, b"file")
-        handle = await volume.open(node.ino, os.O_WRONLY, CALLER)
-        await volume.write(handle, 0, rng.randbytes(CHUNK))
+        node = await volume.tree.lookup(ROOT_INODE, b"file")
+        handle = await volume.files.open(node.ino, os.O_WRONLY, CALLER)
+        await volume.files.write(handle, 0, rng.randbytes(CHUNK))
         segments.is_away_for = is_freeing
         began = trio.current_time()
         await close(volume, handle)
@@ -166,7 +167,7 @@ async def test_a_commit_is_not_waited_for_longer_because_of_slots_that_it_freed(
         assert segments.late == 1, "no slot was freed: this test tries nothing"
         await volume.sync()
         assert trio.current_time() - began >= DEADLINE  # the volume is as it will stay when this returns
-        volume.forget(node.ino, 1)
+        volume.tree.forget(node.ino, 1)
 
 
 def is_freeing(batch: Sequence[Transfer]) -> bool:
@@ -180,16 +181,16 @@ async def test_extents_are_read_side_by_side(
     async with one_volume(rng, monkeypatch) as (volume, segments):
         await put(volume, b"file", content)
         await quiet(volume)
-        node = await volume.lookup(ROOT_INODE, b"file")
-        handle = await volume.open(node.ino, os.O_RDONLY, CALLER)
+        node = await volume.tree.lookup(ROOT_INODE, b"file")
+        handle = await volume.files.open(node.ino, os.O_RDONLY, CALLER)
         before = segments.reads
         segments.away = True
-        assert await seconds_until_timeout(lambda: volume.read(handle, 100, len(content))) < DEADLINE + SLACK
+        assert await seconds_until_timeout(lambda: volume.files.read(handle, 100, len(content))) < DEADLINE + SLACK
         assert segments.reads - before >= 7
         segments.away = False
-        assert bytes(await volume.read(handle, 100, len(content))) == content[100:]
-        await volume.release(handle)
-        volume.forget(node.ino, 1)
+        assert bytes(await volume.files.read(handle, 100, len(content))) == content[100:]
+        await volume.files.release(handle)
+        volume.tree.forget(node.ino, 1)
 
 
 @contextmanager
@@ -214,13 +215,13 @@ async def test_what_a_write_took_before_it_ended_is_there_for_all(
         await put(two, b"file", rng.randbytes(2 * CHUNK))
         await quiet(two, one)
         segments = Segments(one, monkeypatch)
-        handle = await one.open((await one.lookup(ROOT_INODE, b"file")).ino, os.O_RDWR, CALLER)
+        handle = await one.files.open((await one.tree.lookup(ROOT_INODE, b"file")).ino, os.O_RDWR, CALLER)
         segments.away = True
         with ended(how):
-            await one.write(handle, 0, rng.randbytes(CHUNK + 100))  # of the second chunk the rest has to be read
+            await one.files.write(handle, 0, rng.randbytes(CHUNK + 100))  # of the second chunk the rest has to be read
         segments.away = False
         await trio.sleep(2 * DEADLINE)  # a commit may have begun before
-        await one.release(handle)
+        await one.files.release(handle)
         await quiet(one, two)
         assert await get(one, b"file") == await get(two, b"file")
 
@@ -236,12 +237,12 @@ async def test_a_cut_that_did_not_happen_takes_nothing_from_others(
         await put(two, b"file", data)
         await quiet(two, one)
         segments = Segments(one, monkeypatch)
-        ino = (await one.lookup(ROOT_INODE, b"file")).ino
+        ino = (await one.tree.lookup(ROOT_INODE, b"file")).ino
         segments.away = True
         with ended(how):
-            await one.set_attributes(ino, Changes(size=CHUNK + 50), CALLER)
+            await one.inodes.set_attributes(ino, Changes(size=CHUNK + 50), CALLER)
         segments.away = False
-        await one.set_attributes(ino, Changes(mode=0o600), CALLER)
+        await one.inodes.set_attributes(ino, Changes(mode=0o600), CALLER)
         await write_at(two, b"file", 3 * CHUNK, b"theirs")
         await quiet(one, two)
         for volume in (one, two):
@@ -256,15 +257,15 @@ async def test_a_cut_that_failed_leaves_what_was_just_written(
     async with one_volume(rng, monkeypatch) as (volume, segments):
         await put(volume, b"file", rng.randbytes(CHUNK))
         await quiet(volume)
-        handle = await volume.open((await volume.lookup(ROOT_INODE, b"file")).ino, os.O_RDWR, CALLER)
-        await volume.write(handle, 0, after)
+        handle = await volume.files.open((await volume.tree.lookup(ROOT_INODE, b"file")).ino, os.O_RDWR, CALLER)
+        await volume.files.write(handle, 0, after)
         segments.away = True
         with pytest.raises(EngineTimeout):
-            await volume.set_attributes(handle.node.ino, Changes(size=50), CALLER)
+            await volume.inodes.set_attributes(handle.node.ino, Changes(size=50), CALLER)
         segments.away = False
-        assert bytes(await volume.read(handle, 0, 2 * CHUNK)) == after
-        await volume.set_attributes(handle.node.ino, Changes(size=50), CALLER)
-        assert bytes(await volume.read(handle, 0, 2 * CHUNK)) == after[:50]
-        await volume.release(handle)
+        assert bytes(await volume.files.read(handle, 0, 2 * CHUNK)) == after
+        await volume.inodes.set_attributes(handle.node.ino, Changes(size=50), CALLER)
+        assert bytes(await volume.files.read(handle, 0, 2 * CHUNK)) == after[:50]
+        await volume.files.release(handle)
         assert await get(volume, b"file") == after[:50]
-        volume.forget(handle.node.ino, 1)
+        volume.tree.forget(handle.node.ino, 1)

@@ -30,14 +30,14 @@ async def test_what_two_hosts_changes_were_put_together_to_goes_on_growing(
     async with hosts(rng, 2, strict=False, capacity=16 * MIB, chunk=CHUNK) as (one, two):
         await put(one, b"file", data)
         await quiet(one, two)
-        ino = (await two.lookup(ROOT_INODE, b"file")).ino
-        handle = await two.open(ino, os.O_RDWR, CALLER)
-        await two.write(handle, 500, b"own")
+        ino = (await two.tree.lookup(ROOT_INODE, b"file")).ino
+        handle = await two.files.open(ino, os.O_RDWR, CALLER)
+        await two.files.write(handle, 500, b"own")
         await write_at(one, b"file", 0, b"theirs")
         await quiet(one)
-        await two.release(await two.open(ino, os.O_RDONLY, CALLER))
-        assert await two.write(handle, 1000, b"and more") == 8
-        await two.release(handle)
+        await two.files.release(await two.files.open(ino, os.O_RDONLY, CALLER))
+        assert await two.files.write(handle, 1000, b"and more") == 8
+        await two.files.release(handle)
         await quiet(two, one)
         assert await get(one, b"file") == b"theirs" + data[6:500] + b"own" + data[503:] + b"and more"
 
@@ -53,13 +53,13 @@ async def test_appends_of_all_hosts_are_there_once(
         async def append(volume: Volume, title: bytes) -> None:
             for number in range(20):
                 line = b"%s %d %s\n" % (title, number, b"x" * rng.choice([1, 500, 5000]))
-                node = await volume.lookup(ROOT_INODE, b"log")
-                handle = await volume.open(node.ino, os.O_WRONLY | os.O_APPEND, CALLER)
-                await volume.write(handle, node.size, line)  # as the kernel does, by the size it knows
+                node = await volume.tree.lookup(ROOT_INODE, b"log")
+                handle = await volume.files.open(node.ino, os.O_WRONLY | os.O_APPEND, CALLER)
+                await volume.files.write(handle, node.size, line)  # as the kernel does, by the size it knows
                 lines.add(line)
-                await volume.fsync(handle)
-                await volume.release(handle)
-                volume.forget(node.ino, 1)
+                await volume.files.fsync(handle)
+                await volume.files.release(handle)
+                volume.tree.forget(node.ino, 1)
 
         lines: set[bytes] = set()
         async with trio.open_nursery() as nursery:
@@ -83,19 +83,19 @@ async def test_appends_that_were_taken_are_there_once_where_engines_fail(
     chaos = [Chaos(random.Random(rng.random()), delay=0.5) for _ in range(3)]
 
     async def append(volume: Volume, title: bytes) -> None:
-        node = await volume.lookup(ROOT_INODE, b"log")
-        handle = await volume.open(node.ino, os.O_WRONLY | os.O_APPEND, CALLER)
+        node = await volume.tree.lookup(ROOT_INODE, b"log")
+        handle = await volume.files.open(node.ino, os.O_WRONLY | os.O_APPEND, CALLER)
         for number in range(20):
             line = b"%s %d %s\n" % (title, number, b"x" * rng.choice([1, 500, 5000]))
             try:
-                await volume.write(handle, (await volume.attributes(node.ino)).size, line)
+                await volume.files.write(handle, (await volume.inodes.attributes(node.ino)).size, line)
                 taken.add(line)
                 if rng.random() < 0.5:
-                    await volume.fsync(handle)
+                    await volume.files.fsync(handle)
             except errors.EngineError:
                 failed.add(line)
             await trio.sleep(rng.random() * 0.1)
-        await volume.release(handle)
+        await volume.files.release(handle)
 
     async with hosts(rng, 3, chaos, strict=strict, capacity=32 * MIB, chunk=4096) as all_volumes:
         await put(all_volumes[0], b"log", b"")
@@ -129,10 +129,10 @@ async def test_an_append_outlasts_reads_that_fail_while_it_is_moved_behind_anoth
     async with hosts(rng, 2, strict=False, capacity=16 * MIB, chunk=CHUNK) as (one, two):
         await put(one, b"file", data)
         await quiet(one, two)
-        handle = await two.open((await two.lookup(ROOT_INODE, b"file")).ino, os.O_RDWR | os.O_APPEND, CALLER)
-        await two.write(handle, size, b"two" * 50)
+        handle = await two.files.open((await two.tree.lookup(ROOT_INODE, b"file")).ino, os.O_RDWR | os.O_APPEND, CALLER)
+        await two.files.write(handle, size, b"two" * 50)
         await write_at(one, b"file", size, b"one" * 50, os.O_RDWR | os.O_APPEND)
-        read = two.core.segments.read
+        read = two.parts.core.segments.read
 
         async def read_or_fail(batch: Sequence[Transfer]) -> None:
             if next(numbers) == failing:
@@ -140,9 +140,9 @@ async def test_an_append_outlasts_reads_that_fail_while_it_is_moved_behind_anoth
             await read(batch)
 
         with monkeypatch.context() as during, suppress(errors.EngineError):
-            during.setattr(two.core.segments, "read", read_or_fail)
-            await two.fsync(handle)
-        await two.release(handle)
+            during.setattr(two.parts.core.segments, "read", read_or_fail)
+            await two.files.fsync(handle)
+        await two.files.release(handle)
         await quiet(two, one)
         for volume in (one, two):
             assert await get(volume, b"file") == data + b"one" * 50 + b"two" * 50
@@ -158,8 +158,8 @@ async def test_who_syncs_is_told_of_changes_that_there_was_no_room_to_put_togeth
     async with hosts(rng, 2, strict=False, capacity=16 * MIB, chunk=CHUNK) as (one, two):
         await put(one, b"file", data)
         await quiet(one, two)
-        handle = await two.open((await two.lookup(ROOT_INODE, b"file")).ino, flags, CALLER)
-        await two.write(handle, offset, b"lost" * 50)
+        handle = await two.files.open((await two.tree.lookup(ROOT_INODE, b"file")).ino, flags, CALLER)
+        await two.files.write(handle, offset, b"lost" * 50)
         theirs = len(data) if how == "append" else 1000
         await write_at(one, b"file", theirs, b"one" * 50, flags)
 
@@ -167,10 +167,10 @@ async def test_who_syncs_is_told_of_changes_that_there_was_no_room_to_put_togeth
             raise errors.NoSpace(f"injected: no {length} bytes")
 
         with monkeypatch.context() as during, pytest.raises(errors.NoSpace, match="changes of two hosts"):
-            during.setattr(two.core.slabs, "allocate", allocate)
-            await two.fsync(handle)
-        await two.fsync(handle)
-        await two.release(handle)
+            during.setattr(two.parts.core.slabs, "allocate", allocate)
+            await two.files.fsync(handle)
+        await two.files.fsync(handle)
+        await two.files.release(handle)
         await quiet(two, one)
         for volume in (one, two):
             assert await get(volume, b"file") == data[:theirs] + b"one" * 50 + data[theirs + 150 :]

@@ -45,12 +45,12 @@ async def test_after_a_write_that_failed_what_others_write_is_read(
     data = rng.randbytes(CHUNK // 2)
     async with hosts(rng, 2, chaos, strict=True, capacity=16 * MIB, chunk=CHUNK) as (one, two):
         await put(one, b"file", data)
-        handle = await one.open((await one.lookup(ROOT_INODE, b"file")).ino, os.O_RDWR, CALLER)
+        handle = await one.files.open((await one.tree.lookup(ROOT_INODE, b"file")).ino, os.O_RDWR, CALLER)
         chaos[0].cut = trio.Event()
         with pytest.raises(errors.EngineError):
-            await one.write(handle, 100, b"never")  # the bytes around it cannot be read
+            await one.files.write(handle, 100, b"never")  # the bytes around it cannot be read
         chaos[0].cut.set()
-        await one.release(handle)
+        await one.files.release(handle)
         await write_at(two, b"file", 200, b"later")
         assert await get(one, b"file") == data[:200] + b"later" + data[205:]
 
@@ -83,10 +83,10 @@ async def keep_writing(volume: Volume) -> None:
 
 async def keep_changing_modes(volume: Volume) -> None:
     """Of the file, which nobody has open meanwhile."""
-    node = await volume.lookup(ROOT_INODE, b"file")
+    node = await volume.tree.lookup(ROOT_INODE, b"file")
     while True:
         for mode in (0o600, 0o644):
-            await volume.set_attributes(node.ino, Changes(mode=mode), CALLER)
+            await volume.inodes.set_attributes(node.ino, Changes(mode=mode), CALLER)
 
 
 @pytest.mark.parametrize("change", [keep_writing, keep_changing_modes])
@@ -114,18 +114,18 @@ async def test_an_open_sees_what_another_host_closed_beside_bytes_that_nobody_cl
 ) -> None:
     async with hosts(rng, 2, strict=True, capacity=64 * MIB, chunk=CHUNK) as (one, two):
         await put(one, b"file", bytes(2 * CHUNK))
-        handle = await two.open((await two.lookup(ROOT_INODE, b"file")).ino, os.O_RDWR, CALLER)
+        handle = await two.files.open((await two.tree.lookup(ROOT_INODE, b"file")).ino, os.O_RDWR, CALLER)
         for number in range(10):
             part = b"%4d" % number
-            await two.write(handle, 4 * number, part)
+            await two.files.write(handle, 4 * number, part)
             await write_at(one, b"file", CHUNK - 4 * number, part)
             found = await get(two, b"file")
             assert found is not None
             assert found[4 * number : 4 * number + 4] == found[CHUNK - 4 * number : CHUNK - 4 * number + 4] == part
-        await two.flush(handle)
+        await two.files.flush(handle)
         assert await get(one, b"file") == found
-        await two.release(handle)
-        two.forget(handle.node.ino, 1)
+        await two.files.release(handle)
+        two.tree.forget(handle.node.ino, 1)
 
 
 async def test_slots_behind_the_stored_size_stay_in_the_record(
@@ -136,7 +136,7 @@ async def test_slots_behind_the_stored_size_stay_in_the_record(
     async with hosts(rng, 2, strict=False, capacity=16 * MIB, chunk=4096) as (one, two):
         await put(one, b"file", data)
         await quiet(one, two)
-        node = await two.lookup(ROOT_INODE, b"file")
+        node = await two.tree.lookup(ROOT_INODE, b"file")
         node.size = 2 * 4096 + 100
         assert [len(extents) for extents in node.record().chunks] == [1] * 5
         node.size = len(data)
@@ -150,12 +150,12 @@ async def test_bytes_are_read_anew_although_their_time_was_set_back(
         await put(one, b"file", data)
         await quiet(one, two)
         assert await get(two, b"file") == data
-        node = await one.lookup(ROOT_INODE, b"file")
+        node = await one.tree.lookup(ROOT_INODE, b"file")
         mtime = node.mtime
-        handle = await one.open(node.ino, os.O_RDWR, CALLER)
-        await one.write(handle, 15 * 4096, b"newer")
-        await one.set_attributes(node.ino, Changes(mtime=mtime), CALLER)
-        await one.release(handle)
+        handle = await one.files.open(node.ino, os.O_RDWR, CALLER)
+        await one.files.write(handle, 15 * 4096, b"newer")
+        await one.inodes.set_attributes(node.ino, Changes(mtime=mtime), CALLER)
+        await one.files.release(handle)
         await quiet(one, two)
         assert await get(two, b"file") == data[: 15 * 4096] + b"newer" + data[15 * 4096 + 5 :]
 
@@ -165,15 +165,15 @@ async def test_times_that_two_hosts_set_are_those(rng: random.Random, autojump_c
     async with hosts(rng, 2, chaos, strict=False, capacity=16 * MIB) as (one, two):
         await put(one, b"file", b"data")
         await quiet(one, two)
-        ino = (await two.lookup(ROOT_INODE, b"file")).ino
-        await two.set_attributes(ino, Changes(mtime=10**9), CALLER)
+        ino = (await two.tree.lookup(ROOT_INODE, b"file")).ino
+        await two.inodes.set_attributes(ino, Changes(mtime=10**9), CALLER)
         chaos[1].stalled = trio.Event()
-        await one.set_attributes(ino, Changes(atime=2 * 10**9, mode=0o600), CALLER)
+        await one.inodes.set_attributes(ino, Changes(atime=2 * 10**9, mode=0o600), CALLER)
         await one.sync()
         chaos[1].stalled.set()
         await quiet(two, one)
         for volume in (one, two):
-            node = await volume.lookup(ROOT_INODE, b"file")
+            node = await volume.tree.lookup(ROOT_INODE, b"file")
             assert (node.atime, node.mtime, node.mode & 0o777) == (2 * 10**9, 10**9, 0o600)
 
 
@@ -190,7 +190,7 @@ async def test_of_files_that_two_put_under_one_name_one_is_whole(
                 name, data = b"name%d" % rng.randrange(5), rng.randbytes(rng.randrange(1, 3 * CHUNK))
                 wanted.setdefault(name, []).append(data)
                 await put(volume, b"tmp%d.%d" % (number, serial), data)
-                await volume.rename(ROOT_INODE, b"tmp%d.%d" % (number, serial), ROOT_INODE, name, 0)
+                await volume.tree.rename(ROOT_INODE, b"tmp%d.%d" % (number, serial), ROOT_INODE, name, 0)
 
         async with trio.open_nursery() as nursery:
             for number, volume in enumerate(all_volumes):
@@ -211,8 +211,8 @@ async def test_an_open_fails_where_bytes_of_ours_that_cannot_be_stored_hide_what
     chaos = [Chaos(random.Random(number)) for number in range(2)]
     async with hosts(rng, 2, chaos, strict=True, capacity=64 * MIB, chunk=CHUNK) as (one, two):
         await put(one, b"file", bytes(2 * CHUNK))
-        handle = await two.open((await two.lookup(ROOT_INODE, b"file")).ino, os.O_RDWR, CALLER)
-        await two.write(handle, 0, b"ours")
+        handle = await two.files.open((await two.tree.lookup(ROOT_INODE, b"file")).ino, os.O_RDWR, CALLER)
+        await two.files.write(handle, 0, b"ours")
         chaos[1].write_error = 1.0
         await write_at(one, b"file", CHUNK, b"theirs")
         with pytest.raises(errors.EngineError):
@@ -221,8 +221,8 @@ async def test_an_open_fails_where_bytes_of_ours_that_cannot_be_stored_hide_what
         found = await get(two, b"file")
         assert found is not None
         assert (found[:4], found[CHUNK : CHUNK + 6]) == (b"ours", b"theirs")
-        await two.release(handle)
-        two.forget(handle.node.ino, 1)
+        await two.files.release(handle)
+        two.tree.forget(handle.node.ino, 1)
 
 
 async def test_a_slot_that_another_host_freed_goes_with_the_record_that_says_so(
@@ -230,7 +230,7 @@ async def test_a_slot_that_another_host_freed_goes_with_the_record_that_says_so(
 ) -> None:
     """Also where a commit has no room for all: who finds the record of a slot that is free may free its next life."""
     async with hosts(rng, 1, strict=False, capacity=16 * MIB) as (one,):
-        core, journal = one.core, one.parts.journal
+        core, journal = one.parts.core, one.parts.journal
         slab = next(slab for slab in range(core.geometry.slab_count) if core.slabs.holds(slab))
         addr = slab * core.geometry.slab_size
         extents = [Extent(addr + number * 4096, 4096, 10, number, b"", COMMITTED) for number in range(5)]
@@ -251,9 +251,9 @@ async def test_a_late_removal_takes_what_was_there_then_and_nothing_newer(
         await put(one, b"file", b"old")
         await quiet(one, two)
         chaos[0].stalled = trio.Event()
-        await one.unlink(ROOT_INODE, b"file")
+        await one.tree.unlink(ROOT_INODE, b"file")
         await put(two, b"file.part", b"newer")
-        await two.rename(ROOT_INODE, b"file.part", ROOT_INODE, b"file", 0)
+        await two.tree.rename(ROOT_INODE, b"file.part", ROOT_INODE, b"file", 0)
         await two.sync()
         chaos[0].stalled.set()
         await quiet(one, two)
@@ -270,16 +270,16 @@ async def test_what_another_host_removes_stays_readable_while_it_is_open(
     async with volumes(disk, options, 2, rng) as (one, two):
         await put(one, b"file", data)
         await quiet(one, two)
-        node = await two.lookup(ROOT_INODE, b"file")
-        handle = await two.open(node.ino, os.O_RDONLY, CALLER)
-        await one.unlink(ROOT_INODE, b"file")
+        node = await two.tree.lookup(ROOT_INODE, b"file")
+        handle = await two.files.open(node.ino, os.O_RDONLY, CALLER)
+        await one.tree.unlink(ROOT_INODE, b"file")
         await quiet(one, two)
         for number in range(10):  # would take the slots, if they were free
             await put(one, b"other%d" % number, rng.randbytes(10 * CHUNK))
         await trio.sleep(60)
-        assert bytes(await two.read(handle, 0, 64 * MIB)) == data
-        await two.release(handle)
-        two.forget(node.ino, 1)
+        assert bytes(await two.files.read(handle, 0, 64 * MIB)) == data
+        await two.files.release(handle)
+        two.tree.forget(node.ino, 1)
         await trio.sleep(120)
         assert not [key for key in disk.records if key[:1] in (b"o", b"f", b"h")]
 
@@ -294,13 +294,13 @@ async def test_threads_see_no_slots_of_a_shared_volume(
     async with volumes(disk, options, 1, rng) as (volume,):
         await put(volume, b"block", rng.randbytes(CHUNK))
         await quiet(volume)
-        node = await volume.lookup(ROOT_INODE, b"block")
-        handle = await volume.open(node.ino, os.O_RDONLY, CALLER)
-        await volume.show(handle, 0, 0)
-        rows = volume.content_map(handle).rows.values()
+        node = await volume.tree.lookup(ROOT_INODE, b"block")
+        handle = await volume.files.open(node.ino, os.O_RDONLY, CALLER)
+        await volume.files.show(handle, 0, 0)
+        rows = volume.files.content_map(handle).rows.values()
         assert not [row for row in rows if row.source is not None and row.block is None]
-        await volume.release(handle)
-        volume.forget(node.ino, 1)
+        await volume.files.release(handle)
+        volume.tree.forget(node.ino, 1)
 
 
 async def test_names_of_one_call_are_removed_together(
@@ -331,10 +331,10 @@ async def test_rings_hear_who_may_read_a_file_that_both_hosts_change(
         await put(one, b"file", b"secret")
         binding = await two.blocks.bind(ROOT_INODE, b"file")
         assert binding is not None
-        handle = await two.open(binding.ino, os.O_RDWR, CALLER)
-        await two.write(handle, 0, b"S")
-        await one.set_attributes(binding.ino, Changes(mode=0o600), CALLER)
-        await two.flush(handle)
+        handle = await two.files.open(binding.ino, os.O_RDWR, CALLER)
+        await two.files.write(handle, 0, b"S")
+        await one.inodes.set_attributes(binding.ino, Changes(mode=0o600), CALLER)
+        await two.files.flush(handle)
         assert handle.node.mode & 0o777 == 0o600
         assert not binding.valid
-        await two.release(handle)
+        await two.files.release(handle)

@@ -41,8 +41,8 @@ async def cut(volume: Volume, size: int, name: bytes = b"file") -> None:
     """As truncate(2)."""
 
     async def walk() -> None:
-        node = await volume.lookup(ROOT_INODE, name)
-        await volume.set_attributes(node.ino, Changes(size=size), CALLER)
+        node = await volume.tree.lookup(ROOT_INODE, name)
+        await volume.inodes.set_attributes(node.ino, Changes(size=size), CALLER)
 
     await as_by_path(walk)
 
@@ -62,14 +62,14 @@ async def changed_by_both(
     async with audited(rng, chaos, strict=False, chunk=chunk) as (one, two):
         await put(one, b"file", before)
         await quiet(one, two)
-        handle = await two.open((await two.lookup(ROOT_INODE, b"file")).ino, os.O_RDWR, CALLER)
-        await two.read(handle, 0, len(before))
+        handle = await two.files.open((await two.tree.lookup(ROOT_INODE, b"file")).ino, os.O_RDWR, CALLER)
+        await two.files.read(handle, 0, len(before))
         await late(two)
         chaos[1].stalled = trio.Event()
         await early(one)
         await one.sync()
         chaos[1].stalled.set()
-        await two.release(handle)
+        await two.files.release(handle)
         await quiet(two, one)
         found = await read(one, b"file")
         assert await read(two, b"file") == found
@@ -80,8 +80,8 @@ async def test_a_host_that_only_changed_the_mode_undoes_no_cut(
     rng: random.Random, autojump_clock: trio.testing.MockClock
 ) -> None:
     async def change_mode(volume: Volume) -> None:
-        node = await volume.lookup(ROOT_INODE, b"file")
-        await volume.set_attributes(node.ino, Changes(mode=0o600), CALLER)
+        node = await volume.tree.lookup(ROOT_INODE, b"file")
+        await volume.inodes.set_attributes(node.ino, Changes(mode=0o600), CALLER)
 
     data = rng.randbytes(1000)
     assert await changed_by_both(rng, data, change_mode, lambda volume: cut(volume, 10)) == data[:10]
@@ -144,10 +144,10 @@ async def test_bytes_are_appended_where_another_host_has_cut_the_file(
 
 async def write_into(volume: Volume, offset: int, data: bytes, flags: int = os.O_RDWR) -> None:
     """Without a word to other hosts."""
-    node = await volume.lookup(ROOT_INODE, b"file")
-    handle = await volume.open(node.ino, flags, CALLER)
-    await volume.write(handle, offset, data)
-    await volume.release(handle)
+    node = await volume.tree.lookup(ROOT_INODE, b"file")
+    handle = await volume.files.open(node.ino, flags, CALLER)
+    await volume.files.write(handle, offset, data)
+    await volume.files.release(handle)
 
 
 # -- in the middle of something -----------------------------------------------------------------------
@@ -164,12 +164,12 @@ async def test_a_file_is_cut_while_a_commit_of_it_is_under_way(
     async with audited(rng, chaos, strict=False, chunk=CHUNK) as (one, two):
         await put(one, b"file", data)
         await quiet(one, two)
-        node = await two.lookup(ROOT_INODE, b"file")
+        node = await two.tree.lookup(ROOT_INODE, b"file")
         await write_into(two, 100, b"own")
         async with trio.open_nursery() as nursery:
             nursery.start_soon(two.sync)
             await until(lambda: node.committing)
-            await two.set_attributes(node.ino, Changes(size=CHUNK), CALLER)
+            await two.inodes.set_attributes(node.ino, Changes(size=CHUNK), CALLER)
             if not is_refused:
                 await until(lambda: not node.committing)
             chaos[1].stalled = trio.Event()
@@ -193,16 +193,16 @@ async def test_a_file_is_cut_while_two_hosts_changes_are_put_together(
     async with volumes(disk, options, 2, rng, [Chaos(random.Random(0)), Chaos(rng, delay=1.0)]) as (one, two):
         await put(one, b"file", data)
         await quiet(one, two)
-        ino = (await two.lookup(ROOT_INODE, b"file")).ino
-        handle = await two.open(ino, os.O_RDWR, CALLER)
+        ino = (await two.tree.lookup(ROOT_INODE, b"file")).ino
+        handle = await two.files.open(ino, os.O_RDWR, CALLER)
         for index in range(4):
-            await two.write(handle, index * CHUNK + 100, b"own")
+            await two.files.write(handle, index * CHUNK + 100, b"own")
         await write_at(one, b"file", 0, theirs)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(two.sync)
             await trio.sleep(rng.random() * 0.1)
-            await two.set_attributes(ino, Changes(size=size), CALLER)
-        await two.release(handle)
+            await two.inodes.set_attributes(ino, Changes(size=size), CALLER)
+        await two.files.release(handle)
         await quiet(two, one)
         expected = b"theirs" + data[6:100] + b"own" + data[103:CHUNK] + theirs[CHUNK:size]
         for volume in (one, two):
@@ -217,15 +217,15 @@ async def test_what_is_cut_off_while_changes_are_put_together_does_not_come_back
     async with audited(rng, [Chaos(random.Random(0)), Chaos(rng, delay=1.0)], strict=False, chunk=CHUNK) as (one, two):
         await put(one, b"file", data)
         await quiet(one, two)
-        node = await two.lookup(ROOT_INODE, b"file")
+        node = await two.tree.lookup(ROOT_INODE, b"file")
         await cut(two, 30_000)
         await write_into(two, 0, b"own")
         await write_at(one, b"file", 100, b"theirs")
         async with trio.open_nursery() as nursery:
             nursery.start_soon(two.sync)
             await trio.sleep(rng.random() * 0.1)
-            await two.set_attributes(node.ino, Changes(size=10_000), CALLER)
-            await two.set_attributes(node.ino, Changes(size=50_000), CALLER)
+            await two.inodes.set_attributes(node.ino, Changes(size=10_000), CALLER)
+            await two.inodes.set_attributes(node.ino, Changes(size=50_000), CALLER)
         await quiet(two, one)
         expected = b"own" + data[3:100] + b"theirs" + data[106:10_000] + bytes(40_000)
         for volume in (one, two):
@@ -243,13 +243,13 @@ async def test_what_another_host_wrote_where_a_file_is_just_being_cut_is_freed_o
     async with volumes(disk, options, 2, rng, [Chaos(random.Random(0)), Chaos(rng, delay=1.0)]) as (one, two):
         await put(one, b"file", data)
         await quiet(one, two)
-        ino = (await two.lookup(ROOT_INODE, b"file")).ino
-        await two.set_attributes(ino, Changes(mode=0o600), CALLER)
+        ino = (await two.tree.lookup(ROOT_INODE, b"file")).ino
+        await two.inodes.set_attributes(ino, Changes(mode=0o600), CALLER)
         await write_at(one, b"file", 2 * CHUNK, b"theirs")
         async with trio.open_nursery() as nursery:
             nursery.start_soon(two.sync)
             await trio.sleep(rng.random() * 0.05)
-            await two.set_attributes(ino, Changes(size=CHUNK + 50), CALLER)
+            await two.inodes.set_attributes(ino, Changes(size=CHUNK + 50), CALLER)
         await quiet(two, one)
         for volume in (one, two):
             assert await get(volume, b"file") == data[: CHUNK + 50]
@@ -271,7 +271,7 @@ class Cutter:
         for _ in range(step_count):
             await trio.sleep(self.rng.random() * 0.1)
             with suppress(errors.EngineError, errors.Stale):
-                await self.step(await self.volume.lookup(ROOT_INODE, b"file"))
+                await self.step(await self.volume.tree.lookup(ROOT_INODE, b"file"))
 
     async def step(self, node: Node) -> None:
         volume, rng = self.volume, self.rng
@@ -280,23 +280,23 @@ class Cutter:
             await read(volume, b"file")
         elif what == "forget":
             if rng.random() < 0.3:
-                volume.forget(node.ino, EVERY_TIME)
+                volume.tree.forget(node.ino, EVERY_TIME)
         elif what in ("write", "append"):
-            handle = await volume.open(node.ino, os.O_RDWR | (os.O_APPEND if what == "append" else 0), CALLER)
+            handle = await volume.files.open(node.ino, os.O_RDWR | (os.O_APPEND if what == "append" else 0), CALLER)
             try:
                 start = handle.node.size if what == "append" else self.place()
-                await volume.write(handle, start, words(self.clock, rng.randrange(1, 700)))
+                await volume.files.write(handle, start, words(self.clock, rng.randrange(1, 700)))
                 if rng.random() < 0.3:
-                    await volume.fsync(handle)
+                    await volume.files.fsync(handle)
             finally:
-                await volume.release(handle)
+                await volume.files.release(handle)
         else:
             changes = {
                 "cut": Changes(size=self.place()),
                 "grow": Changes(size=node.size + rng.randrange(1000) * WORD),
                 "chmod": Changes(mode=rng.choice((0o600, 0o644))),
             }
-            await volume.set_attributes(node.ino, changes[what], CALLER)
+            await volume.inodes.set_attributes(node.ino, changes[what], CALLER)
 
     def place(self) -> int:
         return self.rng.randrange(self.size // WORD) * WORD

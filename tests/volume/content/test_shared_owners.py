@@ -17,7 +17,8 @@ from volume_lab import CALLER, MIB, Chaos, Disk, lab_options
 
 from kvfuse import errors
 from kvfuse.volume.api import ROOT_INODE, Changes
-from kvfuse.volume.volume import FileHandle, Volume
+from kvfuse.volume.inodes.handle import FileHandle
+from kvfuse.volume.volume import Volume
 
 CHUNK = 4096
 SIZE = 9000
@@ -49,10 +50,10 @@ class Owner:
                 handle = await self.reopen(handle)
             elif what == "fsync":
                 with suppress(errors.EngineError):
-                    await self.volume.fsync(handle)
+                    await self.volume.files.fsync(handle)
             elif what == "read":
                 with suppress(errors.EngineError):
-                    found = bytes(await self.volume.read(handle, 0, MIB))
+                    found = bytes(await self.volume.files.read(handle, 0, MIB))
                     assert found == self.data, f"step {step} of inode {self.ino}"
             else:
                 try:
@@ -60,7 +61,7 @@ class Owner:
                 except errors.EngineError:  # it may have been done in part
                     await self.write_anew(handle)
             await trio.sleep(self.rng.random() * PAUSE_MAX)
-        await self.volume.release(handle)
+        await self.volume.files.release(handle)
 
     async def change(self, handle: FileHandle, what: str) -> None:
         data, rng = self.data, self.rng
@@ -72,13 +73,13 @@ class Owner:
         start = len(data) if what == "append" else rng.randrange(SIZE)
         written = bytes([rng.randrange(1, 256)]) * rng.randrange(1, SIZE)
         self.data = data[:start].ljust(start, b"\0") + written + data[start + len(written) :]
-        await self.volume.write(handle, start, written)
+        await self.volume.files.write(handle, start, written)
 
     async def resize(self, size: int) -> None:
         """As the kernel: a path that another client changes meanwhile is walked again."""
         for _ in range(5):
             with suppress(errors.Stale):
-                await self.volume.set_attributes(self.ino, Changes(size=size), CALLER)
+                await self.volume.inodes.set_attributes(self.ino, Changes(size=size), CALLER)
                 return
         raise AssertionError(f"inode {self.ino} is stale time and again")
 
@@ -87,21 +88,21 @@ class Owner:
             with suppress(errors.EngineError):
                 await self.resize(0)
                 if self.data:
-                    await self.volume.write(handle, 0, bytes(self.data))
+                    await self.volume.files.write(handle, 0, bytes(self.data))
                 return
             await trio.sleep(PAUSE_MAX)
 
     async def open(self) -> FileHandle:
         while True:
             with suppress(errors.EngineError, errors.Stale):
-                return await self.volume.open(self.ino, os.O_RDWR, CALLER)
+                return await self.volume.files.open(self.ino, os.O_RDWR, CALLER)
             await trio.sleep(PAUSE_MAX)
 
     async def reopen(self, handle: FileHandle) -> FileHandle:
         opened = await self.open()
         with suppress(errors.EngineError):
-            await self.volume.flush(handle)
-        await self.volume.release(handle)
+            await self.volume.files.flush(handle)
+        await self.volume.files.release(handle)
         return opened
 
 
@@ -128,17 +129,17 @@ class Meddler:
         if what == "read":
             await read(volume, name)
         elif what == "forget":
-            for ino, _, _ in list(volume.core.places):
+            for ino, _, _ in list(volume.parts.core.places):
                 if ino != self.own_ino and rng.random() < 0.2:
-                    volume.forget(ino, EVERY_TIME)
+                    volume.tree.forget(ino, EVERY_TIME)
         else:
-            ino = (await volume.lookup(ROOT_INODE, name)).ino
+            ino = (await volume.tree.lookup(ROOT_INODE, name)).ino
             if what == "rename":
-                await volume.rename(ROOT_INODE, name, ROOT_INODE, other, RENAME_NOREPLACE)
+                await volume.tree.rename(ROOT_INODE, name, ROOT_INODE, other, RENAME_NOREPLACE)
             elif what == "chmod":
-                await volume.set_attributes(ino, Changes(mode=rng.choice((0o600, 0o644))), CALLER)
+                await volume.inodes.set_attributes(ino, Changes(mode=rng.choice((0o600, 0o644))), CALLER)
             else:
-                await volume.set_xattr(ino, b"user.a", b"1")
+                await volume.inodes.set_xattr(ino, b"user.a", b"1")
 
 
 @pytest.mark.parametrize("strict", [True, False], ids=["strict", "relaxed"])
@@ -157,7 +158,7 @@ async def test_a_file_has_what_its_owner_wrote(
         await quiet(*all_volumes)
         owners, meddlers = [], []
         for number, volume in enumerate(all_volumes):
-            ino = (await volume.lookup(ROOT_INODE, names_of(number)[0])).ino
+            ino = (await volume.tree.lookup(ROOT_INODE, names_of(number)[0])).ino
             owners.append(Owner(volume, ino, random.Random(rng.random())))
             meddlers.append(Meddler(volume, ino, count, random.Random(rng.random())))
         for one in chaos:

@@ -28,12 +28,12 @@ PIECE = 4096
 
 
 async def write(volume: Volume, name: bytes, data: bytes) -> None:
-    handle, node = await volume.create(ROOT_INODE, name, 0o644, CALLER, os.O_RDWR)
+    handle, node = await volume.tree.create(ROOT_INODE, name, 0o644, CALLER, os.O_RDWR)
     try:
-        assert await volume.write(handle, 0, data) == len(data)
+        assert await volume.files.write(handle, 0, data) == len(data)
     finally:
-        await volume.release(handle)
-        volume.forget(node.ino, 1)
+        await volume.files.release(handle)
+        volume.tree.forget(node.ino, 1)
 
 
 @asynccontextmanager
@@ -65,8 +65,8 @@ async def test_a_cut_frees_more_slots_than_a_commit_has_records(
 ) -> None:
     async with file_in_pieces(rng, monkeypatch, size) as (disk, one, two):
         data = await get(one, b"pieces")
-        node = await two.lookup(ROOT_INODE, b"pieces")
-        await two.set_attributes(node.ino, Changes(size=6000), CALLER)
+        node = await two.tree.lookup(ROOT_INODE, b"pieces")
+        await two.inodes.set_attributes(node.ino, Changes(size=6000), CALLER)
         crashed = disk.copy()
         assert [key for key in crashed.records if key[:1] == b"o"]
         report = await check(crashed)
@@ -82,6 +82,6 @@ async def test_a_removed_file_has_more_slots_than_a_commit_has_records(
     rng: random.Random, autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
     async with file_in_pieces(rng, monkeypatch, size) as (_, one, two):
-        await two.unlink(ROOT_INODE, b"pieces")
+        await two.tree.unlink(ROOT_INODE, b"pieces")
         await quiet(two, one)
         assert b"pieces" not in await names_in(one)

@@ -48,10 +48,10 @@ class Actor:
         data, temporary = self.data(), b"tmp%d.%d" % (self.number, serial)
         self.written[name].add(data)
         await put(self.volume, temporary, data)
-        await self.volume.rename(ROOT_INODE, temporary, ROOT_INODE, name, 0)
+        await self.volume.tree.rename(ROOT_INODE, temporary, ROOT_INODE, name, 0)
 
     async def unlink(self, name: bytes, serial: int) -> None:
-        await self.volume.unlink(ROOT_INODE, name)
+        await self.volume.tree.unlink(ROOT_INODE, name)
 
     async def read(self, name: bytes, serial: int) -> None:
         data = await get(self.volume, name)
@@ -68,7 +68,7 @@ class Actor:
         expected = bytearray(data)
         expected[offset : offset + len(piece)] = piece
         assert await get(self.volume, own) == expected
-        await self.volume.unlink(ROOT_INODE, own)
+        await self.volume.tree.unlink(ROOT_INODE, own)
 
 
 def is_held(disk: Disk, freed_key: bytes) -> bool:

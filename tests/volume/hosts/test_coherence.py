@@ -64,22 +64,22 @@ async def until_mode(volume: Volume, ino: int, mode: int) -> None:
 
 
 def gets(volume: Volume) -> int:
-    return volume.core.records.counters.gets
+    return volume.parts.core.records.counters.gets
 
 
 async def test_relaxed_names_are_answered_from_memory_until_another_client_changes_them(
     disk: Disk, options: Options, rng: random.Random, autojump_clock: trio.testing.MockClock
 ) -> None:
     async with volumes(disk, options, 2, rng) as (one, two):
-        await one.make_symlink(ROOT_INODE, b"name", b"first", CALLER)
+        await one.tree.make_symlink(ROOT_INODE, b"name", b"first", CALLER)
         await until(two, b"name", True)
         assert not await exists(two, b"other")
         before = gets(two)
         for _ in range(10):
-            assert (await two.lookup(ROOT_INODE, b"name")).target == b"first"
+            assert (await two.tree.lookup(ROOT_INODE, b"name")).target == b"first"
             assert not await exists(two, b"other")
         assert gets(two) == before
-        await one.rename(ROOT_INODE, b"name", ROOT_INODE, b"other", 0)
+        await one.tree.rename(ROOT_INODE, b"name", ROOT_INODE, b"other", 0)
         await until(two, b"name", False)
         await until(two, b"other", True)
 
@@ -91,10 +91,10 @@ async def test_the_kernel_hears_of_what_others_change_and_of_nothing_else(
         kernels = (HearingKernel(), HearingKernel())
         for volume, kernel in zip((one, two), kernels, strict=True):
             volume.tell(kernel)
-        folder = (await one.make_directory(ROOT_INODE, b"folder", 0o755, CALLER)).ino
+        folder = (await one.tree.make_directory(ROOT_INODE, b"folder", 0o755, CALLER)).ino
         await until(two, b"folder", True)
-        await one.make_symlink(folder, b"link", b"target", CALLER)
-        await one.set_attributes(folder, Changes(mode=0o700), CALLER)
+        await one.tree.make_symlink(folder, b"link", b"target", CALLER)
+        await one.inodes.set_attributes(folder, Changes(mode=0o700), CALLER)
         await one.sync()
         await until_mode(two, folder, 0o700)
 
@@ -118,17 +118,17 @@ async def test_the_kernel_hears_of_names_that_may_be_in_a_listing(
 ) -> None:
     """Nobody here has asked for the name, or that was long ago."""
     async with volumes(disk, options, 2, rng) as (one, two):
-        ino = (await one.make_symlink(ROOT_INODE, b"link", b"target", CALLER)).ino
+        ino = (await one.tree.make_symlink(ROOT_INODE, b"link", b"target", CALLER)).ino
         await quiet(one, two)
         if was_known:
-            two.forget((await two.lookup(ROOT_INODE, b"link")).ino, 1)
-            two.core.nodes.drop(two.core.nodes.get(ino))
+            two.tree.forget((await two.tree.lookup(ROOT_INODE, b"link")).ino, 1)
+            two.parts.core.nodes.drop(two.parts.core.nodes.get(ino))
         kernel = HearingKernel()
         two.tell(kernel)
         if change == "removed":
-            await one.unlink(ROOT_INODE, b"link")
+            await one.tree.unlink(ROOT_INODE, b"link")
         else:
-            await one.set_attributes(ino, Changes(uid=1000), CALLER)
+            await one.inodes.set_attributes(ino, Changes(uid=1000), CALLER)
         await quiet(one)
         await trio.to_thread.run_sync(wait_until, lambda: (ROOT_INODE, b"link") in kernel.names, "the news")
 
@@ -139,15 +139,15 @@ async def test_what_was_missed_while_a_watch_was_broken_is_read_anew(
 ) -> None:
     options = lab_options(strict=strict)
     async with volumes(disk, options, 2, rng) as (one, two):
-        kept = (await one.make_directory(ROOT_INODE, b"kept", 0o755, CALLER)).ino
-        await one.make_directory(ROOT_INODE, b"gone", 0o755, CALLER)
+        kept = (await one.tree.make_directory(ROOT_INODE, b"kept", 0o755, CALLER)).ino
+        await one.tree.make_directory(ROOT_INODE, b"gone", 0o755, CALLER)
         await until(two, b"gone", True)
         await until(two, b"kept", True)
         for watch in list(disk.watches):
             watch.break_off()
-        await one.remove_directory(ROOT_INODE, b"gone")
-        await one.make_symlink(ROOT_INODE, b"new", b"target", CALLER)
-        await one.set_attributes(kept, Changes(mode=0o711), CALLER)
+        await one.tree.remove_directory(ROOT_INODE, b"gone")
+        await one.tree.make_symlink(ROOT_INODE, b"new", b"target", CALLER)
+        await one.inodes.set_attributes(kept, Changes(mode=0o711), CALLER)
         await one.sync()
         await until(two, b"gone", False)
         await until(two, b"new", True)
@@ -162,21 +162,21 @@ async def test_while_the_store_is_away_known_names_are_told_and_the_rest_fails_f
     options = lab_options(strict=True)
     chaos = [Chaos(random.Random(rng.random())), Chaos(random.Random(rng.random()), deadline=1.0)]
     async with volumes(disk, options, 2, rng, chaos) as (one, two):
-        await one.make_symlink(ROOT_INODE, b"known", b"target", CALLER)
-        assert (await two.lookup(ROOT_INODE, b"known")).target == b"target"
+        await one.tree.make_symlink(ROOT_INODE, b"known", b"target", CALLER)
+        assert (await two.tree.lookup(ROOT_INODE, b"known")).target == b"target"
         await write(one, b"block", b"bytes" * 10_000)
         assert await read(two, b"block") == b"bytes" * 10_000
         chaos[1].cut = trio.Event()
         with pytest.raises(errors.EngineError):
-            await two.lookup(ROOT_INODE, b"unknown")
+            await two.tree.lookup(ROOT_INODE, b"unknown")
         begun = trio.current_time()
         for _ in range(20):
-            assert (await two.lookup(ROOT_INODE, b"known")).target == b"target"
+            assert (await two.tree.lookup(ROOT_INODE, b"known")).target == b"target"
             with pytest.raises(errors.EngineError):
-                await two.lookup(ROOT_INODE, b"unknown")
+                await two.tree.lookup(ROOT_INODE, b"unknown")
         assert trio.current_time() - begun < 2.5
         with pytest.raises(errors.EngineError), trio.fail_after(10):
-            await two.make_symlink(ROOT_INODE, b"new", b"target", CALLER)
+            await two.tree.make_symlink(ROOT_INODE, b"new", b"target", CALLER)
         chaos[1].cut.set()
 
         async def is_back() -> bool:
@@ -186,7 +186,7 @@ async def test_while_the_store_is_away_known_names_are_told_and_the_rest_fails_f
                 return False
 
         await eventually(is_back)
-        await one.unlink(ROOT_INODE, b"known")
+        await one.tree.unlink(ROOT_INODE, b"known")
         assert not await exists(two, b"known")
         assert await make(two, b"back")
         assert b"back" in await names_in(one)
@@ -195,13 +195,13 @@ async def test_while_the_store_is_away_known_names_are_told_and_the_rest_fails_f
 async def write(volume: Volume, name: bytes, data: bytes) -> int:
     """A file with these bytes, instead of what has the name; its inode."""
     try:
-        handle, node = await volume.create(ROOT_INODE, name, 0o644, CALLER, os.O_RDWR)
+        handle, node = await volume.tree.create(ROOT_INODE, name, 0o644, CALLER, os.O_RDWR)
     except errors.Exists:
-        node = await volume.lookup(ROOT_INODE, name)
-        handle = await volume.open(node.ino, os.O_RDWR | os.O_TRUNC, CALLER)
-    await volume.write(handle, 0, data)
-    await volume.flush(handle)
-    await volume.release(handle)
+        node = await volume.tree.lookup(ROOT_INODE, name)
+        handle = await volume.files.open(node.ino, os.O_RDWR | os.O_TRUNC, CALLER)
+    await volume.files.write(handle, 0, data)
+    await volume.files.flush(handle)
+    await volume.files.release(handle)
     return node.ino
 
 
@@ -225,17 +225,17 @@ async def test_a_removed_file_stays_readable_where_it_is_open(
     async with volumes(disk, options, 2, rng) as (one, two):
         data = rng.randbytes(300_000)
         ino = await write(one, b"name", data)
-        handle = await two.open((await two.lookup(ROOT_INODE, b"name")).ino, os.O_RDONLY, CALLER)
-        await one.unlink(ROOT_INODE, b"name")
-        one.forget(ino, 100)
+        handle = await two.files.open((await two.tree.lookup(ROOT_INODE, b"name")).ino, os.O_RDONLY, CALLER)
+        await one.tree.unlink(ROOT_INODE, b"name")
+        one.tree.forget(ino, 100)
         assert not await exists(two, b"name")
         for number in range(30):  # long enough for slots to be used again
             await write(one, b"other", rng.randbytes(300_000))
             await trio.sleep(1)
-            assert bytes(await two.read(handle, 0, 1 << 20)) == data, number
+            assert bytes(await two.files.read(handle, 0, 1 << 20)) == data, number
         statistics: Any = two.stats()["coherence"]
         assert statistics["held"] == 1
-        await two.release(handle)
+        await two.files.release(handle)
         await trio.sleep(60)
         assert not [key for key in disk.records if key[:1] in (b"h", b"o")]
 
@@ -250,7 +250,7 @@ async def test_two_rename_over_one_name_and_its_bytes_are_one_of_theirs(
             data = rng.randbytes(10_000)
             written.add(data)
             await write(volume, b"temporary-%d" % number, data)
-            await volume.rename(ROOT_INODE, b"temporary-%d" % number, ROOT_INODE, b"final", 0)
+            await volume.tree.rename(ROOT_INODE, b"temporary-%d" % number, ROOT_INODE, b"final", 0)
             assert await read(volume, b"final") in written
 
         async with trio.open_nursery() as nursery:
@@ -266,11 +266,11 @@ async def test_appends_of_two_both_survive(rng: random.Random, autojump_clock: t
 
         async def append(volume: Volume, mark: bytes) -> None:
             for number in range(30):
-                node = await volume.lookup(ROOT_INODE, b"log")
-                handle = await volume.open(node.ino, os.O_WRONLY | os.O_APPEND, CALLER)
-                await volume.write(handle, node.size, b"%s %d\n" % (mark, number))
-                await volume.flush(handle)
-                await volume.release(handle)
+                node = await volume.tree.lookup(ROOT_INODE, b"log")
+                handle = await volume.files.open(node.ino, os.O_WRONLY | os.O_APPEND, CALLER)
+                await volume.files.write(handle, node.size, b"%s %d\n" % (mark, number))
+                await volume.files.flush(handle)
+                await volume.files.release(handle)
 
         async with trio.open_nursery() as nursery:
             for volume, mark in zip(both, (b"one", b"two"), strict=True):
@@ -288,14 +288,14 @@ async def test_writes_of_two_to_parts_of_a_file_survive(
         await write(both[0], b"file", bytes(size))
 
         async def fill(volume: Volume, first: int) -> None:
-            node = await volume.lookup(ROOT_INODE, b"file")
-            handle = await volume.open(node.ino, os.O_RDWR, CALLER)
+            node = await volume.tree.lookup(ROOT_INODE, b"file")
+            handle = await volume.files.open(node.ino, os.O_RDWR, CALLER)
             for number, offset in enumerate(range(first * part, size, 2 * part)):
-                await volume.write(handle, offset, bytes([1 + first]) * part)
+                await volume.files.write(handle, offset, bytes([1 + first]) * part)
                 if number % 4 == 0:
-                    await volume.fsync(handle)
-            await volume.flush(handle)
-            await volume.release(handle)
+                    await volume.files.fsync(handle)
+            await volume.files.flush(handle)
+            await volume.files.release(handle)
 
         async with trio.open_nursery() as nursery:
             for first, volume in enumerate(both):

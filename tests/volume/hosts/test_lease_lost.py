@@ -18,8 +18,9 @@ from volume_lab import CALLER, Chaos, Disk, MemorySegments, lab_options
 from kvfuse import errors
 from kvfuse.errors import EngineError, EngineTimeout
 from kvfuse.volume.api import ROOT_INODE
+from kvfuse.volume.inodes.handle import FileHandle
 from kvfuse.volume.store import schema
-from kvfuse.volume.volume import FileHandle, Volume
+from kvfuse.volume.volume import Volume
 
 FENCE_SECONDS = 5.0
 OLD, NEW = b"old " * 5000, b"new " * 7000
@@ -32,41 +33,41 @@ def chaos() -> list[Chaos]:
 
 async def put(volume: Volume, name: bytes, data: bytes) -> int:
     """Write a file, and have it stored; its inode."""
-    handle, node = await volume.create(ROOT_INODE, name, 0o644, CALLER, os.O_RDWR)
-    await volume.write(handle, 0, data)
-    await volume.fsync(handle)
-    await volume.release(handle)
+    handle, node = await volume.tree.create(ROOT_INODE, name, 0o644, CALLER, os.O_RDWR)
+    await volume.files.write(handle, 0, data)
+    await volume.files.fsync(handle)
+    await volume.files.release(handle)
     return node.ino
 
 
 async def opened(volume: Volume, name: bytes, flags: int = os.O_RDWR) -> FileHandle:
-    return await volume.open((await volume.lookup(ROOT_INODE, name)).ino, flags, CALLER)
+    return await volume.files.open((await volume.tree.lookup(ROOT_INODE, name)).ino, flags, CALLER)
 
 
 async def get(volume: Volume, name: bytes) -> bytes:
     handle = await opened(volume, name, os.O_RDONLY)
     try:
-        return bytes(await volume.read(handle, 0, 1 << 20))
+        return bytes(await volume.files.read(handle, 0, 1 << 20))
     finally:
-        await volume.release(handle)
+        await volume.files.release(handle)
 
 
 async def is_gone(other: Volume, client: int) -> None:
     """The store has ended the lease of a client, and another one knows."""
-    assert other.leases is not None
-    members = other.leases.view.members
+    assert other.parts.leases is not None
+    members = other.parts.leases.view.members
     await until(lambda: client not in members)
 
 
 async def is_another(volume: Volume, client: int) -> None:
     """Joined again."""
-    await until(lambda: volume.core.client != client)
+    await until(lambda: volume.parts.core.client != client)
 
 
 @asynccontextmanager
 async def frozen(own: Chaos, volume: Volume, other: Volume) -> AsyncIterator[None]:
     """The client stops before the body. After it ``other`` has seen it go; it wakes, and is another one."""
-    client = volume.core.client
+    client = volume.parts.core.client
     own.stalled = trio.Event()
     yield
     await is_gone(other, client)
@@ -82,13 +83,13 @@ async def test_a_client_that_wakes_after_its_lease_goes_on_as_another(
         for name in (b"kept", b"changed", b"read"):
             await put(one, name, OLD)
         changed, reading = await opened(one, b"changed"), await opened(one, b"read")
-        await one.write(changed, 0, NEW)
+        await one.files.write(changed, 0, NEW)
         chaos[0].stalled = trio.Event()
         told: list[BaseException] = []
 
         async def wait_for_fsync() -> None:
             try:
-                await one.fsync(changed)
+                await one.files.fsync(changed)
             except EngineError as error:
                 told.append(error)
 
@@ -96,19 +97,19 @@ async def test_a_client_that_wakes_after_its_lease_goes_on_as_another(
             nursery.start_soon(wait_for_fsync)
             await is_gone(two, 1)
             await put(two, b"meanwhile", NEW)
-            view = two.leases.view
+            view = two.parts.leases.view
             await until(lambda: 1 not in view.held_counts, 5.0)
             chaos[0].stalled.set()
         assert told, "who waited was told"
         await is_another(one, 1)
-        for attempt in (one.write(changed, 0, b"x"), one.fsync(changed), one.flush(changed)):
+        for attempt in (one.files.write(changed, 0, b"x"), one.files.fsync(changed), one.files.flush(changed)):
             with pytest.raises(EngineError, match="lost its lease"):
                 await attempt
-        await one.release(changed)
-        assert bytes(await one.read(reading, 0, 1 << 20)) == OLD
-        await one.write(reading, 0, NEW)
-        await one.fsync(reading)
-        await one.release(reading)
+        await one.files.release(changed)
+        assert bytes(await one.files.read(reading, 0, 1 << 20)) == OLD
+        await one.files.write(reading, 0, NEW)
+        await one.files.fsync(reading)
+        await one.files.release(reading)
         for volume in (one, two):
             assert [await get(volume, name) for name in (b"kept", b"changed", b"meanwhile")] == [OLD, OLD, NEW]
         await put(one, b"later", NEW)
@@ -128,11 +129,11 @@ async def test_a_put_after_the_lease_was_lost_leaves_the_name_as_it_is(
         with pytest.raises(EngineError):
             await one.blocks.put(ROOT_INODE, b"block", memoryview(NEW), CALLER, 0o644)
         with pytest.raises(EngineError):
-            await one.rename(ROOT_INODE, b"other", ROOT_INODE, b"third", 0)
+            await one.tree.rename(ROOT_INODE, b"other", ROOT_INODE, b"third", 0)
         with pytest.raises(EngineError):
-            await one.unlink(ROOT_INODE, b"other")
-        assert (await one.lookup(ROOT_INODE, b"block")).size == len(OLD)
-        assert (await one.lookup(ROOT_INODE, b"other")).size == len(OLD)
+            await one.tree.unlink(ROOT_INODE, b"other")
+        assert (await one.tree.lookup(ROOT_INODE, b"block")).size == len(OLD)
+        assert (await one.tree.lookup(ROOT_INODE, b"other")).size == len(OLD)
 
 
 async def test_names_that_nobody_stored_are_forgotten(
@@ -141,13 +142,13 @@ async def test_names_that_nobody_stored_are_forgotten(
     async with hosts(rng, 2, chaos) as (one, two):
         await put(one, b"stays", OLD)
         async with frozen(chaos[0], one, two):
-            handle, _ = await one.create(ROOT_INODE, b"never", 0o644, CALLER, os.O_RDWR)
-            await one.write(handle, 0, NEW)
-            await one.unlink(ROOT_INODE, b"stays")
+            handle, _ = await one.tree.create(ROOT_INODE, b"never", 0o644, CALLER, os.O_RDWR)
+            await one.files.write(handle, 0, NEW)
+            await one.tree.unlink(ROOT_INODE, b"stays")
         assert await names_in(one) == await names_in(two) == [b"stays"]
         with pytest.raises(EngineError):
-            await one.read(handle, 0, 1)
-        await one.release(handle)
+            await one.files.read(handle, 0, 1)
+        await one.files.release(handle)
         assert await get(one, b"stays") == OLD
 
 
@@ -181,7 +182,7 @@ async def test_the_lease_is_lost_again_and_again(
 ) -> None:
     async with hosts(rng, 2, chaos, strict=True) as (one, two):
         for round_number in range(3):
-            client = one.core.client
+            client = one.parts.core.client
             chaos[0].cut = trio.Event()
             await is_gone(two, client)
             chaos[0].cut.set()
@@ -198,7 +199,7 @@ async def test_what_a_dead_client_removed_is_freed_by_its_heir(
     disk = Disk.format(options, shared=True)
     async with volumes(disk, options, 2, rng, chaos) as (one, two):
         ino = await put(one, b"file", OLD)
-        await one.unlink(ROOT_INODE, b"file")
+        await one.tree.unlink(ROOT_INODE, b"file")
         await one.sync()
         key = schema.orphan_key(ino)
         assert key in disk.records
@@ -206,7 +207,7 @@ async def test_what_a_dead_client_removed_is_freed_by_its_heir(
         async with frozen(chaos[0], one, two):
             await is_gone(two, 1)
             left = [key, schema.sequence_key(1)]
-            await until(lambda: not any(key in disk.records for key in left), 10 * two.core.grace.seconds)
+            await until(lambda: not any(key in disk.records for key in left), 10 * two.parts.core.grace.seconds)
             assert schema.files_key(1) not in disk.records
 
 
@@ -217,7 +218,7 @@ async def test_nothing_is_left_of_clients_that_left_in_order(
     disk = Disk.format(options, shared=True)
     async with volumes(disk, options, 2, rng, chaos) as (one, two):
         for volume in (one, two):
-            await make(volume, b"%d" % volume.core.client)
+            await make(volume, b"%d" % volume.parts.core.client)
     assert not [key for key in disk.records if key[:1] in (b"m", b"k", b"q")]
 
 
@@ -231,12 +232,12 @@ async def test_slots_of_a_dead_client_are_used_at_once_where_it_can_be_cut_off(
     disk.fences = fences
     async with volumes(disk, options, 2, rng, chaos) as (one, two):
         await put(one, b"file", OLD)
-        identity = one.core.segments.identity()
-        held = [slab for slab in range(two.core.geometry.slab_count) if one.core.slabs.holds(slab)]
+        identity = one.parts.core.segments.identity()
+        held = [slab for slab in range(two.parts.core.geometry.slab_count) if one.parts.core.slabs.holds(slab)]
         async with frozen(chaos[0], one, two):
             await is_gone(two, 1)
             gone = trio.current_time()
-            await until(lambda: all(map(two.core.slabs.holds, held)))
+            await until(lambda: all(map(two.parts.core.slabs.holds, held)))
             assert held
             assert disk.fenced == ({identity} if fences else set())
             assert (trio.current_time() - gone < 2.0) == fences
@@ -260,16 +261,16 @@ async def test_what_cannot_be_cut_off_keeps_nobody_waiting(
     disk = Disk.format(options, shared=True)
     disk.fences = True
     async with volumes(disk, options, 2, rng, chaos) as (one, two):
-        held, in_one_commit = one.leases.view.held_counts, disk.limits.commit_operations_max // 2
+        held, in_one_commit = one.parts.leases.view.held_counts, disk.limits.commit_operations_max // 2
         await until(lambda: min(held[1], held[2]) > in_one_commit)
         chaos[0].stalled = chaos[1].stalled = trio.Event()
         await trio.sleep(2 * LEASE)
         chaos[0].stalled.set()
-        await until(lambda: {one.core.client, two.core.client}.isdisjoint({1, 2}), 1.0)
+        await until(lambda: {one.parts.core.client, two.parts.core.client}.isdisjoint({1, 2}), 1.0)
         with trio.fail_after(1.0):
             for number, volume in enumerate((one, two)):
                 await put(volume, b"%d" % number, NEW)
-        held = one.leases.view.held_counts
+        held = one.parts.leases.view.held_counts
         await until(lambda: {1, 2}.isdisjoint(held), 2 * FENCE_SECONDS)
     assert len(asked) == len(set(asked)), "nobody is cut off again and again"
 
@@ -281,7 +282,7 @@ async def test_a_volume_that_could_not_be_joined_at_once_is_as_before(
     options = lab_options()
     disk = Disk.format(options, shared=True)
     async with volumes(disk, options, 2, rng, chaos) as (one, two):
-        before = one.core.tier
+        before = one.parts.core.tier
         failures = [EngineError("injected: nobody knows what became of this commit")]
 
         def fail(puts: Mapping[bytes, bytes], deletes: Collection[bytes]) -> None:
@@ -291,9 +292,9 @@ async def test_a_volume_that_could_not_be_joined_at_once_is_as_before(
         async with frozen(chaos[0], one, two):
             disk.audit = fail
         assert not failures
-        assert one.core.client == 2001
+        assert one.parts.core.client == 2001
         assert before.capacity
-        assert one.core.tier is before
+        assert one.parts.core.tier is before
         await is_gone(two, 1001)
         await put(one, b"again", NEW)
 
@@ -319,7 +320,7 @@ async def test_random_work_of_clients_that_are_frozen_now_and_then(
                 attempted.setdefault(name, {None}).add(data)
                 try:
                     await put(volume, b"tmp-%d-%d" % (number, step), data)
-                    await volume.rename(ROOT_INODE, b"tmp-%d-%d" % (number, step), ROOT_INODE, name, 0)
+                    await volume.tree.rename(ROOT_INODE, b"tmp-%d-%d" % (number, step), ROOT_INODE, name, 0)
                 except errors.KvfuseError:
                     stored.pop(name, None)  # unknown: it may be the old content, or the new
                     await trio.sleep(own.random())
@@ -398,14 +399,14 @@ async def test_what_the_kernel_cached_is_dropped(
         await put(one, b"file", OLD)
         kernel = HearingKernel()
         one.tell(kernel)
-        (entry,) = await one.list_directory(ROOT_INODE, 0, 1)
+        (entry,) = await one.tree.list_directory(ROOT_INODE, 0, 1)
         ino = entry.attributes.ino
         while one.kernel_knows(ino):
-            one.forget(ino, 1)
-        one.remember(ROOT_INODE, entry)
+            one.tree.forget(ino, 1)
+        one.tree.remember(ROOT_INODE, entry)
         async with frozen(chaos[0], one, two):
             pass
         await until(lambda: ino in kernel.contents and (ROOT_INODE, b"file") in kernel.names)
-        assert (await one.attributes(ino)).size == len(OLD)
-        one.forget(ino, 1)
+        assert (await one.inodes.attributes(ino)).size == len(OLD)
+        one.tree.forget(ino, 1)
         assert not one.kernel_knows(ino)

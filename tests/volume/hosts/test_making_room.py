@@ -23,12 +23,12 @@ from kvfuse.volume.volume import Volume
 
 async def write(volume: Volume, name: bytes, parts: int = 1, size: int = MIB) -> int:
     """Write a block in so many calls; its inode. The kernel is not told to forget it."""
-    handle, node = await volume.create(ROOT_INODE, name, 0o644, CALLER, os.O_WRONLY)
+    handle, node = await volume.tree.create(ROOT_INODE, name, 0o644, CALLER, os.O_WRONLY)
     try:
         for offset in range(0, size, size // parts):
-            await volume.write(handle, offset, (name * (size // len(name)))[offset : offset + size // parts])
+            await volume.files.write(handle, offset, (name * (size // len(name)))[offset : offset + size // parts])
     finally:
-        await volume.release(handle)
+        await volume.files.release(handle)
     return node.ino
 
 
@@ -39,7 +39,7 @@ async def fill(volume: Volume, size: int = MIB, start: int = 0) -> list[bytes]:
         try:
             await write(volume, name, size=size)
         except NoSpace:
-            await volume.unlink(ROOT_INODE, name)
+            await volume.tree.unlink(ROOT_INODE, name)
             return names
         names.append(name)
 
@@ -67,15 +67,15 @@ async def test_a_block_that_was_removed_while_it_was_written(seed: int, known: b
     async with opened(disk, options, chaos) as volume:
         names = await fill(volume)
         await volume.sync()
-        await volume.unlink(ROOT_INODE, names.pop())
+        await volume.tree.unlink(ROOT_INODE, names.pop())
         ino = await write(volume, b"in vain!")
         chaos.delay, chaos.first_write = 1.0, trio.Event()
         async with trio.open_nursery() as nursery:
             nursery.start_soon(volume.sync)
             await chaos.first_write.wait()
-            await volume.unlink(ROOT_INODE, b"in vain!")
+            await volume.tree.unlink(ROOT_INODE, b"in vain!")
             if not known:
-                volume.forget(ino, 1)
+                volume.tree.forget(ino, 1)
             await write(volume, b"new data")
         chaos.delay = 0
     assert (await check(disk)).clean
@@ -94,21 +94,21 @@ async def test_each_removed_block_makes_room_for_one(
     async with opened(disk, options, chaos) as volume:
         names = await fill(volume)
         for turn in range(20):
-            await volume.unlink(ROOT_INODE, names.pop(rng.choice([0, -1])))
+            await volume.tree.unlink(ROOT_INODE, names.pop(rng.choice([0, -1])))
             name = b"new.%04d" % turn
             await write(volume, name, parts)
             names.append(name)
             if rng.random() < 0.5:
                 replaced = rng.choice(names[:-1])
-                await volume.rename(ROOT_INODE, name, ROOT_INODE, replaced, 0)
+                await volume.tree.rename(ROOT_INODE, name, ROOT_INODE, replaced, 0)
                 names.pop()
                 await write(volume, name, parts)
                 names.append(name)
             if rng.random() < 0.4:
-                node = await volume.lookup(ROOT_INODE, rng.choice(names))
-                handle = await volume.open(node.ino, os.O_RDONLY, CALLER)
-                await volume.read(handle, 0, MIB)
-                await volume.release(handle)
+                node = await volume.tree.lookup(ROOT_INODE, rng.choice(names))
+                handle = await volume.files.open(node.ino, os.O_RDONLY, CALLER)
+                await volume.files.read(handle, 0, MIB)
+                await volume.files.release(handle)
             if rng.random() < 0.4:
                 await trio.sleep(rng.random() * 0.2)
         chaos.delay = 0
@@ -121,13 +121,13 @@ async def test_a_block_that_was_removed_while_it_was_open(seed: int) -> None:
     disk = Disk.format(options)
     async with opened(disk, options, Chaos(random.Random(seed))) as volume:
         names = await fill(volume)
-        node = await volume.lookup(ROOT_INODE, names[0])
-        handle = await volume.open(node.ino, os.O_RDONLY, CALLER)
-        await volume.unlink(ROOT_INODE, names[0])
+        node = await volume.tree.lookup(ROOT_INODE, names[0])
+        handle = await volume.files.open(node.ino, os.O_RDONLY, CALLER)
+        await volume.tree.unlink(ROOT_INODE, names[0])
         with pytest.raises(NoSpace):
             await write(volume, b"too soon")
-        await volume.unlink(ROOT_INODE, b"too soon")
-        await volume.release(handle)
+        await volume.tree.unlink(ROOT_INODE, b"too soon")
+        await volume.files.release(handle)
         await write(volume, b"new data")
     assert (await check(disk)).clean
 
@@ -143,9 +143,9 @@ async def test_room_that_comes_back_piece_by_piece(
         names = await fill(volume)
         await volume.sync()
         for number in range(0, 40, 4):
-            await volume.unlink(ROOT_INODE, b"small.%02d" % number)
+            await volume.tree.unlink(ROOT_INODE, b"small.%02d" % number)
             await trio.sleep(0.1)
-        await volume.unlink(ROOT_INODE, names.pop())
+        await volume.tree.unlink(ROOT_INODE, names.pop())
         await until(lambda: volume.space().free >= MIB)
         if by_ring:
             await volume.blocks.put(ROOT_INODE, b"new data", memoryview(bytes(MIB)), CALLER, 0o644)
@@ -155,7 +155,7 @@ async def test_room_that_comes_back_piece_by_piece(
 
 async def empty(volume: Volume, names: list[bytes]) -> None:
     for name in names:
-        await volume.unlink(ROOT_INODE, name)
+        await volume.tree.unlink(ROOT_INODE, name)
 
 
 @pytest.mark.parametrize("strict", [True, False], ids=["strict", "relaxed"])
@@ -169,7 +169,7 @@ async def test_a_client_alone_fills_again_what_it_emptied(
             await empty(volume, first)
             began = trio.current_time()
             assert await fill(volume) == first
-            assert trio.current_time() - began < volume.core.grace.seconds
+            assert trio.current_time() - began < volume.parts.core.grace.seconds
 
 
 @pytest.mark.parametrize("strict", [True, False], ids=["strict", "relaxed"])
@@ -179,17 +179,17 @@ async def test_what_was_removed_makes_room_however_slow_the_store_is(
     """Each answer comes within its deadline, and all that it takes to have the room take longer than a grace."""
     async with hosts(rng, 1, [Chaos(random.Random(0))], strict=strict, capacity=8 * MIB) as (volume,):
         names = await fill(volume)
-        handle, _ = await volume.create(ROOT_INODE, b"large", 0o644, CALLER, os.O_WRONLY)
+        handle, _ = await volume.tree.create(ROOT_INODE, b"large", 0o644, CALLER, os.O_WRONLY)
         await quiet(volume)
         with monkeypatch.context() as slow:
             slow_down(slow, 4.5)
-            await volume.unlink(ROOT_INODE, names[0])
+            await volume.tree.unlink(ROOT_INODE, names[0])
             began = trio.current_time()
-            assert await volume.write(handle, 0, bytes(MIB)) == MIB
-            assert trio.current_time() - began > volume.core.grace.seconds + space.ROOM_SECONDS
+            assert await volume.files.write(handle, 0, bytes(MIB)) == MIB
+            assert trio.current_time() - began > volume.parts.core.grace.seconds + space.ROOM_SECONDS
             with pytest.raises(NoSpace):
-                await volume.write(handle, MIB, bytes(MIB))
-        await volume.release(handle)
+                await volume.files.write(handle, MIB, bytes(MIB))
+        await volume.files.release(handle)
 
 
 async def test_the_next_client_fills_what_the_last_one_emptied(
@@ -214,17 +214,17 @@ async def test_a_client_among_others_waits_until_they_can_have_said_what_they_re
         names = await fill(one)
         await one.sync()
         kept = await open_path(two, names[3])
-        before = bytes(await two.read(kept, 0, MIB))
+        before = bytes(await two.files.read(kept, 0, MIB))
         await empty(one, names)
         again = await fill(one)
         assert len(again) >= len(names) - 1
-        assert await two.read(kept, 0, MIB) == before
+        assert await two.files.read(kept, 0, MIB) == before
         began = trio.current_time()
         with pytest.raises(NoSpace):
             await write(one, b"too much")
         assert trio.current_time() - began < 1
-        await one.unlink(ROOT_INODE, b"too much")
-        await two.release(kept)
+        await one.tree.unlink(ROOT_INODE, b"too much")
+        await two.files.release(kept)
 
 
 @pytest.mark.parametrize("who", ["holder", "remover"])
@@ -281,15 +281,15 @@ async def test_late_news_of_a_freed_slot_do_not_free_its_next_life(
         names = await fill(one)
         await quiet(one, two)
         heard: dict[bytes, None] = {}
-        assert one.leases is not None
-        hint = one.leases.freed.hint
+        assert one.parts.leases is not None
+        hint = one.parts.leases.freed.hint
 
         def listen(keys: Iterable[bytes]) -> None:
             keys = list(keys)
             heard.update(dict.fromkeys(keys))
             hint(keys)
 
-        monkeypatch.setattr(one.leases.freed, "hint", listen)
+        monkeypatch.setattr(one.parts.leases.freed, "hint", listen)
         await empty(two, names)
         await quiet(two)
         names = await fill(one)
@@ -352,18 +352,18 @@ async def test_who_took_a_slab_of_another_writes_about_the_files_in_it(
         async with joined(disk, options, 1, Chaos(rng)) as maker:
             await write(maker, b"file", size=4096)
             await quiet(maker, heir)
-            node = await heir.lookup(ROOT_INODE, b"file")
-            handle = await heir.open(node.ino, os.O_RDONLY, CALLER)
-            assert len(await heir.read(handle, 0, 4096)) == 4096
+            node = await heir.tree.lookup(ROOT_INODE, b"file")
+            handle = await heir.files.open(node.ino, os.O_RDONLY, CALLER)
+            assert len(await heir.files.read(handle, 0, 4096)) == 4096
         (extent,) = node.chunks[0].extents
         assert not extent.slot_size
         await fill(heir)
-        await until(lambda: heir.core.slabs.holds(heir.core.geometry.slab_of(extent.addr)))
-        await heir.set_attributes(node.ino, Changes(mode=0o600), CALLER)
+        await until(lambda: heir.parts.core.slabs.holds(heir.parts.core.geometry.slab_of(extent.addr)))
+        await heir.inodes.set_attributes(node.ino, Changes(mode=0o600), CALLER)
         await quiet(heir)
         assert node.described == identity_of(node)
-        await heir.release(handle)
-        heir.forget(node.ino, 1)
+        await heir.files.release(handle)
+        heir.tree.forget(node.ino, 1)
     await check_disk(disk)
 
 
@@ -373,8 +373,8 @@ async def test_all_who_have_no_room_look_together_at_what_others_free(
     async with hosts(rng, 2, [Chaos(rng), Chaos(rng)], capacity=16 * MIB) as (one, two):
         await fill(one)
         await quiet(one, two)
-        monkeypatch.setattr(two.leases.shares, "is_owed", lambda: True)
-        counters = two.core.records.counters
+        monkeypatch.setattr(two.parts.leases.shares, "is_owed", lambda: True)
+        counters = two.parts.core.records.counters
         before = counters.scans
         with trio.move_on_after(5):
             async with trio.open_nursery() as nursery:

@@ -43,7 +43,7 @@ def weight_of(disk: Disk) -> int:
 
 def bytes_of(volume: Volume) -> int:
     """What a client takes for that."""
-    size = volume.core.metadata.size
+    size = volume.parts.core.metadata.size
     assert size is not None
     return size
 
@@ -55,9 +55,9 @@ def name(kind: str, number: int) -> bytes:
 async def rename(volume: Volume, number: int) -> None:
     await make(volume, b"%d" % number)
     try:
-        await volume.rename(ROOT_INODE, b"%d" % number, ROOT_INODE, name("renamed", number), 0)
+        await volume.tree.rename(ROOT_INODE, b"%d" % number, ROOT_INODE, name("renamed", number), 0)
     except errors.NoSpace:
-        await volume.unlink(ROOT_INODE, b"%d" % number)
+        await volume.tree.unlink(ROOT_INODE, b"%d" % number)
         raise
 
 
@@ -71,18 +71,18 @@ def making(volume: Volume, kind: str, first: int = 0) -> Step:
         number += 1
         here = name(kind, number)
         if kind == "directory":
-            return await volume.make_directory(ROOT_INODE, here, 0o755, CALLER)
+            return await volume.tree.make_directory(ROOT_INODE, here, 0o755, CALLER)
         if kind == "symlink":
-            return await volume.make_symlink(ROOT_INODE, here, b"t" * 1000, CALLER)
+            return await volume.tree.make_symlink(ROOT_INODE, here, b"t" * 1000, CALLER)
         if kind == "put":
             return await volume.blocks.put(ROOT_INODE, here, memoryview(b""), CALLER, 0o644)
         if kind == "rename":
             return await rename(volume, number)
         target = target or await make(volume, b"target-%d" % first)
         if kind == "link":
-            return await volume.link(target, ROOT_INODE, here)
+            return await volume.tree.link(target, ROOT_INODE, here)
         if kind == "attribute":
-            return await volume.set_xattr(target, b"user.%d" % number, bytes(number * 37 % 900))
+            return await volume.inodes.set_xattr(target, b"user.%d" % number, bytes(number * 37 % 900))
         return await make(volume, here)
 
     return step
@@ -117,19 +117,19 @@ async def test_one_host_fills_the_budget_to_its_end(
         assert LIMIT - 1400 < weight_of(disk) == bytes_of(one) <= LIMIT
         assert one.space().files_free <= 1400 // metadata_budget.INODE_SIZE
         with pytest.raises(errors.NoSpace, match="names and attributes"):
-            await one.make_symlink(ROOT_INODE, b"one more", b"t" * 4000, CALLER)
+            await one.tree.make_symlink(ROOT_INODE, b"one more", b"t" * 4000, CALLER)
         before = weight_of(disk)
         if kind == "attribute":
-            ino = (await one.lookup(ROOT_INODE, b"target-0")).ino
-            for attribute in (await one.list_xattrs(ino))[::2]:
-                await one.remove_xattr(ino, attribute)
+            ino = (await one.tree.lookup(ROOT_INODE, b"target-0")).ino
+            for attribute in (await one.inodes.list_xattrs(ino))[::2]:
+                await one.inodes.remove_xattr(ino, attribute)
         elif kind == "directory":
             for number in range(1, 41):
-                await one.remove_directory(ROOT_INODE, name(kind, number))
+                await one.tree.remove_directory(ROOT_INODE, name(kind, number))
         else:
             gone = "renamed" if kind == "rename" else kind
             for number in range(1, 11):
-                await one.unlink(ROOT_INODE, name(gone, number))
+                await one.tree.unlink(ROOT_INODE, name(gone, number))
         assert await fill(step) >= 9, "what was removed leaves room at once"
         await one.sync()
         assert before - 1400 < weight_of(disk) == bytes_of(one) <= LIMIT
@@ -149,7 +149,7 @@ async def test_two_hosts_share_what_is_left(rng: random.Random, autojump_clock: 
         assert -4 * 1400 < beyond <= LIMIT // 8
         assert bytes_of(one) == bytes_of(two) == weight_of(disk)
         for number in range(1001, 1061):
-            await two.unlink(ROOT_INODE, name("file", number))
+            await two.tree.unlink(ROOT_INODE, name("file", number))
         await two.sync()
         await quiet(one, two)
         assert await fill(making(one, "file", 3000)), "what one removes is room for the other"
@@ -164,7 +164,7 @@ async def test_a_host_that_is_gone_leaves_its_count(rng: random.Random, autojump
         chaos[1].commit_error_after = 0.3
         for number in range(20):
             with suppress(errors.EngineError):
-                await two.set_xattr(await make(two, b"file-%d" % number), ATTRIBUTE, bytes(rng.randrange(500)))
+                await two.inodes.set_xattr(await make(two, b"file-%d" % number), ATTRIBUTE, bytes(rng.randrange(500)))
                 await two.sync()
         before = schema.files_key(2)
         assert before in disk.records
@@ -193,13 +193,13 @@ async def test_an_attribute_that_two_hosts_replace_is_counted_once(
         await quiet(*both)
 
         async def change(volume: Volume) -> None:
-            await volume.lookup(ROOT_INODE, b"file")
+            await volume.tree.lookup(ROOT_INODE, b"file")
             for _ in range(25):
                 with suppress(errors.NoAttribute):
                     if rng.random() < 0.3:
-                        await volume.remove_xattr(ino, ATTRIBUTE)
+                        await volume.inodes.remove_xattr(ino, ATTRIBUTE)
                     else:
-                        await volume.set_xattr(ino, ATTRIBUTE, bytes(rng.randrange(3000)))
+                        await volume.inodes.set_xattr(ino, ATTRIBUTE, bytes(rng.randrange(3000)))
                 if rng.random() < 0.3:
                     await volume.sync()
 
@@ -235,7 +235,7 @@ async def test_a_volume_that_never_counted_bytes(rng: random.Random, autojump_cl
         for _ in range(2 * LIMIT // 400):
             await step()
         await one.sync()
-        assert one.core.metadata.size is None
+        assert one.parts.core.metadata.size is None
         assert one.stats()["metadata"] == {"bytes": None, "limit": LIMIT}
         assert one.space().files - one.space().files_free == 2 * LIMIT // 400 + 2
     assert weight_of(disk) > LIMIT
@@ -249,7 +249,7 @@ async def test_a_volume_that_never_counted_bytes(rng: random.Random, autojump_cl
         assert one.stats()["metadata"] == {"bytes": weight_of(disk), "limit": LIMIT}
         with pytest.raises(errors.NoSpace):
             await make(one, b"one more")
-        await one.unlink(ROOT_INODE, name("file", 1))
+        await one.tree.unlink(ROOT_INODE, name("file", 1))
         await one.sync()
         assert not await exists(one, name("file", 1))
 

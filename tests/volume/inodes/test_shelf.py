@@ -36,7 +36,7 @@ def disk(options: Options) -> Disk:
 
 
 def questions(volume: Volume) -> int:
-    counters = volume.core.records.counters
+    counters = volume.parts.core.records.counters
     return counters.gets + counters.scans
 
 
@@ -86,7 +86,7 @@ async def test_names_that_are_missed_side_by_side_take_one_page(
 ) -> None:
     """As where a ring puts many blocks into a folder that others filled."""
     async with newcomer(disk, options, rng) as volume:
-        scan, scans = volume.core.records.scan, 0
+        scan, scans = volume.parts.core.records.scan, 0
 
         async def slow(*arguments: Any) -> Sequence[Record]:
             nonlocal scans
@@ -94,7 +94,7 @@ async def test_names_that_are_missed_side_by_side_take_one_page(
             await trio.sleep(0.01)
             return await scan(*arguments)
 
-        monkeypatch.setattr(volume.core.records, "scan", slow)
+        monkeypatch.setattr(volume.parts.core.records, "scan", slow)
         async with trio.open_nursery() as nursery:
             for name in FILLED:
                 nursery.start_soon(put, volume, b"new " + name, b"y")
@@ -120,12 +120,12 @@ async def test_who_waits_for_a_page_hears_that_it_did_not_come(
 
         async def miss(number: int) -> None:
             with pytest.raises(EngineTimeout):
-                await volume.lookup(ROOT_INODE, b"absent %d" % number)
+                await volume.tree.lookup(ROOT_INODE, b"absent %d" % number)
             refused.append(number)
 
         with monkeypatch.context() as patch:
-            patch.setattr(volume.core.records, "scan", silent)
-            patch.setattr(volume.core.records, "get", silent)
+            patch.setattr(volume.parts.core.records, "scan", silent)
+            patch.setattr(volume.parts.core.records, "get", silent)
             began = trio.current_time()
             async with trio.open_nursery() as nursery:
                 for number in range(8):
@@ -137,8 +137,8 @@ async def test_who_waits_for_a_page_hears_that_it_did_not_come(
 
 async def is_relaxed(volume: Volume) -> bool:
     """Names in the root are told as the watch says."""
-    await volume.attributes(ROOT_INODE)
-    return not volume.lookups.asks(ROOT_INODE)
+    await volume.inodes.attributes(ROOT_INODE)
+    return not volume.parts.lookups.asks(ROOT_INODE)
 
 
 async def test_what_others_did_to_a_name_counts_not_what_was_shelved(
@@ -149,15 +149,15 @@ async def test_what_others_did_to_a_name_counts_not_what_was_shelved(
             await put(one, name, b"before " + name)
         await quiet(one, two)
         names = (b"removed", b"renamed", b"rewritten", b"replaced")
-        assert all(two.core.dentries.get(ROOT_INODE, name).record for name in names)
-        await one.unlink(ROOT_INODE, b"removed")
-        await one.rename(ROOT_INODE, b"renamed", ROOT_INODE, b"elsewhere", 0)
-        node = await one.lookup(ROOT_INODE, b"rewritten")
-        handle = await one.open(node.ino, os.O_WRONLY, CALLER)
-        await one.write(handle, 0, b"AFTER")
-        await one.release(handle)
+        assert all(two.parts.core.dentries.get(ROOT_INODE, name).record for name in names)
+        await one.tree.unlink(ROOT_INODE, b"removed")
+        await one.tree.rename(ROOT_INODE, b"renamed", ROOT_INODE, b"elsewhere", 0)
+        node = await one.tree.lookup(ROOT_INODE, b"rewritten")
+        handle = await one.files.open(node.ino, os.O_WRONLY, CALLER)
+        await one.files.write(handle, 0, b"AFTER")
+        await one.files.release(handle)
         await put(one, b"new", b"after replaced")
-        await one.rename(ROOT_INODE, b"new", ROOT_INODE, b"replaced", 0)
+        await one.tree.rename(ROOT_INODE, b"new", ROOT_INODE, b"replaced", 0)
         await quiet(one, two)
         assert not await exists(two, b"removed")
         assert not await exists(two, b"renamed")
@@ -173,12 +173,12 @@ async def test_what_this_host_did_to_a_name_counts_not_what_was_shelved(
         for name in (b"removed", b"changed"):
             await put(one, name, name)
         await quiet(one, two)
-        await two.unlink(ROOT_INODE, b"removed")
+        await two.tree.unlink(ROOT_INODE, b"removed")
         assert not await exists(two, b"removed")
-        node = await two.lookup(ROOT_INODE, b"changed")
-        await two.cutter.truncate(node, 3)
+        node = await two.tree.lookup(ROOT_INODE, b"changed")
+        await two.parts.cutter.truncate(node, 3)
         await two.sync()
-        two.core.nodes.drop(node)
+        two.parts.core.nodes.drop(node)
         assert not await exists(two, b"removed")
         assert await get(two, b"changed") == b"cha"
 
@@ -195,7 +195,7 @@ async def test_a_page_that_is_older_than_the_news_is_not_believed(
             await put(one, name, b"before")
     async with volumes(disk, options, 2, rng) as (one, two):
         await eventually(lambda: is_relaxed(two))
-        scan, is_read, may_go_on = two.core.records.scan, trio.Event(), trio.Event()
+        scan, is_read, may_go_on = two.parts.core.records.scan, trio.Event(), trio.Event()
 
         async def late(prefix: bytes, after: bytes = b"", limit: int = 1000) -> Sequence[Record]:
             rows = await scan(prefix, after, limit)
@@ -203,7 +203,7 @@ async def test_a_page_that_is_older_than_the_news_is_not_believed(
             await may_go_on.wait()
             return rows
 
-        monkeypatch.setattr(two.core.records, "scan", late)
+        monkeypatch.setattr(two.parts.core.records, "scan", late)
         found: list[bytes | None] = []
         async with trio.open_nursery() as nursery:
 
@@ -212,9 +212,9 @@ async def test_a_page_that_is_older_than_the_news_is_not_believed(
 
             nursery.start_soon(look)
             await is_read.wait()
-            await one.unlink(ROOT_INODE, b"gone")
+            await one.tree.unlink(ROOT_INODE, b"gone")
             await put(one, b"new", b"after")
-            await one.rename(ROOT_INODE, b"new", ROOT_INODE, b"other", 0)
+            await one.tree.rename(ROOT_INODE, b"new", ROOT_INODE, b"other", 0)
             await quiet(one)
             may_go_on.set()
         assert found == [b"before"]

@@ -39,42 +39,42 @@ async def test_a_name_has_one_binding(
         async with trio.open_nursery() as nursery:
             for _ in range(5):
                 nursery.start_soon(bind)
-        assert {id(binding) for binding in found} == {id(volume.core.dentries.get(ROOT_INODE, b"a").binding)}
+        assert {id(binding) for binding in found} == {id(volume.parts.core.dentries.get(ROOT_INODE, b"a").binding)}
         assert found[0].valid
 
 
 async def test_a_binding_ends_when_its_name_means_something_else(disk: Disk, options: Options) -> None:
     async with opened(disk, options) as volume:
-        folder = (await volume.make_directory(ROOT_INODE, b"folder", 0o755, CALLER)).ino
+        folder = (await volume.tree.make_directory(ROOT_INODE, b"folder", 0o755, CALLER)).ino
         for name in (b"a", b"b", b"c", b"d", b"e"):
             await put(volume, name, name)
         bindings = {name: await bound(volume, name) for name in (b"a", b"b", b"c", b"d", b"e")}
 
-        await volume.unlink(ROOT_INODE, b"a")
+        await volume.tree.unlink(ROOT_INODE, b"a")
         assert not bindings[b"a"].valid
         assert await volume.blocks.bind(ROOT_INODE, b"a") is None
         await put(volume, b"a", b"again")
         assert await get_bound(volume, b"a") == b"again"
 
-        await volume.rename(ROOT_INODE, b"b", ROOT_INODE, b"c", 0)
+        await volume.tree.rename(ROOT_INODE, b"b", ROOT_INODE, b"c", 0)
         assert not bindings[b"b"].valid
         assert not bindings[b"c"].valid
         assert (await get_bound(volume, b"b"), await get_bound(volume, b"c")) == (None, b"b")
 
-        await volume.rename(ROOT_INODE, b"d", ROOT_INODE, b"e", RENAME_EXCHANGE)
+        await volume.tree.rename(ROOT_INODE, b"d", ROOT_INODE, b"e", RENAME_EXCHANGE)
         assert not bindings[b"d"].valid
         assert not bindings[b"e"].valid
         assert (await get_bound(volume, b"d"), await get_bound(volume, b"e")) == (b"e", b"d")
 
         binding = await bound(volume, b"d")
-        await volume.set_attributes(binding.ino, Changes(mode=0o600), CALLER)
+        await volume.inodes.set_attributes(binding.ino, Changes(mode=0o600), CALLER)
         assert not binding.valid
         binding = await bound(volume, b"d")
         assert binding.mode == 0o100600
-        await volume.set_attributes(binding.ino, Changes(uid=5), CALLER)
+        await volume.inodes.set_attributes(binding.ino, Changes(uid=5), CALLER)
         assert not binding.valid
 
-        await volume.rename(ROOT_INODE, b"d", folder, b"d", 0)
+        await volume.tree.rename(ROOT_INODE, b"d", folder, b"d", 0)
         assert await volume.blocks.bind(ROOT_INODE, b"d") is None
         assert (await bound(volume, b"d", folder)).uid == 5
 
@@ -83,14 +83,14 @@ async def test_both_names_of_a_file_are_bound_on_their_own(disk: Disk, options: 
     async with opened(disk, options) as volume:
         await put(volume, b"a", b"data")
         ino = (await bound(volume, b"a")).ino
-        await volume.link(ino, ROOT_INODE, b"b")
-        volume.forget(ino, 1)
+        await volume.tree.link(ino, ROOT_INODE, b"b")
+        volume.tree.forget(ino, 1)
         first, second = await bound(volume, b"a"), await bound(volume, b"b")
         assert first.map is second.map
-        await volume.unlink(ROOT_INODE, b"a")
+        await volume.tree.unlink(ROOT_INODE, b"a")
         assert (first.valid, second.valid) == (False, True)
         assert await get_bound(volume, b"b") == b"data"
-        await volume.set_attributes(ino, Changes(gid=9), CALLER)
+        await volume.inodes.set_attributes(ino, Changes(gid=9), CALLER)
         assert not second.valid
 
 
@@ -129,7 +129,7 @@ async def test_readers_beside_a_writer_see_whole_blocks_and_never_older_ones(dis
     """A thread reads by itself, through bindings and maps, while the block is replaced again and again."""
     size = 3 * CHUNK
     async with opened(disk, options) as volume:
-        dentries = volume.core.dentries
+        dentries = volume.parts.core.dentries
         stop = threading.Event()
         published = [0]
         failures: list[str] = []
@@ -166,7 +166,7 @@ async def test_readers_beside_a_writer_see_whole_blocks_and_never_older_ones(dis
                 if number % 3 == 0:
                     await volume.sync()
                 binding = await bound(volume, b"block")
-                await volume.show(await volume.attributes(binding.ino), 0, 2)
+                await volume.files.show(await volume.inodes.attributes(binding.ino), 0, 2)
                 await trio.to_thread.run_sync(lambda: None)  # lets the reader run
         finally:
             stop.set()

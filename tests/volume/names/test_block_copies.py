@@ -44,15 +44,15 @@ async def test_a_put_block_of_the_tier_is_shown_there(disk: Disk, options: Optio
         block = await put_shared(volume, b"block", data)
         for state in ("staged", "in slots"):
             binding = await bound(volume, b"block")
-            await volume.show(await volume.attributes(binding.ino), 0, 2)
+            await volume.files.show(await volume.inodes.attributes(binding.ino), 0, 2)
             rows = [binding.map.rows[index] for index in range(3)]
             assert all(row.block is block for row in rows), state
             assert b"".join(bytes(row.source.bytes[row.start :][: row.length]) for row in rows if row.source) == data
             await volume.sync()
-        other = volume.core.tier.allocate(5, ReadClass(99, 0, 0, 0o444))
+        other = volume.parts.core.tier.allocate(5, ReadClass(99, 0, 0, 0o444))
         assert other is not None
         await volume.blocks.put(ROOT_INODE, b"other", other, CALLER, 0o644)
-        assert volume.core.tier.find((await bound(volume, b"other")).ino) is None, "it has other readers"
+        assert volume.parts.core.tier.find((await bound(volume, b"other")).ino) is None, "it has other readers"
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ async def test_a_put_block_of_the_tier_is_shown_there(disk: Disk, options: Optio
 @pytest.mark.parametrize("state", ["staged", "in slots", "loaded"])
 async def test_a_copy_goes_when_it_is_no_longer_true(disk: Disk, options: Options, change: str, state: str) -> None:
     async with opened(disk, options) as volume:
-        folder = (await volume.make_directory(ROOT_INODE, b"folder", 0o755, CALLER)).ino
+        folder = (await volume.tree.make_directory(ROOT_INODE, b"folder", 0o755, CALLER)).ino
         if state == "loaded":
             await put(volume, b"block", b"a" * CHUNK + b"b")
             await volume.sync()
@@ -72,27 +72,27 @@ async def test_a_copy_goes_when_it_is_no_longer_true(disk: Disk, options: Option
                 await volume.sync()
         binding = await bound(volume, b"block")
         ino = binding.ino
-        await volume.show(await volume.attributes(ino), 0, 1)
-        assert volume.core.tier.find(ino) is not None
+        await volume.files.show(await volume.inodes.attributes(ino), 0, 1)
+        assert volume.parts.core.tier.find(ino) is not None
         assert has_copy_rows(binding)
         version = binding.map.version
         if change in ("write", "append"):
             await overwrite(volume, ino, 0 if change == "write" else CHUNK + 1, b"new")
         elif change in ("shorten", "grow"):
-            await volume.set_attributes(ino, Changes(size=CHUNK if change == "shorten" else 2 * CHUNK), CALLER)
+            await volume.inodes.set_attributes(ino, Changes(size=CHUNK if change == "shorten" else 2 * CHUNK), CALLER)
         elif change == "chmod":
-            await volume.set_attributes(ino, Changes(mode=0o600), CALLER)
+            await volume.inodes.set_attributes(ino, Changes(mode=0o600), CALLER)
         elif change == "chown":
-            await volume.set_attributes(ino, Changes(uid=1), CALLER)
+            await volume.inodes.set_attributes(ino, Changes(uid=1), CALLER)
         elif change == "move":
-            await volume.rename(ROOT_INODE, b"block", folder, b"block", 0)
+            await volume.tree.rename(ROOT_INODE, b"block", folder, b"block", 0)
         elif change == "link":
-            await volume.link(ino, folder, b"block")
+            await volume.tree.link(ino, folder, b"block")
         elif change == "unlink":
-            await volume.unlink(ROOT_INODE, b"block")
+            await volume.tree.unlink(ROOT_INODE, b"block")
         else:
             await put(volume, b"block", b"new")
-        assert volume.core.tier.find(ino) is None
+        assert volume.parts.core.tier.find(ino) is None
         assert not has_copy_rows(binding)
         assert binding.map.version > version
 
@@ -102,17 +102,17 @@ async def test_prefetch_loads_what_it_can(disk: Disk, options: Options) -> None:
         for name in (b"a", b"b", b"linked", b"open"):
             await put(volume, name, name * 1000)
         await put(volume, b"empty", b"")
-        await volume.link((await bound(volume, b"linked")).ino, ROOT_INODE, b"linked 2")
-        await volume.make_directory(ROOT_INODE, b"folder", 0o755, CALLER)
-        node = await volume.lookup(ROOT_INODE, b"open")
-        handle = await volume.open(node.ino, os.O_RDWR, CALLER)
+        await volume.tree.link((await bound(volume, b"linked")).ino, ROOT_INODE, b"linked 2")
+        await volume.tree.make_directory(ROOT_INODE, b"folder", 0o755, CALLER)
+        node = await volume.tree.lookup(ROOT_INODE, b"open")
+        handle = await volume.files.open(node.ino, os.O_RDWR, CALLER)
         await volume.sync()
         names = [b"a", b"absent", b"b", b"linked", b"open", b"empty", b"folder", b"a"]
         assert await volume.blocks.prefetch(ROOT_INODE, names) == [True, False, True, *[False] * 4, True]
-        await volume.release(handle)
+        await volume.files.release(handle)
         assert await volume.blocks.prefetch(ROOT_INODE, [b"open"]) == [True]
         for name in (b"a", b"b", b"open"):
-            block = volume.core.tier.find((await bound(volume, name)).ino)
+            block = volume.parts.core.tier.find((await bound(volume, name)).ino)
             assert block is not None
             assert bytes(block.buffer) == name * 1000
             assert block.read_class == READERS
@@ -127,7 +127,7 @@ async def test_prefetch_verifies(options: Options) -> None:
         place = disk.segments[0].index(b"bad!bad!")
         disk.segments[0][place] ^= 1
         assert await volume.blocks.prefetch(ROOT_INODE, [b"bad", b"good"]) == [False, True]
-        assert volume.core.tier.find((await bound(volume, b"bad")).ino) is None
+        assert volume.parts.core.tier.find((await bound(volume, b"bad")).ino) is None
 
 
 async def test_prefetch_keeps_nothing_that_changes_meanwhile(
@@ -154,15 +154,15 @@ async def test_prefetch_keeps_nothing_that_changes_meanwhile(
             for _ in range(150):
                 await volume.blocks.prefetch(ROOT_INODE, rng.sample(names, 2))
                 for name in names:
-                    node = await volume.attributes((await bound(volume, name)).ino)
-                    block = volume.core.tier.find(node.ino)
+                    node = await volume.inodes.attributes((await bound(volume, name)).ino)
+                    block = volume.parts.core.tier.find(node.ino)
                     if block is not None:
                         hits += 1
                         data = bytes(block.buffer)
-                        handle = await volume.open(node.ino, os.O_RDONLY, CALLER)
-                        shown = bytes(await volume.read(handle, 0, MIB))
-                        await volume.release(handle)
-                        assert data == shown or volume.core.tier.find(node.ino) is not block
+                        handle = await volume.files.open(node.ino, os.O_RDONLY, CALLER)
+                        shown = bytes(await volume.files.read(handle, 0, MIB))
+                        await volume.files.release(handle)
+                        assert data == shown or volume.parts.core.tier.find(node.ino) is not block
                 await trio.sleep(0.01)
         assert hits
         chaos.delay = 0
@@ -175,7 +175,7 @@ async def test_what_changes_while_it_is_read_is_not_kept(
     async with opened(disk, options) as volume:
         await put(volume, b"block", b"old" * 1000)
         ino = (await bound(volume, b"block")).ino
-        read_into = volume.reader.read_into
+        read_into = volume.parts.reader.read_into
 
         async def read_and_change(node: Node, offset: int, target: memoryview) -> int:
             length = await read_into(node, offset, target)
@@ -184,13 +184,13 @@ async def test_what_changes_while_it_is_read_is_not_kept(
             elif change == "replace":
                 await put(volume, b"block", b"new")
             else:
-                await volume.set_attributes(ino, Changes(mode=0o600), CALLER)
+                await volume.inodes.set_attributes(ino, Changes(mode=0o600), CALLER)
             return length
 
-        monkeypatch.setattr(volume.reader, "read_into", read_and_change)
+        monkeypatch.setattr(volume.parts.reader, "read_into", read_and_change)
         assert await volume.blocks.prefetch(ROOT_INODE, [b"block"]) == [False]
-        assert volume.core.tier.find(ino) is None
-        assert volume.core.tier.find((await bound(volume, b"block")).ino) is None
+        assert volume.parts.core.tier.find(ino) is None
+        assert volume.parts.core.tier.find((await bound(volume, b"block")).ino) is None
 
 
 async def test_evicted_blocks_leave_the_maps(disk: Disk) -> None:
@@ -200,24 +200,24 @@ async def test_evicted_blocks_leave_the_maps(disk: Disk) -> None:
         for name in names:
             await put_shared(volume, name, name * CHUNK)
             binding = await bound(volume, name)
-            await volume.show(await volume.attributes(binding.ino), 0, 0)
+            await volume.files.show(await volume.inodes.attributes(binding.ino), 0, 0)
             assert has_copy_rows(binding)
         await volume.sync()  # from here on no write holds them
-        assert volume.core.tier.allocate(CHUNK, READERS) is None, "the maps still show all blocks"
+        assert volume.parts.core.tier.allocate(CHUNK, READERS) is None, "the maps still show all blocks"
         await trio.testing.wait_all_tasks_blocked()
         assert not any([has_copy_rows(await bound(volume, name)) for name in names])
-        assert volume.core.tier.allocate(CHUNK, READERS) is not None
+        assert volume.parts.core.tier.allocate(CHUNK, READERS) is not None
 
 
 async def test_a_directory_with_other_readers_gets_other_arenas(disk: Disk, options: Options) -> None:
     async with opened(disk, options) as volume:
-        folder = (await volume.make_directory(ROOT_INODE, b"folder", 0o755, CALLER)).ino
+        folder = (await volume.tree.make_directory(ROOT_INODE, b"folder", 0o755, CALLER)).ino
         readers = ReadClass(folder, 0, 0, 0o444)
         before = await put_shared(volume, b"a", b"x", readers)
-        await volume.set_attributes(folder, Changes(mode=0o700), CALLER)
+        await volume.inodes.set_attributes(folder, Changes(mode=0o700), CALLER)
         after = await put_shared(volume, b"b", b"x", readers)
         assert after.arena != before.arena
-        assert volume.core.tier.find((await bound(volume, b"a", folder)).ino) is None
+        assert volume.parts.core.tier.find((await bound(volume, b"a", folder)).ino) is None
 
 
 # -- crashes and a model ------------------------------------------------------------------------------
@@ -243,8 +243,8 @@ async def test_after_a_crash_every_block_is_whole_or_absent(
         alias = b"alias of " + name
         await volume.blocks.delete(ROOT_INODE, [alias])
         ino = (await bound(volume, name)).ino
-        await volume.link(ino, ROOT_INODE, alias)
-        volume.forget(ino, 1)
+        await volume.tree.link(ino, ROOT_INODE, alias)
+        volume.tree.forget(ino, 1)
 
     async def step(volume: Volume, name: bytes, own: list[bytes]) -> None:
         data = rng.randbytes(rng.choice([0, 10, 5000, CHUNK, 3 * CHUNK + 7]))
@@ -321,15 +321,15 @@ async def test_block_calls_and_the_file_door_against_a_dict(
     async def by_file(volume: Volume, action: str, name: bytes, other: bytes, data: bytes) -> None:
         ino = (await bound(volume, name)).ino
         if action == "rename":
-            await volume.rename(ROOT_INODE, name, ROOT_INODE, other, 0)
+            await volume.tree.rename(ROOT_INODE, name, ROOT_INODE, other, 0)
             if model.get(other) is not model[name]:  # of two names of one file, a rename changes nothing
                 model[other] = model.pop(name)
         elif action == "unlink":
-            await volume.unlink(ROOT_INODE, name)
+            await volume.tree.unlink(ROOT_INODE, name)
             del model[name]
         elif action == "link" and other not in model:
-            await volume.link(ino, ROOT_INODE, other)
-            volume.forget(ino, 1)
+            await volume.tree.link(ino, ROOT_INODE, other)
+            volume.tree.forget(ino, 1)
             model[other] = model[name]
         elif action == "write":
             offset = rng.randrange(len(model[name]))
@@ -343,7 +343,7 @@ async def test_block_calls_and_the_file_door_against_a_dict(
         assert await get_bound(volume, name) == wanted
         assert await volume.blocks.exists(ROOT_INODE, names) == [each in model for each in names]
         if wanted is not None:
-            block = volume.core.tier.find((await bound(volume, name)).ino)
+            block = volume.parts.core.tier.find((await bound(volume, name)).ino)
             assert block is None or bytes(block.buffer) == wanted
 
     chaos.delay = 0.1

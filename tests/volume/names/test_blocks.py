@@ -44,9 +44,9 @@ async def test_a_block_is_a_file(disk: Disk, options: Options, size: int) -> Non
     async with opened(disk, options) as volume:
         assert await put(volume, b"block", data) == 0
         assert await get(volume, b"block") == data, "staged"
-        node = await volume.lookup(ROOT_INODE, b"block")
+        node = await volume.tree.lookup(ROOT_INODE, b"block")
         assert (node.size, node.mode, node.nlink) == (size, 0o100644, 1)
-        volume.forget(node.ino, 1)
+        volume.tree.forget(node.ino, 1)
         await volume.sync()
         assert await get(volume, b"block") == data, "in slots"
     async with opened(disk, options) as volume:
@@ -87,7 +87,7 @@ async def test_a_name_that_is_too_long_is_absent(disk: Disk, options: Options) -
 
 async def test_directories_are_no_blocks(disk: Disk, options: Options) -> None:
     async with opened(disk, options) as volume:
-        folder = (await volume.make_directory(ROOT_INODE, b"folder", 0o755, CALLER)).ino
+        folder = (await volume.tree.make_directory(ROOT_INODE, b"folder", 0o755, CALLER)).ino
         with pytest.raises(IsADirectory):
             await put(volume, b"folder", b"x")
         assert await volume.blocks.bind(ROOT_INODE, b"folder") is None
@@ -96,14 +96,14 @@ async def test_directories_are_no_blocks(disk: Disk, options: Options) -> None:
         ino = (await bound(volume, b"block")).ino
         with pytest.raises(NotADirectory):
             await put(volume, b"x", b"x", directory=ino)
-        await volume.remove_directory(ROOT_INODE, b"folder")
+        await volume.tree.remove_directory(ROOT_INODE, b"folder")
         with pytest.raises((NotFound, Stale)):
             await put(volume, b"x", b"x", directory=folder)
 
 
 async def test_owner_and_mode(disk: Disk, options: Options) -> None:
     async with opened(disk, options) as volume:
-        folder = await volume.make_directory(ROOT_INODE, b"folder", 0o2775, Caller(5, 6))
+        folder = await volume.tree.make_directory(ROOT_INODE, b"folder", 0o2775, Caller(5, 6))
         await volume.blocks.put(folder.ino, b"block", memoryview(b"x"), Caller(7, 8), 0o4640)
         binding = await bound(volume, b"block", folder.ino)
         assert (binding.uid, binding.gid, binding.mode) == (7, 6, 0o104640)
@@ -118,21 +118,21 @@ async def test_a_setgid_folder_gives_its_group_to_programs_of_the_group(
 ) -> None:
     """The kernel sees to it, by what it knows of the folder's mode: another host may have changed that."""
     async with opened(disk, options) as volume:
-        folder = await volume.make_directory(ROOT_INODE, b"folder", 0o2775, Caller(5, 6))
-        handle, node = await volume.create(folder.ino, b"program", 0o2755, caller, os.O_RDWR)
+        folder = await volume.tree.make_directory(ROOT_INODE, b"folder", 0o2775, Caller(5, 6))
+        handle, node = await volume.tree.create(folder.ino, b"program", 0o2755, caller, os.O_RDWR)
         assert (node.gid, bool(node.mode & 0o2000)) == (6, kept)
-        await volume.release(handle)
+        await volume.files.release(handle)
 
 
 async def test_nothing_is_changed_on_a_read_only_volume(disk: Disk, options: Options) -> None:
     async with opened(disk, options) as volume:
         await put(volume, b"block", b"data")
-        volume.core.read_only = True
+        volume.parts.core.read_only = True
         with pytest.raises(ReadOnly):
             await put(volume, b"block", b"other")
         with pytest.raises(ReadOnly):
             await volume.blocks.delete(ROOT_INODE, [b"block"])
-        volume.core.read_only = False
+        volume.parts.core.read_only = False
         assert await get(volume, b"block") == b"data"
 
 
@@ -140,16 +140,16 @@ async def test_a_put_takes_the_name_as_a_rename_does(disk: Disk, options: Option
     """What has the file open, or another name of it, keeps it; the space of the others comes back."""
     async with opened(disk, options) as volume:
         await put(volume, b"a", b"first")
-        first = await volume.lookup(ROOT_INODE, b"a")
-        handle = await volume.open(first.ino, os.O_RDONLY, CALLER)
-        await volume.link(first.ino, ROOT_INODE, b"b")
+        first = await volume.tree.lookup(ROOT_INODE, b"a")
+        handle = await volume.files.open(first.ino, os.O_RDONLY, CALLER)
+        await volume.tree.link(first.ino, ROOT_INODE, b"b")
         assert await put(volume, b"a", b"second") == first.ino
         assert await get(volume, b"b") == b"first"
         assert await put(volume, b"b", b"third") == first.ino
-        assert bytes(await volume.read(handle, 0, 100)) == b"first"
+        assert bytes(await volume.files.read(handle, 0, 100)) == b"first"
         assert (await get(volume, b"a"), await get(volume, b"b")) == (b"second", b"third")
-        await volume.release(handle)
-        volume.forget(first.ino, 2)
+        await volume.files.release(handle)
+        volume.tree.forget(first.ino, 2)
         await volume.sync()
         free = volume.space().free
         for number in range(50):
@@ -221,13 +221,13 @@ async def test_blocks_that_are_stored_together_are_few_writes(
     """Their slots lie side by side, and so do what the slots say of them: a system call for each run of bytes."""
     written: list[tuple[int, int, int]] = []
     async with opened(disk, options) as volume:
-        write = volume.core.segments.write
+        write = volume.parts.core.segments.write
 
         async def noted(batch: Sequence[Transfer]) -> None:
             written.extend((segment, offset, offset + len(buffer)) for segment, offset, buffer in batch)
             await write(batch)
 
-        monkeypatch.setattr(volume.core.segments, "write", noted)
+        monkeypatch.setattr(volume.parts.core.segments, "write", noted)
         for number in range(64):
             await put(volume, b"%03d" % number, bytes(size))
         await volume.sync()
@@ -292,18 +292,18 @@ async def test_exists_in_a_large_directory_that_changes(
 async def test_a_known_directory_costs_no_round_trip(disk: Disk, options: Options) -> None:
     names = [b"%d" % number for number in range(2000)]
     async with opened(disk, options) as volume:
-        folder = (await volume.make_directory(ROOT_INODE, b"folder", 0o755, CALLER)).ino
+        folder = (await volume.tree.make_directory(ROOT_INODE, b"folder", 0o755, CALLER)).ino
         for name in names[::2]:
             await put(volume, name, b"", directory=folder)
         await volume.sync()
         wanted = [True, False] * 1000
-        counters = volume.core.records.counters
+        counters = volume.parts.core.records.counters
         gets = counters.round_trips
         assert await volume.blocks.exists(folder, names) == wanted
         assert counters.round_trips == gets, "a directory that was made here"
     async with opened(disk, options) as volume:
         assert await volume.blocks.exists(folder, names) == wanted
-        counters = volume.core.records.counters
+        counters = volume.parts.core.records.counters
         gets = counters.round_trips
         assert await volume.blocks.exists(folder, names) == wanted
         assert counters.round_trips == gets, "a directory that was read to its end"

@@ -15,7 +15,8 @@ from volume_lab import CALLER, MIB, Chaos, Disk, lab_options, opened
 
 from kvfuse.errors import Exists, NoAttribute, NoSpace, NotFound
 from kvfuse.volume.api import RENAME_EXCHANGE, ROOT_INODE, Changes
-from kvfuse.volume.volume import FileHandle, Volume
+from kvfuse.volume.inodes.handle import FileHandle
+from kvfuse.volume.volume import Volume
 
 STEPS = 150
 OFFSETS = (0, 0, 500_000, 12_345, 262_143, 1_100_000)
@@ -64,11 +65,11 @@ class Walk:
     async def replace(self) -> None:
         """A block: written under another name, closed, and renamed over what was there."""
         volume, rng, temporary = self.volume, self.rng, b"tmp%d" % self.number
-        handle, node = await volume.create(ROOT_INODE, temporary, 0o644, CALLER, os.O_WRONLY)
+        handle, node = await volume.tree.create(ROOT_INODE, temporary, 0o644, CALLER, os.O_WRONLY)
         self.known.append(node.ino)
         file = self.model.made(node.ino, temporary)
         await self._write(handle, file, 0, rng.choice([1000, 4096, 300_000, MIB, 2 * MIB]))
-        await volume.release(handle)
+        await volume.files.release(handle)
         file.keep(file.as_it_is())  # what is closed is whole under any name
         if rng.random() < 0.3:
             await self.wait()
@@ -80,7 +81,7 @@ class Walk:
     async def _rename(self, name: bytes, new_name: bytes, flags: int) -> None:
         names = self.model.names
         self.model.doubt(name, new_name)
-        await self.volume.rename(ROOT_INODE, name, ROOT_INODE, new_name, flags)
+        await self.volume.tree.rename(ROOT_INODE, name, ROOT_INODE, new_name, flags)
         if flags == RENAME_EXCHANGE:
             names[name], names[new_name] = names[new_name], names[name]
         elif names[name] != names.get(new_name):
@@ -89,33 +90,33 @@ class Walk:
     async def unlink(self) -> None:
         name = self.name()
         self.model.doubt(name)
-        await self.volume.unlink(ROOT_INODE, name)
+        await self.volume.tree.unlink(ROOT_INODE, name)
         del self.model.names[name]
 
     async def link(self) -> None:
         name, new_name = self.name(), b"g%d" % self.rng.randrange(3)
         if name in self.model.names:
             self.model.doubt(new_name)
-            await self.volume.link(self.model.names[name], ROOT_INODE, new_name)
+            await self.volume.tree.link(self.model.names[name], ROOT_INODE, new_name)
             self.known.append(self.model.names[name])
             self.model.names[new_name] = self.model.names[name]
 
     # -- attributes ----------------------------------------------------------------------------------
 
     async def set(self) -> None:
-        node = await self.volume.lookup(ROOT_INODE, self.name())
+        node = await self.volume.tree.lookup(ROOT_INODE, self.name())
         self.known.append(node.ino)
-        await self.volume.set_xattr(node.ino, b"user." + self.name(), b"value")
+        await self.volume.inodes.set_xattr(node.ino, b"user." + self.name(), b"value")
 
     async def unset(self) -> None:
-        node = await self.volume.lookup(ROOT_INODE, self.name())
+        node = await self.volume.tree.lookup(ROOT_INODE, self.name())
         self.known.append(node.ino)
         with suppress(NoAttribute):
-            await self.volume.remove_xattr(node.ino, b"user." + self.name())
+            await self.volume.inodes.remove_xattr(node.ino, b"user." + self.name())
 
     async def forget(self) -> None:
         if self.known:
-            self.volume.forget(self.known.pop(self.rng.randrange(len(self.known))), 1)
+            self.volume.tree.forget(self.known.pop(self.rng.randrange(len(self.known))), 1)
 
     async def wait(self) -> None:
         await trio.sleep(self.rng.random() * 0.15)
@@ -123,7 +124,7 @@ class Walk:
     # -- bytes ---------------------------------------------------------------------------------------
 
     async def open(self) -> None:
-        node = await self.volume.lookup(ROOT_INODE, self.name())
+        node = await self.volume.tree.lookup(ROOT_INODE, self.name())
         self.known.append(node.ino)
         flags = self.rng.choice([os.O_RDONLY, os.O_RDWR, os.O_RDWR, os.O_RDWR | os.O_TRUNC])
         file = self.model.files[node.ino]
@@ -131,14 +132,14 @@ class Walk:
             return
         if flags & os.O_TRUNC:
             file.truncate(0)
-        self.handles.append(await self.volume.open(node.ino, flags, CALLER))
+        self.handles.append(await self.volume.files.open(node.ino, flags, CALLER))
 
     async def close(self) -> None:
         free = [handle for handle in self.handles if not self._file(handle).is_busy]
         if free:
             handle = self.rng.choice(free)
             self.handles.remove(handle)
-            await self.volume.release(handle)
+            await self.volume.files.release(handle)
 
     def _file(self, handle: FileHandle) -> File:
         return self.model.files[handle.node.ino]
@@ -164,7 +165,7 @@ class Walk:
     async def _write(self, handle: FileHandle, file: File, offset: int, length: int) -> None:
         data = file.begin_write(offset, length)
         try:
-            written = await self.volume.write(handle, offset, data)
+            written = await self.volume.files.write(handle, offset, data)
         except NoSpace:
             file.is_known = False
         else:
@@ -179,7 +180,7 @@ class Walk:
             offset = self.rng.choice(OFFSETS)
             data = file.begin_write(offset, 1000)
             file.sizes[-1] = len(file.data)
-            (done,) = await self.volume.write_in_slots(handle, [(offset, memoryview(data))])
+            (done,) = await self.volume.files.write_in_slots(handle, [(offset, memoryview(data))])
             if done:
                 file.wrote(offset, data)
 
@@ -188,14 +189,14 @@ class Walk:
         if handle is not None:
             size = self.rng.choice([0, 1, 4096, 250_001, 300_001, MIB, 2 * MIB + 5])
             self._file(handle).truncate(size)
-            await self.volume.set_attributes(handle.node.ino, Changes(size=size), CALLER)
+            await self.volume.inodes.set_attributes(handle.node.ino, Changes(size=size), CALLER)
 
     async def fsync(self) -> None:
         handle = self._free_handle(writable=False)
         if handle is not None:
             file = self._file(handle)
             promise = file.as_it_is()
-            await self.volume.fsync(handle)
+            await self.volume.files.fsync(handle)
             file.keep(promise)
             self.model.promise_names(file.ino)
 
@@ -211,13 +212,13 @@ class Walk:
         handle = self._free_handle(writable=False)
         if handle is not None and self._file(handle).is_known:
             expected = self._file(handle).data.tobytes()
-            assert bytes(await self.volume.read(handle, 0, 1 << 30)) == expected
+            assert bytes(await self.volume.files.read(handle, 0, 1 << 30)) == expected
 
     async def end(self) -> None:
         for handle in self.handles:
-            await self.volume.release(handle)
+            await self.volume.files.release(handle)
         for ino in self.known:
-            self.volume.forget(ino, 1)
+            self.volume.tree.forget(ino, 1)
 
 
 @pytest.mark.parametrize("number", range(16))

@@ -52,15 +52,15 @@ async def meanwhile(
 
 
 async def remove(volume: Volume, name: bytes) -> None:
-    await volume.lookup(ROOT_INODE, name)
-    await volume.unlink(ROOT_INODE, name)
+    await volume.tree.lookup(ROOT_INODE, name)
+    await volume.tree.unlink(ROOT_INODE, name)
     await volume.sync()
 
 
 async def have_to_ask(volume: Volume, name: bytes) -> None:
     """All names of the folder are known, but not what this one means."""
     assert not await exists(volume, b"absent")
-    volume.core.dentries.forget(ROOT_INODE, name)
+    volume.parts.core.dentries.forget(ROOT_INODE, name)
 
 
 async def commit_something(volume: Volume, number: int = 0) -> None:
@@ -80,7 +80,7 @@ async def test_a_removed_file_does_not_come_back(
         await meanwhile(
             chaos,
             schema.entry_key(ROOT_INODE, b"file"),
-            lambda: one.lookup(ROOT_INODE, b"file"),
+            lambda: one.tree.lookup(ROOT_INODE, b"file"),
             lambda: remove(two, b"file"),
         )
         assert not await exists(one, b"file")
@@ -89,15 +89,15 @@ async def test_a_removed_file_does_not_come_back(
 async def look_for_folder_while(
     one: Volume, chaos: Chaos, folder: int, change: Callable[[], Awaitable[object]]
 ) -> None:
-    await meanwhile(chaos, schema.inode_key(folder), lambda: one.lookup(ROOT_INODE, b"folder"), change)
+    await meanwhile(chaos, schema.inode_key(folder), lambda: one.tree.lookup(ROOT_INODE, b"folder"), change)
 
 
 async def test_a_removed_directory_does_not_come_back(
     rng: random.Random, autojump_clock: trio.testing.MockClock
 ) -> None:
     async with two_hosts(rng, strict=True) as (one, two, chaos):
-        folder = (await two.make_directory(ROOT_INODE, b"folder", 0o755, CALLER)).ino
-        await look_for_folder_while(one, chaos, folder, lambda: two.remove_directory(ROOT_INODE, b"folder"))
+        folder = (await two.tree.make_directory(ROOT_INODE, b"folder", 0o755, CALLER)).ino
+        await look_for_folder_while(one, chaos, folder, lambda: two.tree.remove_directory(ROOT_INODE, b"folder"))
         for number in range(3):
             await commit_something(one, number)
             assert not await exists(one, b"folder")
@@ -107,12 +107,12 @@ async def test_who_may_use_a_directory_is_not_forgotten(
     rng: random.Random, autojump_clock: trio.testing.MockClock
 ) -> None:
     async with two_hosts(rng, strict=True) as (one, two, chaos):
-        folder = (await two.make_directory(ROOT_INODE, b"folder", 0o755, CALLER)).ino
+        folder = (await two.tree.make_directory(ROOT_INODE, b"folder", 0o755, CALLER)).ino
         change = Changes(mode=0o700)
-        await look_for_folder_while(one, chaos, folder, lambda: two.set_attributes(folder, change, CALLER))
+        await look_for_folder_while(one, chaos, folder, lambda: two.inodes.set_attributes(folder, change, CALLER))
         for number in range(3):
             await commit_something(one, number)
-            assert (await one.lookup(ROOT_INODE, b"folder")).mode & 0o777 == 0o700
+            assert (await one.tree.lookup(ROOT_INODE, b"folder")).mode & 0o777 == 0o700
 
 
 async def test_a_file_with_two_names_has_its_newer_content(
@@ -120,17 +120,17 @@ async def test_a_file_with_two_names_has_its_newer_content(
 ) -> None:
     async with two_hosts(rng, strict=False) as (one, two, chaos):
         await put(two, b"file", b"old")
-        ino = (await two.lookup(ROOT_INODE, b"file")).ino
-        await two.link(ino, ROOT_INODE, b"link")
+        ino = (await two.tree.lookup(ROOT_INODE, b"file")).ino
+        await two.tree.link(ino, ROOT_INODE, b"link")
         await quiet(two)
         await have_to_ask(one, b"file")
 
         async def replace() -> None:
-            handle = await two.open(ino, os.O_WRONLY | os.O_TRUNC, CALLER)
-            await two.write(handle, 0, b"the newer")
-            await two.flush(handle)
-            await two.release(handle)
+            handle = await two.files.open(ino, os.O_WRONLY | os.O_TRUNC, CALLER)
+            await two.files.write(handle, 0, b"the newer")
+            await two.files.flush(handle)
+            await two.files.release(handle)
             await two.sync()
 
-        await meanwhile(chaos, schema.inode_key(ino), lambda: one.lookup(ROOT_INODE, b"file"), replace)
+        await meanwhile(chaos, schema.inode_key(ino), lambda: one.tree.lookup(ROOT_INODE, b"file"), replace)
         assert await read(one, b"file") == b"the newer"

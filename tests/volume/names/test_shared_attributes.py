@@ -37,8 +37,8 @@ async def test_an_attribute_that_comes_shortly_before_the_removal(
         ino = await make(one, b"file")
         if is_stored:
             await one.sync()
-        await one.set_xattr(ino, NAME, b"value")
-        await one.unlink(ROOT_INODE, b"file")
+        await one.inodes.set_xattr(ino, NAME, b"value")
+        await one.tree.unlink(ROOT_INODE, b"file")
         await one.sync()
         assert not attributes_of(disk, ino)
 
@@ -51,12 +51,12 @@ async def test_an_attribute_whose_commit_is_under_way_at_the_removal(
         ino = await make(one, b"file")
         await one.sync()
         async with trio.open_nursery() as nursery:
-            await one.set_attributes(ino, Changes(mode=0o600), CALLER)
+            await one.inodes.set_attributes(ino, Changes(mode=0o600), CALLER)
             nursery.start_soon(one.sync)
             await trio.sleep(rng.random() * 0.05)
-            await one.set_xattr(ino, NAME, b"value")
+            await one.inodes.set_xattr(ino, NAME, b"value")
             await trio.sleep(rng.random() * 0.05)
-            await one.unlink(ROOT_INODE, b"file")
+            await one.tree.unlink(ROOT_INODE, b"file")
         await one.sync()
         await until(lambda: not attributes_of(disk, ino))
 
@@ -68,16 +68,16 @@ async def test_an_attribute_of_what_another_host_removes(
     calm = [Chaos(random.Random(0)), Chaos(random.Random(0))]
     async with volumes(disk, lab_options(), 2, rng, calm) as (one, two):
         if is_directory:
-            ino = (await one.make_directory(ROOT_INODE, b"name", 0o755, CALLER)).ino
+            ino = (await one.tree.make_directory(ROOT_INODE, b"name", 0o755, CALLER)).ino
         else:
             ino = await make(one, b"name")
         await quiet(one, two)
-        await two.lookup(ROOT_INODE, b"name")
-        await two.set_xattr(ino, NAME, b"value")  # in memory, for a while
+        await two.tree.lookup(ROOT_INODE, b"name")
+        await two.inodes.set_xattr(ino, NAME, b"value")  # in memory, for a while
         if is_directory:
-            await one.remove_directory(ROOT_INODE, b"name")
+            await one.tree.remove_directory(ROOT_INODE, b"name")
         else:
-            await one.unlink(ROOT_INODE, b"name")
+            await one.tree.unlink(ROOT_INODE, b"name")
             await one.sync()
         await quiet(two)
         assert not attributes_of(disk, ino)
@@ -88,15 +88,15 @@ async def test_attributes_and_settings_of_two_hosts_are_put_together(
 ) -> None:
     calm = [Chaos(random.Random(0)), Chaos(random.Random(0))]
     async with volumes(disk, lab_options(), 2, rng, calm) as (one, two):
-        ino = (await one.make_directory(ROOT_INODE, b"folder", 0o755, CALLER)).ino
+        ino = (await one.tree.make_directory(ROOT_INODE, b"folder", 0o755, CALLER)).ino
         await quiet(one, two)
-        await two.lookup(ROOT_INODE, b"folder")
-        await two.set_xattr(ino, b"user.kvfuse.publish", b"relaxed")
-        await one.set_xattr(ino, NAME, b"value")
+        await two.tree.lookup(ROOT_INODE, b"folder")
+        await two.inodes.set_xattr(ino, b"user.kvfuse.publish", b"relaxed")
+        await one.inodes.set_xattr(ino, NAME, b"value")
         await one.sync()
         await quiet(two, one)
         for volume in (one, two):
-            assert await volume.get_xattr(ino, NAME) == b"value"
-            assert await volume.get_xattr(ino, b"user.kvfuse.publish") == b"relaxed"
-        await one.remove_directory(ROOT_INODE, b"folder")
+            assert await volume.inodes.get_xattr(ino, NAME) == b"value"
+            assert await volume.inodes.get_xattr(ino, b"user.kvfuse.publish") == b"relaxed"
+        await one.tree.remove_directory(ROOT_INODE, b"folder")
         await until(lambda: not attributes_of(disk, ino))

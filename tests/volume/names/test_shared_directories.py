@@ -33,22 +33,22 @@ class Walk:
         """Say what was done."""
         host, name = self.rng.choice(self.hosts), self.rng.choice(NAMES)
         if name not in self.truth:
-            made = await host.make_directory(ROOT_INODE, name, 0o755, CALLER)
+            made = await host.tree.make_directory(ROOT_INODE, name, 0o755, CALLER)
             self.truth[name] = (made.ino, 0o755)
             return f"made {name!r}"
         node = await look(host, name)
         free = [other for other in NAMES if other not in self.truth]
         chosen = self.rng.random()
         if chosen < 0.3:
-            await as_by_path(lambda: host.remove_directory(ROOT_INODE, name))
+            await as_by_path(lambda: host.tree.remove_directory(ROOT_INODE, name))
             del self.truth[name]
             return f"removed {name!r}"
         if chosen < 0.6 and free:
-            await as_by_path(lambda: host.rename(ROOT_INODE, name, ROOT_INODE, free[0], 0))
+            await as_by_path(lambda: host.tree.rename(ROOT_INODE, name, ROOT_INODE, free[0], 0))
             self.truth[free[0]] = self.truth.pop(name)
             return f"renamed {name!r} to {free[0]!r}"
         mode = self.rng.choice(MODES)
-        await as_by_path(lambda: host.set_attributes(node.ino, Changes(mode=mode), CALLER))
+        await as_by_path(lambda: host.inodes.set_attributes(node.ino, Changes(mode=mode), CALLER))
         self.truth[name] = (node.ino, mode)
         return f"gave {name!r} mode {mode:o}"
 
@@ -66,10 +66,10 @@ class Walk:
         count = 0
         while True:
             if self.rng.random() < 0.3:
-                host.core.dentries.clear()
-                for node in list(host.core.nodes):
+                host.parts.core.dentries.clear()
+                for node in list(host.parts.core.nodes):
                     if node.is_directory and node.ino != ROOT_INODE and not node.busy:
-                        host.core.nodes.drop(node)
+                        host.parts.core.nodes.drop(node)
             if self.rng.random() < 0.6:
                 count += 1
                 await make(host, b"file-%d-%d" % (number, count))

@@ -41,18 +41,18 @@ async def test_a_name_made_on_one_is_seen_on_the_other(
     rng: random.Random, autojump_clock: trio.testing.MockClock
 ) -> None:
     async with hosts(rng, 2, strict=True) as (one, two):
-        made = await one.make_directory(ROOT_INODE, b"folder", 0o755, CALLER)
-        assert (await two.lookup(ROOT_INODE, b"folder")).ino == made.ino
-        link = await two.make_symlink(made.ino, b"link", b"target", CALLER)
-        found = await one.lookup(made.ino, b"link")
+        made = await one.tree.make_directory(ROOT_INODE, b"folder", 0o755, CALLER)
+        assert (await two.tree.lookup(ROOT_INODE, b"folder")).ino == made.ino
+        link = await two.tree.make_symlink(made.ino, b"link", b"target", CALLER)
+        found = await one.tree.lookup(made.ino, b"link")
         assert found.ino == link.ino
         assert found.target == b"target"
         await until_nlink(two, 3)
         with pytest.raises(errors.NotEmpty):
-            await one.remove_directory(ROOT_INODE, b"folder")
-        await one.unlink(made.ino, b"link")
+            await one.tree.remove_directory(ROOT_INODE, b"folder")
+        await one.tree.unlink(made.ino, b"link")
         assert not await exists(two, b"link", made.ino)
-        await two.remove_directory(ROOT_INODE, b"folder")
+        await two.tree.remove_directory(ROOT_INODE, b"folder")
         assert not await exists(one, b"folder")
         await until_nlink(one, 2)
 
@@ -63,7 +63,7 @@ async def test_late_news_of_a_directory_do_not_take_its_times_back(
     """What this host stored comes again as news. Times that another host set are taken as they are."""
 
     def tell_late(version: int, times: tuple[int, int, int]) -> None:
-        one.lookups.refresher.take_times(folder, schema.encode_times(*times), version)
+        one.parts.lookups.refresher.take_times(folder, schema.encode_times(*times), version)
 
     def times() -> tuple[int, int, int]:
         return folder.atime, folder.mtime, folder.ctime
@@ -71,11 +71,11 @@ async def test_late_news_of_a_directory_do_not_take_its_times_back(
     options = lab_options(strict=False)
     disk = Disk.format(options, shared=True)
     async with volumes(disk, options, 2, rng) as (one, two):
-        folder = await one.make_directory(ROOT_INODE, b"folder", 0o755, CALLER)
+        folder = await one.tree.make_directory(ROOT_INODE, b"folder", 0o755, CALLER)
         made = times()
         await quiet(one, two)
         version = disk.records[schema.times_key(folder.ino)].version
-        await one.set_attributes(folder.ino, Changes(atime=2_000_000_000, mtime=3_000_000_000), CALLER)
+        await one.inodes.set_attributes(folder.ino, Changes(atime=2_000_000_000, mtime=3_000_000_000), CALLER)
         changed = times()
         tell_late(version, made)
         tell_late(version + 1, made)  # as it may be read before it is known to be our own
@@ -83,13 +83,13 @@ async def test_late_news_of_a_directory_do_not_take_its_times_back(
         await quiet(one, two)
         tell_late(version, made)
         assert times() == changed
-        await one.list_directory(folder.ino, 0, 100)
+        await one.tree.list_directory(folder.ino, 0, 100)
         listed = times()
         assert listed[0] > 3_000_000_000
         tell_late(1 << 60, changed)
         assert times() == listed
         folder.times_version = 0  # no store gave that version: news with true ones count again
-        await two.set_attributes((await look(two, b"folder")).ino, Changes(atime=1_000_000_000, mtime=1), CALLER)
+        await two.inodes.set_attributes((await look(two, b"folder")).ino, Changes(atime=1_000_000_000, mtime=1), CALLER)
         await quiet(one, two)
         assert (await look(one, b"folder")).atime == 1_000_000_000
 
@@ -102,11 +102,11 @@ async def test_of_many_who_create_one_name_exactly_one_does(
 
         async def create(volume: Volume, name: bytes) -> None:
             try:
-                handle, node = await volume.create(ROOT_INODE, name, 0o644, CALLER, os.O_RDWR | os.O_EXCL)
+                handle, node = await volume.tree.create(ROOT_INODE, name, 0o644, CALLER, os.O_RDWR | os.O_EXCL)
             except errors.Exists:
                 return
             won.setdefault(name, []).append(node.ino)
-            await volume.release(handle)
+            await volume.files.release(handle)
 
         for number, volume in itertools.product(range(20), all_volumes * 3):
             nursery.start_soon(create, volume, b"name-%d" % number)
@@ -126,12 +126,12 @@ async def test_of_renames_over_one_name_all_happen_and_one_is_last(
             async def replace(volume: Volume, number: int) -> None:
                 name = b"temporary-%d" % number
                 made.append(await make(volume, name))
-                await volume.rename(ROOT_INODE, name, ROOT_INODE, b"final", 0)
+                await volume.tree.rename(ROOT_INODE, name, ROOT_INODE, b"final", 0)
 
             for number in range(30):
                 nursery.start_soon(replace, all_volumes[number % 3], number)
         assert [await names_in(volume) for volume in all_volumes] == [[b"final"]] * 3
-        finals = {(await volume.lookup(ROOT_INODE, b"final")).ino for volume in all_volumes}
+        finals = {(await volume.tree.lookup(ROOT_INODE, b"final")).ino for volume in all_volumes}
         assert len(finals) == 1
         assert finals <= set(made)
         assert len([key for key in disk.records if key.startswith(b"d")]) == 1
@@ -144,7 +144,7 @@ async def test_many_names_in_one_folder_none_lost_none_doubled(
     options = lab_options(strict=strict)
     disk = Disk.format(options, shared=True)
     async with volumes(disk, options, 2, rng) as (one, two):
-        folder = (await one.make_directory(ROOT_INODE, b"folder", 0o755, CALLER)).ino
+        folder = (await one.tree.make_directory(ROOT_INODE, b"folder", 0o755, CALLER)).ino
         async with trio.open_nursery() as nursery:
 
             async def fill(volume: Volume, first: int) -> None:
@@ -170,15 +170,15 @@ async def test_a_rename_is_seen_as_one_step(rng: random.Random, autojump_clock: 
 
         async def observe() -> None:
             while not finished:
-                rows = await two.list_directory(ROOT_INODE, 0, 100)
+                rows = await two.tree.list_directory(ROOT_INODE, 0, 100)
                 assert [row.attributes.ino for row in rows] == [ino]
                 seen.add(tuple(row.name for row in rows))
 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(observe)
             for old, new in [(b"a", b"b"), (b"b", b"a")] * 40:
-                await one.rename(ROOT_INODE, old, ROOT_INODE, new, 0)
-                assert (await two.lookup(ROOT_INODE, new)).ino == ino
+                await one.tree.rename(ROOT_INODE, old, ROOT_INODE, new, 0)
+                assert (await two.tree.lookup(ROOT_INODE, new)).ino == ino
                 assert not await exists(two, old)
             finished = True
         assert seen == {(b"a",), (b"b",)}
@@ -187,15 +187,15 @@ async def test_a_rename_is_seen_as_one_step(rng: random.Random, autojump_clock: 
 async def test_names_of_a_link_are_counted_by_all(rng: random.Random, autojump_clock: trio.testing.MockClock) -> None:
     async with hosts(rng, 2, strict=True) as (one, two):
         ino = await make(one, b"first")
-        await two.lookup(ROOT_INODE, b"first")
+        await two.tree.lookup(ROOT_INODE, b"first")
         async with trio.open_nursery() as nursery:
             for number, volume in enumerate([one, two] * 10):
-                nursery.start_soon(volume.link, ino, ROOT_INODE, b"link-%d" % number)
+                nursery.start_soon(volume.tree.link, ino, ROOT_INODE, b"link-%d" % number)
         for volume in (one, two):
             assert (await look(volume, b"first")).nlink == 21
         async with trio.open_nursery() as nursery:
             for number, volume in enumerate([two, one] * 10):
-                nursery.start_soon(volume.unlink, ROOT_INODE, b"link-%d" % number)
+                nursery.start_soon(volume.tree.unlink, ROOT_INODE, b"link-%d" % number)
         for volume in (one, two):
             assert (await look(volume, b"first")).nlink == 1
         assert await names_in(two) == [b"first"]
@@ -210,19 +210,19 @@ async def test_a_folder_is_never_removed_with_a_name_in_it(
     async with volumes(disk, options, 2, rng) as (one, two):
         for number in range(60):
             name = b"folder-%d" % number
-            folder = (await one.make_directory(ROOT_INODE, name, 0o755, CALLER)).ino
+            folder = (await one.tree.make_directory(ROOT_INODE, name, 0o755, CALLER)).ino
             done: list[str] = []
 
             async def remove(name: bytes, done: list[str]) -> None:
                 try:
-                    await one.remove_directory(ROOT_INODE, name)
+                    await one.tree.remove_directory(ROOT_INODE, name)
                     done.append("removed")
                 except errors.NotEmpty:
                     pass
 
             async def create(folder: int, name: bytes, done: list[str]) -> None:
                 try:
-                    await two.lookup(ROOT_INODE, name)
+                    await two.tree.lookup(ROOT_INODE, name)
                     await make(two, b"file", folder)
                     done.append("created")
                 except (errors.NotFound, errors.Stale):
@@ -243,14 +243,14 @@ async def test_two_folders_never_go_into_each_other(rng: random.Random, autojump
     async with hosts(rng, 2, strict=True) as (one, two):
         for number in range(20):
             names = (b"x%d" % number, b"y%d" % number)
-            x, y = [(await one.make_directory(ROOT_INODE, name, 0o755, CALLER)).ino for name in names]
+            x, y = [(await one.tree.make_directory(ROOT_INODE, name, 0o755, CALLER)).ino for name in names]
             for name in names:
-                await two.lookup(ROOT_INODE, name)
+                await two.tree.lookup(ROOT_INODE, name)
             moved: list[int] = []
 
             async def move(volume: Volume, name: bytes, into: int, moved: list[int]) -> None:
                 try:
-                    await as_by_path(lambda: volume.rename(ROOT_INODE, name, into, name, 0))
+                    await as_by_path(lambda: volume.tree.rename(ROOT_INODE, name, into, name, 0))
                     moved.append(into)
                 except (errors.InvalidArgument, errors.NotFound):
                     pass
@@ -267,18 +267,18 @@ async def test_exchanged_names_are_both_there_all_the_time(
     rng: random.Random, autojump_clock: trio.testing.MockClock
 ) -> None:
     async with hosts(rng, 2, strict=True) as (one, two):
-        folder = (await one.make_directory(ROOT_INODE, b"folder", 0o755, CALLER)).ino
+        folder = (await one.tree.make_directory(ROOT_INODE, b"folder", 0o755, CALLER)).ino
         file = await make(one, b"file", folder)
-        other = (await two.make_directory(ROOT_INODE, b"other", 0o755, CALLER)).ino
+        other = (await two.tree.make_directory(ROOT_INODE, b"other", 0o755, CALLER)).ino
         for number in range(9):
             volume = (one, two)[number % 2]
-            await volume.rename(folder, b"file", ROOT_INODE, b"other", RENAME_EXCHANGE)
+            await volume.tree.rename(folder, b"file", ROOT_INODE, b"other", RENAME_EXCHANGE)
             expected = (other, file) if number % 2 == 0 else (file, other)
             for seeing in (one, two):
                 found = (await look(seeing, b"file", folder), await look(seeing, b"other"))
                 assert (found[0].ino, found[1].ino) == expected
                 await until_nlink(seeing, 3 if number % 2 == 0 else 4)
-                assert (await seeing.lookup(ROOT_INODE, b"folder")).nlink == (3 if number % 2 == 0 else 2)
+                assert (await seeing.tree.lookup(ROOT_INODE, b"folder")).nlink == (3 if number % 2 == 0 else 2)
 
 
 @pytest.mark.parametrize("strict", [True, False], ids=["strict", "relaxed"])
@@ -335,14 +335,14 @@ async def test_a_file_that_another_client_renamed_before_our_removal_came_stays(
     async with volumes(disk, options, 2, rng, chaos) as (one, two):
         ino = await make(one, b"a")
         await one.sync()
-        assert (await two.lookup(ROOT_INODE, b"a")).ino == ino
-        await two.unlink(ROOT_INODE, b"a")  # in memory, for a while
-        await one.rename(ROOT_INODE, b"a", ROOT_INODE, b"b", 0)
+        assert (await two.tree.lookup(ROOT_INODE, b"a")).ino == ino
+        await two.tree.unlink(ROOT_INODE, b"a")  # in memory, for a while
+        await one.tree.rename(ROOT_INODE, b"a", ROOT_INODE, b"b", 0)
         await one.sync()
         await two.sync()
         for volume in (one, two):
             assert await names_in(volume) == [b"b"]
-            assert (await volume.lookup(ROOT_INODE, b"b")).ino == ino
+            assert (await volume.tree.lookup(ROOT_INODE, b"b")).ino == ino
         assert schema.orphan_key(ino) not in disk.records
 
 
@@ -357,10 +357,10 @@ async def test_a_file_that_came_under_a_name_before_our_removal_did_stays(
         await make(one, b"a")
         other = await make(one, b"b")
         await one.sync()
-        await two.lookup(ROOT_INODE, b"a")
-        await two.lookup(ROOT_INODE, b"b")
-        await two.unlink(ROOT_INODE, b"a")
-        await one.rename(ROOT_INODE, b"b", ROOT_INODE, b"a", 0)
+        await two.tree.lookup(ROOT_INODE, b"a")
+        await two.tree.lookup(ROOT_INODE, b"b")
+        await two.tree.unlink(ROOT_INODE, b"a")
+        await one.tree.rename(ROOT_INODE, b"b", ROOT_INODE, b"a", 0)
         await one.sync()
         await two.sync()
         for volume in (one, two):
@@ -381,19 +381,19 @@ async def test_two_files_that_were_changed_under_one_name_keep_their_own(
     async with volumes(disk, options, 3, rng, chaos) as (one, two, three), trio.open_nursery() as nursery:
         first = await make(one, b"name")
         await quiet(one, two, three)
-        await three.lookup(ROOT_INODE, b"name")
-        await three.set_attributes(first, Changes(mode=0o600), CALLER)
-        await one.rename(ROOT_INODE, b"name", ROOT_INODE, b"other", 0)
+        await three.tree.lookup(ROOT_INODE, b"name")
+        await three.inodes.set_attributes(first, Changes(mode=0o600), CALLER)
+        await one.tree.rename(ROOT_INODE, b"name", ROOT_INODE, b"other", 0)
         await trio.sleep(0.001)  # two has heard of it
         second = await make(two, b"name")
         await two.sync()
         nursery.start_soon(three.sync)
 
         async def has_heard() -> bool:
-            return (await three.lookup(ROOT_INODE, b"name")).ino == second
+            return (await three.tree.lookup(ROOT_INODE, b"name")).ino == second
 
         await eventually(has_heard)
-        await three.set_attributes(second, Changes(mode=0o640), CALLER)
+        await three.inodes.set_attributes(second, Changes(mode=0o640), CALLER)
         await quiet(three, one, two)
         for volume in (one, two, three):
             found = [(await look(volume, name)) for name in (b"other", b"name")]
@@ -404,10 +404,10 @@ async def test_a_file_that_comes_into_a_folder_while_its_path_is_checked_stays(
     rng: random.Random, autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with hosts(rng, 2, strict=True) as (one, two):
-        folder = (await one.make_directory(ROOT_INODE, b"folder", 0o755, CALLER)).ino
+        folder = (await one.tree.make_directory(ROOT_INODE, b"folder", 0o755, CALLER)).ino
         await quiet(one, two)
-        await two.lookup(ROOT_INODE, b"folder")
-        lookups = one.lookups
+        await two.tree.lookup(ROOT_INODE, b"folder")
+        lookups = one.parts.lookups
         assert isinstance(lookups, SharedLookup)
         check_path = lookups.path_versions
 
@@ -420,7 +420,7 @@ async def test_a_file_that_comes_into_a_folder_while_its_path_is_checked_stays(
 
         monkeypatch.setattr(lookups, "path_versions", check_slowly)
         with pytest.raises(errors.NotEmpty):
-            await one.remove_directory(ROOT_INODE, b"folder")
+            await one.tree.remove_directory(ROOT_INODE, b"folder")
         assert await names_in(one, folder) == [b"file"]
 
 
@@ -431,17 +431,17 @@ async def test_a_folder_whose_making_was_in_doubt_shows_what_others_put_into_it(
     async with hosts(rng, 2, chaos) as (one, two):
         chaos[0].commit_error_after = 1.0
         with pytest.raises(errors.EngineError):
-            await one.make_directory(ROOT_INODE, b"folder", 0o755, CALLER)
+            await one.tree.make_directory(ROOT_INODE, b"folder", 0o755, CALLER)
         chaos[0].commit_error_after, chaos[0].commit_error = 0.0, 2.0  # it cannot ask, either
-        folder = (await two.lookup(ROOT_INODE, b"folder")).ino
+        folder = (await two.tree.lookup(ROOT_INODE, b"folder")).ino
         await make(two, b"file", folder)
         await quiet(two)
-        assert (await one.lookup(ROOT_INODE, b"folder")).ino == folder
+        assert (await one.tree.lookup(ROOT_INODE, b"folder")).ino == folder
         chaos[0].commit_error = 0.0
         await make(one, b"any")  # its commit finds out about the last one
         await one.sync()
         assert await exists(one, b"file", folder)
-        await one.set_attributes(folder, Changes(mode=0o700), CALLER)
+        await one.inodes.set_attributes(folder, Changes(mode=0o700), CALLER)
         await quiet(one)
         assert (await look(two, b"folder")).mode & 0o777 == 0o700
 
@@ -454,11 +454,11 @@ async def test_a_folder_is_removed_after_the_names_that_left_it(
     Audit.attach(disk)
     async with volumes(disk, options, 2, rng) as (one, two):
         for number in range(10):
-            folder = (await one.make_directory(ROOT_INODE, b"%d" % number, 0o755, CALLER)).ino
+            folder = (await one.tree.make_directory(ROOT_INODE, b"%d" % number, 0o755, CALLER)).ino
             await make(one, b"file", folder)
             await one.sync()
-            await one.unlink(folder, b"file")
-            await one.remove_directory(ROOT_INODE, b"%d" % number)
+            await one.tree.unlink(folder, b"file")
+            await one.tree.remove_directory(ROOT_INODE, b"%d" % number)
         await two.sync()
     assert not [key for key in disk.records if key[:1] == b"d"]
 
@@ -476,11 +476,11 @@ async def test_a_name_that_is_replaced_is_in_every_listing(
             for number in range(100):
                 volume = (one, two)[number % 2]
                 await make(volume, b"temporary %d" % number)
-                await volume.rename(ROOT_INODE, b"temporary %d" % number, ROOT_INODE, b"name", 0)
+                await volume.tree.rename(ROOT_INODE, b"temporary %d" % number, ROOT_INODE, b"name", 0)
             ended.set()
 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(replace)
             while not ended.is_set():
-                await one.lookup(ROOT_INODE, b"name")
+                await one.tree.lookup(ROOT_INODE, b"name")
                 assert b"name" in await names_in(one)

@@ -43,10 +43,10 @@ async def one_deaf(rng: random.Random) -> AsyncIterator[tuple[Volume, Volume]]:
 
 async def write(volume: Volume, parent: int, name: bytes, data: bytes) -> Node:
     """A new file, closed."""
-    handle, node = await volume.create(parent, name, 0o644, CALLER, os.O_WRONLY | os.O_EXCL)
-    await volume.write(handle, 0, data)
-    await volume.flush(handle)
-    await volume.release(handle)
+    handle, node = await volume.tree.create(parent, name, 0o644, CALLER, os.O_WRONLY | os.O_EXCL)
+    await volume.files.write(handle, 0, data)
+    await volume.files.flush(handle)
+    await volume.files.release(handle)
     return node
 
 
@@ -54,9 +54,9 @@ async def store(volume: Volume, parent: int, name: bytes, data: bytes) -> None:
     """A block as engines store it, with what the kernel asks for it."""
     assert not await exists(volume, name + b".part", parent)
     await write(volume, parent, name + b".part", data)
-    await volume.lookup(parent, name + b".part")
+    await volume.tree.lookup(parent, name + b".part")
     assert not await exists(volume, name, parent)
-    await volume.rename(parent, name + b".part", parent, name, 0)
+    await volume.tree.rename(parent, name + b".part", parent, name, 0)
 
 
 @pytest.mark.parametrize("writer_count", [1, WRITERS])
@@ -67,10 +67,10 @@ async def test_what_a_block_costs(
     options = lab_options(strict=True, capacity=64 << 20)
     disk = Disk.format(options, shared=True)
     async with volumes(disk, options, 1, rng, [Chaos(random.Random(rng.random()), delay=1.0)]) as (volume,):
-        folder = (await volume.make_directory(ROOT_INODE, b"folder", 0o755, CALLER)).ino
+        folder = (await volume.tree.make_directory(ROOT_INODE, b"folder", 0o755, CALLER)).ino
         await store(volume, folder, b"first", b"bytes")
         await quiet(volume)  # a client that begins asks for more than names
-        counters = volume.core.records.counters
+        counters = volume.parts.core.records.counters
         before = (counters.gets, counters.commits)
 
         async def store_some(writer: int) -> None:
@@ -92,9 +92,9 @@ async def test_a_file_of_ours_that_another_host_replaced(
         for number in range(10):
             name = b"file-%d" % number
             mine = await write(one, ROOT_INODE, name, b"ours")
-            assert one.may_keep_attributes((await look(one, name)).ino)
+            assert one.inodes.may_keep_attributes((await look(one, name)).ino)
             await write(two, ROOT_INODE, b"other", b"theirs, longer")
-            await two.rename(ROOT_INODE, b"other", ROOT_INODE, name, 0)
+            await two.tree.rename(ROOT_INODE, b"other", ROOT_INODE, name, 0)
             if number % 2:
                 assert await read(one, name) == b"theirs, longer"
             found = await look(one, name)
@@ -106,15 +106,17 @@ async def test_a_file_of_ours_that_another_host_changed(
 ) -> None:
     async with one_deaf(rng) as (one, two):
         await write(one, ROOT_INODE, b"file", b"ours")
-        handle = await two.open((await two.lookup(ROOT_INODE, b"file")).ino, os.O_WRONLY | os.O_TRUNC, CALLER)
-        await two.write(handle, 0, b"theirs, longer")
-        await two.flush(handle)
-        await two.release(handle)
+        handle = await two.files.open(
+            (await two.tree.lookup(ROOT_INODE, b"file")).ino, os.O_WRONLY | os.O_TRUNC, CALLER
+        )
+        await two.files.write(handle, 0, b"theirs, longer")
+        await two.files.flush(handle)
+        await two.files.release(handle)
         assert (await look(one, b"file")).size == 14
         assert await read(one, b"file") == b"theirs, longer"
-        await one.link((await look(one, b"file")).ino, ROOT_INODE, b"link")
+        await one.tree.link((await look(one, b"file")).ino, ROOT_INODE, b"link")
         assert (await look(two, b"file")).nlink == 2
-        await two.set_attributes((await look(two, b"file")).ino, Changes(mode=0o600), CALLER)
+        await two.inodes.set_attributes((await look(two, b"file")).ino, Changes(mode=0o600), CALLER)
         assert (await look(one, b"link")).mode & 0o777 == 0o600
 
 
@@ -122,23 +124,23 @@ async def test_a_directory_above_that_another_host_renamed(
     rng: random.Random, autojump_clock: trio.testing.MockClock
 ) -> None:
     async with one_deaf(rng) as (one, two):
-        above = (await one.make_directory(ROOT_INODE, b"above", 0o755, CALLER)).ino
-        folder = (await one.make_directory(above, b"folder", 0o755, CALLER)).ino
+        above = (await one.tree.make_directory(ROOT_INODE, b"above", 0o755, CALLER)).ino
+        folder = (await one.tree.make_directory(above, b"folder", 0o755, CALLER)).ino
         await write(one, folder, b"file", b"before")
         for number in range(5):
             assert await read(one, b"above", b"folder", b"file") == b"before"
-            await two.rename(ROOT_INODE, b"above", ROOT_INODE, b"away", 0)
+            await two.tree.rename(ROOT_INODE, b"above", ROOT_INODE, b"away", 0)
             with pytest.raises(errors.NotFound):
                 await read(one, b"above", b"folder", b"file")
             assert await read(one, b"away", b"folder", b"file") == b"before"
-            made = (await two.make_directory(ROOT_INODE, b"above", 0o755, CALLER)).ino
-            inner = (await two.make_directory(made, b"folder", 0o755, CALLER)).ino
+            made = (await two.tree.make_directory(ROOT_INODE, b"above", 0o755, CALLER)).ino
+            inner = (await two.tree.make_directory(made, b"folder", 0o755, CALLER)).ino
             await write(two, inner, b"file", b"after")
             assert await read(one, b"above", b"folder", b"file") == b"after", number
-            await two.unlink(inner, b"file")
-            await two.remove_directory(made, b"folder")
-            await two.remove_directory(ROOT_INODE, b"above")
-            await two.rename(ROOT_INODE, b"away", ROOT_INODE, b"above", 0)
+            await two.tree.unlink(inner, b"file")
+            await two.tree.remove_directory(made, b"folder")
+            await two.tree.remove_directory(ROOT_INODE, b"above")
+            await two.tree.rename(ROOT_INODE, b"away", ROOT_INODE, b"above", 0)
 
 
 async def test_nothing_is_removed_or_renamed_by_a_path_that_leads_elsewhere(
@@ -146,20 +148,20 @@ async def test_nothing_is_removed_or_renamed_by_a_path_that_leads_elsewhere(
 ) -> None:
     """By a descriptor of the directory it is, at the second attempt: so the kernel asks then."""
     async with one_deaf(rng) as (one, two):
-        folder = (await one.make_directory(ROOT_INODE, b"folder", 0o755, CALLER)).ino
-        inner = (await one.make_directory(folder, b"inner", 0o755, CALLER)).ino
+        folder = (await one.tree.make_directory(ROOT_INODE, b"folder", 0o755, CALLER)).ino
+        inner = (await one.tree.make_directory(folder, b"inner", 0o755, CALLER)).ino
         calls: list[Callable[[], Awaitable[object]]] = [
-            lambda: one.unlink(folder, b"file"),
-            lambda: one.rename(folder, b"other", folder, b"renamed", 0),
-            lambda: one.remove_directory(folder, b"inner"),
-            lambda: one.open_directory(folder),
+            lambda: one.tree.unlink(folder, b"file"),
+            lambda: one.tree.rename(folder, b"other", folder, b"renamed", 0),
+            lambda: one.tree.remove_directory(folder, b"inner"),
+            lambda: one.tree.open_directory(folder),
         ]
         for name in (b"file", b"other"):
             await write(one, folder, name, b"bytes")
         for number, call in enumerate(calls):
             here, there = [b"folder", b"away"][:: 1 - 2 * (number % 2)]
             await look(one, here)
-            await two.rename(ROOT_INODE, here, ROOT_INODE, there, 0)
+            await two.tree.rename(ROOT_INODE, here, ROOT_INODE, there, 0)
             before = await names_in(two, folder)
             with pytest.raises(errors.Stale):
                 await call()
@@ -173,13 +175,13 @@ async def test_a_directory_that_was_renamed_elsewhere_is_believed_by_nobody(
     rng: random.Random, autojump_clock: trio.testing.MockClock
 ) -> None:
     async with one_deaf(rng) as (one, two):
-        await one.make_directory(ROOT_INODE, b"folder", 0o755, CALLER)
+        await one.tree.make_directory(ROOT_INODE, b"folder", 0o755, CALLER)
         for _ in range(5):
             await look(one, b"folder")
-            await two.rename(ROOT_INODE, b"folder", ROOT_INODE, b"away", 0)
+            await two.tree.rename(ROOT_INODE, b"folder", ROOT_INODE, b"away", 0)
             assert not await exists(one, b"folder")
             assert await exists(one, b"away")
-            await two.rename(ROOT_INODE, b"away", ROOT_INODE, b"folder", 0)
+            await two.tree.rename(ROOT_INODE, b"away", ROOT_INODE, b"folder", 0)
 
 
 class HardOfHearing(Chaos):
@@ -191,9 +193,9 @@ class HardOfHearing(Chaos):
 
 async def questions(volume: Volume, name: bytes) -> int:
     """How many a look for a name takes."""
-    counters = volume.core.records.counters
+    counters = volume.parts.core.records.counters
     before = counters.gets
-    await volume.lookup(ROOT_INODE, name)
+    await volume.tree.lookup(ROOT_INODE, name)
     return counters.gets - before
 
 
@@ -202,7 +204,7 @@ async def test_when_a_commit_of_ours_is_told_all_is_known_that_was_changed_befor
 ) -> None:
     options = lab_options(strict=True)
     async with volumes(Disk.format(options, shared=True), options, 1, rng, [Chaos(rng)]) as (volume,):
-        await volume.make_directory(ROOT_INODE, b"folder", 0o755, CALLER)
+        await volume.tree.make_directory(ROOT_INODE, b"folder", 0o755, CALLER)
         await quiet(volume)
         assert await questions(volume, b"folder") == 1
         assert await questions(volume, b"folder") == 0
@@ -218,7 +220,7 @@ async def test_a_commit_of_ours_that_was_not_told_says_nothing(
     rng: random.Random, autojump_clock: trio.testing.MockClock
 ) -> None:
     async with one_deaf(rng) as (one, two):
-        await two.make_directory(ROOT_INODE, b"folder", 0o755, CALLER)
+        await two.tree.make_directory(ROOT_INODE, b"folder", 0o755, CALLER)
         await look(one, b"folder")
         await trio.sleep(BELIEF_SECONDS)
         await write(one, ROOT_INODE, b"file", b"bytes")
@@ -234,12 +236,12 @@ async def test_what_is_renamed_while_we_commit_is_believed_by_nobody(
     slow = [kind(random.Random(rng.random()), delay=0.02) for kind in (HardOfHearing, Chaos)]
     async with volumes(disk, options, 2, rng, slow) as (one, two):
         names = [b"folder-%d" % number for number in range(50)]
-        folder = (await one.make_directory(ROOT_INODE, names[0], 0o755, CALLER)).ino
+        folder = (await one.tree.make_directory(ROOT_INODE, names[0], 0o755, CALLER)).ino
 
         async def write_on() -> None:
             while True:
                 await write(one, ROOT_INODE, b"file", b"bytes")
-                await one.unlink(ROOT_INODE, b"file")
+                await one.tree.unlink(ROOT_INODE, b"file")
 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(write_on)
@@ -247,7 +249,7 @@ async def test_what_is_renamed_while_we_commit_is_believed_by_nobody(
                 for _ in range(5):
                     await look(one, here)
                     await trio.sleep(0.01 * rng.random())
-                await two.rename(ROOT_INODE, here, ROOT_INODE, there, 0)
+                await two.tree.rename(ROOT_INODE, here, ROOT_INODE, there, 0)
                 assert not await exists(one, here)
                 assert (await look(one, there)).ino == folder
             nursery.cancel_scope.cancel()
@@ -258,12 +260,12 @@ async def test_an_open_file_goes_with_its_inode(rng: random.Random, autojump_clo
         mine = await write(one, ROOT_INODE, b"file", b"ours")
         handle = await open_path(one, b"file")
         await write(two, ROOT_INODE, b"other", b"theirs, longer")
-        await two.rename(ROOT_INODE, b"other", ROOT_INODE, b"file", 0)
-        assert (await one.attributes(mine.ino)).size == 4
-        assert bytes(await one.read(handle, 0, 100)) == b"ours"
+        await two.tree.rename(ROOT_INODE, b"other", ROOT_INODE, b"file", 0)
+        assert (await one.inodes.attributes(mine.ino)).size == 4
+        assert bytes(await one.files.read(handle, 0, 100)) == b"ours"
         assert (await look(one, b"file")).size == 14
-        assert (await one.attributes(mine.ino)).ino == mine.ino
-        await one.release(handle)
+        assert (await one.inodes.attributes(mine.ino)).ino == mine.ino
+        await one.files.release(handle)
 
 
 async def test_of_a_name_that_hosts_contend_for_nothing_is_believed(
@@ -274,20 +276,20 @@ async def test_of_a_name_that_hosts_contend_for_nothing_is_believed(
 
         async def replace(volume: Volume, data: bytes) -> None:
             await write(volume, ROOT_INODE, b"temporary", data)
-            await volume.rename(ROOT_INODE, b"temporary", ROOT_INODE, b"name", 0)
+            await volume.tree.rename(ROOT_INODE, b"temporary", ROOT_INODE, b"name", 0)
 
         await replace(one, b"1")
         await look(one, b"name")
         await replace(two, b"22")
-        ino = (await one.lookup(ROOT_INODE, b"name")).ino
+        ino = (await one.tree.lookup(ROOT_INODE, b"name")).ino
         with pytest.raises(errors.Stale):
-            await one.attributes(ino)
+            await one.inodes.attributes(ino)
         await replace(one, b"333")
         await replace(two, b"4444")
-        assert (await one.lookup(ROOT_INODE, b"name")).size == 4
+        assert (await one.tree.lookup(ROOT_INODE, b"name")).size == 4
         await trio.sleep(CONTESTED_SECONDS)
         await replace(one, b"55555")
-        assert not one.may_keep_attributes((await one.lookup(ROOT_INODE, b"name")).ino)
+        assert not one.inodes.may_keep_attributes((await one.tree.lookup(ROOT_INODE, b"name")).ino)
 
 
 async def test_nothing_stays_of_a_directory_that_another_host_removed(
@@ -297,10 +299,10 @@ async def test_nothing_stays_of_a_directory_that_another_host_removed(
     async with one_deaf(rng) as (one, two):
         for number in range(5):
             name = b"folder-%d" % number
-            folder = (await one.make_directory(ROOT_INODE, name, 0o755, CALLER)).ino
+            folder = (await one.tree.make_directory(ROOT_INODE, name, 0o755, CALLER)).ino
             await write(one, folder, b"file", b"bytes")
-            await one.unlink(folder, b"file")
-            await two.remove_directory(ROOT_INODE, name)
+            await one.tree.unlink(folder, b"file")
+            await two.tree.remove_directory(ROOT_INODE, name)
             await one.sync()
         await write(one, ROOT_INODE, b"file", b"bytes")
         assert await read(two, b"file") == b"bytes"

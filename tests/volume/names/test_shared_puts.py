@@ -26,13 +26,13 @@ async def test_a_put_over_one_of_several_names(
     async with volumes(disk, options, 2, rng) as (one, two):
         await one.blocks.put(ROOT_INODE, b"first", memoryview(b"old" * 2000), CALLER, 0o644)
         await one.sync()
-        old = (await one.lookup(ROOT_INODE, b"first")).ino
+        old = (await one.tree.lookup(ROOT_INODE, b"first")).ino
         if kept == "a symbolic link":
-            old = (await one.make_symlink(ROOT_INODE, b"second", b"t" * 100, CALLER)).ino
+            old = (await one.tree.make_symlink(ROOT_INODE, b"second", b"t" * 100, CALLER)).ino
         else:
-            await one.link(old, ROOT_INODE, b"second")
+            await one.tree.link(old, ROOT_INODE, b"second")
         if kept == "no name":
-            await one.unlink(ROOT_INODE, b"first")
+            await one.tree.unlink(ROOT_INODE, b"first")
         await quiet(one, two)
         assert await one.blocks.put(ROOT_INODE, b"second", memoryview(b"new"), CALLER, 0o644) == old
         await quiet(one, two)

@@ -40,11 +40,11 @@ async def test_a_change_follows_a_renamed_file_that_the_kernel_has_forgotten(
         await put(one, b"name", b"bytes" * 1000)
         await quiet(one, two)
         await write_at(two, b"name", 0, b"changed")
-        handle = await two.open((await two.lookup(ROOT_INODE, b"name")).ino, os.O_RDWR, CALLER)
-        await two.write(handle, 7, b" again")
-        await two.release(handle)
-        two.forget(handle.node.ino, 1)
-        await one.rename(ROOT_INODE, b"name", ROOT_INODE, b"other", 0)
+        handle = await two.files.open((await two.tree.lookup(ROOT_INODE, b"name")).ino, os.O_RDWR, CALLER)
+        await two.files.write(handle, 7, b" again")
+        await two.files.release(handle)
+        two.tree.forget(handle.node.ino, 1)
+        await one.tree.rename(ROOT_INODE, b"name", ROOT_INODE, b"other", 0)
         began = trio.current_time()
         await two.sync()
         assert trio.current_time() - began < 1
@@ -60,7 +60,7 @@ async def test_changes_follow_a_file_that_is_renamed_to_and_fro(
     follow = Conflicts._follow
 
     async def follow_late(conflicts: Conflicts, node: Node) -> None:
-        await one.rename(ROOT_INODE, b"other", ROOT_INODE, b"name", 0)
+        await one.tree.rename(ROOT_INODE, b"other", ROOT_INODE, b"name", 0)
         await one.sync()
         await follow(conflicts, node)
 
@@ -68,11 +68,11 @@ async def test_changes_follow_a_file_that_is_renamed_to_and_fro(
     async with hosts(rng, 2, chaos, strict=False) as (one, two):
         await put(one, b"name", b"before")
         await quiet(one, two)
-        handle = await two.open((await two.lookup(ROOT_INODE, b"name")).ino, os.O_RDWR, CALLER)
-        await two.write(handle, 0, b"after ")
-        await two.release(handle)
+        handle = await two.files.open((await two.tree.lookup(ROOT_INODE, b"name")).ino, os.O_RDWR, CALLER)
+        await two.files.write(handle, 0, b"after ")
+        await two.files.release(handle)
         chaos[1].stalled = trio.Event()
-        await one.rename(ROOT_INODE, b"name", ROOT_INODE, b"other", 0)
+        await one.tree.rename(ROOT_INODE, b"name", ROOT_INODE, b"other", 0)
         await one.sync()
         chaos[1].stalled.set()
         await quiet(two, one)
@@ -92,11 +92,11 @@ async def changed_by_one_renamed_by_another(
         for number in range(50):
             await put(one, b"m%02d" % number, b"more")
         await quiet(one, two)
-        handle = await two.open((await two.lookup(ROOT_INODE, b"name")).ino, os.O_RDWR, CALLER)
-        two.forget(handle.node.ino, 1)
-        await two.write(handle, 0, b"after ")  # not stored as long as the file is open
+        handle = await two.files.open((await two.tree.lookup(ROOT_INODE, b"name")).ino, os.O_RDWR, CALLER)
+        two.tree.forget(handle.node.ino, 1)
+        await two.files.write(handle, 0, b"after ")  # not stored as long as the file is open
         yield one, two
-        await two.release(handle)
+        await two.files.release(handle)
         with suppress(errors.EngineError):
             await two.sync()
         if chaos[1].deaf is not None:
@@ -112,15 +112,15 @@ async def test_an_old_answer_about_a_renamed_file_is_not_taken_for_news(
 ) -> None:
     async with changed_by_one_renamed_by_another(rng, [Chaos(random.Random(0)) for _ in range(2)]) as (one, two):
         ino = (await look(one, b"name")).ino
-        await one.set_attributes(ino, Changes(mode=0o600), CALLER)
+        await one.inodes.set_attributes(ino, Changes(mode=0o600), CALLER)
         await quiet(one)
-        (row,) = await two.core.records.get([schema.entry_key(ROOT_INODE, b"name")])
+        (row,) = await two.parts.core.records.get([schema.entry_key(ROOT_INODE, b"name")])
         assert row is not None
-        await one.rename(ROOT_INODE, b"name", ROOT_INODE, b"other", 0)
+        await one.tree.rename(ROOT_INODE, b"name", ROOT_INODE, b"other", 0)
         await quiet(one)
         record = schema.decode_entry(row.value)
         assert isinstance(record, schema.InodeRecord)
-        two.lookups.refresher.take(record, row.version, (ROOT_INODE, b"name"), own=False)
+        two.parts.lookups.refresher.take(record, row.version, (ROOT_INODE, b"name"), own=False)
 
 
 async def test_a_change_finds_a_renamed_file_that_nobody_told_of(
@@ -131,7 +131,7 @@ async def test_a_change_finds_a_renamed_file_that_nobody_told_of(
     chaos = [Chaos(random.Random(0)) for _ in range(2)]
     async with changed_by_one_renamed_by_another(rng, chaos) as (one, _):
         chaos[1].deaf = trio.Event()
-        await one.rename(ROOT_INODE, b"name", ROOT_INODE, b"other", 0)
+        await one.tree.rename(ROOT_INODE, b"name", ROOT_INODE, b"other", 0)
         await one.sync()
 
 
@@ -140,15 +140,15 @@ async def test_a_name_of_an_open_file_that_two_hosts_changed_can_be_removed(
 ) -> None:
     async with hosts(rng, 2, [Chaos(random.Random(0)) for _ in range(2)]) as (one, two):
         await put(one, b"name", b"bytes")
-        ino = (await one.lookup(ROOT_INODE, b"name")).ino
-        await one.link(ino, ROOT_INODE, b"other")
+        ino = (await one.tree.lookup(ROOT_INODE, b"name")).ino
+        await one.tree.link(ino, ROOT_INODE, b"other")
         await quiet(one, two)
-        handle = await two.open((await two.lookup(ROOT_INODE, b"name")).ino, os.O_RDWR, CALLER)
-        await two.write(handle, 5, b" and more")  # not stored as long as it is open
-        await one.set_attributes(ino, Changes(mode=0o600), CALLER)
+        handle = await two.files.open((await two.tree.lookup(ROOT_INODE, b"name")).ino, os.O_RDWR, CALLER)
+        await two.files.write(handle, 5, b" and more")  # not stored as long as it is open
+        await one.inodes.set_attributes(ino, Changes(mode=0o600), CALLER)
         await quiet(one)
-        await two.unlink(ROOT_INODE, b"name")
-        await two.release(handle)
+        await two.tree.unlink(ROOT_INODE, b"name")
+        await two.files.release(handle)
         await quiet(two, one)
         for volume in (one, two):
             assert await names_in(volume) == [b"other"]
@@ -166,16 +166,16 @@ async def test_an_open_file_that_was_removed_and_turns_out_to_live_on_can_be_ren
     async with volumes(disk, options, 2, rng, [Chaos(random.Random(0)) for _ in range(2)]) as (one, two):
         await put(one, b"name", data)
         await quiet(one, two)
-        handle = await two.open((await two.lookup(ROOT_INODE, b"name")).ino, os.O_RDWR, CALLER)
-        await two.write(handle, 0, b"lost")
-        await two.unlink(ROOT_INODE, b"name")  # in memory, for a while
-        await two.write(handle, 4, b"as well")
-        await one.rename(ROOT_INODE, b"name", ROOT_INODE, b"other", 0)
+        handle = await two.files.open((await two.tree.lookup(ROOT_INODE, b"name")).ino, os.O_RDWR, CALLER)
+        await two.files.write(handle, 0, b"lost")
+        await two.tree.unlink(ROOT_INODE, b"name")  # in memory, for a while
+        await two.files.write(handle, 4, b"as well")
+        await one.tree.rename(ROOT_INODE, b"name", ROOT_INODE, b"other", 0)
         await quiet(two)
-        await two.rename(ROOT_INODE, b"other", ROOT_INODE, b"third", 0)
-        assert bytes(await two.read(handle, 0, 1 << 20)) == data
-        await two.write(handle, 0, b"kept")
-        await two.release(handle)
+        await two.tree.rename(ROOT_INODE, b"other", ROOT_INODE, b"third", 0)
+        assert bytes(await two.files.read(handle, 0, 1 << 20)) == data
+        await two.files.write(handle, 0, b"kept")
+        await two.files.release(handle)
         await quiet(two, one)
         for volume in (one, two):
             assert await names_in(volume) == [b"third"]
@@ -191,13 +191,13 @@ async def test_a_removed_file_that_turns_out_to_live_on_has_its_bytes(
     async with volumes(disk, options, 2, rng, [Chaos(random.Random(0)) for _ in range(2)]) as (one, two):
         await put(one, b"name", b"bytes" * 1000)
         await quiet(one, two)
-        ino = (await two.lookup(ROOT_INODE, b"name")).ino
-        await two.unlink(ROOT_INODE, b"name")  # in memory, for a while
-        await one.rename(ROOT_INODE, b"name", ROOT_INODE, b"other", 0)
+        ino = (await two.tree.lookup(ROOT_INODE, b"name")).ino
+        await two.tree.unlink(ROOT_INODE, b"name")  # in memory, for a while
+        await one.tree.rename(ROOT_INODE, b"name", ROOT_INODE, b"other", 0)
         await trio.sleep(0.01)
-        two.names.nameless.reap_unnamed()  # as who has no room does
+        two.parts.names.nameless.reap_unnamed()  # as who has no room does
         await two.sync()
-        await two.set_attributes((await look(two, b"other")).ino, Changes(mode=0o600), CALLER)
+        await two.inodes.set_attributes((await look(two, b"other")).ino, Changes(mode=0o600), CALLER)
         await quiet(two, one)
         assert (await look(one, b"other")).ino == ino
         for volume in (one, two):
@@ -212,16 +212,18 @@ async def test_a_directory_that_was_only_listed_is_where_another_host_moves_it(
     options = lab_options(strict=strict)
     disk = Disk.format(options, shared=True)
     async with volumes(disk, options, 2, rng) as (one, two):
-        inner, outer = [(await one.make_directory(ROOT_INODE, name, 0o755, CALLER)).ino for name in (b"in", b"out")]
+        inner, outer = [
+            (await one.tree.make_directory(ROOT_INODE, name, 0o755, CALLER)).ino for name in (b"in", b"out")
+        ]
         await quiet(one)
         assert await names_in(two) == [b"in", b"out"]
-        await one.rename(ROOT_INODE, b"in", outer, b"in", 0)
+        await one.tree.rename(ROOT_INODE, b"in", outer, b"in", 0)
         await quiet(one, two)
-        assert (await two.lookup(ROOT_INODE, b"out")).ino == outer
-        assert (await two.lookup(outer, b"in")).ino == inner
-        assert (await two.lookup(inner, b"..")).ino == outer
+        assert (await two.tree.lookup(ROOT_INODE, b"out")).ino == outer
+        assert (await two.tree.lookup(outer, b"in")).ino == inner
+        assert (await two.tree.lookup(inner, b"..")).ino == outer
         with pytest.raises(errors.InvalidArgument):
-            await two.rename(ROOT_INODE, b"out", inner, b"out", 0)
-        await two.set_attributes(inner, Changes(mode=0o700), CALLER)
+            await two.tree.rename(ROOT_INODE, b"out", inner, b"out", 0)
+        await two.inodes.set_attributes(inner, Changes(mode=0o700), CALLER)
         await quiet(two, one)
         assert schema.decode_inode(disk.records[schema.inode_key(inner)].value).parent == outer

@@ -26,8 +26,9 @@ from kvfuse.volume.api import ROOT_INODE
 from kvfuse.volume.check.fsck import fsck
 from kvfuse.volume.check.rebuild import rebuild
 from kvfuse.volume.opening import engines, format
+from kvfuse.volume.running import open_volume
 from kvfuse.volume.store import schema
-from kvfuse.volume.volume import Volume, open_volume
+from kvfuse.volume.volume import Volume
 
 CONTENT = bytes(range(256)) * 400
 
@@ -39,15 +40,15 @@ def options(etcd: EtcdServers, tmp_path: Path) -> Options:
 
 
 async def write(volume: Volume, name: bytes) -> None:
-    handle, _ = await volume.create(ROOT_INODE, name, 0o640, CALLER, os.O_WRONLY)
-    await volume.write(handle, 0, CONTENT)
-    await volume.flush(handle)
-    await volume.release(handle)
+    handle, _ = await volume.tree.create(ROOT_INODE, name, 0o640, CALLER, os.O_WRONLY)
+    await volume.files.write(handle, 0, CONTENT)
+    await volume.files.flush(handle)
+    await volume.files.release(handle)
 
 
 async def names(options: Options) -> set[bytes]:
     async with open_volume(options) as volume:
-        return {entry.name for entry in await volume.list_directory(ROOT_INODE, 0, 1000)}
+        return {entry.name for entry in await volume.tree.list_directory(ROOT_INODE, 0, 1000)}
 
 
 @asynccontextmanager
@@ -62,13 +63,13 @@ async def test_what_was_written_is_there_at_the_next_opening(options: Options) -
     made = await format.format_volume(options)
     async with clean(options):
         async with open_volume(options) as volume:
-            assert volume.core.superblock == made
+            assert volume.parts.core.superblock == made
             await write(volume, b"one")
         async with open_volume(options) as volume:
-            node = await volume.lookup(ROOT_INODE, b"one")
-            handle = await volume.open(node.ino, os.O_RDONLY, CALLER)
-            assert bytes(await volume.read(handle, 0, 2 * len(CONTENT))) == CONTENT
-            await volume.release(handle)
+            node = await volume.tree.lookup(ROOT_INODE, b"one")
+            handle = await volume.files.open(node.ino, os.O_RDONLY, CALLER)
+            assert bytes(await volume.files.read(handle, 0, 2 * len(CONTENT))) == CONTENT
+            await volume.files.release(handle)
 
 
 async def test_a_volume_is_replaced_only_on_demand(options: Options) -> None:
@@ -169,7 +170,7 @@ async def test_records_that_are_lost_are_made_anew_from_the_segments(options: Op
     async with clean(options):
         assert await names(options) == {b"file-%d" % number for number in range(5)}
         async with open_volume(options) as volume:
-            assert volume.core.superblock == made
+            assert volume.parts.core.superblock == made
 
 
 class CountingRecords(MemoryRecords):

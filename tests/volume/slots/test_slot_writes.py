@@ -18,15 +18,15 @@ async def test_batches_of_writes_do_what_single_writes_do(rng: random.Random) ->
     taken = 0
     async with opened(disk, options, Chaos(rng, delay=0.2)) as volume:
         content = bytearray(rng.randbytes(3 * MIB + 777))
-        handle, node = await volume.create(ROOT_INODE, b"file", 0o644, CALLER, os.O_RDWR)
-        await volume.write(handle, 0, bytes(content))
+        handle, node = await volume.tree.create(ROOT_INODE, b"file", 0o644, CALLER, os.O_RDWR)
+        await volume.files.write(handle, 0, bytes(content))
         for _ in range(40):
             writes = []
             for _ in range(rng.randrange(1, 20)):
                 length = rng.choice([1, 100, 4096, 70_000])
                 offset = rng.randrange(max(1, len(content) - length // 2))
                 writes.append((offset, memoryview(rng.randbytes(length))))
-            done = await volume.write_in_slots(handle, writes)
+            done = await volume.files.write_in_slots(handle, writes)
             for number, (offset, data) in enumerate(writes):
                 if done[number]:
                     content[offset : offset + len(data)] = data
@@ -34,19 +34,19 @@ async def test_batches_of_writes_do_what_single_writes_do(rng: random.Random) ->
             assert all(end <= start for (_, end), (start, _) in pairwise(spans)), "they overlap"
             for number, (offset, data) in enumerate(writes):
                 if not done[number]:
-                    assert await volume.write(handle, offset, data) == len(data)
+                    assert await volume.files.write(handle, offset, data) == len(data)
                     content[offset : offset + len(data)] = data  # also behind the end
             taken += sum(done)
-            assert bytes(await volume.read(handle, 0, 8 * MIB)) == content
+            assert bytes(await volume.files.read(handle, 0, 8 * MIB)) == content
             match rng.randrange(6):
                 case 0:
-                    await volume.fsync(handle)
+                    await volume.files.fsync(handle)
                 case 1:
-                    await volume.release(handle)  # it is sealed now
-                    handle = await volume.open(node.ino, os.O_RDWR, CALLER)
+                    await volume.files.release(handle)  # it is sealed now
+                    handle = await volume.files.open(node.ino, os.O_RDWR, CALLER)
                 case 2:
                     await volume.sync()
                     assert (await check(disk.copy(), verify=False)).clean
-        await volume.release(handle)
+        await volume.files.release(handle)
     assert taken > 40, "nothing was written in slots"
     assert (await check(disk)).clean

@@ -38,7 +38,7 @@ class Asked:
 async def core() -> Core:
     options = lab_options()
     async with opened(Disk.format(options), options, Chaos(random.Random(0))) as volume:
-        return volume.core
+        return volume.parts.core
 
 
 async def nothing() -> None:

@@ -30,9 +30,9 @@ from kvfuse.slab import layout
 from kvfuse.volume.api import ROOT_INODE
 from kvfuse.volume.check.fsck import fsck
 from kvfuse.volume.opening import engines, format
+from kvfuse.volume.running import open_volume
 from kvfuse.volume.store import schema
 from kvfuse.volume.store.sealed import DamagedRecords, ScanPages, SealedRecords, all_keys, describe, seal
-from kvfuse.volume.volume import open_volume
 
 
 async def stored(options: Options) -> Records:
@@ -144,9 +144,9 @@ async def test_a_changed_record_is_an_error_of_its_file_alone(tree: Tree, what: 
     await damage_file(tree, CHANGES[what])
     async with tree.volume() as volume:
         with pytest.raises(Corrupt, match=r"the name b'small' in directory 1 does not match"):
-            await volume.lookup(ROOT_INODE, b"small")
+            await volume.tree.lookup(ROOT_INODE, b"small")
         with pytest.raises(NotFound):
-            await volume.lookup(ROOT_INODE, b"absent")
+            await volume.tree.lookup(ROOT_INODE, b"absent")
         await tree.write(volume, b"beside", b"can be made beside it")
     found = await tree.read()
     assert found == {path: data for path, data in tree.files.items() if path != b"small"}
@@ -204,12 +204,12 @@ async def listed(tree: Tree) -> dict[bytes, tuple[int, ...]]:
 
     async def walk(folder: int, above: bytes) -> None:
         try:
-            entries = await volume.list_directory(folder, 0, 1000)
+            entries = await volume.tree.list_directory(folder, 0, 1000)
         except Corrupt:
             return
         for entry in entries:
             try:
-                node = await volume.lookup(folder, entry.name)
+                node = await volume.tree.lookup(folder, entry.name)
             except Corrupt:
                 continue
             path = above + entry.name
@@ -303,14 +303,14 @@ async def test_a_volume_of_the_program_before_there_were_checksums(tmp_path: Pat
     report = await fsck(options, verify=True)
     assert (report.clean, report.files, report.directories) == (True, 2, 2)
     async with open_volume(options) as volume:
-        folder = await volume.lookup(ROOT_INODE, b"folder")
-        large = await volume.lookup(folder.ino, b"large")
-        handle = await volume.open(large.ino, os.O_RDONLY, CALLER)
-        assert bytes(await volume.read(handle, 0, 400_000)) == b"0123456789abcdef" * 20_000
-        await volume.release(handle)
-        small = await volume.lookup(ROOT_INODE, b"small")
-        assert await volume.get_xattr(small.ino, b"user.color") == b"red"
-        await volume.rename(ROOT_INODE, b"small", folder.ino, b"moved", 0)
+        folder = await volume.tree.lookup(ROOT_INODE, b"folder")
+        large = await volume.tree.lookup(folder.ino, b"large")
+        handle = await volume.files.open(large.ino, os.O_RDONLY, CALLER)
+        assert bytes(await volume.files.read(handle, 0, 400_000)) == b"0123456789abcdef" * 20_000
+        await volume.files.release(handle)
+        small = await volume.tree.lookup(ROOT_INODE, b"small")
+        assert await volume.inodes.get_xattr(small.ino, b"user.color") == b"red"
+        await volume.tree.rename(ROOT_INODE, b"small", folder.ino, b"moved", 0)
     after = await stored(options)
     moved = schema.decode_entry(after[schema.entry_key(folder.ino, b"moved")])
     assert isinstance(moved, schema.InodeRecord)

@@ -21,7 +21,8 @@ from kvfuse.slab import layout
 from kvfuse.volume.api import ROOT_INODE
 from kvfuse.volume.check.fsck import fsck
 from kvfuse.volume.opening import engines, format
-from kvfuse.volume.volume import Volume, open_volume
+from kvfuse.volume.running import open_volume
+from kvfuse.volume.volume import Volume
 
 CONTENT = bytes(range(256)) * 300
 
@@ -49,7 +50,7 @@ async def two_hosts(options: Options) -> AsyncIterator[tuple[Volume, Volume]]:
 async def test_hosts_go_on_beside_a_changed_record(options: Options) -> None:
     """The change is heard of by the watch of both: neither shows it, and both follow each other as before."""
     async with two_hosts(options) as (first, second):
-        assert first.core.superblock.features == layout.KNOWN_FEATURES
+        assert first.parts.core.superblock.features == layout.KNOWN_FEATURES
         for name in (b"victim", b"neighbour"):
             await put(first, name, CONTENT)
         assert await read(second, b"victim") == CONTENT
@@ -58,38 +59,38 @@ async def test_hosts_go_on_beside_a_changed_record(options: Options) -> None:
             with trio.fail_after(20):
                 while True:
                     try:
-                        await volume.lookup(ROOT_INODE, b"victim")
+                        await volume.tree.lookup(ROOT_INODE, b"victim")
                     except Corrupt:
                         break
                     await trio.sleep(0.05)
             assert await read(volume, b"neighbour") == CONTENT
-            listed = {entry.name for entry in await volume.list_directory(ROOT_INODE, 0, 100)}
+            listed = {entry.name for entry in await volume.tree.list_directory(ROOT_INODE, 0, 100)}
             assert listed == {b"neighbour"}
         await put(second, b"later", CONTENT)
-        await first.rename(ROOT_INODE, b"neighbour", ROOT_INODE, b"moved", 0)
+        await first.tree.rename(ROOT_INODE, b"neighbour", ROOT_INODE, b"moved", 0)
         assert await read(first, b"later") == CONTENT
         assert await read(second, b"moved") == CONTENT
     report = await fsck(options, repair=True)
     assert report.clean, [problem.text for problem in report.problems]
     async with open_volume(options) as volume:
-        assert {entry.name for entry in await volume.list_directory(ROOT_INODE, 0, 100)} == {b"moved", b"later"}
+        assert {entry.name for entry in await volume.tree.list_directory(ROOT_INODE, 0, 100)} == {b"moved", b"later"}
 
 
 async def test_a_change_of_a_file_whose_record_was_changed_by_hand_is_lost_alone(options: Options) -> None:
     async with two_hosts(options) as (first, _):
         for name in (b"victim", b"neighbour"):
             await put(first, name, CONTENT)
-        node = await first.lookup(ROOT_INODE, b"victim")
-        handle = await first.open(node.ino, os.O_WRONLY, CALLER)
+        node = await first.tree.lookup(ROOT_INODE, b"victim")
+        handle = await first.files.open(node.ino, os.O_WRONLY, CALLER)
         await damage(options, b"d", name=b"victim")
-        await first.write(handle, 0, b"changed")
+        await first.files.write(handle, 0, b"changed")
         with suppress(OperationError):
-            await first.flush(handle)
+            await first.files.flush(handle)
         with suppress(OperationError):
-            await first.release(handle)
+            await first.files.release(handle)
         await first.sync()  # what was changed here of the file is lost, and nothing else waits for it
         with pytest.raises((Corrupt, Stale)):
-            await first.lookup(ROOT_INODE, b"victim")
+            await first.tree.lookup(ROOT_INODE, b"victim")
         await put(first, b"later", CONTENT)
         await first.sync()
         assert await read(first, b"later") == CONTENT

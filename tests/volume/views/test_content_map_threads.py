@@ -21,9 +21,11 @@ from volume_lab import CALLER, MIB, Chaos, Disk, MemoryRecords, check, lab_optio
 from kvfuse.errors import NoSpace, Stale
 from kvfuse.remote.segments.file.store import FileSegments
 from kvfuse.volume.api import ROOT_INODE, Changes
+from kvfuse.volume.inodes.handle import FileHandle
 from kvfuse.volume.opening.holding import Held
+from kvfuse.volume.running import run_volume
 from kvfuse.volume.views.content_map import ContentMap
-from kvfuse.volume.volume import FileHandle, Volume, run_volume
+from kvfuse.volume.volume import Volume
 
 # -- against a model ----------------------------------------------------------------------------------
 
@@ -43,7 +45,7 @@ class Model:
         name = self.rng.choice([b"a", b"b", b"c"])
         case = self.files.get(name)
         if case is None:
-            handle, _ = await self.volume.create(ROOT_INODE, name, 0o644, CALLER, os.O_RDWR)
+            handle, _ = await self.volume.tree.create(ROOT_INODE, name, 0o644, CALLER, os.O_RDWR)
             case = self.files[name] = Case(self.volume, handle, bytearray())
         actions = [self.write, self.cut, self.sync, self.reopen, self.unlink, self.show]
         await self.rng.choices(actions, [8, 2, 2, 1, 1, 4])[0](name, case)
@@ -63,20 +65,20 @@ class Model:
         await self.volume.sync()
 
     async def reopen(self, name: bytes, case: Case) -> None:
-        case.handle, old = await self.volume.open(case.ino, os.O_RDWR, CALLER), case.handle
-        await self.volume.release(old)
+        case.handle, old = await self.volume.files.open(case.ino, os.O_RDWR, CALLER), case.handle
+        await self.volume.files.release(old)
 
     async def unlink(self, name: bytes, case: Case) -> None:
         shown = case.shown
-        await self.volume.unlink(ROOT_INODE, name)
-        await self.volume.release(case.handle)
-        self.volume.forget(case.ino, 1)
+        await self.volume.tree.unlink(ROOT_INODE, name)
+        await self.volume.files.release(case.handle)
+        self.volume.tree.forget(case.ino, 1)
         assert shown.size < 0
         del self.files[name]
 
     async def show(self, name: bytes, case: Case) -> None:
         first = self.rng.randrange(8)
-        await self.volume.show(case.handle, first, first + self.rng.randrange(8))
+        await self.volume.files.show(case.handle, first, first + self.rng.randrange(8))
 
     async def compare(self) -> None:
         for case in self.files.values():
@@ -86,9 +88,9 @@ class Model:
             found = map_read(case.shown, offset, length)
             assert found is None or found == expected
             self.answers += found is not None
-            assert bytes(await self.volume.read(case.handle, offset, length)) == expected
+            assert bytes(await self.volume.files.read(case.handle, offset, length)) == expected
             target = bytearray(length)
-            assert await self.volume.read_into(case.handle, offset, memoryview(target)) == len(expected)
+            assert await self.volume.files.read_into(case.handle, offset, memoryview(target)) == len(expected)
             assert target[: len(expected)] == expected
 
 
@@ -105,7 +107,7 @@ async def test_maps_equal_the_model_after_every_operation(
             await model.step()
             await model.compare()
         for case in model.files.values():
-            await volume.release(case.handle)
+            await volume.files.release(case.handle)
     assert model.answers > 300
     report = await check(disk)
     assert report.clean, [problem.text for problem in report.problems]
@@ -166,7 +168,7 @@ class Reader:
         if data is None:
             self.late += pauses and file.shown.version > version
             with contextlib.suppress(Stale):
-                trio.from_thread.run(self.volume.show, file.handle, first // 2, units[-1] // 2)
+                trio.from_thread.run(self.volume.files.show, file.handle, first // 2, units[-1] // 2)
             return
         self.answers += 1
         words = np.frombuffer(data.ljust(len(units) * UNIT, b"\0"), np.uint64).reshape(len(units), -1)
@@ -205,8 +207,8 @@ class Writer:
             self.stepped.set()
 
     async def create(self, number: int) -> Stamped:
-        handle, _ = await self.volume.create(ROOT_INODE, b"%d" % number, 0o644, CALLER, os.O_RDWR)
-        return Stamped(handle, self.volume.content_map(handle))
+        handle, _ = await self.volume.tree.create(ROOT_INODE, b"%d" % number, 0o644, CALLER, os.O_RDWR)
+        return Stamped(handle, self.volume.files.content_map(handle))
 
     async def step(self) -> None:
         number = self.rng.randrange(len(self.files))
@@ -221,24 +223,24 @@ class Writer:
         stamp = next(self.stamps)
         file.begin(units, stamp)
         data = np.full(len(units) * UNIT // 8, stamp, np.uint64)
-        await self.volume.write(file.handle, units[0] * UNIT, memoryview(data).cast("B"))
+        await self.volume.files.write(file.handle, units[0] * UNIT, memoryview(data).cast("B"))
         file.end(units)
 
     async def cut(self, number: int, file: Stamped) -> None:
         size = self.rng.randrange(UNITS)
         units = range(size, UNITS)
         file.begin(units, 0)
-        await self.volume.set_attributes(file.shown.ino, Changes(size=size * UNIT), CALLER)
+        await self.volume.inodes.set_attributes(file.shown.ino, Changes(size=size * UNIT), CALLER)
         file.end(units)
 
     async def reopen(self, number: int, file: Stamped) -> None:
-        old, file.handle = file.handle, await self.volume.open(file.shown.ino, os.O_RDWR, CALLER)
-        await self.volume.release(old)
+        old, file.handle = file.handle, await self.volume.files.open(file.shown.ino, os.O_RDWR, CALLER)
+        await self.volume.files.release(old)
 
     async def replace(self, number: int, file: Stamped) -> None:
-        await self.volume.unlink(ROOT_INODE, b"%d" % number)
-        await self.volume.release(file.handle)
-        self.volume.forget(file.shown.ino, 1)
+        await self.volume.tree.unlink(ROOT_INODE, b"%d" % number)
+        await self.volume.files.release(file.handle)
+        self.volume.tree.forget(file.shown.ino, 1)
         self.files[number] = await self.create(number)
 
 
@@ -280,5 +282,5 @@ async def test_threads_read_what_the_file_has_while_it_changes(
             with trio.fail_after(100):
                 await writer.run(1500, readers)
         for file in writer.files:
-            await volume.release(file.handle)
+            await volume.files.release(file.handle)
     assert sum(reader.answers for reader in readers) > 100

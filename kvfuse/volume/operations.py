@@ -1,0 +1,416 @@
+"""The operations on a mounted volume: made with the parts of one membership, and replaced with them.
+
+One that was under way when the membership ended goes on with the parts that it began with, and so changes nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import stat
+from collections.abc import Sequence
+from itertools import compress
+from typing import Any, TypeVar
+
+import trio
+
+from kvfuse import errors
+from kvfuse.volume.api import Caller, Changes, DirEntry
+from kvfuse.volume.content.in_place import has_unsealed
+from kvfuse.volume.content.refresh import is_quiet
+from kvfuse.volume.inodes import privileges
+from kvfuse.volume.inodes.core import Core
+from kvfuse.volume.inodes.handle import FileHandle
+from kvfuse.volume.inodes.node import Node, check_remembered
+from kvfuse.volume.parts import Parts
+from kvfuse.volume.store import schema
+from kvfuse.volume.views import clock
+from kvfuse.volume.views.content_map import ContentMap
+
+P = TypeVar("P")
+
+log = logging.getLogger(__name__)
+
+
+class Inodes:
+    """Implements `api.InodeApi`."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._core, self._journal, self._lookups = parts.core, parts.journal, parts.lookups
+        self._access = parts.mapper.access
+
+    def may_keep_attributes(self, ino: int) -> bool:
+        return not self._lookups.is_doubtful(ino)
+
+    async def attributes(self, ino: int) -> Node:
+        node = await self._lookups.current(ino)
+        self._access.look(node.map)
+        return node
+
+    async def set_attributes(self, ino: int, changes: Changes, caller: Caller) -> Node:
+        node = await _for_change(self._core, self._lookups).current(ino)
+        if changes == Changes():
+            privileges.heed_word_of_write(node, caller)
+        if changes.size is not None:
+            if not node.is_file:
+                raise errors.InvalidArgument(f"inode {ino} is no file: it has no size to set")
+            _check_content(node)
+            await self._parts.cutter.truncate(node, changes.size)
+        if (changes.mode, changes.uid, changes.gid) != (None, None, None):
+            self._core.readers_change(node)
+        if changes.mode is not None:
+            privileges.set_permissions(node, changes.mode, caller)
+        if changes.size is not None:
+            privileges.lose_privileges(node, caller)
+        if changes.uid is not None or changes.gid is not None:
+            privileges.lose_privileges_to_owner(node, caller)
+            node.uid = node.uid if changes.uid is None else changes.uid
+            node.gid = node.gid if changes.gid is None else changes.gid
+        node.atime = node.atime if changes.atime is None else clock.storable(changes.atime)
+        node.mtime = node.mtime if changes.mtime is None else clock.storable(changes.mtime)
+        node.ctime = clock.now()
+        only_size = dataclasses.replace(changes, size=None, mtime=None, ctime=None) == Changes()
+        self._journal.pending.touch(node, forced=not only_size)
+        if node.is_directory:
+            self._journal.pending.touch_times(node)
+        if self._core.shared and not node.writers:
+            await self._publish_attributes(node)
+        return node
+
+    async def read_symlink(self, ino: int) -> bytes:
+        node = await self._lookups.current(ino)
+        if not stat.S_ISLNK(node.mode):
+            raise errors.InvalidArgument(f"inode {ino} is no symbolic link")
+        self._access.read(node)
+        return node.target
+
+    async def fsync_directory(self, ino: int) -> None:
+        if not self._core.read_only:
+            directory = await self._lookups.node(ino)
+            self._access.store(directory)
+            await self._journal.commit(directory, *self._journal.pending.changed_in(ino), durable=True)
+
+    async def get_xattr(self, ino: int, name: bytes) -> bytes:
+        return await self._parts.xattrs.get(ino, name)
+
+    async def set_xattr(self, ino: int, name: bytes, value: bytes) -> None:
+        await self._publish_attributes(await _for_change(self._core, self._parts.xattrs).set(ino, name, value))
+
+    async def list_xattrs(self, ino: int) -> list[bytes]:
+        return await self._parts.xattrs.list(ino)
+
+    async def remove_xattr(self, ino: int, name: bytes) -> None:
+        await self._publish_attributes(await _for_change(self._core, self._parts.xattrs).remove(ino, name))
+
+    async def _publish_attributes(self, node: Node) -> None:
+        await self._parts.names.publish(node if node.is_directory else await self.folder(node), node)
+
+    async def folder(self, node: Node) -> Node:
+        """The directory whose settings hold for a file."""
+        try:
+            return await self._lookups.directory(node.parent)
+        except (errors.Stale, errors.NotADirectory):
+            return await self._lookups.node(1)
+
+    async def info(self, ino: int) -> dict[str, Any]:
+        node = await self._lookups.node(ino)
+        await self._parts.reader.chunks.load_all(node)
+        return {
+            "ino": node.ino,
+            "size": node.size,
+            "blocks": node.blocks,
+            "chunk_size": node.chunk_size,
+            "nlink": node.nlink,
+            "stored": node.stored and not node.changed,
+            "publish": "strict" if self._lookups.is_strict(await self.folder(node)) else "relaxed",
+            "extents": [
+                row for index in sorted(node.chunks) for row in self._parts.reader.chunks.describe_chunk(node, index)
+            ],
+        }
+
+
+class Files:
+    """Implements `api.FileApi`."""
+
+    def __init__(self, parts: Parts, inodes: Inodes, background: trio.Nursery) -> None:
+        self._parts = parts
+        self._inodes = inodes
+        self._background = background
+        self._core, self._journal, self._lookups = parts.core, parts.journal, parts.lookups
+        self._reader, self._writer, self._access = parts.reader, parts.writer, parts.mapper.access
+        self._nameless, self._coherence = parts.names.nameless, parts.coherence
+
+    async def open(self, ino: int, flags: int, caller: Caller) -> FileHandle:
+        node = await self._lookups.current(ino)
+        if node.is_directory:
+            raise errors.IsADirectory(f"inode {ino} is a directory")
+        _check_content(node)
+        if flags & os.O_ACCMODE != os.O_RDONLY or flags & os.O_TRUNC:
+            _for_change(self._core, node)
+        handle = self.begin(node, flags, caller)
+        if flags & os.O_TRUNC:
+            try:
+                await self._lose_privileges(node, caller)
+                await self._parts.cutter.truncate(node, 0)
+            except BaseException:
+                with trio.CancelScope(shield=True):
+                    await self.release(handle)
+                raise
+        elif caller.is_kernel:
+            self._access.opened(handle)
+        return handle
+
+    def begin(self, node: Node, flags: int, caller: Caller) -> FileHandle:
+        handle = FileHandle(node, flags, caller)
+        self._core.unnamed.pop(node.ino, None)
+        if self._coherence is not None:
+            self._coherence.opened(handle)
+        return handle
+
+    async def _current(self, handle: FileHandle | Node) -> Node:
+        """The file of a handle. One that was opened under a former lease is opened again.
+
+        EngineError where bytes were written through it that nobody stored.
+        """
+        if isinstance(handle, Node):
+            check_remembered(handle)
+            return handle
+        node = handle.node
+        if node.forgotten:
+            if (handle.writable and not is_quiet(node)) or not node.version or not node.nlink:
+                check_remembered(node)
+            found = await self._lookups.node(node.ino)
+            check_remembered(found)
+            if handle.node is node:  # no other call of this handle was faster
+                handle.node = found
+                found.handles += 1
+                found.writers += handle.writable
+        return handle.node
+
+    async def read(self, handle: FileHandle, offset: int, size: int) -> bytes | bytearray | memoryview:
+        node = await self._current(handle)
+        data = await self._reader.read(node, offset, size)
+        self._count_read(handle, node, len(data))
+        return data
+
+    async def read_into(self, handle: FileHandle | Node, offset: int, target: memoryview) -> int:
+        node = await self._current(handle)
+        length = await self._reader.read_into(node, offset, target)
+        self._count_read(handle, node, length)
+        return length
+
+    def _count_read(self, handle: FileHandle | Node, node: Node, byte_count: int) -> None:
+        counters = self._core.counters
+        counters.reads += 1
+        counters.read_bytes += byte_count
+        self._access.read_by(handle, node)
+
+    def content_map(self, handle: FileHandle | Node) -> ContentMap:
+        return self._parts.mapper.map_of(handle if isinstance(handle, Node) else handle.node)
+
+    async def show(self, handle: FileHandle | Node, first: int, last: int) -> None:
+        await self._parts.mapper.show(await self._current(handle), first, last)
+
+    async def write(self, handle: FileHandle, offset: int, data: bytes | memoryview, *, by_kernel: bool = False) -> int:
+        node = await self._current(handle) if handle.node.forgotten else handle.node
+        if by_kernel:
+            privileges.lose_privileges_to_kernel(node, handle.caller)
+        elif data and (node.mode & privileges.SET_ID or node.flags & schema.FLAG_XATTRS):
+            await self._lose_privileges(node, handle.caller)
+        if handle.appends and self._coherence is not None:
+            offset = self._coherence.append_offset(node, offset)
+        size = node.size
+        written = await self._writer.write(node, offset, data, appends=handle.appends) if data else 0
+        self._core.counters.writes += 1
+        self._core.counters.written_bytes += written
+        if by_kernel and written < len(data) and (handle.direct or offset + len(data) <= size):
+            # It would take this for all of the mapped pages that it writes back, and make EIO of a direct write.
+            raise errors.NoSpace(f"inode {node.ino}: room for {written} of {len(data)} bytes")
+        return written
+
+    async def write_in_slots(self, handle: FileHandle, writes: Sequence[tuple[int, memoryview]]) -> list[bool]:
+        node = await self._current(handle)
+        await self._lose_privileges(node, handle.caller)
+        written = await self._writer.write_in_slots(node, writes)
+        self._core.counters.writes += sum(written)
+        self._core.counters.written_bytes += sum(len(data) for _, data in compress(writes, written))
+        return written
+
+    async def _lose_privileges(self, node: Node, caller: Caller) -> None:
+        """Before bytes of the file change, by a door whose writes the kernel does not see."""
+        lost_bits = privileges.lose_privileges(node, caller)
+        if await self._parts.xattrs.drop_capability(node) or lost_bits:
+            node.ctime = clock.now()
+            self._journal.pending.touch(node, forced=True)
+
+    async def flush(self, handle: FileHandle) -> None:
+        node = await self._current(handle) if handle.writable else handle.node
+        changed = node.changed or node.committing
+        if handle.writable and changed and node.nlink and self._lookups.is_strict(await self._inodes.folder(node)):
+            if self._core.shared:  # while a commit is under way that others wait for
+                await self._parts.flusher.write_out(node)
+            await self._journal.commit(node)
+        if handle.writable:
+            _tell_lost(node)
+
+    async def fsync(self, handle: FileHandle, *, data_only: bool = False) -> None:
+        if self._core.read_only:
+            return
+        node = await self._current(handle)
+        if not data_only:
+            self._access.look(node.map)
+            self._access.store(node)
+        await self._journal.commit(node, durable=True)
+        _tell_lost(node)
+
+    async def release(self, handle: FileHandle) -> None:
+        node = handle.node
+        node.writers -= handle.writable
+        if node.forgotten:
+            node.handles -= 1
+            return
+        if node.nlink and handle.writable and node.writers == 0:
+            if node.changed:
+                self._journal.pending.touch(node)
+            if has_unsealed(node):
+                self._background.start_soon(self._seal, node)
+                return
+        self._let_go(node)
+
+    def _let_go(self, node: Node) -> None:
+        """Nobody uses this handle any more; the last one of an unlinked file takes the file along."""
+        node.handles -= 1
+        if node.handles or (self._coherence is not None and self._coherence.closed(node)) or node.nlink:
+            return
+        if self._nameless.knows_all(node):
+            self._reap(node)
+        else:
+            node.handles += 1  # it stays in memory until it is reaped
+            self._background.start_soon(self._load_and_reap, node)
+
+    def _reap(self, node: Node) -> None:
+        """The last handle of an unlinked file was closed. Its bytes go when the kernel forgets it, too."""
+        self._core.unnamed[node.ino] = node
+        if not self._core.places.known(node.ino):
+            self._nameless.reap(node)
+            self._core.nodes.drop(node)
+
+    async def _load_and_reap(self, node: Node) -> None:
+        try:
+            with trio.CancelScope(shield=True):
+                await self._nameless.load(node)
+        finally:
+            node.handles -= 1
+        if node.handles == 0 and not node.forgotten:
+            self._reap(node)
+
+    async def _seal(self, node: Node) -> None:
+        """The last writer of a file that was changed in place closed it."""
+        try:
+            with trio.CancelScope(shield=True):
+                await self._writer.in_place.seal(node)
+        except errors.EngineError as error:
+            log.warning("inode %d stays unsealed, so it is read without verification: %s", node.ino, error)
+        finally:
+            self._let_go(node)
+
+
+class Tree:
+    """Implements `api.TreeApi`."""
+
+    def __init__(self, parts: Parts, files: Files) -> None:
+        self._core, self._lookups, self._names = parts.core, parts.lookups, parts.names
+        self._access = parts.mapper.access
+        self._files = files
+
+    async def lookup(self, parent: int, name: bytes) -> Node:
+        return self._lookups.count_lookup(await self._lookups.by_name(parent, name))
+
+    def forget(self, ino: int, count: int) -> None:
+        node = self._lookups.forget(ino, count)
+        if node is not None:
+            if not node.reaped:
+                self._names.nameless.reap(node)
+            self._core.nodes.drop(node)
+
+    def remember(self, parent: int, entry: DirEntry) -> None:
+        self._core.places.add(entry.attributes.ino, parent, entry.name)
+
+    def may_keep(self, directory: int) -> bool:
+        return not self._lookups.asks(directory)
+
+    async def create(self, parent: int, name: bytes, mode: int, caller: Caller, flags: int) -> tuple[FileHandle, Node]:
+        directory, node = await _for_change(self._core, self._names).create(
+            parent, name, stat.S_IFREG | stat.S_IMODE(mode), caller
+        )
+        handle = self._files.begin(node, flags, caller)
+        await self._names.publish(directory, node)
+        return handle, node
+
+    async def make_node(self, parent: int, name: bytes, mode: int, rdev: int, caller: Caller) -> Node:
+        return await self._make(parent, name, mode, caller, rdev=rdev)
+
+    async def make_directory(self, parent: int, name: bytes, mode: int, caller: Caller) -> Node:
+        return await self._make(parent, name, stat.S_IFDIR | stat.S_IMODE(mode), caller)
+
+    async def make_symlink(self, parent: int, name: bytes, target: bytes, caller: Caller) -> Node:
+        return await self._make(parent, name, stat.S_IFLNK | 0o777, caller, target=target)
+
+    async def _make(
+        self, parent: int, name: bytes, mode: int, caller: Caller, *, rdev: int = 0, target: bytes = b""
+    ) -> Node:
+        directory, node = await _for_change(self._core, self._names).create(
+            parent, name, mode, caller, rdev=rdev, target=target
+        )
+        await self._names.publish(directory, node)
+        return node
+
+    async def link(self, ino: int, parent: int, name: bytes) -> Node:
+        directory, node = await _for_change(self._core, self._names).link(ino, parent, name)
+        await self._names.publish(directory, node)
+        return node
+
+    async def unlink(self, parent: int, name: bytes) -> None:
+        directory, node = await _for_change(self._core, self._names).unlink(parent, name)
+        await self._names.publish(directory, node)
+
+    async def remove_directory(self, parent: int, name: bytes) -> None:
+        directory, node = await _for_change(self._core, self._names).remove_directory(parent, name)
+        await self._names.publish(directory, node)
+
+    async def rename(self, parent: int, name: bytes, new_parent: int, new_name: bytes, flags: int) -> None:
+        directory, node = await _for_change(self._core, self._names).rename(parent, name, new_parent, new_name, flags)
+        await self._names.publish(directory, node)
+
+    async def open_directory(self, ino: int) -> None:
+        await self._lookups.current_directory(ino)
+
+    async def list_directory(self, ino: int, after: int, limit: int) -> list[DirEntry]:
+        if not after:
+            self._access.read(await self._lookups.directory(ino))
+        return await self._lookups.list_directory(ino, after, limit)
+
+
+def _for_change(core: Core, part: P) -> P:
+    """``part``. ReadOnly where nothing may change."""
+    if core.read_only:
+        raise errors.ReadOnly("the volume is mounted read-only")
+    return part
+
+
+def _tell_lost(node: Node) -> None:
+    """NoSpace, once, where bytes that were taken before could not be kept."""
+    if node.lost is not None:
+        lost, node.lost = node.lost, None
+        raise lost
+
+
+def _check_content(node: Node) -> None:
+    """Stale for a file without names whose bytes had to make room although the kernel knew it.
+
+    The kernel then looks the name up again, and finds who took it.
+    """
+    if node.reaped:
+        raise errors.Stale(f"inode {node.ino} was removed")
