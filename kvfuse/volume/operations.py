@@ -115,8 +115,8 @@ class Inodes:
             return await self._lookups.node(1)
 
     async def info(self, ino: int) -> dict[str, Any]:
-        node = await self._lookups.node(ino)
-        await self._parts.reader.chunks.load_all(node)
+        node, chunks = await self._lookups.node(ino), self._parts.reader.chunks
+        await chunks.load_all(node)
         return {
             "ino": node.ino,
             "size": node.size,
@@ -125,9 +125,7 @@ class Inodes:
             "nlink": node.nlink,
             "stored": node.stored and not node.changed,
             "publish": "strict" if self._lookups.is_strict(await self.folder(node)) else "relaxed",
-            "extents": [
-                row for index in sorted(node.chunks) for row in self._parts.reader.chunks.describe_chunk(node, index)
-            ],
+            "extents": [row for index in sorted(node.chunks) for row in chunks.describe_chunk(node, index)],
         }
 
 
@@ -135,9 +133,7 @@ class Files:
     """Implements `api.FileApi`."""
 
     def __init__(self, parts: Parts, inodes: Inodes, background: trio.Nursery) -> None:
-        self._parts = parts
-        self._inodes = inodes
-        self._background = background
+        self._parts, self._inodes, self._background = parts, inodes, background
         self._core, self._journal, self._lookups = parts.core, parts.journal, parts.lookups
         self._reader, self._writer, self._access = parts.reader, parts.writer, parts.mapper.access
         self._nameless, self._coherence = parts.names.nameless, parts.coherence
@@ -322,8 +318,7 @@ class Tree:
 
     def __init__(self, parts: Parts, files: Files) -> None:
         self._core, self._lookups, self._names = parts.core, parts.lookups, parts.names
-        self._access = parts.mapper.access
-        self._files = files
+        self._access, self._files = parts.mapper.access, files
 
     async def lookup(self, parent: int, name: bytes) -> Node:
         return self._lookups.count_lookup(await self._lookups.by_name(parent, name))

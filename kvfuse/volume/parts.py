@@ -98,16 +98,15 @@ class Parts:
         pending = Pending(core)
         chunks = Chunks(core, self.flusher)
         refresher = Refresher(core, chunks, KernelNews(core.kernel))
-        extents = SharedExtents(core, refresher.renew) if core.shared else OwnExtents(core)
+        extents = OwnExtents(core) if member is None else SharedExtents(core, refresher.renew)
         self.reader = Reader(core, chunks, extents)
         staging = Staging(core, pending, self.flusher)
         merger = Merger(core, chunks, self.reader, staging, refresher.news)
         refusals = Refusals(pending, merger.merge, refresher.renew, chunks.reap_unstored, chunks.revive)
         self.journal = Journal(pending, refusals, self.flusher, options.publish.window, self._is_coming)
         self.leases: SlabLeases | None = None
-        """where others have the volume open, too"""
         self.coherence: Coherence | None = None
-        """likewise"""
+        """both where others have the volume open, too"""
         self.space: Space
         self.lookups: Lookup
         self.names: Names
@@ -181,9 +180,9 @@ class Parts:
         nursery.start_soon(self.flusher.run)
         nursery.start_soon(self.journal.run)
         nursery.start_soon(self.names.nameless.run)
-        if not self.core.shared:
+        if self.coherence is None or self.leases is None:
             nursery.start_soon(self.mapper.access.run)
-        if self.coherence is not None and self.leases is not None:
+        else:
             nursery.start_soon(self.coherence.run)
             await nursery.start(self.leases.run)
 

@@ -7,8 +7,8 @@ The event loop alone makes and changes a `ContentMap`. Any thread may read one:
     ... copy the bytes out of row.source, or zeros; the interpreter lock may be released meanwhile ...
     if map.version != version: throw them away
 
-Where there is no row, the size is below 0, or the copy was thrown away, the thread asks the event loop (`Volume.show`,
-`Volume.read_into`). Besides looking it may keep a source or a row, and set bits of a row's ``verified``.
+Where there is no row, the size is below 0, or the copy was thrown away, the thread asks the event loop (`Files.show`,
+`Files.read_into`). Besides looking it may keep a source or a row, and set bits of a row's ``verified``.
 
 The event loop, before it changes bytes that a row shows, lets go of the slot they are in, or changes the size: takes
 the row away, then raises the version, then changes. Adding a row changes nothing: it says what was true before.
