@@ -1,4 +1,4 @@
-"""What a commit does in memory: applied when it is built, between two awaits; settled when it is in the store."""
+"""Effects of a commit on memory: applied when it is built, between two awaits; settled when it is in the store."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ GIVERS_MIN = 1000
 
 
 class BatchBuilder:
-    """Builds batches of what is pending: drafted by `Planner`, applied to memory here. One of each journal."""
+    """Builds batches of pending changes: `Planner` drafts them, and they are applied to memory here."""
 
     def __init__(self, pending: Pending) -> None:
         self.pending = pending
@@ -35,12 +35,12 @@ class BatchBuilder:
         self.planner = Planner(pending)
         self._limits = pending.core.records.limits
         self._givers_max = GIVERS_MIN
-        """how many inodes may be kept as giving up slots before those are forgotten that have none any more"""
+        """length of ``core.givers`` at which inodes without freed slots are removed from it"""
 
     def build(self, flushed: set[Node]) -> Batch:
-        """A commit of everything that changed, but for nodes with bytes that no slot has: they come next time.
+        """A commit of all changes, except for nodes with bytes that no slot has: these wait for the next one.
 
-        What was flushed and staged anew during the flush goes in as it was flushed, and stays changed.
+        A node that staged more bytes during the flush is committed as it was flushed, and stays changed.
         """
         pending = self.pending
         batch = Batch(late=pending.late(flushed))
@@ -58,7 +58,7 @@ class BatchBuilder:
     # -- applying ------------------------------------------------------------------------------------
 
     def _apply(self, draft: Draft, batch: Batch) -> None:
-        """Memory is as if the commit were in the store, but for what `Settling` does then."""
+        """Bring memory to the state after the commit, except for what `Settling` does when it is stored."""
         if self.core.shared:
             gone = dict.fromkeys(draft.gone)
             batch.taken = [_taken(node, node in gone) for node in {**dict.fromkeys(draft.nodes), **gone}]
@@ -84,13 +84,13 @@ class BatchBuilder:
         batch.puts, batch.deletes, batch.expect = draft.puts, draft.deletes, draft.expect
         batch.unborn, self.core.unborn = self.core.unborn, []
         if batch.too_large:
-            self.core.dead += dead  # its records go in several commits: none of them may find a slot free already
+            self.core.dead += dead  # sent in several commits: none may have a slot free already
         else:
             batch.freed = self.core.sharing.release(dead, {addr for addr, _ in fresh}) if dead else []
         self._put_slabs(batch, None if batch.too_large else draft)
 
     def _take(self, draft: Draft, batch: Batch) -> list[Extent]:
-        """What the batch has is not pending any more. Extents of nobody that it frees."""
+        """Remove the draft's changes from ``pending``. Returns extents of no inode that it frees."""
         pending = self.pending
         for node in draft.gone:
             del pending.gone[node]
@@ -115,12 +115,12 @@ class BatchBuilder:
         return draft.dead
 
     def _attributed(self, keys: Iterable[bytes]) -> list[Node]:
-        """Inodes that some of these records are attributes of."""
+        """Inodes that have attributes among these records."""
         inos = {schema.key_inode(key) for key in keys if key.startswith(schema.XATTR_PREFIX)}
         return [node for node in map(self.core.nodes.get, inos) if node is not None]
 
     def _apply_node(self, node: Node, dead: list[Extent], fresh: list[Slot]) -> None:
-        """``dead``, ``fresh``: get what leaves the durable image with the inode, and what comes into it."""
+        """Adds the extents that leave the durable image to ``dead``, and the slots that enter it to ``fresh``."""
         node.forced = node.atime_moved = False
         node.committing = True
         node.extra = {}
@@ -139,9 +139,9 @@ class BatchBuilder:
             node.dead.clear()
 
     def _put_slabs(self, batch: Batch, draft: Draft | None) -> None:
-        """The bitmaps and counters that changed. ``draft``: which bitmaps have to be in this commit; None: all.
+        """Put changed bitmaps and counters. ``draft``: names the bitmaps that must be in this commit; None: all.
 
-        Of a commit that was recalled there may be others, as they are stored: those go as far as there is room.
+        A recalled commit may have left other changed bitmaps: these are put while there is room.
         """
         wanted, others_max = (draft.slabs, draft.slab_room(self._limits)) if draft else (set(), None)
         batch.puts.update(self.core.inodes.take())
@@ -160,29 +160,29 @@ class Settling:
         self.core = pending.core
         self.pending = pending
         self.batch: Batch | None = None
-        """built, until the slots that it frees are free"""
+        """the batch from when it is built until its slots are free"""
         self.is_always_durable = self.core.records.limits.durable and self.core.segments.limits.durable
-        """what was committed, with the bytes that it names"""
+        """each commit, with the bytes that it refers to, survives a loss of power"""
         self._refusals = refusals
         self._headers = headers
         self._freeing = trio.Lock()
         self._durable_epoch = 0
-        """of the last commit that was synced, and all before it with it"""
+        """epoch of the last synced commit, which made all before it durable, too"""
 
     def is_durable(self, node: Node) -> bool:
-        """A synced commit has the file as it is here, or came after the one that has. Of others that is not known."""
+        """A synced commit contains the file in its present state, or came after one that does. Files only."""
         if node.changed or node.committing or node.nlink == 0 or not node.is_file:
             return False
         return self.is_always_durable or (node.stored_epoch or self.pending.epoch) <= self._durable_epoch
 
     def note_durable(self, nodes: Iterable[Node]) -> None:
-        """A synced commit came after all that is stored of these files."""
+        """Note that a synced commit came after the last commit of each of these files."""
         for node in nodes:
             if not (node.changed or node.committing):
                 node.stored_epoch = self.pending.epoch
 
     def settle(self, batch: Batch, *, durable: bool) -> None:
-        """The commit is in the store: inodes and names are as it says there."""
+        """Note in memory that the commit is in the store."""
         pending, draft = self.pending, batch.draft
         pending.epoch += 1
         self.core.metadata.release(batch.reserved)
@@ -209,9 +209,9 @@ class Settling:
             pending.drop_folders()
 
     def _settle_versions(self, batch: Batch) -> None:
-        """In a shared volume: what is stored has the version of the commit."""
+        """In a shared volume: note the commit's version as that of the stored records."""
         version, draft = batch.version, batch.draft
-        for directory in draft.times if not batch.too_large else ():  # else another part's version may be its own
+        for directory in draft.times if not batch.too_large else ():  # else the version may be another part's
             directory.times_version = version
         for node, record in draft.records.items():
             node.version, node.base = version, record
@@ -228,7 +228,7 @@ class Settling:
     # -- slots ---------------------------------------------------------------------------------------
 
     async def free_slots(self) -> None:
-        """Let the slots that the last commit freed be used again, when nobody reads them any more."""
+        """Mark the slots that the last commit freed as free; they are reused when no read needs them. EngineError."""
         batch = self.batch
         if batch is None:
             return
@@ -244,9 +244,9 @@ class Settling:
             self.batch = None
 
     def _retire(self, give: Give, extents: list[Extent], batch: Batch) -> None:
-        """Let slots be used again: a grace later where another host may be reading them, or a write may still arrive.
+        """Hand slots to ``give`` for reuse: a grace later if another host may read them, or a write may still arrive.
 
-        A host that has just come, and is not known of yet, finds out by the checksums.
+        A host that joined just now, and is not known here yet, detects reuse by the checksums.
         """
         at_once, resting = [extent.slot for extent in extents], list[Slot]()
         if batch.is_unsure or not self.core.is_alone():
@@ -256,7 +256,7 @@ class Settling:
         self.core.reads.retire(self.core.grace.later(give), resting)
 
     async def freed(self) -> None:
-        """Return when the slots are free that a commit gave up which has just returned."""
+        """Return when the slots of the commit that returned last are free."""
         async with self._freeing:
             pass
 
@@ -269,7 +269,7 @@ def _taken(node: Node, is_gone: bool) -> Taken:
 
 
 def _begin_base(node: Node) -> None:
-    """What is stored of each chunk, and where the file was cut, is from now on what this commit says."""
+    """Let the stored state of each chunk, and the size to which the file was cut, be those of this commit."""
     node.cut_size = None
     for chunk in node.chunks.values():
         if chunk.base is not None:

@@ -1,4 +1,4 @@
-"""One commit of what is pending, as data: what is drafted, what is sent, and what is settled in memory after it."""
+"""One commit of pending changes, as data: the draft, the records that are sent, and the effects on memory."""
 
 from __future__ import annotations
 
@@ -19,44 +19,44 @@ if TYPE_CHECKING:
     from kvfuse.remote.records.api import RecordLimits
 
 SPARE_OPERATIONS = 2 + RESERVED_OPERATIONS
-"""Of any commit: counter records may be put, and what the committer adds."""
+"""Operations kept free in each commit: for counter records and for those that the committer adds."""
 SLAB_RECORD_SIZE = 2100
-"""Bytes that the record of a slab has at most, about."""
+"""Largest size of a slab's record, in bytes, about."""
 
 
 @dataclass
 class Draft:
-    """Some changes, and what a commit of them would do."""
+    """Some changes, and the effects of a commit of them."""
 
     nodes: list[Node] = field(default_factory=list)
     gone: list[Node] = field(default_factory=list)
     names: list[NameChange] = field(default_factory=list)
     vacated: list[tuple[int, bytes]] = field(default_factory=list)
-    """(directory, name): the stored record went, the new one comes later"""
+    """(directory, name): this commit deletes the stored record, a later one puts the new record"""
     times: list[Node] = field(default_factory=list)
     extra: dict[bytes, bytes | None] = field(default_factory=dict)
     dead: list[Extent] = field(default_factory=list)
-    """of nobody any more"""
+    """extents that belong to no inode any more"""
     puts: dict[bytes, bytes] = field(default_factory=dict)
     deletes: set[bytes] = field(default_factory=set)
     expect: dict[bytes, int] = field(default_factory=dict)
     """in a shared volume: key -> version"""
     records: dict[Node, schema.InodeRecord] = field(default_factory=dict)
-    """in a shared volume: what is put of each inode"""
+    """in a shared volume: the record that is put for each inode"""
     slabs: set[int] = field(default_factory=set)
-    """whose records will be put too"""
+    """slabs whose records are put as well"""
     bequests: set[Node] = field(default_factory=set)
-    """in a shared volume: what these give up an orphan record names from then on, see `Planner`"""
+    """in a shared volume: inodes whose freed extents move to an orphan record, see `Planner`"""
     files: int = 0
-    """in a shared volume: inodes that come into the store, less those that lose their last name"""
+    """in a shared volume: new inodes less those that lose their last name"""
     before: dict[bytes, int] = field(default_factory=dict)
-    """in a shared volume: what the stored records weigh that are replaced or deleted; others were not there"""
+    """in a shared volume: weights of stored records that are replaced or deleted; others do not exist"""
     operation_count: int = 0
     byte_count: int = 0
-    """of keys and values; both but for slabs, see `measure`"""
+    """of keys and values; both counts are without slabs, see `measure`"""
 
     def measure(self) -> Draft:
-        """The same, when nothing more is put or deleted."""
+        """Count operations and bytes when the draft is complete. Returns the draft itself."""
         self.deletes.difference_update(self.puts)
         self.operation_count = len(self.puts) + len(self.deletes) + len(self.expect)
         self.byte_count = sum(map(len, self.puts)) + sum(map(len, self.puts.values())) + sum(map(len, self.deletes))
@@ -64,14 +64,14 @@ class Draft:
         return self
 
     def has_room(self, other: Draft, limits: RecordLimits) -> bool:
-        """Both fit in one commit."""
+        """Both drafts fit into one commit."""
         both = len(self.slabs) + sum([slab not in self.slabs for slab in other.slabs])
         operations = self.operation_count + other.operation_count + both + SPARE_OPERATIONS
         byte_count = self.byte_count + other.byte_count + both * SLAB_RECORD_SIZE
         return operations <= limits.commit_operations_max and byte_count + RESERVED_BYTES <= limits.commit_bytes_max
 
     def slab_room(self, limits: RecordLimits) -> int:
-        """Records of other slabs for which there is room beside it."""
+        """How many records of other slabs fit beside this draft."""
         operations = limits.commit_operations_max - SPARE_OPERATIONS - self.operation_count - len(self.slabs)
         byte_count = limits.commit_bytes_max - RESERVED_BYTES - self.byte_count - len(self.slabs) * SLAB_RECORD_SIZE
         return max(0, min(operations, byte_count // SLAB_RECORD_SIZE))
@@ -100,7 +100,7 @@ NOTHING = Draft()
 
 
 class Taken(NamedTuple):
-    """What a commit took from an inode in memory."""
+    """The state of an inode that a commit consumed; restored if the commit is refused."""
 
     node: Node
     forced: bool
@@ -109,46 +109,46 @@ class Taken(NamedTuple):
     dead: list[Extent]
     dirty_chunks: AbstractSet[int]
     chunks: list[tuple[Chunk, tuple[schema.ExtentRecord, ...], list[tuple[int, int]]]]
-    """(chunk, its base, what was written)"""
+    """(chunk, its base, (start, end) of written bytes)"""
     cut_size: int | None
     reserved: int
     is_gone: bool
-    """it had no names any more: what it left went"""
+    """the inode had no names, and the commit frees its slots and records"""
 
 
 @dataclass
 class Batch(Changes):
-    """One commit, and what to settle in memory after it."""
+    """One commit, and what is settled in memory when it is stored."""
 
     freed: list[Extent] = field(default_factory=list)
     unborn: list[Extent] = field(default_factory=list)
     late: Late = field(default_factory=set)
-    """changed, but not in it: their bytes come first, or it had no room for them"""
+    """changed inodes that it leaves out: their bytes are not in slots, or it has no room for them"""
     left_serial: int | None = None
-    """serial number of the oldest change that it had no room for; None: it had room for all"""
+    """serial number of the oldest change for which it has no room; None: it has room for all"""
     draft: Draft = field(default_factory=Draft)
-    """what it has of each inode and name"""
+    """its changes of inodes and names"""
     taken: list[Taken] = field(default_factory=list)
-    """in a shared volume: of each inode what a refused commit has to give back"""
+    """in a shared volume: the state of inodes to restore if it is refused"""
     ties: list[tuple[Node, Node]] = field(default_factory=list)
     is_unsure: bool = False
-    """headers of the slots that it frees could not be written, and may be later"""
+    """writing headers of the slots that it frees failed, and may still happen"""
     reserved: int = 0
-    """bytes of records that it may add; see `metadata`"""
+    """bytes of records that were reserved for it; see `metadata_budget`"""
     too_large: bool = False
-    """it is one unit, and more than a commit may be: it goes in several"""
+    """it is one unit that is larger than a commit may be: it is sent in several"""
 
     def changes_name(self, parent: int, name: bytes) -> bool:
-        """It puts or deletes the record of a name: another host may have changed one that it leaves as it is."""
+        """It puts or deletes the record of a name. Another host may have changed a record that it does not."""
         key = schema.entry_key(parent, name)
         return key in self.puts or key in self.deletes
 
     def parts(self, limits: RecordLimits) -> Iterator[Changes]:
-        """In several commits: first what takes slots, then what is put, what is deleted, and what frees others' slots.
+        """Split it into several commits: slab records first, then puts, deletes, and f records of others' slots.
 
-        In a shared volume only where many inodes go together, each with many chunk records: what one of them gives up
-        has room in one commit (`Draft.bequests`). A crash between two of them leaves slots that nobody has, or an inode
-        with two names, for fsck to mend.
+        In a shared volume this happens only if many inodes with many chunk records each belong together: the freed
+        slots of one inode fit into one commit (`Draft.bequests`). A crash between two parts leaks slots or leaves an
+        inode with two names, which fsck mends.
         """
         operations_max = limits.commit_operations_max - RESERVED_OPERATIONS
         bytes_max = limits.commit_bytes_max - RESERVED_BYTES
@@ -174,15 +174,15 @@ class Batch(Changes):
 
 @dataclass
 class Unit:
-    """Changes that go together or not at all."""
+    """Changes that are committed together or not at all."""
 
     nodes: list[Node] = field(default_factory=list)
     gone: list[Node] = field(default_factory=list)
     names: list[NameChange] = field(default_factory=list)
     serial: int = 0
-    """of its oldest change"""
+    """serial number of its oldest change"""
 
     def members(self) -> set[Node]:
-        """All inodes that it is about."""
+        """All inodes that its changes concern."""
         named = {node for change in self.names for node in (change.node, change.moved) if node is not None}
         return {*self.nodes, *self.gone, *named}

@@ -1,7 +1,7 @@
 """One commit at a time: the journal's batch, and the transactions that fit beside it.
 
-In a shared volume each commit also moves this client's *sequence* record and expects it as the last one left it. So no
-commit of this client happens twice, and what an interrupted one did is known by one look at that record.
+In a shared volume each commit also puts this client's *sequence* record and expects the version of the last put. So no
+commit of this client happens twice, and one read of that record shows whether an interrupted commit happened.
 """
 
 from __future__ import annotations
@@ -21,38 +21,38 @@ from kvfuse.volume.store.sealed import get_marked
 from kvfuse.volume.store.transaction import Transaction
 
 RESERVED_OPERATIONS = 4
-"""of a commit in a shared volume: the member and the sequence record are expected, the latter and a count are put"""
+"""of a commit in a shared volume: member and sequence record are expected, sequence record and count are put"""
 RESERVED_BYTES = 256
 COMMITS_MAX = 3
-"""So many times as long as a commit takes others are waited for that are on their way."""
+"""A commit waits for callers that are on their way for at most so many times the duration of a commit."""
 LOOK_SECONDS = 0.001
-"""between looks whether somebody is"""
+"""between two checks for such callers"""
 SECONDS_MAX = 0.05
-"""What a commit is taken to last at most: nobody waits for others because the store was stalled once."""
+"""Upper bound of the assumed duration of a commit, so that one stall of the store delays no later commits."""
 
 
 @dataclass
 class Changes:
-    """What one commit does; as `Transaction`, but it grows."""
+    """Puts, deletes and expected versions of one commit; like `Transaction`, but mutable."""
 
     puts: dict[bytes, bytes] = field(default_factory=dict)
     deletes: set[bytes] = field(default_factory=set)
     expect: dict[bytes, int] = field(default_factory=dict)
     version: int = 0
-    """of the commit that did it, once that is known"""
+    """of the commit, once it is known that it happened"""
     files: int = 0
-    """inodes that it makes, less those that it removes; in a shared volume"""
+    """in a shared volume: new inodes less removed ones"""
     size: int = 0
-    """bytes that names, inodes and attributes weigh more after it; likewise"""
+    """in a shared volume: growth of the weight of names, inodes and attributes, in bytes"""
 
 
 class Outcome(NamedTuple):
-    """What became of a batch."""
+    """The result of sending a batch."""
 
     version: int
-    """of its puts; 0: it was refused, and nothing of it was done"""
+    """of its puts; 0: the store refused it whole"""
     found: Mapping[bytes, Versioned | None]
-    """of a refused batch: what the expected keys have, as far as that is not what it expected"""
+    """of a refused batch: the records of expected keys that have another version than expected"""
 
 
 @dataclass(eq=False, slots=True)
@@ -67,7 +67,7 @@ class _Waiting:
 
 
 class _Group:
-    """A commit under way: a batch, or none, and transactions, of which none changes what another one is about."""
+    """One commit: a batch, or none, and transactions, which touch different records."""
 
     def __init__(self, batch: Changes | None, limits: RecordLimits, sequence: Sequence | None) -> None:
         begun = batch or Changes()
@@ -82,12 +82,12 @@ class _Group:
         self._bytes = RESERVED_BYTES
 
     def join(self, waiting: _Waiting) -> bool:
-        """Take a transaction along; False where it has no room, or is about the same records."""
+        """Add a transaction; False if it does not fit, or touches the same records."""
         transaction, changes = waiting.transaction, self.changes
         written = transaction.changes
         count = len(changes.puts) + len(changes.deletes) + len(changes.expect) + transaction.operation_count
         if not self.members and self.batch is None:
-            fits = True  # alone: it was looked at when it came
+            fits = True  # alone: `transact` checked its size
         else:
             fits = count + RESERVED_OPERATIONS <= self._limits.commit_operations_max
             fits = fits and self._size() + transaction.byte_count <= self._limits.commit_bytes_max
@@ -117,34 +117,34 @@ class _Group:
 
 @dataclass
 class Gathering:
-    """Says when the next commit should begin: when as many callers wait as were served together lately.
+    """Decides when the next commit begins: when as many callers wait as the last commits served together.
 
-    A commit costs the store's members, and this process, about the same whatever it carries. Without this, callers
-    fall into groups that take turns: the first to return leaves alone, all others wait. Those that are missing are
-    waited for as long as a commit takes; and for some times that, while somebody is seen on the way, as with bytes that
-    are being written for a file that is closed. The committer owns it.
+    The cost of a commit for the store and this process hardly depends on its size. Without this, callers
+    form groups that take turns: the first one to return is committed alone while all others wait. A commit waits for
+    missing callers as long as a commit takes; and for some times as long while a caller is known to be on its way, for
+    example while the bytes of a file are written that is being closed. The committer owns it.
     """
 
     queues: tuple[Sized, ...]
-    """of those who wait for the next commit; `came` is to be called when one more does"""
+    """callers that wait for the next commit; `came` must be called for each new one"""
     coming: Callable[[], bool]
-    """somebody is on the way who may wait for a commit then"""
+    """a caller is on its way that may soon wait for a commit"""
 
     def __post_init__(self) -> None:
         self._peers = 0
-        """that the last commits served together"""
+        """callers that the last commits served together"""
         self.seconds = 0.0
-        """that the last one took, or `SECONDS_MAX`"""
+        """duration of the last commit, at most `SECONDS_MAX`"""
         self._complete = trio.Event()
 
     def came(self) -> None:
-        """One more waits."""
+        """One more caller waits."""
         if sum(map(len, self.queues)) >= self._peers:
             self._complete.set()
             self._complete = trio.Event()
 
     def served(self, count: int, seconds: float) -> None:
-        """A commit took so long, and so many had waited for it. One that nobody waited for says nothing of others."""
+        """Note the duration of a commit, and how many callers it served. Ignored for ``count`` 0."""
         if count:
             self._peers = max(count, (self._peers + count) // 2)
             self.seconds = min(seconds, SECONDS_MAX)
@@ -169,7 +169,7 @@ class Sequence:
     key: bytes
     value: bytes = b""
     counts_key: bytes | None = None
-    """of the record that counts what this client made, less what it removed; None: nobody counts"""
+    """of the record with this client's counts of inodes and bytes; None: there is none"""
     version: int = ABSENT
 
 
@@ -185,38 +185,37 @@ class Committer:
         came_late: Callable[[], None] = lambda: None,
         coming: Callable[[], bool] = lambda: False,
     ) -> None:
-        """``sequence``: None where nobody else writes the store. ``batch_waiters``: callers that wait for a batch.
+        """``sequence``: None if no other client writes the store. ``batch_waiters``: callers that wait for a batch.
 
-        ``came_late``: called when an interrupted commit turns out to have happened: others may have changed the same.
-        ``coming``: see `Gathering`.
+        ``came_late``: called if an interrupted commit turns out to have happened: other hosts may have changed the
+        same records since. ``coming``: see `Gathering`.
         """
         self.records = records
         self.size = 0
-        """bytes of names, inodes and attributes, as they are in the store"""
+        """stored weight of names, inodes and attributes of this client, in bytes; below 0 if it removed more"""
         self._files = 0
-        """inodes, likewise"""
+        """stored inodes that this client made, less those that it removed"""
         self._sequence = sequence
         self._came_late = came_late
         self.turn = trio.Lock()
-        """Nobody else commits while it is held: what is built then is sent before anything else is."""
+        """Only its holder commits: what the holder builds is the next commit."""
         self._waiting: deque[_Waiting] = deque()
         self._work = trio.Event()
         self._batch_waiters = batch_waiters
         self.gathering = Gathering((self._waiting, batch_waiters), coming)
-        """of those, and of transactions"""
         self._taken = trio.Event()
-        """the next commit sets it, when it has taken along who waits"""
+        """set when the next commit has taken the waiting transactions"""
         self._unknown: _Group | None = None
-        """its outcome is not known"""
+        """an interrupted commit that may have happened"""
         self._stopped = False
 
     # -- transactions --------------------------------------------------------------------------------
 
     async def transact(self, transaction: Transaction) -> bool:
-        """Return True when it is in the store, False when an expected version had moved and nothing was done.
+        """Commit a transaction. False, with nothing done, if an expected version had changed.
 
-        A caller that is cancelled before the commit began takes it back; after, it may happen. EngineError: unknown.
-        ValueError for one that is larger than a commit may be.
+        If the caller is cancelled before the commit began, it does not happen; after that it may. EngineError: it may
+        have happened. ValueError: it is larger than a commit may be.
         """
         self.records.limits.check_commit(transaction.puts, transaction.deletes, transaction.expect)
         if self._stopped:
@@ -235,7 +234,7 @@ class Committer:
         return waiting.version > 0
 
     async def run(self) -> None:
-        """Commit transactions that no batch takes along, for ever. When it ends, so does every wait for one."""
+        """Commit transactions that no batch includes, until cancelled. Then their callers get EngineError."""
         try:
             while True:
                 await self._work.wait()
@@ -255,9 +254,7 @@ class Committer:
         self._waiting.clear()
 
     async def _meet(self) -> None:
-        """Let others come who go with the same commit. The journal's batch takes along who waits, where it is near:
-        it may have bytes to write first.
-        """
+        """Wait for callers that can share the commit, and for the journal's batch, if it is about to be sent."""
         await self.gathering.meet()
         if self._batch_waiters:
             with trio.move_on_after(self.gathering.seconds):
@@ -266,10 +263,10 @@ class Committer:
     async def _send_alone(self) -> None:
         try:
             await self.resolve()
-        except EngineError as error:  # they wait no longer than a call takes
+        except EngineError as error:  # no caller waits for more than one deadline
             self._refuse_all(error)
             return
-        with suppress(EngineError):  # those whom it concerns were told
+        with suppress(EngineError):  # its callers got the error
             await self.send(None, durable=False)
 
     # -- sending -------------------------------------------------------------------------------------
@@ -277,10 +274,10 @@ class Committer:
     async def send(
         self, batch: Changes | None, *, durable: bool, waiter_count: int = 0, began: float | None = None
     ) -> Outcome:
-        """In one's turn: commit a batch, and transactions beside it. EngineError: unknown; see `resolve`.
+        """With the turn: commit a batch, and transactions beside it. EngineError: it may have happened; see `resolve`.
 
-        ``batch``: None commits transactions alone. ``waiter_count``: how many wait for it. ``began``: when the work
-        for this commit did; None: now.
+        ``batch``: None commits transactions alone. ``waiter_count``: callers that wait for the batch. ``began``: when
+        the work for this commit began, in trio's time; None: now.
         """
         began = trio.current_time() if began is None else began
         if self._unknown is not None:
@@ -289,7 +286,7 @@ class Committer:
         while batch is not None or group.members:
             changes = group.changes
             if (group.files or group.size) and self._sequence and self._sequence.counts_key:
-                # With what changes it, so that no crash comes between.
+                # In the same commit, so that a crash cannot separate them.
                 counts = schema.encode_counts(self._files + group.files, self.size + group.size)
                 changes.puts[self._sequence.counts_key] = counts
             try:
@@ -303,10 +300,10 @@ class Committer:
                 self._applied(group, version)
                 return Outcome(version, {})
             if self._sequence is not None and self._sequence.key in found:
-                told = EngineError("another daemon commits under this client's number: unmount and mount again")
+                refusal = EngineError("another daemon commits under this client's number: unmount and mount again")
                 for waiting in group.members:
-                    _finish(waiting, error=told)
-                raise told
+                    _finish(waiting, error=refusal)
+                raise refusal
             group = self._without_losers(group, found)
             if batch is not None and any(key in batch.expect for key in found):
                 self._put_back(group)
@@ -314,7 +311,7 @@ class Committer:
         return Outcome(0, {})
 
     def _gather(self, batch: Changes | None) -> _Group:
-        """The batch and as many of those that wait as fit beside it, in the order in which they came."""
+        """The batch and as many waiting transactions as fit beside it, in order of arrival."""
         group = _Group(batch, self.records.limits, self._sequence)
         for _ in range(len(self._waiting)):
             waiting = self._waiting.popleft()
@@ -329,7 +326,7 @@ class Committer:
         return group
 
     async def _look(self, expect: Mapping[bytes, int]) -> dict[bytes, Versioned | None]:
-        """What is there now of keys whose version is not the expected one; of damaged records the version alone."""
+        """Records of keys that have another version than expected (None: absent); of damaged ones only the version."""
         keys = list(expect)
         rows = await get_marked(self.records, keys)
         return {
@@ -337,7 +334,7 @@ class Committer:
         }
 
     def _without_losers(self, group: _Group, found: Mapping[bytes, Versioned | None]) -> _Group:
-        """The same without transactions that expected something else. They are told."""
+        """The group without transactions whose expected versions had changed. These are finished as refused."""
         rest = _Group(group.batch, self.records.limits, self._sequence)
         for waiting in group.members:
             if any(key in found for key in waiting.transaction.expect):
@@ -347,7 +344,7 @@ class Committer:
         return rest
 
     def _put_back(self, group: _Group) -> None:
-        """These were not the reason; they go with another commit."""
+        """Return transactions to the queue: another commit takes them."""
         for waiting in group.members:
             waiting.taken = False
         self._waiting.extendleft(reversed(group.members))
@@ -366,22 +363,22 @@ class Committer:
             _finish(waiting, version)
 
     def _interrupted(self, group: _Group, error: BaseException) -> None:
-        """The commit may have happened. Callers hear it; the next commit finds out first."""
+        """Note a commit that may have happened: its callers get the error, and the next commit resolves it first."""
         if self._sequence is not None:
             self._unknown = group
-        told = error if isinstance(error, KvfuseError) else EngineError("nothing is committed any more")
+        shown = error if isinstance(error, KvfuseError) else EngineError("nothing is committed any more")
         for waiting in group.members:
-            _finish(waiting, error=told)
+            _finish(waiting, error=shown)
 
     async def resolve(self) -> None:
-        """In one's turn: have it known whether the last commit happened. EngineError where that cannot be told yet.
+        """With the turn: find out whether the last commit happened. EngineError: the store does not say yet.
 
-        If it did, `Changes.version` of its batch says so, and what its transactions do when they are done is done.
+        If it did, sets `Changes.version` of its batch, and applies its transactions.
         """
         group, sequence = self._unknown, self._sequence
         if group is None or sequence is None:
             return
-        # Asked by a commit: before it, the engine makes sure that nothing sent earlier is done later.
+        # A commit asks, because the engine first makes sure that no earlier request takes effect later.
         version = sequence.version
         if not await self.records.commit({}, (), {sequence.key: version}):
             (row,) = await self.records.get([sequence.key])

@@ -1,16 +1,16 @@
-"""What a refused commit means: others changed the same names or inodes, and memory is brought to terms with that.
+"""Conflicts: another host changed the same names or inodes, so the store refused a commit.
 
-The commit is *recalled* first: everything in it is pending again. Then each key that had moved is looked at:
+The commit is *recalled* first: everything in it is pending again. Then each key with an unexpected version is resolved:
 
-* A name: the later replaces the earlier. What has the name now leaves it with our change, as what was there before
-  would have. A directory, or a file with several names, stays: then ours is lost, and counted. Who removed a file here
-  did not mean the one that has the name now: that stays, too.
-* Two inodes with one name here: who is elsewhere in the store is followed. This is seen before a commit, too.
-* An inode: both changes are put together (`Merger`). One that another host renamed is followed; one that was removed
-  is lost here, as if it had been unlinked while it was open.
-* A directory into which names were put: its new version is expected from now on; if it is gone, so are they.
+* A name: the later change replaces the earlier one. Our change removes the inode that has the name now, as it
+  would have removed the former one. A directory, or a file with several names, stays: then our change is dropped, and
+  counted. A removal here was meant for the former file: the one that has the name now stays, too.
+* Two inodes with one name here: the one that the store has elsewhere is looked up there. Commits check for this, too.
+* An inode: both changes are merged (`Merger`). An inode that another host renamed is looked up; a removed one
+  is dropped here, as if it had been unlinked while it was open.
+* A directory to which names were added: commits expect its new version; if it was removed, the names are dropped.
 
-Nothing else commits meanwhile. Operations go on at each await: what is decided here is done without one.
+Nothing else commits meanwhile. Other tasks change memory at each await, so a decision and its effect have none between.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ if TYPE_CHECKING:
     from kvfuse.volume.commit.refusals import Refusals
 
 FOLLOW_SECONDS = 2.0
-"""Wait for the watch to say where an inode went."""
+"""how long to wait for the watch to report the new place of an inode"""
 LOOK_SECONDS = 0.02
 """between two looks"""
 SEARCH_PAGE = 1000
-"""names that are read at once where it says nothing"""
+"""names per read of a search for the inode, if the watch did not report it"""
 
 log = logging.getLogger(__name__)
 
 
 class Conflicts:
-    """Brings memory to terms with a refused commit. The journal owns it."""
+    """Resolves the conflicts of a refused commit. The journal owns it."""
 
     def __init__(self, pending: Pending, refusals: Refusals) -> None:
         self.pending = pending
@@ -56,7 +56,7 @@ class Conflicts:
     # -- recalling -----------------------------------------------------------------------------------
 
     def recall(self, batch: Batch) -> None:
-        """The commit was refused: memory is as if it had never been built. What happened since stays."""
+        """Undo the effects of a refused commit on memory. Later changes stay."""
         draft = batch.draft
         committed: list[Extent] = []
         for taken in batch.taken:
@@ -75,14 +75,14 @@ class Conflicts:
         node = taken.node
         node.committing = False
         node.extra = {**taken.extra, **node.extra}
-        if node.nlink or taken.is_gone:  # what was removed since is freed by its orphan record, as it is stored
+        if node.nlink or taken.is_gone:  # else its orphan record frees the stored extents
             node.dead = [*taken.dead, *node.dead]
         for extent in taken.born:
             if extent.state == COMMITTED:
                 extent.state = FRESH
                 committed.append(extent)
                 node.born.append(extent)
-            else:  # it was given up since, and no record ever names it
+            else:  # it was given up since, and no record refers to it
                 committed.append(extent)
                 self.core.unborn.append(extent)
                 node.dead = [other for other in node.dead if other is not extent]
@@ -101,7 +101,7 @@ class Conflicts:
             self.core.metadata.release(taken.reserved)
 
     def _restore(self, batch: Batch, others: Iterable[bytes]) -> None:
-        """What belongs to no inode is pending again. ``others``: keys of records that belong to one."""
+        """Make changes that belong to no inode pending again. ``others``: keys of records that belong to one."""
         draft, theirs = batch.draft, set(others)
         pending, loose = self.pending, self.pending.loose
         loose.changes = {**{key: value for key, value in draft.extra.items() if key not in theirs}, **loose.changes}
@@ -120,18 +120,18 @@ class Conflicts:
         pending.load.work.set()
 
     def _is_freed_twice(self, extent: Extent) -> bool:
-        """The refused commit would have freed it, and another host did in the meantime.
+        """The refused commit would have freed the slot, and another host freed it meanwhile.
 
-        That host put an f record, where the slot is ours. When it was looked at while the commit was under way, the
-        slot seemed to be free already, and only the record is to be deleted: so the slot is freed with it.
+        That host put an f record for our slot. While the commit was in flight, the slot was taken for free already,
+        and only the deletion of the record became pending: so the slot is freed with it.
         """
         key = schema.freed_key(self.core.geometry.slab_of(extent.addr), extent.addr, extent.generation)
         return self.pending.loose.changes.get(key, b"") is None
 
-    # -- coming to terms -----------------------------------------------------------------------------
+    # -- resolving -----------------------------------------------------------------------------------
 
     async def resolve(self, found: Mapping[bytes, Versioned | None]) -> None:
-        """``found``: what the keys have now that had moved. Afterwards the next commit may be built."""
+        """Resolve the keys of ``found``: key with an unexpected version -> its present record. EngineError."""
         for key, row in found.items():
             if key[:1] == b"d":
                 await self._resolve_entry(key, row)
@@ -143,10 +143,10 @@ class Conflicts:
                 self.pending.loose.attribute_is(key, row)
 
     async def untangle(self) -> None:
-        """Before a commit is built: two inodes that were changed here have one name.
+        """Before a commit is built: resolve two inodes changed here that have the same name. EngineError.
 
-        So another host has renamed one, or removed it, and that was not heard of in time: both records have one key, so
-        what the commit expects of the one it would overwrite with the other. EngineError.
+        Another host has renamed or removed one of them, and the watch did not report it in time. Both records have the
+        same key, so the commit would replace one inode with the other.
         """
         while keys := self._contested():
             rows = await get_marked(self.core.records, keys)
@@ -188,17 +188,17 @@ class Conflicts:
             self._resolve_name(parent, name, change, row)
 
     def _resolve_name(self, parent: int, name: bytes, change: NameChange, row: Versioned | None) -> None:
-        """The name means something else in the store than when it was changed here."""
+        """Resolve a change of a name whose record in the store is another one than when it was changed here."""
         entry = schema.decode_entry(row.value) if row is not None else None
         if isinstance(entry, int) or (isinstance(entry, schema.InodeRecord) and entry.nlink != 1):
             self.pending.counters.lost_names += 1
-            log.warning("%r in directory %d: another host was faster, ours is lost", name, parent)
+            log.warning("%r in directory %d: another host has taken the name, our change is lost", name, parent)
             self._give_up(parent, name, change)
             return
         if change.node is None and change.moved is not None and entry is not None and entry.ino != change.moved.ino:
             self._give_up(parent, name, change)
             return
-        self.refusals.stays(change)  # what had the name is not ours to remove any more
+        self.refusals.stays(change)  # another host renamed or removed it
         change.stored, change.version = row is not None, row.version if row is not None else 0
         ours = change.node
         if isinstance(entry, schema.InodeRecord) and row is not None and (ours is None or entry.ino != ours.ino):
@@ -207,8 +207,8 @@ class Conflicts:
             ours.version, ours.base = row.version, entry
 
     def _lose_entry(self, parent: int, name: bytes) -> None:
-        """Nobody can read the record any more: it stays for fsck, and what was to take its place is lost."""
-        log.error("%r in directory %d: its record is damaged, what was changed here of the file is lost", name, parent)
+        """Drop changes of a name whose record is damaged: the record stays for fsck."""
+        log.error("%r in directory %d: damaged record, changes are lost: run 'kvfuse fsck --repair'", name, parent)
         for node in self.pending.changed_inline(aside=True):
             if (node.parent, node.name) == (parent, name):
                 self.refusals.lost(node)
@@ -231,7 +231,7 @@ class Conflicts:
         try:
             record = schema.decode_inode(row.value) if row is not None else None
         except schema.Malformed:
-            log.error("the record of inode %d is damaged, what was changed here of it is lost", ino)
+            log.error("inode %d: damaged record, changes are lost: run 'kvfuse fsck --repair'", ino)
             record = None
         for node in dict.fromkeys([current, *self.pending.changed(ino)]):
             if node is None:
@@ -244,19 +244,19 @@ class Conflicts:
                 self.refusals.lost(node)
 
     def _lose_folder(self, directory: Node) -> None:
-        """The directory was removed elsewhere, with the names that were about to come into it."""
+        """Drop a directory that another host removed, with the names that were to be added to it."""
         for name, change in list(self.core.dentries.changes_in(directory.ino).items()):
             self.pending.counters.lost_names += 1
             self._give_up(directory.ino, name, change)
         self.refusals.lost(directory)
 
     async def _follow(self, node: Node) -> None:
-        """An inode is not where it was: another host renamed or removed it."""
+        """Look up an inode that another host renamed or removed, and merge or drop its changes. EngineError."""
         deadline = trio.current_time() + FOLLOW_SECONDS
         here = (node.parent, node.name)
         while trio.current_time() < deadline and node.nlink:
-            told = [here, node.moved_to, self.core.places.get(node.ino)]  # it may be back
-            places = [place for place in dict.fromkeys(told) if place is not None and place[1]]
+            known = [here, node.moved_to, self.core.places.get(node.ino)]  # it may be back
+            places = [place for place in dict.fromkeys(known) if place is not None and place[1]]
             keys = [schema.orphan_key(node.ino), schema.inode_key(node.ino)]
             removed, own, *entries = await get_sound(
                 self.core.records, [*keys, *[schema.entry_key(*place) for place in places]]
@@ -281,11 +281,11 @@ class Conflicts:
         self.refusals.lost(node)
 
     async def _search(self, node: Node) -> bool:
-        """Nobody told where an inode went, as when the watch broke off in between: look at all names there are.
+        """Read all names of the volume to find an inode whose new place the watch did not report. EngineError.
 
-        It may be long, but nothing else is left before the changes are given up. EngineError.
+        This may take long, but otherwise its changes would be lost.
         """
-        log.warning("inode %d is not where it was, and nobody tells where it is: all names are read", node.ino)
+        log.warning("inode %d was renamed by another host to an unknown place: reading all names to find it", node.ino)
         async for rows, _ in ScanPages(self.core.records, b"d", SEARCH_PAGE):
             for row in rows:
                 entry = schema.decode_entry(row.value)

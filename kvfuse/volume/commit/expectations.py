@@ -1,6 +1,6 @@
-"""What a commit to a shared volume expects: every record that it replaces or deletes is as this host knows it.
+"""Versions that a commit to a shared volume expects: those that this host knows of the records it replaces or deletes.
 
-So it is refused where another host was faster (`conflicts`), and its host knows what the replaced records weigh.
+So the store refuses the commit if another host changed one first (`conflicts`), and this host knows their weights.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from kvfuse.volume.store import schema
 
 
 class Expectations:
-    """Completes drafts. The planner of a shared volume has it."""
+    """Adds expected versions to drafts. The planner of a shared volume has one."""
 
     def __init__(self, pending: Pending) -> None:
         self.pending = pending
         self.core = pending.core
 
     def complete(self, draft: Draft) -> Draft:
-        """The draft with all that it expects, measured."""
+        """Add all expected versions to the draft, and measure it. Returns the draft itself."""
         for node in draft.nodes:
             if node.nlink:
                 self._expect_node(draft, node)
@@ -53,16 +53,16 @@ class Expectations:
             draft.before[key] = inode_weight(len(key), len(node.target))
 
     def _expect_orphan(self, draft: Draft, node: Node) -> None:
-        """What was found by an orphan record is freed once, by whom it concerns."""
+        """Expect the orphan record by which the inode was found, so that only one client frees it."""
         if node.version:
             key = schema.orphan_key(node.ino)
             draft.expect[key] = node.version
             draft.before[key] = inode_weight(len(key), len(node.target))
 
     def _expect_name(self, draft: Draft, change: NameChange) -> None:
-        """The stored name is as it was when it was changed here.
+        """Expect the name's record as it was when the name was changed here.
 
-        Whoever loses it is kept by an orphan record, as it is stored: so the name's version says.
+        An inode that loses its last name gets an orphan record with its stored state, which that version ensures.
         """
         key = schema.entry_key(change.parent, change.name)
         node = change.node
@@ -76,7 +76,7 @@ class Expectations:
             draft.before[key] = entry_weight(len(change.name))
 
     def _expect_folder(self, draft: Draft, directory: Node) -> None:
-        """A name comes into a directory, which must not be removed meanwhile: who is about to has marked it."""
+        """Expect the directory of a new name, so that it is not removed meanwhile; clear a remover's mark (LEAVING)."""
         key = schema.inode_key(directory.ino)
         draft.expect.setdefault(key, directory.version)
         if directory.base is not None and directory.base.flags & schema.FLAG_LEAVING:
@@ -86,7 +86,7 @@ class Expectations:
             draft.before[key] = inode_weight(len(key), 0)
 
     def _expect_times(self, draft: Draft, directory: Node) -> None:
-        """Where another host removed the directory, nobody takes its times away."""
+        """Expect the directory of changed times: nobody would delete the times of a removed one."""
         if directory.nlink:
             draft.before[schema.times_key(directory.ino)] = TIMES_WEIGHT
             if directory.version:

@@ -1,16 +1,16 @@
-"""Group commit: what changed in memory, and how it reaches the record store.
+"""Group commit: one task brings changes in memory to the record store, many at a time.
 
-Every operation changes memory at once - inodes and entries of names - and marks what it
-changed (`pending`). One task commits: while one commit is in flight, everything that arrives joins the next. A waiter
+Every operation changes inodes and names in memory at once, and marks them as changed
+(`pending`). One task commits: changes made while a commit is in flight join the next one. A waiter
 (strict publishing, fsync) makes the next commit start at once; without one it starts when the window since the first
 change has passed, or when the batch is full.
 
-A batch is built in one go from memory, between two awaits: it is a consistent state (`batch`). Before, the
-staged bytes of its nodes are written to their slots, so no record ever names bytes that are not there.
-A node that is open for writing stays out until it is closed, and costs no commit anything meanwhile (`late`): a name
-that nobody published never touches the store, so create, close and rename that meet in one batch become one put.
-A commit that failed may have happened. The same batch is sent again, before anything newer, until the
-store takes it: with one writer a repeated put is harmless, and what belongs together stays together.
+A batch is built from memory between two awaits, so it is a consistent state (`batch`). Before that, the flusher writes
+the staged bytes of its nodes to their slots, so no record ever refers to bytes that are not stored.
+Commits leave out a node that is open for writing until it is closed, at no cost (`late`): a name
+that was never published is not written to the store, so create, close and rename within one batch become one put.
+A commit that failed may have happened. The journal sends the same batch again, before any newer one, until the
+store accepts it: with one writer a repeated put is harmless, and no batch is stored in part.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 FILES_MAX = 400
-"""Files whose bytes one commit takes along: it is built without a pause, which lasts some milliseconds then."""
+"""Files whose bytes go with one commit: it is built without a pause, in some milliseconds for as many."""
 RETRY_DELAYS = (0.05, 0.1, 0.2, 0.5, 1.0)
-"""Seconds between attempts after failed commits; the last goes on."""
+"""Seconds between attempts after failed commits; the last one repeats."""
 CHUNK_SHARE = 8
-"""One part in so many of a commit's operations: chunk records of one file that may be waiting for a commit."""
+"""Chunk records of one file that may wait for a commit: one for every so many operations that a commit may have,"""
 CHUNK_MAX = 4096
-"""and no more of them"""
+"""and at most so many."""
 
 
 @dataclass(eq=False, slots=True)
@@ -57,7 +57,7 @@ class Waiter:
     nodes: tuple[Node, ...]
     durable: bool
     serial: int
-    """of the last change before it came"""
+    """serial number of the last change before the caller began to wait"""
     done: trio.Event = field(default_factory=trio.Event)
     error: KvfuseError | None = None
 
@@ -72,37 +72,37 @@ class Waiters:
         self._has_stopped = False
 
     def nodes(self) -> set[Node]:
-        """Inodes that somebody waits for, and what is tied to them."""
+        """Inodes that callers wait for, and those tied to them."""
         return self._pending.ties.closure([node for waiter in self.waiting for node in waiter.nodes])
 
     def add(self, nodes: tuple[Node, ...], durable: bool) -> Waiter:
-        """One more, who gets a commit at once. EngineError where none will come."""
+        """Add a waiter and have a commit start at once. EngineError after `stop`."""
         if nodes:
             self._force(nodes)
         if self._has_stopped:
-            raise EngineError("nothing is committed any more")
+            raise EngineError("the volume is being unmounted, or lost its lease: nothing is committed any more")
         waiter = Waiter(nodes, durable, self._pending.serial)
         self.waiting.append(waiter)
         self._pending.load.hurry()
         return waiter
 
     def force(self, waiters: Iterable[Waiter]) -> None:
-        """Have what they wait for in the next commit."""
+        """Have the inodes that they wait for in the next commit."""
         self._force([node for waiter in waiters for node in waiter.nodes])
 
     def _force(self, nodes: Iterable[Node]) -> None:
-        """Have these, and what is tied to them, in the next commit even while they are being written."""
+        """Have these, and those tied to them, in the next commit even while they are open for writing."""
         for member in self._pending.ties.closure([settler for node in nodes for settler in settlers(node)]):
             if member.changed:
                 member.forced = True
                 self._pending.reconsider(member)
 
     def served_by(self, late: Late, left_serial: int | None, early: list[Waiter]) -> list[Waiter]:
-        """Those whose changes are in the batch that was built a moment ago. All others get the next one at once.
+        """Waiters whose changes are in the new batch. The others get the next commit at once.
 
         ``late``: inodes that are not in it. ``left_serial``: the oldest change for which it had no room.
-        ``early``: those who came before the bytes were written. Later ones are served if they have none. What the
-        others wait for may be in the batch as it was before, or tied to more since: it is forced anew.
+        ``early``: waiters from before the bytes were written. Later ones are served if they have no staged bytes. The
+        inodes of others may be in the batch in an older state, or tied to more inodes since: they are forced again.
         """
         served = []
         for waiter in self.waiting:
@@ -123,7 +123,7 @@ class Waiters:
         return served
 
     def release(self, waiters: list[Waiter], error: KvfuseError | None = None) -> None:
-        """These wait no longer."""
+        """End the wait of these, with an error or none."""
         released = set(waiters)
         self.waiting[:] = [waiter for waiter in self.waiting if waiter not in released]
         for waiter in waiters:
@@ -131,7 +131,7 @@ class Waiters:
             waiter.done.set()
 
     def stop(self) -> None:
-        """No commit will come any more."""
+        """There will be no more commits: every waiter gets EngineError."""
         self._has_stopped = True
         self.release(list(self.waiting), EngineError("nothing is committed any more"))
 
@@ -160,21 +160,21 @@ class Journal:
         self.conflicts = Conflicts(self.pending, self.refusals)
         self.settling = Settling(self.pending, self.refusals, flusher.headers)
         self.chunk_count_max = max(2, min(CHUNK_MAX, core.records.limits.commit_operations_max // CHUNK_SHARE))
-        """chunk records of one file that may be waiting for a commit"""
+        """chunk records of one file that may wait for a commit"""
         self._builder = BatchBuilder(self.pending)
         self._sent: Batch | None = None
-        """the commit that is under way, or failed and will be repeated"""
+        """the commit that is in flight, or failed and will be repeated"""
         self._has_left = False
         """the last commit had no room for all: the next one begins at once"""
 
     # -- waiting -------------------------------------------------------------------------------------
 
     async def commit(self, *nodes: Node, durable: bool = False) -> None:
-        """Return when all that changed before the call is in the store, with the bytes of ``nodes``.
+        """Return when all changes before the call are in the store, with the bytes of ``nodes``.
 
-        At once, where these are durable as they are.
-        A cancelled caller leaves the commit to happen. Raises what the engines raise; the changes then stay
-        visible here and are tried again.
+        ``durable``: and survive a loss of power; returns at once if they do already.
+        If the caller is cancelled, the commit happens all the same. EngineError: the changes stay
+        visible here and are committed later.
         """
         check_remembered(*nodes)
         if durable and nodes and all(self.settling.is_durable(node) for node in nodes):
@@ -187,9 +187,9 @@ class Journal:
             raise waiter.error
 
     def to_untie(self, nodes: Collection[Node | None]) -> list[Node] | None:
-        """What is to be committed before these are renamed or removed, as one of them is tied; None where none is.
+        """Inodes to commit before these are renamed or removed, because one of them is tied; None if none is.
 
-        So is all that is tied, before more depends on each other than one commit may carry.
+        All tied inodes, once as many changes depend on each other as one commit may carry.
         """
         load, tied = self.pending.load, self.pending.ties.others
         if load.linked_count >= load.linked_max:
@@ -199,24 +199,24 @@ class Journal:
         return None
 
     async def free_given_up(self, deadline: float) -> bool:
-        """A `Source`: has slots freed that were given up, by a commit where it takes one. False: there were none."""
+        """A `Source`: free slots that were given up, with a commit if they need one. False: there were none."""
         if not (self.freeing_bytes or self.core.slabs.pending_bytes or self.core.reads.has_retired):
             return False
         if self.flusher.dropped_size:
-            await self.flusher.settled()  # slots that are being written in vain are given up only then
+            await self.flusher.settled()  # slots of dropped bytes are given up when their write ends
         await self.commit(*self.pending.giving_up())
         await self.settling.freed()
         return True
 
     async def store_removals(self, deadline: float) -> bool:
-        """A `Source` that has none: only when removals are stored do those behind it know of them."""
+        """A `Source` without room of its own: it stores removals, which the sources after it need."""
         if self.pending.gone or self.pending.names or self.is_committing:
             await self.commit()
         return False
 
     @property
     def freeing_bytes(self) -> int:
-        """Bytes of slots that were given up and become free by a commit to come."""
+        """Bytes of slots that were given up and that a later commit will free."""
         batch, core = self.settling.batch, self.core
         given_up = [core.dead, core.unborn, batch.unborn if batch is not None else []]
         given_up += [node.dead for node in self.pending.giving_up()]
@@ -228,11 +228,11 @@ class Journal:
 
     @property
     def is_committing(self) -> bool:
-        """A commit was built, and the slots that it frees are not free yet."""
+        """A commit was built and did not free its slots yet."""
         return self.settling.batch is not None
 
     async def sync(self) -> None:
-        """All that changed before the call is durable, open files included."""
+        """Return when all changes before the call are durable, also those of open files. EngineError."""
         await self.commit(*self.pending.dirty, *self.pending.aside.nodes, durable=True)
         await self.settling.freed()
 
@@ -241,13 +241,13 @@ class Journal:
         self.pending.loose.put(key, value)
 
     async def transact(self, transaction: Transaction) -> bool:
-        """Have a transaction in the store; False when an expected version had moved. See `Committer.transact`."""
+        """Commit a transaction; False if an expected version had changed. See `Committer.transact`."""
         return await self.committer.transact(transaction)
 
     # -- the committing task -------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Commit whenever there is something to commit, for ever. When it ends, so does every wait for a commit."""
+        """Commit pending changes until cancelled. Then every waiter gets EngineError."""
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self.committer.run)
@@ -260,7 +260,7 @@ class Journal:
         while True:
             await load.work.wait()
             if not (self.waiters.waiting or load.is_full or self._has_left):
-                load.urgent = trio.Event()  # the last commit served whoever set it
+                load.urgent = trio.Event()  # the last commit served the waiter that set it
                 with trio.move_on_after(self.window):
                     await load.urgent.wait()
             await self.committer.gathering.meet()
@@ -278,7 +278,7 @@ class Journal:
                 load.work.set()
 
     async def _commit_batch(self) -> None:
-        """Write bytes, build, commit, settle. Operations go on at each await; only `_build` sees one state."""
+        """Write bytes, build, commit, settle. Other tasks change memory at each await; `_build` has none."""
         waiters = list(self.waiters.waiting)
         self._has_left = False
         began = trio.current_time()
@@ -304,9 +304,9 @@ class Journal:
         except BaseException as error:
             self.counters.commit_failures += 1
             if isinstance(error, EngineTimeout):
-                waiters = list(self.waiters.waiting)  # those that came meanwhile have no second deadline to wait for
-            told = error if isinstance(error, KvfuseError) else EngineError("nothing is committed any more")
-            self.waiters.release(waiters, told)
+                waiters = list(self.waiters.waiting)  # later ones, too: nobody waits for a second deadline
+            shown = error if isinstance(error, KvfuseError) else EngineError("nothing is committed any more")
+            self.waiters.release(waiters, shown)
             raise
         self.waiters.release(waiters)
         await self.settling.free_slots()
@@ -314,7 +314,7 @@ class Journal:
     def _next_files(self) -> tuple[list[Node], int | None]:
         """(changed inodes whose bytes go with the next commit, serial number of the oldest change that has to wait).
 
-        Those that somebody waits for are first, then the oldest. Others that have no bytes to be written may go, too.
+        Awaited inodes are first, then the oldest. The commit also takes others that have no staged bytes.
         """
         dirty = self.pending.dirty
         ready = [node for node in dirty if node.forced or not node.writers]
@@ -336,7 +336,7 @@ class Journal:
         return batch
 
     async def _send_again(self, batch: Batch) -> None:
-        """In turn: a commit failed that may have happened."""
+        """With the committer's turn: resolve a commit that may have happened; send it again if it did not."""
         await self.committer.resolve()
         if batch.version:
             self._sent = None
@@ -348,14 +348,14 @@ class Journal:
             await self._send(batch)
 
     def _recall(self, batch: Batch) -> None:
-        """It did not happen: everything in it is pending again."""
+        """The commit did not happen: everything in it is pending again."""
         self._sent = self.settling.batch = None
         self.conflicts.recall(batch)
 
     async def _send(self, batch: Batch, waiters: Collection[Waiter] = (), began: float | None = None) -> bool:
-        """In turn: commit and settle ``_sent``. When that fails it stays to be sent again. See `Committer.send`.
+        """With the committer's turn: commit and settle ``_sent``. EngineError: it is kept and sent again.
 
-        False: others were faster. Memory was brought to terms with that, and the next commit has what it had.
+        False: another host changed the same records first. Conflicts were resolved; the next commit has the changes.
         """
         durable = any(waiter.durable for waiter in waiters)
         if durable:

@@ -1,14 +1,14 @@
 """Which changed inodes a commit leaves out, and which inodes may not be committed without each other.
 
-A changed inode that is open for writing, and that nobody asks for, is *set aside* (`Aside`): no commit looks at it or
-at its names, so that a commit costs what changed, not what is open. Inodes that are tied to it stand aside with it, and
-so do names that mean one of them, or that one of them left. The invariant, whenever no commit is being built:
+A changed inode that is open for writing, and that no caller waits for, is *set aside* (`Aside`): commits skip it
+and its names, so the cost of a commit depends on the changes, not on the open files. Inodes tied to it are aside, too, and
+so are changes of names that mean one of them, or that one of them left. Invariants, while no commit is being built:
 
 * A changed inode is either a candidate of the next commit (`Pending.dirty`) or aside (``node.aside``), never both.
-* A change of a name is a candidate (`Pending.names`), or under way (``change.sent``), or aside with its ``holders``.
-* Inodes go aside in one place, when a commit is built and finds them open (`Pending._set_aside`). They are candidates
-  again in one place (`Pending.reconsider`), with all that depends on them: at the last close; where one is forced
-  (fsync, link, rename, attributes) or removed; and where a name changes that it has, had, or takes.
+* A change of a name is a candidate (`Pending.names`), or in flight (``change.sent``), or aside with its ``holders``.
+* One function sets inodes aside, when a commit is built and they are open (`Pending._set_aside`). One function makes
+  them candidates again (`Pending.reconsider`), with all that depends on them: at the last close; when one is forced
+  (fsync, link, rename, attributes) or removed; and when a name changes that it has, had, or takes.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 
 Late: TypeAlias = set["Node"]
-"""Inodes that a commit leaves out beside those that are aside"""
+"""Inodes, other than those aside, that a commit leaves out."""
 
 
 def settlers(node: Node | None) -> Iterator[Node]:
-    """Whoever settles what the inode has: itself, and where it has no names any more, who took its name.
+    """The inode, and while it has no names its heir, the heir's heir and so on: their commits settle its state.
 
-    Until the last of them is in the store, the name may mean the inode there.
+    Until the last of them is stored, the name may still mean the inode in the store.
     """
     while node is not None:
         yield node
@@ -39,7 +39,7 @@ def is_late(node: Node | None, late: Late) -> bool:
 
 
 def is_held(moved: Node | None, late: Late) -> bool:
-    """An inode that left its name is not yet in the store elsewhere; or what it had is freed by a later heir."""
+    """The store may still have ``moved`` under the name that it left: it, or one of its heirs, is late."""
     while moved is not None:  # as `settlers`
         if moved.aside or moved in late:
             return True
@@ -69,13 +69,13 @@ class Aside(Generic[Change]):
         self.nodes[node] = serial
 
     def hold(self, change: Change, holders: tuple[Node, ...]) -> None:
-        """A change of a name waits for inodes that are aside."""
+        """Have a change of a name wait for inodes that are aside."""
         change.holders = holders
         for holder in holders:
             self._names.setdefault(holder, []).append(change)
 
     def take(self, node: Node) -> tuple[int, list[Change]]:
-        """(serial number, changes of names that waited for it): it is not aside any more."""
+        """End being aside. Returns the serial number, and the changes of names that waited for it."""
         node.aside = False
         return self.nodes.pop(node), self._names.pop(node, [])
 
@@ -85,7 +85,7 @@ class Ties:
 
     def __init__(self) -> None:
         self.others: dict[Node, dict[Node, None]] = {}
-        """inode -> all that are tied to it"""
+        """inode -> inodes tied to it"""
         self._count = 0
 
     def add(self, first: Node, second: Node) -> None:
@@ -95,7 +95,7 @@ class Ties:
         self.others.setdefault(second, {})[first] = None
 
     def drop(self, node: Node) -> list[Node]:
-        """Undo all ties of an inode: whom it was tied to."""
+        """Undo all ties of an inode. Returns the inodes that it was tied to."""
         others = list(self.others.pop(node, ()))
         self._count -= len(others)
         for other in others:
@@ -106,7 +106,7 @@ class Ties:
         return others
 
     def closure(self, nodes: Iterable[Node]) -> set[Node]:
-        """These, and all that may not be committed without them."""
+        """These, and all inodes tied to them, directly or not."""
         whole = set(nodes)
         if self.others:
             work = list(whole)
@@ -117,5 +117,5 @@ class Ties:
         return whole
 
     def __len__(self) -> int:
-        """Pairs."""
+        """Number of pairs."""
         return self._count

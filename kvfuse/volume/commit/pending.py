@@ -1,6 +1,6 @@
-"""What changed in memory and is not in the record store yet. Changes of names stand in their entries (`Dentries`), too.
+"""Changes in memory that are not in the record store yet. Those of names are also in their entries (`Dentries`).
 
-Every operation changes memory at once and marks here what it changed. Nothing in this module waits.
+Every operation changes memory at once and marks its changes here. Nothing in this module waits.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
 BATCH_CHANGES = 1000
 """New changes of nodes and names that start a commit before the window has passed."""
 CROWD_CHANGES = 2000
-"""Changed nodes and names, but for those aside, at which an operation waits for a commit before it adds more. Users who
-change something share them, and each waits for what is more than its own share. So none makes the others wait, nor a
-commit so large that they see it."""
+"""Changed nodes and names (without those aside) from which on operations wait for a commit before they add more. Users
+with changes share this number, and each waits only above its own share. So no user makes others wait, or makes
+commits so large that others notice."""
 CROWD_SIZE = 16 << 20
-"""Bytes of loose records at which it does."""
+"""Bytes of loose records from which on operations wait."""
 LINK_SHARE = 16
-"""One part in so many of a commit's operations: changes that depend on each other, at which their commit is awaited."""
+"""Changes that depend on each other, at which operations await their commit: one for so many operations of a commit,"""
 LINKED_MAX = 1000
-"""and no more of them"""
+"""and at most so many."""
 
 
 @dataclass
@@ -43,26 +43,26 @@ class JournalCounters:
     blocks: int = 0
     """files whose bytes were committed"""
     lost_names: int = 0
-    """names of ours that another host's took the place of"""
+    """names changed here and lost to another host's change"""
     lost_inodes: int = 0
-    """inodes that another host removed while they were being changed here"""
+    """inodes changed here that another host removed"""
     merged: int = 0
-    """inodes that another host changed, too"""
+    """inodes changed here and by another host, whose changes were merged"""
 
 
 class Load:
-    """Counts what is pending, and wakes the task that commits it. `Pending` owns it."""
+    """Counts pending changes, and wakes the task that commits them. `Pending` owns it."""
 
     def __init__(self, operation_count: int) -> None:
-        """``operation_count``: what the record store takes in one commit."""
+        """``operation_count``: operations that the record store accepts in one commit."""
         self.work = trio.Event()
-        """set when something changed: it is committed when the window has passed"""
+        """set after a change: a commit starts when the window has passed"""
         self.urgent = trio.Event()
-        """set when it is to be committed at once"""
+        """set to start a commit at once"""
         self._loose_size = 0
         """bytes of loose records, since the last commit was built"""
         self.linked_count = 0
-        """changes that cannot be committed each alone, since nothing was left out of a commit"""
+        """changes that cannot be committed alone, made since a commit last had room for all"""
         self._new_count = 0
         """changes since the last commit was built"""
         self._counts: dict[int, int] = {}
@@ -72,12 +72,12 @@ class Load:
         self.linked_max = max(1, min(LINKED_MAX, operation_count // LINK_SHARE))
 
     def hurry(self) -> None:
-        """Have the next commit begin at once."""
+        """Start the next commit at once."""
         self.work.set()
         self.urgent.set()
 
     def add(self, uid: int) -> None:
-        """An inode or a name of this user changed."""
+        """Count a changed inode or name of this user."""
         self._new_count += 1
         self._counts[uid] = self._counts.get(uid, 0) + 1
         self.work.set()
@@ -85,17 +85,17 @@ class Load:
             self.urgent.set()
 
     def add_loose(self, size: int) -> None:
-        """A loose record of so many bytes changed."""
+        """Count a changed loose record of ``size`` bytes."""
         self._loose_size += size
         self.work.set()
 
     def begin_anew(self, uids: Iterable[int]) -> None:
-        """A commit was built. ``uids``: of each change that the next one looks at."""
+        """Count anew after a commit was built. ``uids``: the user of each change that is left for the next one."""
         self._new_count = self._loose_size = 0
         self._counts = dict(Counter(uids))
 
     def is_crowded(self, uid: int) -> bool:
-        """A user has its share of the changes that may be waiting for a commit."""
+        """The user has used up its share of changes that may wait for a commit."""
         return self._counts.get(uid, 0) * len(self._counts) > self._crowd_max or self._loose_size > CROWD_SIZE
 
     @property
@@ -105,7 +105,7 @@ class Load:
 
 @dataclass
 class Pending:
-    """All that the next commits have to store, and what of it the next one leaves out. The journal owns it."""
+    """All changes for the next commits, and those that the next one leaves out. The journal owns it."""
 
     core: Core
     counters: JournalCounters = field(default_factory=JournalCounters, kw_only=True)
@@ -113,26 +113,26 @@ class Pending:
     def __post_init__(self) -> None:
         self.dentries = self.core.dentries
         self.epoch = 0
-        """counts settled commits: what was read from the store in an earlier epoch may be old"""
+        """counts settled commits: a record read from the store in an earlier epoch may be stale"""
         self.dirty: dict[Node, int] = {}
-        """changed inode that the next commit looks at -> serial number of the change that made it so"""
+        """changed inode, a candidate of the next commit -> serial number of its first change"""
         self.names: dict[NameChange, None] = {}
-        """changes of names that the next commit looks at"""
+        """changes of names that are candidates of the next commit"""
         self.aside = Aside[NameChange]()
         self.gone: dict[Node, int] = {}
-        """inode that lost its last name and leaves slots or records -> as above"""
+        """inode without names whose slots or records are to be freed -> serial number of the removal"""
         self.times: dict[Node, None] = {}
-        """directories of which only the times changed"""
+        """directories with changed times"""
         self.folders: dict[int, Node] = {}
         """directories with changed names, in a shared volume"""
         self.ties = Ties()
         self.serial = 0
-        """of the last change"""
+        """serial number of the last change"""
         self.load = Load(self.core.records.limits.commit_operations_max)
         self.loose = LooseRecords(self.load.add_loose)
 
     def touch(self, node: Node, *, forced: bool = False) -> None:
-        """``node`` changed; ``forced``: it belongs into the next commit even while it is being written."""
+        """Mark ``node`` as changed. ``forced``: commit it even while it is open for writing. EngineError: forgotten."""
         if node.forgotten:
             check_remembered(node)
         if forced:
@@ -148,7 +148,7 @@ class Pending:
         self.load.work.set()
 
     def touch_times(self, directory: Node) -> None:
-        """Only the times of a directory changed: a put that expects nothing and conflicts with nobody's."""
+        """Mark changed times of a directory: their put expects no version, so it cannot conflict."""
         if directory.forgotten:
             check_remembered(directory)
         directory.times_changed = True
@@ -156,7 +156,7 @@ class Pending:
         self.load.work.set()
 
     def left(self, node: Node) -> None:
-        """``node`` lost its last name, and nobody takes on what it leaves: ``dead`` and ``extra`` go with the name."""
+        """Commit ``dead`` and ``extra`` of a node without names and heir with the removal of its name."""
         check_remembered(node)
         if node.extra or node.dead:
             self.loose.withdraw(node.extra)
@@ -175,10 +175,10 @@ class Pending:
         version: int = 0,
         leaves: Node | None = None,
     ) -> None:
-        """Let ``name`` mean ``node``, or nothing. ``stored``: the store has a record of the name now, of ``version``.
+        """Let ``name`` mean ``node``, or nothing (None). ``stored``: the store has a record of it, of ``version``.
 
-        ``moved``: the inode that the name meant, where it means nothing now. ``leaves``: the inode that the name meant,
-        where that was its last one. EngineError, and nothing is changed, where the membership is over.
+        ``moved``: the inode that left the name. ``leaves``: the inode that lost its last name by this.
+        EngineError, with nothing changed, if the membership is over.
         """
         for one in (node, moved, leaves):
             if one is not None and one.forgotten:
@@ -207,43 +207,43 @@ class Pending:
             change.leaves = self._leaves(previous, leaves)
 
     def _follow(self, change: NameChange, previous: NameChange) -> None:
-        """A change takes the place of one that is not in the store yet."""
+        """Let a change replace one that is not in the store yet."""
         self._drop_name(previous)
         change.stored, change.version = previous.stored, previous.version
         if previous.vacated and not previous.sent:
-            change.moved, change.vacated = previous.moved, True  # nothing of what came since is in the store
+            change.moved, change.vacated = previous.moved, True  # no later change is in the store
         self.load.linked_count += change.stored
 
     def _leaves(self, previous: NameChange | None, removed: Node | None) -> Node | schema.InodeRecord | None:
-        """The inode that the store has under a name when the next commit is built, if that is to be removed.
+        """The inode that the store has under a name when the next commit is built, if the change removes it.
 
-        It is never renamed meanwhile: of what is stored, or about to be, names change in a transaction.
+        It cannot be renamed meanwhile: names of stored inodes change in a transaction.
         """
         if previous is not None and not previous.sent:
-            return previous.leaves  # what had the name here since never came into the store
+            return previous.leaves  # later inodes of the name were never stored
         return removed if removed is not None and (removed.version or removed.committing) else None
 
     def tie(self, first: Node, second: Node) -> None:
-        """One took the other's name, and both stay: neither may be committed without the other."""
+        """Tie two inodes of which one took the other's name, and both stay: they are committed together."""
         self.load.linked_count += 1
         self.ties.add(first, second)
         self.reconsider(first)
         self.reconsider(second)
 
     def changed_in(self, directory: int) -> set[Node]:
-        """Inodes that came to a name in the directory, or left one, and are not in the store so."""
+        """Inodes that got or lost a name in the directory by a change that is not in the store."""
         changes = self.dentries.changes_in(directory).values()
         return {node for change in changes for node in (change.node, change.moved) if node is not None}
 
     def giving_up(self) -> list[Node]:
-        """Changed inodes that give up slots."""
+        """Changed inodes with slots to free."""
         givers = self.core.givers = {node: None for node in self.core.givers if node.dead}
         return [node for node in {**givers, **self.gone} if node.dead and (node.changed or node in self.gone)]
 
     # -- what is not to be stored any more --------------------------------------------------------------
 
     def forget(self, node: Node) -> None:
-        """Nothing of the inode is to be stored any more."""
+        """Drop all pending changes of the inode."""
         self.reconsider(node)
         self.dirty.pop(node, None)
         self.core.metadata.release(node.reserved)
@@ -256,7 +256,7 @@ class Pending:
         node.extra = {}
 
     def give_up_times(self, ino: int, current: Node | None) -> None:
-        """Of a directory that memory dropped, or has anew as ``current``: others have changed it since."""
+        """Drop changed times of other nodes of the directory than ``current``: another host has changed it since."""
         for directory in [directory for directory in self.times if directory.ino == ino and directory is not current]:
             self.forget(directory)
 
@@ -266,27 +266,27 @@ class Pending:
         ]
 
     def changed(self, ino: int) -> list[Node]:
-        """What is changed of an inode; in memory there may be another one of it by now, or none."""
+        """Changed nodes of an inode; memory may have another node of it by now, or none."""
         return [node for node in (*self.dirty, *self.aside.nodes) if node.ino == ino]
 
     def changed_inline(self, *, aside: bool) -> list[Node]:
-        """Changed inodes whose records stand in their names. ``aside``: those that are aside, too."""
+        """Changed inodes whose records are in their names. ``aside``: include those that are aside."""
         return [node for node in (*self.dirty, *(self.aside.nodes if aside else ())) if not node.own_record]
 
     def forget_change(self, parent: int, name: bytes) -> None:
-        """The name is what it is in the store."""
+        """Drop the pending change of a name."""
         self.epoch += 1
         self._drop_name(self.dentries.give_up(parent, name))
         self.drop_folders()
 
     def drop_folders(self) -> None:
-        """Keep only directories that have changed names still."""
+        """Keep only directories that still have changed names."""
         self.folders = {ino: folder for ino, folder in self.folders.items() if ino in self.dentries.changes}
 
     # -- what the next commit leaves out -------------------------------------------------------------
 
     def reconsider(self, node: Node) -> None:
-        """Have the next commit look at an inode that may be aside, and at all that waits for it."""
+        """Make an inode that may be aside, and all that waits for it, candidates of the next commit."""
         work = [node] if node.aside else []
         while work:
             one = work.pop()
@@ -298,13 +298,13 @@ class Pending:
                     self.names[change] = None
 
     def _drop_name(self, change: NameChange) -> None:
-        """The change is no more: another takes its place, or none."""
+        """Remove a change that was replaced or dropped."""
         for holder in change.holders:
             self.reconsider(holder)
         self.names.pop(change, None)
 
     def _set_aside(self, written: set[Node]) -> None:
-        """Set aside what is being written, and what may not be committed without that."""
+        """Set aside inodes that are open for writing, and all that may not be committed without them."""
         for node in self._closure(written):
             if node in self.dirty:
                 self.aside.put(node, self.dirty.pop(node))
@@ -316,8 +316,8 @@ class Pending:
     def late(self, flushed: set[Node]) -> Late:
         """Changed nodes that the next commit leaves out: they are aside, or have bytes that no slot has.
 
-        One that was flushed, and staged more meanwhile, goes in as it was flushed - unless it got a name
-        meanwhile, which may say that it is whole.
+        A node that was flushed, and staged more since, is committed as it was flushed, unless it got a name
+        since, which may publish it as whole.
         """
         written = {node for node in self.dirty if node.nlink and node.writers and not node.forced}
         if written or self.aside.nodes:
@@ -328,14 +328,14 @@ class Pending:
         return self._closure(staged) if staged or self.aside.nodes else staged
 
     def _closure(self, nodes: set[Node]) -> set[Node]:
-        """These, and all that have to wait for them: tied ones, and those that took a name which may not change yet."""
+        """These, and all that wait for them: tied inodes, and those that took a name which may not change yet."""
         nodes = self.ties.closure(nodes)
         while held_back := self._held_back(nodes):
             nodes = self.ties.closure(nodes | held_back)
         return nodes
 
     def _held_back(self, nodes: set[Node]) -> set[Node]:
-        """Inodes that took a name which may not change yet, as what it meant is settled with one of these."""
+        """Inodes that took a name which may not change yet, because its former inode is settled with one of these."""
         return {
             change.node
             for change in self.names
@@ -347,7 +347,7 @@ class Pending:
 
 
 def _holders(change: NameChange) -> tuple[Node, ...]:
-    """The inodes that are aside for which the change has to wait; none where it need not."""
+    """The inodes aside for which the change has to wait; may be none."""
     holders = [node for node in settlers(change.moved) if node.aside]
     if change.node is not None and change.node.aside and (holders or not change.may_go_first):
         holders.append(change.node)

@@ -1,12 +1,12 @@
-"""What a commit of pending changes would put and delete, and which of them go together: nothing is changed here.
+"""Drafts of commits: which pending changes they contain, and the records that they put and delete. Changes nothing.
 
-Whatever may go alone does, so that a commit keeps to the limits of the record store: what has no room is left for the
-next one, the oldest first. A *unit* is what may not be separated: inodes that took each other's names, a directory and
-what came into it or left, an inode and all its names.
+Commits keep to the limits of the record store: the oldest changes go first, and those without room wait for the
+next one. A *unit* is a set of changes that may not be separated: inodes that took each other's names, a directory and
+names that were added to it or removed, an inode and all its names.
 
 In a shared volume every slot that an inode gives up needs a record, and a file may have more slots than a commit has
-records. Such a unit leaves a *bequest*: an orphan record of a new inode, and chunk records, that name them many at a
-time. So the unit is one commit all the same, and `Removed` frees the slots piece by piece.
+records. Such a unit leaves a *bequest*: an orphan record of a new inode, with chunk records that list many slots
+each. So the unit still fits into one commit, and `Removed` frees the slots piece by piece.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
     from kvfuse.remote.records.api import RecordLimits
 
 SLOT_SHARE = 4
-"""One part in so many of a commit's operations: records of slots that are given up together piece by piece."""
+"""Records of slots that are freed together: one for every so many operations that a commit may have."""
 
 
 class Planner:
-    """Drafts commits of what is pending. One of each journal."""
+    """Drafts commits of pending changes. Each journal has one."""
 
     def __init__(self, pending: Pending) -> None:
         self.pending = pending
@@ -40,12 +40,12 @@ class Planner:
         self._limits = pending.core.records.limits
         is_shared = self.core.shared
         self._complete = Expectations(pending).complete if is_shared else Draft.measure
-        """called with each draft, when nothing more is put or deleted"""
+        """called with each draft when it has all its puts and deletes"""
         self._bequeaths = is_shared
-        """slots of others need records"""
+        """slots in slabs of other hosts need records to be freed"""
 
     def draft_all(self, late: Late) -> Draft:
-        """Everything but what is late."""
+        """A draft of all changes but those of late inodes."""
         draft, pending = Draft(), self.pending
         if pending.loose.changes:
             draft.extra = self._ready_extra(late)
@@ -70,7 +70,7 @@ class Planner:
         draft.nodes.append(node)
         if node.nlink:
             if node.dirty_chunks and node.base is not None:
-                node.ctime = max(node.ctime, node.base.ctime + 1)  # by this others see it, whatever their clocks say
+                node.ctime = max(node.ctime, node.base.ctime + 1)  # by this others see the change
             record = draft.records[node] = node.record()
             if node.own_record:
                 draft.puts[schema.inode_key(node.ino)] = schema.encode_inode(record)
@@ -93,7 +93,7 @@ class Planner:
             draft.extra.update(node.extra)
 
     def _draft_bequest(self, draft: Draft, node: Node) -> None:
-        """What the inode gives up has another owner. EngineError where no inode number is left."""
+        """Move the freed extents of the inode to a new orphan record. EngineError where no inode number is left."""
         draft.bequests.add(node)
         heir = Node(self.core.inodes.next(), S_IFREG | 0o600, node.uid, node.gid, node.chunk_size)
         heir.flags = schema.FLAG_CHUNK_RECORDS
@@ -107,22 +107,22 @@ class Planner:
     def _draft_gone(self, draft: Draft, node: Node) -> None:
         draft.gone.append(node)
         draft.extra.update(node.extra)
-        if node.extra.get(schema.orphan_key(node.ino)) is not None:  # staged bytes may have come to slots since
+        if node.extra.get(schema.orphan_key(node.ino)) is not None:  # slots may have got staged bytes since
             draft.extra[schema.orphan_key(node.ino)] = schema.encode_inode(node.orphan_record())
         self._draft_dead(draft, node.dead)
 
     def _draft_dead(self, draft: Draft, extents: list[Extent]) -> None:
-        """Slots that cease to be durable. Those in slabs of others are left to them."""
+        """Draft the freeing of slots: in our slabs by the slabs' records, in others' by f records for their holders."""
         draft.puts.update(self.core.sharing.freed(extents))
         self._draft_slabs(draft, self.core.sharing.mine(extents))
 
     def _draft_slabs(self, draft: Draft, extents: list[Extent]) -> None:
-        """The slabs of slots that become durable, or cease to be."""
+        """Draft the records of slabs in which slots become durable or are freed."""
         slab_size = self.core.geometry.slab_size
         draft.slabs.update([extent.addr // slab_size for extent in extents])
 
     def _draft_name(self, draft: Draft, change: NameChange, late: Late) -> None:
-        """A change of a name that may go now; only the first half of it where ``node`` comes later."""
+        """Draft a change of a name; only the deletion of the stored record if ``node`` is committed later."""
         parent, name, node = change.parent, change.name, change.node
         if node is not None and (node.aside or node in late):
             if change.may_go_first:
@@ -143,9 +143,9 @@ class Planner:
             draft.puts[schema.times_key(directory.ino)] = times
 
     def _ready_extra(self, late: Late) -> dict[bytes, bytes | None]:
-        """Other records that may go now: an attribute comes with its inode, or after it.
+        """Loose records that may be committed now: an attribute only with its inode, or after it.
 
-        The inode may have lost its name to one that is late: then the stored name still means it, as it was before.
+        The inode may have lost its name to a late one: then the stored name still means it, in its former state.
         """
         return {
             key: value
@@ -160,12 +160,12 @@ class Planner:
             else:
                 draft.puts[key] = value
 
-    # -- when not everything has room ----------------------------------------------------------------
+    # -- when there is no room for all ---------------------------------------------------------------
 
     def draft_some(self, batch: Batch) -> Draft:
-        """As many units as have room, the oldest first, and of what goes alone as much as has room beside them.
+        """As many units as fit, the oldest first, and as many loose changes as fit beside them.
 
-        What is left out is added to what is late.
+        Adds the members of the other units to ``batch.late``.
         """
         limits = self._limits
         late = set(batch.late)
@@ -204,7 +204,7 @@ class Planner:
         return self._complete(draft)
 
     def _add_loose(self, draft: Draft, late: Late) -> bool:
-        """Times, attributes and slots that belong to no unit, as far as there is room; False if something is left."""
+        """Add times, attributes and slots that belong to no unit while they fit; False if some are left."""
         for piece in list(self._loose(draft, late)):
             if not draft.has_room(self._complete(piece), self._limits):
                 return False
@@ -212,7 +212,7 @@ class Planner:
         return True
 
     def _loose(self, draft: Draft, late: Late) -> Iterator[Draft]:
-        """Piece by piece. A slot that another host freed goes together with the record that says so."""
+        """Loose changes one by one. A slot that another host freed goes together with its f record."""
         paired = set()
         for extent in self.core.dead:
             piece = Draft(dead=[extent])
@@ -236,7 +236,7 @@ class Planner:
                 yield piece
 
     def _units(self, late: Late) -> list[Unit]:
-        """What may go now, in units, the oldest first."""
+        """The units that may be committed now, the oldest first."""
         groups = _Groups()
         changes: list[tuple[NameChange, Node | None]] = []
         for change in self.pending.names:
@@ -275,19 +275,19 @@ class Planner:
 
 
 class _Groups:
-    """Which inodes go together."""
+    """Sets of inodes that belong together (union-find)."""
 
     def __init__(self) -> None:
         self._above: dict[Node, Node] = {}
 
     def first(self, node: Node) -> Node:
-        """The one that stands for all that go with ``node``."""
+        """The representative of the set of ``node``."""
         while (above := self._above.get(node, node)) is not node:
             node = above
         return node
 
     def join(self, nodes: Iterable[Node]) -> Node | None:
-        """These go together: one of them."""
+        """Join the sets of these inodes. Returns their representative; None for none."""
         top: Node | None = None
         for node in nodes:
             here = self.first(node)
@@ -299,5 +299,5 @@ class _Groups:
 
 
 def slot_records_max(limits: RecordLimits) -> int:
-    """Records of slots that one commit may carry beside a file's other records."""
+    """Records of slots that fit into one commit beside a file's other records."""
     return max(1, limits.commit_operations_max // SLOT_SHARE)

@@ -1,4 +1,4 @@
-"""What becomes of changes that are pending here, where another host removed, replaced or changed the same."""
+"""Pending changes of objects that another host removed, replaced or changed: they are dropped or merged."""
 
 from __future__ import annotations
 
@@ -19,33 +19,33 @@ if TYPE_CHECKING:
     from kvfuse.volume.inodes.dentries import NameChange
 
 Merge = Callable[[Node, schema.InodeRecord, int], Awaitable[None]]
-"""as `Merger.merge`"""
+"""`Merger.merge`: (changed inode, its record in the store, the record's version)"""
 Renew = Callable[[Node], Awaitable[None]]
 
 
 class ToFree:
-    """Inodes that this client removed, in the store: each is freed when nobody has it open, here or elsewhere.
+    """Inodes whose removal by this client is stored: each is freed when no client has it open.
 
     `Refusals` owns it, and `Removed` takes from it.
     """
 
     def __init__(self) -> None:
         self.waiting: deque[tuple[float, int]] = deque()
-        """(when it was removed, inode)"""
+        """(time of the removal, inode number), in trio's time"""
         self._work = trio.Event()
 
     def add(self, ino: int) -> None:
-        """The inode was removed just now."""
+        """Add an inode that was removed just now."""
         self.waiting.append((trio.current_time(), ino))
         if len(self.waiting) == 1:
             self.hurry()
 
     def hurry(self) -> None:
-        """Have those looked at that wait."""
+        """Have the waiting inodes looked at now."""
         self._work.set()
 
     async def wait(self, deadline: float) -> None:
-        """Until the first one comes, somebody hurries, or the deadline has passed."""
+        """Return at the first `add`, at `hurry`, or at the deadline (in trio's time)."""
         self._work = trio.Event()
         with trio.move_on_at(deadline):
             await self._work.wait()
@@ -53,17 +53,17 @@ class ToFree:
 
 @dataclass
 class Refusals:
-    """Gives up changes that others came before, or merges them. One of each membership."""
+    """Drops or merges changes that conflict with other hosts' commits. Each membership has one."""
 
     pending: Pending
     merger: Merge
-    """puts the changes of two hosts together"""
+    """merges the changes of two hosts"""
     renew: Renew
-    """brings an inode up to what other hosts have stored; Stale, if it is gone"""
+    """updates an inode to the stored state; Stale if it is removed"""
     reap: Callable[[Node], None]
-    """frees what an inode has in memory alone that nobody can ask for any more"""
+    """frees what only memory has of an inode that no caller can reach any more"""
     revive: Callable[[Node], None]
-    """has an inode read anew that was removed here, and is alive"""
+    """reads again an inode that was removed here, but still exists"""
 
     def __post_init__(self) -> None:
         self.core = self.pending.core
@@ -71,13 +71,13 @@ class Refusals:
         self.to_free = ToFree()
 
     def doubt(self, nodes: Iterable[Node]) -> None:
-        """A commit was settled long after it happened: what others changed since may have been told in between."""
+        """Have these read again: their commit was settled late, perhaps after the watch reported newer changes."""
         self.doubtful.update(dict.fromkeys(nodes))
         self.core.dentries.clear()
         self.pending.load.work.set()
 
     async def renew_doubtful(self) -> None:
-        """Read anew what `doubt` was told of. EngineError leaves it to be done again."""
+        """Read the inodes of `doubt` again. EngineError: those that are left are read at the next call."""
         while self.doubtful:
             node = next(iter(self.doubtful))
             if node.nlink:
@@ -86,7 +86,7 @@ class Refusals:
             self.doubtful.pop(node, None)
 
     def removed(self, node: Node) -> None:
-        """A transaction took the last name of a file away: the store has its orphan record, of this client."""
+        """Note that a transaction removed the last name of a file: the store has its orphan record, of this client."""
         self.pending.loose.withdraw_attributes(node)
         self.pending.forget(node)
         self.to_free.add(node.ino)
@@ -97,13 +97,13 @@ class Refusals:
                 self.reap(node)
 
     def lost(self, node: Node) -> None:
-        """Another host removed an inode that was changed here: the changes go where they would have gone then."""
+        """Drop the changes of an inode that another host removed, as if it had been unlinked while it was open."""
         self.pending.counters.lost_inodes += 1
         for change in self.pending.changes_of(node):
             self.stays(change)
             self.pending.forget_change(change.parent, change.name)
         if not node.version and node.nlink:
-            self.core.file_count -= 1  # nobody ever got to know it
+            self.core.file_count -= 1  # it was never stored
         node.nlink = 0
         self.pending.loose.withdraw_attributes(node)
         self.pending.forget(node)
@@ -111,15 +111,15 @@ class Refusals:
             self.reap(node)
 
     def freed_elsewhere(self, ino: int) -> None:
-        """What a removed inode left, another host has freed already."""
+        """Forget slots of a removed inode that another host has already freed."""
         for node in [node for node in self.pending.gone if node.ino == ino]:
             self.pending.forget(node)
             node.dead = []
 
     def stays(self, change: NameChange) -> None:
-        """The inode that would have been removed with a change of its name is another's business now.
+        """Do not remove the inode that would have lost its last name by the change: another host renamed or removed it.
 
-        Another host renamed or removed it: what is in memory is as it was when it was removed here.
+        Memory has it in the state in which it was removed here, so it is read again.
         """
         leaves, change.leaves = change.leaves, None
         if leaves is None:
@@ -129,7 +129,7 @@ class Refusals:
             self.revive(leaves)
 
     def replaces(self, change: NameChange, record: schema.InodeRecord, version: int) -> None:
-        """The change takes the name from this inode, which got it elsewhere: it is removed with it."""
+        """Have the change remove this inode, which another host put under the name meanwhile."""
         change.leaves = record
         self.core.file_count -= 1
         node = self.core.nodes.get(record.ino)
@@ -138,6 +138,6 @@ class Refusals:
             self.lost(node)
 
     async def merge(self, node: Node, record: schema.InodeRecord, version: int) -> None:
-        """Bring a changed inode up to what another host stored. EngineError: to be tried again."""
+        """Merge another host's stored changes into a changed inode. EngineError: try again."""
         self.pending.counters.merged += 1
         await self.merger(node, record, version)
