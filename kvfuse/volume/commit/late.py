@@ -1,7 +1,7 @@
 """Which changed inodes a commit leaves out, and which inodes may not be committed without each other.
 
 A changed inode that is open for writing, and that no caller waits for, is *set aside* (`Aside`): commits skip it
-and its names, so the cost of a commit depends on the changes, not on the open files. Inodes tied to it are aside, too, and
+and its names, so the cost of a commit depends on the changes, not on the open files. Inodes tied to it are aside, and
 so are changes of names that mean one of them, or that one of them left. Invariants, while no commit is being built:
 
 * A changed inode is either a candidate of the next commit (`Pending.dirty`) or aside (``node.aside``), never both.

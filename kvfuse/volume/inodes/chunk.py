@@ -1,4 +1,4 @@
-"""What a file's bytes are made of: extents in slots, bytes staged for them, and the chunks that hold both."""
+"""A file's bytes in memory: extents in slots, staged bytes, and the chunks that have both."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from kvfuse.slab.allocator import Slot
 from kvfuse.volume.store import schema
 
 FRESH = 0
-"""The extent's slot is in no commit: giving it up is nobody's business."""
+"""The extent's slot is in no commit: giving it up needs none."""
 COMMITTED = 1
-"""The extent's slot is in a commit that was sent: giving it up takes another commit."""
+"""The extent's slot is in a commit that was sent: giving it up needs another commit."""
 DISCARDED = 2
 """The extent is given up."""
 RESTED = 3
-"""It was given up with its inode, whom nobody else can be reading any more."""
+"""The extent was given up with its inode, and no other host can be reading it any more."""
 
 
 class Extent:
-    """A run of a file's bytes in one slot."""
+    """A run of a file's bytes in one slot. Addresses, sizes and lengths in bytes."""
 
     __slots__ = ("addr", "checksums", "generation", "length", "reach", "slot_size", "state", "verified")
 
@@ -27,7 +27,7 @@ class Extent:
         self.slot_size = slot_size
         self.length = length
         self.reach = length
-        """bytes of the slot that the file has, had or is about to have: the store may still name them"""
+        """first bytes of the slot that the file has, had or is about to have: records may still refer to them"""
         self.generation = generation
         self.checksums = checksums
         """CRC32C of each started granule; empty: unsealed"""
@@ -44,24 +44,24 @@ class Extent:
 
 
 class Staged:
-    """Bytes of one chunk on their way to slots, from the chunk's start on.
+    """Bytes of one chunk that are to be written to slots, from the chunk's start on.
 
-    The bytes are a list of pieces as they were written, so a sequential writer's buffers are kept and
-    not copied. Slots are allocated as the bytes come, so a full volume is known at the write.
+    The pieces are the buffers of the writes, so a sequential writer's bytes are
+    not copied. Slots are allocated at the write, which so fails on a full volume.
     """
 
     __slots__ = ("dropped", "length", "pieces", "slots", "unsure", "writing")
 
     def __init__(self) -> None:
         self.pieces: list[bytes | bytearray | memoryview] = []
-        """A bytearray grows and changes, so nobody else ever has a view of it while it may; the rest stay as they are.
+        """A bytearray may grow and change, so there must be no views of it; other pieces are never changed.
 
-        What an engine has read into is none: a frame that a traceback keeps alive may still have views of it.
+        A buffer into which an engine read is never a bytearray here: a traceback's frame may still have views of it.
         """
         self.length = 0
         self.slots: list[Slot] = []
         self.writing = False
-        """being written to slots: the bytes may not change, a writer takes a copy"""
+        """being written to slots: the bytes must not change, so a writer copies them"""
         self.dropped = False
         """truncated away or unlinked while it was being written"""
         self.unsure = False
@@ -90,7 +90,7 @@ class Staged:
         self.length += len(data)
 
     def overwrite(self, offset: int, data: bytes | memoryview) -> None:
-        """Put ``data`` at ``offset``, which may lie behind the end (zeros between)."""
+        """Put ``data`` at ``offset`` bytes; if that is behind the end, zeros fill the gap."""
         buffer = self.flat()
         if offset > len(buffer):
             buffer.extend(bytes(offset - len(buffer)))
@@ -109,17 +109,17 @@ class Staged:
         return twin
 
     def read(self, start: int, end: int) -> bytes | bytearray | memoryview:
-        """Bytes ``start``..``end`` (both within the chunk), zeros behind the staged length."""
+        """Bytes from ``start`` to before ``end`` (both within the chunk), zeros behind the staged length."""
         if not self.pieces:
             return bytes(end - start)
         piece = self.pieces[0] if len(self.pieces) == 1 else self.flat_copy()
         if end <= self.length:
-            # A view of a bytearray would forbid its growth while the reply is on its way.
+            # A view of a bytearray would forbid its growth until the reply is sent.
             return piece[start:end] if isinstance(piece, bytearray) else memoryview(piece)[start:end]
         return bytes(piece[start:end]).ljust(end - start, b"\0")
 
     def flat_copy(self) -> bytes | bytearray:
-        """The bytes in one buffer; kept so when they may still change, so that it is done once."""
+        """The bytes in one buffer, which replaces the pieces if these may change."""
         if self.writing:
             return b"".join(self.pieces)
         return self.flat()
@@ -130,19 +130,19 @@ PIECE_SIZE_MIN = 64 << 10
 
 
 class Chunk:
-    """One chunk of a file: what is in slots, and what is staged over it."""
+    """One chunk of a file: extents in slots, and bytes staged over them."""
 
     __slots__ = ("base", "dirty", "extents", "staged", "writing")
 
     def __init__(self, extents: list[Extent] | None = None) -> None:
         self.extents = extents or []
         self.base: tuple[schema.ExtentRecord, ...] | None = None
-        """in a shared volume: what is stored of a chunk that was changed here; None: it was not"""
+        """in a shared volume: the stored extents of a chunk that was changed here; None: it was not changed"""
         self.dirty: list[tuple[int, int]] = []
-        """(start, end) in the chunk of bytes written since, in the order of the writes"""
+        """(start, end) in the chunk of each range written since, in the order of the writes"""
         self.staged: Staged | None = None
         self.writing: Staged | None = None
-        """on its way to slots; ``staged`` itself, or what it is a changed copy of"""
+        """being written to slots: ``staged`` itself, or a former state of it"""
 
     @property
     def length(self) -> int:
@@ -150,7 +150,7 @@ class Chunk:
         return sum([extent.length for extent in self.extents])
 
     def start_of(self, extent: Extent) -> int:
-        """Where in the chunk one of its extents begins."""
+        """Offset in the chunk, in bytes, of one of its extents."""
         return sum([other.length for other in self.extents[: self.extents.index(extent)]])
 
     @property
@@ -161,5 +161,5 @@ class Chunk:
 
 
 def blocks_of(extents: Iterable[Extent | schema.ExtentRecord]) -> int:
-    """As st_blocks counts them: units of 512 bytes."""
+    """Units of 512 bytes, as in st_blocks."""
     return sum([-(-extent.length // 4096) * 8 for extent in extents])

@@ -32,13 +32,13 @@ PATH_DEPTH_MAX = 256
 
 
 class ReadEpochs:
-    """Which reads are under way, so that a freed slot is reused only when none of them can see it.
+    """Counts reads in flight, so that a freed slot is reused only when no read can return its new bytes.
 
-    Reads that wait are counted under the epoch in which they began; what is retired waits until all
-    reads of its own and earlier epochs ended. Reads that answer without an await need no counting.
+    Reads that wait are counted under the epoch in which they began; retired slots wait until all
+    reads of their own and earlier epochs ended. Reads without an await are not counted.
 
-    Threads that read by content maps throw away what changed meanwhile, but they may copy straight into memory that
-    a client sees. So they are asked, too.
+    Threads that read by content maps discard bytes that changed meanwhile, but they may copy straight into memory that
+    a client sees. So slots wait for these threads, too.
     """
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class ReadEpochs:
             self._end(epoch)
 
     def retire(self, give: Callable[[list[Slot]], object], slots: list[Slot]) -> None:
-        """Call ``give(slots)`` when no read that is under way now remains."""
+        """Call ``give(slots)`` when all reads that are now in flight have ended."""
         self._retired[-1].append((give, slots))
         epoch = self._epochs[-1]
         for thread in self.threads:
@@ -68,7 +68,7 @@ class ReadEpochs:
 
     @property
     def has_retired(self) -> bool:
-        """Slots wait for reads that are under way."""
+        """Some slots wait for reads in flight."""
         return any(self._retired)
 
     def _end(self, epoch: list[int]) -> None:
@@ -76,7 +76,7 @@ class ReadEpochs:
         self._advance()
 
     async def passed(self) -> None:
-        """Return when every read that is under way now has ended, and what waited for them was given back."""
+        """Return when all reads now in flight have ended, and slots that waited for them were handed on."""
         ended = trio.Event()
         self.retire(lambda _: ended.set(), [])
         await ended.wait()
@@ -108,9 +108,9 @@ class CoreCounters:
 
 @dataclass
 class Core:
-    """The state of one membership of a volume. Other threads than the event loop's only ask `Places.known`.
+    """The state of one membership of a volume. Other threads than the event loop's may call `Places.known` alone.
 
-    `succeed` hands on ``tier``, which is for any thread, and ``reads.threads``: both live as long as the volume.
+    `succeed` takes over ``tier``, which is thread-safe, and ``reads.threads``: both live as long as the mount.
     """
 
     superblock: Superblock
@@ -126,15 +126,15 @@ class Core:
     inodes: NumberRange
     generations: NumberRange
     metadata: Metadata
-    """what names, inodes and attributes may take"""
+    """the budget of names, inodes and attributes"""
     file_count: int
     """inodes; in a shared volume those that this client made, less those that it removed"""
     client: int = 0
-    """this one among those of a shared volume"""
+    """number of this client in a shared volume"""
     grace: Grace = field(default_factory=lambda: Grace(0.0))
     """of freed slots of a shared volume"""
     is_alone: Callable[[], bool] = field(default=lambda: False)
-    """no other client of a shared volume is known of: nobody else reads, as far as has been heard"""
+    """no other client of a shared volume is known from the watch"""
     places: Places = field(default_factory=Places)
     reads: ReadEpochs = field(default_factory=ReadEpochs)
     counters: CoreCounters = field(default_factory=CoreCounters)
@@ -149,16 +149,16 @@ class Core:
         self._data_starts = [self.geometry.data_start(segment) for segment in range(self.geometry.segment_count)]
         self.made_segments: set[int] = set()
         self.unnamed: dict[int, Node] = {}
-        """files without names that nobody has open, but the kernel may: it may be about to open one it looked up"""
+        """inode -> file without names or handles that the kernel still knows, and may be about to open"""
         self.dead: list[Extent] = []
-        """extents of inodes that are no more; the next commit frees their slots"""
+        """extents of removed inodes; the next commit frees their slots"""
         self.givers: dict[Node, None] = {}
-        """inodes with extents in ``dead``, and some that had"""
+        """inodes with extents in their ``dead``, and some that had"""
         self.unborn: list[Extent] = []
-        """extents that were given up before any commit; their slots are free when their headers say so"""
+        """extents given up before any commit; their slots are free once their headers are marked"""
 
     def succeed(self, former: Core) -> None:
-        """Begin with what the kernel and other doors have of the volume, as ``former`` knows it. That one is over."""
+        """Take over what ``former``, whose membership is over, knows of the kernel and of clients."""
         self.places, self.counters, self.kernel = former.places, former.counters, former.kernel
         self.places.distrust_all()
         self.reads.threads = former.reads.threads
@@ -169,12 +169,12 @@ class Core:
     # -- places in the segments ----------------------------------------------------------------------
 
     def locate(self, addr: int) -> tuple[int, int]:
-        """(segment, file offset) of a volume address; `Geometry.locate` from a table, as reads need it often."""
+        """(segment, file offset) of a volume address; a faster `Geometry.locate`, for reads."""
         segment, offset = divmod(addr, self._segment_data_size)
         return segment, self._data_starts[segment] + offset
 
     async def make_segments(self, segments: set[int]) -> None:
-        """Have these segments, each preallocated whole when it is first needed."""
+        """Make those of these segments that do not exist yet, preallocated. EngineError."""
         for segment in sorted(segments - self.made_segments):
             await self.segments.create(segment, self.geometry.segment_size(segment))
             header = layout.pack_superblock(dataclasses.replace(self.superblock, segment=segment))
@@ -182,7 +182,7 @@ class Core:
             self.made_segments.add(segment)
 
     def discard(self, node: Node, extent: Extent) -> None:
-        """An extent is no longer part of ``node``: its slot is free when neither a record nor a header names it."""
+        """Give up an extent of ``node``: its slot is free when neither a record nor a header refers to it."""
         if extent.state == FRESH:
             self.unborn.append(extent)
         elif extent.state == COMMITTED:
@@ -191,20 +191,20 @@ class Core:
         extent.state = DISCARDED
 
     def chunk_size_in(self, directory: Node) -> int:
-        """Bytes of a chunk of files that are made in ``directory``."""
+        """Chunk size, in bytes, of files that are made in ``directory``."""
         return min(directory.chunk_size or self.chunk_size, self.geometry.slab_size)
 
     # -- inodes --------------------------------------------------------------------------------------
 
     def readers_change(self, node: Node) -> None:
-        """Owner or mode of an inode are about to change: of a directory, who was let through it may not be any more."""
+        """Before owner or mode of an inode change: end bindings and copies that its former readers may use."""
         self.dentries.unbind(node.ino)
         node.forget_copy()
         if node.is_directory:
             self.tier.retire(node.ino)
 
     def path_of(self, node: Node) -> bytes:
-        """The path from the root, as far as the directories above are in memory; for people and for rebuilds."""
+        """The path below the root, as far as the directories above are in memory; for messages and rebuilds."""
         parts: list[bytes] = []
         here: Node | None = node
         while here is not None and here.ino != ROOT_INODE and len(parts) < PATH_DEPTH_MAX:

@@ -1,15 +1,15 @@
-"""What names mean, as far as is known here: one entry (`Dentry`) for each (directory, name) in one table.
+"""Names and their inodes: a table with one entry (`Dentry`) for each known (directory, name).
 
-An entry says which inode a name means, which change of it waits for a commit, which record of it arrived before a
-lookup asked for one, and which binding ring threads hold. Everything that changes what a name means goes through this
-table, so an entry is never older than what this host did, or what its watch of the store has told.
+An entry has the inode of the name, the change that waits for a commit, a record that arrived before a
+lookup needed it, and the binding that ring threads use. Every change of a name goes through this
+table, so an entry is never older than this host's own changes, or those that the watch has reported.
 
 Of directories that were made here, or read to the end, the table also has the hashes of all stored names, so that an
-absent name costs no round trip: an engine asks for many blocks that nobody has. A hash has 64 bits and depends on a
-secret of this process (Python's own of bytes): it is cheap enough for thousands of names in a call.
+absent name costs no round trip: engines look up many blocks that do not exist. A hash has 64 bits and depends on a
+secret of this process (Python's hash of bytes): thousands of them in a call are cheap.
 
-One rule to forget: of too many entries the oldest go, but for those with a pending change. An entry that goes ends its
-binding.
+Eviction: if there are too many entries, the oldest without a pending change are removed, and their
+bindings end.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from kvfuse.volume.store import schema
 from kvfuse.volume.views.content_map import ContentMap
 
 NAMES_MAX = 32_768
-"""Entries kept; more where more inodes are kept in memory."""
+"""Number of entries kept; more if `cache.nodes` is larger."""
 DIRECTORIES_MAX = 20_000
-"""Directories of whose names the hashes are kept."""
+"""Number of directories whose hashes of names are kept."""
 
 
 class NameChange(msgspec.Struct, eq=False):
-    """What a name means here, while the record store does not know it yet. `Pending` makes them."""
+    """A change of a name that is not in the record store yet. `Pending` makes them."""
 
     parent: int
     name: bytes
@@ -44,74 +44,74 @@ class NameChange(msgspec.Struct, eq=False):
     stored: bool
     """the record store has a record of this name"""
     moved: Node | None
-    """the inode that left the name, for another or none: this one may only go when what becomes of it comes"""
+    """the inode that left the name: the change may be committed only with that inode's own changes, or after"""
     vacated: bool
-    """it did not exist for a while: the stored record may go although ``node`` is not ready to come"""
+    """the name was absent for a while: the stored record may be deleted before ``node`` can be stored"""
     version: int
     """of the stored record, in a shared volume"""
     leaves: Node | schema.InodeRecord | None = None
-    """in a shared volume: the inode that has the name in the store, and loses it, its last, by this change"""
+    """in a shared volume: the inode that has the name in the store, and loses its last name by this change"""
     sent: bool = False
-    """in a commit that is under way"""
+    """in a commit that is in flight"""
     holders: tuple[Node, ...] = ()
-    """inodes that are aside, and the change with them"""
+    """inodes aside for which the change waits, see `late`"""
 
     @property
     def uid(self) -> int:
-        """Owner of the inode that it is about."""
+        """Owner of the inode that the change concerns; 0 for none."""
         node = self.node or self.moved or self.leaves
         return node.uid if node is not None else 0
 
     @property
     def may_go_first(self) -> bool:
-        """The stored record can be deleted before what the name means now is stored."""
+        """The stored record may be deleted before ``node`` is stored."""
         return self.vacated and self.stored
 
 
 class Dentry(msgspec.Struct, eq=False):
-    """What is known of one name. `Dentries` owns it, and alone changes it."""
+    """The known state of one name. `Dentries` owns it, and alone changes it."""
 
     ino: int = 0
-    """the inode that it means; 0: it means none, or that is not known"""
+    """inode of the name; 0: it has none, or that is not known"""
     version: int = 0
-    """of the commit that said so last, where others write the store, too; 0: not known"""
+    """in a shared volume: version of the commit that set ``ino``; 0: not known"""
     change: NameChange | None = None
-    """not in the store yet"""
+    """a change that is not in the store yet"""
     record: Versioned | None = None
-    """as stored, where the watch or a page of the directory brought it before anybody asked"""
+    """the stored record, if the watch or a page of the directory brought it before a lookup needed it"""
     binding: Binding | None = None
-    """what ring threads hold"""
+    """used by ring threads"""
 
 
 ABSENT = Dentry()
-"""what `Dentries.find` returns where the directory has no such name in the store, and no change brings it"""
+"""what `Dentries.find` returns for a name that does not exist"""
 UNKNOWN = Dentry()
-"""what `Dentries.get` returns where nothing is known of a name"""
+"""what `Dentries.get` returns for a name without an entry"""
 
 
 class Dentries:
-    """The table of names; the core owns it. It never waits: callers hand in what they read."""
+    """The table of names; the core owns it. It never waits: callers pass in records that they read."""
 
     def __init__(self, names_max: int = NAMES_MAX) -> None:
         self.names_max = names_max
         self.changes: dict[int, dict[bytes, NameChange]] = {}
         """directory -> name -> change that is not in the store yet"""
         self.noted = 0
-        """counts what was noted: names mean what they did as long as it is the same"""
+        """counts changes of entries: while it is the same, no name has changed"""
         self._names: dict[tuple[int, bytes], Dentry] = {}
-        """the oldest first"""
+        """(directory, name) -> entry, the oldest first"""
         self._room = names_max
-        """entries at which the oldest are forgotten"""
+        """number of entries at which the oldest are evicted"""
         self._directories: dict[int, StoredNames] = {}
         self._reading: dict[int, set[bytes]] = {}
-        """directory of which a page is being read -> names that changed meanwhile: what was read may be older"""
+        """directory of which a page is being read -> names that changed meanwhile: their rows may be stale"""
         self._bound: dict[int, set[Binding]] = {}
         """inode -> bindings of its names, and of the names in it"""
 
-    # -- what a name means ---------------------------------------------------------------------------
+    # -- entries -------------------------------------------------------------------------------------
 
     def find(self, parent: int, name: bytes) -> Dentry | None:
-        """What is known of a name; ABSENT where there is none; None where the store has to be asked."""
+        """The entry of a name; ABSENT if it does not exist; None if the store has to be asked."""
         dentry = self._names.get((parent, name))
         if dentry is None or not (dentry.ino or dentry.change):
             directory = self._directories.get(parent)
@@ -120,18 +120,17 @@ class Dentries:
         return dentry
 
     def get(self, parent: int, name: bytes) -> Dentry:
-        """The entry of a name; UNKNOWN where there is none."""
+        """The entry of a name; UNKNOWN if it has none."""
         return self._names.get((parent, name)) or UNKNOWN
 
     def changes_in(self, directory: int) -> Mapping[bytes, NameChange]:
-        """The changes of names in a directory that are not in the store yet."""
+        """name -> its change that is not in the store yet, in one directory."""
         return self.changes.get(directory, _NONE)
 
     def note(self, parent: int, name: bytes, ino: int, version: int = 0) -> Dentry:
-        """The name means this inode, or none (0).
+        """Note the inode of a name, or none (0).
 
-        ``version``: of the commit that made it so, where others write the store, too: an answer of the store that is
-        older is known by it.
+        ``version``: in a shared volume, of the commit that set it, so that older answers of the store are recognised.
         """
         dentry = self._names.get((parent, name))
         if dentry is None:
@@ -147,12 +146,12 @@ class Dentries:
         return dentry
 
     def forget(self, parent: int, name: bytes) -> None:
-        """What the store has of the name is not known any more."""
+        """Forget the stored state of a name. A pending change stays."""
         if self.note(parent, name, 0).change is None:
             del self._names[parent, name]
 
     def clear(self) -> None:
-        """Nothing of what the store has is known any more."""
+        """Forget the stored state of all names. Pending changes stay."""
         self.unbind_all()
         self._directories.clear()
         self._names = {place: dentry for place, dentry in self._names.items() if dentry.change is not None}
@@ -160,7 +159,7 @@ class Dentries:
             dentry.ino, dentry.version, dentry.record = 0, 0, None
 
     def _forget_oldest(self) -> None:
-        """Many at once: to find its first entry a dict passes all places of those that were in front of it."""
+        """Evict an eighth at once: a dict finds its first entry slowly after many removals at the front."""
         excess = len(self._names) - self.names_max * 7 // 8
         going = islice(((place, dentry) for place, dentry in self._names.items() if dentry.change is None), excess)
         for place, dentry in list(going):
@@ -171,7 +170,7 @@ class Dentries:
     # -- changes that are not in the store yet -------------------------------------------------------
 
     def put_change(self, change: NameChange) -> NameChange | None:
-        """A name means what the change says. Returns the change whose place it takes."""
+        """Apply a change to its name. Returns the pending change that it replaces, or None."""
         parent, name = change.parent, change.name
         dentry = self.note(parent, name, change.node.ino if change.node is not None else 0)
         previous, dentry.change = dentry.change, change
@@ -179,10 +178,10 @@ class Dentries:
         return previous
 
     def settle(self, change: NameChange, version: int, *, puts: bool) -> None:
-        """A commit of this version brought a change to the store. ``puts``: it put or deleted the name's record.
+        """Note that a commit of ``version`` stored a change. ``puts``: it put or deleted the name's record.
 
-        Nothing is pending of the name any more, unless it was changed since. Where the change was given up meanwhile,
-        as another host's came before, the commit counts all the same.
+        The name has no pending change then, unless it was changed again. This also holds if the change was given up
+        meanwhile because of another host's.
         """
         parent, name = change.parent, change.name
         ino = change.node.ino if change.node is not None else 0
@@ -200,7 +199,7 @@ class Dentries:
             self._names.pop((parent, name), None)
 
     def give_up(self, parent: int, name: bytes) -> NameChange:
-        """The name means what the store has, which is not known. Returns the change, which is not to be stored."""
+        """Drop the pending change of a name, whose stored state is not known then. Returns the change."""
         change = self.changes[parent][name]
         self._end_change(self._names[parent, name], change)
         self.forget(parent, name)
@@ -216,7 +215,7 @@ class Dentries:
     # -- all names of a directory --------------------------------------------------------------------
 
     def directory_made(self, ino: int) -> None:
-        """It is empty, and whatever enters it will be seen."""
+        """Note a new directory: it is empty, so all its names will be known."""
         self.directory_removed(ino)
         self.stored_in(ino).complete = True
 
@@ -224,7 +223,7 @@ class Dentries:
         self._directories.pop(ino, None)
 
     def stored_in(self, directory: int) -> StoredNames:
-        """The names that a directory has in the store, as far as they are known. The caller may read on."""
+        """The known stored names of a directory. The caller may read further pages into it."""
         stored = self._directories.get(directory)
         if stored is None:
             if len(self._directories) >= DIRECTORIES_MAX:
@@ -233,7 +232,7 @@ class Dentries:
         return stored
 
     def note_stored(self, parent: int, name: bytes, is_stored: bool) -> None:
-        """The store has another record of the name than before, or none any more."""
+        """Note that the record of a name changed in the store, or (False) was deleted."""
         stored = self._directories.get(parent)
         if stored is not None:
             if is_stored:
@@ -244,23 +243,23 @@ class Dentries:
 
     @contextmanager
     def reading(self, parent: int) -> Iterator[set[bytes]]:
-        """The next page of a directory is being read, one at a time: names that change meanwhile."""
+        """While the next page of a directory is read (one at a time): the set of names that change meanwhile."""
         changed = self._reading[parent] = set()
         try:
             yield changed
         finally:
             self._reading.pop(parent, None)
 
-    # -- records that nobody has asked for yet -------------------------------------------------------
+    # -- records that arrived before a lookup needed them --------------------------------------------
 
     def shelve(self, parent: int, name: bytes, record: Versioned) -> None:
-        """The store has this record of a name. Only one that is the inode's, too, is worth keeping."""
+        """Keep the stored record of a name for a later lookup, if it contains the inode."""
         if schema.is_inline(record.value):
             dentry = self._names.get((parent, name)) or self.note(parent, name, 0)
             dentry.record = record
 
     def drop_record(self, parent: int, name: bytes) -> None:
-        """What was read of the record before is stale, or the inode in memory is newer."""
+        """Drop a kept record that is stale, or older than the inode in memory."""
         dentry = self._names.get((parent, name))
         if dentry is not None:
             dentry.record = None
@@ -270,7 +269,7 @@ class Dentries:
     # -- bindings ------------------------------------------------------------------------------------
 
     def bind(self, parent: int, name: bytes, node: Node, shown: ContentMap) -> Binding:
-        """Let ring threads know that the name means this file. The binding before it ends."""
+        """Give ring threads a binding of the name to this file. The former binding ends."""
         dentry = self._names.get((parent, name)) or self.note(parent, name, node.ino)
         self._unbind(dentry)
         binding = dentry.binding = Binding(parent, node, name, shown)
@@ -279,7 +278,7 @@ class Dentries:
         return binding
 
     def unbind(self, ino: int) -> None:
-        """End the bindings of an inode's names, and of the names in it."""
+        """End the bindings of an inode's names, and of names in it."""
         for binding in list(self._bound.get(ino, ())):
             self._unbind(self._names[binding.directory, binding.name])
 

@@ -1,6 +1,6 @@
-"""A while that passes before a freed slot is written again: what was under way when it was freed may still arrive.
+"""The grace: how long a freed slot rests before it is reused, because reads and writes in flight may still reach it.
 
-The time is this host's own, monotonic, and compared with nobody's.
+It is measured by this host's monotonic clock, which is compared with no other clock.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import trio
 from kvfuse.slab.allocator import Slot
 
 Give = Callable[[list[Slot]], object]
-"""takes slots over"""
+"""a function that takes over slots"""
 
 
 class Grace:
@@ -28,7 +28,7 @@ class Grace:
         """set, and replaced by a new one, each time that slots were handed on"""
 
     def later(self, give: Give) -> Give:
-        """The same, but called ``seconds`` later; at once where nobody else can be reading or writing."""
+        """A function that calls ``give`` ``seconds`` later; ``give`` itself if there is no grace."""
         if not self.seconds:
             return give
 
@@ -45,7 +45,7 @@ class Grace:
         return self._is_over or not self._waiting
 
     async def run(self) -> None:
-        """Hand on what has waited long enough, for ever. When it ends, nothing is handed on any more."""
+        """Hand on slots whose time is over, until cancelled; afterwards none are."""
         try:
             while True:
                 while self._waiting:

@@ -26,11 +26,11 @@ class FileHandle:
         self.appends = bool(flags & os.O_APPEND)
         self.direct = bool(flags & os.O_DIRECT)
         self.counts_reads = not flags & os.O_NOATIME
-        """reads move the access time"""
+        """reads change the access time"""
         node.handles += 1
         node.writers += self.writable
         self.cache_valid = True
-        """no other host has changed the content since the kernel cached it; what other doors change they tell it"""
+        """no other host has changed the content since the kernel cached it (rings invalidate the cache themselves)"""
 
     @property
     def size(self) -> int:

@@ -1,4 +1,4 @@
-"""The kernel of a mount, as far as a volume knows one."""
+"""Invalidation of the kernel's cache of a mount."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from kvfuse.volume.api import KernelCache
 
 
 class KernelLink:
-    """What the kernel caches of a volume, over all its memberships. The core of each has it."""
+    """The way to the kernel's cache, which the cores of all memberships of a mount share."""
 
     def __init__(self) -> None:
         self.cache: KernelCache | None = None
-        """None where nobody is told"""
+        """None: there is no mount"""
 
     def connect(self, cache: KernelCache) -> None:
-        """Tell this kernel what changes from now on, but for what it asked for."""
+        """Invalidate this cache from now on."""
         self.cache = cache
 
     def drop_attributes(self, ino: int) -> None:
-        """The kernel shows attributes from its cache that are old by now."""
+        """Invalidate the cached attributes of an inode. Errors of the kernel are ignored."""
         if self.cache is not None:
             with suppress(errors.EngineError):
                 self.cache.drop_attributes(ino)

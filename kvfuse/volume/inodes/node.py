@@ -1,8 +1,8 @@
-"""Inodes in memory, and what the kernel holds of them.
+"""Inodes in memory.
 
 A `Node` is a decoded inode with its file's chunks. Nodes are kept while they are changed, open or
-unlinked, else up to a bound; of every other inode the kernel knows only its place is kept (`Places`),
-a few dozen bytes each, so that a million known files fit.
+unlinked; others up to a bound. Of other inodes that the kernel knows only their places are kept (`Places`),
+some dozen bytes each, so that a million of them fit.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from kvfuse.volume.views.tier import SharedTier
 
 EVICTION_LOOKS = 4
-"""Nodes that are looked at when one is added beyond the bound: two for each that goes, and some for those that stay."""
+"""Nodes considered for eviction when one is added above the bound: more than one, as some are busy or recent."""
 NO_ATTRIBUTES: Mapping[bytes, bytes | None] = MappingProxyType({})
 
 
@@ -114,101 +114,101 @@ class Node:
         self.rdev = 0
         self.size = 0
         self.flushed_size = 0
-        """the size when the last flush for a commit began, or what was cut since: up to here all bytes are in slots
+        """the size when the last flush for a commit began, or a smaller one since: all bytes below it are in slots
 
-        It is stored as the size while more is staged. What came to slots behind it is in the record already.
+        It is stored as the size while bytes are staged. The record already has extents in slots behind it.
         """
         self.atime = self.mtime = self.ctime = 0
         self.atime_moved = False
-        """by a read, and no commit since had the inode"""
+        """``atime`` changed by a read, and no commit has the inode since"""
         self.flags = 0
         self.target = b""
         self.parent = 0
-        """directory the (only) name is in"""
+        """directory of the (only) name"""
         self.name = b""
         """the only name of an inode whose record is inline"""
         self.chunk_size = chunk_size
         self.chunks: dict[int, Chunk] = {}
         self.map: ContentMap | None = None
-        """what other threads know of the content: before it changes comes `changing`, `resize` or `set_size`"""
+        """the content map for ring threads: call `changing`, `resize` or `set_size` before the content changes"""
         self.tier: SharedTier | None = None
-        """which may have a copy of the content; None: not in memory yet"""
+        """the shared-memory tier, which may have a copy of the content; None: the node is not in ``Nodes`` yet"""
         self.own_record = False
         """the inode has a record of its own: directories, and files that ever had two names"""
         self.stored = False
         """the record store knows the inode"""
         self.stored_epoch = 0
-        """of the journal, when the last commit that carried the inode was settled; 0: it was not since it was read"""
+        """the journal's epoch when the last commit with the inode was settled; 0: none was since it was read"""
         self.changed = False
-        """its record is to be put; in the journal's care"""
+        """the journal is to put its record"""
         self.committing = False
-        """its record is on its way to the store: what the store answers may be old"""
+        """a commit with its record is in flight: records read from the store may be stale"""
         self.named = False
-        """got a name since the last flush of its staged bytes began"""
+        """it got a name since the last flush of its staged bytes began"""
         self.aside = False
-        """changed, and no commit looks at it, as it is open for writing; see `late`. The journal's alone"""
+        """changed, but commits skip it while it is open for writing; see `late`. Only the journal sets it"""
         self.forced = False
-        """to be in the next commit even if it is open for writing"""
+        """the next commit is to have it even if it is open for writing"""
         self.handles = 0
         self.writers = 0
         """handles open for writing"""
         self.staged_count = 0
         self.far_blocks = 0
-        """512-byte units of the chunks that have records of their own, loaded or not"""
+        """512-byte units in chunks with records of their own, loaded or not"""
         self.dirty_chunks: AbstractSet[int] = frozenset()
         """chunks with records of their own that changed"""
         self.born: list[Extent] = []
-        """extents that the next record of this inode names for the first time"""
+        """extents that are new in the next record of this inode"""
         self.dead: list[Extent] = []
-        """extents that the next record of this inode no longer names, or that a file had whose name it took"""
+        """extents that are no longer in the next record of this inode, or were of a file whose name it took"""
         self.extra: dict[bytes, bytes | None] = {}
-        """records that change together with this one's"""
+        """other records that change in the same commit; None: deleted"""
         self.heir: Node | None = None
-        """of an unlinked inode: the one that took its name, and settles what is left in its own commit"""
+        """of an unlinked inode: the one that took its name, whose commit frees the former one's slots"""
         self.described: tuple[int, bytes, int, int, int, int] | None = None
-        """what the slot headers say of this file, see flush.description"""
+        """the file's attributes in the slot headers, see `heads.identity_of`"""
         self.reaped = False
-        """without names, and its bytes are gone"""
+        """it has no names, and its slots were given up"""
         self.complete = False
-        """everything that goes with the inode is in memory: it may be removed"""
+        """all its chunks and attribute names are in memory, so it can be removed"""
         self.unstored_attributes = NO_ATTRIBUTES
-        """of a file without names: record key -> value of an attribute that the store does not get; None: it is gone"""
+        """of a file without names: record key -> value of an attribute that is not stored; None: removed"""
         self.xattr_names: frozenset[bytes] = frozenset()
-        """names of attributes seen; all of them when ``complete``"""
+        """known names of attributes; all of them when ``complete``"""
         self.capability_free = False
-        """``security.capability`` was looked for, and is not there"""
+        """the inode is known to have no ``security.capability``"""
         self.times_changed = False
         """a directory's times are not in the store yet"""
         self.lock: trio.Lock | None = None
         self.lost: NoSpace | None = None
-        """what is to be said of bytes that were taken, and given up since; once"""
+        """the error to raise once for accepted bytes that were lost since"""
         self.recent = True
         self.reserved = 0
-        """bytes of records that its next commit may add; see `metadata`"""
+        """bytes of records that are reserved for its next commit; see `metadata_budget`"""
         self.moved_to: tuple[int, bytes] | None = None
-        """(directory, name) where another host has put the record, while the inode was changed here"""
+        """(directory, name) to which another host moved the record while the inode was changed here"""
         self.moved_version = 0
-        """that it has there"""
+        """version of the record there"""
         self.times_version = 0
-        """of the record of a directory's times that memory has, or had before they were changed here"""
+        """version of the record of a directory's times in memory, before changes made here"""
         self.version = 0
-        """of the record that the inode stands in, where others write the store, too; 0: it is not stored"""
+        """in a shared volume: version of the record that has the inode; 0: it is not stored"""
         self.base: schema.InodeRecord | None = None
-        """the inode as it was last known to be stored, where others write the store, too"""
+        """in a shared volume: the inode as last known to be stored"""
         self.cut_size: int | None = None
-        """where what is stored of the file ends here, which was cut; what was written behind is ours alone"""
+        """smallest size to which the file was cut since the stored state; bytes behind it were all written here"""
         self.appends = False
-        """all that was written behind the size of ``base`` was appended, wherever that is"""
+        """all bytes written behind the size of ``base`` were appended, so they may move with the end"""
         self.end_moved = 0
-        """bytes by which other hosts' changes have moved the end of the file, while it was in memory"""
+        """bytes by which other hosts' changes have moved the end of the file while it was in memory"""
         self.content_merges = 0
-        """how often another host's change of the content was put to it: not all chunks are in memory any more"""
+        """counts merges of other hosts' changes, each of which may drop chunks from memory"""
         self.forgotten = False
-        """of a membership that is over: nothing of it is stored any more"""
+        """its membership is over: its changes will not be stored"""
 
     @property
     def blocks(self) -> int:
-        """512-byte units in slots; what is still staged counts by its length."""
+        """512-byte units in slots; staged bytes count by their length."""
         count = self.far_blocks
         for index, chunk in self.chunks.items():
             if index < schema.INLINE_CHUNKS:
@@ -218,7 +218,7 @@ class Node:
         return count
 
     def chunk_changed(self, index: int) -> None:
-        """A chunk's own record, where it has one, is to be put, or deleted, with the inode's."""
+        """Have the chunk's own record, if it has one, put or deleted with the inode's."""
         if index < schema.INLINE_CHUNKS:
             return
         if isinstance(self.dirty_chunks, set):
@@ -227,14 +227,14 @@ class Node:
             self.dirty_chunks = {index}
 
     def changing(self, index: int) -> None:
-        """The bytes of a chunk are about to change, or to lose their place: other threads find them no more."""
+        """Before a chunk's bytes or slots change: hide them from other threads."""
         if self.tier is not None and self.ino in self.tier.kept:
             self.tier.drop(self.ino)
         if self.map is not None:
             self.map.hide(index)
 
     def forget_copy(self) -> None:
-        """The file is about to have other readers, or more than one name: no block of the tier may have its bytes."""
+        """Before the file gets other readers or another name: drop its copy in the tier."""
         if self.tier is not None:
             self.tier.drop(self.ino)
         if self.map is not None:
@@ -250,15 +250,15 @@ class Node:
         self.size = size
 
     def end_map(self) -> None:
-        """The inode leaves memory, or its bytes are gone: nobody will say any more when they change."""
+        """End the content map: the inode leaves memory, or its slots were given up."""
         if self.map is not None:
             self.map.end()
             self.map = None
 
     def set_extents(self, index: int, extents: list[Extent]) -> None:
-        """Let a chunk consist of other extents; giving up the old ones' slots is the caller's.
+        """Replace the extents of a chunk. The caller gives up the old ones' slots.
 
-        Where these are not the same bytes as before, the caller said so before (`changing`).
+        If the bytes differ, the caller has called `changing` before.
         """
         chunk = self.chunks[index]
         if index >= schema.INLINE_CHUNKS:
@@ -268,7 +268,7 @@ class Node:
         chunk.extents = extents
 
     def resize(self, index: int, extent: Extent, length: int) -> None:
-        """An extent of a chunk grew or was shortened, in its slot."""
+        """Change the length of an extent, in its slot."""
         self.changing(index)
         if index >= schema.INLINE_CHUNKS:
             self.chunk_changed(index)
@@ -278,7 +278,7 @@ class Node:
 
     @property
     def busy(self) -> bool:
-        """May not be dropped from memory."""
+        """It must stay in memory."""
         return bool(
             self.changed
             or self.committing
@@ -292,7 +292,7 @@ class Node:
         )
 
     def record(self) -> schema.InodeRecord:
-        """The inode as the record store shall know it: without bytes that are not yet in slots."""
+        """The record to store: without bytes that are not in slots yet."""
         inline = []
         for index in range(min(max(self.chunks, default=-1) + 1, schema.INLINE_CHUNKS)):
             chunk = self.chunks.get(index)  # also behind the size, see `flushed_size`
@@ -319,7 +319,7 @@ class Node:
         )
 
     def orphan_record(self) -> schema.InodeRecord:
-        """What is to be freed when this inode, unlinked but open, is gone: slots that are in a commit, no others."""
+        """The orphan record of this unlinked but open inode: it names only slots that are in a commit."""
         record = self.record()
         committed = {
             extent.addr for chunk in self.chunks.values() for extent in chunk.extents if extent.state == COMMITTED
@@ -328,14 +328,14 @@ class Node:
         return msgspec.structs.replace(record, chunks=chunks)
 
     def stored_length(self) -> int:
-        """Bytes in slots, or on their way there; 0 where not all chunks are in memory."""
+        """Bytes in slots or staged; 0 if not all chunks are in memory."""
         if self.flags & schema.FLAG_CHUNK_RECORDS and not self.complete:
             return 0
         return sum([chunk.staged.length if chunk.staged else chunk.length for chunk in self.chunks.values()])
 
     @classmethod
     def from_record(cls, record: schema.InodeRecord) -> Node:
-        """Without extents: the caller adds chunks, see `content.chunks`."""
+        """A node without extents: the caller adds chunks, see `content.chunks`."""
         node = cls(record.ino, record.mode, record.uid, record.gid, record.chunk_size)
         node.nlink = record.nlink
         node.rdev = record.rdev
@@ -350,20 +350,20 @@ class Node:
 
 
 class Nodes:
-    """Decoded inodes by number, bounded: what is neither busy nor recently used goes first.
+    """Decoded inodes by number, bounded: nodes that are neither busy nor recently used are evicted first.
 
-    There is never a second node of an inode: one that had to go while an operation still holds it is found again.
+    An inode never has two nodes: an evicted node that an operation still holds is found again.
     """
 
     def __init__(self, count_max: int, tier: SharedTier) -> None:
         self.count_max = count_max
         self.tier = tier
         self._nodes: OrderedDict[int, Node] = OrderedDict()
-        """from whose front entries go in constant time; a dict would look at all places of those that went"""
+        """ordered, because removal at its front takes constant time, unlike a dict's"""
         self._evicted: WeakValueDictionary[int, Node] = WeakValueDictionary()
         self._all_forgotten = False
         self.leaving: Callable[[Node], None] = lambda node: None
-        """is told of a node that is about to leave memory; it stays where that makes it busy"""
+        """called with a node before its eviction; if that makes it busy, it stays"""
 
     def get(self, ino: int) -> Node | None:
         node = self._nodes.get(ino)
@@ -376,7 +376,7 @@ class Nodes:
         return node
 
     def peek(self, ino: int) -> Node | None:
-        """One that has not left memory; that it was asked for does not keep it there."""
+        """`get` without marking the node as recently used, and without evicted ones."""
         return self._nodes.get(ino)
 
     def add(self, node: Node) -> Node:
@@ -388,20 +388,20 @@ class Nodes:
         return node
 
     def drop(self, node: Node) -> None:
-        """Whatever of the inode is asked for next is read anew. Nothing happens where that was done already."""
+        """Remove the node, so that the inode is read again. No effect if it has another node, or none."""
         if (self._nodes.get(node.ino) or self._evicted.get(node.ino)) is node:
             self._nodes.pop(node.ino, None)
             self._evicted.pop(node.ino, None)
 
     def forget_all(self) -> None:
-        """The membership is over for all of them, and for those that operations under way still add."""
+        """End the membership of all nodes, also of those that operations in flight still add."""
         self._all_forgotten = True
         for node in [*self._nodes.values(), *self._evicted.values()]:
             node.forgotten = True
             node.end_map()
 
     def _evict(self, looks: int) -> None:
-        """Look at a few of the oldest: drop what may go, give the others another round."""
+        """Consider up to ``looks`` of the oldest nodes: evict those that may be, move the others to the end."""
         for _ in range(looks):
             if len(self._nodes) <= self.count_max:
                 return
@@ -427,18 +427,18 @@ def check_remembered(*nodes: Node) -> None:
     """EngineError for a node of a membership that is over."""
     for node in nodes:
         if node.forgotten:
-            raise EngineError(f"this client lost its lease of the volume: what was changed of inode {node.ino} is lost")
+            raise EngineError(f"this client lost its lease of the volume, and so its changes of inode {node.ino}")
 
 
 @asynccontextmanager
 async def locked(node: Node) -> AsyncIterator[None]:
-    """The node's lock, for what must not interleave with other changes of its content."""
+    """Hold the node's lock, against other changes of its content that wait."""
     if node.lock is None:
         node.lock = trio.Lock()
     lock = node.lock
     try:
         async with lock:
             yield
-    finally:  # a node that has one is taken for one that is being changed
+    finally:  # `busy` is true for a node with a lock
         if not lock.locked():
             node.lock = None

@@ -1,8 +1,8 @@
-"""Where each inode that the kernel knows has its record, and how often the kernel counts it.
+"""Directory, name and lookup count of each inode that the kernel knows.
 
-The kernel may know a million inodes and forget none of them for hours. Inode numbers are taken in sequence,
-so what is kept of each stands in arrays indexed by number, a page for 1,024 of them: 17 bytes and the name. Where other
-hosts change files too, eight more say which version of the content the kernel may have in its page cache.
+The kernel may know a million inodes and forget none of them for hours. Inode numbers are allocated in sequence,
+so these are kept in arrays indexed by number, a page for 1,024 inodes: 17 bytes and the name for each. In a shared
+volume 8 more bytes hold the version of the content that the kernel may have in its page cache.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _PAGE_BITS = 10
 _PAGE_SIZE = 1 << _PAGE_BITS
 _SLOT_MASK = _PAGE_SIZE - 1
 _WASTE_MAX = 16 << 10
-"""Bytes of names that are no longer used, before a page's names are put together anew."""
+"""Bytes of unused names at which a page's names are compacted."""
 
 
 class _Page:
@@ -58,13 +58,13 @@ class _Page:
 
 
 class Places:
-    """The place and the kernel's count of each inode that the kernel knows; the core owns it."""
+    """The place and the kernel's lookup count of each inode that it knows. The core owns it."""
 
     def __init__(self) -> None:
         self._pages: dict[int, _Page] = {}
 
     def get(self, ino: int) -> tuple[int, bytes] | None:
-        """(parent, a name of the inode), or None where the kernel does not know it."""
+        """(directory, a name of the inode); None if the kernel does not know the inode."""
         page = self._pages.get(ino >> _PAGE_BITS)
         slot = ino & _SLOT_MASK
         if page is None or not page.counts[slot]:
@@ -72,13 +72,13 @@ class Places:
         return page.parents[slot], page.name(slot)
 
     def set(self, ino: int, parent: int, name: bytes) -> None:
-        """The inode has another name, if the kernel knows it."""
+        """Change the place of an inode, if the kernel knows it."""
         page = self._pages.get(ino >> _PAGE_BITS)
         if page is not None and page.counts[ino & _SLOT_MASK]:
             page.set(ino & _SLOT_MASK, parent, name)
 
     def add(self, ino: int, parent: int, name: bytes) -> None:
-        """The kernel counts the inode once more."""
+        """Raise the kernel's lookup count of the inode, and set its place."""
         page = self._pages.get(ino >> _PAGE_BITS)
         if page is None:
             page = self._pages[ino >> _PAGE_BITS] = _Page()
@@ -106,7 +106,7 @@ class Places:
         return True
 
     def known(self, ino: int) -> bool:
-        """The kernel counts the inode. From any thread."""
+        """The kernel knows the inode. From any thread."""
         page = self._pages.get(ino >> _PAGE_BITS)
         return page is not None and page.counts[ino & _SLOT_MASK] > 0
 
@@ -117,15 +117,15 @@ class Places:
                 if count:
                     yield number << _PAGE_BITS | slot, page.parents[slot], page.name(slot)
 
-    # -- content that other hosts change, too --------------------------------------------------------
+    # -- content in shared volumes -------------------------------------------------------------------
 
     def content_version(self, ino: int) -> int:
-        """Version of the inode whose bytes the kernel may have cached; 0: it is to cache anew."""
+        """Version of the content that the kernel may have cached; 0: its pages are stale."""
         page = self._pages.get(ino >> _PAGE_BITS)
         return page.versions[ino & _SLOT_MASK] if page is not None and page.versions is not None else 0
 
     def set_content_version(self, ino: int, version: int) -> None:
-        """The kernel reads, or wrote, the bytes of this version. 0: what it cached is true no more."""
+        """Note the version of the content that the kernel reads or wrote. 0: its pages are stale."""
         page = self._pages.get(ino >> _PAGE_BITS)
         if page is None or not page.counts[ino & _SLOT_MASK]:
             return
@@ -134,7 +134,7 @@ class Places:
         page.versions[ino & _SLOT_MASK] = version
 
     def distrust_all(self) -> None:
-        """What the kernel cached of any content may be true no more."""
+        """Note that all cached pages of the kernel may be stale."""
         for page in self._pages.values():
             page.versions = None
 

@@ -1,9 +1,9 @@
-"""What a change of an inode does to the bits that give privileges.
+"""Clearing setuid and setgid when an inode changes.
 
-The rules for setuid and setgid are the kernel's since Linux 6.2 (``setattr_should_drop_suidgid``, ``setattr_prepare``,
-``mode_strip_sgid``). Before a write through a file the kernel itself takes ``security.capability`` away, and asks for a
-mode without setuid, and without setgid where the group may execute. Of setgid where it may not, the kernel only says
-that somebody writes: by a change of attributes that changes none.
+The rules are the kernel's since Linux 6.2 (``setattr_should_drop_suidgid``, ``setattr_prepare``,
+``mode_strip_sgid``). Before a write to a file the kernel itself removes ``security.capability``, and requests a
+mode without setuid, and without setgid if the group may execute. If the group may not execute, the kernel only
+announces the write, by a setattr request that changes nothing.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ _EXECUTED_BY_GROUP = stat.S_ISGID | stat.S_IXGRP
 
 
 def lose_privileges(node: Node, caller: Caller) -> bool:
-    """Take setuid and setgid away before the bytes of a file change; whether it had any to lose.
+    """Clear setuid and setgid before the bytes of a file change. True: the mode changed.
 
-    A caller with CAP_FSETID takes none. Setgid where the group may not execute is no privilege: the group may write so.
+    A caller with CAP_FSETID clears none. Setgid of a file that its group may not execute stays for the group's members.
     """
     if not node.mode & SET_ID or not node.is_file or _keeps_all(caller):
         return False
@@ -30,20 +30,20 @@ def lose_privileges(node: Node, caller: Caller) -> bool:
 
 
 def heed_word_of_write(node: Node, caller: Caller) -> None:
-    """As `lose_privileges`, where the kernel says no more than that ``caller`` writes, or owns what it wants to own.
+    """`lose_privileges` for a setattr request without changes: a write, or a chown by ``caller`` to its present owner.
 
-    NotPermitted for the latter, by somebody else: the kernel leaves that to us, too.
+    NotPermitted: a chown by a user who does not own the inode, which the kernel does not check either.
     """
     mode = node.mode
     if lose_privileges(node, caller) and not node.writers and caller.uid not in (0, node.uid):
         node.mode = mode
-        raise NotPermitted(f"inode {node.ino} is another user's")
+        raise NotPermitted(f"user {caller.uid} does not own inode {node.ino}")
 
 
 def lose_privileges_to_kernel(node: Node, caller: Caller) -> bool:
-    """As `lose_privileges`, of bytes that the kernel sends of a file that ``caller`` opened, whoever wrote them.
+    """`lose_privileges` for written pages that the kernel sends through a file that ``caller`` opened.
 
-    The kernel did so before, by the mode that it knew. Another host may have set these bits since.
+    The kernel has cleared the bits of the mode that it knew. Another host may have set them since.
     """
     if not node.mode & SET_ID or caller.is_privileged:
         return False
@@ -51,20 +51,20 @@ def lose_privileges_to_kernel(node: Node, caller: Caller) -> bool:
 
 
 def lose_privileges_to_owner(node: Node, caller: Caller) -> None:
-    """Take setuid and setgid away before a file that is no directory gets another owner or group, from root, too."""
+    """Clear setuid and setgid before anything but a directory gets another owner or group, also by root."""
     if node.mode & SET_ID and not node.is_directory:
         _drop(node, stat.S_ISUID | _lost_setgid(node, caller))
 
 
 def set_permissions(node: Node, permissions: int, caller: Caller) -> None:
-    """chmod: without CAP_FSETID only the group may set its setgid bit."""
+    """chmod: without CAP_FSETID only members of the group may set setgid."""
     node.mode = stat.S_IFMT(node.mode) | permissions
     if permissions & stat.S_ISGID and not _may_act_for(caller, node.gid):
         node.mode &= ~stat.S_ISGID
 
 
 def mode_of_new(directory: Node, mode: int, caller: Caller) -> int:
-    """Of an inode that is made in ``directory``: nobody makes a setgid program of a group that is not its own."""
+    """The mode of a new inode in ``directory``: no setgid program of a group to which the caller does not belong."""
     if stat.S_ISDIR(mode):
         return mode | directory.mode & stat.S_ISGID
     inherits_group = directory.mode & stat.S_ISGID and mode & _EXECUTED_BY_GROUP == _EXECUTED_BY_GROUP

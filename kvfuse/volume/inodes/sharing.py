@@ -1,8 +1,8 @@
-"""What is different where many hosts have a volume: `Core` has one strategy, which all rooms ask instead.
+"""The differences between a volume of one host and a shared one: a strategy, which `Core` has and all rooms use.
 
-Where one host has the volume, all slots are its own, and what it stored nobody else changes. Where many have it, each
-frees slots in its own slabs alone, and says by a record which others it gave up; and of each chunk that is changed here
-it is kept what is stored of it, so that another host's change can be put to it (`content.merge`).
+A volume's only host owns all slots, and nobody else changes stored files. In a shared volume each host
+frees slots in its own slabs alone, and puts f records for others' slots that it gives up; and it keeps
+the stored state of each chunk that it changes, so that another host's change can be merged (`content.merge`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 class Sharing(ABC):
-    """Says what becomes of slots and chunks. The core owns it."""
+    """Decides about slots and changed chunks. The core owns it."""
 
     def __init__(self, slabs: Allocator, geometry: Geometry) -> None:
         self._slabs = slabs
@@ -31,36 +31,36 @@ class Sharing(ABC):
 
     @abstractmethod
     def extent_of(self, record: schema.ExtentRecord) -> Extent:
-        """An extent that a record names."""
+        """The extent of a record."""
 
     @abstractmethod
     def mine(self, extents: list[Extent]) -> list[Extent]:
-        """Those whose slots this host decides about."""
+        """Those whose slots this host frees itself."""
 
     @abstractmethod
     def freed(self, extents: Iterable[Extent]) -> dict[bytes, bytes]:
-        """Records that tell others which of their slots are given up with these."""
+        """key -> value of f records, which tell holders of other slabs which of their slots these give up."""
 
     @abstractmethod
     def release(self, dead: list[Extent], born: set[int]) -> list[Extent]:
-        """Let slots leave the durable image, and say which did. ``born``: addresses that come into it."""
+        """Remove slots from the durable image. Returns those removed. ``born``: addresses that the commit adds."""
 
     @abstractmethod
     def changes(self, chunk: Chunk) -> None:
-        """The chunk is about to be other than it is stored."""
+        """Before a chunk changes from its stored state."""
 
     @abstractmethod
     def wrote(self, chunk: Chunk, start: int, end: int) -> None:
-        """Bytes of the chunk are about to be written."""
+        """Before bytes from ``start`` to before ``end`` of a chunk are written."""
 
 
 class Alone(Sharing):
-    """Of a volume that one host has."""
+    """The strategy of a volume of one host."""
 
     def extent_of(self, record: schema.ExtentRecord) -> Extent:
         addr, state = record.addr, COMMITTED
         if not self._slabs.is_durable(addr):
-            log.error("slot %d belongs to a file but is free: 'kvfuse fsck' tells more", addr)
+            log.error("the slot at %d belongs to a file but is marked free: unmount and run 'kvfuse fsck'", addr)
             state = DISCARDED  # it is not ours to free
         slot_size = self._slabs.slot_size(addr)
         return Extent(addr, slot_size, record.length, record.generation, record.checksums, state)
@@ -83,7 +83,7 @@ class Alone(Sharing):
 
 
 class Shared(Sharing):
-    """Of a volume that many hosts have."""
+    """The strategy of a shared volume."""
 
     def extent_of(self, record: schema.ExtentRecord) -> Extent:
         slot_size = self._slabs.slot_size(record.addr)
@@ -102,7 +102,7 @@ class Shared(Sharing):
         return puts
 
     def release(self, dead: list[Extent], born: set[int]) -> list[Extent]:
-        """The slot of an extent that another host gave up, too, may be released already."""
+        """Skips slots that are released already, because another host gave up the extent, too."""
         released = []
         for extent in self.mine(dead):
             if self._slabs.is_durable(extent.addr) and extent.addr not in born:

@@ -1,7 +1,7 @@
-"""Which names a directory has in the store, in 8 bytes each: a directory may have millions.
+"""The stored names of a directory, as hashes of 8 bytes each: a directory may have millions.
 
-Of each name the hash is kept. It has 64 bits and depends on a secret of this process (Python's own of bytes): it is
-cheap enough for thousands of names in a call.
+A hash has 64 bits and depends on a secret of this process (Python's hash of bytes): thousands
+of them in a call are cheap.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 from kvfuse.volume.store import schema
 
 RECENT_MAX = 4096
-"""Changes of a set that are kept apart before they are merged."""
+"""Changes of a set that are kept apart until they are merged into its array."""
 
 
 class HashSet:
@@ -48,7 +48,7 @@ class HashSet:
         return value in self._added
 
     def contain(self, values: Sequence[int]) -> list[bool]:
-        """Which of ``values`` are in the set."""
+        """For each of ``values``: whether it is in the set."""
         if self._sorted:
             members = np.frombuffer(self._sorted, np.int64)
             wanted = np.array(values, np.int64)
@@ -69,7 +69,7 @@ class HashSet:
         if len(self._added) + len(self._removed) <= RECENT_MAX:
             return
         merged = np.frombuffer(self._sorted, np.int64) if self._sorted else np.empty(0, np.int64)
-        # Nothing is sorted anew: numpy's set functions would stop the daemon for as long as a million names take.
+        # The array is not sorted again: for a million names that would block the event loop.
         merged = np.delete(merged, np.searchsorted(merged, np.array(list(self._removed), np.int64)))
         added = np.sort(np.array(list(self._added), np.int64))
         merged = np.insert(merged, np.searchsorted(merged, added), added)
@@ -80,20 +80,20 @@ class HashSet:
 
 @dataclass(slots=True, eq=False)
 class StoredNames:
-    """The stored names of one directory, as far as they were read. `Dentries` owns it."""
+    """The stored names of one directory that were read so far. `Dentries` owns it."""
 
     complete: bool
-    """the directory was read to its end: what is not here is absent"""
+    """the directory was read to its end: names without a hash here do not exist"""
     after: bytes = b""
-    """key up to which it was read"""
+    """the last key that was read"""
     hashes: HashSet = field(default_factory=HashSet)
 
     def contain(self, names: Sequence[bytes]) -> list[bool]:
-        """Which names there are, as far as their hashes tell."""
+        """For each name: False: it does not exist (if ``complete``); True: some name with its hash does."""
         return self.hashes.contain(list(map(hash, names)))
 
     def learn(self, keys: Iterable[bytes], *, last: bool) -> None:
-        """Take over the next page of the directory, as it is in the store now; ``last``: there are no more."""
+        """Add the next page of the directory, as it is in the store now; ``last``: it is the last one."""
         for key in sorted(keys):
             self.hashes.add(hash(schema.split_entry_key(key)[2]))
             self.after = key

@@ -1,9 +1,9 @@
-"""Staged bytes on their way to slots: checksums, batched writes.
+"""Writes staged bytes to slots: checksums, batched writes.
 
-One batch is written at a time; whatever is staged meanwhile joins the next. Bytes are written before
-any record names them (`Journal` sees to that), headers (`heads`) with their bytes.
+One batch is written at a time; bytes staged meanwhile join the next. The journal commits a record
+only after the bytes that it refers to were written; headers (`heads`) are written with their bytes.
 
-Bytes that could not be written stay staged, and are tried again. But no caller waits longer than one engine deadline:
+Bytes whose write failed stay staged, and are written again. But no caller waits longer than one engine deadline:
 when a batch times out, every waiter gets EngineTimeout, also those whose bytes were to follow in the next batch.
 """
 
@@ -31,13 +31,13 @@ log = logging.getLogger(__name__)
 
 BATCH_BYTES = 64 << 20
 BATCH_CHUNKS = 512
-"""Staged bytes, and chunks that have them, written in one call to the segment engine."""
+"""Staged bytes, and chunks with staged bytes, in one call to the segment engine."""
 PREPARED_BYTES = 2 << 20
 PREPARED_CHUNKS = 64
-"""Bytes and chunks whose checksums and headers are made before others may have their turn: some 3 ms."""
+"""Bytes and chunks whose checksums and headers are made before other tasks may run: some 3 ms."""
 PAUSE_MIN = 0.1
 PAUSE_MAX = 0.5
-"""Seconds between attempts after failed writes: of the first, and at most."""
+"""Seconds before the next attempt after a failed write: after the first failure, and at most."""
 
 
 class _Item(NamedTuple):
@@ -49,11 +49,11 @@ class _Item(NamedTuple):
     staged: Staged
     extents: list[Extent]
     identity: tuple[int, bytes, int, int, int, int]
-    """of the file, as the headers have it"""
+    """of the file, as the headers describe it; see `identity_of`"""
 
 
 class _Turn:
-    """One run over what is full, which some wait for."""
+    """One pass over full chunks, for whose end callers wait."""
 
     __slots__ = ("ended", "error")
 
@@ -75,27 +75,27 @@ class Flusher:
     staging_size: int
     staged_bytes: int = 0
     dropped_size: int = 0
-    """bytes of slots that are being written in vain"""
+    """bytes of slots that are being written with bytes dropped meanwhile"""
     _full: dict[tuple[Node, int], None] = field(default_factory=dict)
-    """chunks that will hardly change any more"""
+    """(node, chunk index) of chunks that will hardly change any more"""
 
     def __post_init__(self) -> None:
         self._lock = trio.Lock()
         self._work = trio.Event()
         self._room: trio.Event | None = None
-        """of those who wait for it, if somebody does"""
+        """set when memory for staged bytes is free; None: no caller waits"""
         self._turn = _Turn()
-        """the next one"""
+        """the next pass"""
         self._failed = trio.Event()
         self._error: EngineError | None = None
-        """of the turn that failed last"""
+        """of the last pass; None: it did not fail"""
         self._late: EngineTimeout | None = None
-        """the last write that was"""
+        """of the last write that timed out"""
         self._is_over = False
         self._caller_count = 0
 
     def give_up(self) -> None:
-        """What is staged will never be written: nobody waits for that any more."""
+        """End all waits: staged bytes will never be written."""
         self._is_over = True
         self._made_room()
         self._turn.end()
@@ -103,7 +103,7 @@ class Flusher:
     # -- staging accounts ----------------------------------------------------------------------------
 
     def stage(self, node: Node, chunk: Chunk, staged: Staged) -> None:
-        """``staged`` becomes the chunk's staged bytes, instead of what was staged before."""
+        """Replace the chunk's staged bytes, if any, by ``staged``."""
         if chunk.staged is None:
             node.staged_count += 1
         else:
@@ -112,7 +112,7 @@ class Flusher:
         self.staged_bytes += staged.length
 
     def unstage(self, node: Node, chunk: Chunk) -> None:
-        """The chunk's staged bytes are gone: written, or given up (the slots are the caller's)."""
+        """Remove the chunk's staged bytes, which were written or dropped. The caller frees their slots."""
         if chunk.staged is not None:
             self.staged_bytes -= chunk.staged.length
             node.staged_count -= 1
@@ -126,39 +126,39 @@ class Flusher:
             self._room = None
 
     def drop(self, staged: Staged) -> None:
-        """What is being written is no longer wanted: its slots come back when it was."""
+        """Drop bytes that are being written: their slots are freed when the write has ended."""
         if not staged.dropped:
             staged.dropped = True
             self.dropped_size += staged.capacity
 
     def grew(self, byte_count: int) -> None:
-        """Staged bytes grew (or shrank) in place."""
+        """Count staged bytes that grew (or, below 0, shrank) in place."""
         self.staged_bytes += byte_count
 
     def chunk_is_full(self, node: Node, index: int) -> None:
-        """A chunk will hardly change any more: write it without waiting for a commit."""
+        """Write a chunk that will hardly change any more without waiting for a commit."""
         self._full[node, index] = None
         self._work.set()
 
     @property
     def has_callers(self) -> bool:
-        """Somebody waits for a file's bytes, and for its commit then."""
+        """Callers wait for a file's bytes to be written, and will then wait for its commit."""
         return self._caller_count > 0
 
     @property
     def is_half_full(self) -> bool:
-        """So much is staged that it should be written before the next commit asks for it."""
+        """More than half of the allowed bytes are staged: write some before the next commit does."""
         return self.staged_bytes > self.staging_size // 2
 
     async def wait_for_memory(self) -> None:
-        """Return when less is staged than may be. Everything staged is being written meanwhile.
+        """Return when no more than ``staging_size`` bytes are staged. All staged bytes are being written meanwhile.
 
-        EngineError where that failed; it stays staged, and will be tried again.
+        EngineError: a write failed. The bytes stay staged, and are written again.
         """
         failed = self._failed
         while self.staged_bytes > self.staging_size:
             if self._is_over:
-                raise EngineError("nothing is written any more")
+                raise EngineError("the volume is being unmounted, or lost its lease: nothing is written any more")
             if failed.is_set() and self._error is not None:
                 raise self._error
             if self._room is None:
@@ -169,9 +169,9 @@ class Flusher:
                 await room.wait()
 
     async def write_out(self, node: Node) -> None:
-        """Return when what is staged was written, together with what others bring meanwhile; or could not be.
+        """Return when the node's staged bytes were written, or their write failed; other full chunks share the batch.
 
-        EngineTimeout where the engine let a deadline pass meanwhile: then it need not be asked for another one.
+        EngineTimeout: the engine did not answer within its deadline, so the caller should not wait for it again.
         """
         staged = [index for index, chunk in node.chunks.items() if chunk.staged is not None]
         for index in staged:
@@ -187,12 +187,12 @@ class Flusher:
                 raise turn.error
 
     async def settled(self) -> None:
-        """Return when the batch that is being written now has been."""
+        """Return when the present write has ended."""
         async with self._lock:
             pass
 
     async def run(self) -> None:
-        """Write full chunks as they come, everything when too much is staged; for ever."""
+        """Until cancelled: write full chunks, and all staged bytes when there are more than ``staging_size``."""
         pause = PAUSE_MIN
         while True:
             await self._work.wait()
@@ -205,8 +205,8 @@ class Flusher:
                     await self.flush([node for node in self.core.nodes if node.staged_count])
             except EngineError as error:
                 if self._error is None:
-                    log.error("staged bytes could not be written, they stay in memory: %s", error)
-                self._tell(turn, error)
+                    log.error("writing staged bytes failed, they stay in memory and are written again: %s", error)
+                self._fail(turn, error)
                 await trio.sleep(pause)
                 pause = min(2 * pause, PAUSE_MAX)
             else:
@@ -214,8 +214,8 @@ class Flusher:
             finally:
                 turn.end()
 
-    def _tell(self, turn: _Turn, error: EngineError) -> None:
-        """A turn failed. Who waits for the next one is told, too, where that took a deadline."""
+    def _fail(self, turn: _Turn, error: EngineError) -> None:
+        """End a pass with an error; after a timeout also the next one, whose callers have waited for a deadline."""
         self._error = error
         self._failed.set()
         self._failed = trio.Event()
@@ -227,9 +227,9 @@ class Flusher:
     # -- writing -------------------------------------------------------------------------------------
 
     async def flush(self, nodes: Iterable[Node]) -> None:
-        """Everything that is staged in ``nodes`` now is in slots when this returns, with headers that are true.
+        """Write all bytes now staged in ``nodes`` to slots, and headers that describe the files. EngineError.
 
-        A chunk changed meanwhile has been written as it was, and is still staged as it is now.
+        A chunk that changes meanwhile is written in its former state, and stays staged in its new one.
         """
         nodes = list(nodes)
         chunks = [
@@ -244,7 +244,7 @@ class Flusher:
         await self.headers.describe([node for node in nodes if node.nlink and node.described is not None])
 
     async def _flush_chunks(self, chunks: Sequence[tuple[Node, int]]) -> None:
-        """EngineTimeout also where another batch, which had to be waited for, was late: a deadline is enough."""
+        """EngineError. EngineTimeout also if another batch, which this one waited for, timed out."""
         before = self._late
         async with self._lock:
             if self._late is not None and self._late is not before:
@@ -254,8 +254,8 @@ class Flusher:
                 await self._write_batch(left)
 
     async def _write_batch(self, chunks: deque[tuple[Node, int]]) -> None:
-        """Under the lock: write the first of ``chunks``. At each await staged chunks may be replaced or dropped;
-        `_install` looks again.
+        """Under the lock: write the first of ``chunks``. At each await staged bytes may be replaced or dropped;
+        `_install` checks that.
         """
         items: list[_Item] = []
         try:
@@ -272,14 +272,14 @@ class Flusher:
             for item in items:
                 self._keep_staged(item)
             raise
-        with trio.CancelScope(shield=True):  # the bytes are there
+        with trio.CancelScope(shield=True):  # the bytes are written
             for number, item in enumerate(items):
                 if number and number % PREPARED_CHUNKS == 0:
                     await trio.lowlevel.checkpoint()
                 self._install(item)
 
     async def _prepare(self, chunks: deque[tuple[Node, int]], items: list[_Item]) -> list[Transfer]:
-        """What is to be written of the first of ``chunks``; ``items`` gets those that are being written from now on."""
+        """The transfers of a batch with the first of ``chunks``, which go to ``items`` as they begin to be written."""
         writes: list[Transfer] = []
         heads: list[Head] = []
         size = prepared_size = 0
@@ -298,7 +298,7 @@ class Flusher:
     def _begin(
         self, node: Node, index: int, chunk: Chunk, staged: Staged, writes: list[Transfer], heads: list[Head]
     ) -> _Item:
-        """A staged chunk is being written from now on: adds what is to be written to ``writes`` and ``heads``."""
+        """Begin to write a staged chunk: add its transfers to ``writes``, and its slots' heads to ``heads``."""
         staged.writing = True
         chunk.writing = staged
         extents = self._plan_extents(staged, writes)
@@ -309,9 +309,9 @@ class Flusher:
         return _Item(node, index, chunk, staged, extents, identity_of(node))
 
     def _keep_staged(self, item: _Item) -> None:
-        """It could not be written: it stays staged, in memory that the failed write has no views of.
+        """Keep bytes staged whose write failed, in a copy of which the failed write has no views.
 
-        The engine may still write it: it writes the same chunk's later bytes after that, but nobody else may.
+        The write may still happen. So the slots may only get later bytes of this chunk, which the engine writes after.
         """
         staged = item.staged
         staged.writing = False
@@ -350,14 +350,14 @@ class Flusher:
         return extents
 
     def cancel(self, staged: Staged, slots: list[Slot]) -> None:
-        """Allocated slots of staged bytes are not needed. Where others write, too, a late write must not hit them."""
+        """Free allocated slots of staged bytes; a grace later if a failed write may still reach them."""
         cancel: Give = self.core.slabs.cancel
         if staged.unsure:
             cancel = self.core.grace.later(cancel)
         cancel(slots)
 
     def _install(self, item: _Item) -> None:
-        """The bytes are in their slots: they replace the chunk's extents - unless the chunk is gone."""
+        """Replace the chunk's extents by the written ones, unless they were dropped meanwhile."""
         node, chunk, staged = item.node, item.chunk, item.staged
         staged.writing = False
         chunk.writing = None
@@ -370,7 +370,7 @@ class Flusher:
             self.unstage(node, chunk)
         for extent in chunk.extents:
             self.core.discard(node, extent)
-        # The file's bytes are the same as before, and no map shows the old extents since bytes were staged over them.
+        # The file's bytes do not change, and no map shows the old extents since bytes were staged over them.
         node.set_extents(item.chunk_index, item.extents)
         node.born.extend(item.extents)
         if item.chunk_index == 0:

@@ -1,7 +1,7 @@
 """Slot heads: the header of a slot, and behind it, or in the slot's unused end, a description of the file.
 
-The description has path, owner, mode and size: a rebuild makes files anew from the segments alone. `HeaderWriter`
-writes heads again when files change; those of new slots are written with their bytes (`flusher`).
+The description has path, owner, mode and size, so that a rebuild can restore files from the segments alone.
+`HeaderWriter` rewrites heads when files change; the flusher writes those of new slots with their bytes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 
 class Description(msgspec.Struct, array_like=True, frozen=True):
-    """What a slot's head says of the file that it belongs to; enough to make the file anew."""
+    """The file that a slot belongs to, with all that a rebuild needs to restore it."""
 
     path: bytes
     mode: int
@@ -41,7 +41,7 @@ class Description(msgspec.Struct, array_like=True, frozen=True):
     mtime: int
     chunk_size: int
     stored: int
-    """bytes in slots, if they were known: a file of which fewer are found is not whole"""
+    """bytes in slots; if fewer are found, the file is not whole. 0: not known"""
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -49,13 +49,13 @@ _decode = msgspec.msgpack.Decoder(Description).decode
 
 
 def encode_description(description: Description) -> bytes:
-    """With its checksum."""
+    """Encode it, followed by its checksum."""
     text = _encode(description)
     return text + extend(0, text).to_bytes(CHECKSUM_SIZE, "little")
 
 
 def decode_description(text: bytes) -> Description | None:
-    """None where it is damaged, or of another program version."""
+    """Decode a description. None: it is damaged, or of another program version."""
     body, checksum = text[:-CHECKSUM_SIZE], int.from_bytes(text[-CHECKSUM_SIZE:], "little")
     if len(text) <= CHECKSUM_SIZE or extend(0, body) != checksum:
         return None
@@ -66,7 +66,7 @@ def decode_description(text: bytes) -> Description | None:
 
 
 class Head(NamedTuple):
-    """What the head of a slot has to say."""
+    """The contents of a slot's head. Addresses and sizes in bytes."""
 
     addr: int
     slot_size: int
@@ -79,7 +79,7 @@ class Head(NamedTuple):
     piece_offset: int
     state: int
     reach: int
-    """bytes of the slot that no description may cover"""
+    """first bytes of the slot that no description may cover"""
     description: bytes = b""
     """with its checksum; empty: none"""
 
@@ -92,12 +92,12 @@ class Head(NamedTuple):
 
 
 def fingerprint(superblock: Superblock, ino: int, chunk: int) -> bytes:
-    """128 bits that name a file's chunk in this volume."""
+    """128 bits that identify a file's chunk in this volume."""
     return blake2b(schema.chunk_key(ino, chunk), digest_size=16, key=superblock.volume_id).digest()
 
 
 def transfers(superblock: Superblock, heads: Sequence[Head]) -> list[Transfer]:
-    """Heads of a batch of slots, as ranges to be written."""
+    """The transfers that write these heads."""
     geometry, now = superblock.geometry, int(time.time())
     made = []
     for head in heads:
@@ -105,7 +105,7 @@ def transfers(superblock: Superblock, heads: Sequence[Head]) -> list[Transfer]:
         if description and len(description) <= stride - layout.HEADER_SIZE:
             place = layout.DESCRIPTOR_BEHIND_HEADER
         elif description and len(description) <= head.slot_size - head.reach:
-            # Not where the store may still name bytes, as before a cut that is not committed, nor where a write may go.
+            # Clear of bytes to which records may still refer, as before an uncommitted cut, and of writes in place.
             place = layout.DESCRIPTOR_AT_SLOT_END
         header = layout.pack_header(
             state=head.state,
@@ -121,7 +121,7 @@ def transfers(superblock: Superblock, heads: Sequence[Head]) -> list[Transfer]:
             descriptor_length=len(description) if place else 0,
             descriptor_place=place,
         )
-        if place == layout.DESCRIPTOR_BEHIND_HEADER:  # up to the next one: those of neighbours are one write then
+        if place == layout.DESCRIPTOR_BEHIND_HEADER:  # up to the next header: neighbours become one write
             header = (header + description).ljust(stride, b"\0")
         elif place == layout.DESCRIPTOR_AT_SLOT_END:
             segment, offset = geometry.locate(head.addr)
@@ -132,7 +132,7 @@ def transfers(superblock: Superblock, heads: Sequence[Head]) -> list[Transfer]:
 
 @dataclass
 class HeaderWriter:
-    """Writes slot headers, and the descriptions of files in them. One of each membership."""
+    """Writes slot headers, and the descriptions of files in them. Each membership has one."""
 
     core: Core
 
@@ -140,7 +140,7 @@ class HeaderWriter:
         self._describing = trio.Lock()
 
     def head(self, node: Node, index: int, offset: int, extent: Extent) -> Head:
-        """The head of the slot of an extent that begins at ``offset`` of a chunk; the first one describes the file."""
+        """The head for an extent at ``offset`` bytes of chunk ``index``; only the first one describes the file."""
         return Head(
             extent.addr,
             extent.slot_size,
@@ -162,14 +162,14 @@ class HeaderWriter:
         )
 
     async def describe(self, nodes: Sequence[Node]) -> None:
-        """Write the headers again of files that were renamed, or grew, since they were written."""
+        """Rewrite the headers of files that were renamed, or changed size, owner or mode, since. EngineError."""
         async with self._describing:
             heads = [self.head(node, 0, 0, node.chunks[0].extents[0]) for node in nodes if self._is_out_of_date(node)]
             if heads:
                 await self._write(heads)
 
     def _is_out_of_date(self, node: Node) -> bool:
-        """The header of its first extent has to be written again, and may be; then it counts as written."""
+        """The header of the first extent must and may be rewritten. Marks it as written."""
         identity, chunk = identity_of(node), node.chunks.get(0)
         if identity == node.described or chunk is None or not chunk.extents:
             return False
@@ -177,35 +177,35 @@ class HeaderWriter:
         extent, slabs = chunk.extents[0], self.core.slabs
         is_ours = slabs.holds(self.core.geometry.slab_of(extent.addr)) and slabs.is_durable(extent.addr)
         if extent.state != FRESH and not is_ours:
-            return False  # another host may free the slot, and use it again
-        extent.slot_size = slabs.slot_size(extent.addr)  # perhaps the slab was another's when it was read
+            return False  # another host may free and reuse the slot
+        extent.slot_size = slabs.slot_size(extent.addr)  # another host may have held the slab at the read
         return True
 
     async def _write(self, heads: Sequence[Head]) -> None:
-        with self.core.reads.reading():  # a slot that is given up meanwhile is nobody else's yet
+        with self.core.reads.reading():  # slots given up meanwhile are not reused yet
             await self.core.segments.write(transfers(self.core.superblock, heads))
 
     async def settle_descriptions(self) -> None:
-        """Return when no description is being written; later ones keep clear of what every extent reaches now."""
+        """Return when no description is being written; later ones stay clear of the present reach of extents."""
         async with self._describing:
             pass
 
     async def write_header(self, node: Node, index: int, extent: Extent) -> None:
-        """The state or length of an extent changed in place."""
+        """Rewrite the header of an extent whose state or length changed in place. EngineError."""
         await self._write([self.head(node, index, node.chunks[index].start_of(extent), extent)])
 
     async def mark_free(self, slots: Sequence[Slot]) -> None:
-        """Say in the headers that slots are free, before anyone may use them again.
+        """Mark slots as free in their headers, before they may be reused.
 
-        A header that could not be written is only a block too many after a rebuild: logged, no error.
+        If the write fails, a rebuild may restore a removed block: a warning in the log, no error.
         """
         free, locate = bytes(layout.HEADER_SIZE), self.core.geometry.locate_header
         try:
             await self.core.segments.write([Transfer(*locate(slot.addr, slot.size), free) for slot in slots])
         except EngineError as error:
-            log.warning("headers of %d freed slots could not be written: %s", len(slots), error)
+            log.warning("%d freed slots could not be marked, a rebuild may restore them: %s", len(slots), error)
 
 
 def identity_of(node: Node) -> tuple[int, bytes, int, int, int, int]:
-    """What the headers say of a file: it is other when they have to be written again."""
+    """The attributes of a file in its headers; if they differ, the headers must be rewritten."""
     return node.parent, node.name, node.mode, node.uid, node.gid, node.size

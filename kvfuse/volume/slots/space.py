@@ -1,8 +1,8 @@
-"""The one question for room on a full volume, and the contract of those who answer it.
+"""Finding room on a full volume, and the contract of the sources of room.
 
 A call that finds no slot, or no room for a record, asks `Space` for more, and then tries again. `Space` asks its
-sources in the order in which they were given to it. The first that gives room up ends the round: that may be enough,
-and another call may take it meanwhile. The call comes back until it has what it needs, no source has any, or its time
+sources in their order, until one gives up some room. That may be too little, or another call may take it first.
+So the call asks again until it has what it needs, no source has any room, or its time
 is over.
 """
 
@@ -18,50 +18,50 @@ import trio
 from kvfuse.volume.inodes.core import Core
 
 ROOM_SECONDS = 3.0
-"""and a grace: for how long a call goes on asking for room, while others take what becomes free"""
+"""How long, beside a grace, a call goes on asking for room while others take what becomes free."""
 ROOM_ROUNDS_MIN = 8
-"""Times that a call asks for room, however long each takes: twice for each step from a removed file to free slots.
-Each answer of a loaded store comes before its own deadline, and all of them together perhaps not in ``ROOM_SECONDS``.
+"""Rounds in which a call asks for room without regard to time: two for each step from a removed file to free slots.
+A loaded store answers each call within its deadline, but all of them together perhaps not within ``ROOM_SECONDS``.
 """
 
 
 class Source(Protocol):
-    """A method of a part that can give up slots, or records. Any number of calls may ask at the same time."""
+    """A method that gives up slots or records. Several calls may use it at the same time."""
 
     def __call__(self, deadline: float, /) -> Awaitable[bool]:
-        """True: room became free, perhaps too little. False: the source has none, and none of it is on its way.
+        """True: some room became free. False: the source has none, and none is about to become free.
 
-        Files and hosts that are about to give room up are waited for until ``deadline``, in trio's time, at the latest;
+        Waits for files and hosts that are about to give up room until ``deadline`` (trio's time) at the latest;
         engines have deadlines of their own. EngineError ends the wait of the call that asks.
         """
 
 
 @dataclass
 class RoomWait:
-    """One call that waits for room, since it first had none."""
+    """The wait of one call, since it first found no room."""
 
     deadline: float
-    """holds after `ROOM_ROUNDS_MIN`"""
+    """in trio's time; ignored in the first `ROOM_ROUNDS_MIN` rounds"""
     round_count: int = 0
 
 
 @dataclass
 class Space:
-    """Knows who has room. One of each membership."""
+    """Asks the sources of room. Each membership has one."""
 
     core: Core
     sources: Sequence[Source]
     """of slots"""
     record_sources: Sequence[Source]
-    """of records of names, inodes and attributes, beside what is pending"""
+    """sources of room for records of names, inodes and attributes"""
     store_changes: Callable[[], Awaitable[None]]
-    """has everything stored that is pending, and so gives up the records that it deletes"""
+    """commits all pending changes, and so frees the room of the records that they delete"""
 
     async def wait_for_room(self, wait: RoomWait | None) -> RoomWait | None:
-        """Have more free slots: the call tries again, and comes back with what it got here if they are too few.
+        """Free some slots. The caller tries again, and passes the returned wait if they were too few.
 
-        ``wait`` is None when it asks first. None: no source has room, or the call has waited for all that was on its
-        way when it began. EngineError where an engine does not answer.
+        ``wait``: None at first. Returns None if no source has room, or the caller's time is over. EngineError: an
+        engine does not answer.
         """
         wait = wait or self._begin_wait()
         if not await _ask(self.sources, wait):
@@ -70,9 +70,9 @@ class Space:
         return wait
 
     async def wait_for_records(self, size: int, what: str) -> bool:
-        """Have room for so many bytes of names and attributes. True: somebody was waited for, look again at everything.
+        """Make room for ``size`` bytes of records. True: this waited, so the caller must check all conditions again.
 
-        False: there is room until the next await. NoSpace, where ``what`` has none when all that is pending is stored.
+        False: there is room until the next await. NoSpace (for ``what``): there is none after all pending commits.
         """
         metadata = self.core.metadata
         if metadata.fits(size):
@@ -86,7 +86,7 @@ class Space:
         return True
 
     async def free_removed_files(self) -> None:
-        """Have freed all that was removed, as far as its sources can."""
+        """Free all removed files that the sources can free. EngineError."""
         while await _ask(self.record_sources, RoomWait(math.inf)):
             pass
 
@@ -95,7 +95,7 @@ class Space:
 
 
 async def _ask(sources: Sequence[Source], wait: RoomWait) -> bool:
-    """One round: some source gave something up. False also where the call has waited for long enough."""
+    """One round. True: a source gave up room. False: none has any, or the call's time is over."""
     wait.round_count += 1
     deadline = wait.deadline if wait.round_count > ROOM_ROUNDS_MIN else math.inf
     if trio.current_time() <= deadline:
