@@ -1,4 +1,4 @@
-"""Plans carried out in memory first: the next commit of the journal brings them to the record store.
+"""Plans executed in memory first: the next commit of the journal brings them to the record store.
 
 So it is with all changes of a volume that one host has, and where many have it with some of regular files in relaxed
 folders. What a plan needs is read, which may wait; then the ends are looked at once more, and what was planned is
@@ -24,7 +24,7 @@ from kvfuse.volume.views import clock
 
 @dataclass
 class ApplyFirst:
-    """Carries plans out in memory. `Names` has one."""
+    """Executes plans in memory. `Names` has one."""
 
     core: Core
     journal: Journal
@@ -44,7 +44,7 @@ class ApplyFirst:
         return plan
 
     async def plan_later(self, places: Sequence[Place], planning: Planning) -> Plan:
-        """Plan what a relaxed folder may publish later: true, and with room for its records, until the next await."""
+        """Make a plan, with room for its records, that is valid until the next await. Errors of the plan; NoSpace."""
         nodes, dentries, pending = self.core.nodes, self.core.dentries, self.journal.pending
         while True:
             seen = dentries.noted, pending.epoch
@@ -65,13 +65,13 @@ class ApplyFirst:
                 return plan
 
     async def publish(self, directory: Node, nodes: Sequence[Node]) -> None:
-        """Return when changes of these, in a strict folder, are in the store."""
+        """In a strict folder: return when changes of these are in the store. EngineError."""
         await self.journal.commit(*nodes)
 
     # -- before --------------------------------------------------------------------------------------
 
     async def _look_above(self, places: Sequence[Place], ends: list[End]) -> None:
-        """Find what is above a directory into which another one comes."""
+        """Look up the directories above one to which another is moved."""
         for here, there in ((0, 1), (1, 0)):
             coming = ends[there].found.node
             if places[here].is_entered and coming is not None and coming.is_directory:
@@ -85,14 +85,14 @@ class ApplyFirst:
         return above
 
     def _is_ready(self, plan: Plan) -> bool:
-        """All that a plan needs is there."""
+        """The plan can be applied without a wait."""
         if plan.removed is not None or (plan.unlinked is not None and self.nameless.needs_loading(plan.unlinked)):
             return False
         tied = self.journal.to_untie([end.found.node for end in plan.ends])
         return tied is None and self.core.metadata.fits(plan.weight)
 
     async def _has_waited(self, plan: Plan) -> bool:
-        """Wait for what a plan needs. False: nothing that it was made of has changed meanwhile."""
+        """Wait for what the plan needs. False: its ends have not changed meanwhile."""
         ends, removed = plan.ends, plan.removed
         lost = plan.unlinked or removed
         if lost is not None and self.nameless.needs_loading(lost):
@@ -110,7 +110,7 @@ class ApplyFirst:
         return not all(self.lookup.holds(end.directory.ino, end.name, end.found) for end in ends)
 
     async def _check_empty(self, directory: Node) -> None:
-        """NotEmpty, unless the directory may be removed. What was moved out of it is gone from the store then."""
+        """NotEmpty, unless the directory is empty, also in the store: commits names that were moved out of it."""
         moved = [change.moved for change in self.core.dentries.changes_in(directory.ino).values()]
         leaving = [node for node in moved if node is not None and (node.writers or node.staged_count)]
         if leaving:  # inodes whose commit may yet have to wait for bytes
@@ -121,7 +121,7 @@ class ApplyFirst:
     # -- in memory -----------------------------------------------------------------------------------
 
     def apply(self, plan: Plan) -> None:
-        """Memory is as planned, and the journal has it. EngineError where the membership is over."""
+        """Execute the plan in memory, and mark its changes for the journal. EngineError: the membership is over."""
         if not plan.means:
             return
         pending, unlinked, meant = self.journal.pending, plan.unlinked, None
@@ -151,7 +151,7 @@ class ApplyFirst:
             self.core.metadata.reserve(plan.node, plan.weight)
 
     def _add(self, node: Node) -> None:
-        """A new inode is in memory."""
+        """Add a new inode."""
         core = self.core
         core.nodes.add(node)
         core.file_count += 1
@@ -162,7 +162,7 @@ class ApplyFirst:
         self.journal.pending.touch(node)
 
     def _link(self, node: Node) -> None:
-        """A file has one name more. Its record moves from its only one, which becomes a reference, to its own key."""
+        """Add a name to a file. Its record moves from the only name, which becomes a reference, to a key of its own."""
         if not node.own_record:
             node.own_record = True
             self.journal.pending.set_name(node.parent, node.name, node, node.stored or node.committing)
@@ -172,7 +172,7 @@ class ApplyFirst:
         self.journal.pending.touch(node, forced=True)
 
     def _unlink(self, node: Node, heir: Node | None) -> None:
-        """A file lost a name, which ``heir`` has now."""
+        """Remove a name from a file. ``heir``: the file that has the name now, or None."""
         node.nlink -= 1
         node.ctime = clock.now()
         if not node.nlink:
@@ -183,7 +183,7 @@ class ApplyFirst:
             self.journal.pending.tie(heir, node)
 
     def _move(self, plan: Plan) -> None:
-        """What was renamed is at its new place."""
+        """Note the new places of renamed inodes."""
         crosses = plan.ends[0].directory is not plan.ends[1].directory
         for end, node in zip(plan.ends, plan.means, strict=True):
             if node is None:
@@ -200,6 +200,6 @@ class ApplyFirst:
             self.journal.pending.tie(plan.node, plan.means[0])
 
     def touch_entries(self, directory: Node) -> None:
-        """Entries of the directory changed."""
+        """Update the directory's times after a change of its entries."""
         directory.mtime = directory.ctime = clock.now()
         self.journal.pending.touch_times(directory)

@@ -1,4 +1,4 @@
-"""Block calls: whole files by (directory, name), as rings ask for them (`api.BlockApi`), and what names are bound."""
+"""Block calls of rings: whole files by (directory, name), and bindings of names (`api.BlockApi`)."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 PREFETCH_PEERS = 8
 """Blocks that are read into the tier at the same time."""
 PAUSE_KEYS = 16
-"""keys of one call that are dealt with before the event loop does something else"""
+"""keys of one call that are processed before other tasks may run"""
 DELETE_PEERS = 128
 """Names of a call that are removed at the same time: they share round trips to the store, and commits."""
 
@@ -64,7 +64,7 @@ class Blocks:
         self.counters = BlockCounters()
 
     def start(self) -> None:
-        """Called in the event loop, once, before anybody else may use the tier."""
+        """Connect the tier to the event loop: call it there, once, before any use of the tier."""
         token = trio.lowlevel.current_trio_token()
 
         def in_loop() -> None:
@@ -92,7 +92,7 @@ class Blocks:
         return dentries.bind(directory, name, node, self.mapper.map_of(node))
 
     def _forget_evicted(self) -> None:
-        """Let go of blocks that the tier needs the room of."""
+        """Drop blocks that the tier evicts."""
         evicted = self.core.tier.evicted
         while evicted:
             node = self.core.nodes.get(evicted.popleft())
@@ -115,7 +115,7 @@ class Blocks:
             try:
                 loaded[number] = await self._load(directory, name, may_read)
             except errors.OperationError as error:
-                log.warning("block %r could not be read into the tier: %s", name, error)
+                log.warning("reading block %r into the tier failed: %s", name, error)
 
         await _for_each(names, load, PREFETCH_PEERS)
         return loaded
@@ -141,7 +141,7 @@ class Blocks:
         return True
 
     def _keep(self, node: Node, block: TierBlock) -> None:
-        """``block`` has the file's bytes. Rows that show them elsewhere go: who looks next is shown the block."""
+        """Keep ``block``, which has the file's bytes, in the tier. The content map will show it instead of slots."""
         self.core.tier.keep(node.ino, block)
         if node.map is not None:
             for index in list(node.map.rows):
@@ -171,9 +171,9 @@ class Blocks:
     async def _prepare(
         self, directory: int, name: bytes, size: int, mode: int, caller: Caller
     ) -> tuple[Plan, list[list[Slot]], int]:
-        """(what happens to the name, slots for each chunk, inode that lost the name already, or 0).
+        """(plan, slots for each chunk, inode that lost the name already, or 0).
 
-        All true until the next await.
+        Valid until the next await.
         """
         if self.flusher.staged_bytes > self.flusher.staging_size:
             await self.flusher.wait_for_memory()
@@ -197,7 +197,7 @@ class Blocks:
                 await self.names.unlink(directory, name)
 
     def _reserve(self, size: int, chunk_size: int) -> list[list[Slot]]:
-        """Slots for each chunk of a file. NoSpace leaves everything as it was."""
+        """Slots for each chunk of a file of ``size`` bytes. NoSpace, with nothing reserved."""
         slots: list[list[Slot]] = []
         try:
             for offset in range(0, size, chunk_size):
@@ -209,7 +209,7 @@ class Blocks:
         return slots
 
     def _stage(self, node: Node, content: memoryview, slots: list[list[Slot]]) -> None:
-        """Give a new file its bytes."""
+        """Stage the bytes of a new file."""
         node.set_size(len(content))
         for index, taken in enumerate(slots):
             staged = Staged()
@@ -241,19 +241,19 @@ class Blocks:
             raise errors.ReadOnly("the volume is mounted read-only")
 
     def _check(self, directory: int, name: bytes) -> None:
-        """The kernel checks names that come through the file door; here nobody else does."""
+        """Check a name as the kernel does for files. InvalidArgument, NotPermitted."""
         self._check_writable()
         if name in (b"", b".", b"..") or b"/" in name or b"\0" in name:
-            raise errors.InvalidArgument(f"{name!r} is no name of a file")
+            raise errors.InvalidArgument(f"{name!r} is not a legal file name")
         if directory == ROOT_INODE and name == VIRTUAL_NAME:
-            raise errors.NotPermitted(f"{name!r} is the daemon's own")
+            raise errors.NotPermitted(f"{name!r} in the mount's root belongs to the daemon")
 
     def statistics(self) -> dict[str, Any]:
         return {**asdict(self.counters), "bindings": self.core.dentries.binding_count}
 
 
 def _is_quiet(node: Node) -> bool:
-    """Nobody changes the file's bytes now, in a way that says so only at the start or the end."""
+    """No caller is changing the file's bytes over several awaits."""
     return not node.writers and node.lock is None
 
 
@@ -265,7 +265,7 @@ async def _for_each(names: Sequence[bytes], job: Callable[[int, bytes], Awaitabl
     rest = iter(enumerate(names))
     failures: list[errors.OperationError] = []
     count = busy = 0
-    """of peers, and of those that are at a name"""
+    """of tasks, and of those that work on a name"""
     is_looked_after = False
 
     async def work() -> None:
@@ -292,7 +292,7 @@ async def _for_each(names: Sequence[bytes], job: Callable[[int, bytes], Awaitabl
             nursery.start_soon(add)
 
     async def add() -> None:
-        """More peers where all that are there wait: names that need no wait are dealt with by one, with pauses."""
+        """Add tasks while all of them wait: one task, with pauses, does the names that need no wait."""
         nonlocal count, is_looked_after
         is_looked_after = False
         if busy == count:
@@ -309,5 +309,5 @@ async def _for_each(names: Sequence[bytes], job: Callable[[int, bytes], Awaitabl
 
 
 def _read_class(node: Node) -> ReadClass:
-    """Who may read a file, for its copy in the tier."""
+    """The read class of a file, for its copy in the tier."""
     return ReadClass(node.parent, node.uid, node.gid, node.mode & 0o444)

@@ -1,8 +1,8 @@
 """Changes of names: creation, links, removal, rename.
 
-Each is planned from what the names mean now (`plans`), and carried out by the executor that suits the volume: in memory
-first (`apply_first`), or in the store first (`commit_first`). Callers then `publish` it: strict folders wait for the
-commit, relaxed ones return.
+Each is planned from the present inodes of the names (`plans`), and executed in memory first (`apply_first`), or in a
+shared volume in the store first (`commit_first`). Callers then `publish` it: strict folders wait for the commit,
+relaxed ones return.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from kvfuse.volume.views import clock
 
 @dataclass
 class Names:
-    """Changes names for both doors. `Parts` has one, with the executor that suits who has the volume."""
+    """Changes names for both doors. Each membership has one."""
 
     core: Core
     journal: Journal
@@ -50,7 +50,7 @@ class Names:
             await self.journal.commit()
 
     def publish_waits(self, directory: Node, node: Node) -> bool:
-        """`publish` has something to wait for."""
+        """`publish` would wait."""
         return self.lookup.is_strict(directory) or self.journal.pending.load.is_crowded(node.uid)
 
     # -- creating ------------------------------------------------------------------------------------
@@ -64,7 +64,7 @@ class Names:
         return plan.ends[0].directory, self.lookup.count_lookup(plan.node)
 
     def _make(self, end: End, new: NewInode) -> Node:
-        """An inode that nobody knows of yet."""
+        """Make a node that no table has yet."""
         directory, caller = end.directory, new.caller
         gid = directory.gid if directory.mode & S_ISGID else caller.gid
         mode = privileges.mode_of_new(directory, new.mode, caller)
@@ -88,7 +88,7 @@ class Names:
         return await self.executor.plan_later([Place(parent, name)], planning)
 
     def goes_first(self, plan: Plan) -> bool:
-        """What has the name is unlinked first, as other hosts may change its other names: a miss, for a moment."""
+        """The name's file is unlinked first (a miss for a moment), as other hosts may change its other names."""
         return self.executor is not self.memory and plan.unlinked is not None and plan.unlinked.own_record
 
     def replace(self, plan: Plan) -> Node:

@@ -1,4 +1,4 @@
-"""Plans carried out in the record store first, as one transaction: where other hosts change names, too.
+"""Plans executed in the record store first, as one transaction, because other hosts change names, too.
 
 In strict folders, and wherever more than one name or a directory is concerned, a change is one `Transaction` that
 expects every record it was decided by: so it happens for all hosts in one step, or it is planned again. In relaxed
@@ -41,18 +41,18 @@ from kvfuse.volume.store import schema
 from kvfuse.volume.views import clock
 
 ATTEMPTS_MAX = 100
-"""Of a change that others are always faster than. Each refusal means that somebody else got on."""
+"""Attempts of a change whose transactions are refused. Each refusal means that another change succeeded."""
 PAUSE_SECONDS = 0.002
-"""Longest pause after the first refusals, a random part of it; it grows to sixteen times that."""
+"""Longest pause after the first refusal; random, and growing to sixteen times that."""
 
 
 class _Unfit(Exception):
-    """The change may not be published later."""
+    """The change must not be published later."""
 
 
 @dataclass
 class CommitFirst:
-    """Carries plans out in the store. `Names` has one where many hosts have the volume; ``later``: for the journal."""
+    """Executes plans in the store. In a shared volume `Names` has one; ``later`` executes changes to publish later."""
 
     core: Core
     journal: Journal
@@ -63,7 +63,7 @@ class CommitFirst:
     async def carry_out(
         self, places: Sequence[Place], planning: Planning, fits: Fits = never, node: Node | None = None
     ) -> Plan:
-        """As `ApplyFirst.carry_out`. ``fits``: in relaxed folders the journal may have the change, see `Fits`."""
+        """Plan a change and execute it. ``fits``: in relaxed folders the journal may publish it later, see `Fits`."""
 
         def fitting(*ends: End) -> Plan:
             if not fits(*ends):
@@ -79,7 +79,7 @@ class CommitFirst:
         return plan
 
     async def publish(self, directory: Node, nodes: Sequence[Node]) -> None:
-        """Likewise, and no host believes what was before. What a transaction brought waits for no commit."""
+        """Return when no host uses the former state of these; changes by a transaction need no commit."""
         pending = [node for node in nodes if node.nlink and (node.changed or node.committing or not node.stored)]
         if pending:
             await self.journal.commit(*pending)
@@ -87,7 +87,7 @@ class CommitFirst:
             await outlive_beliefs()
 
     async def plan_later(self, places: Sequence[Place], planning: Planning) -> Plan:
-        """As `ApplyFirst.plan_later`."""
+        """Make a plan, in a relaxed folder, that is valid until the next await; see `ApplyFirst.plan_later`."""
         for place in places:
             await self._directory(place, is_fresh=False)
         return await self.later.plan_later(places, planning)
@@ -99,14 +99,14 @@ class CommitFirst:
         return True
 
     def _changes_paths(self, plan: Plan) -> bool:
-        """A directory is gone, or elsewhere, and other hosts may believe that it is there for a while."""
+        """The plan removes or moves a directory, whose former name other hosts may use unchecked for a while."""
         moved = [node for node in plan.means if plan.is_move and node is not None and node.is_directory]
         return (moved or plan.removed is not None) and any(self.lookup.is_strict(end.directory) for end in plan.ends)
 
     # -- planning ------------------------------------------------------------------------------------
 
     async def _attempt(self, places: Sequence[Place], planning: Planning, node: Node | None) -> Plan:
-        """Plan a change and commit it until it is not refused."""
+        """Plan a change and commit it, until it is not refused. EngineError after `ATTEMPTS_MAX`."""
         for attempt in range(ATTEMPTS_MAX):
             try:
                 plan, draft = await self._draft(places, planning, node, is_fresh=attempt > 0)
@@ -124,7 +124,7 @@ class CommitFirst:
     async def _draft(
         self, places: Sequence[Place], planning: Planning, node: Node | None, *, is_fresh: bool
     ) -> tuple[Plan, Draft]:
-        """Plan a change. ``is_fresh``: ask the store for all that it depends on."""
+        """Draft a change. ``is_fresh``: read all that it depends on from the store."""
         draft = Draft(self.core.client)
         if node is not None:
             await self._settled(node)
@@ -144,7 +144,7 @@ class CommitFirst:
         return plan, draft
 
     async def _look_at(self, places: Sequence[Place], draft: Draft, is_fresh: bool) -> list[End]:
-        """The places as they are. No directory above one to which a directory comes may be moved meanwhile."""
+        """Look up the places. Expects the directories above the target of a moved directory, so that none moves."""
         directories = [await self._directory(place, is_fresh) for place in places]
         ends = []
         for directory, place in zip(directories, places, strict=True):
@@ -170,13 +170,13 @@ class CommitFirst:
         return above
 
     async def _settled(self, *nodes: Node) -> None:
-        """Have in the store what was changed in these inodes: a transaction is built from what is there."""
+        """Commit pending changes of these inodes, because a transaction is built from their stored records."""
         changed = [node for node in nodes if node.nlink and (node.changed or node.committing or not node.version)]
         if changed:
             await self.journal.commit(*changed)
 
     async def _directory(self, place: Place, is_fresh: bool) -> Node:
-        """The directory of a place. NotFound where a name is to be put into it, and it was removed."""
+        """The directory of a place. NotFound: it was removed, and a name is to be added."""
         ino = place.parent
         directory = await self.lookup.directory(ino)
         if not place.is_entered:
@@ -194,7 +194,7 @@ class CommitFirst:
         return directory
 
     async def _find(self, parent: int, name: bytes, is_fresh: bool) -> Found:
-        """What a name means in the store; where that was not asked, as far as is known. Names that wait are stored."""
+        """The stored inode of a name, from memory unless ``is_fresh``. Commits a pending change of the name first."""
         while True:
             change = self.core.dentries.get(parent, name).change
             if change is not None:
@@ -211,7 +211,7 @@ class CommitFirst:
     # -- directories that go -------------------------------------------------------------------------
 
     async def _have_left(self, directory: Node) -> None:
-        """Mark an empty directory, so that it may be removed if it still has the mark then. NotEmpty."""
+        """Mark an empty directory: it may be removed while it has the mark, which new names clear. NotEmpty."""
         await self._settled(directory)
         await self._check_empty(directory)
         while True:
@@ -223,7 +223,7 @@ class CommitFirst:
             await self.lookup.refresher.renew(directory)
 
     async def _check_empty(self, directory: Node) -> None:
-        """NotEmpty, unless the directory is empty in the store. What was removed here before is removed there first."""
+        """NotEmpty, unless the directory is empty in the store. Commits pending removals of its names first."""
         while changes := self.core.dentries.changes_in(directory.ino):
             if any(change.node is not None for change in changes.values()):
                 break
@@ -232,7 +232,7 @@ class CommitFirst:
             raise errors.NotEmpty(f"directory {directory.name!r} is not empty")
 
     async def _mark(self, directory: Node, *, leaving: bool) -> int:
-        """Say in its record that a directory is about to be removed, or that it is not.
+        """Set or clear the mark of a directory that is about to be removed.
 
         Returns the version of the record then; 0 where it has changed meanwhile, and nothing was done.
         """
@@ -247,7 +247,7 @@ class CommitFirst:
     # -- committing ----------------------------------------------------------------------------------
 
     async def _commit(self, plan: Plan, draft: Draft) -> bool:
-        """False: it was refused. NoSpace, where there is no room for the records."""
+        """Commit the draft. False: it was refused. NoSpace: there is no room for the records. EngineError."""
         transaction = draft.transaction(partial(self._applied, plan, draft))
         size = max(0, transaction.size)
         while await self.space.wait_for_records(size, f"{plan.ends[-1].name!r}"):
@@ -264,7 +264,7 @@ class CommitFirst:
         return is_done
 
     def _applied(self, plan: Plan, draft: Draft, version: int) -> None:
-        """Names and inodes are so in the store: let everybody here know."""
+        """Apply the stored change to memory."""
         core, made = self.core, plan.made
         if made is not None:
             made.times_version = version if made.is_directory else 0
@@ -296,7 +296,7 @@ class CommitFirst:
             self.later.touch_entries(directory)
 
     def _gone(self, node: Node) -> None:
-        """The last name of an inode went, in the store."""
+        """Note that the store has removed the last name of an inode."""
         self.core.file_count -= 1
         self.core.tier.drop(node.ino)
         if node.is_directory:

@@ -1,6 +1,6 @@
-"""Files that nobody can ask for any more, and that have more records than one commit may carry: taken apart in pieces.
+"""Removal of unreachable files with more records than fit into one commit, piece by piece.
 
-What is left of such a file stands in its orphan record and its chunk records: each piece frees some of them, the last
+Such a file has an orphan record and chunk records: each piece frees some chunk records, the last
 one the orphan record. So a crash between two pieces leaves a smaller orphan, for the next mount.
 """
 
@@ -27,7 +27,7 @@ RETRY_SECONDS = 0.5
 
 @dataclass
 class Removal:
-    """See the module. ``reap`` frees what is left at once, when that is little."""
+    """Frees large files in several commits. `Nameless` owns it. ``reap``: frees an inode that fits into one commit."""
 
     core: Core
     journal: Journal
@@ -39,20 +39,20 @@ class Removal:
         self._work = trio.Event()
 
     def is_large(self, node: Node) -> bool:
-        """More records go with the inode than a commit should carry beside others. Everything must be loaded."""
+        """The inode has more records than a commit should free beside others. All its chunks must be in memory."""
         count_max = self.journal.chunk_count_max
         count = len(node.chunks) - schema.INLINE_CHUNKS + len(node.xattr_names)
         return count > count_max and len(far_chunks(node)) + len(node.xattr_names) > count_max
 
     def begin(self, node: Node) -> None:
-        """Take a large inode apart that has no names, and no handles. Nobody gets at its bytes any more."""
+        """Begin to free a large inode without names and handles. Its bytes cannot be read any more."""
         node.reaped = True
         self.core.unnamed.pop(node.ino, None)
         self._waiting[node] = None
         self._work.set()
 
     async def run(self) -> None:
-        """Take apart what is waiting, for ever."""
+        """Free the waiting inodes, until cancelled."""
         while True:
             await self._work.wait()
             self._work = trio.Event()
@@ -61,13 +61,13 @@ class Removal:
                 try:
                     await self.take_apart(node)
                 except EngineError as error:
-                    log.warning("inode %d is not wholly removed yet: %s", node.ino, error)
+                    log.warning("freeing the removed inode %d failed and is tried again: %s", node.ino, error)
                     await trio.sleep(RETRY_SECONDS)
                     continue
                 del self._waiting[node]
 
     async def take_apart(self, node: Node) -> None:
-        """Free everything of an inode without names and handles. A crash, or an error, leaves it an orphan."""
+        """Free everything of an inode without names and handles. After a crash or EngineError it is still an orphan."""
         await self.journal.commit(node)  # now the store knows it as an orphan
         count = self.journal.chunk_count_max
         while self.is_large(node):

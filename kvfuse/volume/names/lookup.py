@@ -1,4 +1,4 @@
-"""From names to inodes, without changing any: lookup, what the kernel knows, listings.
+"""Lookups and listings of names, which change none of them.
 
 A lookup takes what the name's entry says (`Dentries`): a change that waits for a commit, or what the store is known to
 have. Else it reads the record store, which may wait, and uses the answer only if no commit was settled meanwhile
@@ -29,22 +29,22 @@ log = logging.getLogger(__name__)
 
 
 class Found(msgspec.Struct, frozen=True, eq=False):
-    """What a name means, and where that was seen."""
+    """The inode of a name, and the state in which it was found."""
 
     node: Node | None
     stored: bool
     """the record store has a record of the name"""
     change: NameChange | None
-    """the change that says so and is not in the store yet; None: the store says so"""
+    """the pending change that set it; None: it is as stored"""
     epoch: int
-    """of the journal, when it was seen"""
+    """the journal's epoch at the lookup"""
     version: int = 0
-    """of the stored record of the name, where others write the store, too; 0: there is none"""
+    """in a shared volume: version of the name's stored record; 0: there is none"""
 
 
 @dataclass
 class Lookup:
-    """See the module."""
+    """Finds inodes by names and numbers, for a volume of one host; `SharedLookup` for shared ones. `Names` uses it."""
 
     core: Core
     journal: Journal
@@ -57,29 +57,29 @@ class Lookup:
     # -- finding -------------------------------------------------------------------------------------
 
     def is_strict(self, directory: Node) -> bool:
-        """Changes in the directory are published before they are reported as done."""
+        """Calls that change names in the directory return after their commit."""
         if directory.flags & schema.FLAG_STRICT:
             return True
         return self.core.strict and not directory.flags & schema.FLAG_RELAXED
 
     def asks(self, parent: int) -> bool:
-        """Names in the directory are asked for at the store each time, whatever is known of them."""
+        """Each lookup in the directory asks the store. Never in a volume of one host."""
         return False
 
     def is_doubtful(self, ino: int) -> bool:
-        """The kernel has to ask for the attributes of the inode once more before it believes what it was told."""
+        """The kernel must not cache the attributes of the inode, because its name is unchecked."""
         return False
 
     async def current(self, ino: int) -> Node:
-        """As `node`, of an inode that a system call came to by its path."""
+        """`node` for an inode that the kernel reached by a path. Stale; in shared volumes Moved."""
         return self.core.nodes.get(ino) or await self.node(ino)
 
     async def current_directory(self, ino: int) -> Node:
-        """As `directory`, likewise."""
+        """`directory` for one that the kernel reached by a path. Stale, NotADirectory."""
         return await self.directory(ino)
 
     async def node(self, ino: int) -> Node:
-        """The inode in memory. Stale, when it is gone."""
+        """The inode, read from the store if need be. Stale: it was removed."""
         node = self.core.nodes.get(ino)
         while node is None:
             epoch = self.journal.pending.epoch
@@ -101,17 +101,17 @@ class Lookup:
                 if isinstance(record, schema.InodeRecord) and record.ino == ino:
                     node = self._materialise(record, entry[0].version, parent, name, own=False)
             if node is None:
-                raise errors.Stale(f"inode {ino} is gone")
+                raise errors.Stale(f"inode {ino} was removed")
         return node
 
     async def directory(self, ino: int) -> Node:
         node = self.core.nodes.get(ino) or await self.node(ino)
         if not node.is_directory:
-            raise errors.NotADirectory(f"inode {ino} is no directory")
+            raise errors.NotADirectory(f"inode {ino} is not a directory")
         return node
 
     async def find(self, parent: int, name: bytes) -> Found:
-        """What ``name`` in ``parent`` means now: true until the caller's next await."""
+        """The inode of ``name`` in ``parent``, valid until the caller's next await. NameTooLong, EngineError."""
         if len(name) > NAME_MAX:
             raise errors.NameTooLong(f"a name of {len(name)} bytes: at most {NAME_MAX} are allowed")
         core = self.core
@@ -148,9 +148,9 @@ class Lookup:
             return Found(node, True, None, epoch)
 
     async def exist(self, parent: int, names: list[bytes]) -> list[bool]:
-        """Which names exist in a directory, all at one time. Without waiting once the directory was read to its end.
+        """For each name: whether it exists in a directory, all at one time. Does not wait if all its names are known.
 
-        Then a name is told by 64 bits of its hash: one that is absent is taken for another only by their coincidence.
+        Known names are hashes of 64 bits: an absent name is reported as existing only if its hash collides.
         """
         while True:
             epoch = self.journal.pending.epoch
@@ -172,12 +172,12 @@ class Lookup:
             return found
 
     def holds(self, parent: int, name: bytes, found: Found) -> bool:
-        """What `find` said is still so, although the caller has waited since."""
+        """The result of `find` is still valid, although the caller has waited since."""
         change = self.core.dentries.get(parent, name).change
         return change is found.change and (change is not None or found.epoch == self.journal.pending.epoch)
 
     def _materialise(self, record: schema.InodeRecord, version: int, parent: int, name: bytes, *, own: bool) -> Node:
-        """The node of a record; the one in memory, if it is there already (it is newer)."""
+        """The node of a record; if memory has the inode, its node, which is newer."""
         if self.core.shared:
             return self.refresher.take(record, version, (parent, name), own=own)
         node = self.core.nodes.get(record.ino)
@@ -201,12 +201,12 @@ class Lookup:
         return found.node
 
     def count_lookup(self, node: Node) -> Node:
-        """The kernel gets to know the inode, or counts it once more."""
+        """Raise the kernel's lookup count of the inode. Returns the node."""
         self.core.places.add(node.ino, node.parent, node.name)
         return node
 
     def forget(self, ino: int, count: int) -> Node | None:
-        """The kernel dropped ``count`` references; the inode, if it has to go now: it has no name and is not open."""
+        """The kernel dropped ``count`` references. Returns the inode if it must be freed now: no name, not open."""
         if self.core.places.forget(ino, count):
             node = self.core.nodes.get(ino)
             if node is not None and node.nlink == 0 and not node.handles:
@@ -261,7 +261,7 @@ class Lookup:
         for cookie, name in sorted([(schema.name_hash(name), name) for name in page]):
             try:
                 node = await self._entry_node(page[name], ino, name)
-                if node is None or not node.nlink:  # removed while we were looking; perhaps another took the name
+                if node is None or not node.nlink:  # removed meanwhile; another inode may have the name
                     node = (await self.find(ino, name)).node
             except errors.Corrupt:
                 continue

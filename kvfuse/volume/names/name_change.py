@@ -1,6 +1,6 @@
-"""A plan as a transaction: the records it puts, what it expects, and what is done in memory after it.
+"""A plan as a transaction: its puts, deletes and expected versions, and its effects on memory afterwards.
 
-Everything is built from the records as they are stored (`Node.base`, `Node.version`), not from inodes in memory:
+All of it is built from the records as they are stored (`Node.base`, `Node.version`), not from inodes in memory:
 those may have changes that the journal will store later, with bytes that have no slots yet.
 """
 
@@ -19,7 +19,7 @@ from kvfuse.volume.store.transaction import Transaction
 
 
 class InodeChange:
-    """What becomes of one inode, and of the place of its record."""
+    """The new record of one inode, and the key of that record."""
 
     __slots__ = ("before", "name", "node", "own", "parent", "record")
 
@@ -30,15 +30,15 @@ class InodeChange:
         self.parent = node.parent
         self.name = node.name
         self.before = self.key
-        """of the record, before the change"""
+        """key of the record before the change"""
 
     def set(self, **values: object) -> None:
-        """Fields of the record."""
+        """Replace fields of the record."""
         self.record = msgspec.structs.replace(self.record, **values)
 
     @property
     def key(self) -> bytes:
-        """Of the record."""
+        """Key of the record."""
         return schema.inode_key(self.node.ino) if self.own else schema.entry_key(self.parent, self.name)
 
     def put(self, puts: dict[bytes, bytes]) -> None:
@@ -63,37 +63,37 @@ class InodeChange:
 
 
 class Draft:
-    """The records of one plan; each attempt to commit makes its own. ``client``: who removes what is removed."""
+    """The records of one plan; each attempt makes its own. ``client``: the remover, in orphan records."""
 
     def __init__(self, client: int) -> None:
         self.client = client
         self.inodes: dict[int, InodeChange] = {}
         self.names: list[tuple[int, bytes, Node | None]] = []
-        """(directory, name, what it means then)"""
+        """(directory, name, its new inode)"""
         self.made: list[Node] = []
         self.removed: list[Node] = []
         self._expect: dict[bytes, int] = {}
         self._puts: dict[bytes, bytes] = {}
         self._deletes: set[bytes] = set()
         self.is_stale = False
-        """what it is built from was changed by others meanwhile"""
+        """another host has changed a record that it is built from"""
 
     def _expect_key(self, key: bytes, version: int) -> None:
         if self._expect.setdefault(key, version) != version:
             self.is_stale = True
 
     def expect_all(self, versions: Mapping[bytes, int]) -> None:
-        """Records that must be as they are known here."""
+        """Expect these versions (by key)."""
         for key, version in versions.items():
             self._expect_key(key, version)
 
     def expect(self, node: Node) -> None:
-        """The inode must be stored as it is known here."""
+        """Expect the inode's record as it is known here."""
         key = schema.inode_key(node.ino) if node.own_record else schema.entry_key(node.parent, node.name)
         self._expect_key(key, node.version)
 
     def change(self, node: Node) -> InodeChange:
-        """An inode whose record is put anew."""
+        """The change of an inode, whose record is put."""
         change = self.inodes.get(node.ino)
         if change is None:
             assert node.base is not None, f"inode {node.ino} is not stored"
@@ -102,7 +102,7 @@ class Draft:
         return change
 
     def add(self, plan: Plan, now: int) -> None:
-        """All that a plan changes."""
+        """Add all changes of a plan."""
         changed = list(zip(plan.ends, plan.means, strict=False))
         counts = dict.fromkeys([end.directory for end, node in changed if node is not None], 0) | dict(plan.counts)
         for directory, more in counts.items():
@@ -123,14 +123,14 @@ class Draft:
                 self.change(node).set(ctime=now)
 
     def _enter(self, directory: Node, more: int) -> None:
-        """A name is put into a directory, which must not be removed meanwhile, or ``more`` directories are in it."""
+        """Change the number of directories by ``more``, and expect the record, so that the directory is not removed."""
         self.expect(directory)
         if more or (directory.base is not None and directory.base.flags & schema.FLAG_LEAVING):
             change = self.change(directory)
             change.set(nlink=change.record.nlink + more, flags=change.record.flags & ~schema.FLAG_LEAVING)
 
     def _link(self, node: Node) -> None:
-        """One name more. The record moves from the only one, which becomes a reference, to a key of its own."""
+        """Add a name. The record moves from the only name, which becomes a reference, to a key of its own."""
         change = self.change(node)
         change.set(nlink=change.record.nlink + 1)
         if not change.own:
@@ -139,7 +139,7 @@ class Draft:
             self._mean(change)
 
     def _lose(self, node: Node, now: int) -> None:
-        """A name of a file goes, or a directory: the last one leaves the file, and attributes, to an orphan record."""
+        """Remove a name of a file, or a directory. The last name leaves an orphan record of file and attributes."""
         change = self.change(node)
         change.set(nlink=0 if node.is_directory else change.record.nlink - 1, ctime=now)
         if change.record.nlink:
@@ -153,7 +153,7 @@ class Draft:
             self._puts[schema.orphan_key(node.ino)] = schema.encode_orphan(change.record, self.client)
 
     def _name(self, end: End, node: Node | None) -> None:
-        """Let a name, whose record is as it was seen, mean another inode, or nothing."""
+        """Change the inode of a name (None: remove it), expecting its record as it was read."""
         parent, name = end.directory.ino, end.name
         key = schema.entry_key(parent, name)
         self._expect_key(key, end.found.version)

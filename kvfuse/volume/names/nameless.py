@@ -1,4 +1,4 @@
-"""What becomes of inodes that lost their last name: their bytes and records are freed when nobody can ask for them."""
+"""Inodes without names: their slots and records are freed when no caller can reach them any more."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvfuse.volume.store.sealed import all_keys
 
 @dataclass
 class Nameless(ABC):
-    """Frees what inodes without names leave behind. Each volume's `Names` has one."""
+    """Frees slots and records of inodes without names. Each membership has one."""
 
     core: Core
     journal: Journal
@@ -34,41 +34,41 @@ class Nameless(ABC):
 
     @abstractmethod
     def removed(self, node: Node, heir: Node | None = None) -> None:
-        """The last name is gone: free everything, or note an orphan while the file is open.
+        """After an inode lost its last name: free everything, or make an orphan record while the file is open.
 
-        ``heir``: the file that took the name. What is freed then is freed in the commit that gives it the name.
+        ``heir``: the file that took the name. The commit that gives it the name also frees the former file.
         """
 
     @abstractmethod
     def reap(self, node: Node, heir: Node | None = None) -> None:
-        """Free what an inode without names and handles has. Everything must be loaded."""
+        """Free slots and records of an inode without names and handles. All its chunks must be in memory."""
 
     async def run(self) -> None:
-        """Free what takes time, for ever."""
+        """Free inodes that take several commits, until cancelled."""
         await self.removal.run()
 
     def reap_unnamed(self) -> None:
-        """Free what files have that only the kernel knows: space is needed, or nobody can ask for them any more."""
+        """Free files without names that only the kernel knows: for space, or at the end of the mount."""
         for node in list(self.core.unnamed.values()):
             self.reap(node)
 
     async def free_unnamed_files(self, deadline: float) -> bool:
-        """A `Source`, for which `reap_unnamed` is enough where files have slots that no commit knows."""
+        """A `Source`: `reap_unnamed`. True: slots of uncommitted files became free."""
         free_before = self.core.slabs.free_bytes
         self.reap_unnamed()
         return self.core.slabs.free_bytes > free_before
 
     async def store_removals(self) -> None:
-        """Have all stored that is pending, and so all records deleted that nobody needs."""
+        """Commit all pending changes, and so delete the records of removed inodes. EngineError."""
         self.reap_unnamed()
         await self.journal.commit()
 
     def needs_loading(self, node: Node) -> bool:
-        """The last name is to go, and records that go with the inode are not known yet."""
+        """The inode is about to lose its last name, and not all its records are known yet."""
         return not self.knows_all(node) and node.nlink == (2 if node.is_directory else 1)
 
     async def load(self, node: Node) -> None:
-        """Have in memory all that has to be removed with the inode."""
+        """Read all chunks and attribute names that are removed with the inode. EngineError."""
         await self.chunks.load_all(node)
         if node.flags & schema.FLAG_XATTRS:
             keys = await all_keys(self.core.records, schema.xattr_prefix(node.ino))
@@ -77,7 +77,7 @@ class Nameless(ABC):
 
 
 class OwnNameless(Nameless):
-    """Of a volume that one host has."""
+    """Frees inodes of a volume of one host."""
 
     def knows_all(self, node: Node) -> bool:
         return node.complete or not node.flags & (schema.FLAG_CHUNK_RECORDS | schema.FLAG_XATTRS)
@@ -109,7 +109,7 @@ class OwnNameless(Nameless):
                 self.reap(node)
 
     def _pass_on(self, node: Node, heir: Node | None) -> None:
-        """What an inode leaves behind when it goes: slots and records, to its heir or to the next commit."""
+        """Pass slots and records of a freed inode to its heir, or to the next commit."""
         if heir is not None:
             heir.dead += node.dead
             self.core.givers[heir] = None
@@ -141,7 +141,7 @@ class OwnNameless(Nameless):
 
 
 class SharedNameless(Nameless):
-    """Of a volume that many hosts have: what is stored of an inode is found, and freed later, by its orphan record."""
+    """Frees inodes of a shared volume: stored ones later, by their orphan records."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -156,9 +156,9 @@ class SharedNameless(Nameless):
         return True
 
     def removed(self, node: Node, heir: Node | None = None) -> None:
-        """A file with one name: where it is stored, the change of the name brings its orphan record. None has an heir.
+        """After a file with one name lost it: if it is stored, the change of the name puts its orphan record.
 
-        Whoever has it open may read on.
+        No file has an heir. Handles can still read it.
         """
         self.core.file_count -= 1
         self.journal.pending.reconsider(node)

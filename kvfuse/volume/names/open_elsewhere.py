@@ -1,8 +1,8 @@
-"""Files that this client removed from a shared volume: freed when nobody has them open, here or elsewhere.
+"""Files that this client removed from a shared volume: freed when no client has them open.
 
-Who has one open elsewhere says so within a grace (``h`` records). What rested for that long is read by nobody: its
-slots may be written again as soon as it is committed that they are free. A client that is alone need not wait. Who has
-no room waits for what is on its way (`Removed.free_removed_files`).
+A client that has one open puts an ``h`` record within a grace. After a grace without one no client reads the file,
+and its slots may be reused as soon as their freeing is committed. A client that is alone need not wait. A call
+without room waits for files that are about to be freed (`Removed.free_removed_files`).
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from kvfuse.volume.store.transaction import Transaction
 log = logging.getLogger(__name__)
 
 FREED_MAX = 64
-"""Removed inodes that are looked at together."""
+"""Removed inodes that are checked together."""
 ALONE_SECONDS = 0.5
-"""How long what a client removed stays that is alone: to free many together costs less."""
+"""How long removed files rest if no other client is known: freeing many together is cheaper."""
 
 
 @dataclass
 class Removed:
-    """See the module."""
+    """Frees the files that this client removed. Each membership of a shared volume has one."""
 
     core: Core
     journal: Journal
@@ -52,16 +52,16 @@ class Removed:
         self._open: deque[tuple[float, int]] = deque()
         """(when it was found to be open, inode)"""
         self._is_wanted = False
-        """somebody has no room"""
+        """a call waits for room"""
         self._is_looking = False
-        """some are looked at just now"""
+        """some inodes are being checked"""
         self.freed_at = -math.inf
-        """when some were last freed while other hosts had the volume: slots in their slabs are theirs to free"""
+        """when some were last freed while other hosts had the volume, which then free the slots in their slabs"""
         self._looked = trio.Event()
-        """set, and replaced by a new one, after each look"""
+        """set, and replaced by a new one, after each check"""
 
     async def free_removed_files(self, deadline: float) -> bool:
-        """A `Source`: has more of what this client removed freed. False: nothing of it is about to be."""
+        """A `Source`: free more of the files that this client removed. False: none is about to be freed."""
         if not (self._later or self._is_looking):
             return False
         self._is_wanted = True
@@ -72,7 +72,7 @@ class Removed:
         return False
 
     async def run(self) -> None:
-        """Free what was removed a while ago, for ever. An open file is looked at again a grace later."""
+        """Free files that have rested, until cancelled. Open files are checked again a grace later."""
         while True:
             await self._removed.wait(self._due())
             inos = self._take_due()
@@ -82,7 +82,7 @@ class Removed:
             try:
                 await self._free_unheld(inos)
             except EngineError as error:
-                log.warning("%d removed inodes are not freed yet: %s", len(inos), error)
+                log.warning("freeing %d removed inodes failed and is tried again: %s", len(inos), error)
                 await self._put_back(inos.items())
             finally:
                 self._is_looking = False
@@ -91,19 +91,19 @@ class Removed:
 
     @property
     def _rest_seconds(self) -> float:
-        """How long what was removed stays."""
+        """How long removed files rest."""
         if not self.core.is_alone():
             return self.core.grace.seconds
         return 0.0 if self._is_wanted else ALONE_SECONDS
 
     def _due(self) -> float:
-        """When the next inode is to be looked at."""
+        """When the next inode is to be checked, in trio's time."""
         removed = self._later[0][0] + self._rest_seconds if self._later else math.inf
         found_open = self._open[0][0] + self.core.grace.seconds if self._open else math.inf
         return min(removed, found_open)
 
     def _take_due(self) -> dict[int, float]:
-        """Some inodes that are to be looked at now -> when they were removed, or found to be open."""
+        """Some inodes to check now -> when they were removed, or found to be open."""
         now = trio.current_time()
         taken: dict[int, float] = {}
         for waiting, rest in ((self._later, self._rest_seconds), (self._open, self.core.grace.seconds)):
@@ -115,14 +115,14 @@ class Removed:
         return taken
 
     async def _put_back(self, items: Iterable[tuple[int, float]]) -> None:
-        """These could not be looked at now."""
+        """Return inodes whose check failed to the queue."""
         self._later.extendleft((since, ino) for ino, since in reversed(list(items)))
         await trio.sleep(RETRY_SECONDS)
 
     async def _free_unheld(self, inos: dict[int, float]) -> None:
-        """Free those that nobody has open. ``inos``: as of `_take_due`.
+        """Free those that no client has open. ``inos``: from `_take_due`.
 
-        Who was here when they were removed is a member still, or can read no more: so members are asked for first.
+        A client from the time of the removal is still a member, or cannot read any more: so members are read first.
         """
         if await self._are_others():
             rested = trio.current_time() - self.core.grace.seconds
@@ -150,7 +150,7 @@ class Removed:
         return {schema.split_open_key(key)[0] for key in await all_keys(self.core.records, b"h")}
 
     async def _free_orphan(self, record: schema.InodeRecord, version: int) -> None:
-        """Free all that an orphan record stands for. It must be this client's, or one whose remover is gone.
+        """Free everything of an orphan record. It must be this client's, or of a remover that is dead.
 
         ``version``: of the orphan record, which is expected with all that is freed.
         """
@@ -182,9 +182,9 @@ class Removed:
         return keys
 
     async def _unfold(self, node: Node, record: schema.InodeRecord) -> bool:
-        """Where an orphan record names more slots than go with one commit, let chunk records name them in its place.
+        """Move the slots of an orphan record to chunk records if one commit cannot free all of them.
 
-        False: it is somebody else's business by now. Nobody reads these chunks, so any numbers do.
+        False: another client is freeing it. Nobody reads these chunks, so their numbers do not matter.
         """
         inline = [index for index in node.chunks if index < schema.INLINE_CHUNKS]
         if sum([len(node.chunks[index].extents) for index in inline]) <= self._slots_max:
@@ -206,13 +206,13 @@ class Removed:
 
     @property
     def _slots_max(self) -> int:
-        """Slots that are freed by one commit."""
+        """Most slots that one commit frees."""
         return 2 * slot_records_max(self.core.records.limits)
 
     async def _free_pieces(self, node: Node, items: list[tuple[bytes, list[Extent]]]) -> None:
-        """Delete records, and free the extents that each names, as many as a commit may carry beside others.
+        """Delete records and free their extents, in as many commits as needed.
 
-        The orphan record goes last, with the extents that it names.
+        The last commit deletes the orphan record and frees its extents.
         """
         deleted_count = 0
         for key, extents in items:
@@ -235,7 +235,7 @@ class Removed:
 
 
 def _rested(extents: Iterable[Extent]) -> Iterable[Extent]:
-    """Extents that nobody reads any more: their slots may be written again as soon as that is committed."""
+    """Mark extents as rested: no client reads them, so their slots may be reused after the commit."""
     for extent in extents:
         extent.state = RESTED
         yield extent

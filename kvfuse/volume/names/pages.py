@@ -1,7 +1,7 @@
-"""Pages of folders in which a name was missed, so that the next ones need not be asked for.
+"""Reading directories page by page after a miss, so that later lookups need no round trip.
 
-A page says which names a folder has (`StoredNames`). Where other hosts write the store, too, the entries of the names
-keep its records as well: a host reads a folder that others filled in pages, not by one question for each name.
+A page adds hashes of names to `StoredNames`. In a shared volume the entries of the names
+also keep the page's records: so a host reads a directory that others filled with one round trip for many names.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from kvfuse.volume.store import schema
 from kvfuse.volume.store.sealed import scan_page
 
 LEARN_ROWS = 256
-"""Entries read from a directory each time that a name is missed in it, until all are known."""
+"""Entries read from a directory at each miss, until all are known."""
 LEARN_ROWS_MAX = 2048
-"""Where the store is remote a page is as large as what was read before it, up to this: its round trips count."""
+"""With a remote store each page is as large as all pages before it, up to this, to save round trips."""
 SHELVED_MAX = NAMES_MAX // 4
-"""Names of a folder that are read for the sake of their records: of a larger one most would be gone before use."""
+"""Largest directory whose records are kept: of a larger one most would be evicted before use."""
 
 
 @dataclass
 class _Page:
-    """One that is being read."""
+    """A page that is being read."""
 
     done: trio.Event = field(default_factory=trio.Event)
     error: errors.EngineError | None = None
@@ -38,7 +38,7 @@ class _Page:
 
 @dataclass
 class Learning:
-    """Reads pages of folders, one at a time of each. `Lookup` owns it."""
+    """Reads pages of directories, one at a time for each. `Lookup` owns it."""
 
     core: Core
     journal: Journal
@@ -49,12 +49,12 @@ class Learning:
         """by directory"""
 
     def pays(self, directory: int) -> bool:
-        """A name is to be asked for: to read a page of its folder instead is likely to answer this one, and more."""
+        """Reading a page of the directory is likely to answer a lookup in it, and later ones."""
         stored = self.core.dentries.stored_in(directory)
         return not stored.complete and len(stored.hashes) < SHELVED_MAX
 
     async def read_page(self, directory: int, row_count: int = LEARN_ROWS) -> None:
-        """Read the next page of a directory, if there is one. What changes meanwhile is asked for later.
+        """Read the next page of a directory, if there is one. Names that change meanwhile are not taken from it.
 
         A caller that misses a name while a page is being read waits for that page, and gets its error.
         """
@@ -93,7 +93,7 @@ class Learning:
                     dentries.shelve(directory, name, Versioned(row.value, row.version))
 
     def shelved(self, directory: int, name: bytes) -> Node | None:
-        """The inode that a name means by a record that came before anybody asked for it; None: it has to be asked."""
+        """The inode of a name from a kept record; None: the store has to be asked."""
         dentry = self.core.dentries.get(directory, name)
         row, version = dentry.record, dentry.version
         if row is None:

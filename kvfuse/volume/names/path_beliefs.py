@@ -33,31 +33,31 @@ from kvfuse.volume.inodes.node import Node
 from kvfuse.volume.store import schema
 
 BELIEF_SECONDS = 0.02
-"""How long a directory's name is taken to mean what it meant at some time, if nobody said else"""
+"""How long a directory's name is used unchecked after it was known, unless the watch reports a change."""
 WAIT_SECONDS = 1.25 * BELIEF_SECONDS
-"""after which no host believes what was changed before: clocks of hosts may run at rates that differ a little"""
+"""Wait after which no host uses the former state: longer, because clocks of hosts differ in rate."""
 
 DEPTH_MAX = 1024
-"""directories above each other that are looked at"""
+"""Most directories above each other that are checked."""
 
 CONTESTED_SECONDS = 2.0
-"""How long a name that turned out to mean something else is asked for: the kernel walks a path twice at most"""
+"""How long lookups of a name that had changed ask the store, so that the kernel walks a path twice at most."""
 CONTESTED_MAX = 1000
-"""names of which that is kept"""
+"""most such names"""
 
 Place = tuple[int, bytes]
 """(directory, name)"""
 
 NOWHERE: Place = (0, b"")
-"""of a directory that is not where it was, and did not show up elsewhere yet"""
+"""the place of a directory that was moved to an unknown place"""
 
 
 class Moved(errors.Stale):
-    """A name on the path means something else than was believed: the kernel is to walk it again."""
+    """A name on the path has another inode than was assumed: the kernel must walk the path again."""
 
 
 class Link(NamedTuple):
-    """A name, and the inode that it was believed to mean."""
+    """A name, and the inode that it was assumed to have."""
 
     parent: int
     name: bytes
@@ -69,12 +69,12 @@ class Link(NamedTuple):
 
 
 async def outlive_beliefs() -> None:
-    """Wait until no host takes a directory's name, or its mode, for what it was before this call."""
+    """Wait until no host uses a state of a directory's name or mode from before this call."""
     await trio.sleep(WAIT_SECONDS)
 
 
 class Paths:
-    """See the module. Nothing here waits. ``asked_at``: when the store was asked, which no change came before."""
+    """The names by which the kernel reached inodes. Nothing here waits. ``asked_at``: when the store was asked."""
 
     def __init__(self, core: Core) -> None:
         self._core = core
@@ -94,21 +94,21 @@ class Paths:
     # -- what the kernel was told --------------------------------------------------------------------
 
     def is_contested(self, parent: int, name: bytes) -> bool:
-        """What is known of the name turned out to be wrong lately."""
+        """The assumed inode of the name was wrong lately."""
         return trio.current_time() < self._contested.get((parent, name), -math.inf)
 
     def is_sure(self, directory: Node, parent: int, name: bytes) -> bool:
-        """The name meant the directory a moment ago."""
+        """The name was known to have the directory less than `BELIEF_SECONDS` ago."""
         if self._directories.get(directory.ino) != (parent, name):
             return False
         return trio.current_time() < max(self._all_sure_until, self._sure_until.get(directory.ino, -math.inf))
 
     def caught_up(self, asked_at: float) -> None:
-        """All that others changed before then has been told by the watch, and is known here."""
+        """Note that the watch has reported all changes of other hosts from before ``asked_at``."""
         self._all_sure_until = asked_at + BELIEF_SECONDS
 
     def came(self, node: Node, parent: int, name: bytes, *, asked_at: float | None) -> None:
-        """The kernel is told that a name means the inode. ``asked_at``: None, if that is only believed."""
+        """Note that the kernel gets the inode of a name. ``asked_at``: None if that is unchecked."""
         if node.is_directory:
             self._directories[node.ino] = (parent, name)
             if asked_at is not None:
@@ -134,11 +134,11 @@ class Paths:
     # -- what is to be checked -----------------------------------------------------------------------
 
     def doubt(self, ino: int) -> Link | None:
-        """The name that the kernel was told unchecked of an inode, which is no directory."""
+        """The unchecked name by which the kernel reached an inode that is not a directory; None for none."""
         return self._doubtful.get(ino)
 
     def settle(self, doubt: Link) -> None:
-        """It was checked. Who was told the same since then waits for a check of his own."""
+        """Note that the name was checked. A later unchecked lookup of it needs its own check."""
         if self._doubtful.get(doubt.ino) is doubt:
             del self._doubtful[doubt.ino]
 
@@ -196,7 +196,7 @@ class Paths:
                 self._sure_until[link.ino] = asked_at + BELIEF_SECONDS
 
     def _lose(self, link: Link) -> None:
-        """The name means something else."""
+        """Forget a name that has another inode."""
         self._core.dentries.forget(link.parent, link.name)
         if len(self._contested) >= CONTESTED_MAX:
             self._contested.clear()

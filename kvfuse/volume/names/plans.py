@@ -1,7 +1,7 @@
-"""What a change of names does, planned from what the names mean now: the rules of POSIX stand here. Nothing waits.
+"""Plans of changes of names, made from the present inodes of the names by POSIX's rules. Nothing waits.
 
-An executor looks at the ends, has one of these functions plan, and carries the plan out: in memory first
-(`apply_first`), or in the record store first (`commit_first`). Link counts follow from the names.
+An executor looks up the ends, has one of these functions make a plan, and executes it: in memory first
+(`apply_first`), or in the record store first (`commit_first`). Executors derive link counts from the names.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvfuse.volume.names.lookup import Found
 
 
 class Place(msgspec.Struct, frozen=True, eq=False):
-    """A name that is to be changed. ``is_entered``: the directory must be there then, or has more or fewer in it."""
+    """A name to change. ``is_entered``: the directory must exist, or its number of directories changes."""
 
     parent: int
     name: bytes
@@ -26,17 +26,17 @@ class Place(msgspec.Struct, frozen=True, eq=False):
 
 
 class End(msgspec.Struct, eq=False):
-    """A place as it is now."""
+    """A place and its present inode."""
 
     directory: Node
     name: bytes
     found: Found
     above: Sequence[Node] = ()
-    """the directory, and those above it but for the root, where a directory may come there"""
+    """if a directory may be moved there: the directory and those above it, without the root"""
 
 
 class NewInode(msgspec.Struct, frozen=True, eq=False):
-    """What an inode is to be that is made for ``caller``, see mknod(2)."""
+    """The attributes of an inode to make for ``caller``, see mknod(2)."""
 
     caller: Caller
     mode: int
@@ -46,35 +46,35 @@ class NewInode(msgspec.Struct, frozen=True, eq=False):
 
 
 class Plan(msgspec.Struct, eq=False):
-    """A change of one name or two, all of it or nothing."""
+    """A change of one or two names, which is executed whole or not at all."""
 
     ends: Sequence[End]
     means: Sequence[Node | None]
-    """what the name of each end means then; empty: nothing changes"""
+    """the new inode of each end's name, None for none; empty: nothing changes"""
     node: Node
-    """the inode that it is about"""
+    """the inode that is made, linked, removed or renamed"""
     made: Node | None = None
-    """this is new"""
+    """this inode is new"""
     linked: Node | None = None
-    """this has one name more"""
+    """this file gets another name"""
     unlinked: Node | None = None
     """this file loses the name of the last end"""
     removed: Node | None = None
-    """this directory does, and is gone then; it must be empty"""
+    """this directory, which must be empty, is removed"""
     is_move: bool = False
-    """what the names mean then only changes its place"""
+    """inodes only change places"""
     counts: Sequence[tuple[Node, int]] = ()
-    """(directory, how many directories more it has)"""
+    """(directory, change of its number of directories)"""
     weight: int = 0
-    """bytes of records that come, at the most"""
+    """most bytes of records that it may add"""
 
 
 Planning = Callable[..., Plan]
-"""is given an `End` for each `Place`, waits for nothing, and raises what the caller of the change is to get"""
+"""makes a plan of an `End` for each `Place`, without waiting, and raises the errors of the change"""
 Make = Callable[[End, NewInode], Node]
-"""makes an inode in memory, which nobody knows of yet"""
+"""makes a node that no table has yet"""
 Fits = Callable[..., bool]
-"""is given the same: where many hosts have the volume, a relaxed folder may publish the change later"""
+"""decides from the ends whether a relaxed folder of a shared volume may publish the change later"""
 
 
 def never(*ends: End) -> bool:
@@ -94,7 +94,7 @@ def plan_create(end: End, new: NewInode, make: Make) -> Plan:
 
 
 def plan_replacement(end: End, new: NewInode, make: Make) -> Plan:
-    """A new file takes the name from whatever file has it, as if it had been made elsewhere and renamed."""
+    """Plan a new file that replaces the one that has the name, like a rename from another directory."""
     if end.directory.nlink == 0:
         raise errors.NotFound(f"directory {end.directory.ino} was removed")
     old = end.found.node
@@ -105,7 +105,7 @@ def plan_replacement(end: End, new: NewInode, make: Make) -> Plan:
 
 
 def plan_link(end: End, node: Node) -> Plan:
-    """One name more for a file."""
+    """Plan another name for a file. NotPermitted, NotFound, TooManyLinks, Exists."""
     if node.is_directory:
         raise errors.NotPermitted(f"inode {node.ino} is a directory: it has one name only")
     _check_free(end)
@@ -117,7 +117,7 @@ def plan_link(end: End, node: Node) -> Plan:
 
 
 def plan_unlink(end: End) -> Plan:
-    """A name of a file goes, the last one with the file."""
+    """Plan the removal of a file's name. NotFound, IsADirectory."""
     node = _existing(end)
     if node.is_directory:
         raise errors.IsADirectory(f"{end.name!r} is a directory")
@@ -125,17 +125,17 @@ def plan_unlink(end: End) -> Plan:
 
 
 def plan_rmdir(end: End) -> Plan:
-    """A directory goes."""
+    """Plan the removal of a directory. NotFound, NotADirectory."""
     node = _existing(end)
     if not node.is_directory:
-        raise errors.NotADirectory(f"{end.name!r} is no directory")
+        raise errors.NotADirectory(f"{end.name!r} is not a directory")
     return Plan((end,), (None,), node, removed=node, counts=[(end.directory, -1)])
 
 
 def plan_rename(source: End, target: End, flags: int) -> Plan:
-    """An inode moves from one name to another, and takes it from what has it, or gives its own in exchange."""
+    """Plan a rename, which replaces the inode of the new name or exchanges both; errors as in renameat2(2)."""
     if flags not in (0, RENAME_NOREPLACE, RENAME_EXCHANGE):
-        raise errors.InvalidArgument(f"rename flags {flags:#x} are not offered")
+        raise errors.InvalidArgument(f"rename flags {flags:#x} are not supported")
     node = _existing(source)
     is_exchange = flags == RENAME_EXCHANGE
     other = _existing(target) if is_exchange else target.found.node
@@ -147,7 +147,7 @@ def plan_rename(source: End, target: End, flags: int) -> Plan:
     if other is node:
         return plan
     if node in target.above or (is_exchange and other in source.above):
-        raise errors.InvalidArgument(f"directory {node.name!r} cannot go into itself")
+        raise errors.InvalidArgument(f"directory {node.name!r} cannot be moved into itself")
     plan.means, plan.is_move = (other if is_exchange else None, node), True
     plan.weight = max(0, len(target.name) - len(source.name))
     comes, goes = node.is_directory, other is not None and other.is_directory
@@ -156,7 +156,7 @@ def plan_rename(source: End, target: End, flags: int) -> Plan:
     if other is not None and not is_exchange:
         if comes != goes:
             kind = errors.IsADirectory if goes else errors.NotADirectory
-            raise kind(f"{target.name!r} is {'a' if goes else 'no'} directory")
+            raise kind(f"{target.name!r} is {'a' if goes else 'not a'} directory")
         plan.unlinked, plan.removed = (None, other) if goes else (other, None)
     return plan
 
@@ -177,7 +177,7 @@ def _existing(end: End) -> Node:
 
 
 def _check_free(end: End) -> None:
-    """A name may come there where none is."""
+    """Exists: the name exists. NotFound: the directory was removed."""
     if end.found.node is not None:
         raise errors.Exists(f"{end.name!r} exists in directory {end.directory.ino}")
     if end.directory.nlink == 0:

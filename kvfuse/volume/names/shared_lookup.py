@@ -1,9 +1,9 @@
-"""From names to inodes where other hosts change names, too.
+"""Lookups in shared volumes, where other hosts change names, too.
 
-Versions say what is newer. Names in folders that publish strictly are asked for at the store: what a host closed
-before, the next open here sees. Relaxed folders are answered from what a watch keeps true (`coherence`); so are, in
-strict folders, names of directories, and of files that this client changed last, which are checked by the question that
-follows (`paths`). While the store is away, what is known is told.
+The newer of two states is known by its version. Lookups in strict folders ask the store, so an open here
+sees what other hosts have closed. Lookups in relaxed folders use the table of names, which a watch keeps current
+(`coherence`); so do, in strict folders, lookups of directories, and of files that this client changed last: the
+next read of the store checks these (`path_beliefs`). While the store does not answer, the table of names is used.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from kvfuse.volume.store import schema
 from kvfuse.volume.store.joined_reads import SharedRecords
 
 CATCH_UP_COMMITS = 3
-"""Of one inode: one may have begun before the record, the next one has to do with it."""
+"""Commits to await for one inode: one may have been built before its record changed, the next one merges it."""
 
 
 class NotCaughtUp(errors.EngineError):
-    """Another host has stored something newer of an inode that was changed here, too, and that cannot be stored now.
+    """Another host has changed an inode that has uncommitted changes here, and these cannot be committed now.
 
-    So what it is is known by nobody: unlike where the store is away, what is known here is not told.
+    So its state is unknown, and the lookup fails, instead of using the table of names.
     """
 
 
 class Told(NamedTuple):
-    """What the store said of an inode; see `Refresher.take`."""
+    """A stored record of an inode, with the arguments of `Refresher.take`."""
 
     record: schema.InodeRecord
     version: int
@@ -46,7 +46,7 @@ class Told(NamedTuple):
 
 @dataclass
 class SharedLookup(Lookup):
-    """See the module. ``records``: those of the core, as this room sees them."""
+    """Finds inodes in a shared volume. ``records``: the record store, with reads that share round trips."""
 
     records: SharedRecords
 
@@ -54,7 +54,7 @@ class SharedLookup(Lookup):
         super().__post_init__()
         self.paths = Paths(self.core)
         self.is_watched = False
-        """what other hosts change is told here soon after"""
+        """the watch reports changes of other hosts to it"""
 
     def asks(self, parent: int) -> bool:
         directory = self.core.nodes.get(parent)
@@ -170,7 +170,7 @@ class SharedLookup(Lookup):
         return await self.directory(ino)
 
     async def check_path(self, above: Sequence[Link]) -> None:
-        """Moved, where these names are not what was believed."""
+        """Check names that were used unchecked. Moved: one of them has another inode."""
         keys = [link.key for link in above]
         asked_at = trio.current_time()
         self.paths.check(above, dict(zip(keys, await self.core.records.get(keys), strict=True)), asked_at)
@@ -203,7 +203,7 @@ class SharedLookup(Lookup):
         return await self.find_shared(parent, name, is_fresh=self.asks(parent))
 
     def known(self, parent: int, name: bytes) -> Found | None:
-        """What the name means as far as is known here, without asking."""
+        """The inode of the name from the table of names; None: it has to be asked."""
         dentry, epoch = self.core.dentries.find(parent, name), self.journal.pending.epoch
         if dentry is None:
             return None
@@ -250,7 +250,7 @@ class SharedLookup(Lookup):
                 return asked
 
     async def _ask(self, parent: int, name: bytes, above: Sequence[Link]) -> Found | None:
-        """What the store says a name means; None where it was changed here meanwhile, or between two questions.
+        """The inode of a name in the store; None if it was changed here meanwhile, or between two reads.
 
         An inode with a record of its own costs a second question, unless it is known which one it is.
         """
@@ -297,7 +297,7 @@ class SharedLookup(Lookup):
         return Found(node, True, None, self.journal.pending.epoch, version if node.own_record else node.version)
 
     async def _absent(self, parent: int, name: bytes) -> Found | None:
-        """The store has no such name. In relaxed folders more is read, so that the next name need not be asked for."""
+        """The result for an absent name. In relaxed folders reads a page, so that later lookups need no round trip."""
         self.core.dentries.forget(parent, name)
         if not self.asks(parent):
             await self.learning.read_page(parent)
@@ -308,6 +308,6 @@ class SharedLookup(Lookup):
 
 
 def check_name(name: bytes) -> None:
-    """NameTooLong."""
+    """NameTooLong for a name of more than 255 bytes."""
     if len(name) > NAME_MAX:
         raise errors.NameTooLong(f"a name of {len(name)} bytes: at most {NAME_MAX} are allowed")

@@ -1,6 +1,6 @@
-"""Extended attributes: one record each, and two that are settings of a folder.
+"""Extended attributes: one record each; two of them are settings of a folder.
 
-Of a file without names, which somebody has open, the records go with it: what is changed of them stays in memory.
+Changes of attributes of an open file without names stay in memory, because its records are about to be deleted.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ XATTR_VALUE_MAX = 64 << 10
 REMOVED_SIZE_MAX = 1 << 20
 """Bytes of attributes that a file without names may be given."""
 NAMESPACES = (b"user", b"trusted", b"security")
-"""An attribute's name is one of these, a dot, and more. "system" is not among them: access control lists that are
-stored but not enforced would promise what nobody keeps."""
+"""An attribute's name begins with one of these and a dot. "system" is missing: access control lists would be
+stored but not enforced."""
 
 CAPABILITY = b"security.capability"
-"""What a program may do beyond its user; whoever changes the program's bytes takes it away."""
+"""File capabilities of a program; a change of the program's bytes removes them."""
 
 _PUBLISH_FLAGS = {b"strict": schema.FLAG_STRICT, b"relaxed": schema.FLAG_RELAXED}
 _PUBLISH_MASK = schema.FLAG_STRICT | schema.FLAG_RELAXED
@@ -42,7 +42,7 @@ class Setting(NamedTuple):
     get: Callable[[Core, Node], bytes | None]
     """None: the directory has no setting of its own"""
     set: Callable[[Core, Node, bytes], None]
-    """InvalidArgument for a value that makes no sense"""
+    """InvalidArgument for an invalid value"""
     clear: Callable[[Core, Node], None]
 
 
@@ -53,7 +53,7 @@ def _get_publish(core: Core, node: Node) -> bytes | None:
 def _set_publish(core: Core, node: Node, value: bytes) -> None:
     flag = _PUBLISH_FLAGS.get(value)
     if flag is None:
-        raise errors.InvalidArgument(f"publishing is 'strict' or 'relaxed', not {value!r}")
+        raise errors.InvalidArgument(f"user.kvfuse.publish must be 'strict' or 'relaxed', not {value!r}")
     node.flags = node.flags & ~_PUBLISH_MASK | flag
 
 
@@ -88,7 +88,7 @@ SETTINGS = {
 
 
 def _check_name(name: bytes) -> None:
-    """Unsupported for a name outside the namespaces, InvalidArgument for that of one alone."""
+    """Unsupported for a name outside the namespaces, InvalidArgument for a namespace without a name."""
     namespace, dot, rest = name.partition(b".")
     if namespace not in NAMESPACES or not dot:
         raise errors.Unsupported(f"attribute {name!r}: its name must begin with 'user.', 'trusted.' or 'security.'")
@@ -98,7 +98,7 @@ def _check_name(name: bytes) -> None:
 
 @dataclass
 class Xattrs:
-    """See the module."""
+    """Reads and changes attributes. Each membership has one."""
 
     core: Core
     journal: Journal
@@ -121,7 +121,7 @@ class Xattrs:
         return (await self._look(node, name))[0]
 
     async def _look(self, node: Node, name: bytes) -> tuple[bytes | None, Stored]:
-        """(the value, what the store has in its place). The latter may be old, as soon as this returns."""
+        """(value or None, its stored record). The latter may be stale as soon as this returns."""
         if not node.flags & schema.FLAG_XATTRS:
             return None, NOT_STORED
         key = schema.xattr_key(node.ino, name)
@@ -159,7 +159,7 @@ class Xattrs:
         return node
 
     async def _growth(self, node: Node, key: bytes, value: bytes) -> tuple[int, Stored]:
-        """(bytes that the attribute may add to the records, what the store has of it). NoSpace.
+        """(bytes that the attribute may add to the records, its stored record). NoSpace.
 
         There is room for it until the next await. Where nobody else changes the store, it is asked only if that is
         full; else the commit has to know what it replaces.
@@ -178,7 +178,7 @@ class Xattrs:
                 return growth, stored
 
     def _is_unseen(self, node: Node, key: bytes) -> bool:
-        """Whether the store has the attribute, and how large it is, only the store knows."""
+        """Existence and size of the stored attribute are not known here."""
         return bool(node.flags & schema.FLAG_XATTRS and node.nlink and not self.journal.pending.loose.pending_puts(key))
 
     async def list(self, ino: int) -> list[bytes]:
@@ -213,9 +213,9 @@ class Xattrs:
         return self._changed(node)
 
     async def drop_capability(self, node: Node) -> bool:
-        """Before bytes of a file change through a door other than the kernel's; whether it had the attribute.
+        """Remove ``security.capability`` before rings change bytes of a file. True: it had the attribute.
 
-        Waits for the store where it is not known yet whether the file has it.
+        Asks the store if that is not known. EngineError.
         """
         if node.capability_free or not node.flags & schema.FLAG_XATTRS:
             return False
@@ -228,7 +228,7 @@ class Xattrs:
         return found is not None
 
     def _put(self, node: Node, key: bytes, value: bytes | None, stored: Stored) -> None:
-        """``stored``: what the store has of it. NoSpace, where the file has no names, and too many attributes."""
+        """Put (None: delete) an attribute. ``stored``: its record. NoSpace: too many, of a file without names."""
         if node.nlink:
             self.journal.pending.loose.put(key, value, stored if self.core.shared else None)
             return
@@ -238,7 +238,7 @@ class Xattrs:
         node.unstored_attributes = changes
 
     def _not_stored(self, node: Node, prefix: bytes) -> dict[bytes, bytes | None]:
-        """What is changed of the records whose keys begin so, and the store does not know; None: it is removed."""
+        """Changes, not stored yet, of records whose keys begin with ``prefix``; value None: removed."""
         changes = self.journal.pending.loose.pending_puts(prefix)
         if not node.nlink:
             changes |= {key: value for key, value in node.unstored_attributes.items() if key.startswith(prefix)}
