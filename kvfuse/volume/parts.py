@@ -116,7 +116,7 @@ class Parts:
             self._make_own(refresher)
         mount = options.mount
         access = AccessTimes(core, self.journal, mount.access_times, directories=mount.diratime)
-        self.mapper = Mapper(core, chunks, access)
+        self.mapper = Mapper(core, chunks, access, extents)
         in_place = InPlaceWriter(core, self.journal, headers)
         self.writer = Writer(core, self.journal, self.flusher, self.space, self.reader, staging, in_place)
         self.cutter = Cutter(core, chunks, self.reader, self.writer)

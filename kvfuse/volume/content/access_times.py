@@ -46,8 +46,6 @@ class AccessTimes:
         self._moved: WeakKeyDictionary[Node, float] = WeakKeyDictionary()
         """inode -> when its access time moved first, by trio's clock. Those that a commit had since are not marked."""
         self._work = trio.Event()
-        if not core.shared:
-            core.nodes.leaving = self._leaving
 
     # -- reads ---------------------------------------------------------------------------------------
 
@@ -121,7 +119,8 @@ class AccessTimes:
         self.store(node)
 
     async def run(self) -> None:
-        """Store what moved long enough ago, for ever."""
+        """Store what moved long enough ago, for ever, and what leaves memory."""
+        self._core.nodes.leaving = self._leaving
         while self._policy != "noatime":
             await self._work.wait()
             self._work = trio.Event()

@@ -10,7 +10,7 @@ from kvfuse.volume.api import FILE_SIZE_MAX
 from kvfuse.volume.content.chunks import Bytes, Chunks, extents_within
 from kvfuse.volume.content.reader import Reader
 from kvfuse.volume.content.writer import Writer
-from kvfuse.volume.inodes.chunk import Chunk
+from kvfuse.volume.inodes.chunk import Chunk, Extent
 from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.inodes.node import Node, locked
 
@@ -75,28 +75,40 @@ class Cutter:
         node.flushed_size = min(node.flushed_size, size)
 
     async def _read_before(self, node: Node, index: int, length: int) -> Bytes:
-        """What is in front of ``length`` in its granule of the chunk's slots, where these have checksums.
+        """What the chunk's slots have in front of ``length`` in its granule, where they have checksums.
 
+        Not what is staged over them: a commit may say first that the extent was cut. Corrupt.
         Nothing of the chunk is being written, and so it is until the next wait.
         """
         while (chunk := node.chunks.get(index)) is not None and length:
-            staged, extents = chunk.staged, chunk.extents
-            if staged is not None and staged.writing:
+            if chunk.staged is not None and chunk.staged.writing:
                 await self.writer.flusher.settled()
                 continue
-            kept = extents_within(extents, length)
+            kept = extents_within(chunk.extents, length)
             if chunk.length <= length or not kept[-1].checksums:
                 break
-            last_length, checksums = length - chunk.start_of(kept[-1]), kept[-1].checksums
-            rest = last_length % GRANULE_SIZE
+            end = length - chunk.start_of(kept[-1])
+            rest = end % GRANULE_SIZE
             if not rest:
                 break
-            offset = index * node.chunk_size + length - rest
-            before = await self.reader.extents.read(node, offset, kept[-1], last_length - rest, rest)
-            if before is None:
-                before = bytearray(rest)
-                await self.reader.read_into(node, offset, memoryview(before))
-            is_same = node.chunks.get(index) is chunk and chunk.staged is staged and chunk.extents is extents
-            if is_same and kept[-1].checksums is checksums and not (staged is not None and staged.writing):
+            before = await self._read_cut(node, index, chunk, kept[-1], end - rest, rest)
+            if before is not None:
                 return before
         return b""
+
+    async def _read_cut(
+        self, node: Node, index: int, chunk: Chunk, last: Extent, start: int, size: int
+    ) -> Bytes | None:
+        """Bytes from ``start`` of one of the chunk's extents, in its slot; None where the chunk changed meanwhile."""
+        seen = chunk, chunk.staged, chunk.extents, last.checksums
+
+        def is_same() -> bool:
+            is_written = chunk.staged is not None and chunk.staged.writing
+            return seen == (node.chunks.get(index), chunk.staged, chunk.extents, last.checksums) and not is_written
+
+        if chunk.staged is None:
+            offset = index * node.chunk_size + chunk.start_of(last) + start
+            before = await self.reader.extents.read(node, offset, last, start, size)
+        else:
+            before = await self.reader.extents.read_verified(node, last, start, size, is_same)
+        return before if is_same() else None

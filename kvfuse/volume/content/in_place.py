@@ -25,10 +25,6 @@ class InPlaceWriter:
     journal: Journal
     headers: HeaderWriter
 
-    def has_room(self, chunk: Chunk, end: int) -> bool:
-        """The chunk's slots may be written to, up to ``end``. On a shared volume other hosts may be reading them."""
-        return not self.core.shared and end <= sum([extent.slot_size for extent in chunk.extents])
-
     async def write(self, node: Node, index: int, chunk: Chunk, start: int, data: bytes | memoryview) -> bool:
         """Write into the chunk's own slots; False when they were replaced meanwhile."""
         extents, end = chunk.extents, start + len(data)

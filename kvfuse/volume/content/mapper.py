@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from kvfuse.errors import Stale
 from kvfuse.volume.content.access_times import AccessTimes
 from kvfuse.volume.content.chunks import Chunks
+from kvfuse.volume.content.reader import Extents
 from kvfuse.volume.inodes.chunk import DISCARDED, Chunk
 from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.inodes.node import Node
-from kvfuse.volume.views.content_map import ContentMap, MapRow, Sources
+from kvfuse.volume.views.content_map import ContentMap, MapRow
 
 
 @dataclass
@@ -20,9 +21,7 @@ class Mapper:
     core: Core
     chunks: Chunks
     access: AccessTimes
-
-    def __post_init__(self) -> None:
-        self._sources = Sources(self.core.segments)
+    extents: Extents
 
     def map_of(self, node: Node) -> ContentMap:
         """The inode's map. Stale for one that was removed."""
@@ -63,15 +62,7 @@ class Mapper:
     def _row(self, chunk: Chunk | None) -> MapRow | None:
         if chunk is None or (chunk.staged is None and not chunk.extents):
             return MapRow(None, 0, 0)
-        if chunk.staged is not None or len(chunk.extents) > 1:
+        # A discarded one is of a damaged volume: its slot may become another file's, and nobody would hide the row.
+        if chunk.staged is not None or len(chunk.extents) > 1 or chunk.extents[0].state == DISCARDED:
             return None
-        extent = chunk.extents[0]
-        if extent.state == DISCARDED:
-            return None  # a damaged volume: the slot may become another file's, and nobody would hide the row
-        if self.core.shared:
-            return None  # the news that another host frees the slot may be late: each read has to be verified
-        segment, start = self.core.locate(extent.addr)
-        source = self._sources.get(segment)
-        if source is None:
-            return None
-        return MapRow(source, start, extent.length, extent.checksums, extent.verified)
+        return self.extents.row(chunk.extents[0])

@@ -21,6 +21,7 @@ from kvfuse.volume.inodes.chunk import Chunk, Extent
 from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.inodes.node import Node
 from kvfuse.volume.store import schema
+from kvfuse.volume.views.content_map import MapRow, Source
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +43,10 @@ class Extents(ABC):
         None where the file has other bytes there by now.
         """
 
+    def row(self, extent: Extent) -> MapRow | None:
+        """Shows a chunk that is this extent to other threads; None where each read has to be verified."""
+        return None
+
     async def do_all(self, reads: Reads) -> None:
         """Read several extents for one call, one by one where that costs no round trips."""
         for read in reads:
@@ -54,6 +59,19 @@ class Extents(ABC):
         with self.core.reads.reading():
             await self.core.segments.read([Transfer(segment, place + low, buffer)])
         return buffer
+
+    async def read_verified(
+        self, node: Node, extent: Extent, start: int, length: int, is_same: Callable[[], bool]
+    ) -> memoryview | None:
+        """Bytes of an extent, from the engine. None where it is no longer the same. Corrupt where they are wrong."""
+        low = start // GRANULE_SIZE * GRANULE_SIZE
+        high = min(-(-(start + length) // GRANULE_SIZE) * GRANULE_SIZE, extent.length)
+        buffer = await self.read_slot(extent, low, high)
+        if not is_same():
+            return None
+        extent.verified = 0
+        self.verify(node, extent, buffer, low)
+        return buffer[start - low : start - low + length]
 
     def check(self, extent: schema.ExtentRecord, data: memoryview) -> None:
         """Corrupt, unless these are the extent's bytes."""
@@ -86,6 +104,11 @@ class OwnExtents(Extents):
     This process gets none: it would not survive a medium that fails.
     """
 
+    def __init__(self, core: Core) -> None:
+        super().__init__(core)
+        self._sources: dict[int, Source] = {}
+        """of segments that can be mapped: each is mapped once"""
+
     async def read(
         self, node: Node, offset: int, extent: Extent, start: int, length: int, *, may_view: bool = True
     ) -> bytes | bytearray | memoryview | None:
@@ -107,6 +130,15 @@ class OwnExtents(Extents):
         if checksums:
             self.verify(node, extent, buffer, low)
         return buffer[start - low : start - low + length]
+
+    def row(self, extent: Extent) -> MapRow | None:
+        segment, start = self.core.locate(extent.addr)
+        source = self._sources.get(segment)
+        if source is None and (found := self.core.segments.source(segment)) is not None:
+            source = self._sources[segment] = Source(found[0], found[1], guard=found[2])
+        if source is None or not source.is_intact():
+            return None
+        return MapRow(source, start, extent.length, extent.checksums, extent.verified)
 
 
 @dataclass

@@ -6,7 +6,6 @@ from collections.abc import Awaitable, Callable
 
 import trio
 
-from kvfuse.checksum import GRANULE_SIZE
 from kvfuse.errors import Corrupt
 from kvfuse.volume.content.read_ahead import Fetcher
 from kvfuse.volume.content.reader import Extents, Reads, is_current
@@ -44,30 +43,16 @@ class SharedExtents(Extents):
         data = await self.fetcher.read(node, extent, start, length)
         if data is None and is_same():
             try:
-                data = await self._read_verified(node, extent, start, length, is_same)
+                data = await self.read_verified(node, extent, start, length, is_same)
             except Corrupt:
                 await self.renew(node)
-                data = await self._read_verified(node, extent, start, length, is_same) if is_same() else None
+                data = await self.read_verified(node, extent, start, length, is_same) if is_same() else None
         return data if is_same() else None
-
-    async def _read_verified(
-        self, node: Node, extent: Extent, start: int, length: int, is_same: Callable[[], bool]
-    ) -> memoryview | None:
-        """Bytes of an extent, from the engine. None where it is no longer the same. Corrupt where they are wrong."""
-        low = start // GRANULE_SIZE * GRANULE_SIZE
-        high = min(-(-(start + length) // GRANULE_SIZE) * GRANULE_SIZE, extent.length)
-        buffer = await self.read_slot(extent, low, high)
-        if not is_same():
-            return None
-        extent.verified = 0
-        self.verify(node, extent, buffer, low)
-        return buffer[start - low : start - low + length]
 
     async def do_all(self, reads: Reads) -> None:
         """Side by side: so a call waits for about one round trip. The first error ends the others, and is raised."""
         if len(reads) < 2:
-            for read in reads:
-                await read()
+            await super().do_all(reads)
             return
         errors: list[Exception] = []
         turns = trio.Semaphore(READS_MAX)

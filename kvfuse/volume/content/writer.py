@@ -268,7 +268,7 @@ class Writer:
         chunk = node.chunks[index]
         if chunk.writing is not None:
             await self.flusher.settled()
-        if chunk.staged is not None or not self.in_place.has_room(chunk, start + len(data)):
+        if chunk.staged is not None or not self.core.sharing.may_write_in(chunk, start + len(data)):
             return False
         return await self.in_place.write(node, index, chunk, start, data)
 
@@ -297,7 +297,7 @@ class Writer:
                 self.staging.stage(node, index, chunk, start, data)
                 return True
             end = start + len(data)
-            may_change = self.in_place.has_room(chunk, end)
+            may_change = self.core.sharing.may_write_in(chunk, end)
             if not may_change or max(chunk.length, end) <= REWRITE_SIZE_MAX:
                 try:
                     await self._stage_existing(node, index, chunk)

@@ -53,6 +53,10 @@ class Sharing(ABC):
     def wrote(self, chunk: Chunk, start: int, end: int) -> None:
         """Before bytes from ``start`` to before ``end`` of a chunk are written."""
 
+    def may_write_in(self, chunk: Chunk, end: int) -> bool:
+        """The chunk's slots may be written to, up to ``end``. Never where other hosts may be reading them."""
+        return False
+
 
 class Alone(Sharing):
     """The strategy of a volume of one host."""
@@ -80,6 +84,9 @@ class Alone(Sharing):
 
     def wrote(self, chunk: Chunk, start: int, end: int) -> None:
         pass
+
+    def may_write_in(self, chunk: Chunk, end: int) -> bool:
+        return end <= sum([extent.slot_size for extent in chunk.extents])
 
 
 class Shared(Sharing):

@@ -35,7 +35,6 @@ import numpy as np
 import numpy.typing as npt
 
 from kvfuse.remote.mapguard import GuardedMap
-from kvfuse.remote.segments.api import SegmentStore
 from kvfuse.volume.views import clock
 
 Bytes = npt.NDArray[np.uint8]
@@ -64,21 +63,6 @@ class Source:
     def is_intact(self) -> bool:
         """All bytes copied from it until now are the file's."""
         return self.guard is None or self.guard.is_intact()
-
-
-class Sources:
-    """The segments of a store that can be mapped, each mapped once. Event loop only."""
-
-    def __init__(self, segments: SegmentStore) -> None:
-        self._segments = segments
-        self._sources: dict[int, Source] = {}
-
-    def get(self, segment: int) -> Source | None:
-        source = self._sources.get(segment)
-        if source is None and (found := self._segments.source(segment)) is not None:
-            descriptor, data, guard = found
-            source = self._sources[segment] = Source(descriptor, data, guard=guard)
-        return source if source is None or source.is_intact() else None
 
 
 class MapRow:
