@@ -252,7 +252,7 @@ class BlockStore(AbstractContextManager["BlockStore"]):
 
     def _plan(self, lane: _Lane, arrays: list[Bytes]) -> list[_Part]:
         """Where the first of the arrays are, or their stand-ins: as many as may be bounced at once, at least one."""
-        located = [self.client.locate_bytes(array) for array in arrays]
+        located = [self.client.locate(array) for array in arrays]
         offsets: list[int] = []
         end = 0
         for array, place in zip(arrays, located, strict=True):

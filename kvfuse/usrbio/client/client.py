@@ -60,12 +60,8 @@ class Client(AbstractContextManager["Client"]):
         mirror, part = new_memory(len(array), read_only=not array.flags.writeable)
         return self._add_iov(array, part, mirror)
 
-    def locate(self, buffer: object) -> tuple[Iov, int] | None:
-        """(iov, offset) of a buffer that lies in an iov used in place, else None."""
-        return self.locate_bytes(bytes_of(buffer))
-
-    def locate_bytes(self, array: Bytes) -> tuple[Iov, int] | None:
-        """As `locate`, of an array of bytes."""
+    def locate(self, array: Bytes) -> tuple[Iov, int] | None:
+        """(iov, offset) of bytes that lie in an iov used in place, else None."""
         places, address = self._places, address_of(array)
         index = bisect_right(places, address, key=lambda place: place[0]) - 1
         if index < 0:

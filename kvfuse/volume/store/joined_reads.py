@@ -109,14 +109,10 @@ class SharedRecords(RecordDecorator):
         self._news = WeakSet[_News]()
         """of calls whose answers are not all told yet"""
         self._reason: EngineError | None = None
+        """why the store did not answer a read, nor a probe since; None: it does"""
         self._went_away = trio.Event()
 
     # -- reading -------------------------------------------------------------------------------------
-
-    @property
-    def is_away(self) -> bool:
-        """The store did not answer a read, nor a probe since."""
-        return self._reason is not None
 
     @property
     def is_asked(self) -> bool:

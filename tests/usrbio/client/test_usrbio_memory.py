@@ -13,6 +13,7 @@ import pytest
 from ring_calls import PATIENCE_S, SIZE, done
 
 from kvfuse.usrbio.client import Client, Iov
+from kvfuse.usrbio.client.iov import bytes_of
 
 pytestmark = pytest.mark.engines("lmdb+file")  # about memory that is shared with clients: below it one pair is enough
 
@@ -43,7 +44,7 @@ def test_plain_memory_is_copied(client: Client, path: Path, data: bytes) -> None
     with client.wrap(memory) as iov:
         assert not iov.in_place
         check_wrapped(client, iov, memory, path, data)
-        assert client.locate(memory) is None
+        assert client.locate(bytes_of(memory)) is None
 
 
 def test_a_shared_memory_is_used_in_place_even_unlinked(client: Client, path: Path, data: bytes) -> None:
@@ -124,12 +125,12 @@ def test_memory_that_is_given_back_while_it_is_read_into(client: Client, path: P
 
 def test_buffers_in_iovs_are_located(client: Client) -> None:
     with client.iov(10_000) as first, client.iov(20_000) as second:
-        assert client.locate(first.buffer) == (first, 0)
-        assert client.locate(first.array[9_000:]) == (first, 9_000)
-        assert client.locate(second.array.view(np.float32)[10:20]) == (second, 40)
-        assert client.locate(bytearray(10)) is None
+        assert client.locate(bytes_of(first.buffer)) == (first, 0)
+        assert client.locate(bytes_of(first.array[9_000:])) == (first, 9_000)
+        assert client.locate(bytes_of(second.array.view(np.float32)[10:20])) == (second, 40)
+        assert client.locate(bytes_of(bytearray(10))) is None
         kept = second.array
-    assert client.locate(kept) is None, "it is not registered any more"
+    assert client.locate(bytes_of(kept)) is None, "it is not registered any more"
 
 
 def test_memory_is_touched_by_its_owner(client: Client) -> None:
