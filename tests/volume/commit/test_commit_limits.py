@@ -14,6 +14,7 @@ from dataclasses import replace
 import pytest
 import trio
 import trio.testing
+from publishing_lab import read_file, write_file
 from volume_lab import CALLER, MIB, SHARED_LIMITS, Chaos, Disk, check, lab_options, opened
 from volume_play import CHUNK, play
 
@@ -52,25 +53,6 @@ async def watched(limits: RecordLimits, *, capacity: int = 16 * MIB, chunk: int 
     report = await check(copies[-1])
     assert report.clean
     assert not [note for note in report.notes if "unlinked" in note]
-
-
-async def write_file(volume: Volume, parent: int, name: bytes, data: bytes) -> int:
-    handle, node = await volume.tree.create(parent, name, 0o644, CALLER, os.O_RDWR)
-    for offset in range(0, len(data), 64 << 10):
-        await volume.files.write(handle, offset, data[offset : offset + (64 << 10)])
-    await volume.files.flush(handle)
-    await volume.files.release(handle)
-    volume.tree.forget(node.ino, 1)
-    return node.ino
-
-
-async def read_file(volume: Volume, parent: int, name: bytes) -> bytes:
-    node = await volume.tree.lookup(parent, name)
-    handle = await volume.files.open(node.ino, os.O_RDONLY, CALLER)
-    data = bytes(await volume.files.read(handle, 0, 64 * MIB))
-    await volume.files.release(handle)
-    volume.tree.forget(node.ino, 1)
-    return data
 
 
 @pytest.mark.parametrize("limits", [TINY, SMALL, NARROW], ids=["tiny", "small", "narrow"])

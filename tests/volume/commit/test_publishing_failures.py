@@ -12,7 +12,18 @@ from publishing_lab import content, names, publish
 from volume_lab import CALLER, Chaos, Disk, check, lab_options, opened
 
 from kvfuse.errors import EngineError, NotFound
+from kvfuse.options.options import Options
 from kvfuse.volume.api import ROOT_INODE, Changes
+
+
+@pytest.fixture
+def options() -> Options:
+    return lab_options()
+
+
+@pytest.fixture
+def disk(options: Options) -> Disk:
+    return Disk.format(options)
 
 
 async def test_a_failed_commit_is_an_error_for_who_waits_and_is_repeated(
@@ -32,9 +43,9 @@ async def test_a_failed_commit_is_an_error_for_who_waits_and_is_repeated(
     assert (await check(disk)).clean
 
 
-async def test_a_failed_sync_of_segments_loses_no_change(chaos: Chaos, autojump_clock: trio.testing.MockClock) -> None:
-    options = lab_options()
-    disk = Disk.format(options)
+async def test_a_failed_sync_of_segments_loses_no_change(
+    disk: Disk, options: Options, chaos: Chaos, autojump_clock: trio.testing.MockClock
+) -> None:
     async with opened(disk, options, chaos) as volume:
         handle, _ = await volume.tree.create(ROOT_INODE, b"f", 0o644, CALLER, os.O_WRONLY)
         await volume.files.write(handle, 0, b"x" * 10_000)
@@ -48,9 +59,9 @@ async def test_a_failed_sync_of_segments_loses_no_change(chaos: Chaos, autojump_
     assert (await check(disk)).clean
 
 
-async def test_failed_segment_writes_keep_the_bytes(chaos: Chaos, autojump_clock: trio.testing.MockClock) -> None:
-    options = lab_options()
-    disk = Disk.format(options)
+async def test_failed_segment_writes_keep_the_bytes(
+    disk: Disk, options: Options, chaos: Chaos, autojump_clock: trio.testing.MockClock
+) -> None:
     async with opened(disk, options, chaos) as volume:
         chaos.write_error = 1.0
         handle, _ = await volume.tree.create(ROOT_INODE, b"f", 0o644, CALLER, os.O_WRONLY)
@@ -69,11 +80,9 @@ async def test_failed_segment_writes_keep_the_bytes(chaos: Chaos, autojump_clock
 
 
 async def test_slots_of_a_write_that_failed_and_was_overtaken_come_back(
-    chaos: Chaos, autojump_clock: trio.testing.MockClock
+    disk: Disk, options: Options, chaos: Chaos, autojump_clock: trio.testing.MockClock
 ) -> None:
     """The chunk was changed while it was being written, then the write failed."""
-    options = lab_options()
-    disk = Disk.format(options)
     async with opened(disk, options, chaos) as volume:
         await publish(volume, b"other", b"o" * 100)
         await volume.sync()
@@ -99,11 +108,9 @@ async def fails(call: Callable[..., Awaitable[object]], *arguments: object) -> N
 
 
 async def test_truncation_while_a_chunk_is_written_and_was_changed(
-    chaos: Chaos, autojump_clock: trio.testing.MockClock
+    disk: Disk, options: Options, chaos: Chaos, autojump_clock: trio.testing.MockClock
 ) -> None:
     """What was on its way to slots when the file was cut to nothing does not come back."""
-    options = lab_options()
-    disk = Disk.format(options)
     chaos.delay = 1.0
     for wait in range(1, 15):
         async with opened(disk, options, chaos) as volume:
@@ -126,11 +133,9 @@ async def test_truncation_while_a_chunk_is_written_and_was_changed(
 
 
 async def test_a_name_removed_while_its_commit_is_unknown_stays_removed(
-    chaos: Chaos, autojump_clock: trio.testing.MockClock
+    disk: Disk, options: Options, chaos: Chaos, autojump_clock: trio.testing.MockClock
 ) -> None:
     """The commit of a name happened but its answer was lost; the name is removed before the commit is repeated."""
-    options = lab_options()
-    disk = Disk.format(options)
     async with opened(disk, options, chaos) as volume:
         chaos.commit_error_after = 1.0
         await publish(volume, b"f", b"x" * 100)
@@ -146,10 +151,8 @@ async def test_a_name_removed_while_its_commit_is_unknown_stays_removed(
     assert report.clean, report.problems
 
 
-async def test_a_name_removed_and_made_again_before_a_commit(chaos: Chaos) -> None:
+async def test_a_name_removed_and_made_again_before_a_commit(disk: Disk, options: Options, chaos: Chaos) -> None:
     """The new file is still being written when the old one's slots are freed: the old name may not stay."""
-    options = lab_options()
-    disk = Disk.format(options)
     async with opened(disk, options, chaos) as volume:
         await publish(volume, b"f", b"x" * 100)
         await volume.sync()
@@ -166,11 +169,9 @@ async def test_a_name_removed_and_made_again_before_a_commit(chaos: Chaos) -> No
 
 
 async def test_a_block_is_published_whole_though_its_temporary_name_was_known(
-    chaos: Chaos, autojump_clock: trio.testing.MockClock
+    disk: Disk, options: Options, chaos: Chaos, autojump_clock: trio.testing.MockClock
 ) -> None:
     """mkstemp, close, open again, write, rename, while another file's bytes are on their way to slots."""
-    options = lab_options()
-    disk = Disk.format(options)
     async with opened(disk, options, chaos) as volume:
         await publish(volume, b"other", b"o" * 500_000)
         handle, node = await volume.tree.create(ROOT_INODE, b"tmp", 0o644, CALLER, os.O_RDWR)
@@ -190,10 +191,10 @@ async def test_a_block_is_published_whole_though_its_temporary_name_was_known(
     assert (await check(disk)).clean
 
 
-async def test_a_dead_journal_is_an_error_not_a_wait(chaos: Chaos, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_dead_journal_is_an_error_not_a_wait(
+    disk: Disk, options: Options, chaos: Chaos, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """When the committing task died of what nobody foresaw, nothing waits for it for ever, the end neither."""
-    options = lab_options()
-    disk = Disk.format(options)
     with (
         pytest.RaisesGroup(ValueError, EngineError, flatten_subgroups=True)
         if hasattr(pytest, "RaisesGroup")
@@ -210,9 +211,9 @@ def broken(*_: object) -> list[object]:
     raise ValueError("not foreseen")
 
 
-async def test_a_volume_whose_first_commit_fails_is_not_opened_and_does_not_hang(chaos: Chaos) -> None:
-    options = lab_options()
-    disk = Disk.format(options)
+async def test_a_volume_whose_first_commit_fails_is_not_opened_and_does_not_hang(
+    disk: Disk, options: Options, chaos: Chaos
+) -> None:
     chaos.commit_error = 2.0  # before every commit
     with pytest.raises(ExceptionGroup) as caught, trio.fail_after(10):
         async with opened(disk, options, chaos):
