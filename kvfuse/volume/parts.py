@@ -18,6 +18,7 @@ from kvfuse.options.config import Options
 from kvfuse.volume.commit.journal import Journal
 from kvfuse.volume.commit.pending import Pending
 from kvfuse.volume.commit.refusals import Refusals
+from kvfuse.volume.commit.terms import SharedTerms, Terms
 from kvfuse.volume.content.access_times import AccessTimes
 from kvfuse.volume.content.chunks import Chunks
 from kvfuse.volume.content.cutting import Cutter
@@ -103,7 +104,8 @@ class Parts:
         staging = Staging(core, pending, self.flusher)
         merger = Merger(core, chunks, self.reader, staging, refresher.news)
         refusals = Refusals(pending, merger.merge, refresher.renew, chunks.reap_unstored, chunks.revive)
-        self.journal = Journal(pending, refusals, self.flusher, options.publish.window, self._is_coming)
+        terms = Terms(refusals) if member is None else SharedTerms(pending, refusals).terms
+        self.journal = Journal(pending, terms, self.flusher, options.publish.window, self._is_coming)
         self.leases: SlabLeases | None = None
         self.coherence: Coherence | None = None
         """both where others have the volume open, too"""

@@ -9,16 +9,15 @@ import trio
 
 from kvfuse.errors import EngineError
 from kvfuse.slab.allocator import Slot
-from kvfuse.volume.commit.batch import NOTHING, Batch, Draft, Taken
+from kvfuse.volume.commit.batch import NOTHING, Batch, Draft
 from kvfuse.volume.commit.planner import Planner
 from kvfuse.volume.inodes.chunk import COMMITTED, FRESH, RESTED, Extent
-from kvfuse.volume.inodes.metadata_budget import growth
 from kvfuse.volume.inodes.node import Node
 from kvfuse.volume.store import schema
 
 if TYPE_CHECKING:
     from kvfuse.volume.commit.pending import Pending
-    from kvfuse.volume.commit.refusals import Refusals
+    from kvfuse.volume.commit.terms import Terms
     from kvfuse.volume.inodes.grace import Give
     from kvfuse.volume.slots.heads import HeaderWriter
 
@@ -29,10 +28,11 @@ GIVERS_MIN = 1000
 class BatchBuilder:
     """Builds batches of pending changes: `Planner` drafts them, and they are applied to memory here."""
 
-    def __init__(self, pending: Pending) -> None:
+    def __init__(self, pending: Pending, terms: Terms) -> None:
         self.pending = pending
         self.core = pending.core
-        self.planner = Planner(pending)
+        self.planner = Planner(pending, terms)
+        self._terms = terms
         self._limits = pending.core.records.limits
         self._givers_max = GIVERS_MIN
         """length of ``core.givers`` at which inodes without freed slots are removed from it"""
@@ -59,13 +59,8 @@ class BatchBuilder:
 
     def _apply(self, draft: Draft, batch: Batch) -> None:
         """Bring memory to the state after the commit, except for what `Settling` does when it is stored."""
-        if self.core.shared:
-            gone = dict.fromkeys(draft.gone)
-            batch.taken = [_taken(node, node in gone) for node in {**dict.fromkeys(draft.nodes), **gone}]
-            for node in draft.nodes:
-                if node.nlink:
-                    _begin_base(node)
-            batch.size = growth(draft.puts, draft.deletes, draft.before)
+        for note in self._terms.before_apply:
+            note(draft, batch)
         if self.pending.ties.others:
             batch.ties = [(node, other) for node in draft.nodes for other in self.pending.ties.drop(node)]
         self.pending.load.linked_count = len(self.pending.ties)
@@ -156,14 +151,14 @@ class BatchBuilder:
 class Settling:
     """Settles batches in memory, one at a time. The journal owns it."""
 
-    def __init__(self, pending: Pending, refusals: Refusals, headers: HeaderWriter) -> None:
+    def __init__(self, pending: Pending, terms: Terms, headers: HeaderWriter) -> None:
         self.core = pending.core
         self.pending = pending
         self.batch: Batch | None = None
         """the batch from when it is built until its slots are free"""
         self.is_always_durable = self.core.records.limits.durable and self.core.segments.limits.durable
         """each commit, with the bytes that it refers to, survives a loss of power"""
-        self._refusals = refusals
+        self._terms = terms
         self._headers = headers
         self._freeing = trio.Lock()
         self._durable_epoch = 0
@@ -195,35 +190,13 @@ class Settling:
             node.committing = False
             node.stored = True
             node.stored_epoch = pending.epoch
-        dentries, shared = self.core.dentries, self.core.shared
-        if shared:
-            self._settle_versions(batch)
-            pending.loose.settle_attributes(draft.extra, batch.puts, batch.version)
+        for note in self._terms.before_settle:
+            note(batch)
         for change in draft.names:
-            puts = not shared or batch.changes_name(change.parent, change.name)
-            dentries.settle(change, batch.version if shared else 0, puts=puts)
+            self.core.dentries.settle(change, batch.version, puts=change not in batch.untouched)
         for place in draft.vacated:
-            if (later := dentries.get(*place).change) is not None:
+            if (later := self.core.dentries.get(*place).change) is not None:
                 later.stored, later.version, later.leaves = False, 0, None
-        if shared:
-            pending.drop_folders()
-
-    def _settle_versions(self, batch: Batch) -> None:
-        """In a shared volume: note the commit's version as that of the stored records."""
-        version, draft = batch.version, batch.draft
-        for directory in draft.times if not batch.too_large else ():  # else the version may be another part's
-            directory.times_version = version
-        for node, record in draft.records.items():
-            node.version, node.base = version, record
-            node.appends = node.appends and node.size > record.size
-            if not node.own_record:
-                self.core.dentries.drop_record(node.parent, node.name)
-                change = self.core.dentries.get(node.parent, node.name).change
-                if change is not None and not change.sent:
-                    change.stored, change.version = True, version
-        for key in batch.puts:
-            if key[:1] == b"o":
-                self._refusals.to_free.add(schema.key_inode(key))
 
     # -- slots ---------------------------------------------------------------------------------------
 
@@ -259,19 +232,3 @@ class Settling:
         """Return when the slots of the commit that returned last are free."""
         async with self._freeing:
             pass
-
-
-def _taken(node: Node, is_gone: bool) -> Taken:
-    chunks = [(chunk, chunk.base, chunk.dirty) for chunk in node.chunks.values() if chunk.base is not None]
-    born = [extent for extent in node.born if extent.state == FRESH and node.nlink]
-    dead, dirty_chunks = list(node.dead), node.dirty_chunks
-    return Taken(node, node.forced, node.extra, born, dead, dirty_chunks, chunks, node.cut_size, node.reserved, is_gone)
-
-
-def _begin_base(node: Node) -> None:
-    """Let the stored state of each chunk, and the size to which the file was cut, be those of this commit."""
-    node.cut_size = None
-    for chunk in node.chunks.values():
-        if chunk.base is not None:
-            chunk.base = None if chunk.staged is None else tuple([extent.record() for extent in chunk.extents])
-            chunk.dirty = [] if chunk.staged is None else chunk.dirty

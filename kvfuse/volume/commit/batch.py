@@ -130,6 +130,8 @@ class Batch(Changes):
     """its changes of inodes and names"""
     taken: list[Taken] = field(default_factory=list)
     """in a shared volume: the state of inodes to restore if it is refused"""
+    untouched: set[NameChange] = field(default_factory=set)
+    """in a shared volume: changes of names whose records it neither puts nor deletes: others may have changed them"""
     ties: list[tuple[Node, Node]] = field(default_factory=list)
     is_unsure: bool = False
     """writing headers of the slots that it frees failed, and may still happen"""
@@ -137,11 +139,6 @@ class Batch(Changes):
     """bytes of records that were reserved for it; see `metadata_budget`"""
     too_large: bool = False
     """it is one unit that is larger than a commit may be: it is sent in several"""
-
-    def changes_name(self, parent: int, name: bytes) -> bool:
-        """It puts or deletes the record of a name. Another host may have changed a record that it does not."""
-        key = schema.entry_key(parent, name)
-        return key in self.puts or key in self.deletes
 
     def parts(self, limits: RecordLimits) -> Iterator[Changes]:
         """Split it into several commits: slab records first, then puts, deletes, and f records of others' slots.

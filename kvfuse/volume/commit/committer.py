@@ -39,7 +39,7 @@ class Changes:
     deletes: set[bytes] = field(default_factory=set)
     expect: dict[bytes, int] = field(default_factory=dict)
     version: int = 0
-    """of the commit, once it is known that it happened"""
+    """in a shared volume: of the commit, once it is known that it happened"""
     files: int = 0
     """in a shared volume: new inodes less removed ones"""
     size: int = 0
@@ -354,10 +354,10 @@ class Committer:
     def _applied(self, group: _Group, version: int) -> None:
         if self._sequence is not None:
             self._sequence.version = version
+            if group.batch is not None:
+                group.batch.version = version
         self._files += group.files
         self.size += group.size
-        if group.batch is not None:
-            group.batch.version = version
         for waiting in group.members:
             waiting.transaction.applied(version)
             _finish(waiting, version)

@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 
 
 class Conflicts:
-    """Resolves the conflicts of a refused commit. The journal owns it."""
+    """Resolves the conflicts of a refused commit. `SharedTerms` owns it."""
 
     def __init__(self, pending: Pending, refusals: Refusals) -> None:
         self.pending = pending
@@ -55,8 +55,24 @@ class Conflicts:
 
     # -- recalling -----------------------------------------------------------------------------------
 
-    def recall(self, batch: Batch) -> None:
-        """Undo the effects of a refused commit on memory. Later changes stay."""
+    async def recall(self, batch: Batch, found: Mapping[bytes, Versioned | None]) -> bool:
+        """Undo the effects of a commit that did not happen on memory; later changes stay. True. EngineError.
+
+        ``found``: key with an unexpected version -> its present record. These conflicts are resolved.
+        """
+        self._take_back(batch)
+        for key, row in found.items():
+            if key[:1] == b"d":
+                await self._resolve_entry(key, row)
+            elif key[:1] == b"i":
+                await self._resolve_inode(key, row)
+            elif key[:1] == b"o":
+                self.refusals.freed_elsewhere(schema.key_inode(key))
+            elif key[:1] == b"x":
+                self.pending.loose.attribute_is(key, row)
+        return True
+
+    def _take_back(self, batch: Batch) -> None:
         draft = batch.draft
         committed: list[Extent] = []
         for taken in batch.taken:
@@ -129,18 +145,6 @@ class Conflicts:
         return self.pending.loose.changes.get(key, b"") is None
 
     # -- resolving -----------------------------------------------------------------------------------
-
-    async def resolve(self, found: Mapping[bytes, Versioned | None]) -> None:
-        """Resolve the keys of ``found``: key with an unexpected version -> its present record. EngineError."""
-        for key, row in found.items():
-            if key[:1] == b"d":
-                await self._resolve_entry(key, row)
-            elif key[:1] == b"i":
-                await self._resolve_inode(key, row)
-            elif key[:1] == b"o":
-                self.refusals.freed_elsewhere(schema.key_inode(key))
-            elif key[:1] == b"x":
-                self.pending.loose.attribute_is(key, row)
 
     async def untangle(self) -> None:
         """Before a commit is built: resolve two inodes changed here that have the same name. EngineError.
@@ -226,7 +230,7 @@ class Conflicts:
 
     async def _resolve_inode(self, key: bytes, row: Versioned | None) -> None:
         ino = schema.key_inode(key)
-        current = self.core.nodes.get(ino) or self.pending.folders.get(ino)
+        current = self.core.nodes.get(ino) or self.core.dentries.folders.get(ino)
         self.pending.give_up_times(ino, current)
         try:
             record = schema.decode_inode(row.value) if row is not None else None

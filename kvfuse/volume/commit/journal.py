@@ -25,16 +25,13 @@ import trio
 from kvfuse.errors import EngineError, EngineTimeout, KvfuseError
 from kvfuse.volume.commit.apply import BatchBuilder, Settling
 from kvfuse.volume.commit.batch import Batch
-from kvfuse.volume.commit.committer import Committer, Sequence
-from kvfuse.volume.commit.conflicts import Conflicts
+from kvfuse.volume.commit.committer import Committer
 from kvfuse.volume.commit.late import Late, is_held, settlers
 from kvfuse.volume.commit.pending import Pending
-from kvfuse.volume.commit.refusals import Refusals
 from kvfuse.volume.inodes.node import Node, check_remembered
-from kvfuse.volume.store import schema
 
 if TYPE_CHECKING:
-    from kvfuse.volume.inodes.core import Core
+    from kvfuse.volume.commit.terms import Terms
     from kvfuse.volume.slots.flusher import Flusher
     from kvfuse.volume.store.transaction import Transaction
 
@@ -71,28 +68,21 @@ class Waiters:
         """always the same list: `Gathering` counts it"""
         self._has_stopped = False
 
-    def nodes(self) -> set[Node]:
-        """Inodes that callers wait for, and those tied to them."""
-        return self._pending.ties.closure([node for waiter in self.waiting for node in waiter.nodes])
-
     def add(self, nodes: tuple[Node, ...], durable: bool) -> Waiter:
         """Add a waiter and have a commit start at once. EngineError after `stop`."""
-        if nodes:
-            self._force(nodes)
         if self._has_stopped:
             raise EngineError("the volume is being unmounted, or lost its lease: nothing is committed any more")
         waiter = Waiter(nodes, durable, self._pending.serial)
+        if nodes:
+            self.force([waiter])
         self.waiting.append(waiter)
         self._pending.load.hurry()
         return waiter
 
     def force(self, waiters: Iterable[Waiter]) -> None:
-        """Have the inodes that they wait for in the next commit."""
-        self._force([node for waiter in waiters for node in waiter.nodes])
-
-    def _force(self, nodes: Iterable[Node]) -> None:
-        """Have these, and those tied to them, in the next commit even while they are open for writing."""
-        for member in self._pending.ties.closure([settler for node in nodes for settler in settlers(node)]):
+        """Have their inodes, and those tied to them, in the next commit even while they are open for writing."""
+        nodes = [settler for waiter in waiters for node in waiter.nodes for settler in settlers(node)]
+        for member in self._pending.ties.closure(nodes):
             if member.changed:
                 member.forced = True
                 self._pending.reconsider(member)
@@ -140,7 +130,7 @@ class Journal:
     """Commits what is pending, as one task, and lets callers wait for it. One of each membership."""
 
     def __init__(
-        self, pending: Pending, refusals: Refusals, flusher: Flusher, window: float, coming: Callable[[], bool]
+        self, pending: Pending, terms: Terms, flusher: Flusher, window: float, coming: Callable[[], bool]
     ) -> None:
         """``window``: seconds from the first change to a commit that nobody waits for. ``coming``: see `Gathering`."""
         self.core = core = pending.core
@@ -151,17 +141,17 @@ class Journal:
         self.waiters = Waiters(self.pending)
         self.committer = Committer(
             core.records,
-            _sequence_of(core),
+            terms.sequence,
             batch_waiters=self.waiters.waiting,
             came_late=core.dentries.clear,
             coming=coming,
         )
-        self.refusals = refusals
-        self.conflicts = Conflicts(self.pending, self.refusals)
-        self.settling = Settling(self.pending, self.refusals, flusher.headers)
+        self.refusals = terms.refusals
+        self.settling = Settling(self.pending, terms, flusher.headers)
         self.chunk_count_max = max(2, min(CHUNK_MAX, core.records.limits.commit_operations_max // CHUNK_SHARE))
         """chunk records of one file that may wait for a commit"""
-        self._builder = BatchBuilder(self.pending)
+        self.terms = terms
+        self._builder = BatchBuilder(self.pending, terms)
         self._sent: Batch | None = None
         """the commit that is in flight, or failed and will be repeated"""
         self._has_left = False
@@ -295,8 +285,8 @@ class Journal:
                 node.flushed_size = node.size
             await self.flusher.flush(flushed)
             async with self.committer.turn:
-                if self.core.shared:
-                    await self.conflicts.untangle()
+                for prepare in self.terms.before_build:
+                    await prepare()
                 batch = self._build(set(flushed), left)
                 waiters = self.waiters.served_by(batch.late, batch.left_serial, waiters)
                 if not await self._send(batch, waiters, began):
@@ -320,7 +310,7 @@ class Journal:
         ready = [node for node in dirty if node.forced or not node.writers]
         if len(ready) <= FILES_MAX:
             return ready, None
-        awaited = self.waiters.nodes()
+        awaited = self.pending.ties.closure([node for waiter in self.waiters.waiting for node in waiter.nodes])
         ready.sort(key=lambda node: node not in awaited)
         left = [dirty[node] for node in ready[FILES_MAX:] if node.staged_count]
         return ready[:FILES_MAX], min(left, default=None)
@@ -342,15 +332,10 @@ class Journal:
             self._sent = None
             self.settling.settle(batch, durable=False)
             self.refusals.doubt(batch.draft.records)
-        elif self.core.shared:
-            self._recall(batch)
+        elif await self.terms.recall(batch, {}):
+            self._sent = self.settling.batch = None
         else:
             await self._send(batch)
-
-    def _recall(self, batch: Batch) -> None:
-        """The commit did not happen: everything in it is pending again."""
-        self._sent = self.settling.batch = None
-        self.conflicts.recall(batch)
 
     async def _send(self, batch: Batch, waiters: Collection[Waiter] = (), began: float | None = None) -> bool:
         """With the committer's turn: commit and settle ``_sent``. EngineError: it is kept and sent again.
@@ -366,9 +351,9 @@ class Journal:
                 self.counters.operations += len(part.puts) + len(part.deletes)
                 outcome = await self.committer.send(part, durable=durable, waiter_count=len(waiters), began=began)
                 if not outcome.version:
-                    self._recall(batch)
+                    self._sent = self.settling.batch = None
                     self.pending.load.hurry()
-                    await self.conflicts.resolve(outcome.found)
+                    await self.terms.recall(batch, outcome.found)
                     self.waiters.force(self.waiters.waiting)
                     return False
         self._sent = None
@@ -376,10 +361,3 @@ class Journal:
         if durable:
             self.settling.note_durable({node for waiter in waiters for node in waiter.nodes})
         return True
-
-
-def _sequence_of(core: Core) -> Sequence | None:
-    if not core.shared:
-        return None
-    client = core.client
-    return Sequence(schema.sequence_key(client), core.segments.identity(), schema.files_key(client))

@@ -19,7 +19,6 @@ from kvfuse.volume.inodes.node import Node, check_remembered
 
 if TYPE_CHECKING:
     from kvfuse.volume.inodes.core import Core
-    from kvfuse.volume.store import schema
 
 BATCH_CHANGES = 1000
 """New changes of nodes and names that start a commit before the window has passed."""
@@ -123,8 +122,6 @@ class Pending:
         """inode without names whose slots or records are to be freed -> serial number of the removal"""
         self.times: dict[Node, None] = {}
         """directories with changed times"""
-        self.folders: dict[int, Node] = {}
-        """directories with changed names, in a shared volume"""
         self.ties = Ties()
         self.serial = 0
         """serial number of the last change"""
@@ -153,6 +150,8 @@ class Pending:
             check_remembered(directory)
         directory.times_changed = True
         self.times[directory] = None
+        if directory.ino in self.dentries.changes:
+            self.dentries.folders[directory.ino] = directory
         self.load.work.set()
 
     def left(self, node: Node) -> None:
@@ -183,7 +182,8 @@ class Pending:
         for one in (node, moved, leaves):
             if one is not None and one.forgotten:
                 check_remembered(one)
-        change = NameChange(parent, name, node, stored, moved, node is None, version)
+        is_stored = leaves is not None and (leaves.version or leaves.committing)
+        change = NameChange(parent, name, node, stored, moved, node is None, version, leaves if is_stored else None)
         previous = self.dentries.put_change(change)
         if previous is not None:
             self._follow(change, previous)
@@ -201,10 +201,6 @@ class Pending:
                     self.reconsider(one)
         self.names[change] = None
         self.load.add(change.uid)
-        if self.core.shared:
-            if previous is None and (folder := self.core.nodes.get(parent)) is not None:
-                self.folders[parent] = folder
-            change.leaves = self._leaves(previous, leaves)
 
     def _follow(self, change: NameChange, previous: NameChange) -> None:
         """Let a change replace one that is not in the store yet."""
@@ -212,16 +208,9 @@ class Pending:
         change.stored, change.version = previous.stored, previous.version
         if previous.vacated and not previous.sent:
             change.moved, change.vacated = previous.moved, True  # no later change is in the store
+        if not previous.sent:
+            change.leaves = previous.leaves  # likewise
         self.load.linked_count += change.stored
-
-    def _leaves(self, previous: NameChange | None, removed: Node | None) -> Node | schema.InodeRecord | None:
-        """The inode that the store has under a name when the next commit is built, if the change removes it.
-
-        It cannot be renamed meanwhile: names of stored inodes change in a transaction.
-        """
-        if previous is not None and not previous.sent:
-            return previous.leaves  # later inodes of the name were never stored
-        return removed if removed is not None and (removed.version or removed.committing) else None
 
     def tie(self, first: Node, second: Node) -> None:
         """Tie two inodes of which one took the other's name, and both stay: they are committed together."""
@@ -277,11 +266,6 @@ class Pending:
         """Drop the pending change of a name."""
         self.epoch += 1
         self._drop_name(self.dentries.give_up(parent, name))
-        self.drop_folders()
-
-    def drop_folders(self) -> None:
-        """Keep only directories that still have changed names."""
-        self.folders = {ino: folder for ino, folder in self.folders.items() if ino in self.dentries.changes}
 
     # -- what the next commit leaves out -------------------------------------------------------------
 

@@ -3,46 +3,30 @@
 Commits keep to the limits of the record store: the oldest changes go first, and those without room wait for the
 next one. A *unit* is a set of changes that may not be separated: inodes that took each other's names, a directory and
 names that were added to it or removed, an inode and all its names.
-
-In a shared volume every slot that an inode gives up needs a record, and a file may have more slots than a commit has
-records. Such a unit leaves a *bequest*: an orphan record of a new inode, with chunk records that list many slots
-each. So the unit still fits into one commit, and `Removed` frees the slots piece by piece.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from stat import S_IFREG
-from typing import TYPE_CHECKING
 
 from kvfuse.volume.commit.batch import Batch, Draft, Unit
-from kvfuse.volume.commit.expectations import Expectations, orphan_of
 from kvfuse.volume.commit.late import Late, is_held, is_late, settlers
 from kvfuse.volume.commit.pending import Pending
+from kvfuse.volume.commit.terms import Terms
 from kvfuse.volume.inodes.chunk import Extent
 from kvfuse.volume.inodes.dentries import NameChange
 from kvfuse.volume.inodes.node import Node
 from kvfuse.volume.store import schema
 
-if TYPE_CHECKING:
-    from kvfuse.remote.records.api import RecordLimits
-
-SLOT_SHARE = 4
-"""Records of slots that are freed together: one for every so many operations that a commit may have."""
-
 
 class Planner:
     """Drafts commits of pending changes. Each journal has one."""
 
-    def __init__(self, pending: Pending) -> None:
+    def __init__(self, pending: Pending, terms: Terms) -> None:
         self.pending = pending
         self.core = pending.core
+        self._terms = terms
         self._limits = pending.core.records.limits
-        is_shared = self.core.shared
-        self._complete = Expectations(pending).complete if is_shared else Draft.measure
-        """called with each draft when it has all its puts and deletes"""
-        self._bequeaths = is_shared
-        """slots in slabs of other hosts need records to be freed"""
 
     def draft_all(self, late: Late) -> Draft:
         """A draft of all changes but those of late inodes."""
@@ -64,7 +48,7 @@ class Planner:
             self._draft_dead(draft, draft.dead)
         if draft.extra:
             self._draft_extra(draft)
-        return self._complete(draft)
+        return self._terms.complete(draft)
 
     def _draft_node(self, draft: Draft, node: Node, *, bequeaths: bool = False) -> None:
         draft.nodes.append(node)
@@ -85,24 +69,10 @@ class Planner:
                     draft.deletes.add(key)
             if node.born:
                 self._draft_slabs(draft, node.born)
-            if node.dead and bequeaths:
-                self._draft_bequest(draft, node)
-            elif node.dead:
+            if node.dead and not (bequeaths and self._terms.bequeath(draft, node)):
                 self._draft_dead(draft, node.dead)
         if node.extra:
             draft.extra.update(node.extra)
-
-    def _draft_bequest(self, draft: Draft, node: Node) -> None:
-        """Move the freed extents of the inode to a new orphan record. EngineError where no inode number is left."""
-        draft.bequests.add(node)
-        heir = Node(self.core.inodes.next(), S_IFREG | 0o600, node.uid, node.gid, node.chunk_size)
-        heir.flags = schema.FLAG_CHUNK_RECORDS
-        heir.atime = heir.mtime = heir.ctime = node.ctime
-        draft.puts[schema.orphan_key(heir.ino)] = orphan_of(heir.record(), self.core.client)
-        slots_max = slot_records_max(self._limits)
-        for number, start in enumerate(range(0, len(node.dead), slots_max)):
-            extents = tuple([extent.record() for extent in node.dead[start : start + slots_max]])
-            draft.puts[schema.chunk_key(heir.ino, schema.INLINE_CHUNKS + number)] = schema.encode_chunk(extents)
 
     def _draft_gone(self, draft: Draft, node: Node) -> None:
         draft.gone.append(node)
@@ -177,7 +147,7 @@ class Planner:
             if not draft.has_room(part, limits):
                 if taken:
                     break
-                whole = self._draft_unit(unit, late, bequeaths=self._bequeaths)
+                whole = self._draft_unit(unit, late, bequeaths=True)
                 batch.too_large = not draft.has_room(whole, limits)
                 part = part if batch.too_large else whole
             draft.add(part)
@@ -201,12 +171,12 @@ class Planner:
         for change in unit.names:
             self._draft_name(draft, change, late)
         self._draft_extra(draft)
-        return self._complete(draft)
+        return self._terms.complete(draft)
 
     def _add_loose(self, draft: Draft, late: Late) -> bool:
         """Add times, attributes and slots that belong to no unit while they fit; False if some are left."""
         for piece in list(self._loose(draft, late)):
-            if not draft.has_room(self._complete(piece), self._limits):
+            if not draft.has_room(self._terms.complete(piece), self._limits):
                 return False
             draft.add(piece)
         return True
@@ -296,8 +266,3 @@ class _Groups:
             elif here is not top:
                 self._above[here] = top
         return top
-
-
-def slot_records_max(limits: RecordLimits) -> int:
-    """Records of slots that fit into one commit beside a file's other records."""
-    return max(1, limits.commit_operations_max // SLOT_SHARE)

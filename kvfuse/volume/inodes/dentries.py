@@ -98,6 +98,8 @@ class Dentries:
         """directory -> name -> change that is not in the store yet"""
         self.noted = 0
         """counts changes of entries: while it is the same, no name has changed"""
+        self.folders: dict[int, Node] = {}
+        """directory with such changes -> its node, which stays in memory"""
         self._names: dict[tuple[int, bytes], Dentry] = {}
         """(directory, name) -> entry, the oldest first"""
         self._room = names_max
@@ -211,6 +213,7 @@ class Dentries:
         del changes[change.name]
         if not changes:
             del self.changes[change.parent]
+            self.folders.pop(change.parent, None)
 
     # -- all names of a directory --------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ import trio
 from kvfuse.errors import EngineError
 from kvfuse.remote.records.api import Versioned
 from kvfuse.volume.commit.journal import Journal
-from kvfuse.volume.commit.planner import slot_records_max
+from kvfuse.volume.commit.terms import slot_records_max
 from kvfuse.volume.content.chunks import Chunks
 from kvfuse.volume.inodes.chunk import RESTED, Extent
 from kvfuse.volume.inodes.core import Core

@@ -29,7 +29,8 @@ async def change_much(volume: Volume) -> None:
 async def test_a_draft_changes_nothing(autojump_clock: trio.testing.MockClock) -> None:
     async with opened(Disk.format(lab_options()), lab_options()) as volume:
         await change_much(volume)
-        pending, planner = volume.parts.journal.pending, Planner(volume.parts.journal.pending)
+        journal = volume.parts.journal
+        pending, planner = journal.pending, Planner(journal.pending, journal.terms)
         before = dict(pending.dirty), dict(pending.names), dict(pending.gone), dict(pending.loose.changes)
         first, second = planner.draft_all(set()), planner.draft_all(set())
         assert first.puts
@@ -40,7 +41,8 @@ async def test_a_draft_changes_nothing(autojump_clock: trio.testing.MockClock) -
 async def test_a_draft_of_some_has_the_oldest(autojump_clock: trio.testing.MockClock) -> None:
     limits = replace(LIMITS, commit_operations_max=16)
     async with opened(Disk.format(lab_options()), lab_options(), limits=limits) as volume:
-        pending, planner = volume.parts.journal.pending, Planner(volume.parts.journal.pending)
+        journal = volume.parts.journal
+        pending, planner = journal.pending, Planner(journal.pending, journal.terms)
         await change_much(volume)
         for number in range(20):
             handle, _ = await volume.tree.create(ROOT_INODE, b"%d" % number, 0o644, CALLER, os.O_RDWR)
