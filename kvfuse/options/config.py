@@ -77,13 +77,13 @@ UNSET: dict[str, str] = {
     "volume.slab_size": "chosen from the capacity",
     "volume.metadata_size": "a sixteenth of the capacity, at least 32MiB; with etcd at most 2GiB",
     "records.path": "records, in the volume's folder",
-    "records.user": "nobody: the server does not ask",
+    "records.user": "none",
     "records.password_file": "none",
-    "records.ca_file": "whom the system trusts",
+    "records.ca_file": "those that the system trusts",
     "records.cert_file": "none",
     "records.key_file": "none",
     "segments.path": "segments, in the volume's folder",
-    "segments.pool": "to be named",
+    "segments.pool": "must be set",
     "segments.namespace": "the volume's name",
     "segments.keyring": "as ceph.conf says",
     "publish.mode": "strict where the record store is shared, else relaxed",
@@ -91,7 +91,7 @@ UNSET: dict[str, str] = {
     "usrbio.user_charged_size": "an eighth of the memory that the daemon may have",
     "log.file": "log, in the volume's folder, or /var/log/kvfuse-NAME.log; in the foreground stderr",
 }
-"""what None stands for, for people"""
+"""texts for keys whose value is None"""
 
 _FLAG_WORDS: dict[str, tuple[str, bool | str]] = {
     "ro": ("mount.read_only", True),
@@ -108,7 +108,7 @@ _FLAG_WORDS: dict[str, tuple[str, bool | str]] = {
 _FORMER_VALUES: dict[str, dict[bool | str, str]] = {
     "mount.atime": {True: "relatime", False: "noatime", "true": "relatime", "false": "noatime"}
 }
-"""what a key could be set to before -> what that means now"""
+"""former values of a key -> their present meaning"""
 _SHORT_WORDS = {"publish": "publish.mode"}
 # fmt: off
 _IGNORED_WORDS = frozenset((
@@ -293,7 +293,7 @@ def _read_word(word: str) -> tuple[str, Any]:
     """Key and value of one ``-o`` word that is not ignored."""
     name, equals, text = word.partition("=")
     if name == "remount":
-        raise ConfigError("-o remount is not offered: unmount and mount again")
+        raise ConfigError("-o remount is not supported: unmount and mount again")
     if not equals and name in _FLAG_WORDS:
         return _FLAG_WORDS[name]
     if not equals and name in get_args(KernelFlag):

@@ -61,12 +61,12 @@ class _Engine(_Section, frozen=True, tag_field="engine"):
 
 
 class VolumeOptions(_Section, frozen=True):
-    """What a volume is. All but ``path`` and ``name`` matter when it is formatted and are then kept in it."""
+    """A volume. All but ``path`` and ``name`` are set when it is made and kept in it; `exact_sizes` may get more."""
 
     path: Path | None = None
     """the volume's folder; None: SOURCE, or no folder is needed"""
     name: VolumeName = ""
-    """which of the volumes in a shared record store"""
+    """name of the volume in a shared record store"""
     capacity: Bytes | None = None
     """bytes promised to users; None: the smaller of 64 GiB and half of the free disk"""
     slab_size: Bytes | None = None
@@ -81,10 +81,10 @@ class VolumeOptions(_Section, frozen=True):
 
 
 class _RecordEngine(_Engine, frozen=True):
-    """Base of where names and inodes may live."""
+    """Base of the record engines, which store names and inodes."""
 
     commit_delay: Seconds = 0.0
-    """seconds that every commit takes longer: to try how a workload bears a store that is far away"""
+    """seconds added to every commit, to simulate a store that is far away"""
 
 
 class LmdbOptions(_RecordEngine, frozen=True, tag="lmdb"):
@@ -105,7 +105,7 @@ class EtcdOptions(_RecordEngine, frozen=True, tag="etcd"):
     password_file: Path | None = None
     """its first line is the password"""
     ca_file: Path | None = None
-    """whom to trust with https; None: whom the system trusts"""
+    """the authority for https; None: those that the system trusts"""
     cert_file: Path | None = None
     """this client's certificate"""
     key_file: Path | None = None
@@ -144,14 +144,14 @@ class RadosOptions(_Engine, frozen=True, tag="rados"):
     in_flight_max: Count = 64
     """objects of one batch under way"""
     hedge_delay: Seconds = 0.5
-    """seconds after which a late read is asked of another replica, too; 0: never"""
+    """seconds after which a late read is sent to another replica, too; 0: never"""
 
 
 class ClientOptions(_Section, frozen=True):
     """One host of several that share a volume."""
 
     lease: LeaseSeconds = 10.0
-    """seconds after which others may take over from a client that is not heard of"""
+    """seconds after which others take over from a client that does not renew its lease"""
 
 
 class PublishOptions(_Section, frozen=True):
@@ -189,7 +189,7 @@ class MountOptions(_Section, frozen=True):
     """also those of directories"""
     default_permissions: bool = True
     keep_awake: bool = True
-    """idle processors do not sleep while requests come one after the other, where the daemon may say so"""
+    """keep idle processors awake while requests follow each other, if the daemon may"""
     flags: tuple[KernelFlag, ...] = ()
     """further flags for the kernel, as in mount(8)"""
 
@@ -205,24 +205,24 @@ class UsrbioOptions(_Section, frozen=True):
     enabled: bool = True
     """clients may connect to ``.kvfuse/control.sock`` in the mount"""
     user_connections: Count = 256
-    """what one user may have at a time, as all below; no limit holds for a peer that could end the daemon"""
+    """most connections of one user; like the limits below, not for peers that could end the daemon anyway"""
     user_rings: Count = 256
     user_ring_size: Bytes = 4 * GIB
     """bytes of rings: their queues, and the areas for keys and results"""
     user_files: Count = 65_536
     """files and namespaces"""
     user_iovs: Count = 16_384
-    """pieces of memory of clients; the daemon needs two descriptors for each"""
+    """registered pieces of clients' memory; the daemon needs two descriptors for each"""
     user_iov_size: Bytes | None = None
     """bytes of clients' memory that rings may use; what two clients register counts twice; None: 128 times the memory
     that the daemon may have, a quarter of which is then taken by its page tables"""
     user_charged_size: Bytes | None = None
-    """bytes of clients' memory that was not there until the daemon wrote to it; None: an eighth of the memory that the
+    """bytes of clients' memory that was absent until the daemon wrote to it; None: an eighth of the memory that the
     daemon may have"""
 
 
 class ScrubOptions(_Section, frozen=True):
-    """Reading again, in the background, what was stored."""
+    """Verifying, in the background, all that is stored."""
 
     rate: ScrubBytes = 0
     """bytes a second; 0: never"""
@@ -237,7 +237,7 @@ class LogOptions(_Section, frozen=True):
 
 
 class Options(_Section, frozen=True):
-    """Everything one mount needs to know."""
+    """All options of one mount."""
 
     volume: VolumeOptions = msgspec.field(default_factory=VolumeOptions)
     records: LmdbOptions | EtcdOptions = msgspec.field(default_factory=LmdbOptions)
@@ -252,7 +252,7 @@ class Options(_Section, frozen=True):
 
     @property
     def is_shared(self) -> bool:
-        """The records are in a store that many hosts reach: the volume is known by its name, not by a folder."""
+        """The record store can be shared by many hosts: the volume has a name instead of a folder."""
         return isinstance(self.records, EtcdOptions)
 
     @property
@@ -261,14 +261,14 @@ class Options(_Section, frozen=True):
 
     @property
     def title(self) -> str:
-        """What messages call the volume: its folder, or where its records are. ConfigError where it is not named."""
+        """The volume in messages: its folder, or engine and key prefix. ConfigError if it is not named."""
         return f"{self.records.engine}:{self.key_prefix}" if self.is_shared else str(self.volume_path)
 
     @property
     def key_prefix(self) -> str:
-        """What the keys of a shared volume's records begin with. ConfigError where it has no name."""
+        """Prefix of all keys of a shared volume's records. ConfigError if it has no name."""
         if not self.volume.name:
-            raise ConfigError("volume.name is not set: name the volume, as records.engine etcd holds many")
+            raise ConfigError("volume.name is not set: records.engine 'etcd' keeps many volumes, name one")
         assert isinstance(self.records, EtcdOptions)
         return f"{self.records.prefix}{self.volume.name}/"
 

@@ -237,7 +237,7 @@ def test_who_shares_publishes_strictly_unless_told_otherwise(conf: Path) -> None
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[records]\nengine = 'etcd'", "volume.name is not set: name the volume"),
+        ("[records]\nengine = 'etcd'", "volume.name is not set: records.engine 'etcd' keeps many volumes, name one"),
         ("volume.name = 'kv'", ":1: volume.name is for records.engine 'etcd', which here is 'lmdb'"),
         ("records.endpoints = ['http://a']", ":1: records.endpoints is for records.engine 'etcd'"),
         ("segments.pool = 'p'", ":1: segments.pool is for segments.engine 'rados', which here is 'file'"),
@@ -387,7 +387,7 @@ def test_urls_in_words() -> None:
         ("ro=1", "-o ro=1: unknown option 'ro' - did you mean "),
         ("capacity", "-o capacity: volume.capacity is wrong - expected a size"),
         ("entry_timeout=soon", "-o entry_timeout=soon: mount.entry_timeout is wrong - expected a number of seconds"),
-        ("remount", "-o remount is not offered"),
+        ("remount", "-o remount is not supported"),
     ],
 )
 def test_wrong_words(word: str, message: str) -> None:

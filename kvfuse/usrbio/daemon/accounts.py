@@ -62,8 +62,8 @@ class Account:
                 for other, taken_size in taken:
                     other.give(taken_size, self.key)
                 if self.key is None or size > pool.free:
-                    raise InvalidArgument("all clients together have as much registered as this daemon can hold")
-                raise QuotaExceeded(f"user {self._peer.uid} has its part of what this daemon can hold, of {limit[5:]}")
+                    raise InvalidArgument(f"this daemon has no room for more {limit[5:]}: close some of any client")
+                raise QuotaExceeded(f"user {self._peer.uid} has its share of this daemon's {limit[5:]}: close some")
             taken.append((pool, size))
         self._user.held[limit] += amount
         self._held[limit] += amount
@@ -76,7 +76,7 @@ class Account:
 
     @contextmanager
     def taking(self, limit: Limit, amount: int = 1) -> Iterator[None]:
-        """As `take`; given back where the body fails."""
+        """`take` for the body of a ``with``; given back if the body fails."""
         self.take(limit, amount)
         try:
             yield
@@ -104,7 +104,7 @@ class Pools:
 
 
 class Accounts:
-    """Of all users. ``options``: the limits."""
+    """The accounts of all users. ``options``: the limits."""
 
     def __init__(self, options: UsrbioOptions) -> None:
         self._options = replace(options, user_iov_size=options.user_iov_size or ADDRESSES * memory_size())
@@ -112,7 +112,7 @@ class Accounts:
         self._users: WeakValueDictionary[tuple[int, bool], _User] = WeakValueDictionary()
 
     def open(self, peer: Peer) -> Account:
-        """For one more connection of a user."""
+        """The account of one more connection of a user."""
         key = (peer.uid, peer.is_unlimited)  # a container's root does not pay for what the machine's root has
         return Account(peer, self._users.setdefault(key, _User()), self._options, self._pools)
 
@@ -120,7 +120,7 @@ class Accounts:
         """QuotaExceeded where a user with limits has as many as it may."""
         user, allowed = self._users.get((uid, False)), self._options.user_connections
         if user is not None and user.held["user_connections"] >= allowed:
-            raise QuotaExceeded(f"user {uid} has as many connections as it may: usrbio.user_connections is {allowed}")
+            raise QuotaExceeded(f"user {uid} has no connection left: usrbio.user_connections is {allowed}; close some")
 
     def statistics(self) -> dict[str, dict[str, int]]:
         """The counts of each user, by its number; "root": all that have no limits."""
@@ -131,5 +131,5 @@ class Accounts:
         }
 
     def statistics_of(self, uid: int) -> dict[str, dict[str, int]]:
-        """The same for one user, with limits."""
+        """`statistics` of one user with limits alone."""
         return {name: held for name, held in self.statistics().items() if name == str(uid)}

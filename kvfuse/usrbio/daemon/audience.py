@@ -1,12 +1,12 @@
-"""Whose control message is answered next: users take turns, and so do the connections of one user.
+"""Schedules control messages: users take turns, and so do the connections of one user.
 
-To answer a message takes the event loop about as long as to start a ring's call. If each connection waited for its own
-socket, 256 connections of one user would be answered in one pass of the event loop, and everybody else would wait for
-that. So one task of a user waits for all of its sockets at once, and takes the messages of few of them in one turn of
+Answering a message takes the event loop about as long as starting a ring's call. If each connection waited for its own
+socket, 256 connections of one user would be answered in one pass of the event loop, and all others would wait for
+that. So one task per user waits for all its sockets, and takes the messages of few of them in one turn of
 the user at the desk, where calls of its rings wait, too.
 
-Messages that are refused, and connections that end before they ask for anything, make a user's turns rare: see
-`penalty.py`. A ring's penalty ends with the ring; a user's is forgotten after a while.
+Refused messages, and connections that end without a request, make a user's turns rarer: see
+`penalty.py`. A ring's penalty ends with the ring; a user's decays.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ TURN_COST = PASS_COST / 2
 CONNECT_COST = TURN_COST
 """of a connection's first message: its tables are made with it, and taken down at its end"""
 FORGOTTEN_PER_SECOND = 10
-"""bad messages of a user"""
+"""bad messages of a user that its penalty drops"""
 EXCESS_MAX = 2 * FREE
-"""so that it is forgotten within half a minute"""
+"""upper bound of a user's bad messages, so that the penalty decays within a minute"""
 USERS_MAX = 1024
 """users without a connection whose penalty is remembered"""
 
 
 class UserPenalty(Penalty):
-    """Of all connections of a user. Event loop only."""
+    """The penalty of all connections of a user. Event loop only."""
 
     def __init__(self) -> None:
         super().__init__()
         self._judged_at = time.monotonic()
 
     def judge_one(self, *, is_bad: bool) -> None:
-        """One more message was answered, or a connection has ended."""
+        """Count a message that was answered, or a connection that ended."""
         forgotten = int((time.monotonic() - self._judged_at) * FORGOTTEN_PER_SECOND)
         if forgotten:
             self.forget(forgotten)
@@ -51,7 +51,7 @@ class UserPenalty(Penalty):
 
 
 class Audience:
-    """Of one user, while it has connections. Event loop only, which runs `run` as a task."""
+    """Schedules one user's messages, while it has connections. Event loop only, which runs `run` as a task."""
 
     def __init__(self, desk: Desk, key: Hashable, penalty: UserPenalty) -> None:
         self.penalty = penalty
@@ -65,7 +65,7 @@ class Audience:
         """by descriptor: what is set when its message is next, and what the message costs"""
 
     async def turn(self, stream: trio.socket.SocketType, cost: float = 1) -> None:
-        """Wait until the socket has a message, or its end, and it is the next one of its user's."""
+        """Wait until the socket has a message, or its end, and has its turn among its user's."""
         descriptor, came = stream.fileno(), trio.Event()
         self._waiting[descriptor] = came, cost
         self._poll.register(descriptor, select.EPOLLIN | select.EPOLLONESHOT)
@@ -76,11 +76,11 @@ class Audience:
             self._waiting.pop(descriptor, None)
 
     async def pause(self, cost: float) -> None:
-        """Wait until it is the user's turn to do what costs so much."""
+        """Wait for the user's turn for work of this cost, in calls."""
         await self._desk.turn(self._key, cost)
 
     async def run(self) -> None:
-        """Give turns."""
+        """Give turns to sockets, until ``scope`` is cancelled."""
         try:
             with self.scope:
                 while True:
@@ -103,18 +103,18 @@ class Audience:
 
 
 class Audiences:
-    """Of all users. Event loop only. ``nursery``: its tasks end with it."""
+    """The audiences of all users. Event loop only. ``nursery``: its tasks end with it."""
 
     def __init__(self, desk: Desk, nursery: trio.Nursery) -> None:
         self._desk = desk
         self._nursery = nursery
         self._audiences: dict[Hashable, Audience] = {}
         self._penalties: dict[Hashable, UserPenalty] = {}
-        """of users that are gone, and were bad"""
+        """of users without connections"""
 
     @asynccontextmanager
     async def of(self, user: Hashable) -> AsyncIterator[Audience]:
-        """For one connection of a user."""
+        """The audience of a user, for one of its connections."""
         audience = self._audiences.get(user)
         if audience is None:
             penalty = self._penalties.pop(user, None) or UserPenalty()

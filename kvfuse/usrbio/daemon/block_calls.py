@@ -74,7 +74,7 @@ class BlockCalls:
         if binding is None:
             raise errors.NotFound(os.fsdecode(name))
         if not self.peer.may(binding, 4):
-            raise errors.PermissionDenied(f"{os.fsdecode(name)} may not be read")
+            raise errors.PermissionDenied(f"the client's user may not read {os.fsdecode(name)}")
         namespace.remember(name, binding)
         return binding
 
@@ -123,9 +123,9 @@ class BlockCalls:
         namespace.may_put = self.peer.may(directory, 3)
         namespace.waits = self.volume.blocks.waits(namespace.ino)
         if not self.peer.may(directory, wanted):
-            raise errors.PermissionDenied("the namespace's directory does not allow it")
+            raise errors.PermissionDenied("the mode of the namespace's directory does not allow the client's user this")
         if wanted & 2 and namespace.read_only:
-            raise errors.ReadOnly("the mount is bound read-only there")
+            raise errors.ReadOnly("the namespace was opened through a read-only bind mount")
         if wanted & 2:
             await self._check_sticky(directory, call.names)
         return namespace
@@ -137,4 +137,4 @@ class BlockCalls:
         for name in names:
             old = await self.volume.blocks.find(directory.ino, name)
             if old is not None and not self.peer.may_take_name(directory, old):
-                raise errors.PermissionDenied(f"{os.fsdecode(name)} is somebody else's, and the directory sticky")
+                raise errors.PermissionDenied(f"{os.fsdecode(name)} is another user's, and the directory sticky")

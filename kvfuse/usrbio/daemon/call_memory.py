@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable
 
 CALLS_MAX = 1024
-"""Calls that are under way of all users, by their weight"""
+"""Calls in flight of all users, by their weight"""
 USER_CALLS_MAX = 128
 """of one user: all of them may go on in the same pass of the event loop"""
 
@@ -26,11 +26,11 @@ class Pool:
         self._lock = threading.Lock()
 
     def held(self, user: Hashable) -> int:
-        """How much a user has now."""
+        """How much a user holds now."""
         return self._held[user]
 
     def take(self, size: int, user: Hashable = None) -> bool:
-        """False where there is less left, or this user has had its part."""
+        """Take some. False: less is left, or the user has its share."""
         with self._lock:
             held = self._held[user] if user is not None else 0
             if size > self.free or (held and held + size > self.free - size):

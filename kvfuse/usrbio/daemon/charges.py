@@ -1,4 +1,4 @@
-"""Clients' memory that is charged to the daemon: pages that were not there until the daemon wrote to them.
+"""Clients' memory that is charged to the daemon: pages that were absent until the daemon wrote to them.
 
 The kernel charges a page of shared memory to the control group of the process that touches it first, until nobody has
 the memory open any more - also after it was dropped here. So what a user has cost is remembered by the memory's file
@@ -127,7 +127,7 @@ class Charge:
         memory = Memory.of(descriptor)
         if memory.device not in self._charges.devices:
             if self._limit < inf:  # when it is gone is not to be known
-                raise OSError(errno.EDQUOT, "memory in a tmpfs of the client's own has to be there before it is used")
+                raise OSError(errno.EDQUOT, "absent pages of an iov in a tmpfs of the client's own: touch them before")
             return
         if self._take(memory, size):
             return
@@ -135,10 +135,10 @@ class Charge:
         if self._take(memory, size):
             return
         if self._held + size > self._limit:
-            raise OSError(errno.EDQUOT, f"the user has {self._held} bytes of memory that are charged to the daemon")
+            raise OSError(errno.EDQUOT, f"{self._held} bytes are charged to the daemon: touch the iov's pages before")
         self._charges.look_again()
         if not self._take(memory, size):
-            raise OSError(errno.ENOMEM, "all users together have as much memory charged to the daemon as may be")
+            raise OSError(errno.ENOMEM, "all users have too much charged to the daemon: touch the iov's pages")
 
     def _take(self, memory: Memory, size: int) -> bool:
         with self._lock:
@@ -193,7 +193,7 @@ class Charges:
                 self.is_counting = all(Memory.of(base).size_there(base) >= 0 for base in bases.values())
             except OSError:  # not root, or a kernel without handles of tmpfs
                 self.is_counting = False
-                log.info("memory of clients that is charged to the daemon has no limit: that takes CAP_DAC_READ_SEARCH")
+                log.info("clients' memory charged to the daemon is not limited: the daemon lacks CAP_DAC_READ_SEARCH")
 
     @property
     def size(self) -> int:

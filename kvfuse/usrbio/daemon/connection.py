@@ -93,7 +93,7 @@ class Connection:
             with self._scope:
                 while await self._answer_one():
                     if self._penalty.is_broken:
-                        log.info("a client is disconnected: %d more of its messages were refused than not", BOUND)
+                        log.info("disconnecting a client: %d more of its messages were refused than answered", BOUND)
                         break
                     await self._audience.turn(self._stream)
         finally:
@@ -115,7 +115,7 @@ class Connection:
             await self._reply(reply, shown)
             await self._usher.take()
         except ValueError as error:
-            log.info("a client is disconnected: %s", error)
+            log.info("disconnecting a client: %s", error)
             return False
         finally:
             close_all(shown)
@@ -134,7 +134,7 @@ class Connection:
         try:
             kind = Request(message.request)
             if not self._greeted and kind is not Request.HELLO:
-                raise errors.InvalidArgument("the first message is HELLO")
+                raise errors.InvalidArgument("the first message of a connection must be HELLO")
             has_descriptors = self._usher.has_descriptors
             if has_descriptors != (kind in (Request.ADD_FILE, Request.ADD_IOV, Request.OPEN_NAMESPACE)):
                 raise errors.InvalidArgument(
@@ -157,7 +157,7 @@ class Connection:
 
     async def _hello(self, values: tuple[int, ...]) -> Answer:
         if values[0] != VERSION:
-            raise errors.Unsupported(f"version {values[0]} is not offered, but {VERSION} is")
+            raise errors.Unsupported(f"protocol version {values[0]} is not supported: this daemon has {VERSION}")
         self._greeted = True
         with suppress(OSError):  # Linux before 6.16 cannot refuse them
             self._stream.setsockopt(socket.SOL_SOCKET, SO_PASSRIGHTS, 1)
@@ -165,7 +165,7 @@ class Connection:
 
     async def _add_file(self, values: tuple[int, ...]) -> Answer:
         if not 0 < values[0] <= Access.READ | Access.WRITE:
-            raise errors.InvalidArgument(f"access {values[0]} is none")
+            raise errors.InvalidArgument(f"access {values[0]}: it must be 1 (read), 2 (write) or 3 (both)")
         access = Access(values[0])
         flags = {Access.READ: os.O_RDONLY, Access.WRITE: os.O_WRONLY}.get(access, os.O_RDWR)
         files = self.registered.files
@@ -251,7 +251,7 @@ class Connection:
 
     async def _map_arena(self, values: tuple[int, ...]) -> Answer:
         if values[0] not in self.registered.pins.arenas:
-            raise errors.PermissionDenied(f"arena {values[0]} holds nothing that you were given")
+            raise errors.PermissionDenied(f"the client has no view in arena {values[0]}")
         descriptor = self._volume.tier.arena_descriptor(values[0])
         return (os.fstat(descriptor).st_size,), [descriptor]
 

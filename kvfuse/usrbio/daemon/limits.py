@@ -13,11 +13,11 @@ from kvfuse.usrbio.protocol.wire import LENGTH_MAX
 from kvfuse.volume.api import KernelCache, RingApi
 
 MEMORY_SIZE = LENGTH_MAX + (64 << 20)
-"""Bytes that calls under way may hold."""
+"""Bytes that calls in flight may hold."""
 
 
 class Limits:
-    """Of one mount; the listener owns it. Event loop only; some of what it has is for any thread, and says so."""
+    """The shared state of one mount; the listener owns it. Event loop only, but for members that say otherwise."""
 
     def __init__(
         self, volume: RingApi, kernel: KernelCache, device: int, doorman: Doorman, options: UsrbioOptions

@@ -76,7 +76,7 @@ async def serve_rings(
                 except OSError as error:
                     if error.errno not in SCARCE:
                         raise
-                    log.warning("a client has to wait: %s", error)
+                    log.warning("accepting a client failed and is tried again: %s", error)
                     await trio.sleep(SCARCE_SECONDS)
 
 
@@ -111,7 +111,7 @@ class Clients:
     def _warn(self, reason: object) -> None:
         if time.monotonic() - self._warned_at >= WARNING_SECONDS:
             self._warned_at = time.monotonic()
-            log.warning("a client was turned away: %s", reason)
+            log.warning("refused a client: %s", reason)
 
     async def _find_peer(self, stream: trio.socket.SocketType) -> Peer:
         self._unproven += 1
@@ -140,7 +140,7 @@ class Clients:
             except* OSError as group:
                 log.info("a client's connection failed: %s", group.exceptions[0])
             except* Exception as group:  # its own connection ends; all others go on
-                log.error("a client could not be served", exc_info=group)
+                log.error("serving a client failed", exc_info=group)
 
     async def _serve_peer(
         self, stream: trio.socket.SocketType, peer: Peer, account: Account, audience: Audience, usher: Usher
@@ -165,7 +165,7 @@ class Clients:
         return {**counts, "threads": threads, **sizes}
 
     def statistics_of(self, uid: int) -> dict[str, int]:
-        """The same of one user's clients."""
+        """The counts of one user's clients."""
         return dict(_counts([connection for connection in self._connections if connection.peer.uid == uid]))
 
 

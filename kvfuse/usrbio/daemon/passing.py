@@ -170,7 +170,7 @@ class Ushers:
         with trio.move_on_after(SECONDS):
             await call.ended.wait()
         if self._calls.pop(number, None) is not None:
-            raise NotTaken(errno.ETIMEDOUT, "the machine has no thread to look at the descriptor")
+            raise NotTaken(errno.ETIMEDOUT, "the daemon cannot start a thread to receive the descriptor")
         if not call.ended.is_set():
             raise TimeoutError(errno.ETIMEDOUT, "the descriptor's file system does not answer")
 

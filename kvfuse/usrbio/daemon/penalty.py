@@ -1,9 +1,9 @@
-"""The price of entries that mean nothing, and of bells that ring for nothing.
+"""Penalties for malformed entries, and for rings of a bell without an entry.
 
-Both cost the daemon about what an honest entry costs, and nobody gains by them. A ring may have ``FREE`` more of them
-than of entries that make sense; beyond it the ring rests after each turn, longer each time, and its turns are short.
-Beyond ``BOUND`` it is broken. An honest client is wrong now and then, which costs nothing: a good entry makes up for a
-bad one. Misses, timeouts, a lack of room, or of permission for a block, are answers to entries that make sense.
+Both cost the daemon about as much as a good entry. A ring may have ``FREE`` more bad entries
+than good ones; above that the ring rests after each turn, longer each time, and its turns are short.
+Above ``BOUND`` it is disconnected. Occasional errors cost nothing: a good entry compensates a
+bad one. Misses, timeouts, a lack of room, or of permission for a block, count as good entries.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import errno
 
 MALFORMED = frozenset({errno.EINVAL, errno.EBADF, errno.EFAULT, errno.EPERM, errno.EACCES})
-"""errnos of entries that the ring's thread refuses by what stands in them"""
+"""errnos of entries that the ring's thread refuses for their contents"""
 FREE = 256
 BOUND = 10_000
 FIRST_SECONDS = 0.001
@@ -21,12 +21,12 @@ SHORT_TURN = 16
 
 
 class Penalty:
-    """Of one ring. Its thread only. ``seconds``: for how long to rest now."""
+    """The penalty of one ring, for its thread only. ``seconds``: how long to rest now."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
         self.excess = 0
-        """bad entries that no good one made up for yet"""
+        """bad entries less good ones, at least 0"""
 
     @property
     def is_broken(self) -> bool:

@@ -82,7 +82,7 @@ class Registered:
 
     def failed(self, reason: str) -> None:
         """The client broke its ring: disconnect it."""
-        log.info("a client is disconnected: %s", reason)
+        log.info("disconnecting a client: %s", reason)
         self.in_loop(self._fail)
 
     def counts(self) -> dict[str, int]:

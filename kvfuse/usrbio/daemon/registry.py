@@ -109,7 +109,7 @@ class Table(dict[int, T]):
     def taking(self, size: int = 0) -> Iterator[None]:
         """Have the user pay for one more; not where the body fails. InvalidArgument, QuotaExceeded."""
         if len(self) >= self.count_max:
-            raise errors.InvalidArgument(f"{self.count_max} of these are registered already")
+            raise errors.InvalidArgument(f"the connection has {self.count_max} registered already: drop some")
         with (
             self.account.taking(self.limit),
             self.account.taking(self.size_limit, size) if self.size_limit else nullcontext(),
@@ -142,7 +142,7 @@ def check_memory(descriptor: int) -> None:
     fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
     kind = (ctypes.c_long * 32)()
     if _fstatfs(descriptor, kind) or kind[0] != TMPFS_MAGIC:
-        raise OSError(errno.EINVAL, "the memory is no memfd of ordinary pages, and no file in a tmpfs such as /dev/shm")
+        raise OSError(errno.EINVAL, "the memory must be a memfd of ordinary pages, or a file in a tmpfs")
 
 
 def check_file(descriptor: int, device: int, access: Access) -> int:
@@ -153,9 +153,9 @@ def check_file(descriptor: int, device: int, access: Access) -> int:
     flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
     status = os.fstat(descriptor)
     if status.st_dev != device or flags & os.O_PATH:
-        raise errors.BadHandle("the descriptor is not one of an open file of this mount")
+        raise errors.BadHandle("the descriptor is not of an open file of this mount")
     if not stat.S_ISREG(status.st_mode):
-        raise errors.InvalidArgument("the descriptor is not one of a regular file")
+        raise errors.InvalidArgument("the descriptor is not of a regular file")
     mode = flags & os.O_ACCMODE
     if (access & Access.READ and mode == os.O_WRONLY) or (access & Access.WRITE and mode == os.O_RDONLY):
         raise errors.PermissionDenied(f"the descriptor is not open for {access.name}")
@@ -169,7 +169,7 @@ def check_directory(descriptor: int, device: int) -> tuple[int, bool]:
     """
     status = os.fstat(descriptor)
     if status.st_dev != device:
-        raise errors.BadHandle("the descriptor is not one of this mount")
+        raise errors.BadHandle("the descriptor is not of this mount")
     if not stat.S_ISDIR(status.st_mode):
-        raise errors.NotADirectory("the descriptor is not one of a directory")
+        raise errors.NotADirectory("the descriptor is not of a directory")
     return status.st_ino, bool(os.fstatvfs(descriptor).f_flag & os.ST_RDONLY)

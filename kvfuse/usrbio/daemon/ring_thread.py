@@ -148,7 +148,7 @@ class RingThread:
         self._penalty.judge(self.server.count, self.server.bad_count)
         self.server.count = self.server.bad_count = 0
         if self._penalty.is_broken:
-            raise Broken(f"{BOUND} more of a ring's entries were malformed than made sense")
+            raise Broken(f"{BOUND} more of a ring's entries were malformed than good")
 
     def _take(self) -> bool:
         """Copy what was submitted, as far as its completions will have room. True: there may be more."""

@@ -1,4 +1,4 @@
-"""One ring's memory, and the two ends of each of its queues. Used alike by the client and the daemon.
+"""One ring's memory, and the two ends of each of its queues. Client and daemon use the same code.
 
 **Ordering.** A producer writes entries, then publishes its tail; a consumer reads the tail, then the entries.
 
@@ -35,9 +35,9 @@ from kvfuse.usrbio.protocol.wire import CQE, SQE, Layout, Word
 Entries = npt.NDArray[np.void]
 
 RING = (1).to_bytes(8, "little")
-"""what is written to a bell: what an eventfd wants"""
+"""the bytes to write to a bell: 1, as an eventfd expects"""
 RINGS_SIZE = 4096
-"""bytes to read from a bell: at least all that are there, or it wakes once more for nothing"""
+"""bytes to read from a bell: at least all that are there, to avoid a spurious wake-up"""
 
 
 def _membarrier() -> Callable[[], None]:
@@ -86,7 +86,7 @@ class Queue:
         self._mask = len(entries) - 1
         self._publish_fence, _ = fences()
         self.position = 0
-        """of this end: what it gave, or took; its own copy, which the other side cannot change"""
+        """entries that this end published, or took; its own copy, which the other side cannot change"""
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -95,15 +95,15 @@ class Queue:
 
     @property
     def taken(self) -> int:
-        """How many entries the consumer took, as it says; between ``position - len`` and ``position``, or it lies."""
+        """The consumer's count of entries taken, unchecked; valid from ``position - len`` to ``position``."""
         return self._words[self._head]
 
     def place(self, index: int) -> Any:
-        """The place of the entry ``index``: to be written before it is published."""
+        """The place of the entry ``index``: write it before it is published."""
         return self._entries[index & self._mask]
 
     def write(self, rows: Entries, ahead: int = 0) -> None:
-        """Put rows behind what was published and the ``ahead`` written since. The caller knows that there is room."""
+        """Write rows behind the published entries and ``ahead`` unpublished ones. The caller has checked for room."""
         self.write_packed(rows.tobytes(), ahead)
 
     def write_packed(self, packed: bytes, ahead: int = 0) -> None:
@@ -125,7 +125,7 @@ class Queue:
 
     @property
     def given(self) -> int:
-        """How many entries the producer gave, as it says; between ``position`` and ``position + len``, or it lies."""
+        """The producer's count of entries published, unchecked; valid from ``position`` to ``position + len``."""
         return self._words[self._tail]
 
     def read(self, count: int) -> Entries:
@@ -141,7 +141,7 @@ class Queue:
         return packed
 
     def unpacked(self, packed: bytearray) -> Entries:
-        """The array over what `read_packed` gave."""
+        """The entries that `read_packed` returned, as an array over them."""
         return np.frombuffer(packed, self._entries.dtype)
 
     def take(self, count: int) -> None:
@@ -166,25 +166,25 @@ class Bell:
         _, self._fence = fences()
 
     def ring(self) -> None:
-        """By the other side, after it published: wake whoever sleeps, if that is enough for it."""
+        """For the other side, after it published: wake the sleeping side, if its tail is reached."""
         self._fence()
         wanted = self._words[self._sleeps]
         if wanted and self._words[self._tail] >= wanted:
             try:
                 os.write(self.descriptor, RING)
             except (BlockingIOError, BrokenPipeError):
-                pass  # it has been rung often enough, or nobody listens any more
+                pass  # it is full of rings already, or closed
 
     def going_to_sleep(self, until: int = 1) -> None:
-        """By the side that sleeps: after this it looks once more for work, and only then waits for the bell.
+        """For the side that sleeps: after this it checks once more for work, and only then waits for the bell.
 
-        ``until``: the tail that is worth waking up for; 1 is any that is published from here on.
+        ``until``: the tail at which to wake it; 1: at any entry published from here on.
         """
         self._words[self._sleeps] = until
         self._fence()
 
     def woken(self) -> None:
-        """By the side that slept, or found work after all."""
+        """For the side that slept, or found work after `going_to_sleep`: clear the word and the bell."""
         self.awake()
         try:
             os.read(self.descriptor, RINGS_SIZE)
@@ -192,12 +192,12 @@ class Bell:
             pass
 
     def awake(self) -> None:
-        """As `woken`, but leaves the descriptor alone: by who waits for its edges only, and never has to read it."""
+        """Clear the sleep word only: for a side that waits for edges of the descriptor, and need not read it."""
         self._words[self._sleeps] = 0
 
 
 class RingMemory:
-    """The mapping of a ring. ``sq`` and ``cq`` are queues; which end one uses is the side's own business."""
+    """The mapping of a ring. ``sq`` and ``cq`` are queues, of each of which a side uses one end."""
 
     def __init__(self, descriptor: int, layout: Layout) -> None:
         self.layout = layout
@@ -215,7 +215,7 @@ class RingMemory:
 
     @classmethod
     def create(cls, layout: Layout) -> tuple[RingMemory, int]:
-        """(memory, descriptor) of a new ring, of a size that nobody can change."""
+        """(memory, descriptor) of a new ring, sealed against changes of its size. OSError."""
         descriptor = os.memfd_create("kvfuse-ring", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(descriptor, layout.size)
@@ -229,12 +229,12 @@ class RingMemory:
 
     @classmethod
     def attach(cls, descriptor: int) -> RingMemory:
-        """A ring that somebody else made. ValueError where it is none of this version."""
+        """Map a ring that the daemon made. ValueError: its header is not of this version, or wrong."""
         layout = Layout.parse(os.pread(descriptor, 64, 0))
         if os.fstat(descriptor).st_size != layout.size:
             raise ValueError("the ring's memory has another size than its header says")
         return cls(descriptor, layout)
 
     def header_is_whole(self) -> bool:
-        """What `create` wrote at the start is still there."""
+        """The header is as `create` wrote it."""
         return bytes(self.bytes[: len(self._header)]) == self._header

@@ -1,12 +1,12 @@
-"""What a client and the daemon agree on: the ring's memory, its entries, and the messages that set it up.
+"""The protocol of client and daemon: the ring's memory, its entries, and the messages that set it up.
 
 ``docs/usrbio.md`` describes the same for clients in other languages. All numbers are little-endian.
 
 A ring is one mapping that the daemon makes: a header, the indices, the submission queue (SQ), the completion
 queue (CQ), and an *aux area* that the client uses as it likes for keys and per-key results.
 
-Nothing in here is trusted by the daemon: it reads the header never again after it wrote it, but to see that
-it is whole, and copies indices, entries and keys before it checks them.
+The daemon trusts none of it: after it wrote the header it reads it only to check that
+it is unchanged, and it copies indices, entries and keys before it checks them.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ HEADER = struct.Struct("<QIIIIQQQQ")
 class Word(IntEnum):
     """Index of each shared 64-bit word, in words from the start of the mapping: one cache line each.
 
-    Head: entries taken by the consumer; tail: entries given by the producer. Both count up for ever; an
+    Head: entries taken by the consumer; tail: entries given by the producer. Both only grow; an
     index masked with ``entries - 1`` is a place in the queue. A sleep word is 0 while that side is awake.
-    While it is going to sleep or sleeps, it is the tail that is worth waking it up for (1: any), at least 1: whoever
-    publishes that tail, or one beyond it, then has to ring its bell.
+    While it is going to sleep or sleeps, it is the tail at which to wake it (1: any), at least 1: the side that
+    publishes that tail, or one beyond it, must ring its bell.
     """
 
     SQ_HEAD = 8
@@ -69,15 +69,15 @@ class Op(IntEnum):
     GET = 4
     """a whole block into the iov, at most ``length`` bytes of it; result: the block's bytes, -ENOENT for a miss"""
     PUT = 5
-    """``length`` bytes of the iov become the block of that key, instead of what it was; result: ``length``"""
+    """``length`` bytes of the iov replace the block of that key; result: ``length``"""
     EXISTS = 6
     """many keys: one result byte for each (0 or 1); result: how many exist"""
     DELETE = 7
-    """many keys, as EXISTS: which were there and are gone"""
+    """many keys, as EXISTS: which existed and were removed"""
     PREFETCH = 8
     """many keys, as EXISTS: which are in the shared-memory tier now"""
     CANCEL = 9
-    """the submission whose ``user_data`` is this one's ``offset``; result: 0, -ENOENT if it is not under way"""
+    """the submission whose ``user_data`` is this one's ``offset``; result: 0, -ENOENT if it is not in flight"""
     RELEASE = 10
     """give back the pin ``offset``; posts no completion"""
 
@@ -97,7 +97,7 @@ class Flag(IntFlag):
 
 
 class Priority(IntEnum):
-    """Higher ones are served first; lower ones get every eighth turn all the same."""
+    """Higher ones are served first; every eighth turn serves the priority that has waited longest."""
 
     NORMAL = 0
     HIGH = 1
@@ -176,7 +176,7 @@ class Layout(NamedTuple):
 
 
 def key_sizes(keys: Sequence[bytes]) -> npt.NDArray[np.uint32]:
-    """ValueError for a key of a wrong size."""
+    """The sizes of keys, in bytes. ValueError for a key of a wrong size."""
     sizes = np.fromiter(map(len, keys), np.uint32, len(keys))
     if len(keys) and not (sizes.min() >= 1 and sizes.max() <= KEY_SIZE_MAX):
         raise ValueError(f"a key has 1 to {KEY_SIZE_MAX} bytes, not {sizes.min()} or {sizes.max()}")
@@ -231,16 +231,16 @@ class Request(IntEnum):
 
 
 class Access(IntFlag):
-    """What ADD_FILE asks for; the descriptor must be open for it."""
+    """The access that ADD_FILE requests; the descriptor must be open for it."""
 
     READ = 1
     WRITE = 2
 
 
 MESSAGE = struct.Struct("<IIq6Q")
-"""request, number (chosen by the client, comes back), status (replies: 0 or -errno), six arguments or values"""
+"""request, number (chosen by the client, repeated in the reply), status (replies: 0 or -errno), six values"""
 TEXT_SIZE_MAX = 1024
-"""behind a reply with an error: what was wrong, UTF-8"""
+"""of the text behind a reply with an error: the reason, UTF-8"""
 MESSAGE_SIZE_MAX = MESSAGE.size + TEXT_SIZE_MAX
 DESCRIPTORS_MAX = 3
 
@@ -261,7 +261,7 @@ class Message(NamedTuple):
 
     @classmethod
     def unpack(cls, data: bytes) -> Message:
-        """ValueError for anything but a message."""
+        """Parse a message. ValueError for a wrong size."""
         if not MESSAGE.size <= len(data) <= MESSAGE_SIZE_MAX:
             raise ValueError(f"a control message of {len(data)} bytes")
         request, number, status, *values = MESSAGE.unpack(data[: MESSAGE.size])
