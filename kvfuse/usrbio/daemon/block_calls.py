@@ -1,4 +1,4 @@
-"""Calls for blocks by key, in the event loop: permissions, meanings of keys, names that the kernel drops."""
+"""Calls for blocks by key, in the event loop: permissions, bindings of names, names that the kernel must drop."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from kvfuse.usrbio.daemon.registry import Namespace
 from kvfuse.volume.api import Attributes, Binding, RingApi
 
 EXISTS_KEYS = 2048
-"""keys of one call that are looked for before the event loop does something else"""
+"""keys of one call that are looked up before other tasks may run"""
 
 
 @dataclass
 class BlockCalls:
-    """The block calls of one connection. An error that one raises is its answer.
+    """The block calls of one connection. An error that one raises becomes its result.
 
     ``finish``: completes a call that changed something. ``read_here``: reads a file in the event loop, for a call.
     """
@@ -45,7 +45,7 @@ class BlockCalls:
                     raise errors.NotFound(str(error)) from error
 
     async def _get_bound(self, call: Call, namespace: Namespace, is_last: bool) -> bool:
-        """Answer with the block that the name means now. False, unless ``is_last``: by then it meant another one."""
+        """Answer with the present block of the name. False, unless ``is_last``: the name changed meanwhile."""
         binding = await self._bind(namespace, call.names[0])
         handle = await self.volume.files.open(binding.ino, os.O_RDONLY, self.peer.caller())
         try:
@@ -131,7 +131,7 @@ class BlockCalls:
         return namespace
 
     async def _check_sticky(self, directory: Attributes, names: Sequence[bytes]) -> None:
-        """PermissionDenied for taking names from somebody else in a directory with the sticky bit."""
+        """PermissionDenied for replacing or removing another user's files in a directory with the sticky bit."""
         if not directory.mode & stat.S_ISVTX or self.peer.powers.has(Capability.FOWNER):
             return
         for name in names:

@@ -1,6 +1,6 @@
-"""Operations of a ring: an entry as the client submitted it, a call that the event loop does, and how it ends.
+"""Operations of a ring: entries that clients submit, calls that the event loop does for them, and completions.
 
-Each operation ends once, and one completion says so. Whoever ends it posts the completion, under a lock: the queue has
+Each operation is completed once, by one completion. Any thread may complete it, under a lock, as the queue has
 one producer at a time.
 """
 
@@ -57,7 +57,7 @@ class Answer(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class Call:
-    """A checked operation that the event loop does. It ends once: see `Completions.complete`."""
+    """A checked operation for the event loop. It is completed once: see `Completions.complete`."""
 
     ring: Ring
     entry: Entry
@@ -71,35 +71,35 @@ class Call:
     data: Any = None
     """PUT, WRITE: a copy of the bytes"""
     again: Callable[[Call], Answer | None] = lambda call: None
-    """the ring's thread tries this once the event loop made it possible: see `Completions.attempt`"""
+    """what the ring's thread tries after the event loop's preparation: see `Completions.attempt`"""
     size: int = 0
     """bytes of its connection's share of memory, until its task has ended"""
     weight: int = 0
-    """of its user's calls under way; as its size"""
+    """its part of its user's calls in flight, until its task has ended"""
     busy: bool = False
-    """the ring thread is at it"""
+    """the ring's thread is working on it"""
     doom: Callable[[], None] | None = None
-    """gives it up as soon as the ring's thread is not at it any more"""
+    """called to give it up as soon as ``busy`` ends"""
     ended: bool = False
     scope: trio.CancelScope | None = None
-    """of its task; None: the event loop has not begun it, and does not once it has ended"""
+    """of its task; None: the event loop has not begun it"""
 
     def cancel(self) -> None:
         if self.scope is not None:
             self.scope.cancel()
 
     async def try_again(self) -> bool:
-        """Have the ring's thread try ``again``. True when the call has ended, or nobody waits for it any more."""
+        """Have the ring's thread try ``again``. True: the call is completed, or its ring has stopped."""
         return await self.attempt(self.again)
 
     async def attempt(self, attempt: Callable[[Call], Answer | None]) -> bool:
-        """The same for something else; see `Completions.attempt`."""
+        """Have the ring's thread try ``attempt``; see `Completions.attempt`. True as for `try_again`."""
         completions = self.ring.completions
         return await self.ring.jobs.ask(partial(completions.attempt, self, attempt)) or completions.stopped
 
 
 class Done(NamedTuple):
-    """A call that changed something, and what that was."""
+    """A successful call that changed something, and its changes."""
 
     call: Call
     result: int
@@ -108,7 +108,7 @@ class Done(NamedTuple):
     directory: int = 0
     """inode of the directory whose names changed"""
     names: Sequence[tuple[bytes, int]] = ()
-    """names, and the inodes they meant before; 0: nothing"""
+    """(name, its former inode, 0 for none)"""
     found: Sequence[bool] | None = None
     """of a call with many keys: the answer for each"""
 
@@ -121,11 +121,11 @@ class Refused(Exception):
 
 
 class Short(Exception):
-    """There is no memory for an entry now: it has to wait."""
+    """There is no memory for an entry now: it must wait."""
 
 
 class Ring(Protocol):
-    """A ring's thread, as those see it that serve its entries and do its calls."""
+    """The interface of a ring's thread for modules that serve its entries and do its calls."""
 
     completions: Completions
     jobs: Jobs
@@ -134,7 +134,7 @@ class Ring(Protocol):
 
 
 class Completions:
-    """The completion queue of one ring, whose thread owns it. Any thread. ``unpin``: lets go of a pin."""
+    """The completion queue of one ring, whose thread owns it. Any thread. ``unpin``: releases a pin."""
 
     def __init__(self, memory: RingMemory, bell: int, unpin: Callable[[int], None]) -> None:
         self._queue = memory.cq
@@ -152,7 +152,7 @@ class Completions:
             self.stopped = True
 
     def close(self) -> None:
-        """After `stop`: let go of the ring's memory, and of pins that the client did not hear of."""
+        """After `stop`: release the ring's memory, and pins of completions that the client did not take."""
         with self._lock:  # later callers find the ring stopped, and touch nothing
             queue = self._queue
             unread = min(max(queue.position - queue.taken, 0), len(queue))
@@ -160,7 +160,7 @@ class Completions:
             del self._queue, self._aux, self._bell
 
     def _drop_pins(self, rows: Iterable[np.void]) -> None:
-        """Of completions that nobody will read."""
+        """Release the pins of completions that the client will not take."""
         for row in rows:
             if row["pin"]:
                 self._unpin(int(row["pin"]))
@@ -168,12 +168,12 @@ class Completions:
     # -- entries -------------------------------------------------------------------------------------
 
     def claims(self) -> tuple[int, int]:
-        """Places of the queue that are not free: (unread, of entries under way), both of one moment."""
+        """(unread completions, entries in flight) at one moment: places of the queue that are not free."""
         with self._lock:  # a completion that another thread posts moves from one to the other
             return self._queue.position - self._queue.taken, self._under_way
 
     def expect(self, count: int) -> None:
-        """So many entries were taken; -1: one of them has no completion."""
+        """Count entries that were taken; -1: one of them has no completion."""
         with self._lock:
             self._under_way += count
 
@@ -186,7 +186,7 @@ class Completions:
         self.publish(words.tobytes(), len(words))
 
     def publish(self, packed: bytes, count: int) -> None:
-        """Post completions that are packed already."""
+        """Post packed completions."""
         with self._lock:
             if not self.stopped:
                 self._publish(packed, count)
@@ -203,7 +203,7 @@ class Completions:
     # -- calls of the event loop ---------------------------------------------------------------------
 
     def complete(self, call: Call, result: int, offset: int = 0, arena: int = 0, pin: int = 0) -> bool:
-        """End a call, once. False when it had ended before: the client does not hear of what was done."""
+        """Complete a call. False: it was completed before, or the ring has stopped, and nothing is posted."""
         with self._lock:
             if call.ended or self.stopped:
                 return False
@@ -212,7 +212,7 @@ class Completions:
             return True
 
     def complete_many(self, rows: list[tuple[Call, int]]) -> None:
-        """End those calls that have not ended before."""
+        """Complete (call, result) those calls that are not completed yet."""
         with self._lock:
             rows = [row for row in rows if not row[0].ended]
             if not rows or self.stopped:
@@ -223,7 +223,7 @@ class Completions:
             self._publish(packed, len(rows))
 
     def give_up(self, call: Call, number: int, then: Callable[[], object] = lambda: None) -> None:
-        """End a call with an errno before it is done - once the ring's thread is not at it - and call ``then``."""
+        """Complete an unfinished call with an errno, once the ring's thread does not work on it; then call ``then``."""
         with self._lock:
             if call.busy:
                 call.doom = lambda: self.give_up(call, number, then)
@@ -232,7 +232,7 @@ class Completions:
         then()
 
     def answer_keys(self, call: Call, found: Sequence[bool]) -> None:
-        """Write a result byte for each key into the client's memory, and end the call, unless it had ended before."""
+        """Write a result byte for each key into the client's memory, and complete the call, unless it is already."""
         start, results = call.entry.offset, np.asarray(found, np.uint8)
         with self._lock:
             if call.ended or self.stopped:
@@ -242,9 +242,9 @@ class Completions:
             self._publish(CQE_STRUCT.pack(call.entry.user_data, int(results.sum()), 0, 0, 0), 1)
 
     def attempt(self, call: Call, attempt: Callable[[Call], Answer | None]) -> bool:
-        """Have ``attempt`` answer the call, and keep others from ending it meanwhile. OSError is an answer, too.
+        """Have ``attempt`` complete the call, and keep others from that meanwhile. An OSError becomes its result.
 
-        True when the call has ended, or nobody waits for it any more.
+        True: the call is completed, or the ring has stopped.
         """
         with self._lock:
             if call.ended or self.stopped:

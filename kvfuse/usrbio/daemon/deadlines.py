@@ -1,4 +1,4 @@
-"""Deadlines of what is under way: one timer for all, as a task for each would take longer than most calls do."""
+"""Deadlines of calls in flight: one timer for all, as a task for each would cost more than most calls."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class Deadlines(Generic[T]):
-    """Calls ``expire`` with whatever is not taken out before its time. Event loop only.
+    """Calls ``expire`` with each item that is not removed before its deadline. Event loop only.
 
     The timer is a task of ``nursery``, from the first deadline on; it ends with the nursery.
     """
@@ -21,10 +21,10 @@ class Deadlines(Generic[T]):
         self._nursery = nursery
         self._expire = expire
         self._due: dict[T, float] = {}
-        """in the event loop's time, which runs as the monotonic clock does, from another start"""
+        """in the event loop's time, which is the monotonic clock with an offset"""
         self._offset = trio.current_time() - time.monotonic()
         self._alarm = float("inf")
-        """when the timer looks; what it was set for may be gone by then"""
+        """when the timer runs; its item may have been removed by then"""
         self._sleep: trio.CancelScope | None = None
 
     def add(self, item: T, deadline: float) -> None:
@@ -39,7 +39,7 @@ class Deadlines(Generic[T]):
         self._sleep.deadline = due
 
     def remove(self, item: T) -> None:
-        """It has ended; nothing happens where it had no deadline."""
+        """Remove an item, if it has a deadline."""
         self._due.pop(item, None)
 
     def clear(self) -> None:

@@ -1,8 +1,8 @@
-"""Calls of rings that wait for the event loop, in the order in which it starts them: users take turns here, too.
+"""Schedules calls of rings that wait for the event loop: users take turns here, too.
 
-To start a call takes the event loop some ten microseconds, and what it then does is often all of it. So calls are not
-started as they arrive, but some in each pass of the event loop: between two passes everybody else has a turn, the
-kernel's requests before all. The next call is one of the user that had the least work done since it has some waiting.
+Starting a call takes the event loop some ten microseconds, which is often most of its cost. So calls are not
+started as they arrive, but a few in each pass of the event loop: all other tasks run between two passes, above all
+the kernel's requests. The next call is of the user with the least work done since it has calls waiting.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ PASS_COST = 16.0
 PIECE = 16
 """calls of one ring that are started together"""
 KEYS_PER_CALL = 64
-"""of a call with many keys, that take as long as another call"""
+"""keys that cost as much as one call"""
 
 
 class _Job(NamedTuple):
-    """Calls of one ring, and what does them; or somebody who waits for a turn. ``cost``: in calls."""
+    """Calls of one ring, and the function that does them; or a caller that waits for a turn. ``cost``: in calls."""
 
     cost: float
     do: Callable[..., None]
@@ -39,7 +39,7 @@ class _Job(NamedTuple):
 
 
 class _Line:
-    """The waiting jobs of one user. ``cost``: of those done, counted from the cost of the others when it arrived."""
+    """The waiting jobs of one user. ``cost``: of its done jobs, beginning at the last served line's cost."""
 
     def __init__(self, cost: float) -> None:
         self.jobs: deque[_Job] = deque()
@@ -47,17 +47,17 @@ class _Line:
 
 
 class Desk:
-    """Lines up the calls of all rings; `Limits` owns it. `put` is for any thread, all else for the event loop."""
+    """Queues the calls of all rings; `Limits` owns it. `put` is for any thread, all else for the event loop."""
 
     def __init__(self) -> None:
         self._token = trio.lowlevel.current_trio_token()
         self._lock = threading.Lock()
         self._lines: dict[Hashable, _Line] = {}
-        """of users for whom something waits"""
+        """of users with waiting jobs"""
         self._cost = 0.0
         """of the line that was served last"""
         self._is_called = False
-        """`_begin` or `run` will look at what waits"""
+        """`_begin` or `run` will serve waiting jobs"""
         self._more = trio.Event()
 
     def put(self, user: Hashable, calls: list[Call], do: Callable[[list[Call]], None]) -> None:
@@ -66,7 +66,7 @@ class Desk:
         self._put(user, [_Job(_cost_of(piece), do, piece) for piece in pieces])
 
     async def turn(self, user: Hashable, cost: float) -> None:
-        """Wait until the user may have the event loop do what takes as long as so many calls. Event loop only."""
+        """Wait for the user's turn for work of this cost, in calls. Event loop only."""
         came = trio.Event()
         self._put(user, [_Job(cost, lambda _: came.set())])
         await came.wait()
@@ -84,7 +84,7 @@ class Desk:
             self._token.run_sync_soon(self._begin)
 
     async def run(self) -> None:
-        """Go on where there is more than one pass may take."""
+        """Serve jobs that do not fit into one pass, until cancelled."""
         while True:
             await self._more.wait()
             self._more = trio.Event()
@@ -98,7 +98,7 @@ class Desk:
         return (call for job in jobs for call in job.calls)
 
     def drop(self, rings: set[Ring]) -> None:
-        """Forget what waits of rings that have ended."""
+        """Drop waiting jobs of rings that have ended."""
         with self._lock:
             for line in self._lines.values():
                 line.jobs = deque(job for job in line.jobs if job.ring not in rings)
@@ -108,7 +108,7 @@ class Desk:
             self._more.set()
 
     def _serve_some(self) -> bool:
-        """As much as one pass may take. Whether more waits."""
+        """Do one pass of jobs. True: more wait."""
         cost = 0.0
         while cost < PASS_COST:
             with self._lock:
@@ -120,7 +120,7 @@ class Desk:
         return True
 
     def _next(self) -> _Job | None:
-        """With the lock: the next job; none, and `put` has to call."""
+        """With the lock: the next job; None for none, then `put` must schedule `_begin`."""
         while self._lines:
             user, line = min(self._lines.items(), key=lambda item: item[1].cost)
             if line.jobs:

@@ -1,9 +1,9 @@
-"""Waits for the bells of rings that sleep, in one thread.
+"""Waits for the bells of sleeping rings, in one thread.
 
-A thread that wakes needs the interpreter before it can do anything, even to wait for its turn. So a client that rings
-the bells of 256 rings at once would have 256 threads want the interpreter at once, beside the event loop. Therefore few
+A thread that wakes needs the interpreter before it can do anything, even wait for its turn. So a client that rings
+the bells of 256 rings at once would have 256 threads compete with the event loop for it. Therefore few
 rings of a user wait for their bells themselves (`Interpreter.may_sleep_alone`): the doorman waits for all others, and
-lines them up for their turns. Their threads wake when they have the turn.
+queues them for their turns. Their threads wake when they have the turn.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ THREAD_NAME = "kvfuse-doorman"
 
 
 class Doorman:
-    """A context manager: it has a thread meanwhile. No ring may be left at the end."""
+    """A context manager, which runs the thread. All rings must be removed before its end."""
 
     def __init__(self, interpreter: Interpreter) -> None:
         self.interpreter = interpreter
         self._poll = select.epoll()
         self._seats: dict[int, Seat] = {}
-        """of the rings that sleep, by their descriptors"""
+        """descriptor -> seat of a sleeping ring"""
         self._end = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._run, name=THREAD_NAME, daemon=True)
 
     def add(self, descriptor: int) -> None:
-        """A ring that may sleep: it wakes when ``descriptor`` is readable."""
+        """Add a ring, to be woken when ``descriptor`` is readable."""
         self._poll.register(descriptor, 0)
 
     def remove(self, descriptor: int) -> None:
         self._poll.unregister(descriptor)
 
     def watch(self, descriptor: int, seat: Seat) -> None:
-        """Line the seat up, once, as soon as its descriptor is readable. Any thread."""
+        """Queue the seat for a turn, once, when its descriptor is readable. Any thread."""
         self._seats[descriptor] = seat
         self._poll.modify(descriptor, select.EPOLLIN | select.EPOLLONESHOT)
 

@@ -19,7 +19,7 @@ from kvfuse.volume.api import RingApi
 
 @dataclass
 class FileCalls:
-    """The file calls of one connection. An error that one raises is its answer.
+    """The file calls of one connection. An error that one raises becomes its result.
 
     ``finish``: completes a call that changed something. ``drop_content``: has the kernel drop the bytes of an inode.
     """
@@ -29,7 +29,7 @@ class FileCalls:
     drop_content: Callable[[Ring, int], None]
 
     async def read(self, call: Call) -> None:
-        """Let the ring's thread do it once the content map shows the range; else read here."""
+        """Have the ring's thread read once the content map shows the range; otherwise read here."""
         offset, length = call.entry.offset, call.entry.length
         async with self._using(call) as file:
             end = min(offset + length, file.map.size)
@@ -40,7 +40,7 @@ class FileCalls:
                 await self.read_here(call, file.handle, offset, length)
 
     async def read_here(self, call: Call, handle: Any, offset: int, length: int) -> None:
-        """Read into memory of the daemon; the ring's thread copies what is there."""
+        """Read into memory of the daemon, from which the ring's thread copies."""
         iov, iov_offset = call.iov, call.entry.iov_offset
         assert iov is not None
         done, is_end = 0, False
@@ -69,7 +69,7 @@ class FileCalls:
         self.finish(Done(call, written, content=file.ino))
 
     async def write_together(self, calls: Sequence[Call]) -> list[bool]:
-        """Small writes of one file, as far as they can be done together: which are."""
+        """Do small writes of one file together where possible. For each call: whether it was done."""
         async with self._using(calls[0]) as file:
             writes = [(call.entry.offset, call.data) for call in calls]
             return await self.volume.files.write_in_slots(file.handle, writes)
@@ -80,14 +80,14 @@ class FileCalls:
         call.ring.completions.complete(call, 0)
 
     async def release(self, file: OpenFile) -> None:
-        """The file is not registered any more: the last call that needs the volume's handle releases it."""
+        """Release the volume's handle of a dropped file, now or with the last call that uses it."""
         file.dropped = True
         if not file.use_count:
             await self.volume.files.release(file.handle)
 
     @asynccontextmanager
     async def _using(self, call: Call) -> AsyncIterator[OpenFile]:
-        """The file of a call, open meanwhile. BadHandle."""
+        """The file of a call, kept open meanwhile. BadHandle: it was dropped."""
         file = call.file
         assert file is not None
         if file.dropped:

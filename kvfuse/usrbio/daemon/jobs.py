@@ -1,4 +1,4 @@
-"""Jobs that others give to a ring's thread, which does them between entries, and how they wake it."""
+"""Jobs for a ring's thread, which does them between entries."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ import trio
 
 
 class Jobs:
-    """Of one ring, whose thread owns it and does them. Any thread. ``in_loop``: calls something in the event loop."""
+    """The jobs of one ring, whose thread owns and does them. Any thread. ``in_loop``: calls in the event loop."""
 
     def __init__(self, in_loop: Callable[[Callable[[], object]], None]) -> None:
         self.here: deque[Callable[[], None]] = deque()
         """may wait for the kernel: called without the turn"""
         self.in_turn: deque[Callable[[], None]] = deque()
-        """wait for nothing, and copy much: called with the turn"""
+        """never wait, but may copy much: called with the turn"""
         self.wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        """wakes the thread from within the daemon: of the bell the client has a descriptor, too, and may empty it"""
+        """wakes the thread from within the daemon: the client could empty the bell, as it has a descriptor of it"""
         self.is_reading = False
-        """the thread may be in the middle of a copy; once it is seen to be not, it looks at maps anew"""
+        """the thread may be copying; after it was False, the thread reads maps again"""
         self.stopped = False
         self._in_loop = in_loop
         self._lock = threading.Lock()
@@ -58,7 +58,7 @@ class Jobs:
         return results[0]
 
     def tell_when_done(self, told: Callable[[], None]) -> bool:
-        """As `ReadingThread.tell_when_done` says."""
+        """Call ``told`` in the event loop when the present copy ends; see `ReadingThread.tell_when_done`."""
         with self._lock:
             if not self.is_reading:
                 return False
@@ -67,23 +67,23 @@ class Jobs:
             return True
 
     def nudge(self) -> None:
-        """Have the thread look again at what waits."""
+        """Have the thread check its waiting entries again."""
         with self._lock:
             if not self.stopped:
                 os.eventfd_write(self.wake, 1)
 
     def stop(self) -> None:
-        """Take no more, and wake the thread."""
+        """Accept no more jobs, and wake the thread."""
         with self._lock:
             self.stopped = True
             os.eventfd_write(self.wake, 1)
 
     def end(self) -> None:
-        """The thread ends: it reads nothing any more, and does what it was given."""
+        """At the end of the thread: do the jobs that are left."""
         with self._lock:
             self.stopped = True
             self.is_reading = False
-        for jobs in (self.here, self.in_turn):  # the kernel has to hear of changes, whether or not anybody waits
+        for jobs in (self.here, self.in_turn):  # some invalidate the kernel's cache
             while jobs:
                 jobs.popleft()()
 
