@@ -23,6 +23,7 @@ from kvfuse.volume.inodes import privileges
 from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.inodes.handle import FileHandle
 from kvfuse.volume.inodes.node import Node, check_remembered
+from kvfuse.volume.names.listing import Listing
 from kvfuse.volume.parts import Parts
 from kvfuse.volume.store import schema
 from kvfuse.volume.views import clock
@@ -324,8 +325,11 @@ class Tree:
         return self._lookups.count_lookup(await self._lookups.by_name(parent, name))
 
     def forget(self, ino: int, count: int) -> None:
-        node = self._lookups.forget(ino, count)
-        if node is not None:
+        if not self._core.places.forget(ino, count):
+            return
+        self._lookups.forget(ino)
+        node = self._core.nodes.get(ino)
+        if node is not None and node.nlink == 0 and not node.handles:
             if not node.reaped:
                 self._names.nameless.reap(node)
             self._core.nodes.drop(node)
@@ -385,7 +389,7 @@ class Tree:
     async def list_directory(self, ino: int, after: int, limit: int) -> list[DirEntry]:
         if not after:
             self._access.read(await self._lookups.directory(ino))
-        return await self._lookups.list_directory(ino, after, limit)
+        return await Listing(self._lookups, ino).entries(after, limit)
 
 
 def _for_change(core: Core, part: P) -> P:

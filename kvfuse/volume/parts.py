@@ -38,7 +38,7 @@ from kvfuse.volume.names.apply_first import ApplyFirst
 from kvfuse.volume.names.blocks import Blocks
 from kvfuse.volume.names.changes import Names
 from kvfuse.volume.names.commit_first import CommitFirst
-from kvfuse.volume.names.lookup import Lookup
+from kvfuse.volume.names.lookup import Lookup, OwnLookup
 from kvfuse.volume.names.nameless import OwnNameless, SharedNameless
 from kvfuse.volume.names.shared_lookup import SharedLookup
 from kvfuse.volume.names.xattrs import Xattrs
@@ -139,7 +139,7 @@ class Parts:
         nameless = OwnNameless(core, journal, refresher.chunks)
         sources = [nameless.free_unnamed_files, journal.free_given_up]
         self.space = Space(core, sources, [], nameless.store_removals)
-        self.lookups = Lookup(core, journal, refresher)
+        self.lookups = OwnLookup(core, journal, refresher)
         memory = ApplyFirst(core, journal, self.space, self.lookups, nameless)
         self.names = Names(core, journal, self.lookups, nameless, memory, memory)
 

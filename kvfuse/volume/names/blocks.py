@@ -21,9 +21,12 @@ from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.inodes.node import Node
 from kvfuse.volume.names.changes import Names
 from kvfuse.volume.names.lookup import Lookup
+from kvfuse.volume.names.pages import LEARN_ROWS
 from kvfuse.volume.names.plans import Plan
 from kvfuse.volume.slots.flusher import Flusher
 from kvfuse.volume.slots.space import RoomWait, Space
+from kvfuse.volume.store import schema
+from kvfuse.volume.store.sealed import get_sound
 from kvfuse.volume.views.content_map import SIZE_UNKNOWN
 from kvfuse.volume.views.tier import ReadClass, TierBlock
 
@@ -102,9 +105,26 @@ class Blocks:
     # -- looking -------------------------------------------------------------------------------------
 
     async def exists(self, directory: int, names: list[bytes]) -> list[bool]:
+        """Without waiting once the directory was read to its end: then by hashes of names, which have 64 bits."""
         await self.lookup.directory(directory)
         self.counters.asked += len(names)
-        return await self.lookup.exist(directory, names)
+        dentries, pending = self.core.dentries, self.journal.pending
+        while True:
+            epoch = pending.epoch
+            stored_names = dentries.stored_in(directory)
+            if stored_names.complete:
+                found = stored_names.contain(names)
+            else:
+                rows = await get_sound(self.core.records, [schema.entry_key(directory, name) for name in names])
+                await self.lookup.learning.read_page(directory, max(LEARN_ROWS, 4 * len(names)))
+                if epoch != pending.epoch:
+                    continue
+                found = [row is not None for row in rows]
+            if changes := dentries.changes_in(directory):
+                for index, name in enumerate(names):
+                    if (change := changes.get(name)) is not None:
+                        found[index] = change.node is not None
+            return found
 
     async def prefetch(
         self, directory: int, names: Sequence[bytes], may_read: Callable[[Binding], bool] = lambda binding: True

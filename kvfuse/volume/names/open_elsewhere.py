@@ -124,14 +124,15 @@ class Removed:
 
         A client from the time of the removal is still a member, or cannot read any more: so members are read first.
         """
-        if await self._are_others():
+        members = await self.core.records.scan(b"m", limit=2)
+        if any(schema.key_client(row.key) != self.core.client for row in members):
             rested = trio.current_time() - self.core.grace.seconds
             early = {ino: since for ino, since in inos.items() if since > rested}
             if early:  # somebody came of whom nothing had been heard here
                 await self._put_back(early.items())
                 inos = {ino: since for ino, since in inos.items() if ino not in early}
             self.freed_at = trio.current_time()
-        held = await self._held()
+        held = {schema.split_open_key(key)[0] for key in await all_keys(self.core.records, b"h")}
         rows = await get_sound(self.core.records, [schema.orphan_key(ino) for ino in inos]) if inos else []
         for ino, row in zip(inos, rows, strict=True):
             known = self.core.nodes.get(ino)
@@ -139,15 +140,6 @@ class Removed:
                 self._open.append((trio.current_time(), ino))
             elif row is not None:
                 await self._free_orphan(schema.decode_orphan(row.value), row.version)
-
-    async def _are_others(self) -> bool:
-        """Other clients have the volume."""
-        rows = await self.core.records.scan(b"m", limit=2)
-        return any(schema.key_client(row.key) != self.core.client for row in rows)
-
-    async def _held(self) -> set[int]:
-        """Removed inodes that some client has open."""
-        return {schema.split_open_key(key)[0] for key in await all_keys(self.core.records, b"h")}
 
     async def _free_orphan(self, record: schema.InodeRecord, version: int) -> None:
         """Free everything of an orphan record. It must be this client's, or of a remover that is dead.

@@ -1,17 +1,19 @@
 """Reading directories page by page after a miss, so that later lookups need no round trip.
 
 A page adds hashes of names to `StoredNames`. In a shared volume the entries of the names
-also keep the page's records: so a host reads a directory that others filled with one round trip for many names.
+also keep the page's records (`Shelf`): so a host reads a directory that others filled with one round trip for many
+names.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import trio
 
 from kvfuse import errors
-from kvfuse.remote.records.api import Versioned
+from kvfuse.remote.records.api import Record, Versioned
 from kvfuse.volume.commit.journal import Journal
 from kvfuse.volume.content.refresh import Refresher
 from kvfuse.volume.inodes.core import Core
@@ -23,7 +25,7 @@ from kvfuse.volume.store.sealed import scan_page
 LEARN_ROWS = 256
 """Entries read from a directory at each miss, until all are known."""
 LEARN_ROWS_MAX = 2048
-"""With a remote store each page is as large as all pages before it, up to this, to save round trips."""
+"""The same at the most with a remote store, to save round trips."""
 SHELVED_MAX = NAMES_MAX // 4
 """Largest directory whose records are kept: of a larger one most would be evicted before use."""
 
@@ -38,20 +40,17 @@ class _Page:
 
 @dataclass
 class Learning:
-    """Reads pages of directories, one at a time for each. `Lookup` owns it."""
+    """Reads pages of directories, one at a time for each. `Lookup` owns it. ``keep``: `Shelf.keep`."""
 
     core: Core
     journal: Journal
-    refresher: Refresher
+    rows_max: int = LEARN_ROWS
+    """each page is as large as all pages before it, up to this"""
+    keep: Callable[[int, list[Record], set[bytes]], None] = lambda directory, rows, changed: None
 
     def __post_init__(self) -> None:
         self._pages: dict[int, _Page] = {}
         """by directory"""
-
-    def pays(self, directory: int) -> bool:
-        """Reading a page of the directory is likely to answer a lookup in it, and later ones."""
-        stored = self.core.dentries.stored_in(directory)
-        return not stored.complete and len(stored.hashes) < SHELVED_MAX
 
     async def read_page(self, directory: int, row_count: int = LEARN_ROWS) -> None:
         """Read the next page of a directory, if there is one. Names that change meanwhile are not taken from it.
@@ -64,9 +63,19 @@ class Learning:
             if page.error is not None:
                 raise page.error
             return
+        dentries, epoch = self.core.dentries, self.journal.pending.epoch
+        stored = dentries.stored_in(directory)
+        if stored.complete:
+            return
+        prefix, row_count = schema.entry_prefix(directory), max(row_count, min(len(stored.hashes), self.rows_max))
         page = self._pages[directory] = _Page()
         try:
-            await self._read_page(directory, row_count)
+            with dentries.reading(directory) as changed:
+                rows, damaged = await scan_page(self.core.records, prefix, stored.after, row_count)
+                if epoch != self.journal.pending.epoch or dentries.stored_in(directory) is not stored:
+                    return  # a commit was settled meanwhile, or all that is known of the directory was forgotten
+                stored.learn([*[row.key for row in rows], *damaged], last=len(rows) + len(damaged) < row_count)
+                self.keep(directory, rows, changed)
         except errors.EngineError as error:
             page.error = error
             raise
@@ -74,25 +83,27 @@ class Learning:
             del self._pages[directory]
             page.done.set()
 
-    async def _read_page(self, directory: int, row_count: int) -> None:
-        dentries = self.core.dentries
-        stored = dentries.stored_in(directory)
-        if stored.complete:
-            return
-        if self.core.shared:
-            row_count = max(row_count, min(len(stored.hashes), LEARN_ROWS_MAX))
-        epoch = self.journal.pending.epoch
-        with dentries.reading(directory) as changed:
-            rows, damaged = await scan_page(self.core.records, schema.entry_prefix(directory), stored.after, row_count)
-            if epoch != self.journal.pending.epoch or dentries.stored_in(directory) is not stored:
-                return  # a commit was settled meanwhile, or all that is known of the directory was forgotten
-            stored.learn([*[row.key for row in rows], *damaged], last=len(rows) + len(damaged) < row_count)
-            for row in rows if self.core.shared else ():
-                name = schema.split_entry_key(row.key)[2]
-                if name not in changed:
-                    dentries.shelve(directory, name, Versioned(row.value, row.version))
 
-    def shelved(self, directory: int, name: bytes) -> Node | None:
+@dataclass
+class Shelf:
+    """Keeps the records of pages for later lookups in a shared volume. `SharedLookup` owns it."""
+
+    core: Core
+    refresher: Refresher
+
+    def pays(self, directory: int) -> bool:
+        """Reading a page of the directory is likely to answer a lookup in it, and later ones."""
+        stored = self.core.dentries.stored_in(directory)
+        return not stored.complete and len(stored.hashes) < SHELVED_MAX
+
+    def keep(self, directory: int, rows: list[Record], changed: set[bytes]) -> None:
+        """Keep the records of a page. ``changed``: names that changed while it was read."""
+        for row in rows:
+            name = schema.split_entry_key(row.key)[2]
+            if name not in changed:
+                self.core.dentries.shelve(directory, name, Versioned(row.value, row.version))
+
+    def take(self, directory: int, name: bytes) -> Node | None:
         """The inode of a name from a kept record; None: the store has to be asked."""
         dentry = self.core.dentries.get(directory, name)
         row, version = dentry.record, dentry.version

@@ -20,7 +20,7 @@ goes through a directory which was moved elsewhere is answered at its second att
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import trio
@@ -144,15 +144,14 @@ class Paths:
 
     def above(self, directory: int) -> list[Link]:
         """The names that lead to a directory, its own first, as far up as they are known."""
-        return list(self._above(directory))
-
-    def _above(self, ino: int) -> Iterator[Link]:
-        for _ in range(DEPTH_MAX):
-            parent, name = self._place(ino)
-            if ino == ROOT_INODE or not name:
-                return
-            yield Link(parent, name, ino)
-            ino = parent
+        links: list[Link] = []
+        while directory != ROOT_INODE and len(links) < DEPTH_MAX:
+            parent, name = self._place(directory)
+            if not name:
+                break
+            links.append(Link(parent, name, directory))
+            directory = parent
+        return links
 
     def _place(self, ino: int) -> Place:
         place = self._directories.get(ino)

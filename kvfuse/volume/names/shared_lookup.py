@@ -20,6 +20,7 @@ from kvfuse.volume.api import NAME_MAX
 from kvfuse.volume.inodes.dentries import ABSENT
 from kvfuse.volume.inodes.node import Node
 from kvfuse.volume.names.lookup import Found, Lookup
+from kvfuse.volume.names.pages import LEARN_ROWS_MAX, Learning, Shelf
 from kvfuse.volume.names.path_beliefs import Link, Paths
 from kvfuse.volume.store import schema
 from kvfuse.volume.store.joined_reads import SharedRecords
@@ -49,10 +50,11 @@ class SharedLookup(Lookup):
     """Finds inodes in a shared volume. ``records``: the record store, with reads that share round trips."""
 
     records: SharedRecords
+    is_memory_newest = False
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        self.paths = Paths(self.core)
+        self.paths, self.shelf = Paths(self.core), Shelf(self.core, self.refresher)
+        self.learning = Learning(self.core, self.journal, LEARN_ROWS_MAX, self.shelf.keep)
         self.is_watched = False
         """the watch reports changes of other hosts to it"""
 
@@ -62,11 +64,7 @@ class SharedLookup(Lookup):
 
     # -- what the kernel asks for --------------------------------------------------------------------
 
-    async def by_name(self, parent: int, name: bytes) -> Node:
-        """As there. Moved, where the names above are not what the kernel was told: it is to walk the path again."""
-        if name in (b".", b".."):
-            return await super().by_name(parent, name)
-        self.core.counters.lookups += 1
+    async def find_for_kernel(self, parent: int, name: bytes) -> Found:
         check_name(name)
         asked_at = trio.current_time()
         with suppress(errors.EngineError):  # what is known is told all the same
@@ -78,11 +76,9 @@ class SharedLookup(Lookup):
         if found is None or (asks and not found.change and not is_believed):
             above = self.paths.above(parent) if asks else ()
             found = await self.find_shared(parent, name, is_fresh=asks, above=above)
-        if found.node is None:
-            self.core.counters.absent_lookups += 1
-            raise errors.NotFound(name)
-        self.paths.came(found.node, parent, name, asked_at=None if is_believed else asked_at)
-        return found.node
+        if found.node is not None:
+            self.paths.came(found.node, parent, name, asked_at=None if is_believed else asked_at)
+        return found
 
     def _believes(self, parent: int, name: bytes, found: Found) -> bool:
         """A name in a strict folder is told as it is known here: who acts upon it checks it.
@@ -145,9 +141,8 @@ class SharedLookup(Lookup):
         """
         node = self.refresher.take(told.record, told.version, told.place, own=told.own)
         directory = self.core.nodes.get(told.place[0])
-        if directory is not None and not self.is_strict(directory):
-            return node
-        for _ in range(CATCH_UP_COMMITS):
+        is_awaited = directory is None or self.is_strict(directory)
+        for _ in range(CATCH_UP_COMMITS if is_awaited else 0):
             if node.version >= told.version or not node.nlink:
                 return node
             if not (node.changed or node.committing):
@@ -182,17 +177,16 @@ class SharedLookup(Lookup):
         kernel has looked for that name, and so it was asked for, with all names above.
         """
         above = self.paths.above(directory)
-        versions = None if is_fresh else self.paths.expected(above)
-        if versions is None:
+        if is_fresh or (versions := self.paths.expected(above)) is None:
             await self.check_path(above)
             versions = self.paths.expected(above)
         return versions or {}
 
-    def forget(self, ino: int, count: int) -> Node | None:
-        node = super().forget(ino, count)
-        if not self.core.places.known(ino):
-            self.paths.forget(ino)
-        return node
+    def forget(self, ino: int) -> None:
+        self.paths.forget(ino)
+
+    def take(self, record: schema.InodeRecord, version: int, place: tuple[int, bytes], *, own: bool) -> Node:
+        return self.refresher.take(record, version, place, own=own)
 
     # -- finding -------------------------------------------------------------------------------------
 
@@ -214,11 +208,9 @@ class SharedLookup(Lookup):
         node = self.core.nodes.get(dentry.ino)
         if node is None:
             return None
-        if node.own_record:
-            return Found(node, True, None, epoch, dentry.version)
-        if (node.parent, node.name) != (parent, name):
+        if not node.own_record and (node.parent, node.name) != (parent, name):
             return None  # it was renamed elsewhere, and the news of this name are still to come
-        return Found(node, True, None, epoch, node.version)
+        return Found(node, True, None, epoch, dentry.version if node.own_record else node.version)
 
     async def find_shared(self, parent: int, name: bytes, *, is_fresh: bool, above: Sequence[Link] = ()) -> Found:
         """As `find`. ``is_fresh``: ask the store, whatever is known; what is known counts where it does not answer.
@@ -226,15 +218,15 @@ class SharedLookup(Lookup):
         A name that was changed here while the store was asked is looked for again. ``above``: names that the answer
         depends on. EngineError, NotCaughtUp; Moved.
         """
-        may_learn = True
+        may_learn = not is_fresh
         while True:
             found = self.known(parent, name)
             if found is not None and (found.change or not is_fresh):
                 return found
-            if not is_fresh and (node := self.learning.shelved(parent, name)) is not None:
+            if not is_fresh and (node := self.shelf.take(parent, name)) is not None:
                 return Found(node, True, None, self.journal.pending.epoch, node.version)
             try:
-                if not is_fresh and may_learn and self.learning.pays(parent):
+                if may_learn and self.shelf.pays(parent):
                     may_learn = False
                     await self.learning.read_page(parent)
                     continue
@@ -242,8 +234,7 @@ class SharedLookup(Lookup):
             except (NotCaughtUp, errors.Corrupt):
                 raise
             except errors.EngineError:
-                found = self.known(parent, name)
-                if found is None:
+                if (found := self.known(parent, name)) is None:
                     raise
                 return found
             if asked is not None:
@@ -272,20 +263,24 @@ class SharedLookup(Lookup):
         if dentry.change is not None or dentry.version not in (before, version):
             return None
         if record is None:
-            return await self._absent(parent, name)
+            dentries.forget(parent, name)
+            if not self.asks(parent):  # more is read, so that the next name need not be asked for
+                await self.learning.read_page(parent)
+            dentry = dentries.get(parent, name)
+            is_absent = dentry.change is None and not dentry.ino
+            return Found(None, False, None, self.journal.pending.epoch) if is_absent else None
         if isinstance(record, int) and record != guess:
             dentries.note(parent, name, record)  # the next answer has both, as they are at one moment
             return None
         if isinstance(record, schema.InodeRecord):
             told = Told(record, version, (parent, name), own=False)
-            node = self.refresher.take(record, version, told.place, own=False)
         elif (own := rows[schema.inode_key(record)]) is not None:
             told = Told(schema.decode_inode(own.value), own.version, (parent, name), own=True)
-            node = self.refresher.take(told.record, told.version, told.place, own=True)
-            if (times := rows[schema.times_key(record)]) is not None:
-                self.refresher.take_times(node, times.value, times.version)
         else:
             raise errors.Stale(f"{name!r} in directory {parent} means inode {record}, which has no record")
+        node = self.refresher.take(told.record, told.version, told.place, own=told.own)
+        if told.own and (times := rows[schema.times_key(guess)]) is not None:
+            self.refresher.take_times(node, times.value, times.version)
         if not node.own_record and node.version > version:
             return None  # it has left the name since
         dentries.note(parent, name, node.ino, version)
@@ -295,16 +290,6 @@ class SharedLookup(Lookup):
             if dentry.change is not None or dentry.ino != node.ino:
                 return None
         return Found(node, True, None, self.journal.pending.epoch, version if node.own_record else node.version)
-
-    async def _absent(self, parent: int, name: bytes) -> Found | None:
-        """The result for an absent name. In relaxed folders reads a page, so that later lookups need no round trip."""
-        self.core.dentries.forget(parent, name)
-        if not self.asks(parent):
-            await self.learning.read_page(parent)
-            dentry = self.core.dentries.get(parent, name)
-            if dentry.change is not None or dentry.ino:
-                return None
-        return Found(None, False, None, self.journal.pending.epoch)
 
 
 def check_name(name: bytes) -> None:

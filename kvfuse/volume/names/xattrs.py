@@ -112,13 +112,10 @@ class Xattrs:
         if setting is not None:
             found = setting.get(self.core, node) if node.is_directory else None
         else:
-            found = await self._find(node, name)
+            found, _ = await self._look(node, name)
         if found is None:
             raise errors.NoAttribute(f"inode {ino} has no attribute {name!r}")
         return found
-
-    async def _find(self, node: Node, name: bytes) -> bytes | None:
-        return (await self._look(node, name))[0]
 
     async def _look(self, node: Node, name: bytes) -> tuple[bytes | None, Stored]:
         """(value or None, its stored record). The latter may be stale as soon as this returns."""
@@ -149,12 +146,11 @@ class Xattrs:
         growth, stored = await self._growth(node, key, value)
         self._put(node, key, value, stored)
         node.flags |= schema.FLAG_XATTRS
-        if node.nlink:
-            node.xattr_names |= {name}
         if name == CAPABILITY:
             node.capability_free = False
         self._changed(node)
         if node.nlink:
+            node.xattr_names |= {name}
             self.core.metadata.reserve(node, growth)
         return node
 
@@ -189,12 +185,9 @@ class Xattrs:
         if node.flags & schema.FLAG_XATTRS:
             prefix = schema.xattr_prefix(ino)
             before = self._not_stored(node, prefix)  # a commit may settle meanwhile that the scan does not see yet
-            names.update([schema.xattr_name(key) for key in await all_keys(self.core.records, prefix)])
-            for key, value in {**before, **self._not_stored(node, prefix)}.items():
-                if value is None:
-                    names.discard(schema.xattr_name(key))
-                else:
-                    names.add(schema.xattr_name(key))
+            stored = dict.fromkeys(await all_keys(self.core.records, prefix), b"")
+            found = {**stored, **before, **self._not_stored(node, prefix)}
+            names.update([schema.xattr_name(key) for key, value in found.items() if value is not None])
         return sorted(names)
 
     async def remove(self, ino: int, name: bytes) -> Node:

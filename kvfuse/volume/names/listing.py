@@ -1,0 +1,106 @@
+"""Listings of directories: rows of the store, with the changes that wait for a commit.
+
+A page of rows counts only if no commit was settled while it was read (`Pending.epoch`). Inodes that are read afterwards
+may move meanwhile: a place that memory, or the inode's record, has is not overwritten with that of the row.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+from kvfuse import errors
+from kvfuse.volume.api import DirEntry
+from kvfuse.volume.inodes.node import Node
+from kvfuse.volume.names.lookup import Lookup
+from kvfuse.volume.store import schema
+from kvfuse.volume.store.sealed import get_sound, last_key, scan_page
+
+log = logging.getLogger(__name__)
+
+Meant = tuple[Node | schema.InodeRecord | int | None, int]
+"""(what a listed name means, version of the row that says so)"""
+
+
+@dataclass
+class Listing:
+    """Lists one directory, for one call of `TreeApi`."""
+
+    lookup: Lookup
+    ino: int
+
+    def __post_init__(self) -> None:
+        self.core, self.pending = self.lookup.core, self.lookup.journal.pending
+
+    async def entries(self, after: int, limit: int) -> list[DirEntry]:
+        """Entries behind the cookie ``after``, in the order of their cookies; see `TreeApi`.
+
+        A name whose record is damaged is left out (the log names it), so that its neighbours can be listed.
+        """
+        await self.lookup.directory(self.ino)
+        entries: list[DirEntry] = []
+        while len(entries) < limit:
+            epoch = self.pending.epoch
+            start = schema.entry_after(self.ino, after)
+            rows, damaged = await scan_page(self.core.records, schema.entry_prefix(self.ino), start, limit)
+            if epoch != self.pending.epoch:
+                continue
+            more = len(rows) + len(damaged) == limit
+            last = schema.split_entry_key(last_key(rows, damaged))[1] if more else (1 << 63) - 1
+            page: dict[bytes, Meant] = {}
+            for row in rows:
+                try:
+                    page[schema.split_entry_key(row.key)[2]] = schema.decode_entry(row.value), row.version
+                except schema.Malformed as error:
+                    log.error("%s", error)
+            for name, change in self.core.dentries.changes_in(self.ino).items():
+                if after < schema.name_hash(name) <= last:
+                    page[name] = change.node, 0
+            entries += await self._entries(page)
+            if not more:
+                break
+            after = last
+        return entries
+
+    async def _entries(self, page: dict[bytes, Meant]) -> list[DirEntry]:
+        entries = []
+        if not self.lookup.is_memory_newest:
+            await self._read_own([meant for meant, _ in page.values() if isinstance(meant, int)])
+        for cookie, name in sorted([(schema.name_hash(name), name) for name in page]):
+            try:
+                node = await self._node(name, *page[name])
+                if node is None or not node.nlink:  # removed meanwhile; another inode may have the name
+                    node = (await self.lookup.find(self.ino, name)).node
+            except errors.Corrupt:
+                continue
+            if node is not None and node.nlink:
+                entries.append(DirEntry(name, cookie, node))
+        return entries
+
+    async def _read_own(self, inodes: list[int]) -> None:
+        """Have inodes with records of their own in memory, as they are now, by one question."""
+        keys = [key for ino in inodes for key in (schema.inode_key(ino), schema.times_key(ino))]
+        rows = await get_sound(self.core.records, keys) if keys else []
+        for own, times in zip(rows[::2], rows[1::2], strict=True):
+            if own is not None:
+                node = self.lookup.take(schema.decode_inode(own.value), own.version, (0, b""), own=True)
+                if times is not None:
+                    self.lookup.refresher.take_times(node, times.value, times.version)
+
+    async def _node(self, name: bytes, entry: Node | schema.InodeRecord | int | None, version: int) -> Node | None:
+        """The inode of a listed name; None where it is gone."""
+        if entry is None or isinstance(entry, Node):
+            return entry
+        if isinstance(entry, int):
+            try:
+                node = await self.lookup.node(entry)
+            except errors.Stale:
+                return None
+            if node.name if self.lookup.is_memory_newest else node.is_directory:
+                return node  # where it is memory says, or the record, and both may be newer than the row
+        elif self.core.nodes.get(entry.ino) is not None:
+            return self.lookup.take(entry, version, (self.ino, name), own=False)
+        else:  # it is kept only when the kernel takes it (`Lookup.count_lookup`)
+            node = self.lookup.refresher.chunks.restore_chunks(Node.from_record(entry), entry)
+        node.parent, node.name = self.ino, name
+        return node
