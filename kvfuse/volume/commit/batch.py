@@ -46,7 +46,7 @@ class Draft:
     slabs: set[int] = field(default_factory=set)
     """slabs whose records are put as well"""
     bequests: set[Node] = field(default_factory=set)
-    """in a shared volume: inodes whose freed extents move to an orphan record, see `Planner`"""
+    """in a shared volume: inodes whose freed extents move to an orphan record, see `terms`"""
     files: int = 0
     """in a shared volume: new inodes less those that lose their last name"""
     before: dict[bytes, int] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""What is different of commits where many hosts have a volume: the journal has `Terms` for that.
+"""The differences of commits in a shared volume: `Terms`, which the journal uses.
 
 A commit to a shared volume expects the versions that this host knows of the records it replaces or deletes. So the
 store refuses the commit if another host changed one first (`conflicts`), and this host knows their weights.
