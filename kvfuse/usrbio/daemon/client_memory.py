@@ -163,7 +163,7 @@ class Iov:
 
     @contextmanager
     def filling(self, offset: int, length: int) -> Iterator[None]:
-        """While bytes are copied into it: the user pays for pages that are not there. OSError EDQUOT, ENOMEM.
+        """Charge the user for absent pages of a range that the body copies into. OSError EDQUOT, ENOMEM.
 
         While more is charged to the daemon than was counted, also for those that the client punched out meanwhile.
         """
@@ -182,7 +182,7 @@ class Iov:
                 self._charge.take(self.descriptor, min(more, own) * PAGE)
 
     def fill_many(self, offsets: Numbers, lengths: Numbers) -> bool:
-        """Before bytes are copied into many ranges, as `filling`. False: they have to be filled one by one."""
+        """Charge the user for absent pages of many ranges, as `filling`. False: the caller fills them one by one."""
         first, last = int(offsets.min()), int((offsets + lengths).max())
         if self._charge.is_watched or last - first > 4 * int(lengths.sum()):
             return False
@@ -193,7 +193,7 @@ class Iov:
         return True
 
     def clear(self, offset: int, length: int) -> None:
-        """Have zeros there. Pages that are not there stay so. OSError EFAULT, if the memory went away."""
+        """Write zeros to a range; absent pages stay absent. OSError EFAULT, if the memory went away."""
         if self.is_there(length):
             self._put_zeros(offset, offset + length)
             return
@@ -226,7 +226,7 @@ class Iov:
             yield start, holes
 
     def _next_data(self, position: int, start: int) -> int:
-        """Of the first page that is there from a position on: how far it is from ``start``."""
+        """Bytes from ``start`` to the first present page at or after ``position``; the size of the memory if none."""
         try:
             return os.lseek(self.descriptor, position, os.SEEK_DATA) - start
         except OSError:  # ENXIO: there is none

@@ -31,12 +31,12 @@ def as_words(rows: Entries) -> npt.NDArray[np.uint64]:
 
 
 def same(column: npt.NDArray[np.uint64]) -> bool:
-    """All numbers are the same. There is one at least."""
+    """Whether all numbers of a column, which has one at least, are equal."""
     return bool((column == column[0]).all())
 
 
 def may_overlap(rows: Entries) -> bool:
-    """A few entries are not in the order of places that do not touch. Without numpy, which is slow for so few."""
+    """Whether targets of few reads and gets may overlap: unordered, or in several iovs. numpy is slow for so few."""
     reach, iov = 0, -1
     for fields in SQE_STRUCT.iter_unpack(rows.tobytes()):
         entry = Entry._make(fields)
@@ -48,9 +48,9 @@ def may_overlap(rows: Entries) -> bool:
 
 
 def find_overlaps(rows: Entries, registered: Mapping[int, Iov]) -> npt.NDArray[np.intp]:
-    """Numbers of entries whose bytes would land where those of another one do, which is not among them.
+    """Indices of reads and gets whose target bytes overlap those of another one, whose index is not returned.
 
-    Those that reach beyond their iov are passed over.
+    Entries that reach beyond their iov are ignored.
     """
     if len(rows) < 2:
         return _NONE
@@ -82,7 +82,7 @@ class ColumnReads:
         self._reader = reads.Reader()
 
     def serve(self, rows: Entries, taken_at: float) -> Entries:
-        """Serve what can be served so; returns what is left."""
+        """Serve plain reads of a batch taken at ``taken_at`` (monotonic seconds); returns all other entries."""
         words = as_words(rows)
         kinds = words[:, 0], words[:, 1] & LOW_HALF
         if same(kinds[0]) and same(kinds[1]):
@@ -99,7 +99,7 @@ class ColumnReads:
         return rows[left]
 
     def _serve_reads(self, words: npt.NDArray[np.uint64], taken_at: float) -> npt.NDArray[np.bool_] | None:
-        """Serve entries that differ in their numbers only, if they are plain reads: which are done. None: none is."""
+        """Serve entries of one op, file and iov, if they are plain reads. Returns which were completed; None: none."""
         entry = Entry(*SQE_STRUCT.unpack(words[0].tobytes()))
         file, iov = self._registered.files.get(entry.handle), self._registered.iovs.get(entry.iov)
         if entry.op != Op.READ or entry.flags or entry.priority > Priority.LOW or file is None or iov is None:

@@ -35,7 +35,7 @@ STAND_BACK_SECONDS = 0.0003
 HALF_LIFE_SECONDS = 0.02
 """in which half of what a user had is forgotten"""
 MUCH_SECONDS = HALF_LIFE_SECONDS / 2
-"""lately: a quarter to a half of all time"""
+"""of ``User.lately``, from which on a user stands back: a quarter to a half of all recent time"""
 ALONE_MAX = 4
 """Rings of a user that wait for their bells themselves"""
 COPIES_MAX = min(8, max(2, len(os.sched_getaffinity(0))))
@@ -122,7 +122,7 @@ class Interpreter:
                 self._hand_on()
 
     def is_wanted(self, seat: Seat) -> bool:
-        """Somebody precedes this seat, which has the turn."""
+        """Whether the event loop or another seat precedes this seat, which has the turn."""
         if self._is_loop_busy and self._stands_back(seat.user):
             return True
         if not self._waiting:
@@ -131,24 +131,24 @@ class Interpreter:
         return took > TURN_SECONDS or self._least + TURN_SECONDS < seat.user.lately + took
 
     def lend(self, seat: Seat) -> None:
-        """Hand the turn on to whoever precedes this seat, and take it again."""
+        """Hand the turn on to the seat that precedes this one, and wait until it is handed back."""
         seat.user.lately += time.perf_counter() - seat.began
         self._wait(seat, has_turn=True)
         seat.began = time.perf_counter()
 
     def pause(self, seat: Seat) -> None:
-        """Let others work, if they are to."""
+        """Lend the turn where the event loop or another seat precedes this one; return at once otherwise."""
         if self.is_wanted(seat):
             self.lend(seat)
 
     def line_up(self, seat: Seat) -> None:
-        """Let a seat have the turn whose thread sleeps, as `sleep` does."""
+        """Queue a seat, whose thread blocks in `sleep`, for the turn."""
         with self._lock:
             self._append(seat)
             self._hand_on()
 
     def sleep(self, seat: Seat) -> None:
-        """Until somebody lined this seat up, and it has the turn."""
+        """Block this seat's thread until `line_up` queued the seat and the turn was handed to it."""
         seat.wake.acquire()
         seat.began = time.perf_counter()
         seat.has_turn = True
@@ -218,7 +218,7 @@ class Interpreter:
         return user.lately > MUCH_SECONDS and time.perf_counter() > self._ours_until
 
     def _wait(self, seat: Seat, *, has_turn: bool = False) -> None:
-        """Until the turn is handed on to this seat; ``has_turn``: which gives it first."""
+        """Block until the turn is handed to this seat; with ``has_turn`` the seat first gives up its turn."""
         with self._lock:
             self._append(seat)
             has_timer = self._is_loop_busy and not self._has_timer
@@ -239,13 +239,13 @@ class Interpreter:
             seat.wake.acquire()
 
     def _append(self, seat: Seat) -> None:
-        """With the lock."""
+        """Queue a seat behind those of its user that wait. The caller holds the lock."""
         seat.user.waiting.append(seat)
         self._waiting.add(seat.user)
         self._least = min(self._least, seat.user.lately)
 
     def _hand_on(self) -> None:
-        """With the lock: the turn is for the user that had least, unless the event loop precedes it."""
+        """Hand a free turn to the user that had least, unless the event loop precedes it. The caller holds the lock."""
         users = [user for user in self._waiting if user.copies < COPIES_MAX]
         if not users:
             return
@@ -262,7 +262,7 @@ class Interpreter:
         seat.wake.release()
 
     def _free_turn(self) -> bool:
-        """With the lock: take the turn out of the list, or from a seat that copies. False where neither has it."""
+        """Take the turn from the list or from a seat that copies. False: neither has it. The caller holds the lock."""
         with suppress(IndexError):
             self.token.pop()
             return True
@@ -276,7 +276,7 @@ class Interpreter:
         return False
 
     def _forget(self, now: float) -> None:
-        """With the lock."""
+        """Decay what users had: by half in each ``HALF_LIFE_SECONDS``. The caller holds the lock."""
         if now - self._halved_at < HALF_LIFE_SECONDS:
             return
         factor = 0.5 ** ((now - self._halved_at) / HALF_LIFE_SECONDS)
@@ -287,7 +287,7 @@ class Interpreter:
 
 
 class _Watch(trio.abc.Instrument):
-    """Tells when the event loop works, and when it rests."""
+    """Reports to the interpreter when the event loop works, and when it waits for events."""
 
     def __init__(self, interpreter: Interpreter) -> None:
         self._interpreter = interpreter
@@ -302,7 +302,7 @@ class _Watch(trio.abc.Instrument):
 
 @contextmanager
 def watched_loop(interpreter: Interpreter) -> Iterator[None]:
-    """Have ``interpreter`` know what the event loop of this thread does."""
+    """Report to ``interpreter`` when the event loop of this thread works, and when it waits for events."""
     watch = _Watch(interpreter)
     trio.lowlevel.add_instrument(watch)
     try:

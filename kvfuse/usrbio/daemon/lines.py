@@ -30,7 +30,7 @@ class _Waiting(NamedTuple):
 
 
 class Lines:
-    """Of one ring, whose thread owns it.
+    """Waiting entries of one ring, a queue for each priority. The ring's thread owns it.
 
     ``serve``: gets entries and when they were taken; returns those for which there is no memory now.
     """
@@ -62,7 +62,7 @@ class Lines:
                 self._waiting[kind].append(_Waiting(chosen, taken_at))
 
     def serve(self, entries_max: int) -> bool:
-        """Serve some of the highest priority that waits. False when nothing does, or there is no memory for any."""
+        """Serve up to ``entries_max`` entries of the highest waiting priority. False: none waits, or no memory."""
         kinds = [kind for kind in CLASSES if self._waiting[kind]]
         self._turn += 1
         if self._turn % LOW_TURN == 0:
@@ -75,7 +75,7 @@ class Lines:
         return False
 
     def _serve_first(self, line: deque[_Waiting], entries_max: int) -> bool:
-        """Serve the first of a line. False when there was no memory for any of it: then it is the last."""
+        """Serve the first batch of a queue; entries that lack memory move to its end. False: all lack it."""
         rows, taken_at = line[0]
         count = min(len(rows), entries_max)
         if count > 1:
@@ -95,7 +95,7 @@ class Lines:
         return len(waiting) < count
 
     def remove(self, user_data: int) -> bool:
-        """Take out the first entry with this number. False where there is none."""
+        """Remove the first waiting entry with this ``user_data``. False where there is none."""
         for line in self._waiting.values():
             for number, (rows, taken_at) in enumerate(line):
                 found = np.flatnonzero(rows["user_data"] == user_data)

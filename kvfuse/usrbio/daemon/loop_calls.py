@@ -58,7 +58,7 @@ class Calls:
     nursery: trio.Nursery
     share: Share
     queued: Callable[[Ring], Iterable[Call]] = lambda ring: ()
-    """calls of a ring that `start` will be told of later"""
+    """calls of a ring that are queued for `start`"""
     _under_way: dict[tuple[Ring, int], list[Call]] = field(default_factory=dict)
     """by ring and user_data, oldest first"""
     _puts: deque[Call] = field(default_factory=deque)
@@ -66,9 +66,9 @@ class Calls:
     _runner: _Runner | None = None
     """the task that does them"""
     _done: dict[Ring, deque[Done]] = field(default_factory=dict)
-    """of which the kernel has to hear before they are completed"""
+    """calls for which the kernel must drop cached data before they are completed"""
     _kept: dict[Ring, deque[Done]] | None = None
-    """those of ``_done`` that no thread was told of yet, while puts are done one after the other without a wait"""
+    """those of ``_done`` that no ring's thread has yet, while puts are done one after the other without a wait"""
 
     def __post_init__(self) -> None:
         files = self.files = FileCalls(self.volume, self._finish, self._drop_content)
@@ -86,9 +86,9 @@ class Calls:
         }
 
     def start(self, calls: list[Call]) -> None:
-        """A task for each call of a ring; writes of one file, and puts that need no wait, share one: much cheaper.
+        """Start a task for each call of a ring; writes of one file, and puts that need no wait, share one: cheaper.
 
-        From here on a call can be cancelled: whoever asks later finds it.
+        From here on `cancel` finds these calls.
         """
         ring = calls[0].ring
         if ring.completions.stopped:  # `end` has been here: nobody would end them
@@ -129,7 +129,7 @@ class Calls:
             await self._run(call)
 
     def _see_to_puts(self) -> None:
-        """Have a task for puts that were not begun: not one that waits itself."""
+        """Start a task for puts that were not begun, unless there is one that does not wait itself."""
         if not self._puts or (self._runner is not None and not self._runner.busy):
             return
         if self._runner is None or self.share.take(0, 1):
@@ -137,7 +137,7 @@ class Calls:
             self.nursery.start_soon(self._run_puts, self._runner)
 
     async def _run_puts(self, runner: _Runner) -> None:
-        """One after the other, in a scope that they share: to enter one takes a good part of what a put takes.
+        """Do puts one after the other in one cancel scope: to enter one takes a good part of what a put takes.
 
         Rings hear of those together that were done without a wait: to wake a thread for each takes as long again.
         Where one has to wait, another task goes on with the rest; after a turn of them others have theirs.
@@ -172,7 +172,7 @@ class Calls:
         self._see_to_puts()
 
     async def _at_a_wait(self) -> None:
-        """The task that does puts lets others have their turn."""
+        """Runs once the task that does puts waits: post the kept calls, and start a task for the other puts."""
         await self._tell_kept()
         self._see_to_puts()
 
@@ -214,7 +214,7 @@ class Calls:
             call.cancel()
 
     def close(self) -> None:
-        """When no ring is left: keep nothing that keeps a client's memory."""
+        """Drop all references to calls, and so to clients' memory. No ring is left."""
         self._under_way.clear()
         self._deadlines.clear()
         self._puts.clear()
@@ -267,7 +267,7 @@ class Calls:
             self._off_loop(ring, partial(self._tell_kernel, ring, queue))
 
     def _tell_kernel(self, ring: Ring, queue: deque[Done]) -> None:
-        """Not in the event loop: it may wait for the kernel."""
+        """Have the kernel drop what queued calls changed, then complete them. May block: not in the event loop."""
         rows = []
         while queue:
             rows.append(queue[0])

@@ -35,7 +35,7 @@ class OwnGroup:
             return False
 
     def shared_size(self) -> int:
-        """Bytes of shared memory that it pays for."""
+        """Bytes of shared memory that the kernel charges to the group."""
         rows = (line.split() for line in (self.folder / "memory.stat").read_text().splitlines())
         return next(int(value) for name, value in rows if name == "shmem")
 

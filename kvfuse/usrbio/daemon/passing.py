@@ -104,14 +104,14 @@ async def open_ushers() -> AsyncIterator[Ushers]:
 
 
 class Ushers:
-    """Of all users. Used from the event loop.
+    """The ushers of all users. Only the event loop calls it.
 
     A thread with a nearly empty table starts them, so that each begins with a copy of that one. Calls travel through a
     socket, with the client's socket; ``_wanted`` counts those that have no thread yet.
     """
 
     def __init__(self, nursery: trio.Nursery) -> None:
-        """Waits for the thread, for a moment."""
+        """Start the thread that starts ushers, and wait until it has tried to get a table of its own."""
         self.background = nursery
         self._users: WeakValueDictionary[Hashable, _User] = WeakValueDictionary()
         self._count = 0
@@ -132,7 +132,7 @@ class Ushers:
             self._theirs.close()
 
     def of(self, user: Hashable, stream: trio.socket.SocketType) -> Usher:
-        """For one connection of a user, and its socket."""
+        """The usher of one connection of ``user``, whose socket is ``stream``."""
         return Usher(self, self._users.setdefault(user, _User()), stream)
 
     def close(self) -> None:
@@ -175,7 +175,7 @@ class Ushers:
             raise TimeoutError(errno.ETIMEDOUT, "the descriptor's file system does not answer")
 
     def _start(self, user: _User, stream: trio.socket.SocketType, call: _Call[Any]) -> int:
-        """The number of the call. OSError where the kernel does not pass on the client's socket."""
+        """Queue a call for a thread; returns its number. OSError where the kernel does not pass the client's socket."""
         number, self._numbers = self._numbers, self._numbers + 1
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._calls[number] = call
@@ -200,7 +200,7 @@ class Ushers:
             os.dup(stream.fileno())  # it stays until the process exits, which closes it without a wait
 
     async def _follow(self, call: _Call[Any], ours: socket.socket, user: _User) -> None:
-        """Until the thread's end of a socket is closed, which its exit does after it has flushed every file."""
+        """Wait until the thread's exit, after it flushed every file, closed its end of a socket; then end the turn."""
         try:
             ours.setblocking(False)
             with trio.socket.from_stdlib_socket(ours) as end:
@@ -229,7 +229,7 @@ class Ushers:
                 time.sleep(RETRY_SECONDS)  # this thread only starts others, and there is no event for a free one
 
     def _attend(self, channel: int) -> None:
-        """One call. With a table of its own the thread closes nothing by itself: see the module."""
+        """Do one call. With a table of its own the thread closes nothing by itself: see the module."""
         while self.is_apart and _libc.unshare(CLONE_FILES) != 0:  # the machine has no memory now
             time.sleep(RETRY_SECONDS)  # its user alone waits for this thread
         with socket.socket(fileno=os.dup(channel)) as commands:
@@ -246,7 +246,7 @@ class Ushers:
 
 
 def _start_thread(target: Callable[..., None], *arguments: object) -> bool:
-    """False where the machine has no thread for it."""
+    """Start a daemon thread. False where the machine cannot start one more."""
     try:
         threading.Thread(target=target, args=arguments, name=THREAD_NAME, daemon=True).start()
     except RuntimeError:
@@ -267,13 +267,13 @@ class Usher:
         """that message"""
 
     async def look(self) -> bytes:
-        """The next message, which is not taken; empty where the client is gone."""
+        """Peek at the next message, which stays in the socket; empty where the client is gone."""
         data, _, flags, _ = await self._stream.recvmsg(MESSAGE_SIZE_MAX + 1, 0, socket.MSG_PEEK)
         self.has_descriptors, self._is_taken = bool(flags & socket.MSG_CTRUNC), False
         return data
 
     async def take(self) -> None:
-        """The message that was looked at, unless it was taken with its descriptor."""
+        """Take the message that `look` returned out of the socket, unless it was taken with its descriptor."""
         if self._is_taken:
             return
         if self.has_descriptors:
@@ -334,7 +334,7 @@ class Usher:
             await self.run(os.close, call.memory)
 
     async def run(self, job: Callable[..., T], *arguments: object) -> T:
-        """A job that may take long, in a thread with the table of the process: few of a user at a time."""
+        """Run a long job in a thread with the table of the process: ``USER_THREADS_MAX`` of a user at a time."""
         return await trio.to_thread.run_sync(job, *arguments, limiter=self._user.threads)
 
     async def drop(self) -> None:

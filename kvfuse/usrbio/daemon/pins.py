@@ -59,7 +59,7 @@ class Pinned:
 
 
 class Pins:
-    """Up to ``count_max`` of one connection of a user. Any thread."""
+    """Up to ``count_max`` blocks that one connection of a user holds, by pin. Any thread may call it."""
 
     def __init__(self, count_max: int, pinned: Pinned, user: Hashable = None) -> None:
         self._count_max = count_max
@@ -75,7 +75,7 @@ class Pins:
         return len(self._blocks)
 
     def take(self, block: TierBlock) -> int:
-        """Hold a block: the pin. 0, and it is not held, where that are too many, or it is too much for the user."""
+        """Hold a block; returns its pin. 0: not held, the connection has ``count_max``, or the user has its share."""
         with self._lock:
             if len(self._blocks) >= self._count_max or not self._pinned.take(self._user, block.home):
                 return 0
@@ -88,7 +88,7 @@ class Pins:
             return number
 
     def give(self, pin: int) -> None:
-        """Let go of it. One that is not held is passed over."""
+        """Release the block of a pin. A pin that is not held is ignored."""
         with self._lock:
             block = self._blocks.pop(pin, None)
             if block is not None:

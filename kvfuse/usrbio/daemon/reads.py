@@ -199,7 +199,7 @@ class Reader:
     def _copy(
         table: _Table, sources: npt.NDArray[np.int16], starts: Numbers, lengths: Numbers, iov: Iov, iov_offsets: Numbers
     ) -> bool:
-        """False where a source does not give the bytes."""
+        """Copy ranges, grouped by their source, into ``iov``. False where a source does not give the bytes."""
         if (sources == sources[0]).all():
             return _copy_many(table.source_list[sources[0]], starts, lengths, iov, iov_offsets)
         copied = True

@@ -51,7 +51,7 @@ class Remembered:
     namespaces: set[Namespace] = field(default_factory=set)
 
     def make_room(self) -> None:
-        """For one more: where there are too many, all are forgotten, and asked for anew."""
+        """Make room for one more key: where ``BINDINGS_MAX`` are remembered, forget all; they are looked up anew."""
         if self.count >= BINDINGS_MAX:
             for namespace in self.namespaces:
                 namespace.bindings = {}
@@ -107,7 +107,7 @@ class Table(dict[int, T]):
 
     @contextmanager
     def taking(self, size: int = 0) -> Iterator[None]:
-        """Have the user pay for one more; not where the body fails. InvalidArgument, QuotaExceeded."""
+        """Charge the user for one more of ``size`` bytes; not where the body fails. InvalidArgument, QuotaExceeded."""
         if len(self) >= self.count_max:
             raise errors.InvalidArgument(f"the connection has {self.count_max} registered already: drop some")
         with (
@@ -117,13 +117,13 @@ class Table(dict[int, T]):
             yield
 
     def add(self, thing: T) -> int:
-        """The handle of a thing that is paid for."""
+        """Register a thing that `taking` has charged; returns its handle."""
         handle = next(self.handles)
         self[handle] = thing
         return handle
 
     def remove(self, handle: int) -> T:
-        """Take a thing out, which the user pays for no longer. BadHandle."""
+        """Unregister a thing, and refund the user. BadHandle."""
         if handle not in self:
             raise errors.BadHandle(f"{self.kind} {handle} is not registered")
         thing: Any = self.pop(handle)

@@ -71,7 +71,7 @@ class RingThread:
         self.jobs.stop()
 
     def close(self) -> None:
-        """After the thread has ended: let go of the ring's memory, its descriptors, and pins that nobody heard of."""
+        """Free the ring's memory, its descriptors, and pins that the client never received. The thread has ended."""
         self._registered.share.forget(self.jobs.nudge)
         self.server.close()
         self.completions.close()
@@ -120,7 +120,7 @@ class RingThread:
             self.turns.give(self.seat)
 
     def _do_jobs(self) -> None:
-        """Those of the event loop."""
+        """Do the jobs that the event loop queued: ``here`` without the turn, ``in_turn`` with it."""
         self._drop_turn()
         jobs = self.jobs
         while jobs.here:
@@ -138,13 +138,13 @@ class RingThread:
             self.turns.give(self.seat)
 
     def _drop_turn(self) -> None:
-        """The turn that it woke up with is somebody else's."""
+        """Give back the turn with which the thread woke up, where it has not used it."""
         if self.seat.has_turn:
             self.seat.has_turn = False
             self.turns.give(self.seat)
 
     def _judge(self) -> None:
-        """Count what was served since this was asked last. Broken."""
+        """Give the penalty the counts of entries served since the last call. Broken where too many were malformed."""
         self._penalty.judge(self.server.count, self.server.bad_count)
         self.server.count = self.server.bad_count = 0
         if self._penalty.is_broken:
@@ -192,7 +192,7 @@ class RingThread:
         return has_served
 
     def _wait(self) -> None:
-        """Until there is more to do. Looks for a moment longer while submissions come one after the other."""
+        """Sleep until there is more to do; while submissions follow each other fast, look for more a moment before."""
         started = time.perf_counter()
         if self._rests < 4 * SPIN_SECONDS and self.turns.may_look():
             has_work = self._look(started)
@@ -210,7 +210,7 @@ class RingThread:
         self._rests = 0.75 * self._rests + 0.25 * (time.perf_counter() - started)
 
     def _sleep(self, seconds: float | None) -> bool:
-        """Until somebody rings, or for so long. False: there was work at once."""
+        """Sleep until the client or the event loop rings, or for ``seconds``. False: there was work at once."""
         has_slept = False
         while not self._has_work() and not self.jobs.stopped:
             if has_slept:
@@ -228,7 +228,7 @@ class RingThread:
         return has_slept
 
     def _look(self, started: float) -> bool:
-        """Look for work as long as nobody else works."""
+        """Look for work for ``SPIN_SECONDS``, as long as no seat has the turn. True: there is some."""
         is_quiet = self.turns.token
         while time.perf_counter() - started < SPIN_SECONDS and is_quiet:
             if self._has_work():
@@ -237,7 +237,7 @@ class RingThread:
         return False
 
     def _rest(self, seconds: float) -> None:
-        """Hear nothing of the client for a while; jobs of the event loop are done."""
+        """Ignore the client's bell for ``seconds``; do jobs of the event loop meanwhile."""
         end = time.monotonic() + seconds
         self._poll.modify(self._own_bell.descriptor, 0)
         while not self.jobs.stopped and (left := end - time.monotonic()) > 0:
@@ -253,13 +253,13 @@ class RingThread:
 
 
 def _cancels(packed: bytearray) -> list[int]:
-    """Which entries are CANCEL."""
+    """Indices of CANCEL entries among packed SQEs."""
     ops = packed[:: SQE.itemsize]
     return [number for number, op in enumerate(ops) if op == Op.CANCEL] if Op.CANCEL in ops else []
 
 
 class Broken(Exception):
-    """The client wrote over what is not its own."""
+    """The client overwrote the ring's header or indices, or submitted too many malformed entries."""
 
 
 class OwnedRing:
@@ -286,5 +286,5 @@ class OwnedRing:
             self._descriptors = undo.pop_all()
 
     def close(self) -> None:
-        """After its thread has ended."""
+        """Close the ring and its descriptors. Its thread has ended."""
         self._descriptors.close()
