@@ -81,7 +81,7 @@ class BlockFolder:
             self._account(answer)
         if any(answer.outcome is Outcome.NO_ROOM for answer in answers):
             # the folder is full below its capacity: the next blocks find the room of as many old ones
-            self._remove(self._oldest(len(keys)))
+            self._remove([key for _, key in zip(keys, self._sizes, strict=False)])
         return answers
 
     def _account(self, answer: Answer) -> None:
@@ -102,9 +102,6 @@ class BlockFolder:
                 victims.append(key)
                 excess -= size
         return victims
-
-    def _oldest(self, count: int) -> list[bytes]:
-        return [key for _, key in zip(range(count), self._sizes, strict=False)]
 
     def _remove(self, victims: Iterable[bytes]) -> None:
         removed = list(victims)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import select
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from kvfuse.mounttable import Mounted, seen_elsewhere
 
 LOOK_SECONDS = 1.0
 """between two looks at what may keep a daemon from ending"""
+PAUSES = (0.05,) * 20
+"""seconds between attempts at a busy mount: who only looks at it, as df and `kvfuse status` do, is gone in a moment"""
 
 
 def _follow(pid: Any) -> int | None:
@@ -38,6 +41,14 @@ def _wait_until_gone(daemon: int, mounted: Mounted, timeout: float) -> bool:
         if time.monotonic() >= end:
             return False
     return True
+
+
+def _detach_soon(point: Path, *, lazy: bool) -> None:
+    for pause in PAUSES:
+        with suppress(MountBusy):
+            return detach(point, lazy=lazy)
+        time.sleep(pause)
+    return detach(point, lazy=lazy)
 
 
 @click.command()
@@ -73,7 +84,7 @@ def umount(mountpoint: Path, lazy: bool, timeout: float) -> None:
         return
     daemon = _follow(pid)
     try:
-        detach(point, lazy=lazy)
+        _detach_soon(point, lazy=lazy)
         if daemon is not None and not lazy and not _wait_until_gone(daemon, mounted, timeout):
             raise Failure(f"{point} is unmounted, but its daemon (pid {pid}) still writes after {timeout:g} s")
     finally:

@@ -116,6 +116,23 @@ def test_a_second_daemon_is_refused(place: Place) -> None:
     assert place.pid == pid, "the first goes on"
 
 
+def test_who_looks_for_a_moment_does_not_keep_a_mount(place: Place) -> None:
+    pid = place.mount()
+
+    def follows_daemon() -> bool:
+        """Just before its first attempt."""
+        try:
+            return any("pidfd" in os.readlink(link) for link in Path(f"/proc/{umount.pid}/fd").iterdir())
+        except FileNotFoundError:
+            return False  # one was closed meanwhile
+
+    with (place.point / "open").open("wb"):
+        umount = subprocess.Popen([*KVFUSE, "umount", place.point])
+        wait_until(follows_daemon, "the command")
+    assert umount.wait(PATIENCE_S) == 0
+    wait_for_end(pid)
+
+
 def test_a_busy_mount(place: Place) -> None:
     pid = place.mount()
     with (place.point / "open").open("wb") as file:

@@ -279,7 +279,7 @@ class Dispatcher:
 
     def _check(self, call: _Call) -> None:
         """EngineError where a request was not answered, or failed. An object that was late is silent from now on."""
-        late = [request for request in call.requests if _is_unanswered(request)]
+        late = [request for request in call.requests if request.code in (None, -errno.ECANCELED)]
         if call.is_late:
             for request in late:
                 self._watch(request.name)
@@ -308,10 +308,6 @@ class Dispatcher:
         while self._ended:
             completion, tag = self._ended.popleft()
             self._under_way.pop(tag)(self._pool.code(completion))
-
-
-def _is_unanswered(request: Request) -> bool:
-    return request.code is None or request.code == -errno.ECANCELED
 
 
 def _fill(reads: Sequence[ReadRequest]) -> None:

@@ -170,7 +170,7 @@ class WriteRequest(Request):
         return 0 if self._exclusive and self.code == -errno.EEXIST else super().failure
 
     def start(self, pool: Pool, tag: int) -> int:
-        runs = [(offset, _joined(views)) for offset, views in self._runs()]
+        runs = [(at, views[0] if len(views) == 1 else memoryview(b"".join(views))) for at, views in self._runs()]
         ranges = [Range(offset, address_of(view), view.nbytes) for offset, view in runs]
         return pool.start_write(self.name, ranges, tag, exclusive=self._exclusive)
 
@@ -230,7 +230,3 @@ def spans(offset: int, length: int, object_size: int) -> Iterator[tuple[int, int
         high = min(low + object_size - start, length)
         yield index, start, low, high
         low = high
-
-
-def _joined(views: Sequence[memoryview]) -> memoryview:
-    return views[0] if len(views) == 1 else memoryview(b"".join(views))
