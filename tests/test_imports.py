@@ -1,4 +1,4 @@
-"""Imports point one way: cli -> (fs | usrbio) -> volume -> (slab | remote), and down the rooms of each; no circles."""
+"""Imports point one way: cli -> (fs | usrbio) -> volume -> (slab | policy | remote); no circles."""
 
 from __future__ import annotations
 
@@ -28,15 +28,16 @@ ROOMS: dict[str, set[str]] = {
     "credentials": set(),
     "options": {"errors", "sizes"},
     "slab": BASE,
+    "policy": {"errors"},
     "remote": BASE | {"options"},
-    "volume": BASE | {"options", "mounttable", "credentials", "slab", "remote"},
+    "volume": BASE | {"options", "mounttable", "credentials", "slab", "remote", "policy"},
     "fs": DOOR,
     "usrbio": DOOR,
     "target": DOOR | {"remote"},
     "connectors": BASE | {"usrbio.client"},
-    "bench": {"errors", "sizes", "usrbio.client", "cluster"},
+    "bench": {"errors", "sizes", "usrbio.client", "cluster", "policy"},
     "cluster": {"errors", "sizes"},
-    "cli": DOOR | {"fs", "usrbio", "target", "bench", "slab", "remote", "cluster"},
+    "cli": DOOR | {"fs", "usrbio", "target", "bench", "slab", "remote", "policy", "cluster"},
 }
 """room -> what it may import of this package, beside itself and the version in kvfuse/__init__.py"""
 
@@ -58,6 +59,7 @@ OUTSIDE: dict[str, set[str]] = {
     "rados": {"remote.segments"},
     "click": {"cli"},
     "rich": {"cli"},
+    "matplotlib": {"bench.plot"},
 }
 """package of others -> the only places that may import it"""
 
@@ -65,7 +67,7 @@ CONTRACT = {"volume.api", "volume.views"}
 """what the rings' door may import of the volume"""
 
 PURE = {"trio", "os", "time", "datetime", "threading", "asyncio", "socket", "random", "pathlib"}
-"""what slab, which is synchronous and has no I/O and no clock, does without"""
+"""what slab and policy, which are synchronous and have no I/O and no clock, do without"""
 
 
 def imported_names(source: str, module: str) -> Iterator[str]:
@@ -153,8 +155,8 @@ def violations(source: str, module: str) -> list[str]:
             found.append(f"{module} imports {name}")
         if room == "usrbio" and inner.startswith("volume.") and not is_within(inner, CONTRACT):
             found.append(f"{module} imports {name}, which is no part of the volume's contract")
-        if room == "slab" and top in PURE:
-            found.append(f"{module} imports {name}, but slab is pure")
+        if room in ("slab", "policy") and top in PURE:
+            found.append(f"{module} imports {name}, but {room} is pure")
     return found
 
 
@@ -217,7 +219,9 @@ def test_what_is_imported_is_declared() -> None:
     project = PACKAGE.parent / "pyproject.toml"
     if not project.exists():
         pytest.skip("not run from a source tree")
-    declared = {re.split("[<>=]", line)[0] for line in tomllib.loads(project.read_text())["project"]["dependencies"]}
+    table = tomllib.loads(project.read_text())["project"]
+    lines = table["dependencies"] + table["optional-dependencies"]["plot"]
+    declared = {re.split("[<>=]", line)[0] for line in lines}
     imported = {name.split(".")[0] for module, path in modules() for name in imported_names(path.read_text(), module)}
     assert {name.replace("_", "-") for name in imported - sys.stdlib_module_names - {"kvfuse"}} == declared
 
@@ -253,6 +257,8 @@ def test_the_package_itself_imports_nothing_of_its_rooms() -> None:
         ("kvfuse.cli.umount", "import pyfuse3.asyncio"),
         ("kvfuse.slab.pool", "import trio"),
         ("kvfuse.slab.pool", "from time import monotonic"),
+        ("kvfuse.policy.books", "from time import monotonic"),
+        ("kvfuse.policy.books", "from kvfuse.slab import layout"),
         ("kvfuse.errors", "from kvfuse.options.config import load"),
     ],
 )

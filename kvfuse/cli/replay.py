@@ -1,4 +1,4 @@
-"""``kvfuse replay``: KV-cache traffic on a folder, every byte verified."""
+"""``kvfuse replay``: KV-cache traffic on a folder, every byte verified, or on policies alone."""
 
 from __future__ import annotations
 
@@ -12,16 +12,34 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 
 from kvfuse.bench.models import MODELS
 from kvfuse.bench.replay import ReplayPlan, ReplayResult, quantiles_ms, run
+from kvfuse.bench.simulate import limited, make_setups
 from kvfuse.bench.traffic import DEFAULT_SEED, Generator, read_trace, share_of
 from kvfuse.cli import Failure
 from kvfuse.cli.console import print_table
+from kvfuse.cli.simulation import CAPACITIES_DEFAULT, REQUESTS_DEFAULT, run_simulation
+from kvfuse.policy import ADMISSIONS, POLICIES
 from kvfuse.sizes import format_size
 
 DURATION_DEFAULT = 60.0
 
 
+class Counts(click.ParamType[tuple[int, ...]]):
+    """One number or several, as in "1000,5000"."""
+
+    name = "n[,n...]"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+        try:
+            counts = tuple(int(part) for part in str(value).split(","))
+        except ValueError:
+            counts = ()
+        if not counts or min(counts) < 1:
+            self.fail(f"{value!r} is no positive number, nor several with commas between them", param, ctx)
+        return counts
+
+
 @click.command()
-@click.argument("target", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.argument("target", required=False, type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.option(
     "--trace",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
@@ -41,7 +59,8 @@ DURATION_DEFAULT = 60.0
 @click.option(
     "--duration",
     type=click.FloatRange(0, min_open=True),
-    help=f"Stop after so many seconds; {DURATION_DEFAULT:.0f} where no other limit is given.",
+    help=f"Stop after so many seconds (simulated: of the traffic);"
+    f" {DURATION_DEFAULT:.0f} where no other limit is given.",
 )
 @click.option("--model", type=click.Choice(sorted(MODELS)), default="llama-3-8b", show_default=True)
 @click.option(
@@ -56,11 +75,40 @@ DURATION_DEFAULT = 60.0
 @click.option("--workers", "worker_count", type=click.IntRange(1, 256), default=2, show_default=True)
 @click.option(
     "--capacity-blocks",
-    type=click.IntRange(1),
-    help="Blocks that the cache may keep; 90 % of the free space where it is not given.",
+    "capacities",
+    type=Counts(),
+    help="Blocks that the cache may keep; 90 % of the free space where it is not given. For --simulate one or several"
+    " numbers of 512-token blocks, with commas between them.",
+)
+@click.option(
+    "--simulate", is_flag=True, help="No TARGET: ask policies alone, and show what they would have hit and written."
+)
+@click.option(
+    "--policy",
+    "policies",
+    type=click.Choice(list(POLICIES)),
+    multiple=True,
+    default=("lru", "chain"),
+    show_default=True,
+    help="Eviction to simulate; may be repeated.",
+)
+@click.option(
+    "--admission",
+    "admissions",
+    type=click.Choice(list(ADMISSIONS)),
+    multiple=True,
+    default=("all", "adaptive"),
+    show_default=True,
+    help="Admission to simulate, each with every --policy; may be repeated.",
+)
+@click.option(
+    "--plot",
+    "picture",
+    type=click.Path(dir_okay=False, writable=True, path_type=Path),
+    help="Simulated: write a PNG of the hit ratios over capacity and time (needs matplotlib).",
 )
 def replay(
-    target: Path,
+    target: Path | None,
     trace: Path | None,
     seed: int,
     share: float,
@@ -71,21 +119,37 @@ def replay(
     block_tokens: int,
     block_size: int | None,
     worker_count: int,
-    capacity_blocks: int | None,
+    capacities: tuple[int, ...] | None,
+    simulate: bool,
+    policies: tuple[str, ...],
+    admissions: tuple[str, ...],
+    picture: Path | None,
 ) -> None:
     """Replay KV-cache traffic on the folder TARGET, as an engine that keeps one file a block.
 
     Each block of each prompt is looked up; a hit is read whole and verified, a miss is written under a temporary
     name and renamed. The least recently used blocks make room. Exit status 1 if any block was wrong.
+
+    With --simulate nothing is read or written: the traffic goes to policies alone, as blocks of 512 tokens.
     """
+    requests = share_of(read_trace(trace) if trace else Generator(seed), share)
+    if simulate:
+        if trace is None and request_max is block_max is duration is None:
+            request_max = REQUESTS_DEFAULT
+        kept = limited(requests, request_max, block_max, duration)
+        run_simulation(kept, make_setups(policies, admissions, capacities or CAPACITIES_DEFAULT), picture)
+        return
+    if target is None:
+        raise click.UsageError("TARGET is missing: a folder, or --simulate")
+    if capacities and len(capacities) > 1:
+        raise click.BadParameter("one number, unless for --simulate", param_hint="--capacity-blocks")
     if request_max is block_max is duration is None:
         duration = DURATION_DEFAULT
     size = block_size or MODELS[model].block_size(block_tokens)
     if size % 8:
         raise click.BadParameter("a multiple of 8 bytes is needed", param_hint="--block-size")
     plan = ReplayPlan(model, block_tokens, size, worker_count, request_max, block_max, duration)
-    capacity = None if capacity_blocks is None else capacity_blocks * size
-    requests = share_of(read_trace(trace) if trace else Generator(seed), share)
+    capacity = None if capacities is None else capacities[0] * size
     console = Console(stderr=True)
     with _progress(console, plan) as bar:
         result = run(requests, target, plan, capacity, bar)

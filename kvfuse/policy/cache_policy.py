@@ -1,0 +1,91 @@
+"""A policy put together from an eviction and an admission."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from kvfuse.policy.admission import Admission, VictimAge
+from kvfuse.policy.api import HOLD_SECONDS, Policy
+from kvfuse.policy.books import NONE, Books
+from kvfuse.policy.chains import Chains
+from kvfuse.policy.eviction import Eviction
+
+
+class CachePolicy(Policy):
+    """Keeps the books, and asks one strategy for the order of victims and another for admission."""
+
+    def __init__(
+        self, books: Books, eviction: Eviction, admission: Admission, chains: Chains, victim_age: VictimAge
+    ) -> None:
+        """``books`` are those of ``eviction``; ``victim_age`` is what ``admission`` looks at."""
+        self.victim_age = victim_age
+        self._books = books
+        self._eviction = eviction
+        self._admission = admission
+        self._chains = chains
+        self._held: OrderedDict[int, float] = OrderedDict()
+        """row of a block that was kept, in no order of the eviction -> when it may be offered again"""
+
+    @property
+    def size(self) -> int:
+        return self._books.size
+
+    def __len__(self) -> int:
+        return len(self._books.rows)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._books.rows
+
+    def admits(self, keys: Sequence[int], now: float, has_room: bool) -> list[bool]:
+        notes = self._chains.notes(keys, self._books.rows)
+        return [has_room or self._admission.admits(note) for note in notes]
+
+    def added(self, key: int, size: int, now: float) -> None:
+        if size <= 0:
+            raise ValueError(f"a block has bytes, not {size}")
+        self.removed(key)
+        note = self._chains.take(key)
+        row = self._books.open(key, size, now)
+        parent = NONE if note.parent is None else self._books.rows.get(note.parent, NONE)
+        self._eviction.insert(row, now, parent, note.follows)
+
+    def used(self, keys: Sequence[int], now: float) -> None:
+        known = self._books.rows
+        follows = self._chains.ask(keys, known)
+        rows = [row for row in map(known.get, keys) if row is not None]
+        if self._held:
+            rows = [row for row in rows if row not in self._held]
+        self._eviction.touch(rows, now, follows)
+        times = self._books.times
+        for row in rows:
+            times[row] = now
+
+    def removed(self, key: int) -> None:
+        row = self._books.rows.get(key)
+        if row is None:
+            return
+        if self._held.pop(row, None) is None:
+            self._eviction.remove(row)
+        self._books.close(row)
+
+    def victims(self, size: int, now: float) -> list[int]:
+        self._offer_again(now)
+        keys = []
+        left = self._books.size - size
+        while self._books.size > left and (row := self._eviction.pick(now)) != NONE:
+            self.victim_age.add(now - self._books.times[row])
+            keys.append(self._books.close(row))
+        return keys
+
+    def keep(self, key: int, size: int, now: float) -> None:
+        self.removed(key)
+        self._held[self._books.open(key, size, now)] = now + HOLD_SECONDS
+
+    def _offer_again(self, now: float) -> None:
+        while self._held:
+            row, until = next(iter(self._held.items()))
+            if until > now:
+                return
+            del self._held[row]
+            self._eviction.put_back(row, now)
