@@ -6,8 +6,10 @@ from abc import ABC, abstractmethod
 
 from kvfuse.policy.chains import Note
 
-ADMIT_AGE = 240.0
+BEGIN_AGE = 240.0
 """seconds: chains that begin are stored while victims have not been used for longer than this on the average"""
+CONTINUE_AGE = 120.0
+"""seconds: so are the new blocks of chains that go on"""
 
 _AGE_WEIGHT = 0.002
 
@@ -59,17 +61,22 @@ class AdmitSecondTouch(Admission):
 
 
 class AdmitAdaptive(Admission):
-    """Chains that go on are stored; chains that begin only while the cache is large enough to keep them until they do.
+    """The fewer seconds a block stays, the more a chain must have shown before its blocks are stored.
 
-    The mean age of victims measures that: below ``admit_age`` seconds most chains that begin would be evicted before
-    their second request, and evict others. Their first block is stored anyway: all prompts may share it.
+    The mean age of victims says how long a block stays without use. Below ``begin_age`` most chains that begin would
+    be evicted before their second request, and would evict others: chains that go on are stored alone. Below
+    ``continue_age`` the same is true of what these append: blocks are stored when they are asked for again. The first
+    block of a chain is always stored: all prompts may share it.
     """
 
     needs_seen = True
 
-    def __init__(self, age: VictimAge, admit_age: float = ADMIT_AGE) -> None:
+    def __init__(self, age: VictimAge, begin_age: float = BEGIN_AGE, continue_age: float = CONTINUE_AGE) -> None:
         self._age = age
-        self._admit_age = admit_age
+        self._begin_age = begin_age
+        self._continue_age = continue_age
 
     def admits(self, note: Note) -> bool:
-        return note.follows or note.was_seen or note.is_root or self._age.mean > self._admit_age
+        if note.was_seen or note.is_root:
+            return True
+        return self._age.mean > (self._continue_age if note.follows else self._begin_age)
