@@ -5,11 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 
 from kvfuse.policy.chains import Note
-
-BEGIN_AGE = 240.0
-"""seconds: chains that begin are stored while victims have not been used for longer than this on the average"""
-CONTINUE_AGE = 120.0
-"""seconds: so are the new blocks of chains that go on"""
+from kvfuse.policy.pace import Pace
 
 _AGE_WEIGHT = 0.002
 
@@ -41,7 +37,7 @@ class AdmitAll(Admission):
 
     needs_seen = False
 
-    def __init__(self, age: VictimAge) -> None:
+    def __init__(self, age: VictimAge, pace: Pace) -> None:
         pass
 
     def admits(self, note: Note) -> bool:
@@ -53,7 +49,7 @@ class AdmitSecondTouch(Admission):
 
     needs_seen = True
 
-    def __init__(self, age: VictimAge) -> None:
+    def __init__(self, age: VictimAge, pace: Pace) -> None:
         pass
 
     def admits(self, note: Note) -> bool:
@@ -63,20 +59,19 @@ class AdmitSecondTouch(Admission):
 class AdmitAdaptive(Admission):
     """The fewer seconds a block stays, the more a chain must have shown before its blocks are stored.
 
-    The mean age of victims says how long a block stays without use. Below ``begin_age`` most chains that begin would
-    be evicted before their second request, and would evict others: chains that go on are stored alone. Below
-    ``continue_age`` the same is true of what these append: blocks are stored when they are asked for again. The first
-    block of a chain is always stored: all prompts may share it.
+    The mean age of victims says how long a block stays without use. Below ``Pace.begin_age`` most chains that begin
+    would be evicted before their second request, and would evict others: chains that go on are stored alone. Below
+    ``Pace.continue_age`` the same is true of what these append: blocks are stored when they are asked for again. The
+    first block of a chain is always stored: all prompts may share it.
     """
 
     needs_seen = True
 
-    def __init__(self, age: VictimAge, begin_age: float = BEGIN_AGE, continue_age: float = CONTINUE_AGE) -> None:
+    def __init__(self, age: VictimAge, pace: Pace) -> None:
         self._age = age
-        self._begin_age = begin_age
-        self._continue_age = continue_age
+        self._pace = pace
 
     def admits(self, note: Note) -> bool:
         if note.was_seen or note.is_root:
             return True
-        return self._age.mean > (self._continue_age if note.follows else self._begin_age)
+        return self._age.mean > (self._pace.continue_age if note.follows else self._pace.begin_age)

@@ -38,7 +38,7 @@ class CachePolicy(Policy):
         return key in self._books.rows
 
     def admits(self, keys: Sequence[int], now: float, has_room: bool) -> list[bool]:
-        notes = self._chains.notes(keys, self._books.rows)
+        notes = self._chains.notes(keys, now, self._books.rows)
         return [has_room or self._admission.admits(note) for note in notes]
 
     def added(self, key: int, size: int, now: float) -> None:
@@ -52,7 +52,7 @@ class CachePolicy(Policy):
 
     def used(self, keys: Sequence[int], now: float) -> None:
         known = self._books.rows
-        follows = self._chains.ask(keys, known)
+        follows = self._chains.ask(keys, now, known)
         rows = [row for row in map(known.get, keys) if row is not None]
         if self._held:
             rows = [row for row in rows if row not in self._held]

@@ -6,13 +6,11 @@ from collections.abc import Sequence
 
 from kvfuse.policy.books import NONE, Books, Lists
 from kvfuse.policy.eviction import Eviction
-
-CHAIN_BONUS = 180.0
-"""seconds that blocks of a chain which was begun before are kept longer than those of one that begins"""
+from kvfuse.policy.pace import Pace
 
 
 class Chain(Eviction):
-    """A block is due at its last use, or ``bonus`` seconds later where its chain followed an earlier one.
+    """A block is due at its last use, or ``Pace.bonus`` seconds later where its chain followed an earlier one.
 
     The block that is due first goes. Most chains are asked for once; one that was continued is likely to be continued
     again. Each of the two kinds is a list in the order of being due, so the next victim is one of two. Of one chain
@@ -21,21 +19,21 @@ class Chain(Eviction):
 
     needs_seen = True
 
-    def __init__(self, books: Books, bonus: float = CHAIN_BONUS) -> None:
+    def __init__(self, books: Books, pace: Pace) -> None:
         self._lists = Lists(books)
         self._due = books.floats()
         self._begun = self._lists.make()
         self._followed = self._lists.make()
-        self._bonus = bonus
+        self._pace = pace
 
     def insert(self, row: int, now: float, parent: int, follows: bool) -> None:
-        self._due[row] = now + self._bonus if follows else now
+        self._due[row] = now + self._pace.bonus if follows else now
         self._lists.place(self._followed if follows else self._begun, row, parent)
 
     def touch(self, rows: Sequence[int], now: float, follows: bool) -> None:
         due = self._due
         if follows:
-            later = now + self._bonus
+            later = now + self._pace.bonus
             self._lists.move_to_end(self._followed, reversed(rows))
             for row in rows:
                 due[row] = later

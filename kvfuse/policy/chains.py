@@ -6,7 +6,8 @@ from collections.abc import Container, Sequence
 from itertools import takewhile
 from typing import NamedTuple
 
-from kvfuse.policy.seen import SeenKeys
+from kvfuse.policy.pace import Pace
+from kvfuse.policy.seen import NEVER, SeenKeys
 
 NOTES_MAX = 65_536
 """absent blocks that were asked for and may be stored soon; beyond them the oldest half is forgotten"""
@@ -31,28 +32,31 @@ UNKNOWN = Note(None, False, False, False)
 class Chains:
     """Notes of absent blocks, and the keys that were ever asked for."""
 
-    def __init__(self, seen: SeenKeys | None, notes_max: int = NOTES_MAX) -> None:
+    def __init__(self, seen: SeenKeys | None, pace: Pace, notes_max: int = NOTES_MAX) -> None:
         """Without ``seen``, which is for those that need it alone, no chain follows another."""
         self._seen = seen
+        self._pace = pace
         self._young: dict[int, Note] = {}
         self._old: dict[int, Note] = {}
         self._generation_max = max(1, notes_max // 2)
 
-    def ask(self, keys: Sequence[int], present: Container[int]) -> bool:
+    def ask(self, keys: Sequence[int], now: float, present: Container[int]) -> bool:
         """Note the absent ones of a chain; whether the chain follows an earlier one."""
-        seen = self._seen.ask(keys) if self._seen and keys else [False] * len(keys)
-        known = sum(1 for _ in takewhile(bool, seen))
+        gaps = self._seen.ask(keys, now) if self._seen and keys else [NEVER] * len(keys)
+        known = sum(1 for _ in takewhile(NEVER.__ne__, gaps))
         follows = known > 1 or (known == len(keys) == 1)
+        if follows:
+            self._pace.add(gaps[known - 1])
         for depth, key in enumerate(keys):
             if key not in present:
                 parent = keys[depth - 1] if depth else None
-                self._put(key, Note(parent, not depth and len(keys) > 1, seen[depth], follows))
+                self._put(key, Note(parent, not depth and len(keys) > 1, gaps[depth] != NEVER, follows))
         return follows
 
-    def notes(self, keys: Sequence[int], present: Container[int]) -> list[Note]:
+    def notes(self, keys: Sequence[int], now: float, present: Container[int]) -> list[Note]:
         """Of each key; keys that nobody asked for are noted as a chain of their own."""
         if any(key not in self._young and key not in self._old for key in keys):
-            self.ask([key for key in keys if self._get(key) is None], present)
+            self.ask([key for key in keys if self._get(key) is None], now, present)
         return [self._get(key) or UNKNOWN for key in keys]
 
     def take(self, key: int) -> Note:

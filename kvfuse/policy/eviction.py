@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from sortedcontainers import SortedDict
 
 from kvfuse.policy.books import NONE, Books, Lists
+from kvfuse.policy.pace import Pace
 
 
 class Eviction(ABC):
@@ -40,7 +41,7 @@ class Eviction(ABC):
 class Lru(Eviction):
     """The least recently used block goes; of blocks that were used together, the deepest."""
 
-    def __init__(self, books: Books) -> None:
+    def __init__(self, books: Books, pace: Pace) -> None:
         self._lists = Lists(books)
         self._list = self._lists.make()
 
@@ -63,7 +64,7 @@ class Lru(Eviction):
 class Fifo(Eviction):
     """The block that was stored first goes; of a chain that was stored at once, the deepest. Use changes nothing."""
 
-    def __init__(self, books: Books) -> None:
+    def __init__(self, books: Books, pace: Pace) -> None:
         self._lists = Lists(books)
         self._list = self._lists.make()
         self._newest = NONE
@@ -95,7 +96,7 @@ class Lfu(Eviction):
     least recently used goes.
     """
 
-    def __init__(self, books: Books) -> None:
+    def __init__(self, books: Books, pace: Pace) -> None:
         self._lists = Lists(books)
         self._uses = books.integers("i")
         self._priorities = books.integers("q")

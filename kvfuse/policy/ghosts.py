@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from kvfuse.policy.books import NONE, Books, Lists
 from kvfuse.policy.eviction import Eviction
+from kvfuse.policy.pace import Pace
 
 SMALL_SHARE = 0.1
 """of the bytes: what S3-FIFO's queue for new blocks may have"""
@@ -68,7 +69,7 @@ class Arc(Eviction):
     the books.
     """
 
-    def __init__(self, books: Books) -> None:
+    def __init__(self, books: Books, pace: Pace) -> None:
         self._books = books
         self._lists = Lists(books)
         self._once, self._again = SizedList(books, self._lists), SizedList(books, self._lists)
@@ -123,7 +124,7 @@ class S3Fifo(Eviction):
     gives a block another round for each use.
     """
 
-    def __init__(self, books: Books) -> None:
+    def __init__(self, books: Books, pace: Pace) -> None:
         self._books = books
         self._lists = Lists(books)
         self._uses = books.integers("b")

@@ -11,9 +11,10 @@ from kvfuse.policy.chain import Chain
 from kvfuse.policy.chains import Chains
 from kvfuse.policy.eviction import Eviction, Fifo, Lfu, Lru
 from kvfuse.policy.ghosts import Arc, S3Fifo
+from kvfuse.policy.pace import Pace
 from kvfuse.policy.seen import DEFAULT_SIZE, SeenKeys
 
-POLICIES: dict[str, Callable[[Books], Eviction]] = {
+POLICIES: dict[str, Callable[[Books, Pace], Eviction]] = {
     "lru": Lru,
     "lfu": Lfu,
     "fifo": Fifo,
@@ -21,7 +22,7 @@ POLICIES: dict[str, Callable[[Books], Eviction]] = {
     "s3fifo": S3Fifo,
     "chain": Chain,
 }
-ADMISSIONS: dict[str, Callable[[VictimAge], Admission]] = {
+ADMISSIONS: dict[str, Callable[[VictimAge, Pace], Admission]] = {
     "all": AdmitAll,
     "second-touch": AdmitSecondTouch,
     "adaptive": AdmitAdaptive,
@@ -31,10 +32,17 @@ DEFAULT_ADMISSION = "adaptive"
 
 
 def make_policy(
-    policy: str = DEFAULT_POLICY, admission: str = DEFAULT_ADMISSION, seen_size: int = DEFAULT_SIZE
+    policy: str = DEFAULT_POLICY,
+    admission: str = DEFAULT_ADMISSION,
+    seen_size: int = DEFAULT_SIZE,
+    follows_gaps: bool = True,
 ) -> CachePolicy:
-    """A policy with empty books. ``seen_size``: bytes for what was ever asked for. KeyError for a name that is none."""
-    books, age = Books(), VictimAge()
-    eviction, strategy = POLICIES[policy](books), ADMISSIONS[admission](age)
+    """A policy with empty books. KeyError for a name that is none.
+
+    ``seen_size``: bytes for what was ever asked for. ``follows_gaps``: false where `Pace` keeps its first values.
+    """
+    books, age, pace = Books(), VictimAge(), Pace(follows_gaps)
+    eviction, strategy = POLICIES[policy](books, pace), ADMISSIONS[admission](age, pace)
     needs_seen = eviction.needs_seen or strategy.needs_seen
-    return CachePolicy(books, eviction, strategy, Chains(SeenKeys(seen_size) if needs_seen else None), age)
+    chains = Chains(SeenKeys(seen_size) if needs_seen else None, pace)
+    return CachePolicy(books, eviction, strategy, chains, age)

@@ -1,8 +1,9 @@
-"""Which keys were ever asked for: a table of fixed size that forgets those which were not asked for longest.
+"""Which keys were ever asked for, and when: a table of fixed size that forgets those which were not asked for longest.
 
-A key has a place in one row of ``WAYS`` fingerprints of 32 bits, the most recent first; a new one pushes the last
-out. Four bytes for each key instead of some hundred in a set, and a batch is looked up by a dozen array operations.
-A key is taken for another one with a probability of ``WAYS`` / 2**32.
+A key has a place in one row of ``WAYS`` entries, the most recent first; a new one pushes the last out. An entry is a
+fingerprint of 32 bits and the second of the last request: eight bytes for each key instead of some hundred in a dict,
+and a batch is looked up by a dozen array operations. A key is taken for another one with a probability of
+``WAYS`` / 2**32.
 """
 
 from __future__ import annotations
@@ -14,11 +15,14 @@ from numpy.typing import NDArray
 
 WAYS = 8
 DEFAULT_SIZE = 16 << 20
-"""bytes: as many keys as an hour of 1,000 new blocks a second has"""
+"""bytes: two million keys: an hour of 500 new blocks a second"""
 
 _COLUMNS = np.arange(WAYS)
 _STEP, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _WORD = (1 << 64) - 1
+_HALF_WORD = (1 << 32) - 1
+NEVER = -1
+"""seconds since a key was asked for that was not"""
 _SMALL_BATCH = 8
 """keys: fewer are looked up faster one by one"""
 
@@ -47,45 +51,55 @@ class SeenKeys:
     """The table: ``size`` bytes, rounded down to a power of two."""
 
     def __init__(self, size: int = DEFAULT_SIZE) -> None:
-        self._row_bits = max(1, (size // (4 * WAYS)).bit_length() - 1)
-        self._table = np.zeros((1 << self._row_bits, WAYS), dtype=np.uint32)
+        self._row_bits = max(1, (size // (8 * WAYS)).bit_length() - 1)
+        self._table = np.zeros((1 << self._row_bits, WAYS), dtype=np.uint64)
+        """last second in the upper half, fingerprint in the lower"""
         self._places = memoryview(self._table.reshape(-1))  # type: ignore[arg-type]
 
     @property
     def nbytes(self) -> int:
         return self._table.nbytes
 
-    def ask(self, keys: Sequence[int]) -> list[bool]:
-        """Which of ``keys`` were asked for before; from now on all of them were."""
+    def ask(self, keys: Sequence[int], now: float) -> list[int]:
+        """Whole seconds since each of ``keys`` was last asked for, or NEVER; from now on all of them were."""
+        second = int(now) & _HALF_WORD
         if len(keys) < _SMALL_BATCH:
-            return [self._ask_one(mix_one(key)) for key in keys]
+            return [self._ask_one(mix_one(key), second) for key in keys]
         hashes = mix(keys)
-        marks = hashes.astype(np.uint32) | np.uint32(1)  # 0 is an empty place
+        marks = (hashes & np.uint64(_HALF_WORD)) | np.uint64(1)  # 0 is an empty place
         rows = (hashes >> np.uint64(64 - self._row_bits)).astype(np.intp)
-        same = self._table[rows] == marks[:, None]
-        found = same.any(axis=1)
-        self._bring_first(rows, marks, np.where(found, same.argmax(axis=1), WAYS - 1))
-        return found.tolist()  # type: ignore[no-any-return]
+        entries = self._table[rows]
+        same = (entries & np.uint64(_HALF_WORD)) == marks[:, None]
+        places = np.where(same.any(axis=1), same.argmax(axis=1), WAYS)
+        found = places < WAYS
+        places = np.minimum(places, WAYS - 1)
+        last = np.take_along_axis(entries, places[:, None], axis=1)[:, 0] >> np.uint64(32)
+        gaps: list[int] = np.where(found, second - last.astype(np.int64), NEVER).tolist()
+        self._bring_first(rows, marks | np.uint64(second << 32), places)
+        return gaps
 
-    def _ask_one(self, hashed: int) -> bool:
+    def _ask_one(self, hashed: int, second: int) -> int:
         start = WAYS * (hashed >> 64 - self._row_bits)
         places = self._places[start : start + WAYS]
-        mark, row = hashed & 0xFFFFFFFF | 1, places.tolist()
-        found = mark in row
-        last = row.index(mark) if found else WAYS - 1
+        mark, row = hashed & _HALF_WORD | 1, places.tolist()
+        gap, last = NEVER, WAYS - 1
+        for place, entry in enumerate(row):
+            if entry & _HALF_WORD == mark:
+                gap, last = second - (entry >> 32), place
+                break
         if last:
             places[1 : last + 1] = places[:last]
-        places[0] = mark
-        return found
+        places[0] = second << 32 | mark
+        return gap
 
-    def _bring_first(self, rows: NDArray[np.intp], marks: NDArray[np.uint32], places: NDArray[np.intp]) -> None:
-        """Put each mark first in its row; those before its place move by one."""
+    def _bring_first(self, rows: NDArray[np.intp], new: NDArray[np.uint64], places: NDArray[np.intp]) -> None:
+        """Put each new entry first in its row; those before its place move by one."""
         sources = np.where(places[:, None] >= _COLUMNS, _COLUMNS - 1, _COLUMNS)
         moved = np.take_along_axis(self._table[rows], sources, axis=1)
-        moved[:, 0] = marks
+        moved[:, 0] = new
         self._table[rows] = moved
-        lost = np.flatnonzero(self._table[rows, 0] != marks)  # of several keys in one row the last was written
+        lost = np.flatnonzero(self._table[rows, 0] != new)  # of several keys in one row the last was written
         for index in lost.tolist():
             row = self._table[rows[index]]
-            if marks[index] not in row:
-                row[1:] = np.concatenate(([marks[index]], row[1:-1]))
+            if new[index] not in row:
+                row[1:] = np.concatenate(([new[index]], row[1:-1]))

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from functools import cache
-from itertools import islice
+from itertools import islice, takewhile
 
 import pytest
 from policy_reference import Reference, replay
 
 from kvfuse.bench.simulate import Setup, simulate
+from kvfuse.bench.simulate import store as serve
 from kvfuse.bench.traffic import Generator, Request
 from kvfuse.policy import Policy, make_policy
-from kvfuse.policy.admission import BEGIN_AGE, CONTINUE_AGE
-from kvfuse.policy.chain import CHAIN_BONUS
+from kvfuse.policy.pace import Pace
 
+PACE = Pace(follows_gaps=False)
 CAPACITIES = [500, 2_500, 10_000]
 
 
@@ -27,7 +28,7 @@ def admit_all(follows: bool, seen: bool, depth: int, age: float) -> bool:
 
 
 def admit_adaptive(follows: bool, seen: bool, depth: int, age: float) -> bool:
-    return seen or depth == 0 or age > BEGIN_AGE or (follows and age > CONTINUE_AGE)
+    return seen or depth == 0 or age > (PACE.continue_age if follows else PACE.begin_age)
 
 
 @pytest.mark.parametrize("capacity", CAPACITIES)
@@ -40,10 +41,14 @@ def test_lru_is_exact(capacity: int) -> None:
 
 @pytest.mark.parametrize("capacity", CAPACITIES)
 def test_chain_with_adaptive_admission_is_exact(capacity: int) -> None:
-    reference = Reference(capacity, CHAIN_BONUS, admit_adaptive)
+    reference = Reference(capacity, PACE.bonus, admit_adaptive)
     hits = replay(reference, traffic())
-    result = simulate(traffic(), Setup("chain", "adaptive", capacity))
-    assert (result.hits, result.written) == (hits, reference.written)
+    policy = make_policy("chain", "adaptive", follows_gaps=False)
+    found = written = 0
+    for request in traffic():
+        found += sum(1 for _ in takewhile(policy.__contains__, request.block_ids))
+        written += serve(policy, request.block_ids, request.arrival_ms / 1000, capacity)
+    assert (found, written) == (hits, reference.written)
 
 
 def test_the_default_hits_more_than_lru_and_writes_less() -> None:
@@ -121,7 +126,7 @@ def test_chain_keeps_those_that_go_on() -> None:
     store(policy, [1, 10, 11, 12], 10.0)
     store(policy, [2, 20, 21], 100.0)
     assert policy.victims(3, 101.0) == [21, 20, 2]
-    store(policy, [2, 30, 31], 10.0 + CHAIN_BONUS + 1)
+    store(policy, [2, 30, 31], 10.0 + PACE.bonus + 1)
     assert order(policy, 300.0) == [12, 11, 10, 1, 31, 30, 2]
 
 
