@@ -35,8 +35,9 @@ class Policy(ABC):
     def admits(self, keys: Sequence[int], now: float, has_room: bool) -> list[bool]:
         """Which of these absent blocks are worth storing now: one answer for each key, in their order.
 
-        ``has_room``: the cache can store them without a victim. Changes no books: the caller may store
-        fewer blocks, or others. Calling ``used`` with the whole chain before is what makes good answers.
+        ``has_room``: the cache can store them without a victim. Changes no books: the caller may store fewer blocks,
+        or others. Keys that nobody asked for count as asked for now. Good answers need a call of ``used`` with the
+        whole chain before.
         """
 
     @abstractmethod
