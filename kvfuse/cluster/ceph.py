@@ -21,11 +21,12 @@ import subprocess
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from kvfuse.cluster.process import START_SECONDS, Server, free_ports, signals_later, wait_until
+from kvfuse.cluster.process import START_SECONDS, Server, child, free_ports, wait_until
 from kvfuse.errors import ClusterError
 
 STATE_FILE = "ceph.json"
@@ -221,18 +222,24 @@ class CephServers:
 
     def _make_osds(self, identities: Sequence[str]) -> None:
         """All at once: making one mostly waits for its disk. None goes on when this one is interrupted."""
-        children: list[subprocess.Popen[bytes]] = []
-        try:
+        with ExitStack() as stack:
+            makers = []
             for index, (server, identity) in enumerate(zip(self.osds, identities, strict=True)):
                 (self.folder / server.name).mkdir()
-                command = ["ceph-osd", "-c", str(self.conf_file), "-i", str(index), "--mkfs", "--osd-uuid", identity]
-                with server.log.open("ab") as log, signals_later():
-                    children.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log))
-            statuses = [child.wait() for child in children]
-        finally:
-            for child in children:
-                child.kill()
-                child.wait()
+                command = [
+                    "ceph-osd",
+                    "-f",
+                    "-c",
+                    str(self.conf_file),
+                    "-i",
+                    str(index),
+                    "--mkfs",
+                    "--osd-uuid",
+                    identity,
+                ]
+                log = stack.enter_context(server.log.open("ab"))
+                makers.append(stack.enter_context(child(command, stdout=log, stderr=log)))
+            statuses = [maker.wait() for maker in makers]
         for server, status in zip(self.osds, statuses, strict=True):
             if status:
                 raise ClusterError(f"{server.name} cannot be made; the end of {server.log}:\n{server.log_tail()}")
@@ -330,9 +337,10 @@ def _ask_socket(path: Path, request: Mapping[str, str]) -> dict[str, Any] | None
 def _run(command: Sequence[str]) -> str:
     """The output of a program. ClusterError with its message when it fails or takes too long."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=2 * COMMAND_SECONDS, check=True)
-    except subprocess.CalledProcessError as error:
-        raise ClusterError(f"{' '.join(command)}: {error.stderr.strip()}") from error
+        with child(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
+            output, message = running.communicate(timeout=2 * COMMAND_SECONDS)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ClusterError(f"{' '.join(command)}: {error}") from error
-    return done.stdout
+    if running.returncode:
+        raise ClusterError(f"{' '.join(command)}: {message.strip()}")
+    return str(output)

@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 from kvfuse.errors import ClusterError
 
@@ -131,6 +132,20 @@ def signals_later() -> Iterator[None]:
             signal.signal(number, handler)
         for caught in came:
             signal.raise_signal(caught)
+
+
+@contextmanager
+def child(command: Sequence[str | Path], **options: Any) -> Iterator[subprocess.Popen[Any]]:
+    """A process that ends with the body at the latest, also when a signal unwinds that. ``options``: as Popen has."""
+    process: subprocess.Popen[Any] | None = None
+    try:
+        with signals_later():
+            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, **options)
+        yield process
+    finally:
+        if process is not None:
+            process.kill()
+            process.__exit__(None, None, None)  # its pipes are closed, its status is taken
 
 
 def wait_until(condition: Callable[[], bool], patience: float) -> bool:
