@@ -44,6 +44,7 @@ def _wait_until_gone(daemon: int, mounted: Mounted, timeout: float) -> bool:
 
 
 def _detach_soon(point: Path, *, lazy: bool) -> None:
+    """As `detach`, but MountBusy only where it is busy for longer than a look takes. No event tells of its end."""
     for pause in PAUSES:
         with suppress(MountBusy):
             return detach(point, lazy=lazy)
