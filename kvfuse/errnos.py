@@ -26,6 +26,8 @@ ERRNO: dict[type[Exception], int] = {
     errors.ReadOnly: errno.EROFS,
     errors.NoSpace: errno.ENOSPC,
     errors.QuotaExceeded: errno.EDQUOT,
+    errors.NotAdmitted: errno.ECANCELED,
+    errors.CrossesNamespaces: errno.EXDEV,
     errors.EngineFull: errno.ENOSPC,
     errors.EngineTimeout: errno.ETIMEDOUT,
     errors.KvfuseError: errno.EIO,

@@ -114,8 +114,16 @@ class NoSpace(OperationError):
     """The volume's promised capacity is used."""
 
 
-class QuotaExceeded(OperationError):
+class QuotaExceeded(NoSpace):
     """The namespace's promised capacity is used."""
+
+
+class NotAdmitted(OperationError):
+    """The cache is full, and its policy does not find the block worth the eviction of others."""
+
+
+class CrossesNamespaces(OperationError):
+    """A link or a rename from one namespace to another."""
 
 
 # -- an engine failed --------------------------------------------------------------------------------

@@ -43,7 +43,18 @@ ROOMS: dict[str, set[str]] = {
 
 INNER: dict[str, list[set[str]]] = {
     "volume": [
-        *[{"views"}, {"api"}, {"store"}, {"inodes"}, {"slots"}, {"commit"}, {"content"}, {"names"}, {"hosts"}],
+        *[
+            {"views"},
+            {"api"},
+            {"store"},
+            {"namespaces"},
+            {"inodes"},
+            {"slots"},
+            {"commit"},
+            {"content"},
+            {"names"},
+            {"hosts"},
+        ],
         *[{"opening"}, {"check"}, {"parts"}, {"operations"}, {"volume"}, {"running"}],
     ],
     "usrbio": [{"protocol"}, {"client", "daemon"}, {"hf3fs"}],

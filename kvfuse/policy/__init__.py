@@ -4,7 +4,16 @@
 registry; any combines with any.
 """
 
-from kvfuse.policy.api import HOLD_SECONDS, Policy
+from kvfuse.policy.api import HOLD_SECONDS, Policy, Victim
 from kvfuse.policy.registry import ADMISSIONS, DEFAULT_ADMISSION, DEFAULT_POLICY, POLICIES, make_policy
 
-__all__ = ["ADMISSIONS", "DEFAULT_ADMISSION", "DEFAULT_POLICY", "HOLD_SECONDS", "POLICIES", "Policy", "make_policy"]
+__all__ = [
+    "ADMISSIONS",
+    "DEFAULT_ADMISSION",
+    "DEFAULT_POLICY",
+    "HOLD_SECONDS",
+    "POLICIES",
+    "Policy",
+    "Victim",
+    "make_policy",
+]

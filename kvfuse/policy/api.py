@@ -17,15 +17,28 @@ The life of a block::
 An answer of ``victims`` takes the blocks off the books. For each of them the caller either removes the block, and says
 nothing more, or calls ``keep``. A key that is kept is not offered again for ``HOLD_SECONDS``, so a caller that repeats
 ``victims`` until it has enough comes to an end, also where every block is open.
+
+Each block has a *tag*, a number of 64 bits by which the caller finds it: the policy gives it back with the victim.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import NamedTuple
 
 HOLD_SECONDS = 2.0
 """``victims`` does not offer a block again so soon after the caller refused to remove it"""
+
+
+class Victim(NamedTuple):
+    """A block that goes."""
+
+    key: int
+    size: int
+    tag: int
+    age: float
+    """seconds since its last use"""
 
 
 class Policy(ABC):
@@ -41,7 +54,7 @@ class Policy(ABC):
         """
 
     @abstractmethod
-    def added(self, key: int, size: int, now: float) -> None:
+    def added(self, key: int, size: int, now: float, tag: int = 0) -> None:
         """The cache has stored a block. For a key that is on the books already: its size is ``size`` from now on.
 
         ValueError if ``size`` is not positive.
@@ -56,17 +69,17 @@ class Policy(ABC):
         """The cache has lost a block otherwise than by ``victims``. A key that is not on the books is ignored."""
 
     @abstractmethod
-    def victims(self, size: int, now: float) -> list[int]:
+    def victims(self, size: int, now: float) -> list[Victim]:
         """The blocks that go next, at least ``size`` bytes of them together, or all that may go; off the books.
 
         No key is in two answers, unless it was kept or added in between.
         """
 
     @abstractmethod
-    def keep(self, key: int, size: int, now: float) -> None:
+    def keep(self, victim: Victim, now: float) -> None:
         """The caller could not remove a victim (open, being written): it is on the books again, as just used.
 
-        No answer of ``victims`` has the key before ``HOLD_SECONDS`` have passed. The policy learns nothing from it.
+        No answer of ``victims`` has it before ``HOLD_SECONDS`` have passed. The policy learns nothing from it.
         """
 
     @property

@@ -19,7 +19,7 @@ _GROWTH_MIN = 1024
 
 
 class Books:
-    """The blocks of a cache: key, size and time of the last use of each, by row."""
+    """The blocks of a cache: key, size, tag and time of the last use of each, by row."""
 
     def __init__(self) -> None:
         self.rows: dict[int, int] = {}
@@ -31,6 +31,7 @@ class Books:
         self._row_count = 0
         self.keys = self.integers("Q")
         self.sizes = self.integers("q")
+        self.tags = self.integers("Q")
         self.times = self.floats()
 
     def integers(self, typecode: str) -> array[int]:
@@ -54,10 +55,10 @@ class Books:
     def give_row(self, row: int) -> None:
         self._free.append(row)
 
-    def open(self, key: int, size: int, now: float) -> int:
+    def open(self, key: int, size: int, now: float, tag: int = 0) -> int:
         """The row of a block that has none yet."""
         row = self.rows[key] = self.take_row()
-        self.keys[row], self.sizes[row], self.times[row] = key, size, now
+        self.keys[row], self.sizes[row], self.times[row], self.tags[row] = key, size, now, tag
         self.size += size
         return row
 

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 from kvfuse.policy.admission import Admission, VictimAge
-from kvfuse.policy.api import HOLD_SECONDS, Policy
+from kvfuse.policy.api import HOLD_SECONDS, Policy, Victim
 from kvfuse.policy.books import NONE, Books
 from kvfuse.policy.chains import Chains
 from kvfuse.policy.eviction import Eviction
@@ -41,12 +41,12 @@ class CachePolicy(Policy):
         notes = self._chains.notes(keys, now, self._books.rows)
         return [has_room or self._admission.admits(note) for note in notes]
 
-    def added(self, key: int, size: int, now: float) -> None:
+    def added(self, key: int, size: int, now: float, tag: int = 0) -> None:
         if size <= 0:
             raise ValueError(f"a block has bytes, not {size}")
         self.removed(key)
         note = self._chains.take(key)
-        row = self._books.open(key, size, now)
+        row = self._books.open(key, size, now, tag)
         parent = NONE if note.parent is None else self._books.rows.get(note.parent, NONE)
         self._eviction.insert(row, now, parent, note.follows)
 
@@ -69,18 +69,20 @@ class CachePolicy(Policy):
             self._eviction.remove(row)
         self._books.close(row)
 
-    def victims(self, size: int, now: float) -> list[int]:
+    def victims(self, size: int, now: float) -> list[Victim]:
         self._offer_again(now)
-        keys = []
-        left = self._books.size - size
-        while self._books.size > left and (row := self._eviction.pick(now)) != NONE:
-            self.victim_age.add(now - self._books.times[row])
-            keys.append(self._books.close(row))
-        return keys
+        books, found = self._books, []
+        left = books.size - size
+        while books.size > left and (row := self._eviction.pick(now)) != NONE:
+            age = now - books.times[row]
+            self.victim_age.add(age)
+            block_size, tag = books.sizes[row], books.tags[row]
+            found.append(Victim(books.close(row), block_size, tag, age))
+        return found
 
-    def keep(self, key: int, size: int, now: float) -> None:
-        self.removed(key)
-        self._held[self._books.open(key, size, now)] = now + HOLD_SECONDS
+    def keep(self, victim: Victim, now: float) -> None:
+        self.removed(victim.key)
+        self._held[self._books.open(victim.key, victim.size, now, victim.tag)] = now + HOLD_SECONDS
 
     def _offer_again(self, now: float) -> None:
         while self._held:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import time
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import trio
 
 from kvfuse.volume.api import ROOT_INODE, KernelCache, Space
+from kvfuse.volume.namespaces.registry import Namespace
 from kvfuse.volume.operations import Files, Inodes, Tree
 from kvfuse.volume.parts import Parts
 
@@ -79,8 +82,20 @@ class Volume:
             },
             "slabs": {**slabs._asdict(), "classes": [row._asdict() for row in slabs.classes]},
             "metadata": {"bytes": core.metadata.size, "limit": core.metadata.limit},
+            "namespaces": [self._describe(namespace) for namespace in core.namespaces.all.values()],
             "capacity": core.geometry.capacity,
             "slab_size": core.geometry.slab_size,
+        }
+
+    def _describe(self, namespace: Namespace) -> dict[str, Any]:
+        """Number, path, settings and counters of a namespace."""
+        node = self.parts.core.nodes.peek(namespace.number or ROOT_INODE)
+        path = "/" + os.fsdecode(self.parts.core.path_of(node)) if node is not None else f"#{namespace.number}"
+        return {
+            "number": namespace.number,
+            "path": path,
+            "settings": msgspec.structs.asdict(namespace.settings),
+            "cache": namespace.cache.statistics() if namespace.cache is not None else None,
         }
 
     def stats_of(self, uid: int) -> dict[str, object]:

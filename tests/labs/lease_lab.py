@@ -26,6 +26,7 @@ from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.inodes.grace import Grace
 from kvfuse.volume.inodes.metadata_budget import Metadata
 from kvfuse.volume.inodes.node import Nodes
+from kvfuse.volume.namespaces.registry import Namespaces
 from kvfuse.volume.store import schema
 from kvfuse.volume.store.member import FencedRecords, Member
 from kvfuse.volume.store.numbers import SharedNumberRange
@@ -261,6 +262,7 @@ class Client:
             generations=SharedNumberRange(schema.COUNTER_GENERATION),
             metadata=Metadata(1 << 40, lambda: 0),
             file_count=0,
+            namespaces=Namespaces({}, trio.current_time),
             client=self.number,
             grace=Grace(REUSE),
         )

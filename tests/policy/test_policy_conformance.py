@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvfuse.policy import ADMISSIONS, HOLD_SECONDS, POLICIES, Policy, make_policy
 
+TAG = 1 << 63
 SEEN_SIZE = 1 << 12
 COMBINATIONS = list(product(POLICIES, ADMISSIONS))
 
@@ -61,7 +62,7 @@ class Books(RuleBasedStateMachine):
         self._add(key, size)
 
     def _add(self, key: int, size: int) -> None:
-        self.policy.added(key, size, self.now)
+        self.policy.added(key, size, self.now, key ^ TAG)
         self.blocks[key] = size
         self.held_until.pop(key, None)
 
@@ -80,12 +81,14 @@ class Books(RuleBasedStateMachine):
     def make_room(self, data: st.DataObject, size: int) -> None:
         """The caller keeps some of the victims."""
         victims = self.policy.victims(size, self.now)
-        self._check_victims(victims, size)
-        gone = {key: self.blocks.pop(key) for key in victims}
-        for key in data.draw(st.lists(st.sampled_from(victims), unique=True)) if victims else ():
-            self.policy.keep(key, gone[key], self.now)
-            self.blocks[key] = gone[key]
-            self.held_until[key] = self.now + HOLD_SECONDS
+        self._check_victims([victim.key for victim in victims], size)
+        for victim in victims:
+            assert victim.size == self.blocks.pop(victim.key)
+            assert victim.tag == victim.key ^ TAG
+        for victim in data.draw(st.lists(st.sampled_from(victims), unique=True)) if victims else ():
+            self.policy.keep(victim, self.now)
+            self.blocks[victim.key] = victim.size
+            self.held_until[victim.key] = self.now + HOLD_SECONDS
 
     def _check_victims(self, victims: list[int], size: int) -> None:
         assert len(set(victims)) == len(victims)
@@ -107,7 +110,7 @@ class Books(RuleBasedStateMachine):
     def teardown(self) -> None:
         """Everything can go in the end, each block once."""
         victims = self.policy.victims(1 << 62, self.now + HOLD_SECONDS)
-        assert sorted(victims) == sorted(self.blocks)
+        assert sorted(victim.key for victim in victims) == sorted(self.blocks)
         assert len(self.policy) == self.policy.size == 0
 
 
@@ -129,10 +132,10 @@ def test_a_caller_that_can_remove_nothing_comes_to_an_end(names: tuple[str, str]
     policy = make_policy(*names, seen_size=SEEN_SIZE)
     fill(policy, list(range(100)), 1.0)
     while victims := policy.victims(10, 2.0):
-        for key in victims:
-            policy.keep(key, 1, 2.0)
+        for victim in victims:
+            policy.keep(victim, 2.0)
     assert policy.size == len(policy) == 100
-    assert sorted(policy.victims(1000, 2.0 + HOLD_SECONDS)) == list(range(100))
+    assert sorted(victim.key for victim in policy.victims(1000, 2.0 + HOLD_SECONDS)) == list(range(100))
 
 
 @pytest.mark.parametrize("names", COMBINATIONS, ids="-".join)

@@ -25,6 +25,7 @@ from kvfuse.volume.inodes.metadata_budget import Metadata
 from kvfuse.volume.inodes.node import Node, Nodes
 from kvfuse.volume.inodes.places import Places
 from kvfuse.volume.inodes.sharing import Alone, Shared
+from kvfuse.volume.namespaces.registry import Namespaces
 from kvfuse.volume.store.numbers import NumberRange
 from kvfuse.volume.views.tier import SharedTier
 
@@ -129,6 +130,7 @@ class Core:
     """the budget of names, inodes and attributes"""
     file_count: int
     """inodes; in a shared volume those that this client made, less those that it removed"""
+    namespaces: Namespaces
     client: int = 0
     """number of this client in a shared volume"""
     grace: Grace = field(default_factory=lambda: Grace(0.0))
@@ -142,6 +144,8 @@ class Core:
 
     def __post_init__(self) -> None:
         self.dentries = Dentries(max(NAMES_MAX, self.nodes.count_max))
+        self.caches = self.namespaces.caches
+        """namespace -> books of those that are caches; empty where no file is ever evicted"""
         self.shared = self.records.limits.shared
         """other hosts write the same records and segments"""
         self.sharing = (Shared if self.shared else Alone)(self.slabs, self.geometry)

@@ -81,6 +81,7 @@ class Node:
         "mtime",
         "name",
         "named",
+        "namespace",
         "nlink",
         "own_record",
         "parent",
@@ -111,6 +112,7 @@ class Node:
         self.uid = uid
         self.gid = gid
         self.nlink = 1
+        self.namespace = 0
         self.rdev = 0
         self.size = 0
         self.flushed_size = 0
@@ -316,6 +318,7 @@ class Node:
             self.target,
             self.flags,
             self.far_blocks,
+            self.namespace,
         )
 
     def orphan_record(self) -> schema.InodeRecord:
@@ -345,6 +348,7 @@ class Node:
         node.target = record.target
         node.parent = record.parent
         node.far_blocks = record.far_blocks
+        node.namespace = record.namespace
         node.stored = True
         return node
 

@@ -70,6 +70,7 @@ class Names:
         mode = privileges.mode_of_new(directory, new.mode, caller)
         node = Node(self.core.inodes.next(), mode, caller.uid, gid, self.core.chunk_size_in(directory))
         node.parent, node.name = directory.ino, end.name
+        node.namespace = directory.namespace
         node.atime = node.mtime = node.ctime = clock.now()
         node.rdev, node.target, node.size = new.rdev, new.target, len(new.target)
         if node.is_directory:

@@ -105,7 +105,7 @@ def plan_replacement(end: End, new: NewInode, make: Make) -> Plan:
 
 
 def plan_link(end: End, node: Node) -> Plan:
-    """Plan another name for a file. NotPermitted, NotFound, TooManyLinks, Exists."""
+    """Plan another name for a file. NotPermitted, NotFound, TooManyLinks, Exists, CrossesNamespaces."""
     if node.is_directory:
         raise errors.NotPermitted(f"inode {node.ino} is a directory: it has one name only")
     _check_free(end)
@@ -113,6 +113,8 @@ def plan_link(end: End, node: Node) -> Plan:
         raise errors.NotFound(f"inode {node.ino} was removed")
     if node.nlink >= LINK_MAX:
         raise errors.TooManyLinks(f"inode {node.ino} has {LINK_MAX} names, it may not have more")
+    if node.namespace != end.directory.namespace:
+        raise _crossing(end.name)
     return Plan((end,), (node,), node, linked=node, weight=metadata_budget.new_name(end.name, node))
 
 
@@ -143,6 +145,8 @@ def plan_rename(source: End, target: End, flags: int) -> Plan:
         raise errors.NotFound(f"directory {target.directory.ino} was removed")
     if other is not None and flags == RENAME_NOREPLACE:
         raise errors.Exists(f"{target.name!r} exists")
+    if source.directory.namespace != target.directory.namespace:
+        raise _crossing(target.name)
     plan = Plan((source, target), (), node)
     if other is node:
         return plan
@@ -167,6 +171,10 @@ def _directory_counts(plan: Plan) -> list[tuple[Node, int]]:
         more = (node is not None and node.is_directory) - (end.found.node is not None and end.found.node.is_directory)
         counts[end.directory] = counts.get(end.directory, 0) + more
     return [(directory, more) for directory, more in counts.items() if more]
+
+
+def _crossing(name: bytes) -> errors.CrossesNamespaces:
+    return errors.CrossesNamespaces(f"{name!r} would be in another namespace: copy it there")
 
 
 def _existing(end: End) -> Node:

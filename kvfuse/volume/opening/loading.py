@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import struct
 from functools import partial
+
+import trio
 
 from kvfuse import errors
 from kvfuse.options.config import Options
@@ -18,6 +21,8 @@ from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.inodes.grace import Grace
 from kvfuse.volume.inodes.metadata_budget import Metadata, affordable_limit, default_size, size_in, store_size
 from kvfuse.volume.inodes.node import Nodes
+from kvfuse.volume.namespaces.registry import Namespaces
+from kvfuse.volume.namespaces.settings import Settings, decode_settings
 from kvfuse.volume.opening.format import read_header
 from kvfuse.volume.opening.holding import Held
 from kvfuse.volume.store import schema
@@ -25,6 +30,8 @@ from kvfuse.volume.store.member import Member
 from kvfuse.volume.store.numbers import NumberRange, SharedNumberRange
 from kvfuse.volume.store.sealed import DamagedRecords, ScanPages
 from kvfuse.volume.views.tier import SharedTier
+
+log = logging.getLogger(__name__)
 
 REUSE_SECONDS_MIN = 1.0
 """for which a freed slot of a shared volume rests; twice the longer of the engines' deadlines, where that is more"""
@@ -80,6 +87,7 @@ async def _load_values(options: Options, held: Held, values: list[bytes], metada
     if is_alone:
         slabs.restore(states)
     tier = SharedTier(options.cache.tier_size)
+    namespaces = Namespaces(await _read_settings(records), trio.current_time)
     used = {geometry.locate_head(state.slab)[0] for state in states}
     await _check_segments(options.title, superblock, segments, used)
     return Core(
@@ -97,7 +105,21 @@ async def _load_values(options: Options, held: Held, values: list[bytes], metada
         generations=NumberRange(schema.COUNTER_GENERATION, generation),
         metadata=_bounded(records, metadata_limit, geometry.data_size),
         file_count=records.usage.items if records.usage is not None else schema.decode_counts(values[2]).inodes,
+        namespaces=namespaces,
     )
+
+
+async def _read_settings(records: RecordStore) -> dict[int, Settings]:
+    """Of the namespaces, by number. Damaged ones are left out: their files are not evicted."""
+    settings = {}
+    async for rows, damaged in ScanPages(records, schema.NAMESPACE_PREFIX):
+        for row in rows:
+            settings[schema.key_inode(row.key)] = decode_settings(row.value)
+        for key in damaged:
+            log.error(
+                "the settings of namespace %d are damaged: 'kvfuse fsck --repair' removes them", schema.key_inode(key)
+            )
+    return settings
 
 
 def _bounded(records: RecordStore, limit: int, data_size: int) -> Metadata:

@@ -11,6 +11,8 @@ x     inode u64, attribute name                value of an extended attribute
 s     slab u32                                 slot size u32, bitmap: the slab's allocation state
 o     inode u64                                inode of an unlinked file, and (shared) the client that removed it
 n     name of a counter or list                u64, or several; the counts as in q
+p     namespace u64                            settings of a namespace; its number is its folder's inode, the root's 0
+u     namespace u64, client u64                i64, i64: files and bytes of slots of a namespace but the root's
 
       of a shared volume:
 m     client u64                               a client that is alive: host, pid, mount point (under its lease)
@@ -124,6 +126,8 @@ class InodeRecord(msgspec.Struct, array_like=True, frozen=True, gc=False):
     flags: int
     far_blocks: int
     """512-byte units of the chunks that have records of their own"""
+    namespace: int = 0
+    """the namespace that it is in, of a namespace's folder its own"""
 
 
 class OrphanRecord(InodeRecord, array_like=True, frozen=True, gc=False):
@@ -230,8 +234,14 @@ sequence_key: Key = partial(_KEY.pack, b"k")
 """of a record that every commit of the client moves"""
 files_key: Key = partial(_KEY.pack, b"q")
 """of the counts of one client"""
+namespace_key: Key = partial(_KEY.pack, b"p")
+"""of a namespace's settings"""
+use_key: Callable[[int, int], bytes] = partial(_PAIR_KEY.pack, b"u")
+"""of namespace, client (0 where one host has the volume)"""
 
 MEMBER_PREFIX = b"m"
+NAMESPACE_PREFIX = b"p"
+USE_PREFIX = b"u"
 XATTR_PREFIX = b"x"
 """of the keys of all extended attributes"""
 
@@ -263,7 +273,7 @@ def chunk_index(key: bytes) -> int:
 
 
 def key_inode(key: bytes) -> int:
-    """The inode number in an i, t, o, c, x or h key."""
+    """The inode number in an i, t, o, c, x or h key, the namespace in a p or u key."""
     return int(_U64.unpack_from(key, 1)[0])
 
 
@@ -277,6 +287,7 @@ def xattr_name(key: bytes) -> bytes:
 
 _KEY_SIZES = {b"d": (18, 17 + NAME_MAX), b"i": (9, 9), b"t": (9, 9), b"o": (9, 9), b"c": (17, 17), b"s": (5, 5)}
 _KEY_SIZES |= {b"m": (9, 9), b"l": (5, 5), b"f": (21, 21), b"h": (17, 17), b"q": (9, 9), b"k": (9, 9)}
+_KEY_SIZES |= {b"p": (9, 9), b"u": (17, 17)}
 _KEY_SIZES[b"x"] = (10, 9 + NAME_MAX)
 """prefix -> (least, most) bytes of a key"""
 
@@ -331,8 +342,17 @@ decode_chunk: Callable[[bytes], tuple[ExtentRecord, ...]] = _checked(
     msgspec.msgpack.Decoder(tuple[ExtentRecord, ...]).decode
 )
 decode_member: Callable[[bytes], MemberRecord] = _checked(msgspec.msgpack.Decoder(MemberRecord).decode)
-decode_orphan: Callable[[bytes], OrphanRecord] = _checked(msgspec.msgpack.Decoder(OrphanRecord).decode)
-"""also of a record that does not say who removed it"""
+_decode_orphan = _checked(msgspec.msgpack.Decoder(OrphanRecord).decode)
+_FORMER_ORPHAN = b"\xdc\x00\x11"
+"""how the orphan records of programs begin that knew no namespaces: an array of one field less"""
+
+
+def decode_orphan(value: bytes) -> OrphanRecord:
+    """Also of a record that does not say who removed it."""
+    record = _decode_orphan(value)
+    if value.startswith(_FORMER_ORPHAN):
+        return msgspec.structs.replace(record, namespace=0, remover=record.namespace)
+    return record
 
 
 def encode_u64s(values: Iterable[int]) -> bytes:

@@ -56,7 +56,9 @@ def test_values_have_their_bytes() -> None:
 def test_an_orphan_is_an_inode_that_says_who_removed_it() -> None:
     value = schema.encode_orphan(INODE, 0x0102)
     inode_image = schema.encode_inode(INODE)
-    assert value.hex() == "dc0011" + inode_image.hex()[2 * len(b"\xdc\0\x10") :] + "cd0102"
+    assert value.hex() == "dc0012" + inode_image.hex()[2 * len(b"\xdc\0\x11") :] + "cd0102"
     assert schema.decode_inode(value) == INODE
     assert schema.decode_orphan(value).remover == 0x0102
-    assert schema.decode_orphan(inode_image).remover == 0
+    assert schema.decode_orphan(b"\xdc\0\x10" + inode_image[3:-1]).remover == 0
+    former = b"\xdc\0\x11" + inode_image[3:-1] + b"\xcd\x01\x02"
+    assert schema.decode_orphan(former) == schema.decode_orphan(value), "of a program that knew no namespaces"

@@ -1,0 +1,1 @@
+"""Namespaces: folders with a policy, what they hold, and the caches among them."""

@@ -1,0 +1,183 @@
+"""The books of one namespace that is a cache: which blocks it has, which were asked for, which go next.
+
+A block is a regular file, known here by the *key* of its name: a number of 64 bits, made of the directory and the hash
+by which the record store orders names, so that the name is found again with one read. A file is on the books from when
+its last writer closed it, or from its put; so a file that is being written does not go.
+
+Uses come from all doors in batches. One request of an engine often asks for a block twice: whether it is there, and
+then for its bytes. That is one use.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+from kvfuse.policy import Victim, make_policy
+from kvfuse.policy.estimate import HitEstimate
+from kvfuse.volume.namespaces.settings import Settings
+from kvfuse.volume.store.schema import name_hash
+
+_SPREAD = 0x9E3779B97F4A7C15
+_MASK = (1 << 64) - 1
+_SLAB_BITS = 24
+_ASKED_MAX = 1 << 16
+"""keys whose reads, soon after a look, count as the same use"""
+EVICTED_MAX = 1 << 17
+"""keys of evicted blocks that are remembered, so that a miss is known to be one"""
+
+
+def block_key(directory: int, name: bytes) -> int:
+    """The key of a name."""
+    return name_hash(name) ^ (directory * _SPREAD & _MASK)
+
+
+class Candidate(NamedTuple):
+    """A block that goes next."""
+
+    victim: Victim
+    directory: int
+    cookie: int
+    """the hash of its name, see `schema.entry_key`"""
+
+
+class Cache:
+    """The books of one cache. For the event loop alone. Times are seconds of ``clock``, which never runs backwards."""
+
+    def __init__(self, settings: Settings, clock: Callable[[], float]) -> None:
+        self.policy = make_policy(settings.eviction, settings.admission)
+        self.estimate = HitEstimate()
+        self.counters: Counter[str] = Counter()
+        """``asked``: blocks that were asked for, and of them ``present``, ``evicted`` (there before) and ``absent``;
+        ``stored``, ``refused`` (not admitted), and what went, by reason: ``room``, ``expired``, ``cleared``"""
+        self._clock = clock
+        self._asked: set[int] = set()
+        self._evicted: dict[int, None] = {}
+        self._gone_meanwhile: set[int] | None = set()
+        """keys that went while what was there before is read from the store; None: that is done"""
+
+    # -- what happens to blocks ------------------------------------------------------------------------
+
+    def stored(self, directory: int, name: bytes, size: int, slab: int) -> None:
+        """A name means a file that nobody writes any more, with ``size`` bytes of slots from ``slab`` on."""
+        key = block_key(directory, name)
+        self.counters["stored"] += key not in self.policy
+        self.policy.added(key, max(size, 1), self._clock(), directory << _SLAB_BITS | slab)
+        self._evicted.pop(key, None)
+
+    def gone(self, directory: int, name: bytes) -> None:
+        """A name means no file any more, or one that is not on the books yet."""
+        key = block_key(directory, name)
+        self.policy.removed(key)
+        if self._gone_meanwhile is not None:
+            self._gone_meanwhile.add(key)
+
+    def asked(self, directory: int, names: Sequence[bytes]) -> None:
+        """Somebody asked which of a chain of blocks are there, its first block first."""
+        keys = [block_key(directory, name) for name in names]
+        self._count(keys)
+        if len(self._asked) > _ASKED_MAX:
+            self._asked.clear()
+        self._asked.update(keys)
+
+    def read(self, directory: int, names: Sequence[bytes]) -> None:
+        """Somebody read blocks, or tried to. Those that `asked` had before were counted then."""
+        keys = [key for name in names if (key := block_key(directory, name)) not in self._asked]
+        self._asked.difference_update([block_key(directory, name) for name in names])
+        if keys:
+            self._count(keys)
+
+    def _count(self, keys: list[int]) -> None:
+        counters, policy = self.counters, self.policy
+        present = sum([key in policy for key in keys])
+        evicted = sum([key in self._evicted for key in keys]) if present < len(keys) and self._evicted else 0
+        counters["asked"] += len(keys)
+        counters["present"] += present
+        counters["evicted"] += evicted
+        counters["absent"] += len(keys) - present - evicted
+        self.estimate.ask(keys)
+        policy.used(keys, self._clock())
+
+    # -- decisions ---------------------------------------------------------------------------------------
+
+    def admits(self, directory: int, name: bytes, has_room: bool) -> bool:
+        """The block is worth storing. ``has_room``: without an eviction."""
+        key = block_key(directory, name)
+        admitted = key in self.policy or self.policy.admits([key], self._clock(), has_room)[0]
+        self.counters["refused"] += not admitted
+        return admitted
+
+    def candidates(self, size: int) -> list[Candidate]:
+        """Blocks to evict, of at least ``size`` bytes where there are as many. `evicted` or `kept` follows for each."""
+        found = []
+        for victim in self.policy.victims(size, self._clock()):
+            directory = victim.tag >> _SLAB_BITS
+            found.append(Candidate(victim, directory, victim.key ^ (directory * _SPREAD & _MASK)))
+        return found
+
+    def kept(self, candidates: Iterable[Candidate]) -> None:
+        """These could not be evicted now."""
+        now = self._clock()
+        for candidate in candidates:
+            self.policy.keep(candidate.victim, now)
+
+    def evicted(self, keys: Iterable[int], reason: str = "room") -> None:
+        """These are gone."""
+        count = 0
+        for key in keys:
+            self._evicted[key] = None
+            count += 1
+        self.counters[reason] += count
+        excess = len(self._evicted) - EVICTED_MAX
+        if excess > 0:
+            for key in list(self._evicted)[: excess + EVICTED_MAX // 8]:
+                del self._evicted[key]
+
+    # -- what was there before ---------------------------------------------------------------------------
+
+    def found(self, key: int, size: int, age: float, directory: int, slab: int) -> None:
+        """A block of the store that is ``age`` seconds old; the oldest come first."""
+        if self._gone_meanwhile is not None and key not in self._gone_meanwhile and key not in self.policy:
+            self.policy.added(key, max(size, 1), self._clock() - age, directory << _SLAB_BITS | slab)
+
+    def found_all(self) -> None:
+        self._gone_meanwhile = None
+
+    @property
+    def is_known(self) -> bool:
+        """All blocks that the store has are on the books."""
+        return self._gone_meanwhile is None
+
+    def statistics(self) -> dict[str, Any]:
+        counters = self.counters
+        names = ("asked", "present", "evicted", "absent", "stored", "refused", "room", "expired", "cleared")
+        blocks = len(self.policy)
+        return {
+            **{name: counters[name] for name in names},
+            "hit_ratio": round(counters["present"] / counters["asked"], 4) if counters["asked"] else None,
+            "blocks": blocks,
+            "bytes": self.policy.size,
+            "estimated_hit_ratio": {
+                f"{factor:g}x": round(ratio, 4) for factor, ratio in self.estimate.ratios(max(blocks, 1)).items()
+            },
+        }
+
+
+class Uses:
+    """Uses of blocks that other threads saw, until the event loop takes them. `note` is for any thread."""
+
+    NOTED_MAX = 1 << 14
+
+    def __init__(self) -> None:
+        self._noted: deque[tuple[int, Sequence[bytes]]] = deque()
+
+    def note(self, directory: int, names: Sequence[bytes]) -> None:
+        """Blocks of one request were read. Forgotten where nobody takes them for long."""
+        if len(self._noted) < self.NOTED_MAX:
+            self._noted.append((directory, names))
+
+    def take(self) -> Iterable[tuple[int, Sequence[bytes]]]:
+        """What was noted since the last call."""
+        while self._noted:
+            yield self._noted.popleft()

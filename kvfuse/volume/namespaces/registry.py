@@ -1,0 +1,53 @@
+"""All namespaces of a volume, by number. The core has them; `namespaces.keeper` changes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from kvfuse.volume.namespaces.cache import Cache, Uses
+from kvfuse.volume.namespaces.settings import ROOT, Settings
+
+
+@dataclass
+class Namespace:
+    """One namespace."""
+
+    number: int
+    settings: Settings
+    cache: Cache | None = None
+    """its books, where it is one"""
+
+
+class Namespaces:
+    """The namespaces that the volume has. For the event loop alone, but for ``uses``."""
+
+    def __init__(self, settings: Mapping[int, Settings], clock: Callable[[], float]) -> None:
+        """``settings``: by number. The root is a namespace in any case."""
+        self._clock = clock
+        self.all: dict[int, Namespace] = {}
+        self.caches: dict[int, Cache] = {}
+        """number -> books of those that are caches: what hot paths look at"""
+        self.uses = Uses()
+        for number, found in {ROOT: Settings(), **settings}.items():
+            self.put(number, found)
+
+    def put(self, number: int, settings: Settings) -> Namespace:
+        """Add a namespace, or change its settings. A cache that gets another policy begins with empty books."""
+        former = self.all.get(number)
+        cache = former.cache if former is not None and _same_books(former.settings, settings) else None
+        if settings.is_cache and cache is None:
+            cache = Cache(settings, self._clock)
+        found = self.all[number] = Namespace(number, settings, cache)
+        self.caches.pop(number, None)
+        if cache is not None:
+            self.caches[number] = cache
+        return found
+
+    def remove(self, number: int) -> None:
+        self.all.pop(number, None)
+        self.caches.pop(number, None)
+
+
+def _same_books(former: Settings, new: Settings) -> bool:
+    return (former.kind, former.eviction, former.admission) == (new.kind, new.eviction, new.admission)

@@ -1,0 +1,108 @@
+"""The settings of a namespace: what they may be, and their record.
+
+A *namespace* is a folder with one policy for itself and what is below it, but for namespaces in it. It has the number
+of its folder's inode; the root's, which every volume has, is ``ROOT``. A namespace of kind "files" never loses a file;
+one of kind "cache" is evicted: files go when their room is needed, in the order of its policy.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, get_args
+
+import msgspec
+from msgspec import Meta
+
+from kvfuse.errors import InvalidArgument
+from kvfuse.policy import ADMISSIONS, DEFAULT_ADMISSION, DEFAULT_POLICY, POLICIES
+from kvfuse.sizes import parse_size
+
+ROOT = 0
+"""the number of the root's namespace"""
+
+Kind = Literal["files", "cache"]
+Size = Annotated[int, Meta(ge=0, le=1 << 62)]
+Seconds = Annotated[float, Meta(ge=0, le=1e9)]
+Share = Annotated[float, Meta(gt=0, le=1)]
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """The settings of one namespace. Stored as a map, so that later programs may add to them."""
+
+    kind: Kind = "files"
+    capacity: Size = 0
+    """bytes of slots that it may hold, with the namespaces in it; 0: as many as the one above it"""
+    blocks: Size = 0
+    """files that it may hold; 0: any number"""
+    eviction: str = DEFAULT_POLICY
+    """the order in which blocks go, by name (`policy.POLICIES`)"""
+    admission: str = DEFAULT_ADMISSION
+    """which blocks a full cache stores, by name (`policy.ADMISSIONS`)"""
+    ttl: Seconds = 0.0
+    """seconds after which a block that was not written again is gone; 0: never"""
+    high_water: Share = 0.98
+    """share of the capacity from which blocks are evicted ahead of need"""
+    low_water: Share = 0.96
+    """share of the capacity down to which they are then"""
+
+    @property
+    def is_cache(self) -> bool:
+        return self.kind == "cache"
+
+    def changed(self, changes: Mapping[str, Any]) -> Settings:
+        """These settings with ``changes``, whose values may be text. InvalidArgument says what is allowed."""
+        values = msgspec.structs.asdict(self)
+        for name, value in changes.items():
+            if name not in values:
+                raise InvalidArgument(f"a namespace has no setting {name!r}{_nearest(name, values)}")
+            values[name] = _convert(name, value)
+        settings = Settings(**values)
+        if settings.low_water > settings.high_water:
+            raise InvalidArgument(f"low_water {settings.low_water:g} is above high_water {settings.high_water:g}")
+        return settings
+
+
+_TYPES = {field.name: field.type for field in msgspec.structs.fields(Settings)}
+_WORDS: dict[str, tuple[str, ...]] = {
+    "kind": get_args(Kind),
+    "eviction": tuple(POLICIES),
+    "admission": tuple(ADMISSIONS),
+}
+_EXPECTED = {
+    "capacity": 'a size such as "64GiB", or 0 for as much as the namespace above it',
+    "blocks": "a number of files, or 0 for any number",
+    "ttl": "a number of seconds, 0 or more; 0: blocks do not expire",
+    "high_water": "a share of the capacity, above 0 and up to 1",
+    "low_water": "a share of the capacity, above 0 and up to 1",
+}
+
+
+def _nearest(word: str, known: Mapping[str, Any]) -> str:
+    near = difflib.get_close_matches(word, known, 1)
+    return f": did you mean {near[0]!r}?" if near else f"; it has {', '.join(known)}"
+
+
+def _convert(name: str, value: Any) -> Any:
+    if (words := _WORDS.get(name)) is not None:
+        if value not in words:
+            raise InvalidArgument(f"{name} is one of {', '.join(words)}, not {value!r}")
+        return value
+    try:
+        plain = parse_size(value) if name == "capacity" and isinstance(value, str) else value
+        return msgspec.convert(plain, _TYPES[name], strict=False)
+    except ValueError:
+        raise InvalidArgument(f"{name} is {_EXPECTED[name]}; not {value!r}") from None
+
+
+encode_settings = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(dict[str, Any]).decode
+
+
+def decode_settings(value: bytes) -> Settings:
+    """Of a record. Settings that this program does not know, of a later one, are left out. ValueError."""
+    known = {name: found for name, found in _decode(value).items() if name in _TYPES}
+    try:
+        return Settings().changed(known)
+    except InvalidArgument as error:
+        raise ValueError(str(error)) from None
