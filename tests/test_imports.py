@@ -1,4 +1,4 @@
-"""Imports point one way: cli -> (fs | usrbio) -> volume -> (slab | policy | remote); no circles."""
+"""Imports point one way: cli -> (fs | usrbio | metrics) -> volume -> (slab | policy | remote); no circles."""
 
 from __future__ import annotations
 
@@ -33,11 +33,12 @@ ROOMS: dict[str, set[str]] = {
     "volume": BASE | {"options", "mounttable", "credentials", "slab", "remote", "policy"},
     "fs": DOOR,
     "usrbio": DOOR,
+    "metrics": {"errors", "options", "volume.api"},
     "target": DOOR | {"remote"},
     "connectors": BASE | {"usrbio.client"},
     "bench": {"errors", "sizes", "usrbio.client", "cluster", "policy"},
     "cluster": {"errors", "sizes"},
-    "cli": DOOR | {"fs", "usrbio", "target", "bench", "slab", "remote", "policy", "cluster"},
+    "cli": DOOR | {"fs", "usrbio", "metrics", "target", "bench", "slab", "remote", "policy", "cluster"},
 }
 """room -> what it may import of this package, beside itself and the version in kvfuse/__init__.py"""
 
@@ -66,6 +67,8 @@ OUTSIDE: dict[str, set[str]] = {
     "pyfuse3": {"fs", "cli.mount", "bench.barefs"},
     "lmdb": {"remote.records"},
     "httpcore": {"remote.records"},
+    "h11": {"metrics"},
+    "prometheus_client": {"metrics"},
     "pyverbs": {"remote.segments", "target"},
     "rados": {"remote.segments"},
     "click": {"cli"},

@@ -30,7 +30,7 @@ from kvfuse.options.config import Effective
 from kvfuse.options.options import LogOptions
 
 if TYPE_CHECKING:
-    from kvfuse.fs.doors import Door
+    from kvfuse.fs.doors import Door, Service
 
 log = logging.getLogger(__name__)
 
@@ -73,6 +73,11 @@ async def _serve(effective: Effective, point: Path, announce: Callable[[], None]
 
     options = effective.options
     doors: list[Door] = [partial(serve_rings, options=options.usrbio)] if options.usrbio.enabled else []
+    services: list[Service] = []
+    if options.metrics.listen is not None:
+        from kvfuse.metrics.server import serve_metrics
+
+        services.append(partial(serve_metrics, options=options.metrics))
 
     def ready() -> None:
         calm_collector()
@@ -83,7 +88,7 @@ async def _serve(effective: Effective, point: Path, announce: Callable[[], None]
     async with trio.open_nursery() as nursery:
         await nursery.start(_cancel_on_signal, nursery.cancel_scope)
         try:
-            await serve(options, point, on_ready=ready, source=effective.source, doors=doors)
+            await serve(options, point, on_ready=ready, source=effective.source, doors=doors, services=services)
         except KvfuseError as error:  # carried past the nursery, which would wrap it in a group
             failure = error
         nursery.cancel_scope.cancel()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -35,6 +36,24 @@ class Door(Protocol):
         *,
         task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
     ) -> None: ...
+
+
+class Service(Protocol):
+    """Tells others what a mounted volume says of itself, until it is cancelled. It calls ``task_status.started()``."""
+
+    async def __call__(
+        self, volume: Volume, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
+    ) -> None: ...
+
+
+@asynccontextmanager
+async def running(services: Sequence[Service], volume: Volume) -> AsyncIterator[None]:
+    """Services run meanwhile. An error of one that cannot begin is raised."""
+    async with trio.open_nursery() as nursery:
+        for service in services:
+            await nursery.start(service, volume)
+        yield
+        nursery.cancel_scope.cancel()
 
 
 @dataclass

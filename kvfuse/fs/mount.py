@@ -22,7 +22,7 @@ import trio
 import kvfuse
 from kvfuse.errors import MountError
 from kvfuse.fs.control import when_cancelled
-from kvfuse.fs.doors import Door, Doors
+from kvfuse.fs.doors import Door, Doors, Service, running
 from kvfuse.fs.guarding import Guarding
 from kvfuse.fs.kernel import FuseKernelCache
 from kvfuse.fs.ops import KvfuseOperations
@@ -60,13 +60,15 @@ async def serve(
     on_ready: Callable[[], None],
     source: Path | None = None,
     doors: Sequence[Door] = (),
+    services: Sequence[Service] = (),
 ) -> None:
     """Mount the volume and answer requests until it is unmounted or this is cancelled; then flush and close it.
 
     ``on_ready`` is called once the mount answers and ``doors`` are ready; they are closed before it is unmounted, or
-    when it was. ``source`` is what mount tables show, by default the volume's folder. A cancellation unmounts: cleanly
-    if nobody uses the mount, else lazily after a sync. MountError where the machine does not allow the mount,
-    VolumeError and ConfigError where the volume cannot be opened.
+    when it was. ``services`` run from before it is mounted. ``source`` is what mount tables show, by default the
+    volume's folder. A cancellation unmounts: cleanly if nobody uses the mount, else lazily after a sync. MountError
+    where the machine does not allow the mount or a service, VolumeError and ConfigError where the volume cannot be
+    opened.
     """
     try:
         async with trio.open_nursery() as nursery:
@@ -83,8 +85,9 @@ async def serve(
                     volume.tell(kernel)
                     opened = Doors(doors, volume, kernel, mountpoint, operations.admit_binder)
                     session = _Session(mountpoint, options.mount, opened, Guarding(mountpoint))
-                    with _mounted(session, operations, words):
-                        await _answer(session, stop, on_ready)
+                    async with running(services, volume):
+                        with _mounted(session, operations, words):
+                            await _answer(session, stop, on_ready)
             nursery.cancel_scope.cancel()
     except BaseExceptionGroup as group:
         raise _alone(group) from None

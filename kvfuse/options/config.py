@@ -89,6 +89,7 @@ UNSET: dict[str, str] = {
     "publish.mode": "strict where the record store is shared, else relaxed",
     "usrbio.user_iov_size": "128 times the memory that the daemon may have",
     "usrbio.user_charged_size": "an eighth of the memory that the daemon may have",
+    "metrics.listen": "nowhere",
     "log.file": "log, in the volume's folder, or /var/log/kvfuse-NAME.log; in the foreground stderr",
 }
 """texts for keys whose value is None"""

@@ -43,6 +43,14 @@ KeyPrefix = Annotated[
     str, Meta(pattern=r"^[\x21-\x7e]{0,200}$", description="up to 200 printable characters, no spaces")
 ]
 Word = Annotated[str, Meta(pattern=r"^[\x21-\x7e]{1,200}$", description="printable characters, no spaces")]
+ListenAddress = Annotated[
+    str,
+    Meta(
+        pattern=r"^([A-Za-z0-9._-]{1,253}|\[[0-9A-Fa-f:.]{2,45}\]):"
+        r"(6553[0-5]|655[0-2]\d|65[0-4]\d\d|6[0-4]\d{3}|[1-5]\d{4}|[1-9]\d{0,3})$",
+        description='HOST:PORT such as "127.0.0.1:9567", an IPv6 address in brackets, the port from 1 to 65535',
+    ),
+]
 KernelFlag = Literal["dev", "nodev", "suid", "nosuid", "exec", "noexec", "sync", "dirsync"]
 
 SIZES = (Bytes, BlockBytes, ChunkBytes, SegmentBytes, ObjectBytes, TierBytes, ReadAheadBytes, ScrubBytes)
@@ -228,6 +236,13 @@ class ScrubOptions(_Section, frozen=True):
     """bytes a second; 0: never"""
 
 
+class MetricsOptions(_Section, frozen=True):
+    """What the daemon tells a metrics server (Prometheus) that asks it."""
+
+    listen: ListenAddress | None = None
+    """HOST:PORT where it answers ``GET /metrics``; None: nowhere"""
+
+
 class LogOptions(_Section, frozen=True):
     """The daemon's log: how much, and where."""
 
@@ -248,6 +263,7 @@ class Options(_Section, frozen=True):
     mount: MountOptions = msgspec.field(default_factory=MountOptions)
     usrbio: UsrbioOptions = msgspec.field(default_factory=UsrbioOptions)
     scrub: ScrubOptions = msgspec.field(default_factory=ScrubOptions)
+    metrics: MetricsOptions = msgspec.field(default_factory=MetricsOptions)
     log: LogOptions = msgspec.field(default_factory=LogOptions)
 
     @property

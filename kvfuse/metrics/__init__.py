@@ -1,0 +1,1 @@
+"""The metrics door: what a mounted volume tells a metrics server that asks it."""

@@ -1,0 +1,178 @@
+"""From what a volume says of itself (``Volume.stats``) to metric families with the names of ``docs/metrics.md``.
+
+Labels have few values: namespaces, tiers, results, operations, reasons. No file, client or user has a series of its
+own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate
+from typing import Any
+
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    InfoMetricFamily,
+    Metric,
+)
+
+import kvfuse
+
+Stats = Mapping[str, Any]
+Rows = Sequence[tuple[Sequence[str], Any]]
+"""(label values, value)"""
+
+MISSES = "absent", "evicted"
+"""results of requests for blocks that were not there"""
+REASONS = "room", "expired", "cleared"
+NO_TIER = "none"
+"""of a request that no tier answered"""
+
+
+def families(stats: Stats, space: Stats) -> Iterator[Metric]:
+    """All families of one volume. ``space``: of ``Volume.space``."""
+    yield InfoMetricFamily("kvfuse", "The program, and its volume.", value=_info(stats))
+    yield from _volume(stats, space)
+    yield from _engines(stats)
+    rows = [(label, row) for label, row in zip(_labels(stats["namespaces"]), stats["namespaces"], strict=True)]
+    yield from _namespaces(rows)
+    yield from _caches([(label, row["cache"]) for label, row in rows if row["cache"] is not None])
+
+
+def _info(stats: Stats) -> dict[str, str]:
+    return {"version": kvfuse.__version__, "volume": stats["volume"]}
+
+
+def _labels(namespaces: Sequence[Stats]) -> Iterator[str]:
+    """A label for each namespace: its path, in UTF-8. Where that is another one's too, its number stands behind it."""
+    seen = set()
+    for row in namespaces:
+        label = row["path"].encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+        if label in seen:
+            label = f"{label}#{row['number']}"
+        seen.add(label)
+        yield label
+
+
+def _counter(name: str, text: str, labels: Sequence[str], rows: Rows) -> Metric:
+    family = CounterMetricFamily(name, text, labels=labels)
+    for values, value in rows:
+        family.add_metric(values, value)
+    return family
+
+
+def _gauge(name: str, text: str, labels: Sequence[str], rows: Rows) -> Metric:
+    family = GaugeMetricFamily(name, text, labels=labels)
+    for values, value in rows:
+        family.add_metric(values, value)
+    return family
+
+
+def _histogram(name: str, text: str, labels: Sequence[str], rows: Rows) -> Metric:
+    """Of rows with `measures.Histogram.statistics`."""
+    family = HistogramMetricFamily(name, text, labels=labels)
+    for values, value in rows:
+        bounds = [*map(str, value["bounds"]), "+Inf"]
+        family.add_metric(values, list(zip(bounds, accumulate(value["counts"]), strict=True)), value["sum"])
+    return family
+
+
+# -- the volume ---------------------------------------------------------------------------------------
+
+
+def _volume(stats: Stats, space: Stats) -> Iterator[Metric]:
+    counters, slabs, tier = stats["counters"], stats["slabs"], stats["tier"]
+    yield _gauge("kvfuse_uptime_seconds", "Seconds since the volume was mounted.", (), [((), stats["uptime"])])
+    yield _gauge("kvfuse_volume_size_bytes", "What df shows as the size.", (), [((), space["size"])])
+    yield _gauge("kvfuse_volume_free_bytes", "What df shows as available.", (), [((), space["free"])])
+    yield _gauge("kvfuse_files", "Inodes of the volume.", (), [((), space["files"] - space["files_free"])])
+    sizes = [(("used",), stats["metadata"]["bytes"]), (("limit",), stats["metadata"]["limit"])]
+    yield _gauge("kvfuse_metadata_bytes", "Names, inodes and attributes, and their budget.", ("kind",), sizes)
+    operations = ("reads", "writes", "lookups", "absent_lookups", "creates", "renames", "removes")
+    rows: Rows = [((name,), counters[name]) for name in operations]
+    yield _counter("kvfuse_file_operations", "Operations on files in the event loop.", ("operation",), rows)
+    failures = counters["checksum_failures"]
+    yield _counter("kvfuse_verify_failures", "Reads of bytes that their checksum refuted.", (), [((), failures)])
+    rows = [((state,), slabs[f"slabs_{state}"]) for state in ("free", "partial", "full")]
+    yield _gauge("kvfuse_slabs", "Slabs by how full they are.", ("state",), rows)
+    rows = [((kind,), slabs[f"{kind}_bytes"]) for kind in ("used", "free", "tail", "pending")]
+    yield _gauge("kvfuse_slab_bytes", "Bytes of slabs; pending ones are used ones, too.", ("state",), rows)
+    staged = stats["memory"]["staged_bytes"]
+    yield _gauge("kvfuse_staged_bytes", "Bytes in memory that wait for their slots.", (), [((), staged)])
+    rows = [(("capacity",), tier["capacity"]), (("used",), tier["used_bytes"]), (("kept",), tier["kept_bytes"])]
+    yield _gauge("kvfuse_tier_bytes", "The shared-memory tier.", ("kind",), rows)
+    rows = [(("hit",), tier["hits"]), (("miss",), tier["misses"]), (("eviction",), tier["evictions"])]
+    yield _counter("kvfuse_tier_events", "Look-ups in the shared-memory tier, and its evictions.", ("event",), rows)
+
+
+def _engines(stats: Stats) -> Iterator[Metric]:
+    journal, records, segments = stats["journal"], stats["records"], stats["segments"]
+    yield _counter("kvfuse_commits", "Group commits.", (), [((), journal["commits"])])
+    yield _counter("kvfuse_commit_failures", "Group commits that failed.", (), [((), journal["commit_failures"])])
+    yield _counter("kvfuse_committed_blocks", "Files whose bytes were committed.", (), [((), journal["blocks"])])
+    trips: Rows = [
+        *[(("records", name), records[name]) for name in ("gets", "scans", "commits")],
+        *[(("segments", name), segments[name]) for name in ("reads", "writes", "syncs")],
+    ]
+    yield _counter("kvfuse_engine_calls", "Calls of the record store and the segments.", ("engine", "call"), trips)
+    kinds = ("read", "read_bytes"), ("written", "written_bytes"), ("viewed", "view_bytes")
+    moved: Rows = [((direction,), segments[name]) for direction, name in kinds]
+    yield _counter("kvfuse_segment_bytes", "Bytes that the segments gave and took.", ("direction",), moved)
+
+
+# -- namespaces ---------------------------------------------------------------------------------------
+
+Pick = Callable[[Stats], Any]
+
+
+def _of_each(rows: Sequence[tuple[str, Stats]], pick: Pick) -> Rows:
+    """One value a namespace, where it has one."""
+    return [((label,), value) for label, row in rows if (value := pick(row)) is not None]
+
+
+def _namespaces(rows: Sequence[tuple[str, Stats]]) -> Iterator[Metric]:
+    one = ("namespace",)
+    used = _of_each(rows, lambda row: row.get("used", {}).get("bytes"))
+    yield _gauge("kvfuse_used_bytes", "Bytes of slots that a namespace holds.", one, used)
+    capacity = _of_each(rows, lambda row: row.get("capacity"))
+    yield _gauge("kvfuse_capacity_bytes", "Bytes of slots that a namespace may hold.", one, capacity)
+    read = _of_each(rows, lambda row: row.get("measures", {}).get("read_bytes"))
+    yield _counter("kvfuse_read_bytes", "Bytes that callers read.", one, read)
+    written = _of_each(rows, lambda row: row.get("measures", {}).get("written_bytes"))
+    yield _counter("kvfuse_written_bytes", "Bytes that callers wrote.", one, written)
+    seconds: Rows = [
+        ((label, operation), found)
+        for label, row in rows
+        for operation, found in row.get("measures", {}).get("seconds", {}).items()
+        if any(found["counts"])
+    ]
+    text = "Seconds that requests took in the daemon."
+    yield _histogram("kvfuse_request_seconds", text, ("namespace", "operation"), seconds)
+
+
+def _caches(rows: Sequence[tuple[str, Stats]]) -> Iterator[Metric]:
+    one = ("namespace",)
+    requested: Rows = [
+        *[((label, "remote", "hit"), row["present"]) for label, row in rows],
+        *[((label, NO_TIER, result), row[result]) for label, row in rows for result in MISSES],
+    ]
+    text = "Blocks that were asked for. Each is counted once, so the sum over results is all that was asked for."
+    yield _counter("kvfuse_blocks_requested", text, ("namespace", "tier", "result"), requested)
+    yield _gauge("kvfuse_hit_ratio", "Hits among all requests.", one, _of_each(rows, lambda row: row["hit_ratio"]))
+    ratios: Rows = [
+        ((label, factor), ratio) for label, row in rows for factor, ratio in row["estimated_hit_ratio"].items()
+    ]
+    text = "Hit ratio of least recently used eviction with so many times the blocks that the cache has now."
+    yield _gauge("kvfuse_estimated_hit_ratio", text, ("namespace", "capacity"), ratios)
+    yield _gauge("kvfuse_blocks", "Blocks of a cache.", one, _of_each(rows, lambda row: row["blocks"]))
+    yield _counter("kvfuse_blocks_stored", "Blocks stored.", one, _of_each(rows, lambda row: row["stored"]))
+    gone: Rows = [((label, reason), row[reason]) for label, row in rows for reason in REASONS]
+    yield _counter("kvfuse_evictions", "Blocks that went, by reason.", ("namespace", "reason"), gone)
+    refused = _of_each(rows, lambda row: row["refused"])
+    yield _counter("kvfuse_admissions_refused", "Blocks that a full cache did not store.", one, refused)
+    residence = _of_each(rows, lambda row: row.get("residence"))
+    yield _histogram("kvfuse_residence_seconds", "Seconds from when a block was stored to its end.", one, residence)
+    gaps = _of_each(rows, lambda row: row.get("reuse_gap"))
+    yield _histogram("kvfuse_reuse_gap_seconds", "Seconds between two uses of a block, of a sample.", one, gaps)
