@@ -291,6 +291,12 @@ class BlockApi(Protocol):
     async def bind(self, directory: int, name: bytes) -> Binding | None:
         """What a name means until the caller's next await; None where it means no regular file. Waits for the store."""
 
+    def notes_uses(self, directory: int) -> bool:
+        """The directory is in a cache, which wants to know of blocks that threads of rings read."""
+
+    def note_uses(self, directory: int, names: Sequence[bytes]) -> None:
+        """Blocks of one batch were read, or asked for in vain. From any thread; ``names`` may not change any more."""
+
     def waits(self, directory: int) -> bool:
         """A put there waits for its commit; or it is not known whether it does."""
 
@@ -300,7 +306,8 @@ class BlockApi(Protocol):
         Returns the inode that had the name, 0 if none. ``data`` is kept, it may never change again; a block of the
         tier stays there as the file's copy where its readers are the file's. ``mode``: permission bits. Waits for
         staging memory, for room on a full volume, and in strict folders for the commit; until then a cancellation
-        leaves everything as it was. NoSpace, IsADirectory, NotFound, InvalidArgument, NameTooLong, ReadOnly.
+        leaves everything as it was. NotAdmitted (by a full cache), NoSpace, IsADirectory, NotFound, InvalidArgument,
+        NameTooLong, ReadOnly.
         """
 
     async def delete(self, directory: int, names: Sequence[bytes]) -> list[int]:

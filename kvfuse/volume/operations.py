@@ -157,6 +157,8 @@ class Files:
                 raise
         elif caller.is_kernel:
             self._access.opened(handle)
+        if caller.is_kernel and handle.readable and (cache := self._core.caches.get(node.namespace)) is not None:
+            cache.read(node.parent, [node.name])
         return handle
 
     def begin(self, node: Node, flags: int, caller: Caller) -> FileHandle:
@@ -271,6 +273,8 @@ class Files:
         if node.nlink and handle.writable and node.writers == 0:
             if node.changed:
                 self._journal.pending.touch(node)
+            if self._core.caches and node.is_file:
+                self._core.stored_in_cache(node)
             if has_unsealed(node):
                 self._background.start_soon(self._seal, node)
                 return
@@ -322,7 +326,15 @@ class Tree:
         self._access, self._files = parts.mapper.access, files
 
     async def lookup(self, parent: int, name: bytes) -> Node:
-        return self._lookups.count_lookup(await self._lookups.by_name(parent, name))
+        try:
+            node = await self._lookups.by_name(parent, name)
+        except errors.NotFound:
+            if self._core.caches:
+                self._core.looked_in_cache(await self._lookups.directory(parent), name, is_there=False)
+            raise
+        if self._core.caches and node.is_file:
+            self._core.looked_in_cache(node, name, is_there=True)
+        return self._lookups.count_lookup(node)
 
     def forget(self, ino: int, count: int) -> None:
         if not self._core.places.forget(ino, count):

@@ -38,6 +38,7 @@ from kvfuse.volume.names.apply_first import ApplyFirst
 from kvfuse.volume.names.blocks import Blocks
 from kvfuse.volume.names.changes import Names
 from kvfuse.volume.names.commit_first import CommitFirst
+from kvfuse.volume.names.eviction import Evictor
 from kvfuse.volume.names.lookup import Lookup, OwnLookup
 from kvfuse.volume.names.nameless import OwnNameless, SharedNameless
 from kvfuse.volume.names.shared_lookup import SharedLookup
@@ -109,6 +110,8 @@ class Parts:
         self.leases: SlabLeases | None = None
         self.coherence: Coherence | None = None
         """both where others have the volume open, too"""
+        self.evictor: Evictor | None = None
+        """where they have not"""
         self.space: Space
         self.lookups: Lookup
         self.names: Names
@@ -142,6 +145,8 @@ class Parts:
         self.lookups = OwnLookup(core, journal, refresher)
         memory = ApplyFirst(core, journal, self.space, self.lookups, nameless)
         self.names = Names(core, journal, self.lookups, nameless, memory, memory)
+        self.evictor = Evictor(core, journal, self.lookups, self.names, refresher.news)
+        self.space.evictions.append(self.evictor.make_room)
 
     def _make_shared(
         self, member: Member, records: SharedRecords, extents: SharedExtents, refresher: Refresher
@@ -184,6 +189,8 @@ class Parts:
         nursery.start_soon(self.names.nameless.run)
         if self.coherence is None or self.leases is None:
             nursery.start_soon(self.mapper.access.run)
+            if self.evictor is not None and not self.core.read_only:
+                nursery.start_soon(self.evictor.run)
         else:
             nursery.start_soon(self.coherence.run)
             await nursery.start(self.leases.run)

@@ -77,6 +77,8 @@ class EntryServer:
         self.lines = Lines(self.serve)
         """entries that were taken and wait"""
         self._columns = ColumnReads(ring, registered)
+        self._uses: dict[int, list[bytes]] = {}
+        """directory of a cache -> names that were asked for in the batch that is being served"""
         self.count = 0
         """entries served since somebody set it to 0"""
         self.bad_count = 0
@@ -125,6 +127,8 @@ class EntryServer:
             if is_wanted:
                 self._turns.pause(self._ring.seat)
         self._pass_on(done, calls)
+        if self._uses:
+            self._note_uses()
         return rows[waiting] if waiting else rows[:0]
 
     def serve_one(self, entry: Entry, taken_at: float) -> bool:
@@ -136,7 +140,14 @@ class EntryServer:
             return False
         self.count += 1
         self._pass_on([CQE_STRUCT.pack(entry.user_data, *answer)] if answer is not None else [], calls)
+        if self._uses:
+            self._note_uses()
         return True
+
+    def _note_uses(self) -> None:
+        for directory, names in self._uses.items():
+            self._registered.note_uses(directory, names)
+        self._uses = {}
 
     def _pass_on(self, done: list[bytes], calls: list[Call]) -> None:
         if done:
@@ -328,6 +339,8 @@ class EntryServer:
         iov = self._range(entry) if entry.length else None
         if iov is not None and not iov.writable:
             raise Refused(errno.EACCES)
+        if namespace.notes_uses:
+            self._uses.setdefault(namespace.ino, []).append(name)
         answer = self._get(entry, namespace, name, iov)
         if answer is None:
             call = Call(self._ring, entry, deadline, namespace=namespace, names=(name,), iov=iov)

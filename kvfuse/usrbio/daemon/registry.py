@@ -74,6 +74,8 @@ class Namespace:
     """the peer may, as far as known, find out every name; else it must not see blocks that it did not name"""
     may_put: bool = True
     """the peer may, as far as known, make names in it; else a put is not copied before the event loop allowed it"""
+    notes_uses: bool = False
+    """it is in a cache, as far as known"""
     waits: bool = False
     """a put in it waits for its commit, as far as known"""
     bindings: dict[bytes, Binding] = field(default_factory=dict)

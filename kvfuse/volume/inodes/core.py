@@ -198,6 +198,28 @@ class Core:
         """Chunk size, in bytes, of files that are made in ``directory``."""
         return min(directory.chunk_size or self.chunk_size, self.geometry.slab_size)
 
+    # -- caches --------------------------------------------------------------------------------------
+
+    def stored_in_cache(self, node: Node) -> None:
+        """Nobody writes the file any more: from now on it may be evicted."""
+        cache = self.caches.get(node.namespace)
+        if cache is not None and node.nlink:
+            size, addr = node.slots()
+            cache.stored(node.parent, node.name, size, addr // self.geometry.slab_size)
+            self.namespaces.changed.set()
+
+    def looked_in_cache(self, node: Node, name: bytes, *, is_there: bool) -> None:
+        """The kernel looked up a file, or a name that a directory does not have."""
+        cache = self.caches.get(node.namespace)
+        if cache is not None:
+            cache.looked(node.parent if is_there else node.ino, name, is_there=is_there)
+
+    def has_spare_room(self, size: int) -> bool:
+        """So many bytes can be stored, and the caches do not have to give up anything for them."""
+        data_size, slabs = self.geometry.data_size, self.slabs
+        used = data_size - slabs.free_bytes - slabs.pending_bytes
+        return used + size <= data_size * self.namespaces.low_water
+
     # -- inodes --------------------------------------------------------------------------------------
 
     def readers_change(self, node: Node) -> None:

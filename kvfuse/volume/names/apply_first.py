@@ -149,6 +149,22 @@ class ApplyFirst:
             self._move(plan)
         if plan.weight:
             self.core.metadata.reserve(plan.node, plan.weight)
+        if self.core.caches:
+            self._tell_caches(plan)
+
+    def _tell_caches(self, plan: Plan) -> None:
+        """Names that lost their file, and files that were renamed or linked."""
+        for end, meant in zip(plan.ends, plan.means, strict=True):
+            was, directory = end.found.node, end.directory
+            cache = self.core.caches.get(directory.namespace)
+            if cache is None:
+                continue
+            if was is not None and was.is_file:
+                cache.gone(directory.ino, end.name)
+            if meant is not None:
+                cache.named(directory.ino, end.name)
+                if meant is not plan.made and meant.is_file and not meant.writers:
+                    self.core.stored_in_cache(meant)
 
     def _add(self, node: Node) -> None:
         """Add a new inode."""

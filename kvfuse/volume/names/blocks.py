@@ -23,6 +23,7 @@ from kvfuse.volume.names.changes import Names
 from kvfuse.volume.names.lookup import Lookup
 from kvfuse.volume.names.pages import LEARN_ROWS
 from kvfuse.volume.names.plans import Plan
+from kvfuse.volume.namespaces.cache import Cache
 from kvfuse.volume.slots.flusher import Flusher
 from kvfuse.volume.slots.space import RoomWait, Space
 from kvfuse.volume.store import schema
@@ -102,12 +103,28 @@ class Blocks:
             if node is not None and node.map is not None:
                 node.map.hide_copies()
 
+    # -- caches --------------------------------------------------------------------------------------
+
+    async def _cache_of(self, directory: int) -> Cache | None:
+        """The books of the cache that a directory is in. NotADirectory, Stale."""
+        caches = self.core.caches
+        return caches.get((await self.lookup.directory(directory)).namespace) if caches else None
+
+    def notes_uses(self, directory: int) -> bool:
+        node = self.core.nodes.get(directory)
+        return node is not None and node.namespace in self.core.caches
+
+    def note_uses(self, directory: int, names: Sequence[bytes]) -> None:
+        self.core.namespaces.uses.note(directory, names)
+
     # -- looking -------------------------------------------------------------------------------------
 
     async def exists(self, directory: int, names: list[bytes]) -> list[bool]:
         """Without waiting once the directory was read to its end: then by hashes of names, which have 64 bits."""
         await self.lookup.directory(directory)
         self.counters.asked += len(names)
+        if (cache := await self._cache_of(directory)) is not None:
+            cache.asked(directory, names)
         dentries, pending = self.core.dentries, self.journal.pending
         while True:
             epoch = pending.epoch
@@ -172,9 +189,14 @@ class Blocks:
     async def put(self, directory: int, name: bytes, data: memoryview | TierBlock, caller: Caller, mode: int) -> int:
         self._check(directory, name)
         content = data.buffer.data if isinstance(data, TierBlock) else data
+        cache = await self._cache_of(directory)
+        if cache is not None and not cache.admits(directory, name, self.core.has_spare_room(len(content))):
+            raise errors.NotAdmitted(f"{name!r} is not stored: the cache is full of blocks that are worth more")
         plan, slots, gone = await self._prepare(directory, name, len(content), mode, caller)
         node, folder = self.names.replace(plan), plan.ends[0].directory
         self._stage(node, content, slots)
+        if cache is not None:
+            self.core.stored_in_cache(node)
         if isinstance(data, TierBlock) and data.read_class == _read_class(node):
             self.core.tier.keep(node.ino, data)
         self.counters.puts += 1

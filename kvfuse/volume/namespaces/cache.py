@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 from kvfuse.policy import Victim, make_policy
@@ -24,6 +25,9 @@ _MASK = (1 << 64) - 1
 _SLAB_BITS = 24
 _ASKED_MAX = 1 << 16
 """keys whose reads, soon after a look, count as the same use"""
+LOOK_SECONDS = 1.0
+"""within which a file is made whose name the kernel looked up for that"""
+LOOKED_MAX = 1 << 14
 EVICTED_MAX = 1 << 17
 """keys of evicted blocks that are remembered, so that a miss is known to be one"""
 
@@ -53,7 +57,11 @@ class Cache:
         ``stored``, ``refused`` (not admitted), and what went, by reason: ``room``, ``expired``, ``cleared``"""
         self._clock = clock
         self._asked: set[int] = set()
+        self._looked: dict[int, float] = {}
+        """names that the kernel looked up and did not find -> when; before it makes a file it looks, too"""
         self._evicted: dict[int, None] = {}
+        self._leaving = 0
+        """candidates that are neither evicted nor kept yet"""
         self._gone_meanwhile: set[int] | None = set()
         """keys that went while what was there before is read from the store; None: that is done"""
 
@@ -88,6 +96,30 @@ class Cache:
         if keys:
             self._count(keys)
 
+    def looked(self, directory: int, name: bytes, *, is_there: bool) -> None:
+        """The kernel looked up a name. An absent one it may be about to make: `settle_looks` counts it later."""
+        if is_there:
+            self.asked(directory, [name])
+        else:
+            self._looked[block_key(directory, name)] = self._clock()
+
+    def named(self, directory: int, name: bytes) -> None:
+        """A file was made under a name, or got it: the kernel looked it up for that."""
+        if self._looked:
+            self._looked.pop(block_key(directory, name), None)
+
+    def settle_looks(self) -> None:
+        """Count names that the kernel did not find, and that nobody made since."""
+        before = self._clock() - LOOK_SECONDS
+        settled: list[int] = []
+        for key, time in self._looked.items():
+            if time > before and len(self._looked) - len(settled) < LOOKED_MAX:
+                break
+            settled.append(key)
+        for key in settled:
+            del self._looked[key]
+            self._count([key])
+
     def _count(self, keys: list[int]) -> None:
         counters, policy = self.counters, self.policy
         present = sum([key in policy for key in keys])
@@ -114,25 +146,24 @@ class Cache:
         for victim in self.policy.victims(size, self._clock()):
             directory = victim.tag >> _SLAB_BITS
             found.append(Candidate(victim, directory, victim.key ^ (directory * _SPREAD & _MASK)))
+        self._leaving += len(found)
         return found
 
-    def kept(self, candidates: Iterable[Candidate]) -> None:
+    def kept(self, candidates: Sequence[Candidate]) -> None:
         """These could not be evicted now."""
         now = self._clock()
         for candidate in candidates:
             self.policy.keep(candidate.victim, now)
+        self._leaving -= len(candidates)
 
-    def evicted(self, keys: Iterable[int], reason: str = "room") -> None:
-        """These are gone."""
-        count = 0
-        for key in keys:
-            self._evicted[key] = None
-            count += 1
-        self.counters[reason] += count
-        excess = len(self._evicted) - EVICTED_MAX
-        if excess > 0:
-            for key in list(self._evicted)[: excess + EVICTED_MAX // 8]:
-                del self._evicted[key]
+    def evicted(self, key: int, reason: str = "room") -> None:
+        """A candidate is gone."""
+        self._leaving -= 1
+        self._evicted[key] = None
+        self.counters[reason] += 1
+        if len(self._evicted) > EVICTED_MAX:
+            for former in list(islice(self._evicted, EVICTED_MAX // 8)):
+                del self._evicted[former]
 
     # -- what was there before ---------------------------------------------------------------------------
 
@@ -152,7 +183,7 @@ class Cache:
     def statistics(self) -> dict[str, Any]:
         counters = self.counters
         names = ("asked", "present", "evicted", "absent", "stored", "refused", "room", "expired", "cleared")
-        blocks = len(self.policy)
+        blocks = len(self.policy) + self._leaving
         return {
             **{name: counters[name] for name in names},
             "hit_ratio": round(counters["present"] / counters["asked"], 4) if counters["asked"] else None,

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+import trio
+
 from kvfuse.volume.namespaces.cache import Cache, Uses
 from kvfuse.volume.namespaces.settings import ROOT, Settings
 
@@ -29,6 +31,8 @@ class Namespaces:
         self.caches: dict[int, Cache] = {}
         """number -> books of those that are caches: what hot paths look at"""
         self.uses = Uses()
+        self.changed = trio.Event()
+        """set when a block was stored, or a namespace changed: there may be something to evict"""
         for number, found in {ROOT: Settings(), **settings}.items():
             self.put(number, found)
 
@@ -42,7 +46,18 @@ class Namespaces:
         self.caches.pop(number, None)
         if cache is not None:
             self.caches[number] = cache
+            self.changed.set()
         return found
+
+    @property
+    def high_water(self) -> float:
+        """Share of the volume from which the caches give up blocks."""
+        return min([self.all[number].settings.high_water for number in self.caches], default=1.0)
+
+    @property
+    def low_water(self) -> float:
+        """Share of the volume that is used then."""
+        return min([self.all[number].settings.low_water for number in self.caches], default=1.0)
 
     def remove(self, number: int) -> None:
         self.all.pop(number, None)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import trio
@@ -56,6 +56,8 @@ class Space:
     """sources of room for records of names, inodes and attributes"""
     store_changes: Callable[[], Awaitable[None]]
     """commits all pending changes, and so frees the room of the records that they delete"""
+    evictions: list[Source] = field(default_factory=list)
+    """sources that give up files of caches, for slots and records: they are asked last"""
 
     async def wait_for_room(self, wait: RoomWait | None) -> RoomWait | None:
         """Free some slots. The caller tries again, and passes the returned wait if they were too few.
@@ -64,7 +66,7 @@ class Space:
         engine does not answer.
         """
         wait = wait or self._begin_wait()
-        if not await _ask(self.sources, wait):
+        if not await _ask([*self.sources, *self.evictions], wait):
             return None
         await self.core.reads.passed()
         return wait
@@ -80,7 +82,7 @@ class Space:
         wait = self._begin_wait()
         await self.store_changes()
         while not metadata.fits(size):
-            if not await _ask(self.record_sources, wait):
+            if not await _ask([*self.record_sources, *self.evictions], wait):
                 raise metadata.refusal(what)
             await self.store_changes()
         return True

@@ -107,6 +107,8 @@ class PuttingVolume:
     def waits(self, directory: int) -> bool:
         return False
 
+    notes_uses = waits
+
     async def put(self, directory: int, name: bytes, *_: object) -> int:
         self.begun.append(name)
         if name in self.stuck:

@@ -1,0 +1,230 @@
+"""Eviction: files of caches are removed, in the order of their policies, where their room is needed.
+
+It runs ahead of need: above the high water mark files go until the low one is reached. A call that finds no room all
+the same has more removed (`Evictor.make_room`, a source of `Space`). An evicted file is unlinked as if a user did it,
+so doors, bindings and copies need to know nothing of eviction. Files that somebody has open or writes are kept, and
+offered again later. The kernel is told of names that it may know.
+
+The books of a cache begin empty. After a mount a task reads the names that the store has, oldest use first.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import dataclass
+from stat import S_ISREG
+
+import trio
+
+from kvfuse import errors
+from kvfuse.volume.commit.journal import Journal
+from kvfuse.volume.content.kernel_news import KernelNews
+from kvfuse.volume.inodes.core import Core
+from kvfuse.volume.names.changes import Names
+from kvfuse.volume.names.lookup import Lookup
+from kvfuse.volume.namespaces.cache import Cache, Candidate, block_key
+from kvfuse.volume.store import schema
+from kvfuse.volume.store.sealed import ScanPages, get_sound, scan_page
+from kvfuse.volume.views import clock
+
+log = logging.getLogger(__name__)
+
+LOOK_SECONDS = 1.0
+"""between looks at uses that ring threads noted, where nothing is stored"""
+PAUSE_SECONDS = 0.02
+"""after a look, so that the next one has many blocks to see to"""
+BATCH_SIZE_MIN, BATCH_SIZE_MAX = 4 << 20, 256 << 20
+"""bytes that one step of an eviction frees"""
+REMOVED_PER_TURN = 16
+"""files that are removed before other tasks may run"""
+SCAN_ROWS = 500
+
+
+@dataclass
+class Evictor:
+    """Evicts files of all caches of a volume. Each membership has one. Event loop only."""
+
+    core: Core
+    journal: Journal
+    lookup: Lookup
+    names: Names
+    news: KernelNews
+
+    def __post_init__(self) -> None:
+        self._lock = trio.Lock()
+        """held by one eviction"""
+        self._steps = 0
+        """of evictions that removed something"""
+        size = self.core.geometry.data_size
+        self._batch_size = min(max(size >> 9, BATCH_SIZE_MIN), BATCH_SIZE_MAX, max(size >> 4, 1))
+
+    async def run(self) -> None:
+        """Follow uses, and keep below the water marks, until cancelled."""
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self.news.run)
+            nursery.start_soon(self._follow)
+
+    async def _follow(self) -> None:
+        namespaces = self.core.namespaces
+        while True:
+            with trio.move_on_after(LOOK_SECONDS if self.core.caches else math.inf):
+                await namespaces.changed.wait()
+            namespaces.changed = trio.Event()
+            if self.core.caches:
+                try:
+                    await self._look()
+                except errors.OperationError as error:
+                    log.warning("eviction is late: %s", error)
+                    await trio.sleep(LOOK_SECONDS)
+            await trio.sleep(PAUSE_SECONDS)
+
+    async def _look(self) -> None:
+        unread = [number for number, cache in self.core.caches.items() if not cache.is_known]
+        if unread:
+            await self._read_store(unread)
+        self._take_uses()
+        size, namespaces = self.core.geometry.data_size, self.core.namespaces
+        if self._used_size() <= size * namespaces.high_water:
+            return
+        low = int(size * namespaces.low_water)
+        while (excess := self._used_size() - low) > 0 and await self._evict_some(min(excess, self._batch_size)):
+            self._take_uses()
+
+    def _used_size(self) -> int:
+        slabs = self.core.slabs
+        return self.core.geometry.data_size - slabs.free_bytes - slabs.pending_bytes
+
+    def _take_uses(self) -> None:
+        """Tell the caches what ring threads saw, and have them count what the kernel looked for in vain."""
+        for cache in self.core.caches.values():
+            cache.settle_looks()
+        for directory, names in self.core.namespaces.uses.take():
+            node = self.core.nodes.get(directory)
+            found = self.core.caches.get(node.namespace) if node is not None else None
+            if found is not None:
+                found.read(directory, names)
+
+    # -- room --------------------------------------------------------------------------------------------
+
+    async def make_room(self, deadline: float) -> bool:
+        """A `Source`: evict some files of the largest cache, and free their slots. False: no cache has any to give."""
+        return bool(self.core.caches) and await self._evict_some(self._batch_size)
+
+    async def _evict_some(self, size: int) -> bool:
+        """Evict files of ``size`` bytes. True: some went, in this call or in one that it waited for."""
+        step = self._steps
+        async with self._lock:
+            if self._steps != step:
+                return True
+            caches = sorted(self.core.caches.values(), key=lambda cache: cache.policy.size, reverse=True)
+            for cache in caches:
+                if await self._evict_from(cache, size):
+                    self._steps += 1
+                    await self.journal.free_given_up(math.inf)
+                    return True
+        return False
+
+    async def _evict_from(self, cache: Cache, size: int) -> int:
+        """How many files went. Files that the store does not know yet go after a commit."""
+        for is_last in (False, True):
+            count, unstored = 0, 0
+            while count == 0 and (candidates := cache.candidates(size)):
+                gone, kept, unstored = await self._remove(cache, candidates)
+                count += gone
+                if not gone and not kept:
+                    break
+            if count or is_last or not unstored:
+                break
+            await self.journal.commit()
+        return count
+
+    async def _remove(self, cache: Cache, candidates: list[Candidate]) -> tuple[int, int, int]:
+        """Remove files: how many went, were kept, and were not found in the store."""
+        kept: list[Candidate] = []
+        unstored = 0
+        for number, candidate in enumerate(candidates):
+            name = await self._name_of(candidate)
+            if name is not None and await self._remove_one(candidate.directory, name):
+                cache.evicted(candidate.victim.key)
+            else:
+                unstored += name is None
+                kept.append(candidate)
+            if number % REMOVED_PER_TURN == REMOVED_PER_TURN - 1:
+                await trio.lowlevel.checkpoint()
+        cache.kept(kept)
+        return len(candidates) - len(kept), len(kept), unstored
+
+    async def _name_of(self, candidate: Candidate) -> bytes | None:
+        """The name of a block; None: the store has none."""
+        prefix = schema.entry_key(candidate.directory, b"", candidate.cookie)
+        rows, _ = await scan_page(self.core.records, prefix, limit=1)
+        return schema.split_entry_key(rows[0].key)[2] if rows else None
+
+    async def _remove_one(self, directory: int, name: bytes) -> bool:
+        """Unlink a file and free it at once. False: somebody has it open, or it is no file any more."""
+        node = (await self.lookup.find(directory, name)).node
+        if node is None or not node.is_file or node.handles or node.lock is not None:
+            return node is None
+        with_kernel = self.core.places.known(node.ino)
+        try:
+            await self.names.unlink(directory, name)
+        except errors.NotFound:
+            return True
+        if with_kernel:
+            self.news.name(directory, name)
+        if node.ino in self.core.unnamed and not node.handles:
+            self.names.nameless.reap(node)
+        return True
+
+    # -- what was there before -----------------------------------------------------------------------------
+
+    async def _read_store(self, numbers: list[int]) -> None:
+        """Put the files that the store has in these namespaces on their books, those not used for longest first."""
+        caches = {number: self.core.caches[number] for number in numbers}
+        found = _Found()
+        async for rows, _ in ScanPages(self.core.records, b"d", SCAN_ROWS):
+            references: list[tuple[bytes, int]] = []
+            for row in rows:
+                entry = schema.decode_entry(row.value)
+                if not isinstance(entry, schema.InodeRecord):
+                    references.append((row.key, entry))
+                elif entry.namespace in caches:
+                    found.add(row.key, entry, self.core.geometry.slab_size)
+            if references:
+                await self._read_references(references, caches, found)
+            await trio.lowlevel.checkpoint()
+        found.tell(caches)
+        for cache in caches.values():
+            cache.found_all()
+
+    async def _read_references(
+        self, references: list[tuple[bytes, int]], caches: dict[int, Cache], found: _Found
+    ) -> None:
+        """Add files that have records of their own."""
+        records = await get_sound(self.core.records, [schema.inode_key(ino) for _, ino in references])
+        for (key, _), record in zip(references, records, strict=True):
+            if record is not None and (inode := schema.decode_inode(record.value)).namespace in caches:
+                found.add(key, inode, self.core.geometry.slab_size)
+
+
+class _Found:
+    """Files that the store has, in columns."""
+
+    def __init__(self) -> None:
+        self._rows: list[tuple[int, int, int, int, int, int]] = []
+
+    def add(self, key: bytes, inode: schema.InodeRecord, slab_size: int) -> None:
+        if not S_ISREG(inode.mode):
+            return
+        directory, _, name = schema.split_entry_key(key)
+        extents = [extent for chunk in inode.chunks for extent in chunk]
+        size = sum([extent.length for extent in extents]) + 512 * inode.far_blocks
+        slab = extents[0].addr // slab_size if extents else 0
+        used_at = max(inode.atime, inode.mtime)
+        self._rows.append((used_at, block_key(directory, name), size, directory, slab, inode.namespace))
+
+    def tell(self, caches: dict[int, Cache]) -> None:
+        now = clock.now()
+        for used_at, key, size, directory, slab, namespace in sorted(self._rows):
+            caches[namespace].found(key, size, max(0.0, (now - used_at) / 1e9), directory, slab)

@@ -1,0 +1,203 @@
+"""A full cache goes on: files are evicted by need and ahead of it, what is open stays, nothing is lost that may not."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import trio
+from volume_lab import CALLER, MIB, Disk, check, lab_options, opened
+
+from kvfuse.errors import NoSpace, NotAdmitted, NotFound, Stale
+from kvfuse.policy import HOLD_SECONDS
+from kvfuse.volume.api import ROOT_INODE
+from kvfuse.volume.namespaces.settings import ROOT, Settings, encode_settings
+from kvfuse.volume.store import schema
+from kvfuse.volume.volume import Volume
+
+BLOCK = 64 << 10
+
+
+OPTIONS = lab_options(capacity=64 * MIB)
+
+
+def cache_disk(**settings: object) -> Disk:
+    """A volume whose root is a cache."""
+    disk = Disk.format(OPTIONS)
+    record = encode_settings(Settings(kind="cache").changed(settings))
+    disk.apply({schema.namespace_key(ROOT): record}, ())
+    return disk
+
+
+def used(volume: Volume) -> int:
+    space = volume.space()
+    assert 0 <= space.free <= space.size
+    return space.size - space.free
+
+
+async def write_file(volume: Volume, name: bytes, data: bytes) -> None:
+    handle, node = await volume.tree.create(ROOT_INODE, b"tmp-" + name, 0o644, CALLER, os.O_WRONLY)
+    position = 0
+    while position < len(data):
+        position += await volume.files.write(handle, position, memoryview(data)[position:])
+    await volume.files.flush(handle)
+    await volume.files.release(handle)
+    await volume.tree.rename(ROOT_INODE, b"tmp-" + name, ROOT_INODE, name, 0)
+    volume.tree.forget(node.ino, 1)
+
+
+@pytest.mark.parametrize("door", ["puts", "files"])
+async def test_three_times_its_capacity_goes_in(door: str) -> None:
+    disk = cache_disk(admission="all")
+    async with opened(disk, OPTIONS) as volume:
+        count = 3 * volume.space().size // BLOCK
+        for number in range(count):
+            name, data = b"%08d" % number, number.to_bytes(8, "big") * (BLOCK // 8)
+            if door == "puts":
+                await volume.blocks.put(ROOT_INODE, name, memoryview(data), CALLER, 0o644)
+            else:
+                await write_file(volume, name, data)
+            used(volume)
+        names = [b"%08d" % number for number in range(count)]
+        found = await volume.blocks.exists(ROOT_INODE, names)
+        assert 0.85 * volume.space().size < sum(found) * BLOCK <= volume.space().size
+        assert found[-1]
+        for number in [number for number, there in enumerate(found) if there][::37]:
+            node = await volume.blocks.find(ROOT_INODE, names[number])
+            assert node is not None
+            handle = await volume.files.open(node.ino, os.O_RDONLY, CALLER)
+            assert bytes(await volume.files.read(handle, 0, BLOCK)) == number.to_bytes(8, "big") * (BLOCK // 8)
+            await volume.files.release(handle)
+    await checked(disk)
+
+
+async def checked(disk: Disk) -> None:
+    report = await check(disk)
+    assert report.clean, report
+
+
+def statistics(volume: Volume) -> dict[str, Any]:
+    found: dict[str, Any] = volume.stats()["namespaces"][0]["cache"]
+    return found
+
+
+async def fill(volume: Volume, start: int, count: int) -> list[bytes]:
+    names = [b"%08d" % number for number in range(start, start + count)]
+    for name in names:
+        await volume.blocks.put(ROOT_INODE, name, memoryview(name * (BLOCK // 8)), CALLER, 0o644)
+    return names
+
+
+async def test_what_is_open_stays_and_is_evicted_later(autojump_clock: object) -> None:
+    disk = cache_disk(admission="all", eviction="fifo")
+    async with opened(disk, OPTIONS) as volume:
+        block_count = volume.space().size // BLOCK
+        (name,) = await fill(volume, 0, 1)
+        node = await volume.tree.lookup(ROOT_INODE, name)
+        handle = await volume.files.open(node.ino, os.O_RDONLY, CALLER)
+        await fill(volume, 1, 2 * block_count)
+        assert await volume.blocks.exists(ROOT_INODE, [name]) == [True]
+        assert bytes(await volume.files.read(handle, 0, BLOCK)) == name * (BLOCK // 8)
+        await volume.files.release(handle)
+        await trio.sleep(HOLD_SECONDS)
+        await fill(volume, 3 * block_count, 2 * block_count)
+        assert await volume.blocks.exists(ROOT_INODE, [name]) == [False]
+        with pytest.raises(NotFound):
+            await volume.tree.lookup(ROOT_INODE, name)
+        with pytest.raises(Stale):
+            await volume.files.open(node.ino, os.O_RDONLY, CALLER)
+    await checked(disk)
+
+
+async def test_what_is_being_written_stays() -> None:
+    disk = cache_disk(admission="all", eviction="fifo")
+    async with opened(disk, OPTIONS) as volume:
+        block_count = volume.space().size // BLOCK
+        handle, node = await volume.tree.create(ROOT_INODE, b"slow", 0o644, CALLER, os.O_WRONLY)
+        await volume.files.write(handle, 0, b"a" * BLOCK)
+        await fill(volume, 1, 2 * block_count)
+        await volume.files.write(handle, BLOCK, b"b" * BLOCK)
+        await volume.files.release(handle)
+        handle = await volume.files.open(node.ino, os.O_RDONLY, CALLER)
+        assert bytes(await volume.files.read(handle, 0, 2 * BLOCK)) == b"a" * BLOCK + b"b" * BLOCK
+        await volume.files.release(handle)
+    await checked(disk)
+
+
+async def test_a_namespace_of_files_loses_none() -> None:
+    disk = Disk.format(OPTIONS)
+    async with opened(disk, OPTIONS) as volume:
+        block_count = volume.space().size // BLOCK
+        names: list[bytes] = []
+        with pytest.raises(NoSpace):
+            for number in range(block_count + 10):
+                names += await fill(volume, number, 1)
+        assert all(await volume.blocks.exists(ROOT_INODE, names))
+        assert len(names) > 0.9 * block_count
+    await checked(disk)
+
+
+@pytest.mark.parametrize("ends", ["cleanly", "in a crash"])
+async def test_a_restart_keeps_the_cache_and_the_order(ends: str) -> None:
+    disk = cache_disk(admission="all", eviction="lru")
+    async with opened(disk, OPTIONS) as volume:
+        block_count = volume.space().size // BLOCK
+        names = await fill(volume, 0, block_count // 2)
+        await volume.sync()
+        crashed = disk.copy()
+    disk = crashed if ends == "in a crash" else disk
+    async with opened(disk, OPTIONS) as volume:
+        assert all(await volume.blocks.exists(ROOT_INODE, names))
+        await fill(volume, 1 << 20, block_count)
+        assert not any(await volume.blocks.exists(ROOT_INODE, names[: len(names) // 2]))
+        assert statistics(volume)["blocks"] == sum(
+            await volume.blocks.exists(
+                ROOT_INODE, [*names, *[b"%08d" % (number + (1 << 20)) for number in range(block_count)]]
+            )
+        )
+    await checked(disk)
+
+
+async def test_a_full_cache_stores_what_its_policy_admits() -> None:
+    """With "second-touch": what somebody asked for before."""
+    disk = cache_disk(admission="second-touch", eviction="lru")
+    async with opened(disk, OPTIONS) as volume:
+        with pytest.raises(NotAdmitted):
+            await fill(volume, 0, volume.space().size // BLOCK)
+        for number in range(1 << 20, (1 << 20) + 10):
+            name = b"%08d" % number
+            with pytest.raises(NotAdmitted):
+                await fill(volume, number, 1)
+            await volume.blocks.exists(ROOT_INODE, [name])
+            await volume.blocks.exists(ROOT_INODE, [name])
+            await fill(volume, number, 1)
+        assert statistics(volume)["refused"] == 11
+    await checked(disk)
+
+
+async def test_uses_are_counted_once_each(autojump_clock: object) -> None:
+    disk = cache_disk()
+    async with opened(disk, OPTIONS) as volume:
+        names = await fill(volume, 0, 4)
+        await volume.blocks.exists(ROOT_INODE, [*names, b"absent"])
+        volume.blocks.note_uses(ROOT_INODE, names)
+        await trio.sleep(1.5)
+        counted = statistics(volume)
+        assert (counted["asked"], counted["present"], counted["absent"]) == (5, 4, 1), "to look and to read is one use"
+        volume.blocks.note_uses(ROOT_INODE, names)
+        await trio.sleep(1.5)
+        assert statistics(volume)["asked"] == 9
+
+
+async def test_names_that_are_about_to_be_made_are_no_misses(autojump_clock: object) -> None:
+    """The kernel looks up what it creates and renames to."""
+    disk = cache_disk()
+    async with opened(disk, OPTIONS) as volume:
+        for name in (b"tmp-file", b"file", b"other"):
+            with pytest.raises(NotFound):
+                await volume.tree.lookup(ROOT_INODE, name)
+        await write_file(volume, b"file", b"x" * BLOCK)
+        await trio.sleep(3)
+        counted = statistics(volume)
+        assert (counted["asked"], counted["absent"], counted["stored"]) == (1, 1, 2)
