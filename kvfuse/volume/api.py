@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 from kvfuse.volume.views.content_map import ContentMap
 from kvfuse.volume.views.tier import SharedTier, TierBlock
+from kvfuse.volume.views.uses import Uses
 
 ROOT_INODE = 1
 FIRST_INODE = 1024
@@ -291,14 +292,11 @@ class BlockApi(Protocol):
     async def bind(self, directory: int, name: bytes) -> Binding | None:
         """What a name means until the caller's next await; None where it means no regular file. Waits for the store."""
 
-    def notes_uses(self, directory: int) -> bool:
-        """The directory is in a cache, which wants to know of blocks that threads of rings read."""
-
-    def note_uses(self, directory: int, names: Sequence[bytes]) -> None:
-        """Blocks of one batch were read, or asked for in vain. From any thread; ``names`` may not change any more."""
-
     def waits(self, directory: int) -> bool:
         """A put there waits for its commit; or it is not known whether it does."""
+
+    def terms(self, directory: int) -> tuple[bool, Uses | None]:
+        """`waits`; and if the directory is in a cache, where threads note which of its blocks they were asked for."""
 
     async def put(self, directory: int, name: bytes, data: memoryview | TierBlock, caller: Caller, mode: int) -> int:
         """Let ``name`` mean a new file that has ``data``, instead of the file it means, in one step.

@@ -157,8 +157,8 @@ class Files:
                 raise
         elif caller.is_kernel:
             self._access.opened(handle)
-        if caller.is_kernel and handle.readable and (cache := self._core.caches.get(node.namespace)) is not None:
-            cache.read(node.parent, [node.name])
+        if self._core.caches and caller.is_kernel and handle.readable:
+            self._core.read_in_cache(node)
         return handle
 
     def begin(self, node: Node, flags: int, caller: Caller) -> FileHandle:

@@ -110,8 +110,6 @@ class Parts:
         self.leases: SlabLeases | None = None
         self.coherence: Coherence | None = None
         """both where others have the volume open, too"""
-        self.evictor: Evictor | None = None
-        """where they have not"""
         self.space: Space
         self.lookups: Lookup
         self.names: Names
@@ -145,8 +143,7 @@ class Parts:
         self.lookups = OwnLookup(core, journal, refresher)
         memory = ApplyFirst(core, journal, self.space, self.lookups, nameless)
         self.names = Names(core, journal, self.lookups, nameless, memory, memory)
-        self.evictor = Evictor(core, journal, self.lookups, self.names, refresher.news)
-        self.space.evictions.append(self.evictor.make_room)
+        self.space.evictors.append(Evictor(core, journal, self.lookups, self.names, refresher.news))
 
     def _make_shared(
         self, member: Member, records: SharedRecords, extents: SharedExtents, refresher: Refresher
@@ -189,8 +186,8 @@ class Parts:
         nursery.start_soon(self.names.nameless.run)
         if self.coherence is None or self.leases is None:
             nursery.start_soon(self.mapper.access.run)
-            if self.evictor is not None and not self.core.read_only:
-                nursery.start_soon(self.evictor.run)
+            for evictor in [] if self.core.read_only else self.space.evictors:
+                nursery.start_soon(evictor.run)
         else:
             nursery.start_soon(self.coherence.run)
             await nursery.start(self.leases.run)

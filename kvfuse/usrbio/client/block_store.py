@@ -113,9 +113,12 @@ class BlockStore(AbstractContextManager["BlockStore"]):
     # -- one block -----------------------------------------------------------------------------------
 
     def put(self, key: Key, buffer: object) -> None:
-        """The block of ``key`` is these bytes from here on. OSError (ENOSPC, EDQUOT, ETIMEDOUT, ...)."""
+        """The block of ``key`` is these bytes from here on. OSError (ENOSPC, EDQUOT, ETIMEDOUT, ...).
+
+        A full cache may find the block not worth storing: then nothing happens (`put_many` says which are stored).
+        """
         (result,) = self._move(Op.PUT, [key], [buffer]).tolist()
-        if result < 0:
+        if result < 0 and result != -ECANCELED:
             raise OSError(-result, os.strerror(-result))
 
     def get_into(self, key: Key, buffer: object) -> int | None:
@@ -138,7 +141,7 @@ class BlockStore(AbstractContextManager["BlockStore"]):
     # -- many blocks, each call one submission -------------------------------------------------------
 
     def put_many(self, keys: Sequence[Key], buffers: Sequence[object]) -> Found:
-        """Which are stored; the others found no room, or the deadline passed."""
+        """Which are stored; the others found no room, the cache did not admit them, or the deadline passed."""
         results = self._move(Op.PUT, keys, buffers)
         _raise_unless(results, NOT_STORED)
         return results >= 0

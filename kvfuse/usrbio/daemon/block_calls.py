@@ -121,8 +121,7 @@ class BlockCalls:
         directory = await self.volume.inodes.attributes(namespace.ino)
         namespace.may_list = self.peer.may(directory, 4)
         namespace.may_put = self.peer.may(directory, 3)
-        namespace.waits = self.volume.blocks.waits(namespace.ino)
-        namespace.notes_uses = self.volume.blocks.notes_uses(namespace.ino)
+        namespace.waits, namespace.uses = self.volume.blocks.terms(namespace.ino)
         if not self.peer.may(directory, wanted):
             raise errors.PermissionDenied("the mode of the namespace's directory does not allow the client's user this")
         if wanted & 2 and namespace.read_only:

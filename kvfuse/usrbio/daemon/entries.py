@@ -64,6 +64,14 @@ def _is_late(entry: Entry, taken_at: float) -> bool:
     return entry.timeout_us != 0 and time.monotonic() > taken_at + entry.timeout_us / 1e6
 
 
+def _note_uses(asked: dict[Namespace, list[bytes]]) -> None:
+    """Tell the caches, and forget it."""
+    for namespace, names in asked.items():
+        if namespace.uses is not None:
+            namespace.uses.note(namespace.ino, names)
+    asked.clear()
+
+
 class EntryServer:
     """Serves the entries of one ring, whose thread owns it. ``op_mask``: bit n allows operation n."""
 
@@ -77,8 +85,8 @@ class EntryServer:
         self.lines = Lines(self.serve)
         """entries that were taken and wait"""
         self._columns = ColumnReads(ring, registered)
-        self._uses: dict[int, list[bytes]] = {}
-        """directory of a cache -> names that were asked for in the batch that is being served"""
+        self._asked: dict[Namespace, list[bytes]] = {}
+        """names of blocks of caches that were asked for in the batch that is being served"""
         self.count = 0
         """entries served since somebody set it to 0"""
         self.bad_count = 0
@@ -127,8 +135,8 @@ class EntryServer:
             if is_wanted:
                 self._turns.pause(self._ring.seat)
         self._pass_on(done, calls)
-        if self._uses:
-            self._note_uses()
+        if self._asked:
+            _note_uses(self._asked)
         return rows[waiting] if waiting else rows[:0]
 
     def serve_one(self, entry: Entry, taken_at: float) -> bool:
@@ -140,14 +148,9 @@ class EntryServer:
             return False
         self.count += 1
         self._pass_on([CQE_STRUCT.pack(entry.user_data, *answer)] if answer is not None else [], calls)
-        if self._uses:
-            self._note_uses()
+        if self._asked:
+            _note_uses(self._asked)
         return True
-
-    def _note_uses(self) -> None:
-        for directory, names in self._uses.items():
-            self._registered.note_uses(directory, names)
-        self._uses = {}
 
     def _pass_on(self, done: list[bytes], calls: list[Call]) -> None:
         if done:
@@ -339,8 +342,8 @@ class EntryServer:
         iov = self._range(entry) if entry.length else None
         if iov is not None and not iov.writable:
             raise Refused(errno.EACCES)
-        if namespace.notes_uses:
-            self._uses.setdefault(namespace.ino, []).append(name)
+        if namespace.uses is not None:
+            self._asked.setdefault(namespace, []).append(name)
         answer = self._get(entry, namespace, name, iov)
         if answer is None:
             call = Call(self._ring, entry, deadline, namespace=namespace, names=(name,), iov=iov)

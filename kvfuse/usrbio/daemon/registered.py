@@ -51,7 +51,6 @@ class Registered:
         self._user_key: Hashable = (peer.uid, peer.is_unlimited)
         self.user = limits.doorman.interpreter.user(self._user_key)
         self._peer = peer
-        self._volume = limits.volume
         self._tier = limits.volume.tier
         self._desk = limits.desk
         self._calls = calls
@@ -80,10 +79,6 @@ class Registered:
             return None
         read_class = ReadClass(namespace.ino, self._peer.uid, namespace.gid, namespace.mode & 0o444)
         return self._tier.allocate(size, read_class) if size else None
-
-    def note_uses(self, directory: int, names: list[bytes]) -> None:
-        """Blocks of a cache were asked for, in one batch."""
-        self._volume.blocks.note_uses(directory, names)
 
     def failed(self, reason: str) -> None:
         """The client broke its ring: disconnect it."""

@@ -21,6 +21,7 @@ from kvfuse.usrbio.daemon.accounts import Account, Limit
 from kvfuse.usrbio.protocol.wire import Access
 from kvfuse.volume.api import Binding
 from kvfuse.volume.views.content_map import ContentMap
+from kvfuse.volume.views.uses import Uses
 
 TMPFS_MAGIC = 0x01021994
 """the type of tmpfs, and of memfds, in statfs(2)"""
@@ -74,8 +75,8 @@ class Namespace:
     """the peer may, as far as known, find out every name; else it must not see blocks that it did not name"""
     may_put: bool = True
     """the peer may, as far as known, make names in it; else a put is not copied before the event loop allowed it"""
-    notes_uses: bool = False
-    """it is in a cache, as far as known"""
+    uses: Uses | None = None
+    """if it is in a cache, as far as known: where to note which of its blocks are asked for"""
     waits: bool = False
     """a put in it waits for its commit, as far as known"""
     bindings: dict[bytes, Binding] = field(default_factory=dict)

@@ -214,6 +214,12 @@ class Core:
         if cache is not None:
             cache.looked(node.parent if is_there else node.ino, name, is_there=is_there)
 
+    def read_in_cache(self, node: Node) -> None:
+        """Somebody is about to read the file."""
+        cache = self.caches.get(node.namespace)
+        if cache is not None:
+            cache.read(node.parent, [node.name])
+
     def has_spare_room(self, size: int) -> bool:
         """So many bytes can be stored, and the caches do not have to give up anything for them."""
         data_size, slabs = self.geometry.data_size, self.slabs

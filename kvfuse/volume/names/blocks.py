@@ -30,6 +30,7 @@ from kvfuse.volume.store import schema
 from kvfuse.volume.store.sealed import get_sound
 from kvfuse.volume.views.content_map import SIZE_UNKNOWN
 from kvfuse.volume.views.tier import ReadClass, TierBlock
+from kvfuse.volume.views.uses import Uses
 
 log = logging.getLogger(__name__)
 
@@ -106,16 +107,8 @@ class Blocks:
     # -- caches --------------------------------------------------------------------------------------
 
     async def _cache_of(self, directory: int) -> Cache | None:
-        """The books of the cache that a directory is in. NotADirectory, Stale."""
-        caches = self.core.caches
-        return caches.get((await self.lookup.directory(directory)).namespace) if caches else None
-
-    def notes_uses(self, directory: int) -> bool:
-        node = self.core.nodes.get(directory)
-        return node is not None and node.namespace in self.core.caches
-
-    def note_uses(self, directory: int, names: Sequence[bytes]) -> None:
-        self.core.namespaces.uses.note(directory, names)
+        """The books of the cache that a directory is in, where there are caches. NotADirectory, Stale."""
+        return self.core.caches.get((await self.lookup.directory(directory)).namespace)
 
     # -- looking -------------------------------------------------------------------------------------
 
@@ -123,7 +116,7 @@ class Blocks:
         """Without waiting once the directory was read to its end: then by hashes of names, which have 64 bits."""
         await self.lookup.directory(directory)
         self.counters.asked += len(names)
-        if (cache := await self._cache_of(directory)) is not None:
+        if self.core.caches and (cache := await self._cache_of(directory)) is not None:
             cache.asked(directory, names)
         dentries, pending = self.core.dentries, self.journal.pending
         while True:
@@ -189,7 +182,7 @@ class Blocks:
     async def put(self, directory: int, name: bytes, data: memoryview | TierBlock, caller: Caller, mode: int) -> int:
         self._check(directory, name)
         content = data.buffer.data if isinstance(data, TierBlock) else data
-        cache = await self._cache_of(directory)
+        cache = await self._cache_of(directory) if self.core.caches else None
         if cache is not None and not cache.admits(directory, name, self.core.has_spare_room(len(content))):
             raise errors.NotAdmitted(f"{name!r} is not stored: the cache is full of blocks that are worth more")
         plan, slots, gone = await self._prepare(directory, name, len(content), mode, caller)
@@ -209,6 +202,14 @@ class Blocks:
     def waits(self, directory: int) -> bool:
         folder = self.core.nodes.get(directory)
         return folder is None or self.lookup.is_strict(folder)
+
+    def terms(self, directory: int) -> tuple[bool, Uses | None]:
+        folder = self.core.nodes.get(directory)
+        if folder is None:
+            return True, None
+        return self.lookup.is_strict(
+            folder
+        ), self.core.namespaces.uses if folder.namespace in self.core.caches else None
 
     async def _prepare(
         self, directory: int, name: bytes, size: int, mode: int, caller: Caller

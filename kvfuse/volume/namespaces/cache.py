@@ -10,8 +10,8 @@ then for its bytes. That is one use.
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -193,22 +193,3 @@ class Cache:
                 f"{factor:g}x": round(ratio, 4) for factor, ratio in self.estimate.ratios(max(blocks, 1)).items()
             },
         }
-
-
-class Uses:
-    """Uses of blocks that other threads saw, until the event loop takes them. `note` is for any thread."""
-
-    NOTED_MAX = 1 << 14
-
-    def __init__(self) -> None:
-        self._noted: deque[tuple[int, Sequence[bytes]]] = deque()
-
-    def note(self, directory: int, names: Sequence[bytes]) -> None:
-        """Blocks of one request were read. Forgotten where nobody takes them for long."""
-        if len(self._noted) < self.NOTED_MAX:
-            self._noted.append((directory, names))
-
-    def take(self) -> Iterable[tuple[int, Sequence[bytes]]]:
-        """What was noted since the last call."""
-        while self._noted:
-            yield self._noted.popleft()

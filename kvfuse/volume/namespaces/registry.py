@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 import trio
 
-from kvfuse.volume.namespaces.cache import Cache, Uses
+from kvfuse.volume.namespaces.cache import Cache
 from kvfuse.volume.namespaces.settings import ROOT, Settings
+from kvfuse.volume.views.uses import Uses
 
 
 @dataclass

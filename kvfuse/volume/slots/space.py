@@ -36,6 +36,16 @@ class Source(Protocol):
         """
 
 
+class Evictor(Protocol):
+    """Gives up files of caches, when it is asked and ahead of it."""
+
+    async def make_room(self, deadline: float, /) -> bool:
+        """A `Source`."""
+
+    async def run(self) -> None:
+        """Keep some room free, until cancelled."""
+
+
 @dataclass
 class RoomWait:
     """The wait of one call, since it first found no room."""
@@ -56,8 +66,8 @@ class Space:
     """sources of room for records of names, inodes and attributes"""
     store_changes: Callable[[], Awaitable[None]]
     """commits all pending changes, and so frees the room of the records that they delete"""
-    evictions: list[Source] = field(default_factory=list)
-    """sources that give up files of caches, for slots and records: they are asked last"""
+    evictors: list[Evictor] = field(default_factory=list)
+    """those that give up files of caches, for slots and records: they are asked last"""
 
     async def wait_for_room(self, wait: RoomWait | None) -> RoomWait | None:
         """Free some slots. The caller tries again, and passes the returned wait if they were too few.
@@ -66,7 +76,7 @@ class Space:
         engine does not answer.
         """
         wait = wait or self._begin_wait()
-        if not await _ask([*self.sources, *self.evictions], wait):
+        if not await _ask([*self.sources, *[evictor.make_room for evictor in self.evictors]], wait):
             return None
         await self.core.reads.passed()
         return wait
@@ -82,7 +92,7 @@ class Space:
         wait = self._begin_wait()
         await self.store_changes()
         while not metadata.fits(size):
-            if not await _ask([*self.record_sources, *self.evictions], wait):
+            if not await _ask([*self.record_sources, *[evictor.make_room for evictor in self.evictors]], wait):
                 raise metadata.refusal(what)
             await self.store_changes()
         return True

@@ -107,7 +107,8 @@ class PuttingVolume:
     def waits(self, directory: int) -> bool:
         return False
 
-    notes_uses = waits
+    def terms(self, directory: int) -> tuple[bool, None]:
+        return False, None
 
     async def put(self, directory: int, name: bytes, *_: object) -> int:
         self.begun.append(name)

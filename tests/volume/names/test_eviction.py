@@ -176,16 +176,23 @@ async def test_a_full_cache_stores_what_its_policy_admits() -> None:
     await checked(disk)
 
 
+def note(volume: Volume, names: list[bytes]) -> None:
+    """As the thread of a ring does it."""
+    _, uses = volume.blocks.terms(ROOT_INODE)
+    assert uses is not None
+    uses.note(ROOT_INODE, names)
+
+
 async def test_uses_are_counted_once_each(autojump_clock: object) -> None:
     disk = cache_disk()
     async with opened(disk, OPTIONS) as volume:
         names = await fill(volume, 0, 4)
         await volume.blocks.exists(ROOT_INODE, [*names, b"absent"])
-        volume.blocks.note_uses(ROOT_INODE, names)
+        note(volume, names)
         await trio.sleep(1.5)
         counted = statistics(volume)
         assert (counted["asked"], counted["present"], counted["absent"]) == (5, 4, 1), "to look and to read is one use"
-        volume.blocks.note_uses(ROOT_INODE, names)
+        note(volume, names)
         await trio.sleep(1.5)
         assert statistics(volume)["asked"] == 9
 
