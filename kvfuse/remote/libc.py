@@ -65,7 +65,7 @@ def map_zeros(address: int, length: int) -> None:
 
 
 def map_filler(address: int, page: bytes) -> None:
-    """Have a copy of ``page`` in the place of the page that is mapped there. No thread sees anything between."""
+    """Have a writable copy of ``page`` in the place of the page that is mapped there. No thread sees a gap."""
     size = mmap.PAGESIZE
     made = _libc.mmap64(None, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
     _check(made == _MAP_FAILED)

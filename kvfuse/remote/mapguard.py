@@ -79,6 +79,10 @@ class GuardedMap:
     def _size_now(self) -> int:
         return 0 if self.descriptor is None else os.lseek(self.descriptor, 0, os.SEEK_END)
 
+    def close(self) -> None:
+        """It is not mapped any more: what has its addresses next is another's."""
+        _guarded.pop(id(self), None)
+
     def holds(self, address: int) -> bool:
         return self.address <= address < self.address + self.size
 

@@ -18,6 +18,7 @@ import trio
 
 import kvfuse
 from kvfuse.errors import Corrupt, EngineError, EngineFull, ReadOnly
+from kvfuse.remote import mapguard
 from kvfuse.remote.records.lmdb.local import WATCH_BACKLOG_MAX
 from kvfuse.remote.records.lmdb.store import LmdbRecords
 
@@ -342,3 +343,10 @@ async def test_a_file_that_was_cut_is_refused(tmp_path: Path, rng: random.Random
     data.write_bytes(b"x" * size)
     with pytest.raises(Corrupt, match=r"data\.mdb"):
         LmdbRecords.open(tmp_path)
+
+
+async def test_a_closed_store_takes_no_faults_of_what_is_mapped_in_its_place(tmp_path: Path) -> None:
+    store = LmdbRecords.open(tmp_path)
+    address = store._mapped.address
+    await store.aclose()
+    assert not any(guarded.holds(address) for made in mapguard._guarded.values() if (guarded := made()))

@@ -24,7 +24,7 @@ _META = struct.Struct("<II16xI36xQ40xQQQ")
 _NODE = struct.Struct("<HHHH")
 """low and high half of the data size, or of a page number, whose top are the flags; key size"""
 _MAGIC, _DATA_VERSION = 0xBEEFC0DE, 1
-_BRANCH, _LEAF = 0x01, 0x02
+_BRANCH, _LEAF, _DIRTY = 0x01, 0x02, 0x10
 _BIG_DATA = 0x01
 """flag of a node whose data is on pages of its own"""
 _NO_PAGE = (1 << 64) - 1
@@ -142,14 +142,20 @@ class _Pages:
 
 
 def filler_page(size: int) -> bytes:
-    """A leaf with one node, which no search finds and no transaction takes for free pages: LMDB goes on with it.
+    """A page that LMDB refuses with an error (MDB_CORRUPTED) when it looks it up, and the transaction with it.
 
-    On pages of zeros it ends the process, as on some that are no leaf where one has to be.
+    py-lmdb 2.1 and newer refuse a page of the file that is marked as changed and not yet written. Where LMDB does not
+    look - an older one, or the page was lost after it was looked up - this is a leaf and a branch at once: on a page of
+    the other kind LMDB ends the process, as on zeros. One node is lower than all keys, one is higher. As a leaf's they
+    hold lists of no free pages; as a branch's they name a page behind every map, which is an error again.
+
+    LMDB may write to a page that is so marked: it has to be mapped writable.
     """
     page = bytearray(size)
-    node = _NODE.pack(8, 0, 0, 8) + b"\xff" * 8 + bytes(8)  # key: the highest; data: a list of no pages
-    place = size - len(node)
-    _HEADER.pack_into(page, 0, 0, 0, _LEAF, _HEADER.size + 2, place)
-    struct.pack_into("<H", page, _HEADER.size, place)
-    page[place:] = node
+    nodes = _NODE.pack(8, 0, 8, 0) + bytes(8), _NODE.pack(8, 0, 8, 8) + b"\xff" * 8 + bytes(8)
+    body = b"".join(nodes)
+    page[size - len(body) :] = body
+    places = struct.pack("<HH", size - len(body), size - len(nodes[1]))
+    header = _HEADER.pack(0, 0, _BRANCH | _LEAF | _DIRTY, _HEADER.size + len(places), size - len(body))
+    page[: len(header) + len(places)] = header + places
     return bytes(page)

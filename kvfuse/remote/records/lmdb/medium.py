@@ -1,7 +1,8 @@
 """The two files that LMDB maps, guarded against a medium that loses their bytes (``mapguard.py``).
 
-After a fault LMDB finds filler: it may say anything, but it goes on, and the store is used no more. So nothing is read,
-and nothing is committed, unless `Medium.is_intact` afterwards, or before.
+After a fault LMDB finds filler. It refuses that with an error, or goes on with whatever it says, but does not end the
+process; and the store is used no more. So nothing is read, and nothing is committed, unless `Medium.is_intact`
+afterwards, or before.
 """
 
 from __future__ import annotations
@@ -46,6 +47,11 @@ class Medium:
     def grew(self) -> None:
         """A commit may have made the file longer."""
         self._data.grew()
+
+    def close(self) -> None:
+        """LMDB has unmapped them."""
+        for guarded in filter(None, (self._data, self._lock)):
+            guarded.close()
 
     def give_up(self) -> None:
         """It is not intact, and never will be again."""

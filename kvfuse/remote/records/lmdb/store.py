@@ -90,9 +90,7 @@ class LmdbRecords(RecordStore):
         self._mapped = MappedFile(path / DATA_FILE)
         self._medium = Medium(path, environment.info()["map_size"])
         self._meter = meter
-        self._usage = _recorded_usage(environment, meter) if meter else None
-        if not self._medium.is_intact():
-            raise self._lost()
+        self._usage = self._reading(lambda transaction: _recorded_usage(transaction, meter)) if meter else None
         self._writer = _Writer()
         self._commit_lock = trio.Lock()  # fair: commits are applied in the order of the calls
         self._closed = False
@@ -243,6 +241,7 @@ class LmdbRecords(RecordStore):
                 self._closed = True
                 self._writer.close()
                 self._environment.close()
+                self._medium.close()
         for watch in list(self._watches):
             watch.close()
 
@@ -442,19 +441,18 @@ def _usage_row(usage: Usage, version: int) -> bytes:
     return row + zlib.crc32(row).to_bytes(4, "big")
 
 
-def _recorded_usage(environment: lmdb.Environment, meter: Meter) -> Usage:
+def _recorded_usage(transaction: lmdb.Transaction[bytes], meter: Meter) -> Usage:
     """The weight that the last transaction recorded; counted anew where it recorded none."""
-    with environment.begin(buffers=True) as transaction:
-        row = transaction.get(meter.key)
-        if row is not None and len(row) >= VERSION_SIZE + _USAGE.size:
-            usage = Usage(*_USAGE.unpack_from(row, VERSION_SIZE))
-            if row == _usage_row(usage, transaction.id()):
-                return usage
-        size = items = 0
-        for key, value in transaction.cursor():
-            more_size, more_items = meter.weigh(bytes(key), bytes(value[VERSION_SIZE:]))
-            size += more_size
-            items += more_items
+    row = transaction.get(meter.key)
+    if row is not None and len(row) >= VERSION_SIZE + _USAGE.size:
+        usage = Usage(*_USAGE.unpack_from(row, VERSION_SIZE))
+        if row == _usage_row(usage, transaction.id()):
+            return usage
+    size = items = 0
+    for key, value in transaction.cursor():
+        more_size, more_items = meter.weigh(key, value[VERSION_SIZE:])
+        size += more_size
+        items += more_items
     return Usage(size, items)
 
 
