@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import trio
-from cli_lab import CAPACITY, Place, assert_fails
+from cli_lab import Place, assert_fails
 from cli_lab import kvfuse as run
 from metrics_lab import ask, listen_word, parse, samples, scrape, value
 from mounting import KvfuseMount, temporary_mount
@@ -85,7 +85,7 @@ def test_clients_that_say_nothing_keep_nobody_out_for_long(mounted: tuple[Kvfuse
 
 
 def test_a_mount_whose_address_is_taken_says_so(place: Place) -> None:
-    assert run("format", place.volume, "-o", CAPACITY).returncode == 0
+    assert run("format", place.volume, "--capacity", "64MiB").returncode == 0
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         done = run("mount", place.volume, place.point, "-o", f"metrics.listen=127.0.0.1:{port}")
