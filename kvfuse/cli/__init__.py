@@ -34,6 +34,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "umount": ("kvfuse.cli.umount:umount", "Unmount, and wait until everything is written."),
     "status": ("kvfuse.cli.status:status", "What is mounted here, and is it well?"),
     "stats": ("kvfuse.cli.stats:stats", "Counters of a mount, once or live."),
+    "top": ("kvfuse.cli.top:top", "A live page: namespaces, hit ratios, use, slabs."),
     "info": ("kvfuse.cli.info:info", "Where the bytes of a file lie."),
     "format": ("kvfuse.cli.format:format_command", "Make a volume."),
     "fsck": ("kvfuse.cli.fsck:fsck", "Check a volume; repair or rebuild it."),

@@ -29,8 +29,9 @@ def _shown(key: str, value: Any) -> str:
 @click.option("-o", "words", multiple=True, metavar="WORD[,WORD...]", help="Options as of 'kvfuse mount -o'.")
 @click.option("--json", "as_json", is_flag=True, help="For programs: sizes in bytes, times in seconds.")
 @click.option("--template", is_flag=True, help="Print a commented mount.conf to start from.")
+@click.option("--grafana", is_flag=True, help="Print a Grafana dashboard of the metrics; see metrics.listen.")
 def config_command(
-    source: Path | None, file: Path | None, words: tuple[str, ...], as_json: bool, template: bool
+    source: Path | None, file: Path | None, words: tuple[str, ...], as_json: bool, template: bool, grafana: bool
 ) -> None:
     """Effective options of a mount, and where each came from. Nothing is mounted or changed.
 
@@ -41,9 +42,11 @@ def config_command(
       kvfuse config
       kvfuse config /etc/kvfuse/mount.conf -o publish=strict
       kvfuse config --template > mount.conf
+      kvfuse config --grafana > kvfuse.json
     """
-    if template:
-        click.echo(resources.files("kvfuse").joinpath("data/mount.conf").read_text("utf-8"), nl=False)
+    if template or grafana:
+        name = "mount.conf" if template else "grafana.json"
+        click.echo(resources.files("kvfuse").joinpath("data", name).read_text("utf-8"), nl=False)
         return
     rows = list(config.load(source, file=file, words=words).rows())
     if as_json:

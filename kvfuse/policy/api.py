@@ -39,6 +39,8 @@ class Victim(NamedTuple):
     tag: int
     age: float
     """seconds since its last use"""
+    born: float
+    """when it was stored"""
 
 
 class Policy(ABC):
@@ -81,6 +83,10 @@ class Policy(ABC):
 
         No answer of ``victims`` has it before ``HOLD_SECONDS`` have passed. The policy learns nothing from it.
         """
+
+    @abstractmethod
+    def last_use(self, key: int) -> float | None:
+        """When a block was last used or stored; None where it is not on the books."""
 
     @property
     @abstractmethod

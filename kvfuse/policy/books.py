@@ -3,7 +3,7 @@
 A dict has the row of each key; all else of a block is in arrays, which cost the garbage collector nothing. Lists are
 doubly linked through two of these arrays, so a row moves anywhere in constant time. An OrderedDict moves a key in 0.3
 microseconds instead of 0.5, but cannot place a block before its parent, and has 250 bytes a block, where a whole
-policy with a million blocks has some 180 (210 with what was ever asked for).
+policy with a million blocks has some 190 (220 with what was ever asked for).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _GROWTH_MIN = 1024
 
 
 class Books:
-    """The blocks of a cache: key, size, tag and time of the last use of each, by row."""
+    """The blocks of a cache: key, size, tag and times of the storing and the last use of each, by row."""
 
     def __init__(self) -> None:
         self.rows: dict[int, int] = {}
@@ -33,6 +33,7 @@ class Books:
         self.sizes = self.integers("q")
         self.tags = self.integers("Q")
         self.times = self.floats()
+        self.born = self.floats()
 
     def integers(self, typecode: str) -> array[int]:
         """A new column, zero in every row; it grows with the books."""
@@ -58,7 +59,8 @@ class Books:
     def open(self, key: int, size: int, now: float, tag: int = 0) -> int:
         """The row of a block that has none yet."""
         row = self.rows[key] = self.take_row()
-        self.keys[row], self.sizes[row], self.times[row], self.tags[row] = key, size, now, tag
+        self.keys[row], self.sizes[row], self.tags[row] = key, size, tag
+        self.times[row] = self.born[row] = now
         self.size += size
         return row
 

@@ -61,6 +61,10 @@ class CachePolicy(Policy):
         for row in rows:
             times[row] = now
 
+    def last_use(self, key: int) -> float | None:
+        row = self._books.rows.get(key)
+        return None if row is None else self._books.times[row]
+
     def removed(self, key: int) -> None:
         row = self._books.rows.get(key)
         if row is None:
@@ -76,13 +80,15 @@ class CachePolicy(Policy):
         while books.size > left and (row := self._eviction.pick(now)) != NONE:
             age = now - books.times[row]
             self.victim_age.add(age)
-            block_size, tag = books.sizes[row], books.tags[row]
-            found.append(Victim(books.close(row), block_size, tag, age))
+            block_size, tag, born = books.sizes[row], books.tags[row], books.born[row]
+            found.append(Victim(books.close(row), block_size, tag, age, born))
         return found
 
     def keep(self, victim: Victim, now: float) -> None:
         self.removed(victim.key)
-        self._held[self._books.open(victim.key, victim.size, now, victim.tag)] = now + HOLD_SECONDS
+        row = self._books.open(victim.key, victim.size, now, victim.tag)
+        self._books.born[row] = victim.born
+        self._held[row] = now + HOLD_SECONDS
 
     def _offer_again(self, now: float) -> None:
         while self._held:

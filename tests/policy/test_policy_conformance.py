@@ -33,6 +33,7 @@ class Books(RuleBasedStateMachine):
         self.policy: Policy = make_policy(*self.names, seen_size=SEEN_SIZE)
         self.blocks: dict[int, int] = {}
         self.held_until: dict[int, float] = {}
+        self.born: dict[int, float] = {}
         self.now = 0.0
 
     @rule(seconds=st.sampled_from([0.0, 0.5, 1.0, 300.0]))
@@ -64,6 +65,7 @@ class Books(RuleBasedStateMachine):
     def _add(self, key: int, size: int) -> None:
         self.policy.added(key, size, self.now, key ^ TAG)
         self.blocks[key] = size
+        self.born[key] = self.now
         self.held_until.pop(key, None)
 
     @rule(chain=chains)
@@ -85,6 +87,7 @@ class Books(RuleBasedStateMachine):
         for victim in victims:
             assert victim.size == self.blocks.pop(victim.key)
             assert victim.tag == victim.key ^ TAG
+            assert victim.born == self.born[victim.key]
         for victim in data.draw(st.lists(st.sampled_from(victims), unique=True)) if victims else ():
             self.policy.keep(victim, self.now)
             self.blocks[victim.key] = victim.size
@@ -106,6 +109,8 @@ class Books(RuleBasedStateMachine):
         assert len(self.policy) == len(self.blocks)
         assert self.policy.size == sum(self.blocks.values())
         assert all(key in self.policy for key in self.blocks)
+        assert all(self.born[key] <= (self.policy.last_use(key) or 0.0) <= self.now for key in self.blocks)
+        assert self.policy.last_use(-1) is None
 
     def teardown(self) -> None:
         """Everything can go in the end, each block once."""
@@ -136,6 +141,13 @@ def test_a_caller_that_can_remove_nothing_comes_to_an_end(names: tuple[str, str]
             policy.keep(victim, 2.0)
     assert policy.size == len(policy) == 100
     assert sorted(victim.key for victim in policy.victims(1000, 2.0 + HOLD_SECONDS)) == list(range(100))
+
+
+def test_the_last_use_of_a_block_is_known() -> None:
+    policy = make_policy(seen_size=SEEN_SIZE)
+    fill(policy, [1, 2], 1.0)
+    policy.used([2, 3], 5.0)
+    assert [policy.last_use(key) for key in (1, 2, 3)] == [1.0, 5.0, None]
 
 
 @pytest.mark.parametrize("names", COMBINATIONS, ids="-".join)
