@@ -24,8 +24,6 @@ Stats = Mapping[str, Any]
 Rows = Sequence[tuple[Sequence[str], Any]]
 """(label values, value)"""
 
-MISSES = "absent", "evicted"
-"""results of requests for blocks that were not there"""
 REASONS = "room", "expired", "cleared"
 NO_TIER = "none"
 """of a request that no tier answered"""
@@ -138,14 +136,14 @@ def _namespaces(rows: Sequence[tuple[str, Stats]]) -> Iterator[Metric]:
     yield _gauge("kvfuse_used_bytes", "Bytes of slots that a namespace holds.", one, used)
     capacity = _of_each(rows, lambda row: row.get("capacity"))
     yield _gauge("kvfuse_capacity_bytes", "Bytes of slots that a namespace may hold.", one, capacity)
-    read = _of_each(rows, lambda row: row.get("measures", {}).get("read_bytes"))
+    read = _of_each(rows, lambda row: row["measures"]["read_bytes"])
     yield _counter("kvfuse_read_bytes", "Bytes that callers read.", one, read)
-    written = _of_each(rows, lambda row: row.get("measures", {}).get("written_bytes"))
+    written = _of_each(rows, lambda row: row["measures"]["written_bytes"])
     yield _counter("kvfuse_written_bytes", "Bytes that callers wrote.", one, written)
     seconds: Rows = [
         ((label, operation), found)
         for label, row in rows
-        for operation, found in row.get("measures", {}).get("seconds", {}).items()
+        for operation, found in row["measures"]["seconds"].items()
         if any(found["counts"])
     ]
     text = "Seconds that requests took in the daemon."
@@ -155,8 +153,8 @@ def _namespaces(rows: Sequence[tuple[str, Stats]]) -> Iterator[Metric]:
 def _caches(rows: Sequence[tuple[str, Stats]]) -> Iterator[Metric]:
     one = ("namespace",)
     requested: Rows = [
-        *[((label, "remote", "hit"), row["present"]) for label, row in rows],
-        *[((label, NO_TIER, result), row[result]) for label, row in rows for result in MISSES],
+        *[((label, tier, "hit"), count) for label, row in rows for tier, count in row["hits"].items()],
+        *[((label, NO_TIER, result), count) for label, row in rows for result, count in row["misses"].items()],
     ]
     text = "Blocks that were asked for. Each is counted once, so the sum over results is all that was asked for."
     yield _counter("kvfuse_blocks_requested", text, ("namespace", "tier", "result"), requested)
@@ -172,7 +170,7 @@ def _caches(rows: Sequence[tuple[str, Stats]]) -> Iterator[Metric]:
     yield _counter("kvfuse_evictions", "Blocks that went, by reason.", ("namespace", "reason"), gone)
     refused = _of_each(rows, lambda row: row["refused"])
     yield _counter("kvfuse_admissions_refused", "Blocks that a full cache did not store.", one, refused)
-    residence = _of_each(rows, lambda row: row.get("residence"))
+    residence = _of_each(rows, lambda row: row["residence"])
     yield _histogram("kvfuse_residence_seconds", "Seconds from when a block was stored to its end.", one, residence)
-    gaps = _of_each(rows, lambda row: row.get("reuse_gap"))
+    gaps = _of_each(rows, lambda row: row["reuse_gap"])
     yield _histogram("kvfuse_reuse_gap_seconds", "Seconds between two uses of a block, of a sample.", one, gaps)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from kvfuse.volume.views.content_map import ContentMap
+from kvfuse.volume.views.measures import Measures
 from kvfuse.volume.views.tier import SharedTier, TierBlock
 from kvfuse.volume.views.uses import Uses
 
@@ -251,6 +252,9 @@ class InodeApi(Protocol):
     async def set_xattr(self, ino: int, name: bytes, value: bytes) -> None: ...
     async def list_xattrs(self, ino: int) -> list[bytes]: ...
     async def remove_xattr(self, ino: int, name: bytes) -> None: ...
+    def measures(self, ino: int) -> Measures:
+        """What is measured of the namespace that an inode is in; threads of rings add to it."""
+
     async def info(self, ino: int) -> dict[str, Any]:
         """Extents, size classes, slabs, sealed granules of one file, JSON-able."""
 

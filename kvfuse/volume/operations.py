@@ -9,8 +9,10 @@ import dataclasses
 import logging
 import os
 import stat
+from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import compress
+from time import perf_counter
 from typing import Any, TypeVar
 
 import trio
@@ -24,10 +26,12 @@ from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.inodes.handle import FileHandle
 from kvfuse.volume.inodes.node import Node, check_remembered
 from kvfuse.volume.names.listing import Listing
+from kvfuse.volume.namespaces.settings import ROOT
 from kvfuse.volume.parts import Parts
 from kvfuse.volume.store import schema
 from kvfuse.volume.views import clock
 from kvfuse.volume.views.content_map import ContentMap
+from kvfuse.volume.views.measures import Measures
 
 P = TypeVar("P")
 
@@ -104,6 +108,10 @@ class Inodes:
 
     async def remove_xattr(self, ino: int, name: bytes) -> None:
         await self._publish_attributes(await _for_change(self._core, self._parts.xattrs).remove(ino, name))
+
+    def measures(self, ino: int) -> Measures:
+        node = self._core.nodes.get(ino)
+        return self._core.namespaces.measures[node.namespace if node is not None else ROOT]
 
     async def _publish_attributes(self, node: Node) -> None:
         await self._parts.names.publish(node if node.is_directory else await self.folder(node), node)
@@ -189,19 +197,25 @@ class Files:
         return handle.node
 
     async def read(self, handle: FileHandle, offset: int, size: int) -> bytes | bytearray | memoryview:
+        began = perf_counter()
         node = await self._current(handle)
         data = await self._reader.read(node, offset, size)
-        self._count_read(handle, node, len(data))
+        self._count_read(handle, node, len(data), began)
         return data
 
     async def read_into(self, handle: FileHandle | Node, offset: int, target: memoryview) -> int:
+        began = perf_counter()
         node = await self._current(handle)
         length = await self._reader.read_into(node, offset, target)
-        self._count_read(handle, node, length)
+        self._count_read(handle, node, length, began)
         return length
 
-    def _count_read(self, handle: FileHandle | Node, node: Node, byte_count: int) -> None:
-        counters = self._core.counters
+    def _count_read(self, handle: FileHandle | Node, node: Node, byte_count: int, began: float) -> None:
+        counters, measures = self._core.counters, self._core.namespaces.measures[node.namespace]
+        seconds, times = perf_counter() - began, measures.seconds["read"]
+        times.counts[bisect_left(times.bounds, seconds)] += 1
+        times.sum += seconds
+        measures.read_bytes += byte_count
         counters.reads += 1
         counters.read_bytes += byte_count
         self._access.read_by(handle, node)
@@ -213,6 +227,7 @@ class Files:
         await self._parts.mapper.show(await self._current(handle), first, last)
 
     async def write(self, handle: FileHandle, offset: int, data: bytes | memoryview, *, by_kernel: bool = False) -> int:
+        began = perf_counter()
         node = await self._current(handle) if handle.node.forgotten else handle.node
         if by_kernel:
             privileges.lose_privileges_to_kernel(node, handle.caller)
@@ -224,6 +239,11 @@ class Files:
         written = await self._writer.write(node, offset, data, appends=handle.appends) if data else 0
         self._core.counters.writes += 1
         self._core.counters.written_bytes += written
+        measures = self._core.namespaces.measures[node.namespace]
+        seconds, times = perf_counter() - began, measures.seconds["write"]
+        times.counts[bisect_left(times.bounds, seconds)] += 1
+        times.sum += seconds
+        measures.written_bytes += written
         if by_kernel and written < len(data) and (handle.direct or offset + len(data) <= size):
             # It would take this for all of the mapped pages that it writes back, and make EIO of a direct write.
             raise errors.NoSpace(f"inode {node.ino}: room for {written} of {len(data)} bytes")
@@ -233,8 +253,10 @@ class Files:
         node = await self._current(handle)
         await self._lose_privileges(node, handle.caller)
         written = await self._writer.write_in_slots(node, writes)
+        written_bytes = sum(len(data) for _, data in compress(writes, written))
         self._core.counters.writes += sum(written)
-        self._core.counters.written_bytes += sum(len(data) for _, data in compress(writes, written))
+        self._core.counters.written_bytes += written_bytes
+        self._core.namespaces.measures[node.namespace].written_bytes += written_bytes
         return written
 
     async def _lose_privileges(self, node: Node, caller: Caller) -> None:

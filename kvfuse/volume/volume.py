@@ -95,6 +95,7 @@ class Volume:
             "number": namespace.number,
             "path": path,
             "settings": msgspec.structs.asdict(namespace.settings),
+            "measures": self.parts.core.namespaces.measures[namespace.number].statistics(),
             "cache": namespace.cache.statistics() if namespace.cache is not None else None,
         }
 

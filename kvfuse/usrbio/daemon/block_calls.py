@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -35,10 +36,12 @@ class BlockCalls:
     read_here: Callable[[Call, Any, int, int], Awaitable[None]]
 
     async def get(self, call: Call) -> None:
+        began = time.perf_counter()
         namespace = await self._check(call, 1)
         for is_last in (False, True):
             try:
                 if await self._get_bound(call, namespace, is_last):
+                    namespace.measures.seconds["get"].add(time.perf_counter() - began)
                     return
             except errors.Stale as error:  # another host took the name from the file after it was looked up
                 if is_last:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 from collections.abc import Mapping
 from contextlib import nullcontext
 
@@ -13,6 +14,7 @@ from kvfuse.usrbio.daemon import reads
 from kvfuse.usrbio.daemon.call import Entry, Ring
 from kvfuse.usrbio.daemon.client_memory import Iov
 from kvfuse.usrbio.daemon.registered import Registered
+from kvfuse.usrbio.daemon.registry import OpenFile
 from kvfuse.usrbio.protocol.queues import Entries
 from kvfuse.usrbio.protocol.wire import IOV_SIZE_MAX, SQE_STRUCT, Op, Priority
 
@@ -134,8 +136,17 @@ class ColumnReads:
         done: npt.NDArray[np.bool_] = results != reads.ASK
         if file.map.notes_reads:
             file.map.note_read()
+        _measure(file, results[done], time.monotonic() - taken_at)
         if done.all():
             self._ring.completions.post(user_data, results)
         elif done.any():
             self._ring.completions.post(user_data[done], results[done])
         return done
+
+
+def _measure(file: OpenFile, sizes: npt.NDArray[np.int64], seconds: float) -> None:
+    """Reads of these sizes were served."""
+    times = file.measures.seconds["read"]
+    times.counts[bisect_left(times.bounds, seconds)] += len(sizes)
+    times.sum += len(sizes) * seconds
+    file.measures.read_bytes += int(sizes.sum())

@@ -179,6 +179,7 @@ class Connection:
                     await self._volume.files.release(opened)
                 raise
         file = OpenFile(opened, ino, bool(access & Access.READ), bool(access & Access.WRITE), shown)
+        file.measures = self._volume.inodes.measures(ino)
         return (files.add(file), ino, opened.size), []
 
     async def _drop_file(self, values: tuple[int, ...]) -> Answer:
@@ -241,6 +242,7 @@ class Connection:
             read_only,
             may_put=self.peer.may(directory, 3),
             waits=self._volume.blocks.waits(ino),
+            measures=self._volume.inodes.measures(ino),
             remembered=self._remembered,
         )
         return (namespaces.add(namespace), ino), []

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import time
+from bisect import bisect_left
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -44,6 +45,7 @@ from kvfuse.usrbio.protocol.wire import (
     unpack_keys,
 )
 from kvfuse.volume.views.content_map import ContentMap
+from kvfuse.volume.views.measures import Histogram
 
 LARGE = 256 << 10
 """Bytes of an operation from which it is not kept back for those behind it."""
@@ -62,6 +64,14 @@ _PREFIX = int(Flag.PREFIX)
 
 def _is_late(entry: Entry, taken_at: float) -> bool:
     return entry.timeout_us != 0 and time.monotonic() > taken_at + entry.timeout_us / 1e6
+
+
+def _measure(served: dict[Histogram, int], seconds: float) -> None:
+    """Count what was served in a batch that took ``seconds``, and forget it."""
+    for times, count in served.items():
+        times.counts[bisect_left(times.bounds, seconds)] += count
+        times.sum += count * seconds
+    served.clear()
 
 
 def _note_uses(asked: dict[Namespace, list[bytes]]) -> None:
@@ -87,6 +97,8 @@ class EntryServer:
         self._columns = ColumnReads(ring, registered)
         self._asked: dict[Namespace, list[bytes]] = {}
         """names of blocks of caches that were asked for in the batch that is being served"""
+        self._served: dict[Histogram, int] = {}
+        """where reads and gets of the batch that is being served will be counted -> how many"""
         self.count = 0
         """entries served since somebody set it to 0"""
         self.bad_count = 0
@@ -135,6 +147,8 @@ class EntryServer:
             if is_wanted:
                 self._turns.pause(self._ring.seat)
         self._pass_on(done, calls)
+        if self._served:
+            _measure(self._served, time.monotonic() - taken_at)
         if self._asked:
             _note_uses(self._asked)
         return rows[waiting] if waiting else rows[:0]
@@ -147,7 +161,12 @@ class EntryServer:
         except Short:
             return False
         self.count += 1
-        self._pass_on([CQE_STRUCT.pack(entry.user_data, *answer)] if answer is not None else [], calls)
+        if answer is not None:
+            self._completions.publish(CQE_STRUCT.pack(entry.user_data, *answer), 1)
+        if calls:
+            self._registered.start(calls)
+        if self._served:
+            _measure(self._served, time.monotonic() - taken_at)
         if self._asked:
             _note_uses(self._asked)
         return True
@@ -224,6 +243,8 @@ class EntryServer:
                     raise Refused(errno.EACCES)
                 call.again = self._try_read
                 if (answer := self._try_read(call)) is not None:
+                    times = file.measures.seconds["read"]
+                    self._served[times] = self._served.get(times, 0) + 1
                     return answer
         if not call.size:
             self._reserve(call, min(entry.length, PIECE))
@@ -250,6 +271,7 @@ class EntryServer:
             return None
         if file.map.notes_reads:
             file.map.note_read()
+        file.measures.read_bytes += result
         return Answer(result)
 
     def _range(self, entry: Entry) -> Iov:
@@ -350,6 +372,9 @@ class EntryServer:
             call.again = lambda _: self._get(entry, namespace, name, iov)
             self._reserve(call, min(entry.length, PIECE))
             calls.append(call)
+        else:
+            times = namespace.measures.seconds["get"]
+            self._served[times] = self._served.get(times, 0) + 1
         return answer
 
     def _get(self, entry: Entry, namespace: Namespace, name: bytes, iov: Iov | None) -> Answer | None:
@@ -376,8 +401,10 @@ class EntryServer:
         else:
             return None
         if content.version == version and binding.valid:
-            if content.notes_reads and answer.result >= 0:
-                content.note_read()
+            if answer.result >= 0:
+                namespace.measures.read_bytes += answer.result
+                if content.notes_reads:
+                    content.note_read()
             return answer
         if pin:
             self._registered.pins.give(pin)

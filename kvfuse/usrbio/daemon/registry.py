@@ -21,6 +21,7 @@ from kvfuse.usrbio.daemon.accounts import Account, Limit
 from kvfuse.usrbio.protocol.wire import Access
 from kvfuse.volume.api import Binding
 from kvfuse.volume.views.content_map import ContentMap
+from kvfuse.volume.views.measures import Measures
 from kvfuse.volume.views.uses import Uses
 
 TMPFS_MAGIC = 0x01021994
@@ -39,6 +40,8 @@ class OpenFile:
     readable: bool
     writable: bool
     map: ContentMap
+    measures: Measures = field(default_factory=Measures)
+    """of its namespace"""
     use_count: int = 0
     """operations on the event loop that need the handle"""
     dropped: bool = False
@@ -77,6 +80,8 @@ class Namespace:
     """the peer may, as far as known, make names in it; else a put is not copied before the event loop allowed it"""
     uses: Uses | None = None
     """if it is in a cache, as far as known: where to note which of its blocks are asked for"""
+    measures: Measures = field(default_factory=Measures)
+    """of the volume's namespace that it is in"""
     waits: bool = False
     """a put in it waits for its commit, as far as known"""
     bindings: dict[bytes, Binding] = field(default_factory=dict)

@@ -164,6 +164,7 @@ class Core:
     def succeed(self, former: Core) -> None:
         """Take over what ``former``, whose membership is over, knows of the kernel and of clients."""
         self.places, self.counters, self.kernel = former.places, former.counters, former.kernel
+        self.namespaces.measures = former.namespaces.measures
         self.places.distrust_all()
         self.reads.threads = former.reads.threads
         self.tier = self.nodes.tier = former.tier
@@ -212,13 +213,19 @@ class Core:
         """The kernel looked up a file, or a name that a directory does not have."""
         cache = self.caches.get(node.namespace)
         if cache is not None:
-            cache.looked(node.parent if is_there else node.ino, name, is_there=is_there)
+            cache.looked(node.parent if is_there else node.ino, name, self.is_in_tier, is_there=is_there)
 
     def read_in_cache(self, node: Node) -> None:
         """Somebody is about to read the file."""
         cache = self.caches.get(node.namespace)
         if cache is not None:
-            cache.read(node.parent, [node.name])
+            cache.read(node.parent, [node.name], self.is_in_tier)
+
+    def is_in_tier(self, directory: int, name: bytes) -> bool:
+        """The shared-memory tier has the file of a name, as far as the name is known."""
+        dentry = self.dentries.get(directory, name)
+        node = dentry.change.node if dentry.change is not None else None
+        return (dentry.ino if node is None else node.ino) in self.tier.kept
 
     def has_spare_room(self, size: int) -> bool:
         """So many bytes can be stored, and the caches do not have to give up anything for them."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+from bisect import bisect_left
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from time import perf_counter
 from typing import Any
 
 import trio
@@ -114,10 +116,11 @@ class Blocks:
 
     async def exists(self, directory: int, names: list[bytes]) -> list[bool]:
         """Without waiting once the directory was read to its end: then by hashes of names, which have 64 bits."""
-        await self.lookup.directory(directory)
+        began = perf_counter()
+        folder = await self.lookup.directory(directory)
         self.counters.asked += len(names)
-        if self.core.caches and (cache := await self._cache_of(directory)) is not None:
-            cache.asked(directory, names)
+        if (cache := self.core.caches.get(folder.namespace)) is not None:
+            cache.asked(directory, names, self.core.is_in_tier)
         dentries, pending = self.core.dentries, self.journal.pending
         while True:
             epoch = pending.epoch
@@ -134,6 +137,7 @@ class Blocks:
                 for index, name in enumerate(names):
                     if (change := changes.get(name)) is not None:
                         found[index] = change.node is not None
+            self.core.namespaces.measures[folder.namespace].seconds["exists"].add(perf_counter() - began)
             return found
 
     async def prefetch(
@@ -180,6 +184,7 @@ class Blocks:
     # -- changing ------------------------------------------------------------------------------------
 
     async def put(self, directory: int, name: bytes, data: memoryview | TierBlock, caller: Caller, mode: int) -> int:
+        began = perf_counter()
         self._check(directory, name)
         content = data.buffer.data if isinstance(data, TierBlock) else data
         cache = await self._cache_of(directory) if self.core.caches else None
@@ -197,6 +202,11 @@ class Blocks:
         if self.names.publish_waits(folder, node):
             with trio.CancelScope(shield=True):  # it is done: the caller has to hear what was replaced
                 await self.names.publish(folder, node)
+        measures = self.core.namespaces.measures[node.namespace]
+        seconds, times = perf_counter() - began, measures.seconds["put"]
+        times.counts[bisect_left(times.bounds, seconds)] += 1
+        times.sum += seconds
+        measures.written_bytes += len(content)
         return plan.unlinked.ino if plan.unlinked is not None else gone
 
     def waits(self, directory: int) -> bool:

@@ -103,7 +103,7 @@ class Evictor:
             node = self.core.nodes.get(directory)
             found = self.core.caches.get(node.namespace) if node is not None else None
             if found is not None:
-                found.read(directory, names)
+                found.read(directory, names, self.core.is_in_tier)
 
     # -- room --------------------------------------------------------------------------------------------
 
@@ -146,7 +146,7 @@ class Evictor:
         for number, candidate in enumerate(candidates):
             name = await self._name_of(candidate)
             if name is not None and await self._remove_one(candidate.directory, name):
-                cache.evicted(candidate.victim.key)
+                cache.evicted(candidate.victim)
             else:
                 unstored += name is None
                 kept.append(candidate)

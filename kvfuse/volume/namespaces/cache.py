@@ -12,24 +12,38 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from itertools import islice
+from itertools import compress, islice
 from typing import Any, NamedTuple
 
 from kvfuse.policy import Victim, make_policy
 from kvfuse.policy.estimate import HitEstimate
 from kvfuse.volume.namespaces.settings import Settings
 from kvfuse.volume.store.schema import name_hash
+from kvfuse.volume.views.measures import AGE_BOUNDS, Histogram
 
 _SPREAD = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
 _SLAB_BITS = 24
+_SAMPLED = 16
 _ASKED_MAX = 1 << 16
 """keys whose reads, soon after a look, count as the same use"""
 LOOK_SECONDS = 1.0
 """within which a file is made whose name the kernel looked up for that"""
 LOOKED_MAX = 1 << 14
+REASONS = "room", "expired", "cleared"
+"""why a block went"""
+GONE = ("room", "evicted"), ("expired", "expired"), ("cleared", "cleared")
+"""reason -> what a request for a block is called that went for it"""
 EVICTED_MAX = 1 << 17
 """keys of evicted blocks that are remembered, so that a miss is known to be one"""
+
+
+InDram = Callable[[int, bytes], bool]
+"""the shared-memory tier has the block of this name in a directory"""
+
+
+def _nowhere(directory: int, name: bytes) -> bool:
+    return False
 
 
 def block_key(directory: int, name: bytes) -> int:
@@ -53,13 +67,19 @@ class Cache:
         self.policy = make_policy(settings.eviction, settings.admission)
         self.estimate = HitEstimate()
         self.counters: Counter[str] = Counter()
-        """``asked``: blocks that were asked for, and of them ``present``, ``evicted`` (there before) and ``absent``;
-        ``stored``, ``refused`` (not admitted), and what went, by reason: ``room``, ``expired``, ``cleared``"""
+        """``asked``: blocks that were asked for, and of them ``present``, ``absent``, and ``missed_REASON`` for those
+        that went before; of those present ``dram``, which the shared-memory tier has; ``stored``, ``refused`` (not
+        admitted), and what went, by reason: ``room``, ``expired``, ``cleared``"""
+        self.residence = Histogram(AGE_BOUNDS)
+        """seconds from when blocks were stored until they went"""
+        self.reuse_gap = Histogram(AGE_BOUNDS)
+        """seconds between two uses of a block, of one block in ``_SAMPLED``"""
         self._clock = clock
         self._asked: set[int] = set()
         self._looked: dict[int, float] = {}
         """names that the kernel looked up and did not find -> when; before it makes a file it looks, too"""
-        self._evicted: dict[int, None] = {}
+        self._evicted: dict[int, str] = {}
+        """key -> reason"""
         self._leaving = 0
         """candidates that are neither evicted nor kept yet"""
         self._gone_meanwhile: set[int] | None = set()
@@ -73,6 +93,7 @@ class Cache:
         self.counters["stored"] += key not in self.policy
         self.policy.added(key, max(size, 1), self._clock(), directory << _SLAB_BITS | slab)
         self._evicted.pop(key, None)
+        self._asked.discard(key)  # who asked before did not find it: a read is another use
 
     def gone(self, directory: int, name: bytes) -> None:
         """A name means no file any more, or one that is not on the books yet."""
@@ -81,25 +102,37 @@ class Cache:
         if self._gone_meanwhile is not None:
             self._gone_meanwhile.add(key)
 
-    def asked(self, directory: int, names: Sequence[bytes]) -> None:
+    def asked(self, directory: int, names: Sequence[bytes], in_dram: InDram = _nowhere) -> None:
         """Somebody asked which of a chain of blocks are there, its first block first."""
         keys = [block_key(directory, name) for name in names]
+        self._count_tiers(directory, keys, names, in_dram)
         self._count(keys)
         if len(self._asked) > _ASKED_MAX:
             self._asked.clear()
         self._asked.update(keys)
 
-    def read(self, directory: int, names: Sequence[bytes]) -> None:
+    def read(self, directory: int, names: Sequence[bytes], in_dram: InDram = _nowhere) -> None:
         """Somebody read blocks, or tried to. Those that `asked` had before were counted then."""
-        keys = [key for name in names if (key := block_key(directory, name)) not in self._asked]
-        self._asked.difference_update([block_key(directory, name) for name in names])
+        all_keys = [block_key(directory, name) for name in names]
+        keys = [key for key in all_keys if key not in self._asked]
         if keys:
+            unasked = names if len(keys) == len(names) else list(compress(names, map(self._is_unasked, all_keys)))
+            self._count_tiers(directory, keys, unasked, in_dram)
             self._count(keys)
+        self._asked.difference_update(all_keys)
 
-    def looked(self, directory: int, name: bytes, *, is_there: bool) -> None:
+    def _is_unasked(self, key: int) -> bool:
+        return key not in self._asked
+
+    def _count_tiers(self, directory: int, keys: Sequence[int], names: Sequence[bytes], in_dram: InDram) -> None:
+        if in_dram is not _nowhere:
+            found = [in_dram(directory, name) for key, name in zip(keys, names, strict=True) if key in self.policy]
+            self.counters["dram"] += sum(found)
+
+    def looked(self, directory: int, name: bytes, in_dram: InDram = _nowhere, *, is_there: bool) -> None:
         """The kernel looked up a name. An absent one it may be about to make: `settle_looks` counts it later."""
         if is_there:
-            self.asked(directory, [name])
+            self.asked(directory, [name], in_dram)
         else:
             self._looked[block_key(directory, name)] = self._clock()
 
@@ -123,13 +156,21 @@ class Cache:
     def _count(self, keys: list[int]) -> None:
         counters, policy = self.counters, self.policy
         present = sum([key in policy for key in keys])
-        evicted = sum([key in self._evicted for key in keys]) if present < len(keys) and self._evicted else 0
         counters["asked"] += len(keys)
         counters["present"] += present
-        counters["evicted"] += evicted
-        counters["absent"] += len(keys) - present - evicted
+        if present < len(keys):
+            self._count_misses([key for key in keys if key not in policy])
         self.estimate.ask(keys)
-        policy.used(keys, self._clock())
+        now = self._clock()
+        for key in keys:
+            if key % _SAMPLED == 0 and (last := policy.last_use(key)) is not None:
+                self.reuse_gap.add(now - last)
+        policy.used(keys, now)
+
+    def _count_misses(self, keys: list[int]) -> None:
+        for key in keys:
+            reason = self._evicted.get(key)
+            self.counters["absent" if reason is None else f"missed_{reason}"] += 1
 
     # -- decisions ---------------------------------------------------------------------------------------
 
@@ -156,10 +197,11 @@ class Cache:
             self.policy.keep(candidate.victim, now)
         self._leaving -= len(candidates)
 
-    def evicted(self, key: int, reason: str = "room") -> None:
+    def evicted(self, victim: Victim, reason: str = "room") -> None:
         """A candidate is gone."""
         self._leaving -= 1
-        self._evicted[key] = None
+        self._evicted[victim.key] = reason
+        self.residence.add(self._clock() - victim.born)
         self.counters[reason] += 1
         if len(self._evicted) > EVICTED_MAX:
             for former in list(islice(self._evicted, EVICTED_MAX // 8)):
@@ -182,13 +224,17 @@ class Cache:
 
     def statistics(self) -> dict[str, Any]:
         counters = self.counters
-        names = ("asked", "present", "evicted", "absent", "stored", "refused", "room", "expired", "cleared")
+        names = ("asked", "present", "absent", "stored", "refused", *REASONS)
         blocks = len(self.policy) + self._leaving
         return {
             **{name: counters[name] for name in names},
+            "hits": {"dram": counters["dram"], "remote": counters["present"] - counters["dram"]},
+            "misses": {"absent": counters["absent"]} | {word: counters[f"missed_{reason}"] for reason, word in GONE},
             "hit_ratio": round(counters["present"] / counters["asked"], 4) if counters["asked"] else None,
             "blocks": blocks,
             "bytes": self.policy.size,
+            "residence": self.residence.statistics(),
+            "reuse_gap": self.reuse_gap.statistics(),
             "estimated_hit_ratio": {
                 f"{factor:g}x": round(ratio, 4) for factor, ratio in self.estimate.ratios(max(blocks, 1)).items()
             },

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -9,6 +10,7 @@ import trio
 
 from kvfuse.volume.namespaces.cache import Cache
 from kvfuse.volume.namespaces.settings import ROOT, Settings
+from kvfuse.volume.views.measures import Measures
 from kvfuse.volume.views.uses import Uses
 
 
@@ -23,7 +25,7 @@ class Namespace:
 
 
 class Namespaces:
-    """The namespaces that the volume has. For the event loop alone, but for ``uses``."""
+    """The namespaces that the volume has. For the event loop alone, but for ``uses`` and each of ``measures``."""
 
     def __init__(self, settings: Mapping[int, Settings], clock: Callable[[], float]) -> None:
         """``settings``: by number. The root is a namespace in any case."""
@@ -31,6 +33,8 @@ class Namespaces:
         self.all: dict[int, Namespace] = {}
         self.caches: dict[int, Cache] = {}
         """number -> books of those that are caches: what hot paths look at"""
+        self.measures: defaultdict[int, Measures] = defaultdict(Measures)
+        """number -> what is measured of it"""
         self.uses = Uses()
         self.changed = trio.Event()
         """set when a block was stored, or a namespace changed: there may be something to evict"""
@@ -63,6 +67,7 @@ class Namespaces:
     def remove(self, number: int) -> None:
         self.all.pop(number, None)
         self.caches.pop(number, None)
+        self.measures.pop(number, None)
 
 
 def _same_books(former: Settings, new: Settings) -> bool:

@@ -1,4 +1,9 @@
-"""What is measured of one namespace: sums and histograms of a few numbers, which cost the same however many blocks."""
+"""What is measured of one namespace: sums and histograms of a few numbers, which cost the same however many blocks.
+
+Threads of rings add to them, too, without a lock: CPython changes threads at calls and at the ends of loops, and there
+is neither between reading a number and writing the sum. Paths of a block add in a line of their own: a call costs more
+than what it would do.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +16,7 @@ REQUEST_BOUNDS = tuple(float(f"{digit}e{power}") for power in range(-5, 1) for d
 AGE_BOUNDS = tuple(float(f"{digit}e{power}") for power in range(6) for digit in (1, 3))
 """seconds between two events of a block: 1 s to 3.5 days"""
 OPERATIONS = "read", "write", "get", "put", "exists"
-"""of files and of blocks by key"""
+"""of files, and of blocks by key"""
 
 
 class Histogram:
@@ -24,17 +29,16 @@ class Histogram:
         self.counts = array("Q", bytes(8 * (len(bounds) + 1)))
         self.sum = 0.0
 
-    def add(self, value: float, count: int = 1) -> None:
-        """``count`` values of ``value``. Paths of a block do the same in a line of their own."""
-        self.counts[bisect_left(self.bounds, value)] += count
-        self.sum += value * count
+    def add(self, value: float) -> None:
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.sum += value
 
     def statistics(self) -> dict[str, Any]:
         return {"bounds": self.bounds, "counts": self.counts.tolist(), "sum": round(self.sum, 6)}
 
 
 class Measures:
-    """What callers did in one namespace, through whichever door. For the event loop alone."""
+    """What callers did in one namespace, through whichever door."""
 
     __slots__ = ("read_bytes", "seconds", "written_bytes")
 
@@ -42,7 +46,7 @@ class Measures:
         self.read_bytes = 0
         self.written_bytes = 0
         self.seconds = {operation: Histogram(REQUEST_BOUNDS) for operation in OPERATIONS}
-        """operation -> seconds from when it reached the volume to its result; a batch of a ring counts at its end"""
+        """operation -> seconds from when the daemon took it to its result; all of one batch of a ring have its time"""
 
     def statistics(self) -> dict[str, Any]:
         return {
