@@ -113,9 +113,16 @@ class ReadOnly(OperationError):
 class NoSpace(OperationError):
     """The volume's promised capacity is used."""
 
+    namespace: int | None = None
+    """whose capacity is used; None: the volume's"""
+
 
 class QuotaExceeded(NoSpace):
     """The namespace's promised capacity is used."""
+
+    def __init__(self, message: str, namespace: int = 0) -> None:
+        super().__init__(message)
+        self.namespace = namespace
 
 
 class NotAdmitted(OperationError):

@@ -12,6 +12,8 @@ release is recorded and the last reader is gone.
 
 An allocator decides for the slabs that it was *granted*: all of them, or those that come and go one by one.
 
+A slot may have an *owner*, whose `Ledger` is charged with its size from when it is allocated until it is free again.
+
 A call that names a slot in a state from which it cannot go that way is the caller's mistake: ValueError,
 with the slots before it in that call already moved.
 """
@@ -20,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Set
 from heapq import heapify, heappop, heappush
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -44,6 +46,18 @@ class Slot(NamedTuple):
     """volume address, bytes"""
     size: int
     """of the slot, bytes"""
+    owner: int = 0
+    """whom it is charged to; 0: nobody"""
+
+
+class Ledger(Protocol):
+    """The accounts of owners."""
+
+    def check(self, owner: int, size: int, /) -> None:
+        """NoSpace, where the owner may not have so many bytes more."""
+
+    def charge(self, owner: int, size: int, /) -> None:
+        """The owner has so many bytes more; below 0: fewer."""
 
 
 class Allocator:
@@ -72,15 +86,18 @@ class Allocator:
         self._has_all = granted
         self._granted: set[int] = set()
         """where it has not all"""
+        self.ledger: Ledger | None = None
+        """None: nobody is charged"""
         self.slab_opened: Callable[[], object] = lambda: None
         """called when a slot size took a free slab: there may soon be none left"""
 
     # -- taking and giving back --------------------------------------------------------------------
 
-    def allocate(self, length: int) -> list[Slot]:
+    def allocate(self, length: int, owner: int = 0) -> list[Slot]:
         """Slots for an extent of ``length`` bytes (1..slab_size), in order, all but the last to be filled wholly.
 
-        NoSpace, with nothing changed, where not even ``PIECES_MAX`` pieces of other sizes hold it.
+        NoSpace, with nothing changed, where not even ``PIECES_MAX`` pieces of other sizes hold it, or the owner may
+        not have it.
         """
         slots: list[Slot] = []
         rest = length
@@ -88,42 +105,78 @@ class Allocator:
             pool = self._pools.get(slot_size)
             if (pool is None or not pool.free_count) and (pool := self._open_slab(slot_size)) is None:
                 self.cancel(slots)
-                return self._allocate_anywhere(length)
+                slots = self._allocate_anywhere(length)
+                break
             slots.append(Slot(pool.take(min(rest, slot_size)), slot_size))
             self._used_bytes += slot_size
             rest -= slot_size
-        return slots
+        return self._charged(slots, owner) if owner else slots
+
+    def exchange(self, slots: list[Slot], length: int) -> None:
+        """Replace allocated slots by those for ``length`` bytes, of which they may be what is missing.
+
+        NoSpace: they are replaced by slots of the same sizes.
+        """
+        before, owner = list(slots), slots[0].owner
+        self.cancel(before)
+        try:
+            slots[:] = self.allocate(length, owner)
+        except NoSpace:
+            slots[:] = [self._take_again(slot) for slot in before]
+            raise
+
+    def _take_again(self, slot: Slot) -> Slot:
+        """A slot of the size and owner of one that was free until now."""
+        pool = self._pool(slot.size)
+        if not pool.free_count:
+            self._open_slab(slot.size)
+        self._used_bytes += slot.size
+        if slot.owner and self.ledger is not None:
+            self.ledger.charge(slot.owner, slot.size)
+        return slot._replace(addr=pool.take(slot.size))
+
+    def _charged(self, slots: list[Slot], owner: int) -> list[Slot]:
+        """Slots that are the owner's. NoSpace: they are free again."""
+        if self.ledger is not None:
+            size = sum([size for _, size, _ in slots])
+            try:
+                self.ledger.check(owner, size)
+            except NoSpace:
+                self.cancel(slots)
+                raise
+            self.ledger.charge(owner, size)
+        return [Slot(addr, size, owner) for addr, size, _ in slots]
 
     def cancel(self, slots: Iterable[Slot]) -> None:
         """Allocated slots that will not be used are free at once."""
-        for slab, index in self._checked(slots, ALLOCATED):
-            self._free(slab, index)
+        for slab, index, owner in self._checked(slots, ALLOCATED):
+            self._free(slab, index, owner)
 
     def commit(self, slots: Iterable[Slot]) -> None:
         """Allocated slots enter the durable image."""
-        for slab, index in self._checked(slots, ALLOCATED):
+        for slab, index, _ in self._checked(slots, ALLOCATED):
             slab.states[index] = DURABLE
             self._dirty.add(slab.index)
 
     def release(self, slots: Iterable[Slot]) -> None:
         """Durable slots leave the durable image; they are pending."""
-        for slab, index in self._checked(slots, DURABLE):
+        for slab, index, _ in self._checked(slots, DURABLE):
             slab.states[index] = PENDING
             slab.pool.pending_count += 1
             self._dirty.add(slab.index)
 
     def reclaim(self, slots: Iterable[Slot]) -> None:
         """Pending slots are free; a slab without other slots may then be given to any size."""
-        for slab, index in self._checked(slots, PENDING):
+        for slab, index, owner in self._checked(slots, PENDING):
             slab.pool.pending_count -= 1
-            self._free(slab, index)
+            self._free(slab, index, owner)
 
     def recall(self, committed: Iterable[Slot], released: Iterable[Slot]) -> None:
         """No record has the changes that `commit` and `release` announced: the slots are as they were before."""
-        for slab, index in self._checked(committed, DURABLE):
+        for slab, index, _ in self._checked(committed, DURABLE):
             slab.states[index] = ALLOCATED
             self._dirty.add(slab.index)
-        for slab, index in self._checked(released, PENDING):
+        for slab, index, _ in self._checked(released, PENDING):
             slab.states[index] = DURABLE
             slab.pool.pending_count -= 1
             self._dirty.add(slab.index)
@@ -255,9 +308,9 @@ class Allocator:
 
     # -- inside ------------------------------------------------------------------------------------
 
-    def _checked(self, slots: Iterable[Slot], state: int) -> Iterator[tuple[Slab, int]]:
-        """The slab and index of each of these slots, which must be in ``state``."""
-        for addr, _ in slots:
+    def _checked(self, slots: Iterable[Slot], state: int) -> Iterator[tuple[Slab, int, int]]:
+        """The slab, index and owner of each of these slots, which must be in ``state``."""
+        for addr, _, owner in slots:
             slab = self._slabs.get(addr >> self._slab_shift)
             if slab is None:
                 raise ValueError(f"slot {addr} is not {STATE_NAMES[state]}: its slab is free")
@@ -266,13 +319,15 @@ class Allocator:
                 raise ValueError(f"no slot begins at {addr}: its slab has slots of {slab.slot_size} bytes")
             if slab.states[index] != state:
                 raise ValueError(f"slot {addr} is {STATE_NAMES[slab.states[index]]}, not {STATE_NAMES[state]}")
-            yield slab, index
+            yield slab, index, owner
 
-    def _free(self, slab: Slab, index: int) -> None:
+    def _free(self, slab: Slab, index: int, owner: int) -> None:
         """Free a slot, and with the last one its slab."""
         pool = slab.pool
         pool.put_back(slab, index)
         self._used_bytes -= pool.slot_size
+        if owner and self.ledger is not None:
+            self.ledger.charge(owner, -pool.slot_size)
         if slab.free_count == pool.slots_per_slab:
             self._drop_slab(slab)
             heappush(self._returned, slab.index)

@@ -268,7 +268,8 @@ class VolumeApi(Protocol):
     def inodes(self) -> InodeApi: ...
     @property
     def files(self) -> FileApi[Any]: ...
-    def space(self) -> Space: ...
+    def space(self, ino: int = ROOT_INODE) -> Space:
+        """Of the volume, or of the namespace of an inode in memory, where that has a capacity."""
 
 
 class RingApi(VolumeApi, Protocol):

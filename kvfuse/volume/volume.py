@@ -12,6 +12,7 @@ import msgspec
 import trio
 
 from kvfuse.volume.api import ROOT_INODE, KernelCache, Space
+from kvfuse.volume.namespaces.accounts import Use
 from kvfuse.volume.namespaces.registry import Namespace
 from kvfuse.volume.operations import Files, Inodes, Tree
 from kvfuse.volume.parts import Parts
@@ -47,7 +48,7 @@ class Volume:
         """The kernel may have cached something of the inode. From any thread."""
         return ino == ROOT_INODE or self.parts.core.places.known(ino)
 
-    def space(self) -> Space:
+    def space(self, ino: int = ROOT_INODE) -> Space:
         slabs, core = self.parts.core.slabs, self.parts.core
         if self.parts.leases is not None:
             free, file_count = self.parts.leases.space()
@@ -55,7 +56,11 @@ class Volume:
             free = slabs.free_bytes + slabs.pending_bytes + self.parts.journal.freeing_bytes
             file_count = core.file_count
         inodes_free = core.metadata.inodes_free(file_count)
-        return Space(core.geometry.data_size, free, file_count + inodes_free, inodes_free)
+        size, node = core.geometry.data_size, core.nodes.peek(ino)
+        room = core.namespaces.accounts.room(node.namespace) if node is not None else None
+        if room is not None:
+            size, free = min(size, room.capacity), min(free, room.free)
+        return Space(size, free, file_count + inodes_free, inodes_free)
 
     async def sync(self) -> None:
         if not self.parts.core.read_only:
@@ -88,13 +93,22 @@ class Volume:
         }
 
     def _describe(self, namespace: Namespace) -> dict[str, Any]:
-        """Number, path, settings and counters of a namespace."""
-        node = self.parts.core.nodes.peek(namespace.number or ROOT_INODE)
-        path = "/" + os.fsdecode(self.parts.core.path_of(node)) if node is not None else f"#{namespace.number}"
+        """Number, path, settings, use and counters of a namespace. The root's use is the volume's."""
+        core, number = self.parts.core, namespace.number
+        node, space = core.nodes.peek(number or ROOT_INODE), self.space()
+        path = "/" + os.fsdecode(core.path_of(node)) if node is not None else f"#{number}"
+        used = (
+            core.namespaces.accounts.use(number)
+            if number
+            else Use(space.size - space.free, space.files - space.files_free)
+        )
+        room = core.namespaces.accounts.room(number)
         return {
             "number": namespace.number,
             "path": path,
             "settings": msgspec.structs.asdict(namespace.settings),
+            "used": {"bytes": used.size, "files": used.files},
+            "capacity": min(space.size, room.capacity) if room is not None else space.size,
             "measures": self.parts.core.namespaces.measures[namespace.number].statistics(),
             "cache": namespace.cache.statistics() if namespace.cache is not None else None,
         }

@@ -11,7 +11,7 @@ import copy
 import os
 import random
 import stat
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -51,8 +51,11 @@ def log_size(rng: random.Random, size_max: int) -> int:
 class Actor:
     """One task with files of its own."""
 
-    def __init__(self, volume: Volume, expected: Expected, rng: random.Random, number: int) -> None:
+    def __init__(
+        self, volume: Volume, expected: Expected, rng: random.Random, number: int, home: int = ROOT_INODE
+    ) -> None:
         self.volume = volume
+        self.home = home
         self.expected = expected
         self.rng = rng
         self.number = number
@@ -271,9 +274,10 @@ class Editor(Actor):
             assert made_of(now, [before, after]), "a failed write changed other bytes"
             self.becomes(now)
             return
-        data = data[:written]
         if written:
-            self.becomes(before[:offset].ljust(offset, b"\0") + data + before[offset + written :])
+            self.becomes(before[:offset].ljust(offset, b"\0") + data[:written] + before[offset + written :])
+        else:
+            self.becomes(before)
 
     async def overwrite(self) -> None:
         size = log_size(self.rng, 2 * CHUNK)
@@ -322,8 +326,8 @@ class Gardener(Actor):
         for _ in range(steps):
             self.serial += 1
             name = b"d%d.%d" % (self.number, self.serial)
-            await self.tolerant(volume.tree.make_directory(ROOT_INODE, name, 0o755, CALLER))
-            folder = await self.find(ROOT_INODE, name)
+            await self.tolerant(volume.tree.make_directory(self.home, name, 0o755, CALLER))
+            folder = await self.find(self.home, name)
             assert folder is not None
             handle, ino = await self.create(folder, b"f")
             await self.try_write(handle, 0, pattern(self.rng, 5000))
@@ -334,12 +338,12 @@ class Gardener(Actor):
             moving = self.rng.random() < 0.7
             if moving:
                 await self.try_write(handle, 0, pattern(self.rng, 6000))
-                await self.tolerant(volume.tree.rename(folder, b"f", ROOT_INODE, target, 0))
+                await self.tolerant(volume.tree.rename(folder, b"f", self.home, target, 0))
                 await self.try_write(handle, 3, pattern(self.rng, 6000))
             else:
                 await self.tolerant(volume.tree.unlink(folder, b"f"))
-            if await self.tolerant(volume.tree.remove_directory(ROOT_INODE, name)):
-                assert await self.find(ROOT_INODE, name) is None
+            if await self.tolerant(volume.tree.remove_directory(self.home, name)):
+                assert await self.find(self.home, name) is None
             await self.close(handle, ino)
             self.forget()
 
@@ -396,6 +400,10 @@ async def read_everything(reader: Actor, folder: int) -> None:
             await reader.read_all(ino)
 
 
+async def _in_root(disk: Disk, volume: Volume) -> int:
+    return ROOT_INODE
+
+
 async def play(
     rng: random.Random,
     options: Options,
@@ -405,15 +413,19 @@ async def play(
     steps: int,
     crashes: int,
     limits: RecordLimits = LIMITS,
+    make_home: Callable[[Disk, Volume], Awaitable[int]] = _in_root,
 ) -> None:
-    """Actors at work; copies of the disk at random moments, checked after each batch of them."""
+    """Actors at work; copies of the disk at random moments, checked after each batch of them.
+
+    ``make_home``: the folder in which they work.
+    """
     disk = Disk.format(options)
     expected = Expected()
     snapshots: list[tuple[Disk, Expected]] = []
     async with opened(disk, options, chaos, limits) as volume:
-        folders = []
+        folders, home = [], await make_home(disk, volume)
         for name in (b"x", b"y"):
-            folders.append((await volume.tree.make_directory(ROOT_INODE, name, 0o755, CALLER)).ino)
+            folders.append((await volume.tree.make_directory(home, name, 0o755, CALLER)).ino)
         await volume.sync()
         chaos.commit_error = chaos.write_error = faults
         async with trio.open_nursery() as nursery:
@@ -422,7 +434,7 @@ async def play(
                 for number in range(3):
                     actors.start_soon(Publisher(volume, expected, next(seeds), number).run, steps, folders)
                     actors.start_soon(Editor(volume, expected, next(seeds), number).run, steps, folders[0])
-                actors.start_soon(Gardener(volume, expected, next(seeds), 0).run, steps // 4)
+                actors.start_soon(Gardener(volume, expected, next(seeds), 0, home).run, steps // 4)
                 nursery.start_soon(take_snapshots, disk, expected, snapshots, rng, crashes)
             nursery.cancel_scope.cancel()
         chaos.commit_error = chaos.write_error = 0.0

@@ -10,7 +10,7 @@ from collections import Counter
 
 import pytest
 
-from kvfuse.errors import NoSpace
+from kvfuse.errors import NoSpace, QuotaExceeded
 from kvfuse.slab.allocator import PIECES_MAX, Allocator, Slot
 from kvfuse.slab.image import SlabState
 from kvfuse.slab.layout import Geometry
@@ -26,6 +26,21 @@ CALLS = {  # call -> the state it starts from, the state it leads to
     "release": (DURABLE, PENDING),
     "reclaim": (PENDING, None),
 }
+
+
+class Ledger:
+    """One of two owners is bounded."""
+
+    def __init__(self, bound: int) -> None:
+        self.bound = bound
+        self.used: Counter[int] = Counter()
+
+    def check(self, owner: int, size: int) -> None:
+        if owner == 1 and self.used[owner] + size > self.bound:
+            raise QuotaExceeded("owner 1 may not have more")
+
+    def charge(self, owner: int, size: int) -> None:
+        self.used[owner] += size
 
 
 class Bag:
@@ -59,6 +74,7 @@ class Model:
         self.used_bytes = 0
         self.tail_bytes = 0
         self.pending_bytes = 0
+        self.owned: Counter[int] = Counter()
         self.recorded: dict[int, SlabState] = {}
 
     def tail(self, slot_size: int) -> int:
@@ -79,6 +95,7 @@ class Model:
         self.slack[slot.addr] = slot.size - length
         self.bags[ALLOCATED].add(slot)
         self.used_bytes += slot.size
+        self.owned[slot.owner] += slot.size * (slot.owner > 0)
 
     def take_extent(self, slots: list[Slot], length: int) -> None:
         """All pieces but the last are filled wholly."""
@@ -106,6 +123,7 @@ class Model:
             self.tail_bytes -= self.tail(slot_size)
         del self.slack[slot.addr]
         self.used_bytes -= slot.size
+        self.owned[slot.owner] -= slot.size * (slot.owner > 0)
 
     def images(self) -> dict[int, SlabState]:
         bits: dict[int, int] = {}
@@ -135,6 +153,7 @@ class Run:
     def __init__(self, geometry: Geometry, rng: random.Random, exact: tuple[int, ...]) -> None:
         self.geometry, self.rng, self.exact = geometry, rng, exact
         self.allocator = Allocator(geometry, exact)
+        self.ledger = self.allocator.ledger = Ledger(geometry.data_size // 4)
         self.model = Model(geometry)
         self.favourites = [rng.randint(1, geometry.slab_size) for _ in range(4)]
         self.pressure = 0.5
@@ -154,7 +173,8 @@ class Run:
         chance = self.rng.random()
         if chance < 0.97:
             taking = self.rng.random() < self.pressure
-            getattr(self, self.rng.choice(("allocate", "commit", "allocate") if taking else tuple(CALLS)))()
+            calls = ("allocate", "commit", "allocate", "exchange") if taking else tuple(CALLS)
+            getattr(self, self.rng.choice(calls))()
         elif chance < 0.99:
             self.take_dirty()
         else:
@@ -162,18 +182,41 @@ class Run:
         model, allocator = self.model, self.allocator
         assert allocator.used_bytes == model.used_bytes
         assert allocator.pending_bytes == model.pending_bytes
+        assert self.ledger.used == model.owned
+        assert self.ledger.used[1] <= self.ledger.bound
         assert allocator.free_bytes == self.geometry.data_size - model.used_bytes - model.tail_bytes
 
     def allocate(self) -> None:
-        length = self.length()
+        length, owner = self.length(), self.rng.choice((0, 1, 2))
         try:
-            slots = self.allocator.allocate(length)
+            slots = self.allocator.allocate(length, owner)
+        except QuotaExceeded:
+            self.events["no quota"] += 1
+            assert owner == 1
         except NoSpace:
             self.events["no space"] += 1
             assert not self.model.could_hold(length), f"{length} bytes were refused though there is room"
         else:
             self.events["pieces"] += len(slots) > 4
+            assert all(slot.owner == owner for slot in slots)
             self.model.take_extent(slots, length)
+
+    def exchange(self) -> None:
+        """Where the owner's bound was lowered meanwhile, too."""
+        bag = self.model.bags[ALLOCATED].slots
+        if bag:
+            slots, length = [self.rng.choice(bag)], self.length()
+            old, bound = slots[0], self.ledger.bound
+            self.ledger.bound = self.rng.choice((bound, 0))
+            self.model.move(slots, ALLOCATED, None)
+            try:
+                self.allocator.exchange(slots, length)
+            except NoSpace:
+                self.events["not exchanged"] += 1
+                assert [slot[1:] for slot in slots] == [old[1:]]
+                length = old.size
+            self.model.take_extent(slots, length)
+            self.ledger.bound = bound
 
     def move(self, call: str) -> None:
         before, after = CALLS[call]
@@ -215,6 +258,7 @@ class Run:
         recorded = {slab: state for slab, state in self.model.recorded.items() if state.slot_size}
         self.allocator = Allocator(self.geometry, self.exact)
         self.allocator.restore(self.model.recorded.values())
+        self.ledger = self.allocator.ledger = Ledger(self.ledger.bound)
         model = self.model = Model(self.geometry)
         for state in recorded.values():
             bits = int.from_bytes(state.bitmap, "little")
@@ -291,6 +335,8 @@ def test_a_million_operations(
     print(dict(run.events))
     assert run.events["no space"] > 100
     assert run.events["pieces"] > 10
+    assert run.events["not exchanged"] > 10
+    assert run.events["no quota"] > 10
     for call in ("cancel", "reclaim", "commit", "release", "reclaim"):
         while run.model.bags[CALLS[call][0]].slots:
             run.move(call)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -81,8 +82,25 @@ class BatchBuilder:
         if batch.too_large:
             self.core.dead += dead  # sent in several commits: none may have a slot free already
         else:
-            batch.freed = self.core.sharing.release(dead, {addr for addr, _ in fresh}) if dead else []
+            batch.freed = self.core.sharing.release(dead, {slot.addr for slot in fresh}) if dead else []
+        if self.core.namespaces.accounts.all:
+            self._put_uses(draft, batch, fresh)
         self._put_slabs(batch, None if batch.too_large else draft)
+
+    def _put_uses(self, draft: Draft, batch: Batch, fresh: list[Slot]) -> None:
+        """Put the use of the namespaces that the commit changes."""
+        files: Counter[int] = Counter()
+        for node in [*[node for node in draft.nodes if node.nlink], *draft.gone]:
+            is_new = bool(node.nlink and node.is_file and not node.stored)
+            if node.namespace and (is_new or node.lost_files):
+                files[node.namespace] += is_new - node.lost_files
+                # A new file that took the name of a stored one counts in its place: see `Nameless`.
+                gone = node.lost_files - (is_new and node.lost_files > 0)
+                batch.files_gone[node.namespace] = batch.files_gone.get(node.namespace, 0) + gone
+                node.lost_files = 0
+        freed = [extent.slot for extent in batch.freed]
+        for number, value in self.core.namespaces.accounts.store(fresh, freed, files).items():
+            batch.puts[schema.use_key(number, self.core.client)] = value
 
     def _take(self, draft: Draft, batch: Batch) -> list[Extent]:
         """Remove the draft's changes from ``pending``. Returns extents of no inode that it frees."""
@@ -181,6 +199,8 @@ class Settling:
         pending, draft = self.pending, batch.draft
         pending.epoch += 1
         self.core.metadata.release(batch.reserved)
+        for namespace, count in batch.files_gone.items():
+            self.core.namespaces.accounts.add_files(namespace, -count)
         if durable:
             self._durable_epoch = pending.epoch
         pending.loose.sent = {}

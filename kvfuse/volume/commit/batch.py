@@ -22,6 +22,8 @@ SPARE_OPERATIONS = 2 + RESERVED_OPERATIONS
 """Operations kept free in each commit: for counter records and for those that the committer adds."""
 SLAB_RECORD_SIZE = 2100
 """Largest size of a slab's record, in bytes, about."""
+USE_RECORD_SIZE = 48
+"""and of the record of a namespace's use"""
 
 
 @dataclass
@@ -45,6 +47,8 @@ class Draft:
     """in a shared volume: the record that is put for each inode"""
     slabs: set[int] = field(default_factory=set)
     """slabs whose records are put as well"""
+    namespaces: set[int] = field(default_factory=set)
+    """those whose use may change: their records are put as well"""
     bequests: set[Node] = field(default_factory=set)
     """in a shared volume: inodes whose freed extents move to an orphan record, see `terms`"""
     files: int = 0
@@ -66,14 +70,17 @@ class Draft:
     def has_room(self, other: Draft, limits: RecordLimits) -> bool:
         """Both drafts fit into one commit."""
         both = len(self.slabs) + sum([slab not in self.slabs for slab in other.slabs])
-        operations = self.operation_count + other.operation_count + both + SPARE_OPERATIONS
-        byte_count = self.byte_count + other.byte_count + both * SLAB_RECORD_SIZE
+        uses = len(self.namespaces | other.namespaces)
+        operations = self.operation_count + other.operation_count + both + uses + SPARE_OPERATIONS
+        byte_count = self.byte_count + other.byte_count + both * SLAB_RECORD_SIZE + uses * USE_RECORD_SIZE
         return operations <= limits.commit_operations_max and byte_count + RESERVED_BYTES <= limits.commit_bytes_max
 
     def slab_room(self, limits: RecordLimits) -> int:
         """How many records of other slabs fit beside this draft."""
-        operations = limits.commit_operations_max - SPARE_OPERATIONS - self.operation_count - len(self.slabs)
+        uses = len(self.namespaces)
+        operations = limits.commit_operations_max - SPARE_OPERATIONS - self.operation_count - len(self.slabs) - uses
         byte_count = limits.commit_bytes_max - RESERVED_BYTES - self.byte_count - len(self.slabs) * SLAB_RECORD_SIZE
+        byte_count -= uses * USE_RECORD_SIZE
         return max(0, min(operations, byte_count // SLAB_RECORD_SIZE))
 
     def add(self, other: Draft) -> None:
@@ -93,6 +100,7 @@ class Draft:
         self.before.update(other.before)
         self.records.update(other.records)
         self.slabs |= other.slabs
+        self.namespaces |= other.namespaces
         self.bequests |= other.bequests
 
 
@@ -133,6 +141,8 @@ class Batch(Changes):
     untouched: set[NameChange] = field(default_factory=set)
     """in a shared volume: changes of names whose records it neither puts nor deletes: others may have changed them"""
     ties: list[tuple[Node, Node]] = field(default_factory=list)
+    files_gone: dict[int, int] = field(default_factory=dict)
+    """namespace -> files that count until it is stored"""
     is_unsure: bool = False
     """writing headers of the slots that it frees failed, and may still happen"""
     reserved: int = 0

@@ -188,17 +188,23 @@ class Journal:
             return [node for node in nodes if node is not None]
         return None
 
-    async def free_given_up(self, deadline: float) -> bool:
+    async def free_given_up(self, deadline: float, namespace: int | None) -> bool:
         """A `Source`: free slots that were given up, with a commit if they need one. False: there were none."""
-        if not (self.freeing_bytes or self.core.slabs.pending_bytes or self.core.reads.has_retired):
+        slabs, reads, accounts = self.core.slabs, self.core.reads, self.core.namespaces.accounts
+        removed = namespace is not None and (self.pending.gone or self.pending.names or self.is_committing)
+        if not (removed or self.freeing_bytes or slabs.pending_bytes or reads.has_retired):
             return False
+        before = accounts.returned(namespace or 0)
         if self.flusher.dropped_size:
             await self.flusher.settled()  # slots of dropped bytes are given up when their write ends
         await self.commit(*self.pending.giving_up())
         await self.settling.freed()
-        return True
+        if namespace is None:
+            return True
+        await reads.passed()
+        return accounts.returned(namespace) > before
 
-    async def store_removals(self, deadline: float) -> bool:
+    async def store_removals(self, deadline: float, namespace: int | None) -> bool:
         """A `Source` without room of its own: it stores removals, which the sources after it need."""
         if self.pending.gone or self.pending.names or self.is_committing:
             await self.commit()

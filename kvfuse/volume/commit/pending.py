@@ -225,9 +225,13 @@ class Pending:
         return {node for change in changes for node in (change.node, change.moved) if node is not None}
 
     def giving_up(self) -> list[Node]:
-        """Changed inodes with slots to free."""
-        givers = self.core.givers = {node: None for node in self.core.givers if node.dead}
-        return [node for node in {**givers, **self.gone} if node.dead and (node.changed or node in self.gone)]
+        """Changed inodes with slots to free, or files that go with their commit."""
+        givers = self.core.givers = {node: None for node in self.core.givers if node.dead or node.lost_files}
+        return [
+            node
+            for node in {**givers, **self.gone}
+            if (node.dead or node.lost_files) and (node.changed or node in self.gone)
+        ]
 
     # -- what is not to be stored any more --------------------------------------------------------------
 

@@ -45,6 +45,7 @@ class Planner:
             self._draft_times(draft, directory)
         if self.core.dead:
             draft.dead = self.core.dead
+            draft.namespaces.update([extent.owner for extent in draft.dead])
             self._draft_dead(draft, draft.dead)
         if draft.extra:
             self._draft_extra(draft)
@@ -52,6 +53,8 @@ class Planner:
 
     def _draft_node(self, draft: Draft, node: Node, *, bequeaths: bool = False) -> None:
         draft.nodes.append(node)
+        if node.namespace:
+            draft.namespaces.add(node.namespace)
         if node.nlink:
             if node.dirty_chunks and node.base is not None:
                 node.ctime = max(node.ctime, node.base.ctime + 1)  # by this others see the change
@@ -76,6 +79,7 @@ class Planner:
 
     def _draft_gone(self, draft: Draft, node: Node) -> None:
         draft.gone.append(node)
+        draft.namespaces.add(node.namespace)
         draft.extra.update(node.extra)
         if node.extra.get(schema.orphan_key(node.ino)) is not None:  # slots may have got staged bytes since
             draft.extra[schema.orphan_key(node.ino)] = schema.encode_inode(node.orphan_record())
@@ -185,7 +189,7 @@ class Planner:
         """Loose changes one by one. A slot that another host freed goes together with its f record."""
         paired = set()
         for extent in self.core.dead:
-            piece = Draft(dead=[extent])
+            piece = Draft(dead=[extent], namespaces={extent.owner})
             key = schema.freed_key(self.core.geometry.slab_of(extent.addr), extent.addr, extent.generation)
             if self.pending.loose.changes.get(key, b"") is None:
                 piece.extra[key] = None

@@ -29,13 +29,13 @@ class Chunks:
         """Give a node decoded from ``record`` its inline chunks."""
         for index, extents in enumerate(record.chunks):
             if extents:
-                node.chunks[index] = self._restore(extents)
+                node.chunks[index] = self._restore(node, extents)
         if record.chunks and record.chunks[0]:
             node.described = (-1, b"", 0, 0, 0, 0)
         return node
 
-    def _restore(self, records: Iterable[schema.ExtentRecord]) -> Chunk:
-        return Chunk([self.core.sharing.extent_of(record) for record in records])
+    def _restore(self, node: Node, records: Iterable[schema.ExtentRecord]) -> Chunk:
+        return Chunk([self.core.sharing.extent_of(record, node.namespace) for record in records])
 
     async def load_chunk(self, node: Node, index: int) -> Chunk | None:
         """The chunk, from its record where it has one of its own; None for a hole."""
@@ -49,7 +49,7 @@ class Chunks:
                 continue  # what was read may be older than what is known by now
             if found is None or index in node.chunks or index in node.dirty_chunks:
                 return node.chunks.get(index)
-            node.chunks[index] = self._restore(schema.decode_chunk(found.value))
+            node.chunks[index] = self._restore(node, schema.decode_chunk(found.value))
 
     async def load_all(self, node: Node, first: int = 0) -> None:
         """Have every chunk from ``first`` on in memory."""
@@ -66,7 +66,7 @@ class Chunks:
             for row in rows:
                 index = schema.chunk_index(row.key)
                 if index not in node.chunks and index not in node.dirty_chunks:
-                    node.chunks[index] = self._restore(schema.decode_chunk(row.value))
+                    node.chunks[index] = self._restore(node, schema.decode_chunk(row.value))
             if not rows:
                 return
             after = rows[-1].key

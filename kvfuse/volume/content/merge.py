@@ -224,7 +224,7 @@ class Merger:
         """This host frees stored extents that the file does not have here; another host has freed the rest."""
         kept = {(extent.addr, extent.generation) for chunk in node.chunks.values() for extent in chunk.extents}
         node.dead = [
-            self.core.sharing.extent_of(extent)
+            self.core.sharing.extent_of(extent, node.namespace)
             for extents in theirs.values()
             for extent in extents
             if (extent.addr, extent.generation) not in kept
@@ -256,7 +256,7 @@ class Merger:
         node.changing(index)
         if extents or chunk is not None:
             chunk = node.chunks.setdefault(index, Chunk())
-            chunk.extents = [self.core.sharing.extent_of(extent) for extent in extents]
+            chunk.extents = [self.core.sharing.extent_of(extent, node.namespace) for extent in extents]
 
     def _lay_over(
         self, node: Node, index: int, extents: Extents, both: Both, stored_size: int, appended_from: int | None
@@ -284,7 +284,7 @@ class Merger:
             if extent.state == FRESH:
                 self.core.discard(node, extent)
         node.born = [extent for extent in node.born if extent.state == FRESH]
-        chunk.extents = [self.core.sharing.extent_of(extent) for extent in extents]
+        chunk.extents = [self.core.sharing.extent_of(extent, node.namespace) for extent in extents]
         node.dirty_chunks = {*node.dirty_chunks} - {index}
         chunk.base, chunk.dirty = extents, []
         if 0 < kept < len(stored):

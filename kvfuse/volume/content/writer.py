@@ -53,7 +53,7 @@ class Staging:
         if staged is None or staged.writing:
             staged = Staged() if staged is None else staged.copy()
         before = staged.length
-        self._reserve(staged, max(before, start + len(data)))
+        self._reserve(node, staged, max(before, start + len(data)))
         node.chunks[index] = chunk
         if start == before:
             staged.append(data)
@@ -66,23 +66,17 @@ class Staging:
         if staged.length == node.chunk_size:
             self.flusher.chunk_is_full(node, index)
 
-    def _reserve(self, staged: Staged, length: int) -> None:
+    def _reserve(self, node: Node, staged: Staged, length: int) -> None:
         """Have slots for ``length`` bytes; NoSpace leaves the slots there were."""
         if staged.slots and length <= staged.capacity:
             return
         slabs = self.core.slabs
         try:
-            slots = slabs.allocate(length)
+            slots = slabs.allocate(length, node.namespace)
         except NoSpace:
             if not staged.slots or staged.unsure:
                 raise
-            before = staged.capacity
-            slabs.cancel(staged.slots)  # they may be what is missing
-            try:
-                staged.slots = slabs.allocate(length)
-            except NoSpace:
-                staged.slots = slabs.allocate(before)
-                raise
+            slabs.exchange(staged.slots, length)
         else:
             if staged.slots:
                 self.flusher.cancel(staged, staged.slots)
@@ -91,7 +85,7 @@ class Staging:
     def stage_copy(self, node: Node, chunk: Chunk, data: bytes | bytearray | memoryview) -> None:
         """Stage all bytes of a chunk as they are in its slots. NoSpace leaves everything as it was."""
         staged = Staged()
-        self._reserve(staged, len(data))
+        self._reserve(node, staged, len(data))
         staged.pieces = [data]
         staged.length = len(data)
         self.core.sharing.changes(chunk)
@@ -256,8 +250,8 @@ class Writer:
                     return
                 if await self._write_existing(node, index, start, data, mark):
                     return
-            except NoSpace:
-                wait = await self.space.wait_for_room(wait)
+            except NoSpace as error:
+                wait = await self.space.wait_for_room(wait, error.namespace)
                 if wait is None:
                     if await self._write_within(node, index, start, data):
                         return

@@ -39,7 +39,7 @@ class RoomElsewhere:
         self._is_coming = False
         """what the last look said"""
 
-    async def await_other_hosts(self, deadline: float) -> bool:
+    async def await_other_hosts(self, deadline: float, namespace: int | None) -> bool:
         """A `Source`: waits while other hosts may free something. All calls that have no room wait for one look."""
         with trio.move_on_at(deadline):
             if self._look is not None:

@@ -172,7 +172,7 @@ class SlabLeases:
 
     # -- having enough -------------------------------------------------------------------------------
 
-    async def take_unheld_slabs(self, deadline: float = math.inf) -> bool:
+    async def take_unheld_slabs(self, deadline: float = math.inf, namespace: int | None = None) -> bool:
         """A `Source`: takes slabs that no client holds; then what a client held that is gone, and its removed files.
 
         What waits for its grace is waited for. EngineError where the store does not answer.

@@ -20,9 +20,11 @@ RESTED = 3
 class Extent:
     """A run of a file's bytes in one slot. Addresses, sizes and lengths in bytes."""
 
-    __slots__ = ("addr", "checksums", "generation", "length", "reach", "slot_size", "state", "verified")
+    __slots__ = ("addr", "checksums", "generation", "length", "owner", "reach", "slot_size", "state", "verified")
 
-    def __init__(self, addr: int, slot_size: int, length: int, generation: int, checksums: bytes, state: int) -> None:
+    def __init__(
+        self, addr: int, slot_size: int, length: int, generation: int, checksums: bytes, state: int, owner: int = 0
+    ) -> None:
         self.addr = addr
         self.slot_size = slot_size
         self.length = length
@@ -32,12 +34,14 @@ class Extent:
         self.checksums = checksums
         """CRC32C of each started granule; empty: unsealed"""
         self.state = state
+        self.owner = owner
+        """namespace that its slot is charged to"""
         self.verified = 0
         """bit n: granule n was verified since it came from the engine"""
 
     @property
     def slot(self) -> Slot:
-        return Slot(self.addr, self.slot_size)
+        return Slot(self.addr, self.slot_size, self.owner)
 
     def record(self) -> schema.ExtentRecord:
         return schema.ExtentRecord(self.addr, self.length, self.generation, self.checksums)

@@ -146,6 +146,7 @@ class Core:
         self.dentries = Dentries(max(NAMES_MAX, self.nodes.count_max))
         self.caches = self.namespaces.caches
         """namespace -> books of those that are caches; empty where no file is ever evicted"""
+        self.slabs.ledger = self.namespaces.accounts
         self.shared = self.records.limits.shared
         """other hosts write the same records and segments"""
         self.sharing = (Shared if self.shared else Alone)(self.slabs, self.geometry)

@@ -74,6 +74,7 @@ class Node:
         "is_file",
         "lock",
         "lost",
+        "lost_files",
         "map",
         "mode",
         "moved_to",
@@ -165,6 +166,8 @@ class Node:
         """extents that are no longer in the next record of this inode, or were of a file whose name it took"""
         self.extra: dict[bytes, bytes | None] = {}
         """other records that change in the same commit; None: deleted"""
+        self.lost_files = 0
+        """files that the next commit of this inode removes from the store: itself, or those whose name it took"""
         self.heir: Node | None = None
         """of an unlinked inode: the one that took its name, whose commit frees the former one's slots"""
         self.described: tuple[int, bytes, int, int, int, int] | None = None

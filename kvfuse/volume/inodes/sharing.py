@@ -30,8 +30,8 @@ class Sharing(ABC):
         self._geometry = geometry
 
     @abstractmethod
-    def extent_of(self, record: schema.ExtentRecord) -> Extent:
-        """The extent of a record."""
+    def extent_of(self, record: schema.ExtentRecord, namespace: int) -> Extent:
+        """The extent of a record of an inode in a namespace."""
 
     @abstractmethod
     def mine(self, extents: list[Extent]) -> list[Extent]:
@@ -61,13 +61,13 @@ class Sharing(ABC):
 class Alone(Sharing):
     """The strategy of a volume of one host."""
 
-    def extent_of(self, record: schema.ExtentRecord) -> Extent:
+    def extent_of(self, record: schema.ExtentRecord, namespace: int) -> Extent:
         addr, state = record.addr, COMMITTED
         if not self._slabs.is_durable(addr):
             log.error("the slot at %d belongs to a file but is marked free: unmount and run 'kvfuse fsck'", addr)
             state = DISCARDED  # it is not ours to free
         slot_size = self._slabs.slot_size(addr)
-        return Extent(addr, slot_size, record.length, record.generation, record.checksums, state)
+        return Extent(addr, slot_size, record.length, record.generation, record.checksums, state, namespace)
 
     def mine(self, extents: list[Extent]) -> list[Extent]:
         return extents
@@ -92,9 +92,9 @@ class Alone(Sharing):
 class Shared(Sharing):
     """The strategy of a shared volume."""
 
-    def extent_of(self, record: schema.ExtentRecord) -> Extent:
+    def extent_of(self, record: schema.ExtentRecord, namespace: int) -> Extent:
         slot_size = self._slabs.slot_size(record.addr)
-        return Extent(record.addr, slot_size, record.length, record.generation, record.checksums, COMMITTED)
+        return Extent(record.addr, slot_size, record.length, record.generation, record.checksums, COMMITTED, namespace)
 
     def mine(self, extents: list[Extent]) -> list[Extent]:
         return [extent for extent in extents if self._slabs.holds(self._geometry.slab_of(extent.addr))]

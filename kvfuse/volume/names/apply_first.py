@@ -89,7 +89,16 @@ class ApplyFirst:
         if plan.removed is not None or (plan.unlinked is not None and self.nameless.needs_loading(plan.unlinked)):
             return False
         tied = self.journal.to_untie([end.found.node for end in plan.ends])
+        if plan.node.namespace and self._is_full(plan):
+            return False
         return tied is None and self.core.metadata.fits(plan.weight)
+
+    def _is_full(self, plan: Plan) -> bool:
+        """The plan makes one more file in a namespace that may have no more."""
+        made, unlinked, namespace = plan.made, plan.unlinked, plan.node.namespace
+        if made is None or not made.is_file or (unlinked is not None and unlinked.is_file and unlinked.nlink == 1):
+            return False
+        return self.core.namespaces.accounts.is_full(namespace)
 
     async def _has_waited(self, plan: Plan) -> bool:
         """Wait for what the plan needs. False: its ends have not changed meanwhile."""
@@ -103,6 +112,9 @@ class ApplyFirst:
         tied = self.journal.to_untie([end.found.node for end in ends])
         if tied is not None:
             await self.journal.commit(*tied)
+            return True
+        if self._is_full(plan):
+            await self.space.wait_for_file(plan.node.namespace)
             return True
         if not self.core.metadata.fits(plan.weight):
             what = f"{ends[-1].name!r} in directory {ends[-1].directory.ino}"
@@ -172,6 +184,8 @@ class ApplyFirst:
         core.nodes.add(node)
         core.file_count += 1
         core.counters.creates += 1
+        if node.namespace and node.is_file:
+            core.namespaces.accounts.add_files(node.namespace, 1)
         if node.own_record:
             self.journal.pending.touch_times(node)
             core.dentries.directory_made(node.ino)

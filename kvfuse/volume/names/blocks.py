@@ -235,9 +235,9 @@ class Blocks:
         while True:
             plan = await self.names.plan_replacement(directory, name, mode, caller)
             try:
-                slots = self._reserve(size, plan.node.chunk_size)
-            except errors.NoSpace:
-                wait = await self.space.wait_for_room(wait)
+                slots = self._reserve(size, plan.node)
+            except errors.NoSpace as error:
+                wait = await self.space.wait_for_room(wait, error.namespace)
                 if wait is None:
                     raise
                 continue
@@ -249,12 +249,12 @@ class Blocks:
             with suppress(errors.NotFound):
                 await self.names.unlink(directory, name)
 
-    def _reserve(self, size: int, chunk_size: int) -> list[list[Slot]]:
+    def _reserve(self, size: int, node: Node) -> list[list[Slot]]:
         """Slots for each chunk of a file of ``size`` bytes. NoSpace, with nothing reserved."""
         slots: list[list[Slot]] = []
         try:
-            for offset in range(0, size, chunk_size):
-                slots.append(self.core.slabs.allocate(min(chunk_size, size - offset)))
+            for offset in range(0, size, node.chunk_size):
+                slots.append(self.core.slabs.allocate(min(node.chunk_size, size - offset), node.namespace))
         except errors.NoSpace:
             for taken in slots:
                 self.core.slabs.cancel(taken)

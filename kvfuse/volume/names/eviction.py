@@ -107,23 +107,38 @@ class Evictor:
 
     # -- room --------------------------------------------------------------------------------------------
 
-    async def make_room(self, deadline: float) -> bool:
+    async def make_room(self, deadline: float, namespace: int | None) -> bool:
         """A `Source`: evict some files of the largest cache, and free their slots. False: no cache has any to give."""
-        return bool(self.core.caches) and await self._evict_some(self._batch_size)
+        if not self.core.caches:
+            return False
+        room = self.core.namespaces.accounts.room(namespace) if namespace is not None else None
+        size = max(room.capacity >> 4, 1) if room is not None else self._batch_size
+        return await self._evict_some(min(size, self._batch_size), namespace)
 
-    async def _evict_some(self, size: int) -> bool:
-        """Evict files of ``size`` bytes. True: some went, in this call or in one that it waited for."""
+    async def _evict_some(self, size: int, namespace: int | None = None) -> bool:
+        """Evict files of ``size`` bytes, in a namespace (None: anywhere).
+
+        True: some went, in this call or in one that it waited for.
+        """
         step = self._steps
         async with self._lock:
             if self._steps != step:
                 return True
-            caches = sorted(self.core.caches.values(), key=lambda cache: cache.policy.size, reverse=True)
-            for cache in caches:
+            caches = self._caches_in(namespace)
+            for cache in sorted(caches, key=lambda cache: cache.policy.size, reverse=True):
                 if await self._evict_from(cache, size):
                     self._steps += 1
-                    await self.journal.free_given_up(math.inf)
+                    await self.journal.free_given_up(math.inf, None)
                     return True
         return False
+
+    def _caches_in(self, namespace: int | None) -> list[Cache]:
+        accounts = self.core.namespaces.accounts
+        return [
+            cache
+            for number, cache in self.core.caches.items()
+            if namespace is None or accounts.is_within(number, namespace)
+        ]
 
     async def _evict_from(self, cache: Cache, size: int) -> int:
         """How many files went. Files that the store does not know yet go after a commit."""

@@ -52,10 +52,12 @@ class Nameless(ABC):
         for node in list(self.core.unnamed.values()):
             self.reap(node)
 
-    async def free_unnamed_files(self, deadline: float) -> bool:
+    async def free_unnamed_files(self, deadline: float, namespace: int | None) -> bool:
         """A `Source`: `reap_unnamed`. True: slots of uncommitted files became free."""
-        free_before = self.core.slabs.free_bytes
+        free_before, before = self.core.slabs.free_bytes, self.core.namespaces.accounts.returned(namespace or 0)
         self.reap_unnamed()
+        if namespace is not None:
+            return self.core.namespaces.accounts.returned(namespace) > before
         return self.core.slabs.free_bytes > free_before
 
     async def store_removals(self) -> None:
@@ -100,6 +102,8 @@ class OwnNameless(Nameless):
         elif not (node.stored or node.committing):
             self.journal.pending.loose.withdraw_attributes(node)  # nothing else tells of the inode
         node.heir = heir
+        if node.namespace:
+            self._count_out(node, heir)
         self._pass_on(node, heir)
         if not kept:
             self.reap(node, heir)
@@ -107,6 +111,24 @@ class OwnNameless(Nameless):
             self.core.unnamed[node.ino] = node
             if large and not self.core.places.known(node.ino):
                 self.reap(node)
+
+    def _count_out(self, node: Node, heir: Node | None) -> None:
+        """The namespace has a file less, when the store has: at once, where that never heard of it.
+
+        An heir that the store does not know yet enters it in the commit that removes the files whose name it took.
+        So the two never count both.
+        """
+        count = 0
+        if node.is_file and (node.stored or node.committing):
+            node.lost_files += 1
+        elif node.is_file and not node.lost_files:
+            count += 1
+        if heir is not None and node.lost_files:
+            count += heir.is_file and not (heir.stored or heir.committing or heir.lost_files)
+            heir.lost_files += node.lost_files
+            node.lost_files = 0
+        if count:
+            self.core.namespaces.accounts.add_files(node.namespace, -count)
 
     def _pass_on(self, node: Node, heir: Node | None) -> None:
         """Pass slots and records of a freed inode to its heir, or to the next commit."""

@@ -60,7 +60,7 @@ class Removed:
         self._looked = trio.Event()
         """set, and replaced by a new one, after each check"""
 
-    async def free_removed_files(self, deadline: float) -> bool:
+    async def free_removed_files(self, deadline: float, namespace: int | None) -> bool:
         """A `Source`: free more of the files that this client removed. False: none is about to be freed."""
         if not (self._later or self._is_looking):
             return False

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import trio
 
+from kvfuse.volume.namespaces.accounts import Accounts
 from kvfuse.volume.namespaces.cache import Cache
 from kvfuse.volume.namespaces.settings import ROOT, Settings
 from kvfuse.volume.views.measures import Measures
@@ -27,8 +28,18 @@ class Namespace:
 class Namespaces:
     """The namespaces that the volume has. For the event loop alone, but for ``uses`` and each of ``measures``."""
 
-    def __init__(self, settings: Mapping[int, Settings], clock: Callable[[], float]) -> None:
-        """``settings``: by number. The root is a namespace in any case."""
+    def __init__(
+        self,
+        settings: Mapping[int, Settings],
+        clock: Callable[[], float],
+        above: Mapping[int, int] | None = None,
+        *,
+        counts: bool = True,
+    ) -> None:
+        """``settings``: by number. The root is a namespace in any case. ``above``: number -> namespace that it is in.
+
+        ``counts``: their use is counted, and bounded by their quotas.
+        """
         self._clock = clock
         self.all: dict[int, Namespace] = {}
         self.caches: dict[int, Cache] = {}
@@ -38,11 +49,16 @@ class Namespaces:
         self.uses = Uses()
         self.changed = trio.Event()
         """set when a block was stored, or a namespace changed: there may be something to evict"""
+        self.accounts = Accounts()
+        self._counts = counts
         for number, found in {ROOT: Settings(), **settings}.items():
-            self.put(number, found)
+            self.put(number, found, (above or {}).get(number, ROOT))
 
-    def put(self, number: int, settings: Settings) -> Namespace:
-        """Add a namespace, or change its settings. A cache that gets another policy begins with empty books."""
+    def put(self, number: int, settings: Settings, above: int | None = None) -> Namespace:
+        """Add a namespace, or change its settings. A cache that gets another policy begins with empty books.
+
+        ``above``: the namespace that it is in, that of its folder's directory; None: as before.
+        """
         former = self.all.get(number)
         cache = former.cache if former is not None and _same_books(former.settings, settings) else None
         if settings.is_cache and cache is None:
@@ -52,6 +68,8 @@ class Namespaces:
         if cache is not None:
             self.caches[number] = cache
             self.changed.set()
+        if self._counts and number != ROOT:
+            self.accounts.put(number, above, settings)
         return found
 
     @property
@@ -65,9 +83,11 @@ class Namespaces:
         return min([self.all[number].settings.low_water for number in self.caches], default=1.0)
 
     def remove(self, number: int) -> None:
+        """Forget a namespace that has no files. The caller deletes its records (p and u)."""
         self.all.pop(number, None)
         self.caches.pop(number, None)
         self.measures.pop(number, None)
+        self.accounts.remove(number)
 
 
 def _same_books(former: Settings, new: Settings) -> bool:

@@ -28,11 +28,13 @@ from kvfuse.volume.opening.holding import Held
 from kvfuse.volume.store import schema
 from kvfuse.volume.store.member import Member
 from kvfuse.volume.store.numbers import NumberRange, SharedNumberRange
-from kvfuse.volume.store.sealed import DamagedRecords, ScanPages
+from kvfuse.volume.store.sealed import DamagedRecords, ScanPages, describe, get_sound
 from kvfuse.volume.views.tier import SharedTier
 
 log = logging.getLogger(__name__)
 
+OWN_CLIENT = 0
+"""number of the client of a volume that one host has"""
 REUSE_SECONDS_MIN = 1.0
 """for which a freed slot of a shared volume rests; twice the longer of the engines' deadlines, where that is more"""
 
@@ -87,7 +89,7 @@ async def _load_values(options: Options, held: Held, values: list[bytes], metada
     if is_alone:
         slabs.restore(states)
     tier = SharedTier(options.cache.tier_size)
-    namespaces = Namespaces(await _read_settings(records), trio.current_time)
+    namespaces = await _read_namespaces(records, counts=is_alone)
     used = {geometry.locate_head(state.slab)[0] for state in states}
     await _check_segments(options.title, superblock, segments, used)
     return Core(
@@ -107,6 +109,37 @@ async def _load_values(options: Options, held: Held, values: list[bytes], metada
         file_count=records.usage.items if records.usage is not None else schema.decode_counts(values[2]).inodes,
         namespaces=namespaces,
     )
+
+
+async def _read_namespaces(records: RecordStore, *, counts: bool) -> Namespaces:
+    """All namespaces. ``counts``: with their use, which this client alone changes."""
+    settings = await _read_settings(records)
+    if not counts:
+        return Namespaces(settings, trio.current_time, counts=False)
+    namespaces = Namespaces(settings, trio.current_time, await _read_above(records, list(settings)))
+    async for rows, damaged in ScanPages(records, schema.USE_PREFIX):
+        for row in rows:
+            is_own = row.key == schema.use_key(schema.key_inode(row.key), OWN_CLIENT)
+            namespaces.accounts.load(schema.key_inode(row.key), schema.decode_counts(row.value), is_own=is_own)
+        for key in damaged:
+            log.error("%s is damaged: 'kvfuse fsck --repair' counts it anew", describe(key))
+    return namespaces
+
+
+async def _read_above(records: RecordStore, numbers: list[int]) -> dict[int, int]:
+    """Namespace -> that of the directory in which its folder is."""
+    folders = await get_sound(records, [schema.inode_key(number) for number in numbers])
+    parents = {
+        number: schema.decode_inode(row.value).parent
+        for number, row in zip(numbers, folders, strict=True)
+        if row is not None
+    }
+    rows = await get_sound(records, [schema.inode_key(parent) for parent in parents.values()])
+    return {
+        number: schema.decode_inode(row.value).namespace
+        for number, row in zip(parents, rows, strict=True)
+        if row is not None
+    }
 
 
 async def _read_settings(records: RecordStore) -> dict[int, Settings]:

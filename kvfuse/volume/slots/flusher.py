@@ -336,7 +336,8 @@ class Flusher:
                 break
             parts = [memoryview(pieces[0])[offset : offset + length]] if len(pieces) == 1 else pieces
             checksums = b"".join([granule_checksums(part) for part in parts])
-            extents.append(Extent(slot.addr, slot.size, length, self.core.generations.next(), checksums, FRESH))
+            generation = self.core.generations.next()
+            extents.append(Extent(slot.addr, slot.size, length, generation, checksums, FRESH, slot.owner))
             part_addr = slot.addr
             for part in parts:
                 segment, file_offset = self.core.locate(part_addr)

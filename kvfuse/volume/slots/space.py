@@ -15,6 +15,7 @@ from typing import Protocol
 
 import trio
 
+from kvfuse.errors import QuotaExceeded
 from kvfuse.volume.inodes.core import Core
 
 ROOM_SECONDS = 3.0
@@ -28,9 +29,10 @@ A loaded store answers each call within its deadline, but all of them together p
 class Source(Protocol):
     """A method that gives up slots or records. Several calls may use it at the same time."""
 
-    def __call__(self, deadline: float, /) -> Awaitable[bool]:
+    def __call__(self, deadline: float, namespace: int | None, /) -> Awaitable[bool]:
         """True: some room became free. False: the source has none, and none is about to become free.
 
+        ``namespace``: where room is wanted, because its quota is used up; None: anywhere in the volume.
         Waits for files and hosts that are about to give up room until ``deadline`` (trio's time) at the latest;
         engines have deadlines of their own. EngineError ends the wait of the call that asks.
         """
@@ -39,7 +41,7 @@ class Source(Protocol):
 class Evictor(Protocol):
     """Gives up files of caches, when it is asked and ahead of it."""
 
-    async def make_room(self, deadline: float, /) -> bool:
+    async def make_room(self, deadline: float, namespace: int | None, /) -> bool:
         """A `Source`."""
 
     async def run(self) -> None:
@@ -69,17 +71,28 @@ class Space:
     evictors: list[Evictor] = field(default_factory=list)
     """those that give up files of caches, for slots and records: they are asked last"""
 
-    async def wait_for_room(self, wait: RoomWait | None) -> RoomWait | None:
+    async def wait_for_room(self, wait: RoomWait | None, namespace: int | None = None) -> RoomWait | None:
         """Free some slots. The caller tries again, and passes the returned wait if they were too few.
 
-        ``wait``: None at first. Returns None if no source has room, or the caller's time is over. EngineError: an
-        engine does not answer.
+        ``wait``: None at first. ``namespace``: see `Source`; its files count as room, too. Returns None if no source
+        has room, or the caller's time is over. EngineError: an engine does not answer.
         """
         wait = wait or self._begin_wait()
-        if not await _ask([*self.sources, *[evictor.make_room for evictor in self.evictors]], wait):
+        if not await _ask([*self.sources, *[evictor.make_room for evictor in self.evictors]], wait, namespace):
             return None
         await self.core.reads.passed()
         return wait
+
+    async def wait_for_file(self, namespace: int) -> None:
+        """Return when a namespace may have one more file: until the next await. QuotaExceeded, EngineError."""
+        wait: RoomWait | None = None
+        while True:
+            try:
+                return self.core.namespaces.accounts.check_file(namespace)
+            except QuotaExceeded as error:
+                wait = await self.wait_for_room(wait, error.namespace)
+                if wait is None:
+                    raise
 
     async def wait_for_records(self, size: int, what: str) -> bool:
         """Make room for ``size`` bytes of records. True: this waited, so the caller must check all conditions again.
@@ -106,12 +119,12 @@ class Space:
         return RoomWait(trio.current_time() + self.core.grace.seconds + ROOM_SECONDS)
 
 
-async def _ask(sources: Sequence[Source], wait: RoomWait) -> bool:
+async def _ask(sources: Sequence[Source], wait: RoomWait, namespace: int | None = None) -> bool:
     """One round. True: a source gave up room. False: none has any, or the call's time is over."""
     wait.round_count += 1
     deadline = wait.deadline if wait.round_count > ROOM_ROUNDS_MIN else math.inf
     if trio.current_time() <= deadline:
         for take in sources:
-            if await take(deadline):
+            if await take(deadline, namespace):
                 return True
     return False

@@ -25,7 +25,7 @@ class Asked:
     deadlines: list[float] = field(default_factory=list)
 
     def source(self, name: str, answer: Callable[[], bool]) -> Source:
-        async def take(deadline: float, /) -> bool:
+        async def take(deadline: float, namespace: int | None, /) -> bool:
             self.names.append(name)
             self.deadlines.append(deadline - trio.current_time())
             await trio.sleep(self.seconds)
@@ -91,7 +91,7 @@ async def test_a_call_gives_up_when_others_take_all_that_becomes_free(
 
 
 async def test_an_engine_that_fails_ends_the_wait(core: Core) -> None:
-    async def fails(deadline: float, /) -> bool:
+    async def fails(deadline: float, namespace: int | None, /) -> bool:
         raise EngineError("injected")
 
     with pytest.raises(EngineError):

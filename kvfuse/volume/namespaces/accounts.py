@@ -1,0 +1,183 @@
+"""What each namespace but the root's has: bytes of slots and files, against its quotas.
+
+A slot counts from when it is allocated until it is free again, so while bytes are staged and while its release waits
+for a commit or for readers, too. A file counts until the commit that removes its last name is in the store. So neither
+memory nor what a crash leaves ever exceeds a quota. A namespace counts towards all namespaces that it is in.
+
+The *stored* use is what records say: each commit that changes slots or files of a namespace puts the `u` record that
+its client has of it. The record counts a namespace without those in it, with the slots of removed files that are open.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from kvfuse.errors import QuotaExceeded
+from kvfuse.slab.allocator import Slot
+from kvfuse.volume.namespaces.settings import ROOT, Settings
+from kvfuse.volume.store import schema
+from kvfuse.volume.store.schema import Counts
+
+NOTHING = Counts(0, 0)
+
+
+class Use(NamedTuple):
+    """Of a namespace and those in it."""
+
+    size: int
+    """bytes of slots"""
+    files: int
+
+
+class Room(NamedTuple):
+    """What a quota allows, in bytes of slots."""
+
+    capacity: int
+    free: int
+
+
+@dataclass(slots=True, eq=False)
+class Account:
+    """Of one namespace."""
+
+    number: int
+    above: int
+    """number of the namespace that it is in"""
+    settings: Settings = field(default_factory=Settings)
+    size: int = 0
+    """bytes of slots, with those of namespaces in it"""
+    files: int = 0
+    """likewise"""
+    returned: int = 0
+    """bytes and files that it ever gave back, likewise"""
+    is_gone: bool = False
+    """the namespace was removed, and not all of its slots are free yet"""
+
+
+class Accounts:
+    """The accounts of one volume: the `Ledger` of its slots. For the event loop alone."""
+
+    def __init__(self) -> None:
+        self.all: dict[int, Account] = {}
+        """by number; empty where nothing is counted"""
+        self._stored: dict[int, Counts] = {}
+        """number -> its own use, as this client's record says"""
+
+    # -- namespaces ------------------------------------------------------------------------------------
+
+    def put(self, number: int, above: int | None, settings: Settings) -> None:
+        """A namespace is there, or has other settings. ``above``: that it is in; None: as before."""
+        account = self.all.get(number)
+        if account is None:
+            account = self.all[number] = Account(number, above or ROOT)
+        if above is not None:
+            is_circle = any(one is account for one in self._chain(above))  # records are damaged
+            account.above = ROOT if is_circle else above
+        account.settings = settings
+
+    def remove(self, number: int) -> None:
+        """A namespace is there no more; its slots count towards those above it until they are free."""
+        account = self.all.get(number)
+        if account is not None:
+            account.is_gone = True
+            self._stored.pop(number, None)
+            self._forget_gone(account)
+
+    def load(self, number: int, counts: Counts, *, is_own: bool = True) -> None:
+        """The stored use of a namespace that is there. ``is_own``: by this client's record."""
+        if number in self.all:
+            self._add(number, counts.size or 0, counts.inodes)
+            if is_own:
+                self._stored[number] = counts
+
+    # -- quotas ----------------------------------------------------------------------------------------
+
+    def check(self, owner: int, size: int) -> None:
+        """QuotaExceeded where a namespace may not have so many bytes of slots more."""
+        for account in self._chain(owner):
+            capacity = account.settings.capacity
+            if capacity and account.size + size > capacity:
+                what = f"{account.size} of {capacity} bytes are used"
+                raise QuotaExceeded(f"namespace {account.number}: no room for {size} bytes: {what}", account.number)
+
+    def charge(self, owner: int, size: int) -> None:
+        """A namespace has so many bytes of slots more, or fewer."""
+        self._add(owner, size, 0)
+
+    def is_full(self, owner: int) -> bool:
+        """A namespace may not have one more file."""
+        return any(0 < account.settings.blocks <= account.files for account in self._chain(owner))
+
+    def check_file(self, owner: int) -> None:
+        """QuotaExceeded where `is_full`."""
+        for account in self._chain(owner):
+            if 0 < account.settings.blocks <= account.files:
+                text = f"namespace {account.number} may have {account.settings.blocks} files, and has {account.files}"
+                raise QuotaExceeded(text, account.number)
+
+    def add_files(self, owner: int, count: int) -> None:
+        """A namespace has so many files more, or fewer."""
+        self._add(owner, 0, count)
+
+    def returned(self, number: int) -> int:
+        """Grows with all that a namespace and those in it give back."""
+        account = self.all.get(number)
+        return account.returned if account is not None else 0
+
+    def use(self, number: int) -> Use:
+        """Of a namespace and those in it."""
+        account = self.all.get(number)
+        return Use(account.size, account.files) if account is not None else Use(0, 0)
+
+    def room(self, number: int) -> Room | None:
+        """By the tightest capacity of a namespace and those that it is in; None: only the volume bounds it."""
+        rooms = [
+            Room(account.settings.capacity, max(0, account.settings.capacity - account.size))
+            for account in self._chain(number)
+            if account.settings.capacity
+        ]
+        return Room(min(rooms)[0], min([room.free for room in rooms])) if rooms else None
+
+    def is_within(self, number: int, namespace: int) -> bool:
+        """A namespace is this one, or in it."""
+        return any(account.number == namespace for account in self._chain(number))
+
+    def _chain(self, number: int) -> Iterator[Account]:
+        """The account of a namespace, and of those that it is in."""
+        while (account := self.all.get(number)) is not None:
+            yield account
+            number = account.above
+
+    def _add(self, number: int, size: int, files: int) -> None:
+        for account in self._chain(number):
+            account.size += size
+            account.files += files
+            account.returned += max(0, -size) + max(0, -files)
+            if account.is_gone:
+                self._forget_gone(account)
+
+    def _forget_gone(self, account: Account) -> None:
+        if not account.size and not account.files:
+            self.all.pop(account.number, None)
+
+    # -- records ---------------------------------------------------------------------------------------
+
+    def store(self, born: Iterable[Slot], dead: Iterable[Slot], files: Mapping[int, int]) -> dict[int, bytes]:
+        """Namespace -> value of its record, of those that a commit changes by which slots become durable or are freed.
+
+        ``files``: namespace -> files that it adds, less those that it removes.
+        """
+        changes = {number: Counts(count, 0) for number, count in files.items()}
+        for slots, sign in ((born, 1), (dead, -1)):
+            for _, size, owner in slots:
+                if owner:
+                    changes[owner] = changes.get(owner, NOTHING).add(Counts(0, sign * size))
+        values = {}
+        for number, change in changes.items():
+            account = self.all.get(number)
+            if account is not None and not account.is_gone and change != NOTHING:
+                stored = self._stored[number] = self._stored.get(number, NOTHING).add(change)
+                values[number] = schema.encode_counts(*stored)
+        return values

@@ -1,0 +1,121 @@
+"""Namespaces of volumes in memory, and what the records say of their use, counted independently after each commit."""
+
+from __future__ import annotations
+
+import stat
+from collections import defaultdict
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from volume_lab import CALLER, Disk
+
+from kvfuse.remote.records.api import Versioned
+from kvfuse.volume.namespaces.settings import Settings, decode_settings, encode_settings
+from kvfuse.volume.store import schema
+from kvfuse.volume.volume import Volume
+
+
+async def make_namespace(volume: Volume, parent: int, name: bytes, **settings: Any) -> int:
+    """A new folder that is one; stored when this returns. Its number."""
+    node, core = await volume.tree.make_directory(parent, name, 0o755, CALLER), volume.parts.core
+    folder = core.nodes.get(node.ino)
+    assert folder is not None
+    above, folder.namespace = folder.namespace, folder.ino
+    found = Settings().changed(settings)
+    core.namespaces.put(folder.ino, found, above)
+    volume.parts.journal.put(schema.namespace_key(folder.ino), encode_settings(found))
+    volume.parts.journal.pending.touch(folder, forced=True)
+    await volume.parts.journal.commit(folder)
+    return folder.ino
+
+
+async def change_namespace(volume: Volume, number: int, **settings: Any) -> None:
+    namespaces = volume.parts.core.namespaces
+    found = namespaces.all[number].settings.changed(settings)
+    namespaces.put(number, found)
+    volume.parts.journal.put(schema.namespace_key(number), encode_settings(found))
+    await volume.parts.journal.commit()
+
+
+@dataclass
+class Counted:
+    size: int = 0
+    files: int = 0
+
+
+def count_uses(disk: Disk) -> dict[int, Counted]:
+    """Namespace -> what the records of files and slabs say that it has, without namespaces in it."""
+    uses: dict[int, Counted] = defaultdict(Counted)
+    homes: dict[int, int] = {}
+    sizes = {schema.key_slab(key): schema.decode_slab(row.value)[0] for key, row in _rows(disk, b"s").items()}
+
+    def add(namespace: int, extents: tuple[schema.ExtentRecord, ...]) -> None:
+        for extent in extents:
+            uses[namespace].size += sizes[extent.addr // disk.superblock.geometry.slab_size]
+
+    for key, row in [*_rows(disk, b"i").items(), *_rows(disk, b"d").items(), *_rows(disk, b"o").items()]:
+        record = schema.decode_entry(row.value) if key[:1] == b"d" else schema.decode_inode(row.value)
+        if isinstance(record, schema.InodeRecord):
+            homes[record.ino] = record.namespace
+            uses[record.namespace].files += stat.S_ISREG(record.mode) and key[:1] != b"o"
+            for extents in record.chunks:
+                add(record.namespace, extents)
+    for key, row in _rows(disk, b"c").items():
+        add(homes[schema.key_inode(key)], schema.decode_chunk(row.value))
+    return {number: use for number, use in uses.items() if number and use != Counted()}
+
+
+def recorded_uses(disk: Disk) -> dict[int, Counted]:
+    """Namespace -> what its records say."""
+    uses: dict[int, Counted] = defaultdict(Counted)
+    for key, row in _rows(disk, schema.USE_PREFIX).items():
+        files, size = schema.decode_counts(row.value)
+        use = uses[schema.key_inode(key)]
+        use.files, use.size = use.files + files, use.size + (size or 0)
+    return {number: use for number, use in uses.items() if use != Counted()}
+
+
+def with_inner(disk: Disk, uses: Mapping[int, Counted]) -> dict[int, Counted]:
+    """The same, each with the namespaces in it."""
+    whole: dict[int, Counted] = defaultdict(Counted)
+    for number, use in uses.items():
+        here = number
+        while here:
+            whole[here].size += use.size
+            whole[here].files += use.files
+            parent = schema.decode_inode(disk.records[schema.inode_key(here)].value).parent
+            here = schema.decode_inode(disk.records[schema.inode_key(parent)].value).namespace
+    return whole
+
+
+@dataclass
+class UseAudit:
+    """Looks at a disk after each commit: `attach`. Small volumes only: every record is read each time."""
+
+    disk: Disk
+    most: dict[int, Counted] = field(default_factory=lambda: defaultdict(Counted))
+    _last: dict[int, Counted] = field(default_factory=lambda: defaultdict(Counted))
+
+    @classmethod
+    def attach(cls, disk: Disk) -> UseAudit:
+        audit = cls(disk)
+        disk.audit = audit.look
+        return audit
+
+    def look(self, puts: Mapping[bytes, bytes], deletes: Collection[bytes]) -> None:
+        """AssertionError where a namespace's recorded use is not what it has, or grew beyond what it may be."""
+        counted = count_uses(self.disk)
+        assert counted == recorded_uses(self.disk), sorted(puts)
+        whole = with_inner(self.disk, counted)
+        for number, use in whole.items():
+            last, most = self._last[number], self.most[number]
+            settings = decode_settings(self.disk.records[schema.namespace_key(number)].value)
+            assert use.size <= max(last.size, settings.capacity or use.size), (number, last, use, settings)
+            assert use.files <= max(last.files, settings.blocks or use.files), (number, last, use, settings)
+            most.size, most.files = max(most.size, use.size), max(most.files, use.files)
+        self._last = whole
+
+
+def _rows(disk: Disk, prefix: bytes) -> dict[bytes, Versioned]:
+    return {key: row for key, row in disk.records.items() if key.startswith(prefix)}
