@@ -61,7 +61,10 @@ IDENTIFIERS = frozenset({"pid", "ino"})
 
 
 def print_object(content: Mapping[str, Any], title: str) -> None:
-    """An object as a table of its plain values, and a table for every list of objects in it."""
+    """An object as a table of its plain values, and a table for every list of objects in it.
+
+    Columns of these that have objects themselves, or nothing but None, are left out.
+    """
     flat = dict(flatten(content))
     plain = (
         (name, str(value) if name in IDENTIFIERS else value) for name, value in flat.items() if not _is_table(value)
@@ -69,7 +72,7 @@ def print_object(content: Mapping[str, Any], title: str) -> None:
     print_table(["", ""], plain, title)
     for name, value in flat.items():
         if _is_table(value):
-            columns = list(value[0])
+            columns = [column for column in value[0] if any(_is_plain(row.get(column)) for row in value)]
             print_table(columns, [[row.get(column) for column in columns] for row in value], name)
 
 
@@ -80,6 +83,10 @@ def flatten(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
             yield from flatten(value, f"{prefix}{name}.")
         else:
             yield prefix + name, value
+
+
+def _is_plain(value: Any) -> bool:
+    return value is not None and not isinstance(value, Mapping)
 
 
 def _is_table(value: Any) -> bool:
