@@ -140,6 +140,10 @@ def _namespaces(rows: Sequence[tuple[str, Stats]]) -> Iterator[Metric]:
     yield _counter("kvfuse_read_bytes", "Bytes that callers read.", one, read)
     written = _of_each(rows, lambda row: row["measures"]["written_bytes"])
     yield _counter("kvfuse_written_bytes", "Bytes that callers wrote.", one, written)
+    failed: Rows = [
+        ((label, reason), count) for label, row in rows for reason, count in row["measures"]["failures"].items()
+    ]
+    yield _counter("kvfuse_requests_failed", "Requests that failed.", ("namespace", "reason"), failed)
     seconds: Rows = [
         ((label, operation), found)
         for label, row in rows

@@ -199,7 +199,11 @@ class Files:
     async def read(self, handle: FileHandle, offset: int, size: int) -> bytes | bytearray | memoryview:
         began = perf_counter()
         node = await self._current(handle)
-        data = await self._reader.read(node, offset, size)
+        try:
+            data = await self._reader.read(node, offset, size)
+        except errors.EngineError as error:
+            self._core.namespaces.measures[node.namespace].failed(error)
+            raise
         self._count_read(handle, node, len(data), began)
         return data
 
@@ -236,7 +240,12 @@ class Files:
         if handle.appends and self._coherence is not None:
             offset = self._coherence.append_offset(node, offset)
         size = node.size
-        written = await self._writer.write(node, offset, data, appends=handle.appends) if data else 0
+        try:
+            written = await self._writer.write(node, offset, data, appends=handle.appends) if data else 0
+        except (errors.EngineError, errors.NoSpace) as error:
+            if by_kernel:  # else the rings' door counts it
+                self._core.namespaces.measures[node.namespace].failed(error)
+            raise
         self._core.counters.writes += 1
         self._core.counters.written_bytes += written
         measures = self._core.namespaces.measures[node.namespace]

@@ -301,6 +301,7 @@ class Calls:
 
 def _expire(call: Call) -> None:
     """Answer at the deadline, also where what is under way cannot be cancelled at once."""
+    _measure(TimeoutError(), call)
     call.ring.completions.give_up(call, errno.ETIMEDOUT)
     call.cancel()
 
@@ -310,8 +311,16 @@ def _answer(error: Exception, *calls: Call) -> None:
     number = error.errno if isinstance(error, OSError) else errno_of(error)
     if number is None:
         log.error("%s failed", Op(calls[0].entry.op).name, exc_info=error)
+    _measure(error, *calls)
     for call in calls:
         call.ring.completions.complete(call, -(number or errno.EIO))
+
+
+def _measure(error: Exception, *calls: Call) -> None:
+    for call in calls:
+        of = call.namespace if call.namespace is not None else call.file
+        if of is not None and not call.ended:
+            of.measures.failed(error)
 
 
 def _directory(call: Call) -> int:

@@ -11,12 +11,22 @@ from array import array
 from bisect import bisect_left
 from typing import Any
 
+from kvfuse import errors
+
 REQUEST_BOUNDS = tuple(float(f"{digit}e{power}") for power in range(-5, 1) for digit in (1, 3))
 """seconds that requests take: 10 microseconds to 3 s"""
 AGE_BOUNDS = tuple(float(f"{digit}e{power}") for power in range(6) for digit in (1, 3))
 """seconds between two events of a block: 1 s to 3.5 days"""
 OPERATIONS = "read", "write", "get", "put", "exists"
 """of files, and of blocks by key"""
+FAILURES: dict[str, tuple[type[Exception], ...]] = {
+    "deadline": (errors.EngineTimeout, TimeoutError),
+    "corrupt": (errors.Corrupt,),
+    "engine": (errors.EngineError,),
+    "refused": (errors.PermissionDenied, errors.NotPermitted),
+    "no_room": (errors.NoSpace,),
+}
+"""reason of a failed request -> its errors; the first row that fits an error tells"""
 
 
 class Histogram:
@@ -40,17 +50,27 @@ class Histogram:
 class Measures:
     """What callers did in one namespace, through whichever door."""
 
-    __slots__ = ("read_bytes", "seconds", "written_bytes")
+    __slots__ = ("failures", "read_bytes", "seconds", "written_bytes")
 
     def __init__(self) -> None:
         self.read_bytes = 0
         self.written_bytes = 0
         self.seconds = {operation: Histogram(REQUEST_BOUNDS) for operation in OPERATIONS}
         """operation -> seconds from when the daemon took it to its result; all of one batch of a ring have its time"""
+        self.failures = dict.fromkeys(FAILURES, 0)
+        """reason -> requests that failed for it"""
+
+    def failed(self, error: Exception) -> None:
+        """A request ended so. What is absent, or not admitted, is no failure."""
+        for reason, kinds in FAILURES.items():
+            if isinstance(error, kinds):
+                self.failures[reason] += 1
+                return
 
     def statistics(self) -> dict[str, Any]:
         return {
             "read_bytes": self.read_bytes,
             "written_bytes": self.written_bytes,
+            "failures": dict(self.failures),
             "seconds": {operation: found.statistics() for operation, found in self.seconds.items()},
         }

@@ -1,0 +1,27 @@
+"""What is measured of a namespace."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvfuse import errors
+from kvfuse.volume.views.measures import Measures
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (TimeoutError(), "deadline"),
+        (errors.EngineTimeout(""), "deadline"),
+        (errors.Corrupt(""), "corrupt"),
+        (errors.MediumError(""), "engine"),
+        (errors.PermissionDenied(""), "refused"),
+        (errors.QuotaExceeded(""), "no_room"),
+        (errors.NotAdmitted(""), None),
+        (errors.NotFound(""), None),
+    ],
+)
+def test_each_failure_has_one_reason(error: Exception, reason: str | None) -> None:
+    measures = Measures()
+    measures.failed(error)
+    assert {name for name, count in measures.failures.items() if count} == ({reason} if reason else set())
