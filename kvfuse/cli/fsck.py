@@ -94,6 +94,7 @@ def _rebuild(options: Options, as_json: bool) -> int:
             f"{report.files:,} files recovered with {format_size(report.bytes)},"
             f" {report.nameless:,} of them in lost+found; {len(report.dropped):,} were not whole"
         )
+        click.echo("no namespace was recovered: all files are the root's, none is evicted")
     return 0
 
 

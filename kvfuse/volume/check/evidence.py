@@ -19,6 +19,8 @@ from kvfuse.slab.allocator import Allocator
 from kvfuse.slab.layout import Geometry, Superblock
 from kvfuse.volume.api import ROOT_INODE
 from kvfuse.volume.inodes.core import PATH_DEPTH_MAX
+from kvfuse.volume.namespaces.accounts import NOTHING
+from kvfuse.volume.namespaces.settings import ROOT
 from kvfuse.volume.store import schema
 
 MALFORMED = (ValueError, struct.error)
@@ -100,6 +102,28 @@ def extents_in(row: Record) -> list[Named]:
 
 
 @dataclass
+class NamespaceEvidence:
+    """What records say of namespaces."""
+
+    numbers: set[int] = field(default_factory=lambda: {ROOT})
+    """those with settings and a folder"""
+    homes: dict[int, int] = field(default_factory=dict)
+    """inode -> namespace, of those that are not the root's"""
+    counted: dict[int, schema.Counts] = field(default_factory=dict)
+    """namespace -> its files and their slots"""
+    recorded: dict[int, schema.Counts] = field(default_factory=dict)
+    """namespace -> its use, as the records of all clients say"""
+    rows: dict[int, list[bytes]] = field(default_factory=dict)
+    """namespace -> keys of these records"""
+    above: dict[int, int] = field(default_factory=dict)
+    """directory -> namespace, see `Evidence.namespace_of`"""
+
+    def count(self, number: int, files: int, size: int) -> None:
+        if number:
+            self.counted[number] = self.counted.get(number, NOTHING).add(schema.Counts(files, size))
+
+
+@dataclass
 class Evidence:
     """Of one pass over a volume; the check owns it."""
 
@@ -145,6 +169,7 @@ class Evidence:
     """slots that only wait for who holds their slab"""
     counted: dict[bytes, schema.Counts] = field(default_factory=dict)
     """key of a client's counts -> these"""
+    namespaces: NamespaceEvidence = field(default_factory=NamespaceEvidence)
 
     def __post_init__(self) -> None:
         self.slabs = Allocator(self.geometry)
@@ -166,6 +191,18 @@ class Evidence:
 
     def exists(self, ino: int) -> bool:
         return ino in self.inodes or ino in self.inline or ino in self.orphans
+
+    def namespace_of(self, directory: int) -> int:
+        """The namespace that a directory is in, by its own settings or those of the nearest one above it."""
+        found, path, number = self.namespaces, list[int](), ROOT
+        while directory != ROOT_INODE and directory in self.inodes and directory not in path:
+            if (known := found.above.get(directory)) is not None or directory in found.numbers:
+                number = directory if known is None else known
+                break
+            path.append(directory)
+            directory = self.inodes[directory].record.parent
+        found.above.update(dict.fromkeys(path, number))
+        return number
 
     def file_record(self, ino: int) -> schema.InodeRecord | None:
         inode = self.inodes.get(ino)

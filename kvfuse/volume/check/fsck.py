@@ -14,6 +14,7 @@ from kvfuse.remote.segments.api import SegmentStore, Transfer
 from kvfuse.volume.check.compare import check_counters, check_reachable, check_segments, compare_inodes, compare_slabs
 from kvfuse.volume.check.evidence import Evidence, Progress, Report
 from kvfuse.volume.check.heads import HeadCheck
+from kvfuse.volume.check.namespaces import compare_namespaces, read_uses
 from kvfuse.volume.check.reading import RecordReader
 from kvfuse.volume.check.shared_records import read_shared
 from kvfuse.volume.check.slots import settle_contested, verify_data
@@ -58,9 +59,11 @@ async def run_check(found: Evidence) -> None:
     reader = RecordReader(found)
     await reader.read_all()
     await read_shared(reader)
+    await read_uses(reader)
     await settle_contested(reader)
     compare_inodes(found)
     check_reachable(found)
+    compare_namespaces(found)
     compare_slabs(found)
     await check_counters(found)
     await check_segments(found)

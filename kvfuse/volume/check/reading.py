@@ -21,6 +21,7 @@ from kvfuse.volume.api import FILE_SIZE_MAX, ROOT_INODE
 from kvfuse.volume.check.evidence import MALFORMED, Evidence, Inode, Named, directory_record, named_extents
 from kvfuse.volume.inodes.chunk import blocks_of
 from kvfuse.volume.inodes.metadata_budget import weigh
+from kvfuse.volume.namespaces.settings import ROOT, decode_settings
 from kvfuse.volume.store import schema
 from kvfuse.volume.store.sealed import ScanPages, describe
 
@@ -33,7 +34,6 @@ FILE_KINDS = frozenset(
 INODE_KINDS: dict[bytes, tuple[Callable[[bytes], schema.InodeRecord | int], Callable[[schema.InodeRecord], bytes]]] = {
     b"i": (schema.decode_inode, schema.encode_inode),
     b"d": (schema.decode_entry, schema.encode_entry_inline),
-    b"o": (schema.decode_orphan, schema.encode_inode),
 }
 """records that may hold an inode -> how they are read, and written"""
 
@@ -45,10 +45,12 @@ class RecordReader:
         self.found = found
         self._rescued: list[SlabState] = []
         """slabs whose records are damaged"""
+        self._decode_orphan = _decode_shared_orphan if found.records.limits.shared else _decode_inode
 
     async def read_all(self) -> None:
         await self._read_slabs()
         await self._read_inodes()
+        await self._read_namespaces()
         await self._read_entries()
         await self._read_orphans()
         await self._read_chunks()
@@ -125,6 +127,19 @@ class RecordReader:
             self.found.inodes[ino] = Inode(record)
             self._claim_all(record, row.key, row.key)
 
+    async def _read_namespaces(self) -> None:
+        """After the directories, before what is in them."""
+        rows = self.decoded(
+            schema.NAMESPACE_PREFIX, "namespaces", decode_settings, lambda row: f"settings {row.key.hex()}"
+        )
+        async for row, _ in rows:
+            number = schema.key_inode(row.key)
+            folder = self.found.inodes.get(number)
+            if number == ROOT or (folder is not None and stat.S_ISDIR(folder.record.mode) and number != ROOT_INODE):
+                self.found.namespaces.numbers.add(number)
+            else:
+                self.found.problem(f"namespace {number} has settings, but no folder", deletes=[row.key])
+
     async def _read_entries(self) -> None:
         async for row, entry in self.decoded(b"d", "names", _decode_entry, lambda row: f"name {_place(row)}"):
             parent, cookie, name = schema.split_entry_key(row.key)
@@ -149,6 +164,11 @@ class RecordReader:
         if entry.nlink != 1:
             mended = {row.key: schema.encode_entry_inline(replace(entry, nlink=1))}
             self.found.problem(f"{_place(row)}: {entry.nlink} links instead of 1", mended)
+        expected = self.found.namespace_of(parent)
+        if entry.namespace != expected:
+            mended = {row.key: schema.encode_entry_inline(replace(entry, namespace=expected))}
+            self.found.problem(f"{_place(row)} is in namespace {entry.namespace} instead of {expected}", mended)
+        self.found.namespaces.count(entry.namespace, stat.S_ISREG(entry.mode), 0)
         self._claim_all(entry, row.key, name)
 
     def _read_reference(self, row: Record, parent: int, name: bytes, ino: int) -> None:
@@ -176,8 +196,13 @@ class RecordReader:
 
     async def _read_orphans(self) -> None:
         """Before the chunks. Nobody reads their bytes again: those are not verified."""
-        async for row, record in self.decoded(b"o", "orphans", _decode_inode, _name_inode):
+        async for row, record in self.decoded(b"o", "orphans", self._decode_orphan, _name_inode):
             self.found.report.notes.append(f"inode {record.ino} was unlinked while open: the next mount frees it")
+            if record.namespace not in self.found.namespaces.numbers:
+                mended = {row.key: schema.encode_inode(replace(record, namespace=ROOT))}
+                self.found.problem(
+                    f"removed inode {record.ino} is in namespace {record.namespace}, which is none", mended
+                )
             self.found.orphans.add(record.ino)
             self._claim_all(record, row.key, b"")
 
@@ -219,7 +244,8 @@ class RecordReader:
 
     async def _show_attributes(self, hidden: set[int]) -> None:
         """Inodes with attributes that do not say so: nobody finds these, and they would stay when their inode goes."""
-        for prefix, (decode, encode) in INODE_KINDS.items() if hidden else ():
+        kinds = {**INODE_KINDS, b"o": (self._decode_orphan, schema.encode_inode)}
+        for prefix, (decode, encode) in kinds.items() if hidden else ():
             async for row in self.rows(prefix, "hidden attributes"):
                 with suppress(*MALFORMED):
                     record = decode(row.value)
@@ -232,6 +258,8 @@ class RecordReader:
 
     def _claim_all(self, record: schema.InodeRecord, key: bytes, name: bytes) -> None:
         """All that a file's own record names."""
+        if record.namespace:
+            self.found.namespaces.homes[record.ino] = record.namespace
         if record.flags & schema.FLAG_XATTRS:
             self.found.attributed.add(record.ino)
         if record.flags & schema.FLAG_CHUNK_RECORDS and key[:1] != b"o":
@@ -257,6 +285,7 @@ class RecordReader:
             found.owners[extent.addr] = ino
             found.generation_max = max(found.generation_max, extent.generation)
             found.report.used_bytes += extent.length
+            found.namespaces.count(found.namespaces.homes.get(ino, ROOT), 0, slot_size)
             if found.wants_verify and ino not in found.orphans:
                 found.named[extent.addr] = named
                 if extent.checksums:
@@ -274,6 +303,13 @@ def _name_inode(row: Record) -> str:
 
 def _decode_inode(value: bytes) -> schema.InodeRecord:
     record = schema.decode_inode(value)
+    _check_fields(record)
+    return record
+
+
+def _decode_shared_orphan(value: bytes) -> schema.InodeRecord:
+    """Which says who removed it."""
+    record = schema.decode_orphan(value)
     _check_fields(record)
     return record
 
