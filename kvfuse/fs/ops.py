@@ -390,7 +390,7 @@ class KvfuseOperations(pyfuse3.Operations):
         _guard(inode)
         if name == INFO_XATTR:
             raise errors.NotPermitted(f"{os.fsdecode(name)} is the daemon's own")
-        await self._volume.inodes.set_xattr(inode, name, value)
+        await self._volume.inodes.set_xattr(inode, name, value, Caller(ctx.uid, ctx.gid, ctx.pid))
 
     @answered
     async def listxattr(self, inode: int, ctx: RequestContext) -> Sequence[bytes]:
@@ -403,7 +403,7 @@ class KvfuseOperations(pyfuse3.Operations):
     @answered
     async def removexattr(self, inode: int, name: bytes, ctx: RequestContext) -> None:
         _guard(inode)
-        await self._volume.inodes.remove_xattr(inode, name)
+        await self._volume.inodes.remove_xattr(inode, name, Caller(ctx.uid, ctx.gid, ctx.pid))
 
     # -- the whole -----------------------------------------------------------------------------------
 

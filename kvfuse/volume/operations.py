@@ -100,14 +100,16 @@ class Inodes:
     async def get_xattr(self, ino: int, name: bytes) -> bytes:
         return await self._parts.xattrs.get(ino, name)
 
-    async def set_xattr(self, ino: int, name: bytes, value: bytes) -> None:
-        await self._publish_attributes(await _for_change(self._core, self._parts.xattrs).set(ino, name, value))
+    async def set_xattr(self, ino: int, name: bytes, value: bytes, caller: Caller | None = None) -> None:
+        xattrs = _for_change(self._core, self._parts.xattrs)
+        await self._publish_attributes(await xattrs.set(ino, name, value, caller))
 
     async def list_xattrs(self, ino: int) -> list[bytes]:
         return await self._parts.xattrs.list(ino)
 
-    async def remove_xattr(self, ino: int, name: bytes) -> None:
-        await self._publish_attributes(await _for_change(self._core, self._parts.xattrs).remove(ino, name))
+    async def remove_xattr(self, ino: int, name: bytes, caller: Caller | None = None) -> None:
+        xattrs = _for_change(self._core, self._parts.xattrs)
+        await self._publish_attributes(await xattrs.remove(ino, name, caller))
 
     def measures(self, ino: int) -> Measures:
         node = self._core.nodes.get(ino)

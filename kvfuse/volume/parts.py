@@ -39,8 +39,10 @@ from kvfuse.volume.names.blocks import Blocks
 from kvfuse.volume.names.changes import Names
 from kvfuse.volume.names.commit_first import CommitFirst
 from kvfuse.volume.names.eviction import Evictor
+from kvfuse.volume.names.keeper import Keeper
 from kvfuse.volume.names.lookup import Lookup, OwnLookup
 from kvfuse.volume.names.nameless import OwnNameless, SharedNameless
+from kvfuse.volume.names.namespace_attributes import NamespaceAttributes
 from kvfuse.volume.names.shared_lookup import SharedLookup
 from kvfuse.volume.names.xattrs import Xattrs
 from kvfuse.volume.slots.flusher import Flusher
@@ -126,7 +128,8 @@ class Parts:
         self.blocks = Blocks(
             core, self.journal, self.flusher, self.space, self.lookups, self.names, self.reader, self.mapper
         )
-        self.xattrs = Xattrs(core, self.journal, self.space, self.lookups)
+        keeper = Keeper(core, self.journal, self.lookups, self.names.folders, is_shared=member is not None)
+        self.xattrs = Xattrs(core, self.journal, self.space, self.lookups, NamespaceAttributes(keeper))
         self.life = Lifetime()
 
     def _is_coming(self) -> bool:
@@ -188,6 +191,7 @@ class Parts:
             nursery.start_soon(self.mapper.access.run)
             for evictor in [] if self.core.read_only else self.space.evictors:
                 nursery.start_soon(evictor.run)
+            nursery.start_soon(self.names.folders.find)
         else:
             nursery.start_soon(self.coherence.run)
             await nursery.start(self.leases.run)

@@ -94,9 +94,7 @@ class Volume:
 
     def _describe(self, namespace: Namespace) -> dict[str, Any]:
         """Number, path, settings, use and counters of a namespace. The root's use is the volume's."""
-        core, number = self.parts.core, namespace.number
-        node, space = core.nodes.peek(number or ROOT_INODE), self.space()
-        path = "/" + os.fsdecode(core.path_of(node)) if node is not None else f"#{number}"
+        core, number, space = self.parts.core, namespace.number, self.space()
         used = (
             core.namespaces.accounts.use(number)
             if number
@@ -105,7 +103,7 @@ class Volume:
         room = core.namespaces.accounts.room(number)
         return {
             "number": namespace.number,
-            "path": path,
+            "path": os.fsdecode(self.parts.names.folders.path_of(namespace.number)),
             "settings": msgspec.structs.asdict(namespace.settings),
             "used": {"bytes": used.size, "files": used.files},
             "capacity": min(space.size, room.capacity) if room is not None else space.size,

@@ -19,6 +19,7 @@ from kvfuse.volume.inodes.node import Node
 from kvfuse.volume.names import plans
 from kvfuse.volume.names.apply_first import ApplyFirst
 from kvfuse.volume.names.commit_first import CommitFirst
+from kvfuse.volume.names.folders import Folders
 from kvfuse.volume.names.lookup import Lookup
 from kvfuse.volume.names.nameless import Nameless
 from kvfuse.volume.names.plans import End, NewInode, Place, Plan
@@ -37,6 +38,9 @@ class Names:
     memory: ApplyFirst
     executor: ApplyFirst | CommitFirst
     """by whether one host has the volume, or many; ``memory`` where it is one"""
+
+    def __post_init__(self) -> None:
+        self.folders = Folders(self.core, self.lookup)
 
     # -- publishing ----------------------------------------------------------------------------------
 

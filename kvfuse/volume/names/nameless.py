@@ -11,6 +11,7 @@ from kvfuse.volume.commit.journal import Journal
 from kvfuse.volume.content.chunks import Chunks
 from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.inodes.node import Node
+from kvfuse.volume.names.keeper import end_namespace, number_of
 from kvfuse.volume.names.large_removal import Removal
 from kvfuse.volume.names.open_elsewhere import Removed
 from kvfuse.volume.store import schema
@@ -95,6 +96,8 @@ class OwnNameless(Nameless):
             self.core.tier.retire(node.ino)
             records[schema.times_key(node.ino)] = None
             self.core.dentries.directory_removed(node.ino)
+            if number_of(node) is not None:
+                end_namespace(self.core, node)
         large = self.removal.is_large(node) and (node.stored or node.committing)
         kept = large or (node.is_file and (node.handles or self.core.places.known(node.ino)))
         if kept and (node.stored or node.committing):

@@ -1,4 +1,4 @@
-"""Extended attributes: one record each; two of them are settings of a folder.
+"""Extended attributes: one record each; two of them are settings of a folder, some of them those of a namespace.
 
 Changes of attributes of an open file without names stay in memory, because its records are about to be deleted.
 """
@@ -11,11 +11,13 @@ from typing import NamedTuple
 
 from kvfuse import errors
 from kvfuse.slab.layout import PAGE_SIZE
+from kvfuse.volume.api import Caller
 from kvfuse.volume.commit.journal import Journal
 from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.inodes.metadata_budget import NOT_STORED, Stored, weight
 from kvfuse.volume.inodes.node import Node
 from kvfuse.volume.names.lookup import Lookup
+from kvfuse.volume.names.namespace_attributes import NamespaceAttributes, is_about_namespaces
 from kvfuse.volume.slots.space import Space
 from kvfuse.volume.store import schema
 from kvfuse.volume.store.sealed import all_keys, get_marked
@@ -104,6 +106,7 @@ class Xattrs:
     journal: Journal
     space: Space
     lookups: Lookup
+    namespaces: NamespaceAttributes
 
     async def get(self, ino: int, name: bytes) -> bytes:
         _check_name(name)
@@ -111,6 +114,8 @@ class Xattrs:
         setting = SETTINGS.get(name)
         if setting is not None:
             found = setting.get(self.core, node) if node.is_directory else None
+        elif is_about_namespaces(name):
+            found = self.namespaces.get(node, name)
         else:
             found, _ = await self._look(node, name)
         if found is None:
@@ -128,7 +133,8 @@ class Xattrs:
         record = (await self.core.records.get([key]))[0]
         return record.value if record is not None else None, Stored.of(key, record)
 
-    async def set(self, ino: int, name: bytes, value: bytes) -> Node:
+    async def set(self, ino: int, name: bytes, value: bytes, caller: Caller | None = None) -> Node:
+        """``caller``: None for this program itself, which may set all."""
         _check_name(name)
         node = await self.lookups.current(ino)
         if len(name) > XATTR_NAME_MAX or len(value) > XATTR_VALUE_MAX:
@@ -142,6 +148,9 @@ class Xattrs:
                 raise errors.NotPermitted(f"inode {ino}: {name!r} is a setting of directories")
             setting.set(self.core, node, value)
             return self._changed(node)
+        if is_about_namespaces(name):
+            await self.namespaces.set(node, name, value, caller)
+            return node
         key = schema.xattr_key(ino, name)
         growth, stored = await self._growth(node, key, value)
         self._put(node, key, value, stored)
@@ -182,6 +191,7 @@ class Xattrs:
         names: set[bytes] = set()
         if node.is_directory:
             names.update(name for name, setting in SETTINGS.items() if setting.get(self.core, node) is not None)
+            names.update(self.namespaces.names(node))
         if node.flags & schema.FLAG_XATTRS:
             prefix = schema.xattr_prefix(ino)
             before = self._not_stored(node, prefix)  # a commit may settle meanwhile that the scan does not see yet
@@ -190,11 +200,15 @@ class Xattrs:
             names.update([schema.xattr_name(key) for key, value in found.items() if value is not None])
         return sorted(names)
 
-    async def remove(self, ino: int, name: bytes) -> Node:
+    async def remove(self, ino: int, name: bytes, caller: Caller | None = None) -> Node:
         if name in SETTINGS:
             await self.get(ino, name)
             node = await self.lookups.node(ino)
             SETTINGS[name].clear(self.core, node)
+        elif is_about_namespaces(name):
+            node = await self.lookups.current(ino)
+            await self.namespaces.remove(node, name, caller)
+            return node
         else:
             _check_name(name)
             node = await self.lookups.current(ino)

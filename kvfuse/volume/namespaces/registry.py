@@ -1,10 +1,11 @@
-"""All namespaces of a volume, by number. The core has them; `namespaces.keeper` changes them."""
+"""All namespaces of a volume, by number. The core has them; `names.keeper` changes them."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import trio
 
@@ -21,6 +22,9 @@ class Namespace:
 
     number: int
     settings: Settings
+    """in effect"""
+    stored: Settings
+    """the same without what the options of this mount say"""
     cache: Cache | None = None
     """its books, where it is one"""
 
@@ -34,13 +38,16 @@ class Namespaces:
         clock: Callable[[], float],
         above: Mapping[int, int] | None = None,
         *,
+        overrides: Mapping[str, Any] | None = None,
         counts: bool = True,
     ) -> None:
         """``settings``: by number. The root is a namespace in any case. ``above``: number -> namespace that it is in.
 
-        ``counts``: their use is counted, and bounded by their quotas.
+        ``overrides``: settings of the root that hold for this mount alone. InvalidArgument, if they do not go together
+        with those that are stored. ``counts``: their use is counted, and bounded by their quotas.
         """
         self._clock = clock
+        self.overrides = overrides or {}
         self.all: dict[int, Namespace] = {}
         self.caches: dict[int, Cache] = {}
         """number -> books of those that are caches: what hot paths look at"""
@@ -54,16 +61,17 @@ class Namespaces:
         for number, found in {ROOT: Settings(), **settings}.items():
             self.put(number, found, (above or {}).get(number, ROOT))
 
-    def put(self, number: int, settings: Settings, above: int | None = None) -> Namespace:
+    def put(self, number: int, stored: Settings, above: int | None = None) -> Namespace:
         """Add a namespace, or change its settings. A cache that gets another policy begins with empty books.
 
         ``above``: the namespace that it is in, that of its folder's directory; None: as before.
         """
+        settings = stored.changed(self.overrides) if number == ROOT else stored
         former = self.all.get(number)
         cache = former.cache if former is not None and _same_books(former.settings, settings) else None
         if settings.is_cache and cache is None:
             cache = Cache(settings, self._clock)
-        found = self.all[number] = Namespace(number, settings, cache)
+        found = self.all[number] = Namespace(number, settings, stored, cache)
         self.caches.pop(number, None)
         if cache is not None:
             self.caches[number] = cache
