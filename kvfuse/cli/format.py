@@ -23,6 +23,7 @@ from kvfuse.options import config
     multiple=True,
     help="A block size that must fit without waste; may be repeated.",
 )
+@click.option("--cache", "is_cache", is_flag=True, help="A cache: when it is full, files make room for new ones.")
 @click.option("--force", is_flag=True, help="Replace the volume that is there. Everything in it is lost.")
 def format_command(
     source: Path,
@@ -31,6 +32,7 @@ def format_command(
     slab_size: str | None,
     segment_size: str | None,
     exact_sizes: tuple[str, ...],
+    is_cache: bool,
     force: bool,
 ) -> None:
     """Make a volume in the folder SOURCE (or as the mount.conf SOURCE says).
@@ -38,13 +40,18 @@ def format_command(
     The folder may be absent or empty, and so must be what a mount.conf names. 'kvfuse mount' makes a volume too where
     there is none; this command is for choosing its shape beforehand.
 
+    Without --cache no file ever goes by itself: a full volume refuses writes (ENOSPC). 'kvfuse namespace' makes single
+    folders a cache.
+
     \b
     Examples:
+      kvfuse format /srv/kv --capacity 200GiB --cache
       kvfuse format /srv/kv --capacity 200GiB
       kvfuse format /srv/kv --capacity 200GiB --exact-size 2MiB    # Llama-3-8B, 16 tokens a block
     """
     words = [f"{name}={value}" for name, value in (("capacity", capacity), ("slab_size", slab_size)) if value]
     words += [f"segment_size={segment_size}"] if segment_size else []
     words += [f"exact_sizes={':'.join(exact_sizes)}"] if exact_sizes else []
+    words += ["cache"] if is_cache else []
     options = config.load(source, file=file, words=words).options
     click.echo(make_volume(options, replace=force))

@@ -22,7 +22,7 @@ import msgspec
 from msgspec import Meta
 
 from kvfuse.errors import ConfigError
-from kvfuse.options.options import SIZES, EtcdOptions, KernelFlag, RadosOptions
+from kvfuse.options.options import SIZES, EtcdOptions, KernelFlag, NamespaceOptions, RadosOptions
 from kvfuse.options.options import Options as Options
 from kvfuse.sizes import GIB, MIB, format_size, parse_size
 
@@ -86,6 +86,7 @@ UNSET: dict[str, str] = {
     "segments.pool": "must be set",
     "segments.namespace": "the volume's name",
     "segments.keyring": "as ceph.conf says",
+    **dict.fromkeys([f"namespace.{name}" for name in NamespaceOptions.__struct_fields__], "as stored in the volume"),
     "publish.mode": "strict where the record store is shared, else relaxed",
     "usrbio.user_iov_size": "128 times the memory that the daemon may have",
     "usrbio.user_charged_size": "an eighth of the memory that the daemon may have",
@@ -95,6 +96,7 @@ UNSET: dict[str, str] = {
 """texts for keys whose value is None"""
 
 _FLAG_WORDS: dict[str, tuple[str, bool | str]] = {
+    "cache": ("namespace.kind", "cache"),
     "ro": ("mount.read_only", True),
     "rw": ("mount.read_only", False),
     "atime": ("mount.atime", "relatime"),
@@ -373,6 +375,9 @@ def _check_combination(options: Options, origins: dict[str, str]) -> None:
 def _check_shared(options: Options, records: EtcdOptions, origins: dict[str, str]) -> None:
     segments, folder = options.segments, getattr(options.segments, "path", None)
     _ = options.key_prefix  # ConfigError where the volume has no name
+    for name in options.namespace.given:
+        key = f"namespace.{name}"
+        raise ConfigError(f"{origins[key]}: {key} is not offered yet for a volume that several hosts share")
     if options.has_segment_files and options.volume.path is None and folder is None:
         raise ConfigError("segments.path is not set: name the segments' folder, on a file system that all hosts share")
     if isinstance(segments, RadosOptions) and segments.pool is None:

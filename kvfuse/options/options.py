@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -34,6 +34,8 @@ Seconds = Annotated[float, Meta(ge=0, le=1e9, description="a number of seconds, 
 DeadlineSeconds = Annotated[float, Meta(ge=0.1, le=3600, description="a number of seconds, 0.1 to 3600")]
 LeaseSeconds = Annotated[float, Meta(ge=2, le=3600, description="a number of seconds, 2 to 3600")]
 Count = Annotated[int, Meta(ge=1, le=1 << 40, description="a whole number, 1 or more")]
+FileCount = Annotated[int, Meta(ge=0, le=1 << 62, description="a number of files, or 0 for any number")]
+Share = Annotated[float, Meta(gt=0, le=1, description="a share of the capacity, above 0 and up to 1")]
 ObjectBytes = Annotated[int, _size(64 * KIB, SLOT_SIZE_MAX, 4 * KIB)]
 Endpoint = Annotated[str, Meta(pattern=r"^https?://[^\s/,@]+$", description='URLs such as "http://10.0.0.1:2379"')]
 VolumeName = Annotated[
@@ -182,6 +184,26 @@ class CacheOptions(_Section, frozen=True):
     """bytes of shared memory for blocks that clients may map; 0: none"""
 
 
+class NamespaceOptions(_Section, frozen=True):
+    """The root's namespace. None: as it is stored in the volume. A volume that is made stores those that are given."""
+
+    kind: Literal["files", "cache"] | None = None
+    eviction: Literal["chain", "lru", "lfu", "fifo", "arc", "s3fifo"] | None = None
+    admission: Literal["adaptive", "all", "second-touch"] | None = None
+    ttl: Seconds | None = None
+    """seconds after which a block expires; 0: never"""
+    blocks: FileCount | None = None
+    """files that it may hold; 0: any number"""
+    high_water: Share | None = None
+    low_water: Share | None = None
+    """shares of the capacity at which eviction begins, and ends"""
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The settings that are not None, by name."""
+        return {name: value for name, value in msgspec.structs.asdict(self).items() if value is not None}
+
+
 class MountOptions(_Section, frozen=True):
     """How the kernel sees the mount. Timeouts in seconds."""
 
@@ -260,6 +282,7 @@ class Options(_Section, frozen=True):
     client: ClientOptions = msgspec.field(default_factory=ClientOptions)
     publish: PublishOptions = msgspec.field(default_factory=PublishOptions)
     cache: CacheOptions = msgspec.field(default_factory=CacheOptions)
+    namespace: NamespaceOptions = msgspec.field(default_factory=NamespaceOptions)
     mount: MountOptions = msgspec.field(default_factory=MountOptions)
     usrbio: UsrbioOptions = msgspec.field(default_factory=UsrbioOptions)
     scrub: ScrubOptions = msgspec.field(default_factory=ScrubOptions)

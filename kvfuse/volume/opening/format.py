@@ -36,6 +36,7 @@ from kvfuse.slab.layout import Geometry, Superblock
 from kvfuse.volume.api import FIRST_INODE, ROOT_INODE
 from kvfuse.volume.inodes.metadata_budget import growth, own_size
 from kvfuse.volume.inodes.node import Node
+from kvfuse.volume.namespaces.settings import ROOT, Settings, encode_settings
 from kvfuse.volume.opening import engines
 from kvfuse.volume.store import schema, sealed
 from kvfuse.volume.store.member import Member, membership
@@ -290,8 +291,10 @@ def first_records(options: Options) -> dict[bytes, bytes]:
         schema.inode_key(ROOT_INODE): schema.encode_inode(root.record()),
         schema.times_key(ROOT_INODE): schema.encode_times(now, now, now),
     }
+    settings = options.namespace.given
     return {
         **directory,
+        **({schema.namespace_key(ROOT): encode_settings(Settings().changed(settings))} if settings else {}),
         schema.COUNTER_INODE: schema.encode_u64(FIRST_INODE),
         schema.COUNTER_GENERATION: schema.encode_u64(1),
         schema.COUNTER_FILES: schema.encode_counts(1, growth(directory, (), {})),

@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import logging
 import struct
+from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
 import trio
 
@@ -52,6 +54,8 @@ async def load_core(options: Options, held: Held) -> Core:
         capacity = held.superblock.geometry.capacity
         limit = schema.decode_u64(budget.value) if budget is not None else default_size(capacity)
         core = await _load_values(options, held, values, limit)
+    except errors.InvalidArgument as error:
+        raise errors.ConfigError(f"the root's namespace, as stored and with the options of this mount: {error}") from None
     except DamagedRecords as error:
         raise errors.VolumeError(f"{options.title}: the record store is damaged: {error}") from error
     except (ValueError, struct.error) as error:
@@ -89,7 +93,7 @@ async def _load_values(options: Options, held: Held, values: list[bytes], metada
     if is_alone:
         slabs.restore(states)
     tier = SharedTier(options.cache.tier_size)
-    namespaces = await _read_namespaces(records, counts=is_alone)
+    namespaces = await _read_namespaces(records, options.namespace.given, counts=is_alone)
     used = {geometry.locate_head(state.slab)[0] for state in states}
     await _check_segments(options.title, superblock, segments, used)
     return Core(
@@ -111,12 +115,13 @@ async def _load_values(options: Options, held: Held, values: list[bytes], metada
     )
 
 
-async def _read_namespaces(records: RecordStore, *, counts: bool) -> Namespaces:
-    """All namespaces. ``counts``: with their use, which this client alone changes."""
+async def _read_namespaces(records: RecordStore, overrides: Mapping[str, Any], *, counts: bool) -> Namespaces:
+    """All namespaces. ``counts``: with their use, which this client alone changes. InvalidArgument of ``overrides``."""
     settings = await _read_settings(records)
+    above = await _read_above(records, list(settings)) if counts else None
+    namespaces = Namespaces(settings, trio.current_time, above, overrides=overrides, counts=counts)
     if not counts:
-        return Namespaces(settings, trio.current_time, counts=False)
-    namespaces = Namespaces(settings, trio.current_time, await _read_above(records, list(settings)))
+        return namespaces
     async for rows, damaged in ScanPages(records, schema.USE_PREFIX):
         for row in rows:
             is_own = row.key == schema.use_key(schema.key_inode(row.key), OWN_CLIENT)
