@@ -36,6 +36,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "stats": ("kvfuse.cli.stats:stats", "Counters of a mount, once or live."),
     "top": ("kvfuse.cli.top:top", "A live page: namespaces, hit ratios, use, slabs."),
     "info": ("kvfuse.cli.info:info", "Where the bytes of a file lie."),
+    "namespace": ("kvfuse.cli.namespace:namespace", "Folders with a policy of their own: caches, quotas."),
     "format": ("kvfuse.cli.format:format_command", "Make a volume."),
     "fsck": ("kvfuse.cli.fsck:fsck", "Check a volume; repair or rebuild it."),
     "config": ("kvfuse.cli.config:config_command", "Effective options, and where each came from."),

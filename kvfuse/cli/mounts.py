@@ -55,6 +55,15 @@ def kvfuse_mount_at(place: Path) -> Mounted:
     return found[0]
 
 
+def mount_of(path: Path) -> Mounted:
+    """The kvfuse mount that ``path``, which may be absent, is in. MountError where it is in none."""
+    real = Path(os.path.realpath(path))
+    found = [row for row in kvfuse_mounts() if row.point == real or row.point in real.parents]
+    if not found:
+        raise MountError(f"{path} is not in a kvfuse mount; {STATUS_HINT}")
+    return max(found, key=lambda row: len(row.point.parts))
+
+
 def within(seconds: float, function: Callable[..., T], *arguments: Any) -> T:
     """The result of ``function``, or EngineTimeout when it takes longer.
 

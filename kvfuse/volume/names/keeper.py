@@ -72,11 +72,12 @@ class Keeper:
         """Change settings of a namespace, by its folder. InvalidArgument, NotPermitted, NoAttribute."""
         number = self._check_allowed(node, caller)
         if number is None:
-            raise errors.NoAttribute(f"{node.name!r} is no namespace, but a folder in one")
+            raise errors.NoAttribute("the folder is no namespace, but in one")
         if number == ROOT:
             self._check_root(changes)
         async with self._turn:
-            settings = self.core.namespaces.all[number].stored.changed(changes)
+            namespace = self.core.namespaces.all.get(number)  # None: its record is damaged
+            settings = (namespace.stored if namespace is not None else Settings()).changed(changes)
             await self._check_limits(node, number, settings)
             _check_there(node)
             self._put(node, number, settings)
@@ -86,7 +87,7 @@ class Keeper:
         """Make the empty folder of a namespace an ordinary one of the namespace above. NotEmpty, NotPermitted."""
         number = self._check_allowed(node, caller)
         if number is None:
-            raise errors.NoAttribute(f"{node.name!r} is no namespace, but a folder in one")
+            raise errors.NoAttribute("the folder is no namespace, but in one")
         if number == ROOT:
             raise errors.NotPermitted("the root of a volume is always a namespace")
         async with self._turn:
@@ -125,6 +126,7 @@ class Keeper:
             raise errors.NotADirectory(f"inode {node.ino} is no directory: a namespace is one")
         if caller is not None and caller.uid not in (0, node.uid):
             raise errors.NotPermitted(f"only user {node.uid}, who owns the folder, and root may change this namespace")
+        _check_there(node)
         return number_of(node)
 
     def _check_root(self, changes: Mapping[str, Any]) -> None:
@@ -139,7 +141,7 @@ class Keeper:
     async def _check_empty(self, node: Node, reason: str) -> None:
         """Nothing has changed since until the next await. NotEmpty, Stale."""
         if not await self.lookups.is_empty(node.ino):
-            raise errors.NotEmpty(f"{node.name!r} is not empty: {reason}")
+            raise errors.NotEmpty(f"the folder is not empty: {reason}")
         _check_there(node)
 
     async def _check_limits(self, node: Node, number: int, settings: Settings) -> None:

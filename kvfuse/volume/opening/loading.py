@@ -55,7 +55,7 @@ async def load_core(options: Options, held: Held) -> Core:
         limit = schema.decode_u64(budget.value) if budget is not None else default_size(capacity)
         core = await _load_values(options, held, values, limit)
     except errors.InvalidArgument as error:
-        raise errors.ConfigError(f"the root's namespace, as stored and with the options of this mount: {error}") from None
+        raise errors.ConfigError(f"the root's namespace, stored settings with this mount's options: {error}") from None
     except DamagedRecords as error:
         raise errors.VolumeError(f"{options.title}: the record store is damaged: {error}") from error
     except (ValueError, struct.error) as error:

@@ -1,0 +1,300 @@
+"""kvfuse namespace"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from kvfuse.cli import Failure
+from kvfuse.cli.console import print_json, print_table
+from kvfuse.cli.mounts import ANSWER_SECONDS, kvfuse_mount_at, mount_of, read_virtual, within
+from kvfuse.errors import EngineTimeout, MountError
+from kvfuse.sizes import format_size
+
+NAMESPACE = "user.kvfuse.namespace"
+"""extended attribute of a folder: all settings; with a dot and a name, one of them"""
+REFUSED = f"{NAMESPACE}.refused"
+"""why the last change was refused"""
+
+MEANINGS = {
+    "kind": "files: no file ever goes by itself. cache: files make room for new ones",
+    "capacity": "bytes that its files may take, those of namespaces in it included",
+    "blocks": "files that it may hold",
+    "eviction": "the order in which files of a cache go",
+    "admission": "which new files a full cache stores",
+    "ttl": "seconds after which a file that was not written again is gone",
+    "high_water": "share of the capacity from which files are evicted ahead of need",
+    "low_water": "share of the capacity down to which they are then",
+}
+ZEROS = {"capacity": "as much as the namespace above", "blocks": "any number", "ttl": "never"}
+"""what 0 means"""
+
+T = TypeVar("T")
+Command = Callable[..., Any]
+
+path_argument = click.argument("path", type=Path)
+json_option = click.option("--json", "as_json", is_flag=True, help="For programs: sizes in bytes, times in seconds.")
+
+
+@click.group()
+def namespace() -> None:
+    """Folders with a policy of their own: whether files are evicted when room is short, which, and how much room.
+
+    A namespace is a folder with all that is below it, but for namespaces in it. Of kind "files" it never loses a file:
+    when it is full, writes fail. Of kind "cache" it evicts files of its own to make room for new ones. Its capacity is
+    a quota. The root of a volume is a namespace, too. Names do not cross borders: mv copies.
+
+    \b
+    One namespace for each model, in a volume of 200GiB:
+      kvfuse namespace create /mnt/kv/llama --capacity 128GiB
+      kvfuse namespace create /mnt/kv/qwen --capacity 64GiB --ttl 86400
+      kvfuse namespace list /mnt/kv
+
+    Changes hold at once. The owner of the folder and root may make them. docs/cache.md says how to choose.
+    """
+
+
+def setting_options(command: Command) -> Command:
+    """An option for each setting of `MEANINGS`."""
+    for name, meaning in reversed(MEANINGS.items()):
+        zero = f"; 0: {ZEROS[name]}" if name in ZEROS else ""
+        default = "cache" if name == "kind" else None
+        command = click.option(
+            f"--{name.replace('_', '-')}",
+            name,
+            metavar="VALUE",
+            default=default,
+            show_default=True,
+            help=f"{meaning}{zero}",
+        )(command)
+    return command
+
+
+@namespace.command(short_help="Make a folder a namespace.")
+@path_argument
+@setting_options
+def create(path: Path, **settings: str | None) -> None:
+    """Make PATH a namespace: a new folder, or an empty one.
+
+    \b
+    Examples:
+      kvfuse namespace create /mnt/kv/llama --capacity 64GiB --eviction lru
+      kvfuse namespace create /mnt/kv/weights --kind files
+    """
+    mount_of(path)
+    is_new = not path.exists()
+    if is_new:
+        path.mkdir()
+    elif read_settings(path) is not None:
+        raise Failure(f"{path} is a namespace already; 'kvfuse namespace set' changes it")
+    try:
+        _change(path, os.setxattr, NAMESPACE, _words(settings.items()))
+    except Failure:
+        if is_new:
+            path.rmdir()
+        raise
+
+
+@namespace.command("set", short_help="Change settings.")
+@path_argument
+@click.argument("changes", nargs=-1, required=True, metavar="NAME=VALUE...")
+def set_command(path: Path, changes: tuple[str, ...]) -> None:
+    """Change settings of the namespace PATH; those that are not named stay as they are.
+
+    'kvfuse namespace show PATH' lists them. Of the root, kind and capacity are the volume's own.
+
+    \b
+    Example:
+      kvfuse namespace set /mnt/kv/llama capacity=128GiB ttl=3600
+    """
+    mount_of(path)
+    _settings_of(path)
+    _change(path, os.setxattr, NAMESPACE, " ".join(changes).encode())
+
+
+@namespace.command(short_help="Make a namespace an ordinary folder.")
+@path_argument
+def delete(path: Path) -> None:
+    """Make PATH, which must be empty, an ordinary folder of the namespace that it is in.
+
+    'rmdir PATH' removes folder and namespace.
+    """
+    mount_of(path)
+    _settings_of(path)
+    _change(path, os.removexattr, NAMESPACE)
+
+
+@namespace.command(short_help="Settings, and what they mean.")
+@path_argument
+@json_option
+def show(path: Path, as_json: bool) -> None:
+    """The settings of the namespace PATH, and what they mean."""
+    mount_of(path)
+    settings = _settings_of(path)
+    if as_json:
+        print_json({"path": path.absolute(), "settings": {name: _plain(value) for name, value in settings.items()}})
+        return
+    rows = [(name, _shown(name, value), MEANINGS.get(name, "")) for name, value in settings.items()]
+    print_table(["setting", "value", "meaning"], rows, str(path))
+
+
+@namespace.command("list", short_help="All namespaces of a mount, with use and hit ratio.")
+@click.argument("mountpoint", type=Path)
+@json_option
+def list_command(mountpoint: Path, as_json: bool) -> None:
+    """All namespaces of the mount at MOUNTPOINT, with use and hit ratio.
+
+    For root and the user who mounted it. "above": as much as the namespace above.
+    """
+    rows = _rows(kvfuse_mount_at(mountpoint).point)
+    if as_json:
+        print_json(rows)
+        return
+    columns = ["path", "kind", "capacity", "used", "blocks", "hit ratio", "policy"]
+    print_table(columns, [_list_row(row) for row in rows])
+
+
+@namespace.command(short_help="What a namespace holds: hits, misses, evictions.")
+@path_argument
+@json_option
+def usage(path: Path, as_json: bool) -> None:
+    """What the namespace PATH holds, and how well it serves: blocks, hits and misses, evictions.
+
+    The estimated hit ratios are those that the same requests would find in a cache of other sizes ("2x": twice as
+    many blocks as now). For root and the user who mounted it.
+    """
+    point = mount_of(path).point
+    _settings_of(path)
+    number = 0 if path.samefile(point) else path.stat().st_ino
+    row = next((row for row in _rows(point) if row["number"] == number), None)
+    if row is None:
+        raise Failure(f"{path} is no namespace any more")
+    if as_json:
+        print_json(row)
+    else:
+        print_table(["", ""], _usage_rows(row), str(path))
+
+
+_USAGE = {
+    "blocks": "blocks",
+    "hit_ratio": "hit ratio",
+    "asked": "blocks asked for",
+    "hits": "found in {}",
+    "misses": "not there: {}",
+    "stored": "blocks stored",
+    "refused": "blocks not admitted",
+    "room": "gone for room",
+    "expired": "gone, expired",
+    "cleared": "gone, cleared",
+    "estimated_hit_ratio": "hit ratio of {}",
+}
+"""of a cache's statistics -> what a table calls it"""
+
+
+def _usage_rows(row: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    yield "kind", row["settings"]["kind"]
+    yield "capacity", _capacity(row)
+    cache = row["cache"]
+    if cache is None:
+        return
+    yield "used", format_size(cache["bytes"])
+    for name, title in _USAGE.items():
+        found = cache.get(name)
+        for part, value in (found if isinstance(found, dict) else {"": found}).items():
+            yield title.format("endless room" if part == "infx" else part), value
+
+
+# -- what the daemon says ----------------------------------------------------------------------------
+
+
+def _rows(point: Path) -> list[dict[str, Any]]:
+    """The namespaces of a mount, with absolute paths; the root's capacity is the volume's.
+
+    Failure where this user may not see them.
+    """
+    stats = read_virtual(point, "stats")
+    rows = stats.get("namespaces")
+    if rows is None:
+        raise Failure(f"only root and the user who mounted {point} may see this; 'kvfuse namespace show' is for all")
+    for row in rows:
+        row["path"] = str(point / row["path"].lstrip("/"))
+        if row["number"] == 0:
+            row["settings"]["capacity"] = stats["capacity"]
+    return list(rows)
+
+
+def _list_row(row: dict[str, Any]) -> list[Any]:
+    settings, cache = row["settings"], row["cache"]
+    shown = [row["path"], settings["kind"], _capacity(row)]
+    if cache is None:
+        return [*shown, None, None, None, None]
+    policy = f"{settings['eviction']}, {settings['admission']}"
+    return [*shown, format_size(cache["bytes"]), cache["blocks"], cache["hit_ratio"], policy]
+
+
+def _capacity(row: dict[str, Any]) -> str:
+    capacity = row["settings"]["capacity"]
+    return format_size(capacity) if capacity else "above"
+
+
+def _shown(name: str, text: str) -> str:
+    """A setting for people."""
+    value = _plain(text)
+    if not value and name in ZEROS:
+        return ZEROS[name]
+    return format_size(value) if name == "capacity" and isinstance(value, int) else text
+
+
+def _plain(text: str) -> int | float | str:
+    """A setting as a number, if it is one."""
+    for kind in (int, float):
+        with suppress(ValueError):
+            return kind(text)
+    return text
+
+
+def read_settings(path: Path) -> dict[str, str] | None:
+    """The settings of a namespace, by name; None for a folder or a file that is none. MountError, OSError."""
+    try:
+        text = _ask(os.getxattr, path, NAMESPACE).decode()
+    except OSError as error:
+        if error.errno == errno.ENODATA:
+            return None
+        raise
+    return dict(word.split("=", 1) for word in text.split())
+
+
+def _settings_of(path: Path) -> dict[str, str]:
+    settings = read_settings(path)
+    if settings is None:
+        raise Failure(f"{path} is no namespace; 'kvfuse namespace create' makes one of an empty folder")
+    return settings
+
+
+def _words(settings: Iterable[tuple[str, str | None]]) -> bytes:
+    return " ".join(f"{name}={value}" for name, value in settings if value is not None).encode()
+
+
+def _change(path: Path, change: Callable[..., None], *arguments: Any) -> None:
+    """Change an attribute. Failure with the daemon's own words where it refuses."""
+    try:
+        _ask(change, path, *arguments)
+    except OSError as error:
+        try:
+            reason = os.getxattr(path, REFUSED).decode()
+        except OSError:
+            reason = error.strerror or str(error)
+        raise Failure(f"{path}: {reason}") from error
+
+
+def _ask(function: Callable[..., T], path: Path, *arguments: Any) -> T:
+    try:
+        return within(ANSWER_SECONDS, function, path, *arguments)
+    except EngineTimeout as error:
+        raise MountError(f"the daemon of {path} does not answer: {error}") from error
