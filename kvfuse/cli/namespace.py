@@ -150,13 +150,13 @@ def show(path: Path, as_json: bool) -> None:
 def list_command(mountpoint: Path, as_json: bool) -> None:
     """All namespaces of the mount at MOUNTPOINT, with use and hit ratio.
 
-    For root and the user who mounted it. "above": as much as the namespace above.
+    A capacity that is not set is that of what the namespace is in. For root and the user who mounted it.
     """
     rows = _rows(kvfuse_mount_at(mountpoint).point)
     if as_json:
         print_json(rows)
         return
-    columns = ["path", "kind", "capacity", "used", "blocks", "hit ratio", "policy"]
+    columns = ["path", "kind", "capacity", "used", "files", "hit ratio", "policy"]
     print_table(columns, [_list_row(row) for row in rows])
 
 
@@ -182,7 +182,6 @@ def usage(path: Path, as_json: bool) -> None:
 
 
 _USAGE = {
-    "blocks": "blocks",
     "hit_ratio": "hit ratio",
     "asked": "blocks asked for",
     "hits": "found in {}",
@@ -199,11 +198,12 @@ _USAGE = {
 
 def _usage_rows(row: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     yield "kind", row["settings"]["kind"]
-    yield "capacity", _capacity(row)
+    yield "capacity", format_size(row["capacity"])
+    yield "used", format_size(row["used"]["bytes"])
+    yield "files", row["used"]["files"]
     cache = row["cache"]
     if cache is None:
         return
-    yield "used", format_size(cache["bytes"])
     for name, title in _USAGE.items():
         found = cache.get(name)
         for part, value in (found if isinstance(found, dict) else {"": found}).items():
@@ -214,33 +214,20 @@ def _usage_rows(row: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _rows(point: Path) -> list[dict[str, Any]]:
-    """The namespaces of a mount, with absolute paths; the root's capacity is the volume's.
-
-    Failure where this user may not see them.
-    """
-    stats = read_virtual(point, "stats")
-    rows = stats.get("namespaces")
+    """The namespaces of a mount, with absolute paths. Failure where this user may not see them."""
+    rows = read_virtual(point, "stats").get("namespaces")
     if rows is None:
         raise Failure(f"only root and the user who mounted {point} may see this; 'kvfuse namespace show' is for all")
     for row in rows:
         row["path"] = str(point / row["path"].lstrip("/"))
-        if row["number"] == 0:
-            row["settings"]["capacity"] = stats["capacity"]
     return list(rows)
 
 
 def _list_row(row: dict[str, Any]) -> list[Any]:
-    settings, cache = row["settings"], row["cache"]
-    shown = [row["path"], settings["kind"], _capacity(row)]
-    if cache is None:
-        return [*shown, None, None, None, None]
-    policy = f"{settings['eviction']}, {settings['admission']}"
-    return [*shown, format_size(cache["bytes"]), cache["blocks"], cache["hit_ratio"], policy]
-
-
-def _capacity(row: dict[str, Any]) -> str:
-    capacity = row["settings"]["capacity"]
-    return format_size(capacity) if capacity else "above"
+    settings, used, cache = row["settings"], row["used"], row["cache"]
+    sizes = format_size(row["capacity"]), format_size(used["bytes"])
+    served = (cache["hit_ratio"], f"{settings['eviction']}, {settings['admission']}") if cache else (None, None)
+    return [row["path"], settings["kind"], *sizes, used["files"], *served]
 
 
 def _shown(name: str, text: str) -> str:

@@ -128,7 +128,7 @@ class Parts:
         self.blocks = Blocks(
             core, self.journal, self.flusher, self.space, self.lookups, self.names, self.reader, self.mapper
         )
-        keeper = Keeper(core, self.journal, self.lookups, self.names.folders, is_shared=member is not None)
+        keeper = Keeper(self.names, is_shared=member is not None)
         self.xattrs = Xattrs(core, self.journal, self.space, self.lookups, NamespaceAttributes(keeper))
         self.life = Lifetime()
 

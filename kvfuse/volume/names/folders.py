@@ -1,4 +1,4 @@
-"""Where the folders of namespaces are. Their nodes, and those above, stay in memory: so their paths are known."""
+"""The folders of namespaces. Their nodes, and those above, stay in memory: so their paths are known."""
 
 from __future__ import annotations
 
@@ -10,10 +10,24 @@ from kvfuse.volume.api import ROOT_INODE
 from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.inodes.node import Node
 from kvfuse.volume.names.lookup import Lookup
+from kvfuse.volume.namespaces.settings import ROOT
 from kvfuse.volume.store import schema
 from kvfuse.volume.store.sealed import ScanPages
 
 log = logging.getLogger(__name__)
+
+
+def number_of(node: Node) -> int | None:
+    """The namespace whose folder this is; None for every other inode."""
+    if node.ino == ROOT_INODE:
+        return ROOT
+    return node.ino if node.namespace == node.ino else None
+
+
+def end_namespace(core: Core, node: Node) -> None:
+    """The folder is no namespace any more, from its next commit on."""
+    core.namespaces.remove(node.ino)
+    node.extra[schema.namespace_key(node.ino)] = node.extra[schema.use_key(node.ino, 0)] = None
 
 
 @dataclass

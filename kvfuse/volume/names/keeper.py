@@ -7,20 +7,19 @@ becomes a namespace, or ceases to be one. So the limits of a namespace are check
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, get_args
 
 import trio
 
 from kvfuse import errors
 from kvfuse.sizes import format_size
 from kvfuse.volume.api import ROOT_INODE, Caller
-from kvfuse.volume.commit.journal import Journal
-from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.inodes.node import Node
-from kvfuse.volume.names.folders import Folders
-from kvfuse.volume.names.lookup import Lookup
+from kvfuse.volume.names.changes import Names
+from kvfuse.volume.names.folders import end_namespace, number_of
 from kvfuse.volume.namespaces.settings import ROOT, Settings, encode_settings
 from kvfuse.volume.store import schema
 from kvfuse.volume.views import clock
@@ -29,29 +28,15 @@ _ROOT_SETTINGS = {
     "kind": "the root's kind is set by 'kvfuse format --cache', or for one mount by 'mount -o cache'",
     "capacity": "the root's capacity is the volume's, and cannot be set",
 }
-
-
-def number_of(node: Node) -> int | None:
-    """The namespace whose folder this is; None for every other inode."""
-    if node.ino == ROOT_INODE:
-        return ROOT
-    return node.ino if node.namespace == node.ino else None
-
-
-def end_namespace(core: Core, node: Node) -> None:
-    """The folder is no namespace any more, from its next commit on."""
-    core.namespaces.remove(node.ino)
-    node.extra[schema.namespace_key(node.ino)] = node.extra[schema.use_key(node.ino, 0)] = None
+Quota = Literal["capacity", "blocks"]
+_QUOTAS: tuple[Quota, ...] = get_args(Quota)
 
 
 @dataclass
 class Keeper:
     """Makes, changes and removes namespaces. Each membership has one."""
 
-    core: Core
-    journal: Journal
-    lookups: Lookup
-    folders: Folders
+    names: Names
     is_shared: bool
     """other hosts have the volume, too"""
     _turn: trio.Lock = field(default_factory=trio.Lock)
@@ -62,11 +47,12 @@ class Keeper:
         self._check_allowed(node, caller)
         settings = Settings().changed(changes)
         async with self._turn:
-            await self._check_limits(node, node.ino, settings)
+            above = await self._above(node)
+            self._check_limits(node.ino, above, settings)
             await self._check_empty(node, "a namespace begins with an empty folder")
             node.namespace = node.ino
-            self._put(node, node.ino, settings)
-        await self.journal.commit(node, durable=True)
+            self._put(node, node.ino, settings, above)
+        await self.names.journal.commit(node, durable=True)
 
     async def change(self, node: Node, changes: Mapping[str, Any], caller: Caller | None) -> None:
         """Change settings of a namespace, by its folder. InvalidArgument, NotPermitted, NoAttribute."""
@@ -76,12 +62,13 @@ class Keeper:
         if number == ROOT:
             self._check_root(changes)
         async with self._turn:
-            namespace = self.core.namespaces.all.get(number)  # None: its record is damaged
+            namespace = self.names.core.namespaces.all.get(number)  # None: its record is damaged
             settings = (namespace.stored if namespace is not None else Settings()).changed(changes)
-            await self._check_limits(node, number, settings)
+            above = await self._above(node)
+            self._check_limits(number, above, settings)
             _check_there(node)
-            self._put(node, number, settings)
-        await self.journal.commit(node, durable=True)
+            self._put(node, number, settings, above)
+        await self.names.journal.commit(node, durable=True)
 
     async def delete(self, node: Node, caller: Caller | None) -> None:
         """Make the empty folder of a namespace an ordinary one of the namespace above. NotEmpty, NotPermitted."""
@@ -91,30 +78,46 @@ class Keeper:
         if number == ROOT:
             raise errors.NotPermitted("the root of a volume is always a namespace")
         async with self._turn:
-            above = await self.lookups.node(node.parent or ROOT_INODE)
+            await self._free_removed(number)
+            above = await self._above(node)
             await self._check_empty(node, "what is in a namespace stays in it: remove that first")
-            node.namespace = above.namespace
-            end_namespace(self.core, node)
-            self.folders.let_go(number)
+            if any(self.names.core.namespaces.accounts.use(number)):
+                raise errors.NotEmpty("files that were removed from the namespace are still open")
+            node.namespace = above
+            end_namespace(self.names.core, node)
+            self.names.folders.let_go(number)
             self._touch(node)
-        await self.journal.commit(node, durable=True)
+        await self.names.journal.commit(node, durable=True)
 
     async def clear(self, node: Node, caller: Caller | None) -> None:
         """Invalidate all that is in a namespace."""
         raise errors.Unsupported("clearing a namespace is not offered yet: remove its files")
 
+    async def _free_removed(self, number: int) -> None:
+        """Free what removed files of a namespace have: nothing may be charged to one that is gone."""
+        if any(self.names.core.namespaces.accounts.use(number)):
+            self.names.nameless.reap_unnamed()
+            await self.names.journal.commit()
+            await self.names.journal.free_given_up(math.inf, number)
+
     # -- in memory -----------------------------------------------------------------------------------
 
-    def _put(self, node: Node, number: int, settings: Settings) -> None:
-        self.core.namespaces.put(number, settings)
-        self.folders.hold(number)
+    def _put(self, node: Node, number: int, settings: Settings, above: int) -> None:
+        self.names.core.namespaces.put(number, settings, above)
+        self.names.folders.hold(number)
         node.extra[schema.namespace_key(number)] = encode_settings(settings)
         self._touch(node)
 
     def _touch(self, node: Node) -> None:
         node.ctime = clock.now()
-        self.journal.pending.touch(node, forced=True)
-        self.journal.pending.touch_times(node)
+        self.names.journal.pending.touch(node, forced=True)
+        self.names.journal.pending.touch_times(node)
+
+    async def _above(self, node: Node) -> int:
+        """The namespace that a folder is in."""
+        if node.ino == ROOT_INODE:
+            return ROOT
+        return (await self.names.lookup.node(node.parent or ROOT_INODE)).namespace
 
     # -- what is allowed -----------------------------------------------------------------------------
 
@@ -133,57 +136,45 @@ class Keeper:
         for name in changes:
             if name in _ROOT_SETTINGS:
                 raise errors.InvalidArgument(_ROOT_SETTINGS[name])
-            if name in self.core.namespaces.overrides:
+            if name in self.names.core.namespaces.overrides:
                 raise errors.InvalidArgument(
                     f"the options of this mount say what the root's {name} is: change it there"
                 )
 
     async def _check_empty(self, node: Node, reason: str) -> None:
         """Nothing has changed since until the next await. NotEmpty, Stale."""
-        if not await self.lookups.is_empty(node.ino):
+        if not await self.names.lookup.is_empty(node.ino):
             raise errors.NotEmpty(f"the folder is not empty: {reason}")
         _check_there(node)
 
-    async def _check_limits(self, node: Node, number: int, settings: Settings) -> None:
+    def _check_limits(self, number: int, above: int, settings: Settings) -> None:
         """InvalidArgument, if a namespace would have more than what it is in, or less than a namespace in it."""
-        own = {}
-        for name, limit in (await self._limits_above(node)).items():
-            value = getattr(settings, name)
+        for name in _QUOTAS:
+            value, limit, owner = getattr(settings, name), *self._limit_in(above, name)
+            if number == ROOT:
+                limit = value
             if limit and value > limit:
-                owner = "volume" if (name, limit) == ("capacity", self.core.geometry.capacity) else "namespace above"
                 raise _refusal(name, value, f"more than the {owner} has: at most", limit)
-            own[name] = value or limit
-        for other in list(self.core.namespaces.all.values()):
-            for name, limit in own.items():
-                value = getattr(other.settings, name)
-                if limit and value > limit and await self._is_in(other.number, number):
-                    raise _refusal(name, limit, "less than a namespace in it has: at least", value)
+            most = self._most_in(number, name)
+            if 0 < (value or limit) < most:
+                raise _refusal(name, value or limit, "less than a namespace in it has: at least", most)
 
-    async def _limits_above(self, node: Node) -> dict[str, int]:
-        """The limits, by setting, of what is above a folder; 0: none."""
-        found = {"capacity": 0, "blocks": 0}
-        for number in await self._numbers_above(node):
-            namespace = self.core.namespaces.all.get(number)
-            for name in found:
-                found[name] = found[name] or (getattr(namespace.settings, name) if namespace is not None else 0)
-        return {**found, "capacity": found["capacity"] or self.core.geometry.capacity}
+    def _limit_in(self, number: int, quota: Quota) -> tuple[int, str]:
+        """The limit of what is in a namespace (0: none), and whose it is."""
+        namespaces = self.names.core.namespaces
+        limit = namespaces.accounts.limit(number, quota)
+        if limit:
+            return limit, "namespace above"
+        root = namespaces.all[ROOT].settings
+        return self.names.core.geometry.capacity if quota == "capacity" else root.blocks, "volume"
 
-    async def _numbers_above(self, node: Node) -> list[int]:
-        """The namespaces that a folder is in, the innermost first; not the one whose folder it is."""
-        numbers: list[int] = []
-        while node.ino != ROOT_INODE and numbers[-1:] != [ROOT]:
-            node = await self.lookups.node(node.parent or ROOT_INODE)
-            numbers.append(node.namespace)
-            node = await self.lookups.node(node.namespace or ROOT_INODE)
-        return numbers
-
-    async def _is_in(self, inner: int, outer: int) -> bool:
-        if inner in (ROOT, outer):
-            return False
-        try:
-            return outer in await self._numbers_above(await self.lookups.node(inner))
-        except errors.Stale:  # it was removed meanwhile
-            return False
+    def _most_in(self, number: int, quota: Quota) -> int:
+        """The largest quota of the namespaces in one."""
+        namespaces = self.names.core.namespaces
+        inner = namespaces.all.keys() - {ROOT, number}
+        if number != ROOT:
+            inner = {one for one in inner if namespaces.accounts.is_within(one, number)}
+        return max([getattr(namespaces.all[one].settings, quota) for one in inner], default=0)
 
 
 def _check_there(node: Node) -> None:

@@ -11,7 +11,7 @@ from kvfuse.volume.commit.journal import Journal
 from kvfuse.volume.content.chunks import Chunks
 from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.inodes.node import Node
-from kvfuse.volume.names.keeper import end_namespace, number_of
+from kvfuse.volume.names.folders import end_namespace, number_of
 from kvfuse.volume.names.large_removal import Removal
 from kvfuse.volume.names.open_elsewhere import Removed
 from kvfuse.volume.store import schema

@@ -19,7 +19,8 @@ import msgspec
 from kvfuse import errors
 from kvfuse.volume.api import Caller
 from kvfuse.volume.inodes.node import Node
-from kvfuse.volume.names.keeper import Keeper, number_of
+from kvfuse.volume.names.folders import number_of
+from kvfuse.volume.names.keeper import Keeper
 from kvfuse.volume.namespaces.settings import ROOT, Settings
 
 NAMESPACE = b"user.kvfuse.namespace"
@@ -63,7 +64,7 @@ class NamespaceAttributes:
 
     def _settings(self, node: Node) -> Settings | None:
         number = number_of(node)
-        namespace = self.keeper.core.namespaces.all.get(number) if number is not None else None
+        namespace = self.keeper.names.core.namespaces.all.get(number) if number is not None else None
         return namespace.settings if namespace is not None else None
 
     async def set(self, node: Node, name: bytes, value: bytes, caller: Caller | None) -> None:

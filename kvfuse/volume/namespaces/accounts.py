@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from kvfuse.errors import QuotaExceeded
 from kvfuse.slab.allocator import Slot
@@ -139,6 +139,11 @@ class Accounts:
             if account.settings.capacity
         ]
         return Room(min(rooms)[0], min([room.free for room in rooms])) if rooms else None
+
+    def limit(self, number: int, quota: Literal["capacity", "blocks"]) -> int:
+        """The least quota of a namespace and those that it is in; 0: none has one."""
+        limits = [getattr(account.settings, quota) for account in self._chain(number)]
+        return min([limit for limit in limits if limit], default=0)
 
     def is_within(self, number: int, namespace: int) -> bool:
         """A namespace is this one, or in it."""

@@ -136,6 +136,24 @@ async def test_an_empty_namespace_becomes_a_folder(disk: Disk, options: Options)
     assert (await check(disk)).clean
 
 
+async def test_a_removed_file_that_is_open_keeps_its_namespace(disk: Disk, options: Options) -> None:
+    """Its slots are charged to it, and its removal will be."""
+    async with opened(disk, options) as volume:
+        ino = await make_namespace(volume, b"llama")
+        handle, _ = await volume.tree.create(ino, b"a", 0o644, CALLER, os.O_RDWR)
+        await volume.files.write(handle, 0, b"x" * 100_000)
+        await volume.files.fsync(handle)
+        await volume.tree.unlink(ino, b"a")
+        with pytest.raises(NotEmpty, match="still open"):
+            await volume.inodes.remove_xattr(ino, NAMESPACE)
+        await volume.files.release(handle)
+        await volume.inodes.remove_xattr(ino, NAMESPACE)
+        assert not disk.records.keys() & {schema.namespace_key(ino), schema.use_key(ino, 0)}
+        await volume.inodes.set_xattr(ino, NAMESPACE, b"kind=cache")
+        assert volume.stats()["namespaces"][1]["used"] == {"bytes": 0, "files": 0}
+    assert (await check(disk)).clean
+
+
 @pytest.mark.parametrize("replaced", [False, True], ids=["rmdir", "rename over it"])
 async def test_a_namespace_goes_with_its_folder(disk: Disk, options: Options, replaced: bool) -> None:
     async with opened(disk, options) as volume:
@@ -304,6 +322,11 @@ async def test_limits_hold_inside_each_other(disk: Disk, options: Options) -> No
         assert settings_of(volume, aside).capacity == 16 * MIB
         await volume.inodes.set_xattr(outer, CAPACITY, b"0")
         await volume.inodes.set_xattr(middle, CAPACITY, b"16MiB")
+        text = await refusal(volume, ROOT_INODE, NAMESPACE, b"blocks=99", InvalidArgument)
+        assert text == "blocks 99 is less than a namespace in it has: at least 100"
+        await volume.inodes.set_xattr(ROOT_INODE, NAMESPACE, b"blocks=100")
+        text = await refusal(volume, aside, NAMESPACE, b"blocks=101", InvalidArgument)
+        assert text == "blocks 101 is more than the volume has: at most 100"
 
 
 async def test_only_owner_and_root_may(disk: Disk, options: Options) -> None:
