@@ -173,6 +173,11 @@ class RecordStore(ABC):
         exist) or empty.
         """
 
+    async def seek(self, prefixes: Sequence[bytes]) -> list[Record | None]:
+        """The first record under each prefix, as `scan` has it; None where there is none."""
+        rows = [await self.scan(prefix, limit=1) for prefix in prefixes]
+        return [row[0] if row else None for row in rows]
+
     @abstractmethod
     async def commit(
         self,

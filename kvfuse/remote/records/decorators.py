@@ -33,6 +33,9 @@ class RecordDecorator(RecordStore):
     async def scan(self, prefix: bytes, after: bytes = b"", limit: int = 1000) -> list[Record]:
         return await self.inner.scan(prefix, after, limit)
 
+    async def seek(self, prefixes: Sequence[bytes]) -> list[Record | None]:
+        return await self.inner.seek(prefixes)
+
     async def commit(
         self,
         puts: Mapping[bytes, bytes],

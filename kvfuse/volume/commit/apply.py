@@ -45,7 +45,8 @@ class BatchBuilder:
         """
         pending = self.pending
         batch = Batch(late=pending.late(flushed))
-        may_fit = len(pending.dirty) + len(pending.loose.changes) <= self._limits.commit_operations_max
+        count = len(pending.dirty) + len(pending.loose.changes) + len(pending.vanishing)
+        may_fit = count <= self._limits.commit_operations_max
         draft = self.planner.draft_all(batch.late) if may_fit else None
         if draft is None or not draft.has_room(NOTHING, self._limits):
             draft = self.planner.draft_some(batch)
@@ -76,6 +77,8 @@ class BatchBuilder:
             dead += node.dead
             node.extra, node.dead = {}, []
         dead += self._take(draft, batch)
+        for file in draft.vanished.values():
+            dead += file.extents
         batch.draft, batch.files = draft, draft.files
         batch.puts, batch.deletes, batch.expect = draft.puts, draft.deletes, draft.expect
         batch.unborn, self.core.unborn = self.core.unborn, []
@@ -98,6 +101,10 @@ class BatchBuilder:
                 gone = node.lost_files - (is_new and node.lost_files > 0)
                 batch.files_gone[node.namespace] = batch.files_gone.get(node.namespace, 0) + gone
                 node.lost_files = 0
+        for file in draft.vanished.values():
+            if file.namespace:
+                files[file.namespace] -= 1
+                batch.files_gone[file.namespace] = batch.files_gone.get(file.namespace, 0) + 1
         freed = [extent.slot for extent in batch.freed]
         for number, value in self.core.namespaces.accounts.store(fresh, freed, files).items():
             batch.puts[schema.use_key(number, self.core.client)] = value
@@ -110,6 +117,8 @@ class BatchBuilder:
         for change in draft.names:
             change.sent = True
             del pending.names[change]
+        for key in draft.vanished:
+            del pending.vanishing[key]
         for node in draft.nodes:
             node.changed = bool(node.staged_count and node.nlink)
             if not node.changed:
@@ -212,6 +221,11 @@ class Settling:
             node.stored_epoch = pending.epoch
         for note in self._terms.before_settle:
             note(batch)
+        if draft.vanished:
+            places = [file.place for file in draft.vanished.values()]
+            for place in places:
+                self.core.dentries.note_stored(*place, is_stored=False)
+            self.core.dentries.vanishing.remove(places)
         for change in draft.names:
             self.core.dentries.settle(change, batch.version, puts=change not in batch.untouched)
         for place in draft.vacated:

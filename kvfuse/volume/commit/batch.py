@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from kvfuse.volume.commit.committer import RESERVED_BYTES, RESERVED_OPERATIONS, Changes
 from kvfuse.volume.commit.late import Late
+from kvfuse.volume.commit.pending import Vanishing
 from kvfuse.volume.inodes.chunk import Chunk, Extent
 from kvfuse.volume.inodes.dentries import NameChange
 from kvfuse.volume.inodes.metadata_budget import growth
@@ -39,6 +40,8 @@ class Draft:
     extra: dict[bytes, bytes | None] = field(default_factory=dict)
     dead: list[Extent] = field(default_factory=list)
     """extents that belong to no inode any more"""
+    vanished: dict[bytes, Vanishing] = field(default_factory=dict)
+    """files that go, which nothing in memory knows"""
     puts: dict[bytes, bytes] = field(default_factory=dict)
     deletes: set[bytes] = field(default_factory=set)
     expect: dict[bytes, int] = field(default_factory=dict)
@@ -93,6 +96,7 @@ class Draft:
         self.times += other.times
         self.extra.update(other.extra)
         self.dead += other.dead
+        self.vanished.update(other.vanished)
         self.puts.update(other.puts)
         self.deletes |= other.deletes
         self.expect.update(other.expect)

@@ -8,14 +8,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import trio
 
 from kvfuse.volume.commit.late import Aside, Late, Ties, is_held, settlers
 from kvfuse.volume.commit.loose import LooseRecords
+from kvfuse.volume.inodes.chunk import Extent
 from kvfuse.volume.inodes.dentries import NameChange
 from kvfuse.volume.inodes.node import Node, check_remembered
+from kvfuse.volume.store import schema
 
 if TYPE_CHECKING:
     from kvfuse.volume.inodes.core import Core
@@ -47,6 +49,14 @@ class JournalCounters:
     """inodes changed here that another host removed"""
     merged: int = 0
     """inodes changed here and by another host, whose changes were merged"""
+
+
+class Vanishing(NamedTuple):
+    """A file that nothing in memory knows, and that goes: its name, and its extents."""
+
+    place: tuple[int, bytes]
+    namespace: int
+    extents: list[Extent]
 
 
 class Load:
@@ -120,6 +130,8 @@ class Pending:
         self.aside = Aside[NameChange]()
         self.gone: dict[Node, int] = {}
         """inode without names whose slots or records are to be freed -> serial number of the removal"""
+        self.vanishing: dict[bytes, Vanishing] = {}
+        """key of a name's record -> the file that goes with it"""
         self.times: dict[Node, None] = {}
         """directories with changed times"""
         self.ties = Ties()
@@ -162,6 +174,18 @@ class Pending:
             if node not in self.gone:
                 self.serial += 1
                 self.gone[node] = self.serial
+        self.load.work.set()
+
+    def vanish(self, key: bytes, record: schema.InodeRecord, extents: list[Extent]) -> None:
+        """Remove a file of one name, whose record of ``key`` has its inode and all its extents.
+
+        Nothing in memory may know it: not the kernel, no handle, no node that changed. One host only.
+        """
+        directory, _, name = schema.split_entry_key(key)
+        self.dentries.forget(directory, name)
+        self.dentries.vanishing.add((directory, name))
+        self.vanishing[key] = Vanishing((directory, name), record.namespace, extents)
+        self.core.file_count -= 1
         self.load.work.set()
 
     def set_name(

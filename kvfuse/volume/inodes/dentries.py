@@ -25,6 +25,7 @@ from kvfuse.remote.records.api import Versioned
 from kvfuse.volume.api import Binding
 from kvfuse.volume.inodes.node import Node
 from kvfuse.volume.inodes.stored_names import StoredNames
+from kvfuse.volume.inodes.vanishing import VanishingNames
 from kvfuse.volume.store import schema
 from kvfuse.volume.views.content_map import ContentMap
 
@@ -100,6 +101,7 @@ class Dentries:
         """counts changes of entries: while it is the same, no name has changed"""
         self.folders: dict[int, Node] = {}
         """directory with such changes -> its node, which stays in memory"""
+        self.vanishing = VanishingNames()
         self._names: dict[tuple[int, bytes], Dentry] = {}
         """(directory, name) -> entry, the oldest first"""
         self._room = names_max

@@ -137,6 +137,8 @@ class Blocks:
                 for index, name in enumerate(names):
                     if (change := changes.get(name)) is not None:
                         found[index] = change.node is not None
+            if going := dentries.vanishing.places:
+                found = [there and (directory, name) not in going for name, there in zip(names, found, strict=True)]
             self.core.namespaces.measures[folder.namespace].seconds["exists"].add(perf_counter() - began)
             return found
 

@@ -18,14 +18,16 @@ from stat import S_ISREG
 import trio
 
 from kvfuse import errors
+from kvfuse.remote.records.api import Record
 from kvfuse.volume.commit.journal import Journal
 from kvfuse.volume.content.kernel_news import KernelNews
+from kvfuse.volume.inodes.chunk import COMMITTED
 from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.names.changes import Names
 from kvfuse.volume.names.lookup import Lookup
 from kvfuse.volume.namespaces.cache import Cache, Candidate, block_key
 from kvfuse.volume.store import schema
-from kvfuse.volume.store.sealed import ScanPages, get_sound, scan_page
+from kvfuse.volume.store.sealed import ScanPages, get_sound
 from kvfuse.volume.views import clock
 
 log = logging.getLogger(__name__)
@@ -36,9 +38,11 @@ PAUSE_SECONDS = 0.02
 """after a look, so that the next one has many blocks to see to"""
 BATCH_SIZE_MIN, BATCH_SIZE_MAX = 4 << 20, 256 << 20
 """bytes that one step of an eviction frees"""
-REMOVED_PER_TURN = 16
+REMOVED_PER_TURN = 64
 """files that are removed before other tasks may run"""
 SCAN_ROWS = 500
+_TAKES_UNLINK = schema.FLAG_XATTRS | schema.FLAG_CHUNK_RECORDS
+"""of inodes that have other records, too"""
 
 
 @dataclass
@@ -141,43 +145,75 @@ class Evictor:
         ]
 
     async def _evict_from(self, cache: Cache, size: int) -> int:
-        """How many files went. Files that the store does not know yet go after a commit."""
-        for is_last in (False, True):
-            count, unstored = 0, 0
-            while count == 0 and (candidates := cache.candidates(size)):
-                gone, kept, unstored = await self._remove(cache, candidates)
-                count += gone
-                if not gone and not kept:
-                    break
-            if count or is_last or not unstored:
-                break
-            await self.journal.commit()
+        """How many files went."""
+        count = 0
+        while count == 0 and (candidates := cache.candidates(size)):
+            kept, unstored = await self._remove(cache, candidates)
+            if len(kept) + len(unstored) == len(candidates) and unstored:
+                await self.journal.commit()
+                more_kept, unstored = await self._remove(cache, unstored)
+                kept += more_kept
+            cache.kept(kept + unstored)
+            count = len(candidates) - len(kept) - len(unstored)
         return count
 
-    async def _remove(self, cache: Cache, candidates: list[Candidate]) -> tuple[int, int, int]:
-        """Remove files: how many went, were kept, and were not found in the store."""
+    async def _remove(self, cache: Cache, candidates: list[Candidate]) -> tuple[list[Candidate], list[Candidate]]:
+        """Remove files. Returns those that are to be kept, and those whose names the store does not know (yet)."""
         kept: list[Candidate] = []
-        unstored = 0
-        for number, candidate in enumerate(candidates):
-            name = await self._name_of(candidate)
-            if name is not None and await self._remove_one(candidate.directory, name):
-                cache.evicted(candidate.victim)
-            else:
-                unstored += name is None
-                kept.append(candidate)
-            if number % REMOVED_PER_TURN == REMOVED_PER_TURN - 1:
-                await trio.lowlevel.checkpoint()
-        cache.kept(kept)
-        return len(candidates) - len(kept), len(kept), unstored
+        unstored: list[Candidate] = []
+        for start in range(0, len(candidates), REMOVED_PER_TURN):
+            part = candidates[start : start + REMOVED_PER_TURN]
+            rows = await self._rows_of(part)
+            for candidate, row in zip(part, rows, strict=True):
+                if row is None:
+                    unstored.append(candidate)
+                elif self._vanish(row) or await self._unlink(row):
+                    cache.evicted(candidate.victim)
+                else:
+                    kept.append(candidate)
+            self._touch_directories({one.directory for one in part})
+            await trio.lowlevel.checkpoint()
+        return kept, unstored
 
-    async def _name_of(self, candidate: Candidate) -> bytes | None:
-        """The name of a block; None: the store has none."""
-        prefix = schema.entry_key(candidate.directory, b"", candidate.cookie)
-        rows, _ = await scan_page(self.core.records, prefix, limit=1)
-        return schema.split_entry_key(rows[0].key)[2] if rows else None
+    async def _rows_of(self, candidates: list[Candidate]) -> list[Record | None]:
+        """The records of their names as they are until the next await, or as memory knows better."""
+        prefixes = [schema.entry_key(one.directory, b"", one.cookie) for one in candidates]
+        while True:
+            epoch = self.journal.pending.epoch
+            rows = await self.core.records.seek(prefixes)
+            if epoch == self.journal.pending.epoch:
+                return rows
 
-    async def _remove_one(self, directory: int, name: bytes) -> bool:
+    def _vanish(self, row: Record) -> bool:
+        """Remove a file that nobody knows but the store, and ring threads. False: it takes an unlink."""
+        core = self.core
+        record, (directory, _, name) = schema.decode_entry(row.value), schema.split_entry_key(row.key)
+        if not isinstance(record, schema.InodeRecord) or record.flags & _TAKES_UNLINK or not S_ISREG(record.mode):
+            return False
+        node, dentries = core.nodes.get(record.ino), core.dentries
+        if (node is not None and node.busy) or core.places.known(record.ino):
+            return False
+        if dentries.get(directory, name).change is not None or (directory, name) in dentries.vanishing.places:
+            return False
+        extents = [core.sharing.extent_of(extent, record.namespace) for chunk in record.chunks for extent in chunk]
+        core.tier.drop(record.ino)
+        self.journal.pending.vanish(row.key, record, [one for one in extents if one.state == COMMITTED])
+        if node is not None:
+            node.nlink, node.reaped = 0, True  # whoever still has it (access times are noted late) finds it removed
+            core.nodes.drop(node)
+            node.end_map()
+        core.counters.removes += 1
+        return True
+
+    def _touch_directories(self, inos: set[int]) -> None:
+        for ino in inos:
+            directory = self.core.nodes.peek(ino)
+            if directory is not None:
+                self.names.memory.touch_entries(directory)
+
+    async def _unlink(self, row: Record) -> bool:
         """Unlink a file and free it at once. False: somebody has it open, or it is no file any more."""
+        directory, _, name = schema.split_entry_key(row.key)
         node = (await self.lookup.find(directory, name)).node
         if node is None or not node.is_file or node.handles or node.lock is not None:
             return node is None

@@ -49,6 +49,8 @@ class Listing:
             last = schema.split_entry_key(last_key(rows, damaged))[1] if more else (1 << 63) - 1
             page: dict[bytes, Meant] = {}
             for row in rows:
+                if (self.ino, schema.split_entry_key(row.key)[2]) in self.core.dentries.vanishing.places:
+                    continue
                 try:
                     page[schema.split_entry_key(row.key)[2]] = schema.decode_entry(row.value), row.version
                 except schema.Malformed as error:

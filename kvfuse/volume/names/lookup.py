@@ -115,6 +115,8 @@ class Lookup(ABC):
 
     def holds(self, parent: int, name: bytes, found: Found) -> bool:
         """The result of `find` is still valid, although the caller has waited since."""
+        if (parent, name) in self.core.dentries.vanishing.places:
+            return False
         change = self.core.dentries.get(parent, name).change
         return change is found.change and (change is not None or found.epoch == self.journal.pending.epoch)
 
@@ -129,7 +131,8 @@ class Lookup(ABC):
             changes = self.core.dentries.changes_in(ino)
             if any(change.node is not None for change in changes.values()):
                 return False
-            if any(schema.split_entry_key(row.key)[2] not in changes for row in rows):
+            names = [schema.split_entry_key(row.key)[2] for row in rows]
+            if any(name not in changes and (ino, name) not in self.core.dentries.vanishing.places for name in names):
                 return False
             if len(rows) < 64:
                 return True
@@ -199,6 +202,8 @@ class OwnLookup(Lookup):
             raise errors.NameTooLong(f"a name of {len(name)} bytes: at most {NAME_MAX} are allowed")
         core = self.core
         while True:
+            if core.dentries.vanishing.places:
+                await core.dentries.vanishing.wait_for((parent, name))
             epoch = self.journal.pending.epoch
             dentry = core.dentries.find(parent, name)
             if dentry is not None:

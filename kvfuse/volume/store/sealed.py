@@ -126,6 +126,18 @@ class SealedRecords(RecordDecorator):
             raise DamagedRecords(damaged, records=rows)
         return rows
 
+    async def seek(self, prefixes: Sequence[bytes]) -> list[Record | None]:
+        """Damaged ones are left out, as if they were absent."""
+        found = await self.inner.seek(prefixes)
+        for index, row in enumerate(found):
+            if row is not None:
+                try:
+                    found[index] = Record(row.key, _open(row.key, row.value), row.version)
+                except _Damaged:
+                    found[index] = None
+                    self._log([row.key])
+        return found
+
     async def commit(
         self,
         puts: Mapping[bytes, bytes],

@@ -163,7 +163,7 @@ async def test_who_syncs_is_told_of_changes_that_there_was_no_room_to_put_togeth
         theirs = len(data) if how == "append" else 1000
         await write_at(one, b"file", theirs, b"one" * 50, flags)
 
-        def allocate(length: int) -> None:
+        def allocate(length: int, owner: int) -> None:
             raise errors.NoSpace(f"injected: no {length} bytes")
 
         with monkeypatch.context() as during, pytest.raises(errors.NoSpace, match="changes of two hosts"):
