@@ -116,7 +116,7 @@ def cli() -> None:
 
     \b
     A first mount, 8 GiB in a folder of this disk:
-      kvfuse mount /var/tmp/kv-volume /mnt/kv -o capacity=8GiB
+      kvfuse mount /var/tmp/kv-volume /mnt/kv -o cache,capacity=8GiB
       kvfuse status
       kvfuse umount /mnt/kv
 

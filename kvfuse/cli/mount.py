@@ -28,6 +28,7 @@ def mount(source: Path, mountpoint: Path, file: Path | None, words: tuple[str, .
     mount.conf; 'kvfuse config' lists those. The most used:
 
     \b
+      cache             blocks make room for new ones when the volume is full; without it no file goes by itself
       allow_other       users other than who mounts may use it
       publish=strict    names are committed before a call returns [relaxed; strict where hosts share the volume]
       entry_timeout=5   seconds the kernel trusts a name [60]
@@ -36,7 +37,7 @@ def mount(source: Path, mountpoint: Path, file: Path | None, words: tuple[str, .
 
     \b
     Examples:
-      kvfuse mount /srv/kv /mnt/kv
+      kvfuse mount /srv/kv /mnt/kv -o cache
       kvfuse mount /srv/kv /mnt/kv -o allow_other,capacity=200GiB
       kvfuse mount /etc/kvfuse/mount.conf /mnt/kv --foreground
     """

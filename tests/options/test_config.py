@@ -10,7 +10,7 @@ import tomllib
 from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 import trio
@@ -20,8 +20,10 @@ from hypothesis import strategies as st
 from kvfuse.errors import ConfigError
 from kvfuse.options import config
 from kvfuse.options.config import load
-from kvfuse.options.options import EtcdOptions, Options, RadosOptions
+from kvfuse.options.options import EtcdOptions, NamespaceOptions, Options, RadosOptions
+from kvfuse.policy import ADMISSIONS, POLICIES
 from kvfuse.sizes import GIB, KIB, MIB, format_size, parse_size
+from kvfuse.volume.namespaces.settings import Kind, Settings
 from kvfuse.volume.opening.engines import RECORDS, SEGMENTS, check_private, read_password
 
 TEMPLATE = resources.files("kvfuse").joinpath("data/mount.conf")
@@ -256,6 +258,7 @@ def test_who_shares_publishes_strictly_unless_told_otherwise(conf: Path) -> None
             ETCD + "endpoints = ['http://a', 'https://b']\n" + RADOS,
             "records.endpoints must be one or more URLs, all of",
         ),
+        (ETCD + RADOS + "[namespace]\nttl = 5", ":9: namespace.ttl is not offered yet for a volume that several hosts"),
         (ETCD + "deadline = 10\n" + RADOS, "client.lease is 10 s: it must be longer than records.deadline, 10 s"),
     ],
 )
@@ -487,3 +490,36 @@ def test_capacity_and_the_disk(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"^a capacity of 1PiB is more than the 64GiB that are free below /x$"):
         config.check_capacity(1 << 50, 64 * GIB, "below /x")
     assert not absent.parent.exists()
+
+
+# -- the root's namespace ----------------------------------------------------------------------------
+
+
+def test_the_root_is_made_a_cache_by_one_word() -> None:
+    effective = load(Path("/v"), words=["noatime,cache,capacity=1GiB", "ttl=60,eviction=lru"])
+    assert effective.options.namespace.given == {"kind": "cache", "ttl": 60.0, "eviction": "lru"}
+    assert (effective.origins["namespace.kind"], effective.options.volume.capacity) == ("-o cache", 1 << 30)
+    assert load(Path("/v"), words=["cache", "kind=files"]).options.namespace.kind == "files"
+    assert load(Path("/v")).options.namespace.given == {}
+
+
+def test_a_mount_may_say_what_a_namespace_may_be() -> None:
+    hints = get_type_hints(NamespaceOptions)
+    choices = {name: set(get_args(get_args(hints[name])[0])) for name in ("kind", "eviction", "admission")}
+    assert choices == {"kind": set(get_args(Kind)), "eviction": {*POLICIES}, "admission": {*ADMISSIONS}}
+    assert {*NamespaceOptions.__struct_fields__} == {*Settings.__struct_fields__} - {"capacity"}
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("eviction=lur", "expected one of 'chain', 'lru', 'lfu'"),
+        ("ttl=-1", "expected a number of seconds, 0 or more"),
+        ("blocks=1.5", "expected a number of files"),
+        ("high_water=0", "expected a share of the capacity"),
+        ("kind=cash", "expected one of 'files', 'cache'"),
+    ],
+)
+def test_bad_settings_of_the_root(word: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        load(Path("/v"), words=[word])

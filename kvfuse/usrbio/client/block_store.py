@@ -93,8 +93,8 @@ class BlockStore(AbstractContextManager["BlockStore"]):
         self, mount: str | os.PathLike[str] | Client, namespace: str | os.PathLike[str],
         *, create: bool = True, deadline: float = DEADLINE_S, entries: int = 256, priority: Priority = Priority.NORMAL,
     ) -> None:  # fmt: skip
-        """``mount``: a client, or a path inside the mount. FileNotFoundError for no such mount or, without ``create``,
-        folder; Disconnected."""
+        """``mount``: a client, or a path inside the mount. ``create``: a folder that is absent is made, see
+        `Client.namespace`. FileNotFoundError for no such mount or, without ``create``, folder; Disconnected."""
         self.client = mount if isinstance(mount, Client) else connect(mount)
         self._owns_client = self.client is not mount
         self._deadline = deadline

@@ -104,8 +104,10 @@ class Client(AbstractContextManager["Client"]):
         return file
 
     def namespace(self, path: str | os.PathLike[str], create: bool = True, *, mode: int = 0o644) -> Namespace:
-        """A folder of the mount (``path`` is relative to its root) whose files are blocks, made where it is absent.
+        """A folder of the mount (``path`` is relative to its root) whose files are blocks.
 
+        ``create``: where it is absent it is made, and is a cache then, whose blocks may be evicted; in a cache it is a
+        part of that.
         ``mode``: permission bits of new blocks. FileNotFoundError without ``create``.
         """
         namespace = Namespace(Path(self.mount, path), create, mode, self._forget_named)

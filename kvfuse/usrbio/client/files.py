@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import suppress
+from errno import ENOTEMPTY, EOPNOTSUPP
 from pathlib import Path
 from typing import Self
 
@@ -16,6 +18,10 @@ MODES = {
     "rw": (Access.READ | Access.WRITE, os.O_RDWR),
 }
 """mode of `Client.file` -> what is asked of the daemon, how a path is opened"""
+
+
+SETTINGS = "user.kvfuse.namespace"
+"""extended attribute of a folder that is a namespace"""
 
 
 class Registered:
@@ -95,7 +101,7 @@ class Namespace(Registered):
     ADD, DROP = Request.OPEN_NAMESPACE, Request.CLOSE_NAMESPACE
 
     def __init__(self, path: Path, create: bool, mode: int, forget: Callable[[Registered], None]) -> None:
-        """Not registered yet. ``create``: make the folder where it is absent. ``mode``: permissions of new blocks."""
+        """Not registered yet. ``create``: `make_cache`. ``mode``: permissions of new blocks."""
         super().__init__(str(path), os.O_RDONLY | os.O_DIRECTORY, mode, forget)
         self.create = create
 
@@ -103,5 +109,29 @@ class Namespace(Registered):
         """As `Registered.register`; but it is what the path names now, whichever inode that is."""
         self.inode = 0
         if self.create:
-            os.makedirs(self.path, exist_ok=True)
+            make_cache(Path(self.path))
         super().register(session, descriptor)
+
+
+def make_cache(path: Path) -> None:
+    """Make a folder, unless it is there: a cache of its own, or a part of the one that it is in. OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        path.mkdir()
+    except FileExistsError:
+        return
+    if _is_in_cache(path):
+        return
+    try:
+        os.setxattr(path, SETTINGS, b"kind=cache")
+    except OSError as error:
+        if error.errno not in (ENOTEMPTY, EOPNOTSUPP):  # somebody uses it already; a volume that hosts share
+            path.rmdir()
+            raise
+
+
+def _is_in_cache(path: Path) -> bool:
+    for folder in path.resolve().parents:
+        with suppress(OSError):  # it is no namespace, or not ours to read
+            return b"kind=cache" in os.getxattr(folder, SETTINGS).split()
+    return False

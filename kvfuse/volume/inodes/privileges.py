@@ -101,3 +101,10 @@ def _may_act_for(caller: Caller, gid: int) -> bool:
         return gid in caller.groups or _keeps_all(caller)
     credentials = Credentials.of(caller.pid, caller.uid)
     return gid in credentials.groups or _keeps_all(caller)
+
+
+def acts_as_owner(node: Node, caller: Caller) -> bool:
+    """The caller owns the inode, or may do what only its owner may."""
+    if caller.uid == node.uid:
+        return True
+    return caller.uid == 0 and Credentials.of(caller.pid, caller.uid).has(Capability.FOWNER)

@@ -17,6 +17,7 @@ import trio
 from kvfuse import errors
 from kvfuse.sizes import format_size
 from kvfuse.volume.api import ROOT_INODE, Caller
+from kvfuse.volume.inodes import privileges
 from kvfuse.volume.inodes.node import Node
 from kvfuse.volume.names.changes import Names
 from kvfuse.volume.names.folders import end_namespace, number_of
@@ -127,7 +128,7 @@ class Keeper:
             raise errors.Unsupported("a volume that several hosts share has no namespaces yet")
         if not node.is_directory:
             raise errors.NotADirectory(f"inode {node.ino} is no directory: a namespace is one")
-        if caller is not None and caller.uid not in (0, node.uid):
+        if caller is not None and not privileges.acts_as_owner(node, caller):
             raise errors.NotPermitted(f"only user {node.uid}, who owns the folder, and root may change this namespace")
         _check_there(node)
         return number_of(node)

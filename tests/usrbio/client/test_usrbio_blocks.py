@@ -14,9 +14,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from engine_pairs import Engines
 from mounting import KvfuseMount, stopped, wait_until
 
 from kvfuse.usrbio.client import BlockStore, Client, Disconnected, connect, file_name
+from kvfuse.usrbio.client.files import SETTINGS
 
 pytestmark = pytest.mark.engines("lmdb+file", "etcd+rados")
 
@@ -229,6 +231,25 @@ def test_what_is_wrong_with_a_call_is_raised(store: BlockStore) -> None:
 def test_a_namespace_that_is_not_made(client: Client) -> None:
     with pytest.raises(FileNotFoundError):
         BlockStore(client, "never-made", create=False)
+
+
+def settings_of(folder: Path) -> dict[str, str]:
+    return dict(word.split("=") for word in os.getxattr(folder, SETTINGS).decode().split())
+
+
+def test_a_folder_that_is_made_is_a_cache(client: Client, shared_mount: KvfuseMount, engines: Engines) -> None:
+    if engines.is_shared:
+        pytest.skip("a volume that hosts share has no namespaces yet")
+    made, found = shared_mount.point / "models" / "made", shared_mount.point / "found"
+    found.mkdir()
+    for folder in (made, found):
+        with BlockStore(client, folder) as store, BlockStore(client, folder) as other:
+            store.put("key", b"x")
+            assert other.get("key") == b"x"
+    assert settings_of(made)["kind"] == "cache"
+    with BlockStore(client, made / "rank" / "0"):
+        for folder in (found, made.parent, made / "rank", made / "rank" / "0"):
+            assert SETTINGS not in os.listxattr(folder), "it was there, or is above or in a cache"
 
 
 def test_a_store_of_its_own_connection(shared_mount: KvfuseMount) -> None:
