@@ -11,6 +11,7 @@ from typing import Any
 from volume_lab import CALLER, Disk
 
 from kvfuse.remote.records.api import Versioned
+from kvfuse.volume.namespaces.accounts import Use
 from kvfuse.volume.namespaces.settings import Settings, decode_settings, encode_settings
 from kvfuse.volume.store import schema
 from kvfuse.volume.volume import Volume
@@ -95,11 +96,14 @@ class UseAudit:
 
     disk: Disk
     most: dict[int, Counted] = field(default_factory=lambda: defaultdict(Counted))
+    allowed: dict[int, Use] = field(default_factory=dict)
+    """namespace -> what it had in memory when its quotas changed"""
     _last: dict[int, Counted] = field(default_factory=lambda: defaultdict(Counted))
 
     @classmethod
     def attach(cls, disk: Disk) -> UseAudit:
         audit = cls(disk)
+        audit._last.update(with_inner(disk, count_uses(disk)))
         disk.audit = audit.look
         return audit
 
@@ -109,12 +113,22 @@ class UseAudit:
         assert counted == recorded_uses(self.disk), sorted(puts)
         whole = with_inner(self.disk, counted)
         for number, use in whole.items():
-            last, most = self._last[number], self.most[number]
+            last, most, allowed = self._last[number], self.most[number], self.allowed.get(number, Use(0, 0))
             settings = decode_settings(self.disk.records[schema.namespace_key(number)].value)
-            assert use.size <= max(last.size, settings.capacity or use.size), (number, last, use, settings)
-            assert use.files <= max(last.files, settings.blocks or use.files), (number, last, use, settings)
+            assert use.size <= max(last.size, allowed.size, settings.capacity or use.size), (
+                number,
+                last,
+                use,
+                settings,
+            )
+            assert use.files <= max(last.files, allowed.files, settings.blocks or use.files), (
+                number,
+                last,
+                use,
+                settings,
+            )
             most.size, most.files = max(most.size, use.size), max(most.files, use.files)
-        self._last = whole
+        self._last = defaultdict(Counted, whole)
 
 
 def _rows(disk: Disk, prefix: bytes) -> dict[bytes, Versioned]:

@@ -1,0 +1,234 @@
+"""Random work of several tasks in nested namespaces whose quotas change, with crashes: no quota is ever exceeded.
+
+After each step of a task, and after each commit, the use of every namespace is within its quotas, or not larger than
+before. A copy of the disk at any moment is clean, and a volume that opens it counts what its records have.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+
+import pytest
+import trio
+import trio.testing
+from namespace_lab import UseAudit, change_namespace, count_uses, make_namespace, recorded_uses, with_inner
+from volume_lab import CALLER, MIB, Chaos, Disk, check, lab_options, opened
+
+from kvfuse.errors import EngineError, NotFound, QuotaExceeded
+from kvfuse.volume.api import RENAME_EXCHANGE, ROOT_INODE, Attributes, Changes
+from kvfuse.volume.namespaces.accounts import Use
+from kvfuse.volume.volume import Volume
+
+CHUNK = 64 << 10
+NAMES = [b"%d" % number for number in range(7)]
+CAPACITIES = [0, 16384, CHUNK - 1, 3 * CHUNK, 5 * CHUNK + 4096, MIB]
+COUNTS = [0, 1, 3, 8, 1000]
+
+
+@dataclass
+class Walk:
+    """Tasks at work on one volume."""
+
+    volume: Volume
+    audit: UseAudit
+    rng: random.Random
+    folders: list[int]
+    """those of namespaces, and one in the innermost"""
+    namespaces: list[int]
+    events: Counter[str] = field(default_factory=Counter)
+    last: dict[int, Use] = field(default_factory=dict)
+    known: list[int] = field(default_factory=list)
+    """inodes that the kernel knows, once for each time"""
+
+    async def run(self, steps: int) -> None:
+        for _ in range(steps):
+            await self.step()
+            self.check()
+
+    async def step(self) -> None:
+        actions = [self.put, self.write, self.delete, self.rename, self.cut, self.hold, self.link, self.requota]
+        action = self.rng.choices(actions, [8, 8, 6, 4, 3, 2, 1, 1])[0]
+        try:
+            await action(self.rng.choice(self.folders))
+            self.events[action.__name__] += 1
+        except QuotaExceeded as error:
+            assert error.namespace in self.namespaces
+            self.events["refused"] += 1
+        except NotFound:
+            self.events["absent"] += 1
+        except EngineError:
+            self.events["failed"] += 1
+        if self.rng.random() < 0.7:
+            self.forget()
+
+    def check(self) -> None:
+        namespaces = self.volume.parts.core.namespaces
+        for number in self.namespaces:
+            use, settings = namespaces.accounts.use(number), namespaces.all[number].settings
+            last = self.last.get(number, Use(0, 0))
+            assert 0 <= use.size <= max(last.size, settings.capacity or use.size), (number, last, use, settings)
+            assert 0 <= use.files <= max(last.files, settings.blocks or use.files), (number, last, use, settings)
+            self.last[number] = use
+
+    async def find(self, folder: int, name: bytes) -> Attributes:
+        node = await self.volume.tree.lookup(folder, name)
+        self.known.append(node.ino)
+        return node
+
+    def forget(self) -> None:
+        """The kernel does not know any more what this task looked up."""
+        while self.known:
+            self.volume.tree.forget(self.known.pop(), 1)
+
+    # -- steps -----------------------------------------------------------------------------------------
+
+    @property
+    def size(self) -> int:
+        return int((4 * CHUNK) ** self.rng.random())
+
+    async def put(self, folder: int) -> None:
+        data = memoryview(bytes(self.size))
+        await self.volume.blocks.put(folder, self.rng.choice(NAMES), data, CALLER, 0o644)
+
+    async def write(self, folder: int) -> None:
+        """As engines do: temporary name, write, rename; or in place."""
+        tree, files, name = self.volume.tree, self.volume.files, self.rng.choice(NAMES)
+        in_place = self.rng.random() < 0.4
+        written_to = name if in_place else b"tmp%d" % self.rng.randrange(1 << 30)
+        if in_place:
+            node = await self.find(folder, name)
+            handle = await files.open(node.ino, os.O_RDWR, CALLER)
+        else:
+            handle, node = await tree.create(folder, written_to, 0o644, CALLER, os.O_RDWR)
+            self.known.append(node.ino)
+        try:
+            for _ in range(self.rng.randint(1, 4)):
+                await files.write(handle, self.rng.randrange(2 * CHUNK), bytes(self.size))
+                if self.rng.random() < 0.1:
+                    await files.fsync(handle)
+            if not in_place:
+                await tree.rename(folder, written_to, folder, name, 0)
+        finally:
+            await files.release(handle)
+
+    async def delete(self, folder: int) -> None:
+        names = self.rng.sample(NAMES, 3)
+        if self.rng.random() < 0.5:
+            await self.volume.blocks.delete(folder, names)
+        else:
+            await self.volume.tree.unlink(folder, names[0])
+
+    async def rename(self, folder: int) -> None:
+        flags = self.rng.choice([0, 0, RENAME_EXCHANGE])
+        await self.volume.tree.rename(folder, self.rng.choice(NAMES), folder, self.rng.choice(NAMES), flags)
+
+    async def cut(self, folder: int) -> None:
+        node = await self.find(folder, self.rng.choice(NAMES))
+        size = self.rng.choice([0, self.size, 3 * CHUNK])
+        await self.volume.inodes.set_attributes(node.ino, Changes(size=size), CALLER)
+
+    async def hold(self, folder: int) -> None:
+        """A file that is open, or only known to the kernel, while it is removed."""
+        tree, files, name = self.volume.tree, self.volume.files, self.rng.choice(NAMES)
+        node = await self.find(folder, name)
+        handle = await files.open(node.ino, os.O_RDWR, CALLER) if self.rng.random() < 0.7 else None
+        try:
+            await tree.unlink(folder, name)
+            await trio.sleep(self.rng.random() * 0.1)
+            if handle is not None:
+                await files.write(handle, 0, bytes(self.size))
+        finally:
+            if handle is not None:
+                await files.release(handle)
+
+    async def link(self, folder: int) -> None:
+        node = await self.find(folder, self.rng.choice(NAMES))
+        name = b"link%d" % self.rng.randrange(3)
+        try:
+            await self.volume.tree.unlink(folder, name)
+        except NotFound:
+            await self.volume.tree.link(node.ino, folder, name)
+            self.known.append(node.ino)
+
+    async def requota(self, folder: int) -> None:
+        number = self.rng.choice(self.namespaces)
+        capacity, blocks = self.rng.choice(CAPACITIES), self.rng.choice(COUNTS)
+        self.check()
+        self.audit.allowed[number] = self.last[number]
+        await change_namespace(self.volume, number, capacity=capacity, blocks=blocks)
+
+    async def clear(self) -> None:
+        """Room returns when everything went."""
+        self.forget()
+        for folder in self.folders:
+            for entry in await self.volume.tree.list_directory(folder, 0, 1000):
+                if not entry.attributes.mode & 0o040000:
+                    await self.volume.tree.unlink(folder, entry.name)
+        for _ in range(2):  # what was given up while the first commit was on its way goes with the second one
+            await self.volume.sync()
+        for number in self.namespaces:
+            assert self.volume.parts.core.namespaces.accounts.use(number) == Use(0, 0)
+
+
+async def make_walk(volume: Volume, audit: UseAudit, rng: random.Random) -> Walk:
+    outer = await make_namespace(volume, ROOT_INODE, b"outer", capacity=MIB, blocks=20)
+    middle = await make_namespace(volume, outer, b"middle", capacity=8 * CHUNK)
+    inner = await make_namespace(volume, middle, b"inner", blocks=6, kind=rng.choice(["files", "cache"]))
+    beside = await make_namespace(volume, outer, b"beside", capacity=4 * CHUNK, blocks=4)
+    folder = (await volume.tree.make_directory(inner, b"folder", 0o755, CALLER)).ino
+    await volume.sync()
+    return Walk(volume, audit, rng, [outer, middle, inner, beside, folder], [outer, middle, inner, beside])
+
+
+async def snap(disk: Disk, rng: random.Random, copies: list[Disk]) -> None:
+    while True:
+        await trio.sleep(rng.random() * 0.3)
+        copies.append(disk.copy())
+
+
+async def check_crash(disk: Disk, nodes: int) -> None:
+    report = await check(disk)
+    assert report.clean, [problem.text for problem in report.problems]
+    UseAudit.attach(disk)
+    options = lab_options(capacity=24 * MIB, chunk=CHUNK, nodes=nodes)
+    async with opened(disk, options) as volume:
+        await volume.sync()
+        assert recorded_uses(disk) == count_uses(disk)
+        accounts = volume.parts.core.namespaces.accounts
+        whole = with_inner(disk, count_uses(disk))
+        for number in [number for number in volume.parts.core.namespaces.all if number]:
+            assert accounts.use(number) == Use(whole[number].size, whole[number].files)
+    assert (await check(disk)).clean
+
+
+@pytest.mark.parametrize("faults", [0.0, 0.03], ids=["reliable", "failing"])
+@pytest.mark.parametrize("round_number", range(int(os.environ.get("KVFUSE_MODEL_ROUNDS", "3"))))
+async def test_no_quota_is_exceeded_and_room_returns(
+    seed: int, autojump_clock: trio.testing.MockClock, faults: float, round_number: int
+) -> None:
+    rng = random.Random(seed)
+    nodes = rng.choice([1000, 8])
+    options = lab_options(capacity=24 * MIB, chunk=CHUNK, nodes=nodes, strict=rng.random() < 0.3)
+    disk, chaos = Disk.format(options), Chaos(random.Random(rng.random()), delay=rng.choice([0.1, 0.5]))
+    audit = UseAudit.attach(disk)
+    copies: list[Disk] = []
+    async with opened(disk, options, chaos) as volume:
+        walk = await make_walk(volume, audit, rng)
+        chaos.commit_error = chaos.write_error = faults
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(snap, disk, rng, copies)
+            async with trio.open_nursery() as workers:
+                for _ in range(rng.choice([1, 4])):
+                    workers.start_soon(walk.run, 120)
+            nursery.cancel_scope.cancel()
+        chaos.commit_error = chaos.write_error = 0.0
+        copies.append(disk.copy())
+        await walk.clear()
+    print(dict(walk.events), dict(audit.most))
+    for crashed in rng.sample(copies, min(6, len(copies))):
+        await check_crash(crashed, nodes)
+    assert recorded_uses(disk) == count_uses(disk) == {}
+    assert (await check(disk)).clean
