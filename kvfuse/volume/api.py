@@ -273,8 +273,7 @@ class VolumeApi(Protocol):
     def inodes(self) -> InodeApi: ...
     @property
     def files(self) -> FileApi[Any]: ...
-    def space(self, ino: int = ROOT_INODE) -> Space:
-        """Of the volume, or of the namespace of an inode in memory, where that has a capacity."""
+    def space(self) -> Space: ...
 
 
 class RingApi(VolumeApi, Protocol):

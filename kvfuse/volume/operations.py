@@ -257,6 +257,7 @@ class Files:
         measures.written_bytes += written
         if by_kernel and written < len(data) and (handle.direct or offset + len(data) <= size):
             # It would take this for all of the mapped pages that it writes back, and make EIO of a direct write.
+            self._core.namespaces.accounts.check(node.namespace, len(data) - written)
             raise errors.NoSpace(f"inode {node.ino}: room for {written} of {len(data)} bytes")
         return written
 

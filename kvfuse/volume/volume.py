@@ -14,6 +14,7 @@ import trio
 from kvfuse.volume.api import ROOT_INODE, KernelCache, Space
 from kvfuse.volume.namespaces.accounts import Use
 from kvfuse.volume.namespaces.registry import Namespace
+from kvfuse.volume.namespaces.settings import ROOT
 from kvfuse.volume.operations import Files, Inodes, Tree
 from kvfuse.volume.parts import Parts
 
@@ -48,7 +49,7 @@ class Volume:
         """The kernel may have cached something of the inode. From any thread."""
         return ino == ROOT_INODE or self.parts.core.places.known(ino)
 
-    def space(self, ino: int = ROOT_INODE) -> Space:
+    def space(self) -> Space:
         slabs, core = self.parts.core.slabs, self.parts.core
         if self.parts.leases is not None:
             free, file_count = self.parts.leases.space()
@@ -56,11 +57,7 @@ class Volume:
             free = slabs.free_bytes + slabs.pending_bytes + self.parts.journal.freeing_bytes
             file_count = core.file_count
         inodes_free = core.metadata.inodes_free(file_count)
-        size, node = core.geometry.data_size, core.nodes.peek(ino)
-        room = core.namespaces.accounts.room(node.namespace) if node is not None else None
-        if room is not None:
-            size, free = min(size, room.capacity), min(free, room.free)
-        return Space(size, free, file_count + inodes_free, inodes_free)
+        return Space(core.geometry.data_size, free, file_count + inodes_free, inodes_free)
 
     async def sync(self) -> None:
         if not self.parts.core.read_only:
@@ -95,19 +92,16 @@ class Volume:
     def _describe(self, namespace: Namespace) -> dict[str, Any]:
         """Number, path, settings, use and counters of a namespace. The root's use is the volume's."""
         core, number, space = self.parts.core, namespace.number, self.space()
-        used = (
-            core.namespaces.accounts.use(number)
-            if number
-            else Use(space.size - space.free, space.files - space.files_free)
-        )
-        room = core.namespaces.accounts.room(number)
+        used = core.namespaces.accounts.use(number)
+        if number == ROOT:
+            used = Use(space.size - space.free, space.files - space.files_free)
         return {
-            "number": namespace.number,
-            "path": os.fsdecode(self.parts.names.folders.path_of(namespace.number)),
+            "number": number,
+            "path": os.fsdecode(self.parts.names.folders.path_of(number)),
             "settings": msgspec.structs.asdict(namespace.settings),
             "used": {"bytes": used.size, "files": used.files},
-            "capacity": min(space.size, room.capacity) if room is not None else space.size,
-            "measures": self.parts.core.namespaces.measures[namespace.number].statistics(),
+            "capacity": min(core.namespaces.accounts.limit(number, "capacity") or space.size, space.size),
+            "measures": core.namespaces.measures[number].statistics(),
             "cache": namespace.cache.statistics() if namespace.cache is not None else None,
         }
 

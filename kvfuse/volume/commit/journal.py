@@ -191,7 +191,7 @@ class Journal:
     async def free_given_up(self, deadline: float, namespace: int | None) -> bool:
         """A `Source`: free slots that were given up, with a commit if they need one. False: there were none."""
         slabs, reads, accounts = self.core.slabs, self.core.reads, self.core.namespaces.accounts
-        removed = namespace is not None and (self.pending.gone or self.pending.names or self.is_committing)
+        removed = namespace is not None and (self.pending.has_removals or self.is_committing)
         if not (removed or self.freeing_bytes or slabs.pending_bytes or reads.has_retired):
             return False
         before = accounts.returned(namespace or 0)

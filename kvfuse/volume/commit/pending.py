@@ -248,6 +248,11 @@ class Pending:
         changes = self.dentries.changes_in(directory).values()
         return {node for change in changes for node in (change.node, change.moved) if node is not None}
 
+    @property
+    def has_removals(self) -> bool:
+        """The next commit may remove files from the store."""
+        return bool(self.gone or self.names or self.vanishing)
+
     def giving_up(self) -> list[Node]:
         """Changed inodes with slots to free, or files that go with their commit."""
         givers = self.core.givers = {node: None for node in self.core.givers if node.dead or node.lost_files}

@@ -115,9 +115,10 @@ class Evictor:
         """A `Source`: evict some files of the largest cache, and free their slots. False: no cache has any to give."""
         if not self.core.caches:
             return False
-        room = self.core.namespaces.accounts.room(namespace) if namespace is not None else None
-        size = max(room.capacity >> 4, 1) if room is not None else self._batch_size
-        return await self._evict_some(min(size, self._batch_size), namespace)
+        size = self._batch_size
+        if namespace is not None:
+            size = min(size, max(self.core.namespaces.accounts.limit(namespace, "capacity") >> 4, 1))
+        return await self._evict_some(size, namespace)
 
     async def _evict_some(self, size: int, namespace: int | None = None) -> bool:
         """Evict files of ``size`` bytes, in a namespace (None: anywhere).
@@ -132,7 +133,7 @@ class Evictor:
             for cache in sorted(caches, key=lambda cache: cache.policy.size, reverse=True):
                 if await self._evict_from(cache, size):
                     self._steps += 1
-                    await self.journal.free_given_up(math.inf, None)
+                    await self.journal.free_given_up(math.inf, namespace)
                     return True
         return False
 

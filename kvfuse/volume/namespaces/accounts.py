@@ -31,13 +31,6 @@ class Use(NamedTuple):
     files: int
 
 
-class Room(NamedTuple):
-    """What a quota allows, in bytes of slots."""
-
-    capacity: int
-    free: int
-
-
 @dataclass(slots=True, eq=False)
 class Account:
     """Of one namespace."""
@@ -130,15 +123,6 @@ class Accounts:
         """Of a namespace and those in it."""
         account = self.all.get(number)
         return Use(account.size, account.files) if account is not None else Use(0, 0)
-
-    def room(self, number: int) -> Room | None:
-        """By the tightest capacity of a namespace and those that it is in; None: only the volume bounds it."""
-        rooms = [
-            Room(account.settings.capacity, max(0, account.settings.capacity - account.size))
-            for account in self._chain(number)
-            if account.settings.capacity
-        ]
-        return Room(min(rooms)[0], min([room.free for room in rooms])) if rooms else None
 
     def limit(self, number: int, quota: Literal["capacity", "blocks"]) -> int:
         """The least quota of a namespace and those that it is in; 0: none has one."""
