@@ -145,7 +145,10 @@ def _namespaces(rows: Sequence[tuple[str, Stats]]) -> Iterator[Metric]:
     ]
     yield _counter("kvfuse_requests_failed", "Requests that failed.", ("namespace", "reason"), failed)
     seconds: Rows = [
-        ((label, operation), found) for label, row in rows for operation, found in row["measures"]["seconds"].items()
+        ((label, operation), found)
+        for label, row in rows
+        if any(any(found["counts"]) for found in row["measures"]["seconds"].values())  # else a namespace costs little
+        for operation, found in row["measures"]["seconds"].items()
     ]
     text = "Seconds that requests took in the daemon."
     yield _histogram("kvfuse_request_seconds", text, ("namespace", "operation"), seconds)
