@@ -55,36 +55,46 @@ class Folders:
             nodes.append(node)
             ino = node.parent or ROOT_INODE
         self._held[number] = nodes
+        there = self.core.namespaces.all
+        if len(self._held) > len(there):
+            self._held = {number: nodes for number, nodes in self._held.items() if number in there}
         return nodes
 
-    def let_go(self, number: int) -> None:
-        """There is no such namespace any more."""
-        self._held.pop(number, None)
+    def count_of(self, uid: int) -> int:
+        """How many namespaces a user has, by the owners of their folders."""
+        held = [nodes for number, nodes in self._held.items() if number in self.core.namespaces.all]
+        return sum([bool(nodes) and nodes[0].uid == uid for nodes in held])
 
     async def find(self) -> None:
-        """Find the folders of all namespaces, once, after the volume was opened.
+        """Find the folders of all namespaces, once, after the volume was opened."""
+        nodes = await self._nodes_of(set(self.core.namespaces.all) - {ROOT})
+        self._held.update({node.ino: [node] for node in nodes})
+        level = nodes
+        while level:
+            await self._find_names([node for node in level if not node.name])
+            level = await self._nodes_of({node.parent for node in level} - {ROOT_INODE})
+            nodes += level  # held until their paths are known
+        for number in list(self._held):
+            self.hold(number)
 
-        An inode's record does not have its name, so names of those above are read until the right one is found.
-        """
-        for number in list(self.core.namespaces.all):
-            nodes: list[Node] = []
+    async def _nodes_of(self, inos: set[int]) -> list[Node]:
+        nodes = []
+        for ino in sorted(inos):
             try:
-                node = await self.lookups.node(number or ROOT_INODE)
-                while node.ino != ROOT_INODE:
-                    nodes.append(node)
-                    await self._find_name(node)
-                    node = await self.lookups.node(node.parent or ROOT_INODE)
+                nodes.append(await self.lookups.node(ino))
             except errors.OperationError as error:
-                log.warning("the folder of namespace %d is not found: %s", number, error)
-            self._held[number] = nodes
+                log.warning("the folder of a namespace is not found: %s", error)
+        return nodes
 
-    async def _find_name(self, node: Node) -> None:
-        reference = schema.encode_entry_reference(node.ino)
-        pages = ScanPages(self.core.records, schema.entry_prefix(node.parent))
-        while not node.name:
+    async def _find_names(self, nodes: list[Node]) -> None:
+        """Find names of directories. Inodes do not have them: all names of the directories above are read."""
+        wanted = {schema.encode_entry_reference(node.ino): node for node in nodes}
+        for parent in {node.parent for node in nodes}:
             try:
-                rows, _ = await anext(pages)
-            except StopAsyncIteration:
-                raise errors.Stale(f"directory {node.ino} has no name in directory {node.parent}") from None
-            names = [schema.split_entry_key(row.key)[2] for row in rows if row.value == reference]
-            node.name = node.name or b"".join(names[:1])
+                async for rows, _ in ScanPages(self.core.records, schema.entry_prefix(parent)):
+                    for row in rows:
+                        node = wanted.get(row.value)
+                        if node is not None and not node.name:  # or somebody has looked it up, or renamed it
+                            node.name = schema.split_entry_key(row.key)[2]
+            except errors.EngineError as error:
+                log.warning("names of directory %d are not read, of namespaces in it: %s", parent, error)

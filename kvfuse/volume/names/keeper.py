@@ -30,6 +30,10 @@ _ROOT_SETTINGS = {
     "capacity": "the root's capacity is the volume's, and cannot be set",
 }
 Quota = Literal["capacity", "blocks"]
+NAMESPACES_MAX = 1000
+"""of a volume: the books of each cache take some MB of the daemon's memory"""
+USER_NAMESPACES_MAX = 100
+"""of a user but root"""
 _QUOTAS: tuple[Quota, ...] = get_args(Quota)
 
 
@@ -50,6 +54,7 @@ class Keeper:
         async with self._turn:
             above = await self._above(node)
             self._check_limits(node.ino, above, settings)
+            self._check_count(node.uid)
             await self._check_empty(node, "a namespace begins with an empty folder")
             node.namespace = node.ino
             self._put(node, node.ino, settings, above)
@@ -86,7 +91,6 @@ class Keeper:
                 raise errors.NotEmpty("files that were removed from the namespace are still open")
             node.namespace = above
             end_namespace(self.names.core, node)
-            self.names.folders.let_go(number)
             self._touch(node)
         await self.names.journal.commit(node, durable=True)
 
@@ -141,6 +145,13 @@ class Keeper:
                 raise errors.InvalidArgument(
                     f"the options of this mount say what the root's {name} is: change it there"
                 )
+
+    def _check_count(self, uid: int) -> None:
+        """QuotaExceeded, if the volume, or the user, may have no more namespaces."""
+        if len(self.names.core.namespaces.all) > NAMESPACES_MAX:
+            raise errors.QuotaExceeded(f"a volume has at most {NAMESPACES_MAX} namespaces: delete some")
+        if uid and self.names.folders.count_of(uid) >= USER_NAMESPACES_MAX:
+            raise errors.QuotaExceeded(f"user {uid} has {USER_NAMESPACES_MAX} namespaces, and may have no more")
 
     async def _check_empty(self, node: Node, reason: str) -> None:
         """Nothing has changed since until the next await. NotEmpty, Stale."""

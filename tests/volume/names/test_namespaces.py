@@ -20,11 +20,13 @@ from kvfuse.errors import (
     NotEmpty,
     NotPermitted,
     OperationError,
+    QuotaExceeded,
     Stale,
     Unsupported,
 )
 from kvfuse.options.options import NamespaceOptions, Options
 from kvfuse.volume.api import ROOT_INODE, Caller
+from kvfuse.volume.names.keeper import USER_NAMESPACES_MAX
 from kvfuse.volume.names.namespace_attributes import CLEAR, NAMESPACE, REFUSED, SINGLE
 from kvfuse.volume.namespaces.settings import ROOT, Settings
 from kvfuse.volume.store import schema
@@ -346,6 +348,23 @@ async def test_only_owner_and_root_may(disk: Disk, options: Options) -> None:
             await volume.inodes.remove_xattr(ino, NAMESPACE, stranger)
         assert await volume.inodes.get_xattr(ino, TTL) == b"0"
         await volume.inodes.remove_xattr(ino, NAMESPACE, owner)
+
+
+async def test_a_user_may_have_so_many(disk: Disk, options: Options) -> None:
+    async with opened(disk, options) as volume:
+        for number in range(USER_NAMESPACES_MAX + 1):
+            ino = await make_folder(volume, b"%d" % number, caller=Caller(5, 5))
+            if number < USER_NAMESPACES_MAX:
+                await volume.inodes.set_xattr(ino, NAMESPACE, b"")
+        assert "may have no more" in await refusal(volume, ino, NAMESPACE, b"", QuotaExceeded)
+        await make_namespace(volume, b"root's")
+    async with opened(disk, options) as volume:
+        await trio.testing.wait_all_tasks_blocked(0.01)
+        assert "may have no more" in await refusal(volume, ino, NAMESPACE, b"", QuotaExceeded)
+        names = [row["path"] for row in volume.stats()["namespaces"]]
+        assert sorted(names) == sorted(["/", "/root's", *[f"/{number}" for number in range(USER_NAMESPACES_MAX)]])
+        await volume.tree.remove_directory(ROOT_INODE, b"7")
+        await volume.inodes.set_xattr(ino, NAMESPACE, b"")
 
 
 async def test_a_shared_volume_has_none_yet(rng: random.Random, options: Options) -> None:
