@@ -56,8 +56,10 @@ class Policy(ABC):
         """
 
     @abstractmethod
-    def added(self, key: int, size: int, now: float, tag: int = 0) -> None:
+    def added(self, key: int, size: int, now: float, tag: int = 0, born: float | None = None) -> None:
         """The cache has stored a block. For a key that is on the books already: its size is ``size`` from now on.
+
+        ``now``: of its last use. ``born``: when it was stored, if that is longer ago.
 
         ValueError if ``size`` is not positive.
         """
@@ -76,6 +78,10 @@ class Policy(ABC):
 
         No key is in two answers, unless it was kept or added in between.
         """
+
+    @abstractmethod
+    def expired(self, before: float, now: float) -> list[Victim]:
+        """The blocks that were stored before that time, in no order; off the books, as ``victims`` are."""
 
     @abstractmethod
     def keep(self, victim: Victim, now: float) -> None:

@@ -11,6 +11,8 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable
 
+import numpy as np
+
 NONE = -1
 """no row"""
 NOWHERE = 0
@@ -69,8 +71,15 @@ class Books:
         key = self.keys[row]
         del self.rows[key]
         self.size -= self.sizes[row]
+        self.sizes[row] = 0
         self._free.append(row)
         return key
+
+    def rows_born_before(self, time: float) -> list[int]:
+        """The rows of blocks that were stored before a time."""
+        born, sizes = np.frombuffer(self.born, np.float64), np.frombuffer(self.sizes, np.int64)
+        rows: list[int] = np.flatnonzero((born < time) & (sizes > 0)).tolist()
+        return rows
 
     def _grow(self) -> None:
         more = max(_GROWTH_MIN, self._row_count // 8)

@@ -41,12 +41,14 @@ class CachePolicy(Policy):
         notes = self._chains.notes(keys, now, self._books.rows)
         return [has_room or self._admission.admits(note) for note in notes]
 
-    def added(self, key: int, size: int, now: float, tag: int = 0) -> None:
+    def added(self, key: int, size: int, now: float, tag: int = 0, born: float | None = None) -> None:
         if size <= 0:
             raise ValueError(f"a block has bytes, not {size}")
         self.removed(key)
         note = self._chains.take(key)
         row = self._books.open(key, size, now, tag)
+        if born is not None:
+            self._books.born[row] = born
         parent = NONE if note.parent is None else self._books.rows.get(note.parent, NONE)
         self._eviction.insert(row, now, parent, note.follows)
 
@@ -82,6 +84,14 @@ class CachePolicy(Policy):
             self.victim_age.add(age)
             block_size, tag, born = books.sizes[row], books.tags[row], books.born[row]
             found.append(Victim(books.close(row), block_size, tag, age, born))
+        return found
+
+    def expired(self, before: float, now: float) -> list[Victim]:
+        books, found = self._books, []
+        for row in books.rows_born_before(before):
+            victim = Victim(books.keys[row], books.sizes[row], books.tags[row], now - books.times[row], books.born[row])
+            self.removed(victim.key)
+            found.append(victim)
         return found
 
     def keep(self, victim: Victim, now: float) -> None:

@@ -228,11 +228,12 @@ class Core:
         node = dentry.change.node if dentry.change is not None else None
         return (dentry.ino if node is None else node.ino) in self.tier.kept
 
-    def has_spare_room(self, size: int) -> bool:
-        """So many bytes can be stored, and the caches do not have to give up anything for them."""
+    def has_spare_room(self, namespace: int, size: int) -> bool:
+        """So many bytes can be stored in a namespace, and the caches do not have to give up anything for them."""
         data_size, slabs = self.geometry.data_size, self.slabs
         used = data_size - slabs.free_bytes - slabs.pending_bytes
-        return used + size <= data_size * self.namespaces.low_water
+        has_room = used + size <= data_size * self.namespaces.low_water
+        return has_room and self.namespaces.accounts.has_spare_room(namespace, size)
 
     # -- inodes --------------------------------------------------------------------------------------
 

@@ -108,9 +108,13 @@ class Blocks:
 
     # -- caches --------------------------------------------------------------------------------------
 
-    async def _cache_of(self, directory: int) -> Cache | None:
-        """The books of the cache that a directory is in, where there are caches. NotADirectory, Stale."""
-        return self.core.caches.get((await self.lookup.directory(directory)).namespace)
+    async def _admitting_cache(self, directory: int, name: bytes, size: int) -> Cache | None:
+        """The cache that a directory is in, and which admits the block. NotAdmitted, NotADirectory, Stale."""
+        namespace = (await self.lookup.directory(directory)).namespace
+        cache = self.core.caches.get(namespace)
+        if cache is not None and not cache.admits(directory, name, self.core.has_spare_room(namespace, size)):
+            raise errors.NotAdmitted(f"{name!r} is not stored: the cache is full of blocks that are worth more")
+        return cache
 
     # -- looking -------------------------------------------------------------------------------------
 
@@ -189,9 +193,7 @@ class Blocks:
         began = perf_counter()
         self._check(directory, name)
         content = data.buffer.data if isinstance(data, TierBlock) else data
-        cache = await self._cache_of(directory) if self.core.caches else None
-        if cache is not None and not cache.admits(directory, name, self.core.has_spare_room(len(content))):
-            raise errors.NotAdmitted(f"{name!r} is not stored: the cache is full of blocks that are worth more")
+        cache = await self._admitting_cache(directory, name, len(content)) if self.core.caches else None
         plan, slots, gone = await self._prepare(directory, name, len(content), mode, caller)
         node, folder = self.names.replace(plan), plan.ends[0].directory
         self._stage(node, content, slots)

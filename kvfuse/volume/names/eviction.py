@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from stat import S_ISREG
 
 import trio
@@ -88,12 +90,28 @@ class Evictor:
         if unread:
             await self._read_store(unread)
         self._take_uses()
+        await self._remove_expired()
+        for account in list(self.core.namespaces.accounts.all.values()):
+            settings = account.settings
+            if account.excess(settings.high_water) > 0:
+                await self._evict_until(partial(account.excess, settings.low_water), account.number)
         size, namespaces = self.core.geometry.data_size, self.core.namespaces
-        if self._used_size() <= size * namespaces.high_water:
-            return
-        low = int(size * namespaces.low_water)
-        while (excess := self._used_size() - low) > 0 and await self._evict_some(min(excess, self._batch_size)):
+        if self._used_size() > size * namespaces.high_water:
+            low = int(size * namespaces.low_water)
+            await self._evict_until(lambda: self._used_size() - low, None)
+
+    async def _evict_until(self, excess: Callable[[], int], namespace: int | None) -> None:
+        """Evict while there are bytes above a low water mark, of a namespace or (None) of the volume."""
+        while (size := excess()) > 0 and await self._evict_some(min(size, self._batch_size), namespace):
             self._take_uses()
+
+    async def _remove_expired(self) -> None:
+        for number, cache in list(self.core.caches.items()):
+            ttl = self.core.namespaces.all[number].settings.ttl
+            if ttl and (candidates := cache.expired(ttl)):
+                async with self._lock:
+                    await self._evict(cache, candidates, "expired")
+                await self.journal.free_given_up(math.inf, None)
 
     def _used_size(self) -> int:
         slabs = self.core.slabs
@@ -149,16 +167,22 @@ class Evictor:
         """How many files went."""
         count = 0
         while count == 0 and (candidates := cache.candidates(size)):
-            kept, unstored = await self._remove(cache, candidates)
-            if len(kept) + len(unstored) == len(candidates) and unstored:
-                await self.journal.commit()
-                more_kept, unstored = await self._remove(cache, unstored)
-                kept += more_kept
-            cache.kept(kept + unstored)
-            count = len(candidates) - len(kept) - len(unstored)
+            count = await self._evict(cache, candidates, "room")
         return count
 
-    async def _remove(self, cache: Cache, candidates: list[Candidate]) -> tuple[list[Candidate], list[Candidate]]:
+    async def _evict(self, cache: Cache, candidates: list[Candidate], reason: str) -> int:
+        """Remove candidates, and tell their cache: how many went. If none do, names that were not stored are, first."""
+        kept, unstored = await self._remove(cache, candidates, reason)
+        if len(kept) + len(unstored) == len(candidates) and unstored:
+            await self.journal.commit()
+            more_kept, unstored = await self._remove(cache, unstored, reason)
+            kept += more_kept
+        cache.kept(kept + unstored)
+        return len(candidates) - len(kept) - len(unstored)
+
+    async def _remove(
+        self, cache: Cache, candidates: list[Candidate], reason: str
+    ) -> tuple[list[Candidate], list[Candidate]]:
         """Remove files. Returns those that are to be kept, and those whose names the store does not know (yet)."""
         kept: list[Candidate] = []
         unstored: list[Candidate] = []
@@ -169,7 +193,7 @@ class Evictor:
                 if row is None:
                     unstored.append(candidate)
                 elif self._vanish(row) or await self._unlink(row):
-                    cache.evicted(candidate.victim)
+                    cache.evicted(candidate.victim, reason)
                 else:
                     kept.append(candidate)
             self._touch_directories({one.directory for one in part})
@@ -264,7 +288,7 @@ class _Found:
     """Files that the store has, in columns."""
 
     def __init__(self) -> None:
-        self._rows: list[tuple[int, int, int, int, int, int]] = []
+        self._rows: list[tuple[int, int, int, int, tuple[int, int], int]] = []
 
     def add(self, key: bytes, inode: schema.InodeRecord, slab_size: int) -> None:
         if not S_ISREG(inode.mode):
@@ -274,9 +298,10 @@ class _Found:
         size = sum([extent.length for extent in extents]) + 512 * inode.far_blocks
         slab = extents[0].addr // slab_size if extents else 0
         used_at = max(inode.atime, inode.mtime)
-        self._rows.append((used_at, block_key(directory, name), size, directory, slab, inode.namespace))
+        self._rows.append((used_at, block_key(directory, name), size, inode.mtime, (directory, slab), inode.namespace))
 
     def tell(self, caches: dict[int, Cache]) -> None:
         now = clock.now()
-        for used_at, key, size, directory, slab, namespace in sorted(self._rows):
-            caches[namespace].found(key, size, max(0.0, (now - used_at) / 1e9), directory, slab)
+        for used_at, key, size, stored_at, place, namespace in sorted(self._rows):
+            idle, age = (max(0.0, (now - time) / 1e9) for time in (used_at, stored_at))
+            caches[namespace].found(key, size, idle, max(age, idle), place)

@@ -48,6 +48,17 @@ class Account:
     is_gone: bool = False
     """the namespace was removed, and not all of its slots are free yet"""
 
+    def excess(self, share: float, more_size: int = 0, more_files: int = 0) -> int:
+        """Bytes above a share of its quotas, if it had so much more; not above 0: there are none.
+
+        Files above that of ``blocks`` are of mean size.
+        """
+        settings, size, files = self.settings, self.size + more_size, self.files + more_files
+        excess = size - int(settings.capacity * share) if settings.capacity else 0
+        if settings.blocks and (files_above := files - int(settings.blocks * share)) > 0:
+            excess = max(excess, -(-files_above * size // files), 1)
+        return excess
+
 
 class Accounts:
     """The accounts of one volume: the `Ledger` of its slots. For the event loop alone."""
@@ -128,6 +139,10 @@ class Accounts:
         """The least quota of a namespace and those that it is in; 0: none has one."""
         limits = [getattr(account.settings, quota) for account in self._chain(number)]
         return min([limit for limit in limits if limit], default=0)
+
+    def has_spare_room(self, owner: int, size: int) -> bool:
+        """With a file of so many bytes more, a namespace and those that it is in are below their low water marks."""
+        return all(account.excess(account.settings.low_water, size, 1) <= 0 for account in self._chain(owner))
 
     def is_within(self, number: int, namespace: int) -> bool:
         """A namespace is this one, or in it."""

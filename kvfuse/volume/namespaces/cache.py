@@ -183,8 +183,16 @@ class Cache:
 
     def candidates(self, size: int) -> list[Candidate]:
         """Blocks to evict, of at least ``size`` bytes where there are as many. `evicted` or `kept` follows for each."""
+        return self._leave(self.policy.victims(size, self._clock()))
+
+    def expired(self, ttl: float) -> list[Candidate]:
+        """Blocks that were stored more than ``ttl`` seconds ago. `evicted` or `kept` follows for each."""
+        now = self._clock()
+        return self._leave(self.policy.expired(now - ttl, now))
+
+    def _leave(self, victims: Sequence[Victim]) -> list[Candidate]:
         found = []
-        for victim in self.policy.victims(size, self._clock()):
+        for victim in victims:
             directory = victim.tag >> _SLAB_BITS
             found.append(Candidate(victim, directory, victim.key ^ (directory * _SPREAD & _MASK)))
         self._leaving += len(found)
@@ -209,10 +217,14 @@ class Cache:
 
     # -- what was there before ---------------------------------------------------------------------------
 
-    def found(self, key: int, size: int, age: float, directory: int, slab: int) -> None:
-        """A block of the store that is ``age`` seconds old; the oldest come first."""
+    def found(self, key: int, size: int, idle: float, age: float, place: tuple[int, int]) -> None:
+        """A block of the store, stored ``age`` and used ``idle`` seconds ago; those that were not for longest first.
+
+        ``place``: (directory, slab).
+        """
         if self._gone_meanwhile is not None and key not in self._gone_meanwhile and key not in self.policy:
-            self.policy.added(key, max(size, 1), self._clock() - age, directory << _SLAB_BITS | slab)
+            now, tag = self._clock(), place[0] << _SLAB_BITS | place[1]
+            self.policy.added(key, max(size, 1), now - idle, tag, now - age)
 
     def found_all(self) -> None:
         self._gone_meanwhile = None

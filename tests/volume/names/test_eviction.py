@@ -208,3 +208,47 @@ async def test_names_that_are_about_to_be_made_are_no_misses(autojump_clock: obj
         await trio.sleep(3)
         counted = statistics(volume)
         assert (counted["asked"], counted["absent"], counted["stored"]) == (1, 1, 2)
+
+
+async def test_blocks_expire(autojump_clock: object) -> None:
+    """Each so long after it was stored, whether it is used or not; also when the volume was opened again since."""
+    disk = cache_disk(ttl=60)
+    async with opened(disk, OPTIONS) as volume:
+        first = await fill(volume, 0, 10)
+        await trio.sleep(40)
+        second = await fill(volume, 10, 10)
+        await trio.sleep(15)
+        assert all(await volume.blocks.exists(ROOT_INODE, [*first, *second]))
+        await trio.sleep(7)
+        assert await volume.blocks.exists(ROOT_INODE, [*first, *second]) == [False] * 10 + [True] * 10
+        await fill(volume, 10, 1)
+        await trio.sleep(40)
+        assert await volume.blocks.exists(ROOT_INODE, second) == [True] + [False] * 9
+        assert statistics(volume)["expired"] == 19
+        await volume.sync()
+    await checked(disk)
+
+
+@pytest.mark.parametrize("quota", [{"capacity": 8 * MIB}, {"blocks": 100}])
+async def test_a_namespace_at_its_quota_evicts_its_own(quota: dict[str, int]) -> None:
+    disk = cache_disk()
+    async with opened(disk, OPTIONS) as volume:
+        others = await fill(volume, 0, 100)
+        folder = await volume.tree.make_directory(ROOT_INODE, b"small", 0o755, CALLER)
+        keeper = volume.parts.xattrs.namespaces.keeper
+        await keeper.create(folder, {"kind": "cache", "admission": "all", **quota}, None)
+        for number in range(300):
+            name = b"%08d" % number
+            await volume.blocks.put(folder.ino, name, memoryview(name * (BLOCK // 8)), CALLER, 0o644)
+            use = volume.parts.core.namespaces.accounts.use(folder.ino)
+            assert use.files <= quota.get("blocks", 300)
+            assert use.size <= quota.get("capacity", 300 * BLOCK)
+        found = await volume.blocks.exists(folder.ino, [b"%08d" % number for number in range(300)])
+        assert found[-1]
+        assert 90 <= sum(found) <= 130
+        assert all(await volume.blocks.exists(ROOT_INODE, others))
+        await keeper.change(folder, {name: value // 2 for name, value in quota.items()}, None)
+        while volume.parts.core.namespaces.accounts.use(folder.ino).files > 64:
+            await trio.lowlevel.checkpoint()
+        assert all(await volume.blocks.exists(ROOT_INODE, others))
+    await checked(disk)

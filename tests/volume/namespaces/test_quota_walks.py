@@ -17,7 +17,7 @@ import trio.testing
 from namespace_lab import UseAudit, change_namespace, count_uses, make_namespace, recorded_uses, with_inner
 from volume_lab import CALLER, MIB, Chaos, Disk, check, lab_options, opened
 
-from kvfuse.errors import EngineError, NotFound, QuotaExceeded
+from kvfuse.errors import EngineError, NotAdmitted, NotFound, QuotaExceeded
 from kvfuse.volume.api import RENAME_EXCHANGE, ROOT_INODE, Attributes, Changes
 from kvfuse.volume.namespaces.accounts import Use
 from kvfuse.volume.volume import Volume
@@ -57,7 +57,7 @@ class Walk:
         except QuotaExceeded as error:
             assert error.namespace in self.namespaces
             self.events["refused"] += 1
-        except NotFound:
+        except (NotFound, NotAdmitted):
             self.events["absent"] += 1
         except EngineError:
             self.events["failed"] += 1
@@ -149,7 +149,7 @@ class Walk:
         name = b"link%d" % self.rng.randrange(3)
         try:
             await self.volume.tree.unlink(folder, name)
-        except NotFound:
+        except (NotFound, NotAdmitted):
             await self.volume.tree.link(node.ino, folder, name)
             self.known.append(node.ino)
 
