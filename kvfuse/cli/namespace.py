@@ -21,6 +21,8 @@ NAMESPACE = "user.kvfuse.namespace"
 """extended attribute of a folder: all settings; with a dot and a name, one of them"""
 REFUSED = f"{NAMESPACE}.refused"
 """why the last change was refused"""
+CLEAR = "user.kvfuse.clear"
+"""set, it clears the namespace"""
 
 MEANINGS = {
     "kind": "files: no file ever goes by itself. cache: files make room for new ones",
@@ -128,6 +130,23 @@ def delete(path: Path) -> None:
     mount_of(path)
     _settings_of(path)
     _change(path, os.removexattr, NAMESPACE)
+
+
+@namespace.command(short_help="Empty a cache, at once.")
+@path_argument
+def clear(path: Path) -> None:
+    """Remove all files of the cache PATH, but not of namespaces in it. Directories stay.
+
+    Nothing of it is found any more when this returns, through whichever door; the room comes back in the background.
+    Files that are open stay readable until they are closed.
+
+    \b
+    Example, after the model's weights changed:
+      kvfuse namespace clear /mnt/kv/llama
+    """
+    mount_of(path)
+    _settings_of(path)
+    _change(path, os.setxattr, CLEAR, b"now")
 
 
 @namespace.command(short_help="Settings, and what they mean.")

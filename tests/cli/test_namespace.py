@@ -14,9 +14,10 @@ from typing import Any
 import msgspec
 import pytest
 from cli_lab import CAPACITY, Place, assert_fails, kvfuse, wait_for_end
-from mounting import PATIENCE_S
+from mounting import PATIENCE_S, wait_until
 
 from kvfuse.cli import namespace
+from kvfuse.usrbio.client.block_store import BlockStore
 from kvfuse.volume.names import namespace_attributes
 from kvfuse.volume.namespaces.settings import Settings
 
@@ -48,6 +49,35 @@ def test_it_knows_the_settings_that_the_volume_has() -> None:
     assert tuple(namespace.MEANINGS) == Settings.__struct_fields__
     assert namespace.NAMESPACE.encode() == namespace_attributes.NAMESPACE
     assert namespace.REFUSED.encode() == namespace_attributes.REFUSED
+    assert namespace.CLEAR.encode() == namespace_attributes.CLEAR
+
+
+def test_clear_empties_a_cache_for_the_kernel_and_for_rings(place: Place) -> None:
+    """Also what the kernel has in its caches, and a file that is open stays readable."""
+    place.mount()
+    llama = place.point / "llama"
+    run("create", llama)
+    paths = [llama / f"{number:04d}" for number in range(200)]
+    for path in paths:
+        path.write_bytes(path.name.encode() * 1024)
+    assert all(path.read_bytes() == path.name.encode() * 1024 for path in paths)
+    with BlockStore(place.point, llama) as store, paths[0].open("rb") as opened:
+        assert store.exists([path.name for path in paths]).all()
+        assert store.get(paths[1].name) is not None
+        assert run("clear", llama) == ""
+        assert not store.exists([path.name for path in paths]).any()
+        assert store.get(paths[1].name) is None
+        for path in paths:
+            with pytest.raises(FileNotFoundError):
+                path.open("rb")
+        assert list(llama.iterdir()) == []
+        assert opened.read() == paths[0].name.encode() * 1024
+        store.put("0001", b"new")
+        assert paths[1].read_bytes() == b"new"
+    wait_until(lambda: rows_of(place)[str(llama)]["used"]["files"] == 1, "what was cleared is removed")
+    weights = place.point / "weights"
+    run("create", weights, "--kind", "files")
+    assert_fails(kvfuse("namespace", "clear", weights), 1, "is no cache, and loses no file")
 
 
 def test_a_namespace_from_create_to_delete(place: Place) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import stat
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,6 +28,7 @@ from kvfuse.volume.inodes.places import Places
 from kvfuse.volume.inodes.sharing import Alone, Shared
 from kvfuse.volume.namespaces.registry import Namespaces
 from kvfuse.volume.store.numbers import NumberRange
+from kvfuse.volume.store.schema import InodeRecord
 from kvfuse.volume.views.tier import SharedTier
 
 PATH_DEPTH_MAX = 256
@@ -201,6 +203,10 @@ class Core:
         return min(directory.chunk_size or self.chunk_size, self.geometry.slab_size)
 
     # -- caches --------------------------------------------------------------------------------------
+
+    def is_cleared(self, file: Node | InodeRecord) -> bool:
+        """The inode was in a namespace when that was cleared, and is no directory."""
+        return file.ino < self.namespaces.cleared.get(file.namespace, 0) and not stat.S_ISDIR(file.mode)
 
     def stored_in_cache(self, node: Node) -> None:
         """Nobody writes the file any more: from now on it may be evicted."""

@@ -15,7 +15,7 @@ from kvfuse.volume.api import ROOT_INODE
 from kvfuse.volume.commit.journal import Journal
 from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.inodes.node import Node
-from kvfuse.volume.names.lookup import Lookup
+from kvfuse.volume.names.lookup import Found, Lookup
 from kvfuse.volume.names.nameless import Nameless
 from kvfuse.volume.names.plans import End, Fits, Place, Plan, Planning, never
 from kvfuse.volume.slots.space import Space
@@ -57,6 +57,8 @@ class ApplyFirst:
                 found = await self.lookup.find(place.parent, place.name)
                 meets_directory |= found.node is not None and found.node.is_directory
                 ends.append(End(directory, place.name, found))
+            if self.core.namespaces.cleared and await self._removed_cleared(ends):
+                continue
             if meets_directory and len(ends) > 1:
                 await self._look_above(places, ends)
             plan = planning(*ends)
@@ -69,6 +71,23 @@ class ApplyFirst:
         await self.journal.commit(*nodes)
 
     # -- before --------------------------------------------------------------------------------------
+
+    async def _removed_cleared(self, ends: Sequence[End]) -> bool:
+        """Remove files that were cleared, and still have one of these names. True: look anew."""
+        for end in ends:
+            node = end.found.cleared
+            if node is None:
+                continue
+            tied = self.journal.to_untie([node])
+            if self.nameless.needs_loading(node):
+                await self.nameless.load(node)
+            elif tied is not None:
+                await self.journal.commit(*tied)
+            elif self.lookup.holds(end.directory.ino, end.name, end.found):
+                found = Found(node, end.found.stored, end.found.change, end.found.epoch)
+                self.apply(Plan((End(end.directory, end.name, found),), (None,), node, unlinked=node))
+            return True
+        return False
 
     async def _look_above(self, places: Sequence[Place], ends: list[End]) -> None:
         """Look up the directories above one to which another is moved."""

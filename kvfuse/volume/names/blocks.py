@@ -116,6 +116,13 @@ class Blocks:
             raise errors.NotAdmitted(f"{name!r} is not stored: the cache is full of blocks that are worth more")
         return cache
 
+    def _is_cleared(self, entry: bytes) -> bool:
+        """The stored entry means a file that was cleared; one with several names is taken for one that was."""
+        if not self.core.namespaces.cleared:
+            return False
+        record = schema.decode_entry(entry)
+        return isinstance(record, int) or self.core.is_cleared(record)
+
     # -- looking -------------------------------------------------------------------------------------
 
     async def exists(self, directory: int, names: list[bytes]) -> list[bool]:
@@ -136,11 +143,11 @@ class Blocks:
                 await self.lookup.learning.read_page(directory, max(LEARN_ROWS, 4 * len(names)))
                 if epoch != pending.epoch:
                     continue
-                found = [row is not None for row in rows]
+                found = [row is not None and not self._is_cleared(row.value) for row in rows]
             if changes := dentries.changes_in(directory):
                 for index, name in enumerate(names):
                     if (change := changes.get(name)) is not None:
-                        found[index] = change.node is not None
+                        found[index] = change.node is not None and not self.core.is_cleared(change.node)
             if going := dentries.vanishing.places:
                 found = [there and (directory, name) not in going for name, there in zip(names, found, strict=True)]
             self.core.namespaces.measures[folder.namespace].seconds["exists"].add(perf_counter() - began)

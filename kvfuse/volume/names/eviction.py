@@ -27,6 +27,7 @@ from kvfuse.volume.inodes.chunk import COMMITTED
 from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.names.changes import Names
 from kvfuse.volume.names.lookup import Lookup
+from kvfuse.volume.names.sweeping import Sweeper
 from kvfuse.volume.namespaces.cache import Cache, Candidate, block_key
 from kvfuse.volume.store import schema
 from kvfuse.volume.store.sealed import ScanPages, get_sound
@@ -40,6 +41,8 @@ PAUSE_SECONDS = 0.02
 """after a look, so that the next one has many blocks to see to"""
 BATCH_SIZE_MIN, BATCH_SIZE_MAX = 4 << 20, 256 << 20
 """bytes that one step of an eviction frees"""
+SWEEP_SECONDS = 1.0
+"""How long a call that needs room waits for a part of the cleared files to be removed."""
 REMOVED_PER_TURN = 64
 """files that are removed before other tasks may run"""
 SCAN_ROWS = 500
@@ -58,6 +61,7 @@ class Evictor:
     news: KernelNews
 
     def __post_init__(self) -> None:
+        self.sweeper = Sweeper(self.core, self.journal, self.names, self.news, self._vanish)
         self._lock = trio.Lock()
         """held by one eviction"""
         self._steps = 0
@@ -86,6 +90,8 @@ class Evictor:
             await trio.sleep(PAUSE_SECONDS)
 
     async def _look(self) -> None:
+        for number in list(self.core.namespaces.cleared):
+            await self.sweeper.sweep(number)
         unread = [number for number, cache in self.core.caches.items() if not cache.is_known]
         if unread:
             await self._read_store(unread)
@@ -175,8 +181,10 @@ class Evictor:
         kept, unstored = await self._remove(cache, candidates, reason)
         if len(kept) + len(unstored) == len(candidates) and unstored:
             await self.journal.commit()
-            more_kept, unstored = await self._remove(cache, unstored, reason)
-            kept += more_kept
+            more_kept, absent = await self._remove(cache, unstored, reason)
+            cache.absent(len(absent))
+            cache.kept(kept + more_kept)
+            return len(unstored) - len(more_kept) - len(absent)
         cache.kept(kept + unstored)
         return len(candidates) - len(kept) - len(unstored)
 

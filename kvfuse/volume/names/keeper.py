@@ -95,8 +95,22 @@ class Keeper:
         await self.names.journal.commit(node, durable=True)
 
     async def clear(self, node: Node, caller: Caller | None) -> None:
-        """Invalidate all that is in a namespace."""
-        raise errors.Unsupported("clearing a namespace is not offered yet: remove its files")
+        """Remove all files of a cache and of no namespace in it: at once for everybody, their room soon after.
+
+        NotPermitted, NoAttribute, InvalidArgument: it is no cache.
+        """
+        number = self._check_allowed(node, caller)
+        if number is None:
+            raise errors.NoAttribute("the folder is no namespace, but in one")
+        core = self.names.core
+        if number not in core.caches:
+            raise errors.InvalidArgument("this namespace is no cache, and loses no file: remove its files")
+        bound = core.inodes.upcoming
+        node.extra[schema.cleared_key(number)] = schema.encode_u64(bound)
+        core.namespaces.clear(number, bound)
+        core.dentries.clear()
+        self._touch(node)
+        await self.names.journal.commit(node, durable=True)
 
     async def _free_removed(self, number: int) -> None:
         """Free what removed files of a namespace have: nothing may be charged to one that is gone."""

@@ -75,7 +75,7 @@ class Listing:
                     node = (await self.lookup.find(self.ino, name)).node
             except errors.Corrupt:
                 continue
-            if node is not None and node.nlink:
+            if node is not None and node.nlink and not (self.core.namespaces.cleared and self.core.is_cleared(node)):
                 entries.append(DirEntry(name, cookie, node))
         return entries
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 import msgspec
+import trio
 
 from kvfuse import errors
 from kvfuse.volume.api import NAME_MAX, ROOT_INODE
@@ -24,6 +25,9 @@ from kvfuse.volume.inodes.dentries import ABSENT, NameChange
 from kvfuse.volume.inodes.node import Node
 from kvfuse.volume.names.pages import Learning
 from kvfuse.volume.store import schema
+
+SWEEP_SECONDS = 10.0
+"""How long a call that removes a directory waits for the next cleared files to be removed."""
 
 
 class Found(msgspec.Struct, frozen=True, eq=False):
@@ -38,6 +42,8 @@ class Found(msgspec.Struct, frozen=True, eq=False):
     """the journal's epoch at the lookup"""
     version: int = 0
     """in a shared volume: version of the name's stored record; 0: there is none"""
+    cleared: Node | None = None
+    """the inode that has the name, but is there for nobody: its namespace was cleared"""
 
 
 @dataclass
@@ -122,6 +128,11 @@ class Lookup(ABC):
 
     async def is_empty(self, ino: int) -> bool:
         """The directory has no name here, and none in the store that a pending change does not remove."""
+        while self.core.namespaces.cleared:  # what was cleared would be left behind in a directory that is removed
+            with trio.move_on_after(SWEEP_SECONDS) as scope:
+                await self.core.namespaces.swept.wait()
+            if scope.cancelled_caught:
+                raise errors.EngineTimeout("what was cleared is being removed, and the record store does not answer")
         after = b""
         while True:
             epoch = self.journal.pending.epoch
@@ -184,7 +195,10 @@ class OwnLookup(Lookup):
         return False
 
     async def current(self, ino: int) -> Node:
-        return self.core.nodes.get(ino) or await self.node(ino)
+        node = self.core.nodes.get(ino) or await self.node(ino)
+        if self.core.namespaces.cleared and not node.handles and self.core.is_cleared(node):
+            raise errors.Stale(f"inode {ino} was cleared with its namespace")
+        return node
 
     current_directory = Lookup.directory
 
@@ -208,11 +222,13 @@ class OwnLookup(Lookup):
             dentry = core.dentries.find(parent, name)
             if dentry is not None:
                 if (change := dentry.change) is not None:
-                    return Found(change.node, change.stored, change, epoch)
+                    found = Found(change.node, change.stored, change, epoch)
+                    return self._but_cleared(found) if core.namespaces.cleared else found
                 if dentry is ABSENT:
                     return Found(None, False, None, epoch)
                 if (node := core.nodes.get(dentry.ino)) is not None:
-                    return Found(node, True, None, epoch)
+                    found = Found(node, True, None, epoch)
+                    return self._but_cleared(found) if core.namespaces.cleared else found
             record = (await core.records.get([schema.entry_key(parent, name)]))[0]
             if record is None:
                 await self.learning.read_page(parent)
@@ -230,7 +246,15 @@ class OwnLookup(Lookup):
                     continue
             node.parent, node.name = parent, name
             core.dentries.note(parent, name, node.ino)
-            return Found(node, True, None, epoch)
+            found = Found(node, True, None, epoch)
+            return self._but_cleared(found) if core.namespaces.cleared else found
+
+    def _but_cleared(self, found: Found) -> Found:
+        """What was found; nothing, if it was cleared."""
+        node = found.node
+        if node is None or not self.core.is_cleared(node):
+            return found
+        return Found(None, found.stored, found.change, found.epoch, cleared=node)
 
     find_for_kernel = find
 

@@ -64,6 +64,7 @@ class Cache:
     """The books of one cache. For the event loop alone. Times are seconds of ``clock``, which never runs backwards."""
 
     def __init__(self, settings: Settings, clock: Callable[[], float]) -> None:
+        self._settings = settings
         self.policy = make_policy(settings.eviction, settings.admission)
         self.estimate = HitEstimate()
         self.counters: Counter[str] = Counter()
@@ -214,6 +215,16 @@ class Cache:
         if len(self._evicted) > EVICTED_MAX:
             for former in list(islice(self._evicted, EVICTED_MAX // 8)):
                 del self._evicted[former]
+
+    def absent(self, count: int) -> None:
+        """So many candidates were there no more."""
+        self._leaving -= count
+
+    def clear(self) -> None:
+        """All blocks are gone."""
+        self.counters["cleared"] += len(self.policy)
+        self.policy = make_policy(self._settings.eviction, self._settings.admission)
+        self._gone_meanwhile = None  # of what the store has nothing is there
 
     # -- what was there before ---------------------------------------------------------------------------
 

@@ -56,6 +56,10 @@ class Namespaces:
         self.uses = Uses()
         self.changed = trio.Event()
         """set when a block was stored, or a namespace changed: there may be something to evict"""
+        self.cleared: dict[int, int] = {}
+        """number -> files with smaller inode numbers were cleared: they are there for nobody, and are being removed"""
+        self.swept = trio.Event()
+        """set, and made anew, when some of these were removed"""
         self.accounts = Accounts()
         self._counts = counts
         for number, found in {ROOT: Settings(), **settings}.items():
@@ -80,6 +84,19 @@ class Namespaces:
             self.accounts.put(number, above, settings)
         return found
 
+    def clear(self, number: int, bound: int) -> None:
+        """All files of a cache with inode numbers below ``bound`` are gone from here on."""
+        self.cleared[number] = bound
+        self.caches[number].clear()
+        self.changed.set()
+
+    def has_swept(self, number: int | None = None) -> None:
+        """Some cleared files were removed. ``number``: all of this namespace's were."""
+        if number is not None:
+            self.cleared.pop(number, None)
+        self.swept.set()
+        self.swept = trio.Event()
+
     @property
     def high_water(self) -> float:
         """Share of the volume from which the caches give up blocks."""
@@ -93,6 +110,7 @@ class Namespaces:
     def remove(self, number: int) -> None:
         """Forget a namespace that has no files. The caller deletes its records (p and u)."""
         self.all.pop(number, None)
+        self.cleared.pop(number, None)
         self.caches.pop(number, None)
         self.measures.pop(number, None)
         self.accounts.remove(number)

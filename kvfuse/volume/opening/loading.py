@@ -122,6 +122,9 @@ async def _read_namespaces(records: RecordStore, overrides: Mapping[str, Any], *
     namespaces = Namespaces(settings, trio.current_time, above, overrides=overrides, counts=counts)
     if not counts:
         return namespaces
+    async for rows, _ in ScanPages(records, schema.CLEARED_PREFIX):
+        for row in rows:
+            namespaces.cleared[schema.key_inode(row.key)] = schema.decode_u64(row.value)
     async for rows, damaged in ScanPages(records, schema.USE_PREFIX):
         for row in rows:
             is_own = row.key == schema.use_key(schema.key_inode(row.key), OWN_CLIENT)

@@ -29,6 +29,11 @@ class NumberRange:
         self._next = start
         self._end = start
 
+    @property
+    def upcoming(self) -> int:
+        """Larger than all numbers that were given."""
+        return self._next
+
     def next(self) -> int:
         value = self._next
         self._next += 1

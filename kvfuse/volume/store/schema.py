@@ -12,6 +12,7 @@ s     slab u32                                 slot size u32, bitmap: the slab's
 o     inode u64                                inode of an unlinked file, and (shared) the client that removed it
 n     name of a counter or list                u64, or several; the counts as in q
 p     namespace u64                            settings of a namespace; its number is its folder's inode, the root's 0
+e     namespace u64                            u64: files of a namespace with smaller inode numbers were cleared, and go
 u     namespace u64, client u64                i64, i64: files and bytes of slots of a namespace but the root's
 
       of a shared volume:
@@ -236,12 +237,14 @@ files_key: Key = partial(_KEY.pack, b"q")
 """of the counts of one client"""
 namespace_key: Key = partial(_KEY.pack, b"p")
 """of a namespace's settings"""
+cleared_key: Key = partial(_KEY.pack, b"e")
 use_key: Callable[[int, int], bytes] = partial(_PAIR_KEY.pack, b"u")
 """of namespace, client (0 where one host has the volume)"""
 
 MEMBER_PREFIX = b"m"
 NAMESPACE_PREFIX = b"p"
 USE_PREFIX = b"u"
+CLEARED_PREFIX = b"e"
 XATTR_PREFIX = b"x"
 """of the keys of all extended attributes"""
 
@@ -287,7 +290,7 @@ def xattr_name(key: bytes) -> bytes:
 
 _KEY_SIZES = {b"d": (18, 17 + NAME_MAX), b"i": (9, 9), b"t": (9, 9), b"o": (9, 9), b"c": (17, 17), b"s": (5, 5)}
 _KEY_SIZES |= {b"m": (9, 9), b"l": (5, 5), b"f": (21, 21), b"h": (17, 17), b"q": (9, 9), b"k": (9, 9)}
-_KEY_SIZES |= {b"p": (9, 9), b"u": (17, 17)}
+_KEY_SIZES |= {b"p": (9, 9), b"u": (17, 17), b"e": (9, 9)}
 _KEY_SIZES[b"x"] = (10, 9 + NAME_MAX)
 """prefix -> (least, most) bytes of a key"""
 

@@ -259,7 +259,7 @@ def describe(key: bytes) -> str:
         return f"{what} {schema.key_slab(key)}"
     if kind in (b"k", b"q"):
         return f"{'the sequence' if kind == b'k' else 'the counts'} of client {schema.key_client(key):x}"
-    if kind in (b"p", b"u"):
+    if kind in (b"p", b"u", b"e"):
         return f"the {'settings' if kind == b'p' else 'use'} of namespace {schema.key_inode(key)}"
     if kind == b"n":
         return f"the counter {key[1:].decode(errors='replace')!r}"

@@ -300,7 +300,7 @@ async def test_only_empty_folders_become_namespaces(disk: Disk, options: Options
         with pytest.raises(OperationError, match="no directory"):
             await volume.inodes.set_xattr(file, NAMESPACE, b"kind=cache")
         assert "no setting" in await refusal(volume, ino, NAMESPACE + b".frobs", b"1", InvalidArgument)
-        with pytest.raises(Unsupported):
+        with pytest.raises(NoAttribute):
             await volume.inodes.set_xattr(ino, CLEAR, b"now")
 
 
