@@ -120,7 +120,7 @@ class NoSpace(OperationError):
 class QuotaExceeded(NoSpace):
     """The namespace's promised capacity is used."""
 
-    def __init__(self, message: str, namespace: int = 0) -> None:
+    def __init__(self, message: str, namespace: int | None = None) -> None:
         super().__init__(message)
         self.namespace = namespace
 

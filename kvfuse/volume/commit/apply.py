@@ -107,7 +107,9 @@ class BatchBuilder:
                 batch.files_gone[file.namespace] = batch.files_gone.get(file.namespace, 0) + 1
         freed = [extent.slot for extent in batch.freed]
         for number, value in self.core.namespaces.accounts.store(fresh, freed, files).items():
-            batch.puts[schema.use_key(number, self.core.client)] = value
+            key = schema.use_key(number, self.core.client)
+            batch.puts[key] = value
+            batch.deletes.discard(key)
 
     def _take(self, draft: Draft, batch: Batch) -> list[Extent]:
         """Remove the draft's changes from ``pending``. Returns extents of no inode that it frees."""

@@ -26,6 +26,7 @@ from kvfuse.volume.inodes.metadata_budget import Metadata
 from kvfuse.volume.inodes.node import Node, Nodes
 from kvfuse.volume.inodes.places import Places
 from kvfuse.volume.inodes.sharing import Alone, Shared
+from kvfuse.volume.namespaces.accounts import Use
 from kvfuse.volume.namespaces.registry import Namespaces
 from kvfuse.volume.store.numbers import NumberRange
 from kvfuse.volume.store.schema import InodeRecord
@@ -149,6 +150,7 @@ class Core:
         self.caches = self.namespaces.caches
         """namespace -> books of those that are caches; empty where no file is ever evicted"""
         self.slabs.ledger = self.namespaces.accounts
+        self.namespaces.accounts.use_of_all = lambda: Use(self.slabs.used_bytes, self.file_count - 1)
         self.shared = self.records.limits.shared
         """other hosts write the same records and segments"""
         self.sharing = (Shared if self.shared else Alone)(self.slabs, self.geometry)

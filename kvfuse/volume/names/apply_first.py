@@ -108,7 +108,7 @@ class ApplyFirst:
         if plan.removed is not None or (plan.unlinked is not None and self.nameless.needs_loading(plan.unlinked)):
             return False
         tied = self.journal.to_untie([end.found.node for end in plan.ends])
-        if plan.node.namespace and self._is_full(plan):
+        if (plan.node.namespace or self.core.namespaces.accounts.root_blocks) and self._is_full(plan):
             return False
         return tied is None and self.core.metadata.fits(plan.weight)
 

@@ -29,6 +29,7 @@ from kvfuse.volume.names.changes import Names
 from kvfuse.volume.names.lookup import Lookup
 from kvfuse.volume.names.sweeping import Sweeper
 from kvfuse.volume.namespaces.cache import Cache, Candidate, block_key
+from kvfuse.volume.namespaces.settings import ROOT
 from kvfuse.volume.store import schema
 from kvfuse.volume.store.sealed import ScanPages, get_sound
 from kvfuse.volume.views import clock
@@ -101,10 +102,17 @@ class Evictor:
             settings = account.settings
             if account.excess(settings.high_water) > 0:
                 await self._evict_until(partial(account.excess, settings.low_water), account.number)
+        await self._bound_root()
         size, namespaces = self.core.geometry.data_size, self.core.namespaces
         if self._used_size() > size * namespaces.high_water:
             low = int(size * namespaces.low_water)
             await self._evict_until(lambda: self._used_size() - low, None)
+
+    async def _bound_root(self) -> None:
+        """Keep the root below the water marks of its number of files."""
+        accounts = self.core.namespaces.accounts
+        if accounts.root_blocks and accounts.root.excess(accounts.root.settings.high_water) > 0:
+            await self._evict_until(lambda: accounts.root.excess(accounts.root.settings.low_water), ROOT)
 
     async def _evict_until(self, excess: Callable[[], int], namespace: int | None) -> None:
         """Evict while there are bytes above a low water mark, of a namespace or (None) of the volume."""
@@ -139,10 +147,23 @@ class Evictor:
         """A `Source`: evict some files of the largest cache, and free their slots. False: no cache has any to give."""
         if not self.core.caches:
             return False
-        size = self._batch_size
-        if namespace is not None:
-            size = min(size, max(self.core.namespaces.accounts.limit(namespace, "capacity") >> 4, 1))
-        return await self._evict_some(size, namespace)
+        return await self._evict_some(self._portion(namespace), namespace)
+
+    def _portion(self, namespace: int | None) -> int:
+        """Bytes to evict at once: where a quota is used up, a small part of it."""
+        accounts, number = self.core.namespaces.accounts, namespace or ROOT
+        size, capacity = self._batch_size, accounts.limit(number, "capacity")
+        if capacity:
+            size = min(size, capacity >> 4)
+        for blocks in (accounts.limit(number, "blocks"), accounts.root_blocks):
+            if blocks:
+                size = min(size, (blocks >> 4) * self._mean_size(number))
+        return max(size, 1)
+
+    def _mean_size(self, namespace: int) -> int:
+        """Of a file of the caches in a namespace, in bytes."""
+        policies = [cache.policy for cache in self._caches_in(namespace)]
+        return sum([policy.size for policy in policies]) // max(sum(map(len, policies)), 1)
 
     async def _evict_some(self, size: int, namespace: int | None = None) -> bool:
         """Evict files of ``size`` bytes, in a namespace (None: anywhere).
@@ -197,10 +218,11 @@ class Evictor:
         for start in range(0, len(candidates), REMOVED_PER_TURN):
             part = candidates[start : start + REMOVED_PER_TURN]
             rows = await self._rows_of(part)
+            epoch = self.journal.pending.epoch
             for candidate, row in zip(part, rows, strict=True):
                 if row is None:
                     unstored.append(candidate)
-                elif self._vanish(row) or await self._unlink(row):
+                elif (epoch == self.journal.pending.epoch and self._vanish(row)) or await self._unlink(row):
                     cache.evicted(candidate.victim, reason)
                 else:
                     kept.append(candidate)

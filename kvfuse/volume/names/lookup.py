@@ -234,6 +234,8 @@ class OwnLookup(Lookup):
                 await self.learning.read_page(parent)
             if core.dentries.get(parent, name).change is not None or epoch != self.journal.pending.epoch:
                 continue
+            if (parent, name) in core.dentries.vanishing.places:
+                continue  # it was evicted after the store had answered
             if record is None:
                 return Found(None, False, None, epoch)
             entry = schema.decode_entry(record.value)

@@ -10,7 +10,7 @@ its client has of it. The record counts a namespace without those in it, with th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -66,6 +66,11 @@ class Accounts:
     def __init__(self) -> None:
         self.all: dict[int, Account] = {}
         """by number; empty where nothing is counted"""
+        self.use_of_all: Callable[[], Use] = lambda: Use(0, 0)
+        """of the volume; its inodes count as files, folders and links among them"""
+        self._root = Settings()
+        self.root_blocks = 0
+        """files that the root may have; 0: any number"""
         self._stored: dict[int, Counts] = {}
         """number -> its own use, as this client's record says"""
 
@@ -79,7 +84,7 @@ class Accounts:
         if above is not None:
             is_circle = any(one is account for one in self._chain(above))  # records are damaged
             account.above = ROOT if is_circle else above
-        account.settings = settings
+        account.settings, account.is_gone = settings, False
 
     def remove(self, number: int) -> None:
         """A namespace is there no more; its slots count towards those above it until they are free."""
@@ -95,6 +100,15 @@ class Accounts:
             self._add(number, counts.size or 0, counts.inodes)
             if is_own:
                 self._stored[number] = counts
+
+    def put_root(self, settings: Settings) -> None:
+        """The settings of the root, of which only the number of files is a quota."""
+        self._root, self.root_blocks = settings, settings.blocks
+
+    @property
+    def root(self) -> Account:
+        """The root's account at present."""
+        return Account(ROOT, ROOT, self._root, *self.use_of_all())
 
     # -- quotas ----------------------------------------------------------------------------------------
 
@@ -112,6 +126,8 @@ class Accounts:
 
     def is_full(self, owner: int) -> bool:
         """A namespace may not have one more file."""
+        if 0 < self.root_blocks <= self.use_of_all().files:
+            return True
         return any(0 < account.settings.blocks <= account.files for account in self._chain(owner))
 
     def check_file(self, owner: int) -> None:
@@ -120,6 +136,8 @@ class Accounts:
             if 0 < account.settings.blocks <= account.files:
                 text = f"namespace {account.number} may have {account.settings.blocks} files, and has {account.files}"
                 raise QuotaExceeded(text, account.number)
+        if 0 < self.root_blocks <= (count := self.use_of_all().files):
+            raise QuotaExceeded(f"the volume may have {self.root_blocks} files, and has {count}")
 
     def add_files(self, owner: int, count: int) -> None:
         """A namespace has so many files more, or fewer."""
@@ -142,11 +160,12 @@ class Accounts:
 
     def has_spare_room(self, owner: int, size: int) -> bool:
         """With a file of so many bytes more, a namespace and those that it is in are below their low water marks."""
-        return all(account.excess(account.settings.low_water, size, 1) <= 0 for account in self._chain(owner))
+        accounts = [*self._chain(owner), *([self.root] if self.root_blocks else [])]
+        return all(account.excess(account.settings.low_water, size, 1) <= 0 for account in accounts)
 
     def is_within(self, number: int, namespace: int) -> bool:
         """A namespace is this one, or in it."""
-        return any(account.number == namespace for account in self._chain(number))
+        return namespace == ROOT or any(account.number == namespace for account in self._chain(number))
 
     def _chain(self, number: int) -> Iterator[Account]:
         """The account of a namespace, and of those that it is in."""

@@ -80,7 +80,9 @@ class Namespaces:
         if cache is not None:
             self.caches[number] = cache
             self.changed.set()
-        if self._counts and number != ROOT:
+        if self._counts and number == ROOT:
+            self.accounts.put_root(settings)
+        elif self._counts:
             self.accounts.put(number, above, settings)
         return found
 

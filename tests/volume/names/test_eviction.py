@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+import random
 from typing import Any
 
 import pytest
 import trio
-from volume_lab import CALLER, MIB, Disk, check, lab_options, opened
+from volume_lab import CALLER, MIB, Chaos, Delay, Disk, check, lab_options, opened
 
 from kvfuse.errors import NoSpace, NotAdmitted, NotFound, Stale
 from kvfuse.policy import HOLD_SECONDS
+from kvfuse.remote.records.api import Record
 from kvfuse.volume.api import ROOT_INODE
+from kvfuse.volume.names.eviction import Evictor
 from kvfuse.volume.namespaces.settings import ROOT, Settings, encode_settings
 from kvfuse.volume.store import schema
 from kvfuse.volume.volume import Volume
@@ -252,3 +255,55 @@ async def test_a_namespace_at_its_quota_evicts_its_own(quota: dict[str, int]) ->
             await trio.lowlevel.checkpoint()
         assert all(await volume.blocks.exists(ROOT_INODE, others))
     await checked(disk)
+
+
+async def test_a_name_that_is_evicted_while_the_store_answers_is_a_miss() -> None:
+    disk, chaos = cache_disk(admission="all"), Chaos(random.Random(0))
+    async with opened(disk, OPTIONS) as volume:
+        await volume.blocks.put(ROOT_INODE, b"a", memoryview(bytes(BLOCK)), CALLER, 0o644)
+    async with opened(disk, OPTIONS, chaos) as volume:
+        await trio.sleep(1.5)  # the books have what the store has
+        (evictor,) = volume.parts.space.evictors
+        chaos.late = late = Delay(schema.entry_key(ROOT_INODE, b"a"))
+        found: list[object] = []
+
+        async def find() -> None:
+            found.append(await volume.blocks.find(ROOT_INODE, b"a"))
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(find)
+            await late.given.wait()
+            nursery.start_soon(evictor.make_room, float("inf"), None)
+            while not volume.parts.core.dentries.vanishing.places:
+                await trio.lowlevel.checkpoint()
+            late.arrives.set()
+        assert found == [None]
+    assert (await check(disk)).clean
+
+
+async def test_a_file_that_somebody_removes_while_another_is_evicted_goes_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = cache_disk(admission="all", eviction="fifo")
+    async with opened(disk, OPTIONS) as volume:
+        for name in (b"a", b"b"):
+            await volume.blocks.put(ROOT_INODE, name, memoryview(bytes(BLOCK)), CALLER, 0o644)
+        node = await volume.tree.lookup(ROOT_INODE, b"a")
+        await volume.inodes.set_xattr(node.ino, b"user.takes.unlink", b"1")
+        volume.tree.forget(node.ino, 1)
+        await volume.sync()
+        (evictor,) = volume.parts.space.evictors
+        assert isinstance(evictor, Evictor)
+        unlink = evictor._unlink
+
+        async def unlink_late(row: Record) -> bool:
+            if row.key.endswith(b"a"):
+                await volume.tree.rename(ROOT_INODE, b"b", ROOT_INODE, b"c", 0)
+                await volume.sync()
+                await volume.tree.unlink(ROOT_INODE, b"c")
+            return await unlink(row)
+
+        monkeypatch.setattr(evictor, "_unlink", unlink_late)
+        await trio.sleep(HOLD_SECONDS)
+        assert await evictor.make_room(float("inf"), None)
+        await volume.sync()
+        assert used(volume) == 0
+    assert (await check(disk)).clean

@@ -167,6 +167,7 @@ class Walk:
             for entry in await self.volume.tree.list_directory(folder, 0, 1000):
                 if not entry.attributes.mode & 0o040000:
                     await self.volume.tree.unlink(folder, entry.name)
+        self.volume.parts.names.nameless.reap_unnamed()  # of a create that failed later, too
         for _ in range(2):  # what was given up while the first commit was on its way goes with the second one
             await self.volume.sync()
         for number in self.namespaces:
@@ -190,7 +191,7 @@ async def snap(disk: Disk, rng: random.Random, copies: list[Disk]) -> None:
 
 
 async def check_crash(disk: Disk, nodes: int) -> None:
-    report = await check(disk)
+    report = await check(disk, verify=False)  # a head may be torn that was being rewritten
     assert report.clean, [problem.text for problem in report.problems]
     UseAudit.attach(disk)
     options = lab_options(capacity=24 * MIB, chunk=CHUNK, nodes=nodes)
@@ -201,7 +202,7 @@ async def check_crash(disk: Disk, nodes: int) -> None:
         whole = with_inner(disk, count_uses(disk))
         for number in [number for number in volume.parts.core.namespaces.all if number]:
             assert accounts.use(number) == Use(whole[number].size, whole[number].files)
-    assert (await check(disk)).clean
+    assert (await check(disk, verify=False)).clean
 
 
 @pytest.mark.parametrize("faults", [0.0, 0.03], ids=["reliable", "failing"])
