@@ -11,32 +11,24 @@ from typing import Any
 from volume_lab import CALLER, Disk
 
 from kvfuse.remote.records.api import Versioned
+from kvfuse.volume.names.namespace_attributes import NAMESPACE
 from kvfuse.volume.namespaces.accounts import Use
-from kvfuse.volume.namespaces.settings import Settings, decode_settings, encode_settings
+from kvfuse.volume.namespaces.settings import ROOT, decode_settings
 from kvfuse.volume.store import schema
 from kvfuse.volume.volume import Volume
 
 
 async def make_namespace(volume: Volume, parent: int, name: bytes, **settings: Any) -> int:
     """A new folder that is one; stored when this returns. Its number."""
-    node, core = await volume.tree.make_directory(parent, name, 0o755, CALLER), volume.parts.core
-    folder = core.nodes.get(node.ino)
-    assert folder is not None
-    above, folder.namespace = folder.namespace, folder.ino
-    found = Settings().changed(settings)
-    core.namespaces.put(folder.ino, found, above)
-    volume.parts.journal.put(schema.namespace_key(folder.ino), encode_settings(found))
-    volume.parts.journal.pending.touch(folder, forced=True)
-    await volume.parts.journal.commit(folder)
-    return folder.ino
+    folder = (await volume.tree.make_directory(parent, name, 0o755, CALLER)).ino
+    await change_namespace(volume, folder, **settings)
+    return folder
 
 
 async def change_namespace(volume: Volume, number: int, **settings: Any) -> None:
-    namespaces = volume.parts.core.namespaces
-    found = namespaces.all[number].settings.changed(settings)
-    namespaces.put(number, found)
-    volume.parts.journal.put(schema.namespace_key(number), encode_settings(found))
-    await volume.parts.journal.commit()
+    """Stored when this returns. InvalidArgument."""
+    text = " ".join([f"{name}={value}" for name, value in settings.items()])
+    await volume.inodes.set_xattr(number, NAMESPACE, text.encode())
 
 
 @dataclass
@@ -46,7 +38,7 @@ class Counted:
 
 
 def count_uses(disk: Disk) -> dict[int, Counted]:
-    """Namespace -> what the records of files and slabs say that it has, without namespaces in it."""
+    """Namespace -> what the records of files and slabs say that it has, but for the root, without namespaces in it."""
     uses: dict[int, Counted] = defaultdict(Counted)
     homes: dict[int, int] = {}
     sizes = {schema.key_slab(key): schema.decode_slab(row.value)[0] for key, row in _rows(disk, b"s").items()}
@@ -64,7 +56,8 @@ def count_uses(disk: Disk) -> dict[int, Counted]:
                 add(record.namespace, extents)
     for key, row in _rows(disk, b"c").items():
         add(homes[schema.key_inode(key)], schema.decode_chunk(row.value))
-    return {number: use for number, use in uses.items() if number and use != Counted()}
+    known = {schema.key_inode(key) for key in _rows(disk, schema.NAMESPACE_PREFIX)}  # removed files may outlive theirs
+    return {number: use for number, use in uses.items() if number in known - {ROOT} and use != Counted()}
 
 
 def recorded_uses(disk: Disk) -> dict[int, Counted]:

@@ -198,11 +198,6 @@ class RecordReader:
         """Before the chunks. Nobody reads their bytes again: those are not verified."""
         async for row, record in self.decoded(b"o", "orphans", self._decode_orphan, _name_inode):
             self.found.report.notes.append(f"inode {record.ino} was unlinked while open: the next mount frees it")
-            if record.namespace not in self.found.namespaces.numbers:
-                mended = {row.key: schema.encode_inode(replace(record, namespace=ROOT))}
-                self.found.problem(
-                    f"removed inode {record.ino} is in namespace {record.namespace}, which is none", mended
-                )
             self.found.orphans.add(record.ino)
             self._claim_all(record, row.key, b"")
 

@@ -31,6 +31,8 @@ class Listing:
 
     def __post_init__(self) -> None:
         self.core, self.pending = self.lookup.core, self.lookup.journal.pending
+        self._epoch = 0
+        """the journal's, when the page was read"""
 
     async def entries(self, after: int, limit: int) -> list[DirEntry]:
         """Entries behind the cookie ``after``, in the order of their cookies; see `TreeApi`.
@@ -45,6 +47,7 @@ class Listing:
             rows, damaged = await scan_page(self.core.records, schema.entry_prefix(self.ino), start, limit)
             if epoch != self.pending.epoch:
                 continue
+            self._epoch = epoch
             more = len(rows) + len(damaged) == limit
             last = schema.split_entry_key(last_key(rows, damaged))[1] if more else (1 << 63) - 1
             page: dict[bytes, Meant] = {}
@@ -102,6 +105,8 @@ class Listing:
                 return node  # where it is memory says, or the record, and both may be newer than the row
         elif self.core.nodes.get(entry.ino) is not None:
             return self.lookup.take(entry, version, (self.ino, name), own=False)
+        elif self._epoch != self.pending.epoch or (self.ino, name) in self.core.dentries.vanishing.places:
+            return None  # the row may be out of date
         else:  # it is kept only when the kernel takes it (`Lookup.count_lookup`)
             node = self.lookup.refresher.chunks.restore_chunks(Node.from_record(entry), entry)
         node.parent, node.name = self.ino, name

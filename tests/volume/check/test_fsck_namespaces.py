@@ -141,22 +141,25 @@ async def test_settings_that_make_no_sense_are_removed() -> None:
     assert count_uses(made.disk) == recorded_uses(made.disk)
 
 
-async def test_a_removed_file_of_no_namespace_goes_to_the_root() -> None:
+async def test_a_removed_file_may_outlive_its_namespace() -> None:
     made = await Made().make()
     async with opened(made.disk, OPTIONS) as volume:
-        node = await volume.tree.lookup(made.inner, b"small")
-        await volume.files.open(node.ino, os.O_RDONLY, CALLER)
-        await volume.tree.unlink(made.inner, b"small")
-        await volume.tree.unlink(made.inner, b"link")
+        gone = await make_namespace(volume, made.outer, b"gone")
+        await volume.blocks.put(gone, b"a", memoryview(bytes(BLOCK)), CALLER, 0o644)
         await volume.sync()
-        crashed = made.disk.copy()
+        node = await volume.tree.lookup(gone, b"a")
+        handle = await volume.files.open(node.ino, os.O_RDONLY, CALLER)
+        await volume.tree.unlink(gone, b"a")
+        await volume.tree.remove_directory(made.outer, b"gone")
+        await volume.sync()
+        crashed, outer = made.disk.copy(), volume.parts.core.namespaces.accounts.use(made.outer).size
+        await volume.files.release(handle)
+        volume.tree.forget(node.ino, 1)
+        await volume.sync()
+        assert volume.parts.core.namespaces.accounts.use(made.outer).size == outer - BLOCK
     made.disk = crashed
     assert await made.repair() == []
-    made.change(schema.orphan_key(node.ino), namespace=4711)
-    said = await made.repair()
-    assert any(f"removed inode {node.ino} is in namespace 4711, which is none" in line for line in said)
-    assert recorded_uses(made.disk)[made.inner] == Counted(2 * BLOCK + 10 * 4096, 3)
     async with opened(made.disk, OPTIONS):
         pass
-    assert count_uses(made.disk) == recorded_uses(made.disk)
+    assert count_uses(made.disk) == recorded_uses(made.disk) == made.good
     assert (await check(made.disk)).clean

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import os
 import random
+import stat
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import pytest
@@ -17,9 +19,12 @@ import trio.testing
 from namespace_lab import UseAudit, change_namespace, count_uses, make_namespace, recorded_uses, with_inner
 from volume_lab import CALLER, MIB, Chaos, Disk, check, lab_options, opened
 
-from kvfuse.errors import EngineError, NotAdmitted, NotFound, QuotaExceeded
+from kvfuse.errors import EngineError, InvalidArgument, NotAdmitted, NotEmpty, NotFound, QuotaExceeded, Stale
 from kvfuse.volume.api import RENAME_EXCHANGE, ROOT_INODE, Attributes, Changes
+from kvfuse.volume.names.namespace_attributes import NAMESPACE
 from kvfuse.volume.namespaces.accounts import Use
+from kvfuse.volume.namespaces.registry import Namespace
+from kvfuse.volume.namespaces.settings import ROOT, Settings
 from kvfuse.volume.volume import Volume
 
 CHUNK = 64 << 10
@@ -40,6 +45,8 @@ class Walk:
     namespaces: list[int]
     events: Counter[str] = field(default_factory=Counter)
     last: dict[int, Use] = field(default_factory=dict)
+    places: dict[int, tuple[int, bytes]] = field(default_factory=dict)
+    """namespace that came later -> (directory, name) of its folder"""
     known: list[int] = field(default_factory=list)
     """inodes that the kernel knows, once for each time"""
 
@@ -49,16 +56,19 @@ class Walk:
             self.check()
 
     async def step(self) -> None:
-        actions = [self.put, self.write, self.delete, self.rename, self.cut, self.hold, self.link, self.requota]
-        action = self.rng.choices(actions, [8, 8, 6, 4, 3, 2, 1, 1])[0]
+        rare = [self.link, self.requota, self.begin, self.end]
+        actions = [self.put, self.write, self.delete, self.rename, self.cut, self.hold, *rare]
+        action = self.rng.choices(actions, [8, 8, 6, 4, 3, 2, 1, 1, 1, 1])[0]
         try:
             await action(self.rng.choice(self.folders))
             self.events[action.__name__] += 1
         except QuotaExceeded as error:
-            assert error.namespace in self.namespaces
+            assert error.namespace
             self.events["refused"] += 1
-        except (NotFound, NotAdmitted):
+        except (NotFound, Stale):
             self.events["absent"] += 1
+        except (InvalidArgument, NotEmpty, NotAdmitted):
+            self.events["not allowed"] += 1
         except EngineError:
             self.events["failed"] += 1
         if self.rng.random() < 0.7:
@@ -66,7 +76,7 @@ class Walk:
 
     def check(self) -> None:
         namespaces = self.volume.parts.core.namespaces
-        for number in self.namespaces:
+        for number in namespaces.all.keys() - {ROOT}:
             use, settings = namespaces.accounts.use(number), namespaces.all[number].settings
             last = self.last.get(number, Use(0, 0))
             assert 0 <= use.size <= max(last.size, settings.capacity or use.size), (number, last, use, settings)
@@ -155,20 +165,52 @@ class Walk:
 
     async def requota(self, folder: int) -> None:
         number = self.rng.choice(self.namespaces)
-        capacity, blocks = self.rng.choice(CAPACITIES), self.rng.choice(COUNTS)
-        self.check()
-        self.audit.allowed[number] = self.last[number]
-        await change_namespace(self.volume, number, capacity=capacity, blocks=blocks)
+        await change_namespace(self.volume, number, **self.settings())
+
+    def settings(self) -> dict[str, object]:
+        kind, admission = self.rng.choice(["files", "cache"]), self.rng.choice(["all", "adaptive"])
+        quotas = {"capacity": self.rng.choice(CAPACITIES), "blocks": self.rng.choice(COUNTS)}
+        return {"kind": kind, "admission": admission, **quotas}
+
+    def allow(self, number: int) -> None:
+        """The quotas of a namespace change: it may go on having what it has."""
+        if number:
+            self.last[number] = self.audit.allowed[number] = self.volume.parts.core.namespaces.accounts.use(number)
+
+    async def begin(self, folder: int) -> None:
+        """A namespace, in any of those that were there from the start."""
+        above, name = self.rng.choice(self.namespaces[:4]), b"space%d" % self.rng.randrange(1 << 30)
+        number = await make_namespace(self.volume, above, name, **self.settings())
+        self.places[number] = above, name
+        self.folders.append(number)
+        self.namespaces.append(number)
+
+    async def end(self, folder: int) -> None:
+        """One of these goes, with its folder or without."""
+        if not self.places:
+            return
+        number, place = self.places.popitem()
+        self.namespaces.remove(number)
+        await self.empty(number)
+        if self.rng.random() < 0.5:
+            await self.volume.inodes.remove_xattr(number, NAMESPACE)
+        await self.volume.tree.remove_directory(*place)
+        self.folders.remove(number)
+
+    async def empty(self, folder: int) -> None:
+        for entry in await self.volume.tree.list_directory(folder, 0, 1000):
+            if stat.S_ISREG(entry.attributes.mode):
+                with suppress(NotFound):  # it may be evicted meanwhile
+                    await self.volume.tree.unlink(folder, entry.name)
 
     async def clear(self) -> None:
         """Room returns when everything went."""
         self.forget()
         for folder in self.folders:
-            for entry in await self.volume.tree.list_directory(folder, 0, 1000):
-                if not entry.attributes.mode & 0o040000:
-                    await self.volume.tree.unlink(folder, entry.name)
+            await self.empty(folder)
         self.volume.parts.names.nameless.reap_unnamed()  # of a create that failed later, too
-        for _ in range(2):  # what was given up while the first commit was on its way goes with the second one
+        for _ in range(2):  # what was being written, and what was given up meanwhile, goes with the second commit
+            await self.volume.parts.flusher.settled()
             await self.volume.sync()
         for number in self.namespaces:
             assert self.volume.parts.core.namespaces.accounts.use(number) == Use(0, 0)
@@ -181,7 +223,15 @@ async def make_walk(volume: Volume, audit: UseAudit, rng: random.Random) -> Walk
     beside = await make_namespace(volume, outer, b"beside", capacity=4 * CHUNK, blocks=4)
     folder = (await volume.tree.make_directory(inner, b"folder", 0o755, CALLER)).ino
     await volume.sync()
-    return Walk(volume, audit, rng, [outer, middle, inner, beside, folder], [outer, middle, inner, beside])
+    walk = Walk(volume, audit, rng, [outer, middle, inner, beside, folder], [outer, middle, inner, beside])
+    namespaces, put = volume.parts.core.namespaces, volume.parts.core.namespaces.put
+
+    def put_noted(number: int, stored: Settings, above: int | None = None) -> Namespace:
+        walk.allow(number)
+        return put(number, stored, above)
+
+    namespaces.put = put_noted  # type: ignore[method-assign]
+    return walk
 
 
 async def snap(disk: Disk, rng: random.Random, copies: list[Disk]) -> None:
@@ -208,7 +258,11 @@ async def check_crash(disk: Disk, nodes: int) -> None:
 @pytest.mark.parametrize("faults", [0.0, 0.03], ids=["reliable", "failing"])
 @pytest.mark.parametrize("round_number", range(int(os.environ.get("KVFUSE_MODEL_ROUNDS", "3"))))
 async def test_no_quota_is_exceeded_and_room_returns(
-    seed: int, autojump_clock: trio.testing.MockClock, faults: float, round_number: int
+    seed: int,
+    autojump_clock: trio.testing.MockClock,
+    caplog: pytest.LogCaptureFixture,
+    faults: float,
+    round_number: int,
 ) -> None:
     rng = random.Random(seed)
     nodes = rng.choice([1000, 8])
@@ -229,6 +283,7 @@ async def test_no_quota_is_exceeded_and_room_returns(
         copies.append(disk.copy())
         await walk.clear()
     print(dict(walk.events), dict(audit.most))
+    assert not [record for record in caplog.records if "marked free" in record.message]
     for crashed in rng.sample(copies, min(6, len(copies))):
         await check_crash(crashed, nodes)
     assert recorded_uses(disk) == count_uses(disk) == {}
