@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import urllib.parse
 import urllib.request
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import resources
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cli_lab import kvfuse as run
 from metrics_lab import ask, listen_word, samples, scrape
 from mounting import KvfuseMount, temporary_mount, wait_until
 from places import ROOT
@@ -27,6 +29,7 @@ from kvfuse.usrbio.client import BlockStore
 DASHBOARD = json.loads(resources.files("kvfuse").joinpath("data/grafana.json").read_text("utf-8"))
 EXPRESSIONS = [target["expr"] for panel in DASHBOARD["panels"] for target in panel["targets"]]
 NAME = re.compile(r"\b(?:kvfuse|process)_[a-z_]+\b")
+MISSES = "absent", "evicted", "expired", "cleared"
 VARIABLES = {"$__rate_interval": "1m", "$instance": ".*", "$namespace": ".*", "$job": ".*"}
 BLOCK = 64 << 10
 ROOM = 64 << 20
@@ -42,7 +45,11 @@ def busy() -> Iterator[tuple[KvfuseMount, int]]:
     """A mount with traffic through every door, and the port of its metrics."""
     word, port = listen_word()
     with temporary_mount([word, f"capacity={ROOM},cache,admission=all"]) as mount:
-        traffic(mount, "first")
+        for name, capacity in (("model-a", "16MiB"), ("model-b", "8MiB")):
+            made = run("namespace", "create", mount.point / name, "--capacity", capacity)
+            assert made.returncode == 0, made.stderr
+        for folder in ("first", "model-a"):
+            traffic(mount, folder)
         yield mount, port
 
 
@@ -93,9 +100,13 @@ def test_more_files_and_clients_make_no_more_series(busy: tuple[KvfuseMount, int
     for turn in range(3):
         traffic(mount, f"folder{turn}")
     assert series(port) ^ before == set()
-    of_root = [labels for _, labels in before if ("namespace", "/") in labels]
-    assert 0 < len(of_root) <= NAMESPACE_SERIES_MAX
-    assert len(before) < 2 * NAMESPACE_SERIES_MAX
+    of_each = Counter(dict(labels).get("namespace") for _, labels in before)
+    assert set(of_each) == {None, "/", "/model-a", "/model-b"}
+    assert max(of_each.values()) <= NAMESPACE_SERIES_MAX
+    requested = [dict(labels) for name, labels in before if name == "kvfuse_blocks_requested_total"]
+    results = {(labels["tier"], labels["result"]) for labels in requested}
+    assert results == {("dram", "hit"), ("remote", "hit"), *(("none", result) for result in MISSES)}
+    assert len(requested) == 3 * len(results)
 
 
 @needs_prometheus
