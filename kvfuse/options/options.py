@@ -241,6 +241,8 @@ class UsrbioOptions(_Section, frozen=True):
     """bytes of rings: their queues, and the areas for keys and results"""
     user_files: Count = 65_536
     """files and namespaces"""
+    user_followers: Count = 16
+    """connections that follow the blocks of a folder"""
     user_iovs: Count = 16_384
     """registered pieces of clients' memory; the daemon needs two descriptors for each"""
     user_iov_size: Bytes | None = None

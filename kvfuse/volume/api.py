@@ -12,11 +12,13 @@ it returned. *Publishing* (strict or relaxed) only says when other hosts, and a 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from kvfuse.volume.views.content_map import ContentMap
 from kvfuse.volume.views.measures import Measures
+from kvfuse.volume.views.news import Watch
 from kvfuse.volume.views.tier import SharedTier, TierBlock
 from kvfuse.volume.views.uses import Uses
 
@@ -306,6 +308,12 @@ class BlockApi(Protocol):
 
     def terms(self, directory: int) -> tuple[bool, Uses | None]:
         """`waits`; and if the directory is in a cache, where threads note which of its blocks they were asked for."""
+
+    def watching(self, directory: int) -> AbstractContextManager[Watch]:
+        """Tells what becomes of the blocks of a directory in a cache, as far as this host changes them."""
+
+    async def listing(self, directory: int, after: int, limit: int) -> tuple[list[bytes], int]:
+        """(names of up to ``limit`` blocks, ``after`` of the next or 0 at the end). ``after`` 0: from the start."""
 
     async def put(self, directory: int, name: bytes, data: memoryview | TierBlock, caller: Caller, mode: int) -> int:
         """Let ``name`` mean a new file that has ``data``, instead of the file it means, in one step.

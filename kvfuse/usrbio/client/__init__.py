@@ -16,10 +16,11 @@ from kvfuse.errors import Disconnected
 from kvfuse.usrbio.client.block_store import BlockStore
 from kvfuse.usrbio.client.client import Client, connect
 from kvfuse.usrbio.client.files import File, Namespace
+from kvfuse.usrbio.client.following import Follower, News
 from kvfuse.usrbio.client.iov import Iov
 from kvfuse.usrbio.client.ring import Ring
 from kvfuse.usrbio.protocol.keys import file_name, key_of
-from kvfuse.usrbio.protocol.wire import CQE, Flag, Op, Priority
+from kvfuse.usrbio.protocol.wire import CQE, Flag, NewsKind, Op, Priority
 
 __all__ = [
     "CQE",
@@ -28,8 +29,11 @@ __all__ = [
     "Disconnected",
     "File",
     "Flag",
+    "Follower",
     "Iov",
     "Namespace",
+    "News",
+    "NewsKind",
     "Op",
     "Priority",
     "Ring",

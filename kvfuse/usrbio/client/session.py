@@ -116,6 +116,18 @@ class Session:
                 return reply, list(received)
             close_all(received)
 
+    def next_message(self, size: int) -> bytes:
+        """The next message, of a daemon that sends them unasked. Waits without a limit. Disconnected."""
+        try:
+            self._socket.settimeout(None)
+            data = self._socket.recv(size)
+        except OSError as error:
+            raise Disconnected(f"the connection ended: {error}") from error
+        if not data:
+            self.close()
+            raise Disconnected("the daemon closed the connection")
+        return data
+
     def hangup_descriptor(self) -> int:
         """A new descriptor that reports a hangup when the connection ends. Disconnected."""
         try:

@@ -21,7 +21,9 @@ from kvfuse.usrbio.daemon.call_memory import Pool
 from kvfuse.usrbio.daemon.machine_memory import memory_size
 from kvfuse.usrbio.daemon.peer import Peer
 
-Limit = Literal["user_connections", "user_rings", "user_ring_size", "user_files", "user_iovs", "user_iov_size"]
+Limit = Literal[
+    "user_connections", "user_rings", "user_ring_size", "user_files", "user_followers", "user_iovs", "user_iov_size"
+]
 """the option that says how much"""
 CONNECTIONS_MAX = 1024
 ALL_RINGS_MAX = 1024

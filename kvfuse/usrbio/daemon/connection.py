@@ -25,6 +25,7 @@ from kvfuse.usrbio.daemon.audience import Audience
 from kvfuse.usrbio.daemon.call_memory import Share
 from kvfuse.usrbio.daemon.charges import Charge
 from kvfuse.usrbio.daemon.client_memory import Iov
+from kvfuse.usrbio.daemon.following import Follower
 from kvfuse.usrbio.daemon.limits import Limits
 from kvfuse.usrbio.daemon.loop_calls import Calls
 from kvfuse.usrbio.daemon.passing import SO_PASSRIGHTS, Usher, close_all
@@ -71,9 +72,8 @@ class Connection:
         self._penalty = Penalty()
         self._usher = usher
         self._volume = limits.volume
-        self._desk = limits.desk
+        self._limits = limits
         self._stream = stream
-        self._device = limits.device
         self._calls = Calls(limits.volume, limits.kernel, peer, nursery, share, limits.desk.calls_of)
         self._greeted = False
         self._has_asked = False
@@ -81,6 +81,8 @@ class Connection:
         self._scope = trio.CancelScope()
         self.registered = Registered(limits, peer, account, share, self._calls, self._scope.cancel)
         self._remembered = Remembered()
+        self._follower: Follower | None = None
+        """what the connection is for from now on"""
 
     # -- the control socket --------------------------------------------------------------------------
 
@@ -94,6 +96,9 @@ class Connection:
                 while await self._answer_one():
                     if self._penalty.is_broken:
                         log.info("disconnecting a client: %d more of its messages were refused than answered", BOUND)
+                        break
+                    if self._follower is not None:
+                        await self._follower.run()
                         break
                     await self._audience.turn(self._stream)
         finally:
@@ -170,7 +175,7 @@ class Connection:
         flags = {Access.READ: os.O_RDONLY, Access.WRITE: os.O_WRONLY}.get(access, os.O_RDWR)
         files = self.registered.files
         with files.taking():
-            ino = await self._usher.inspect(partial(registry.check_file, device=self._device, access=access))
+            ino = await self._usher.inspect(partial(registry.check_file, device=self._limits.device, access=access))
             opened = await self._volume.files.open(ino, flags, self.peer.caller())
             try:
                 shown = self._volume.files.content_map(opened)
@@ -233,7 +238,7 @@ class Connection:
     async def _open_namespace(self, values: tuple[int, ...]) -> Answer:
         namespaces = self.registered.namespaces
         with namespaces.taking():
-            ino, read_only = await self._usher.inspect(partial(registry.check_directory, device=self._device))
+            ino, read_only = await self._usher.inspect(partial(registry.check_directory, device=self._limits.device))
             directory = await self._volume.inodes.attributes(ino)
         namespace = Namespace(
             ino,
@@ -251,6 +256,16 @@ class Connection:
         self.registered.namespaces.remove(values[0])
         return (), []
 
+    async def _follow(self, values: tuple[int, ...]) -> Answer:
+        namespace = self.registered.namespaces.get(values[0])
+        if namespace is None:
+            raise errors.BadHandle(f"{values[0]} is no namespace")
+        follower = Follower(self._volume, self.peer, self._stream, namespace.ino, self._audience.pause)
+        await follower.check()
+        self.registered.namespaces.account.take("user_followers")
+        self._follower = follower
+        return (), []
+
     async def _map_arena(self, values: tuple[int, ...]) -> Answer:
         if values[0] not in self.registered.pins.arenas:
             raise errors.PermissionDenied(f"the client has no view in arena {values[0]}")
@@ -265,7 +280,7 @@ class Connection:
             ring.loop.stop()
         for ring in things.rings.values():
             await self._end(ring)
-        self._desk.drop({ring.loop for ring in things.rings.values()})
+        self._limits.desk.drop({ring.loop for ring in things.rings.values()})
         things.rings.clear()
         self._calls.close()
         for file in things.files.values():

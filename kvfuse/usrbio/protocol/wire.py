@@ -228,6 +228,29 @@ class Request(IntEnum):
     """(handle)"""
     MAP_ARENA = 10
     """(arena) of a view that this client got -> (size), a read-only descriptor"""
+    FOLLOW = 11
+    """(handle of a namespace); after the reply the daemon sends news of its blocks, and takes no more requests"""
+
+
+class NewsKind(IntEnum):
+    """What a message of news says of the names in it."""
+
+    PRESENT = 1
+    """blocks that are there: some of the directory's names before READY, together all"""
+    READY = 2
+    """all that was there has been told; it has no names"""
+    STORED = 3
+    """the names mean blocks now, or others than before"""
+    REMOVED = 4
+    """the names mean no blocks any more"""
+    CLEARED = 5
+    """no name that was told means a block any more; it has no names"""
+
+
+NEWS = struct.Struct("<II")
+"""head of a message of news: its kind, how many names follow, packed as keys are"""
+NEWS_NAMES_MAX = 128
+NEWS_SIZE_MAX = 64 << 10
 
 
 class Access(IntFlag):

@@ -190,7 +190,7 @@ class ApplyFirst:
             cache = self.core.caches.get(directory.namespace)
             if cache is None:
                 continue
-            if was is not None and was.is_file:
+            if was is not None and was.is_file and not self.core.is_cleared(was):  # else it was told, with all others
                 cache.gone(directory.ino, end.name)
             if meant is not None:
                 cache.named(directory.ino, end.name)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 from bisect import bisect_left
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass
+from stat import S_ISREG
 from time import perf_counter
 from typing import Any
 
@@ -22,15 +23,18 @@ from kvfuse.volume.inodes.chunk import Chunk, Staged
 from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.inodes.node import Node
 from kvfuse.volume.names.changes import Names
+from kvfuse.volume.names.listing import Listing
 from kvfuse.volume.names.lookup import Lookup
 from kvfuse.volume.names.pages import LEARN_ROWS
 from kvfuse.volume.names.plans import Plan
 from kvfuse.volume.namespaces.cache import Cache
+from kvfuse.volume.namespaces.settings import ROOT
 from kvfuse.volume.slots.flusher import Flusher
 from kvfuse.volume.slots.space import RoomWait, Space
 from kvfuse.volume.store import schema
 from kvfuse.volume.store.sealed import get_sound
 from kvfuse.volume.views.content_map import SIZE_UNKNOWN
+from kvfuse.volume.views.news import Watch
 from kvfuse.volume.views.tier import ReadClass, TierBlock
 from kvfuse.volume.views.uses import Uses
 
@@ -122,6 +126,15 @@ class Blocks:
             return False
         record = schema.decode_entry(entry)
         return isinstance(record, int) or self.core.is_cleared(record)
+
+    def watching(self, directory: int) -> AbstractContextManager[Watch]:
+        node = self.core.nodes.get(directory)
+        return self.core.namespaces.news.watching(directory, node.namespace if node is not None else ROOT)
+
+    async def listing(self, directory: int, after: int, limit: int) -> tuple[list[bytes], int]:
+        entries = await Listing(self.lookup, directory).entries(after, limit)
+        names = [entry.name for entry in entries if S_ISREG(entry.attributes.mode)]
+        return names, entries[-1].cookie if len(entries) >= limit else 0  # a page may have more
 
     # -- looking -------------------------------------------------------------------------------------
 

@@ -33,6 +33,7 @@ from kvfuse.volume.namespaces.settings import ROOT
 from kvfuse.volume.store import schema
 from kvfuse.volume.store.sealed import ScanPages, get_sound
 from kvfuse.volume.views import clock
+from kvfuse.volume.views.news import Change
 
 log = logging.getLogger(__name__)
 
@@ -222,7 +223,7 @@ class Evictor:
             for candidate, row in zip(part, rows, strict=True):
                 if row is None:
                     unstored.append(candidate)
-                elif (epoch == self.journal.pending.epoch and self._vanish(row)) or await self._unlink(row):
+                elif (epoch == self.journal.pending.epoch and self._vanish_evicted(row)) or await self._unlink(row):
                     cache.evicted(candidate.victim, reason)
                 else:
                     kept.append(candidate)
@@ -238,6 +239,14 @@ class Evictor:
             rows = await self.core.records.seek(prefixes)
             if epoch == self.journal.pending.epoch:
                 return rows
+
+    def _vanish_evicted(self, row: Record) -> bool:
+        """`_vanish`, and tell those who follow the directory."""
+        if not self._vanish(row):
+            return False
+        directory, _, name = schema.split_entry_key(row.key)
+        self.core.namespaces.news.tell(directory, Change.REMOVED, name)
+        return True
 
     def _vanish(self, row: Record) -> bool:
         """Remove a file that nobody knows but the store, and ring threads. False: it takes an unlink."""

@@ -20,6 +20,7 @@ from kvfuse.policy.estimate import HitEstimate
 from kvfuse.volume.namespaces.settings import Settings
 from kvfuse.volume.store.schema import name_hash
 from kvfuse.volume.views.measures import AGE_BOUNDS, Histogram
+from kvfuse.volume.views.news import Change, News
 
 _SPREAD = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
@@ -63,7 +64,8 @@ class Candidate(NamedTuple):
 class Cache:
     """The books of one cache. For the event loop alone. Times are seconds of ``clock``, which never runs backwards."""
 
-    def __init__(self, settings: Settings, clock: Callable[[], float]) -> None:
+    def __init__(self, settings: Settings, clock: Callable[[], float], news: News | None = None) -> None:
+        self.news = news if news is not None else News()
         self._settings = settings
         self.policy = make_policy(settings.eviction, settings.admission)
         self.estimate = HitEstimate()
@@ -94,12 +96,16 @@ class Cache:
         self.counters["stored"] += key not in self.policy
         self.policy.added(key, max(size, 1), self._clock(), directory << _SLAB_BITS | slab)
         self._evicted.pop(key, None)
+        if self.news.watches:
+            self.news.tell(directory, Change.STORED, name)
         self._asked.discard(key)  # who asked before did not find it: a read is another use
 
     def gone(self, directory: int, name: bytes) -> None:
         """A name means no file any more, or one that is not on the books yet."""
         key = block_key(directory, name)
         self.policy.removed(key)
+        if self.news.watches:
+            self.news.tell(directory, Change.REMOVED, name)
         if self._gone_meanwhile is not None:
             self._gone_meanwhile.add(key)
 

@@ -13,6 +13,7 @@ from kvfuse.volume.namespaces.accounts import Accounts
 from kvfuse.volume.namespaces.cache import Cache
 from kvfuse.volume.namespaces.settings import ROOT, Settings
 from kvfuse.volume.views.measures import Measures
+from kvfuse.volume.views.news import News
 from kvfuse.volume.views.uses import Uses
 
 
@@ -53,6 +54,7 @@ class Namespaces:
         """number -> books of those that are caches: what hot paths look at"""
         self.measures: defaultdict[int, Measures] = defaultdict(Measures)
         """number -> what is measured of it"""
+        self.news = News()
         self.uses = Uses()
         self.changed = trio.Event()
         """set when a block was stored, or a namespace changed: there may be something to evict"""
@@ -74,7 +76,7 @@ class Namespaces:
         former = self.all.get(number)
         cache = former.cache if former is not None and _same_books(former.settings, settings) else None
         if settings.is_cache and cache is None:
-            cache = Cache(settings, self._clock)
+            cache = Cache(settings, self._clock, self.news)
         found = self.all[number] = Namespace(number, settings, stored, cache)
         self.caches.pop(number, None)
         if cache is not None:
@@ -90,6 +92,7 @@ class Namespaces:
         """All files of a cache with inode numbers below ``bound`` are gone from here on."""
         self.cleared[number] = bound
         self.caches[number].clear()
+        self.news.clear(number)
         self.changed.set()
 
     def has_swept(self, number: int | None = None) -> None:
