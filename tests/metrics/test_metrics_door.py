@@ -14,9 +14,10 @@ import trio
 from cli_lab import Place, assert_fails
 from cli_lab import kvfuse as run
 from metrics_lab import ask, listen_word, parse, samples, scrape, value
-from mounting import KvfuseMount, temporary_mount
+from mounting import KvfuseMount, shared_conf, temporary_mount
 
 import kvfuse
+from kvfuse.cluster.etcd import EtcdServers
 from kvfuse.metrics import server
 from kvfuse.metrics.server import OPEN_METRICS
 from kvfuse.options.options import MetricsOptions, Options, VolumeOptions
@@ -41,6 +42,17 @@ def test_a_mount_answers_with_its_figures(mounted: tuple[KvfuseMount, int]) -> N
     assert created(after) == created(before) + 1
     assert value(after, "process_cpu_seconds_total") > 0
     assert value(after, "kvfuse_volume_size_bytes") < 64 << 20
+
+
+def test_a_volume_that_hosts_share_has_the_same_metrics(
+    mounted: tuple[KvfuseMount, int], tmp_path: Path, etcd: EtcdServers
+) -> None:
+    word, port = listen_word()
+    with temporary_mount([word], source=shared_conf(tmp_path, etcd)) as mount:
+        (mount.point / "file").write_bytes(bytes(100_000))
+        assert len((mount.point / "file").read_bytes()) == 100_000
+        assert scrape(port).keys() == scrape(mounted[1]).keys()
+        assert value(scrape(port), "kvfuse_written_bytes_total", namespace="/") == 100_000
 
 
 def test_a_client_gets_the_format_that_it_takes(mounted: tuple[KvfuseMount, int]) -> None:
