@@ -211,12 +211,15 @@ class Core:
         """The inode was in a namespace when that was cleared, and is no directory."""
         return file.ino < self.namespaces.cleared.get(file.namespace, 0) and not stat.S_ISDIR(file.mode)
 
-    def stored_in_cache(self, node: Node) -> None:
-        """Nobody writes the file any more: from now on it may be evicted."""
+    def stored_in_cache(self, node: Node, directory: int = 0, name: bytes = b"") -> None:
+        """Nobody writes the file any more: from now on it may be evicted. A file with several names has several blocks.
+
+        ``directory``, ``name``: which of its names; if not given, the last one that it was found by.
+        """
         cache = self.caches.get(node.namespace)
         if cache is not None and node.nlink:
             size, addr = node.slots()
-            cache.stored(node.parent, node.name, size, addr // self.geometry.slab_size)
+            cache.stored(directory or node.parent, name or node.name, size, addr // self.geometry.slab_size)
             self.namespaces.changed.set()
 
     def looked_in_cache(self, node: Node, name: bytes, *, is_there: bool) -> None:

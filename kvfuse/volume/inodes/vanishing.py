@@ -6,6 +6,9 @@ who wants to know what the name means waits until the record is gone.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import trio
 
 from kvfuse.errors import EngineTimeout
@@ -23,10 +26,23 @@ class VanishingNames:
     def __init__(self) -> None:
         self.places: dict[Place, None] = {}
         self._has_vanished = trio.Event()
+        self._noting: list[set[Place]] = []
 
     def add(self, place: Place) -> None:
         """A commit is about to delete the record of this name."""
         self.places[place] = None
+        for noted in self._noting:
+            noted.add(place)
+
+    @contextmanager
+    def noting(self) -> Iterator[set[Place]]:
+        """While records are read: the set of names that began to vanish meanwhile."""
+        noted = set[Place]()
+        self._noting.append(noted)
+        try:
+            yield noted
+        finally:
+            self._noting = [one for one in self._noting if one is not noted]
 
     def remove(self, places: list[Place]) -> None:
         """A commit deleted these."""

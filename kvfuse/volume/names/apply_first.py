@@ -195,7 +195,7 @@ class ApplyFirst:
             if meant is not None:
                 cache.named(directory.ino, end.name)
                 if meant is not plan.made and meant.is_file and not meant.writers:
-                    self.core.stored_in_cache(meant)
+                    self.core.stored_in_cache(meant, directory.ino, end.name)
 
     def _add(self, node: Node) -> None:
         """Add a new inode."""

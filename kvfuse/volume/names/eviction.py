@@ -199,12 +199,19 @@ class Evictor:
         return count
 
     async def _evict(self, cache: Cache, candidates: list[Candidate], reason: str) -> int:
-        """Remove candidates, and tell their cache: how many went. If none do, names that were not stored are, first."""
+        """Remove candidates, and tell their cache: how many went. EngineError: those that are left stay on its books."""
+        try:
+            return await self._evict_or_keep(cache, candidates, reason)
+        finally:  # the caller may also be cancelled
+            cache.interrupted(candidates)
+
+    async def _evict_or_keep(self, cache: Cache, candidates: list[Candidate], reason: str) -> int:
+        """If none go, names that were not stored are, first."""
         kept, unstored = await self._remove(cache, candidates, reason)
         if len(kept) + len(unstored) == len(candidates) and unstored:
             await self.journal.commit()
             more_kept, absent = await self._remove(cache, unstored, reason)
-            cache.absent(len(absent))
+            cache.absent(absent)
             cache.kept(kept + more_kept)
             return len(unstored) - len(more_kept) - len(absent)
         cache.kept(kept + unstored)
@@ -281,12 +288,11 @@ class Evictor:
         node = (await self.lookup.find(directory, name)).node
         if node is None or not node.is_file or node.handles or node.lock is not None:
             return node is None
-        with_kernel = self.core.places.known(node.ino)
         try:
-            await self.names.unlink(directory, name)
-        except errors.NotFound:
+            _, node = await self.names.unlink(directory, name)
+        except (errors.NotFound, errors.IsADirectory):
             return True
-        if with_kernel:
+        if self.core.places.known(node.ino):
             self.news.name(directory, name)
         if node.ino in self.core.unnamed and not node.handles:
             self.names.nameless.reap(node)

@@ -40,6 +40,11 @@ class Listing:
         A name whose record is damaged is left out (the log names it), so that its neighbours can be listed.
         """
         await self.lookup.directory(self.ino)
+        with self.core.dentries.vanishing.noting() as vanished:
+            return await self._read(after, limit, vanished)
+
+    async def _read(self, after: int, limit: int, vanished: set[tuple[int, bytes]]) -> list[DirEntry]:
+        """``vanished``: names that are evicted meanwhile; who knew nothing but the store has nobody to tell so."""
         entries: list[DirEntry] = []
         while len(entries) < limit:
             epoch = self.pending.epoch
@@ -62,6 +67,7 @@ class Listing:
                 if after < schema.name_hash(name) <= last:
                     page[name] = change.node, 0
             entries += await self._entries(page)
+            entries = [entry for entry in entries if (self.ino, entry.name) not in vanished]
             if not more:
                 break
             after = last

@@ -82,6 +82,8 @@ class Lookup(ABC):
             node = self.core.nodes.get(ino)
             if node is not None or epoch != self.journal.pending.epoch:
                 continue
+            if place in self.core.dentries.vanishing.places:
+                raise errors.Stale(f"inode {ino} was removed")
             if own is not None:
                 node = self.take(schema.decode_inode(own.value), own.version, place, own=True)
                 if times is not None:
@@ -143,8 +145,13 @@ class Lookup(ABC):
             if any(change.node is not None for change in changes.values()):
                 return False
             names = [schema.split_entry_key(row.key)[2] for row in rows]
-            if any(name not in changes and (ino, name) not in self.core.dentries.vanishing.places for name in names):
+            vanishing = self.core.dentries.vanishing
+            if any(name not in changes and (ino, name) not in vanishing.places for name in names):
                 return False
+            if going := [(ino, name) for name in names if (ino, name) in vanishing.places]:
+                self.journal.pending.load.hurry()
+                await vanishing.wait_for(going[0])  # its record may not be there longer than the directory's
+                continue
             if len(rows) < 64:
                 return True
             after = rows[-1].key
@@ -216,7 +223,8 @@ class OwnLookup(Lookup):
             raise errors.NameTooLong(f"a name of {len(name)} bytes: at most {NAME_MAX} are allowed")
         core = self.core
         while True:
-            if core.dentries.vanishing.places:
+            if (parent, name) in core.dentries.vanishing.places:
+                self.journal.pending.load.hurry()
                 await core.dentries.vanishing.wait_for((parent, name))
             epoch = self.journal.pending.epoch
             dentry = core.dentries.find(parent, name)
@@ -232,10 +240,8 @@ class OwnLookup(Lookup):
             record = (await core.records.get([schema.entry_key(parent, name)]))[0]
             if record is None:
                 await self.learning.read_page(parent)
-            if core.dentries.get(parent, name).change is not None or epoch != self.journal.pending.epoch:
+            if self._has_changed(parent, name, epoch):
                 continue
-            if (parent, name) in core.dentries.vanishing.places:
-                continue  # it was evicted after the store had answered
             if record is None:
                 return Found(None, False, None, epoch)
             entry = schema.decode_entry(record.value)
@@ -244,7 +250,7 @@ class OwnLookup(Lookup):
             elif (node := core.nodes.get(entry)) is None:
                 core.places.set(entry, parent, name)
                 node = await self.node(entry)
-                if core.dentries.get(parent, name).change is not None or epoch != self.journal.pending.epoch:
+                if self._has_changed(parent, name, epoch):
                     continue
             node.parent, node.name = parent, name
             core.dentries.note(parent, name, node.ino)
@@ -257,6 +263,12 @@ class OwnLookup(Lookup):
         if node is None or not self.core.is_cleared(node):
             return found
         return Found(None, found.stored, found.change, found.epoch, cleared=node)
+
+    def _has_changed(self, parent: int, name: bytes, epoch: int) -> bool:
+        """What the store said of a name in ``epoch`` does not hold any more."""
+        dentries = self.core.dentries
+        is_changing = dentries.get(parent, name).change is not None or (parent, name) in dentries.vanishing.places
+        return is_changing or epoch != self.journal.pending.epoch
 
     find_for_kernel = find
 

@@ -83,7 +83,7 @@ class Cache:
         """names that the kernel looked up and did not find -> when; before it makes a file it looks, too"""
         self._evicted: dict[int, str] = {}
         """key -> reason"""
-        self._leaving = 0
+        self._leaving: set[int] = set()
         """candidates that are neither evicted nor kept yet"""
         self._gone_meanwhile: set[int] | None = set()
         """keys that went while what was there before is read from the store; None: that is done"""
@@ -202,19 +202,22 @@ class Cache:
         for victim in victims:
             directory = victim.tag >> _SLAB_BITS
             found.append(Candidate(victim, directory, victim.key ^ (directory * _SPREAD & _MASK)))
-        self._leaving += len(found)
+        self._leaving.update([one.victim.key for one in found])
         return found
 
     def kept(self, candidates: Sequence[Candidate]) -> None:
         """These could not be evicted now."""
         now = self._clock()
         for candidate in candidates:
-            self.policy.keep(candidate.victim, now)
-        self._leaving -= len(candidates)
+            if candidate.victim.key not in self.policy:  # else it was stored anew meanwhile
+                self.policy.keep(candidate.victim, now)
+        self._leaving.difference_update([one.victim.key for one in candidates])
 
     def evicted(self, victim: Victim, reason: str = "room") -> None:
         """A candidate is gone."""
-        self._leaving -= 1
+        self._leaving.discard(victim.key)
+        if self._gone_meanwhile is not None:
+            self._gone_meanwhile.add(victim.key)
         self._evicted[victim.key] = reason
         self.residence.add(self._clock() - victim.born)
         self.counters[reason] += 1
@@ -222,9 +225,13 @@ class Cache:
             for former in list(islice(self._evicted, EVICTED_MAX // 8)):
                 del self._evicted[former]
 
-    def absent(self, count: int) -> None:
-        """So many candidates were there no more."""
-        self._leaving -= count
+    def absent(self, candidates: Sequence[Candidate]) -> None:
+        """These were there no more."""
+        self._leaving.difference_update([one.victim.key for one in candidates])
+
+    def interrupted(self, candidates: Sequence[Candidate]) -> None:
+        """Whoever has these candidates stops before each of them was evicted, kept or absent."""
+        self.kept([one for one in candidates if one.victim.key in self._leaving])
 
     def clear(self) -> None:
         """All blocks are gone."""
@@ -254,7 +261,7 @@ class Cache:
     def statistics(self) -> dict[str, Any]:
         counters = self.counters
         names = ("asked", "present", "absent", "stored", "refused", *REASONS)
-        blocks = len(self.policy) + self._leaving
+        blocks = len(self.policy) + len(self._leaving)
         return {
             **{name: counters[name] for name in names},
             "hits": {"dram": counters["dram"], "remote": counters["present"] - counters["dram"]},
