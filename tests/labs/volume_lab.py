@@ -139,6 +139,8 @@ class Chaos:
     """the client is frozen: its calls stop where they are, and go on when this is set"""
     deaf: trio.Event | None = None
     """the client hears of no changes until this is set; its calls go on"""
+    stalled_commits: trio.Event | None = None
+    """no commit of the client begins until this is set"""
     late: Delay | None = None
     """an answer that comes late; its call alone is held up"""
     cut: trio.Event | None = None
@@ -280,6 +282,8 @@ class MemoryRecords(RecordStore):
         self.counters.commits += 1
         self.limits.check_commit(puts, deletes, expect or {})
         async with self._order:
+            if self.chaos.stalled_commits is not None:
+                await self.chaos.stalled_commits.wait()
             await self.chaos.hold_up()
             if self.chaos.fails(self.chaos.commit_error / 2):
                 raise EngineError("injected before the commit")

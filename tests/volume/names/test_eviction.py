@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 from typing import Any
 
 import pytest
 import trio
+import trio.testing
 from volume_lab import CALLER, MIB, Chaos, Delay, Disk, check, lab_options, opened
 
-from kvfuse.errors import NoSpace, NotAdmitted, NotFound, Stale
+from kvfuse.errors import EngineError, NoSpace, NotAdmitted, NotFound, Stale
 from kvfuse.policy import HOLD_SECONDS
 from kvfuse.remote.records.api import Record
 from kvfuse.volume.api import ROOT_INODE
@@ -307,3 +309,85 @@ async def test_a_file_that_somebody_removes_while_another_is_evicted_goes_once(m
         await volume.sync()
         assert used(volume) == 0
     assert (await check(disk)).clean
+
+
+async def evict(volume: Volume, size: int = MIB) -> bool:
+    (evictor,) = volume.parts.space.evictors
+    return await evictor.make_room(math.inf, None)
+
+
+async def test_an_interrupted_eviction_forgets_no_block() -> None:
+    """The store fails, or the caller that wants room is cancelled."""
+    disk, chaos = cache_disk(admission="all", eviction="fifo"), Chaos(random.Random(0))
+    async with opened(disk, OPTIONS, chaos) as volume:
+        names = await fill(volume, 0, 200)
+        chaos.commit_error = 2.0
+        with pytest.raises(EngineError):
+            await evict(volume)
+        assert statistics(volume)["blocks"] == 200
+        with trio.CancelScope() as scope:
+            scope.cancel()
+            await evict(volume)
+        assert statistics(volume)["blocks"] == 200
+        chaos.commit_error = 0.0
+        await trio.sleep(1)
+        while await evict(volume):
+            pass
+        assert not any(await volume.blocks.exists(ROOT_INODE, names))
+        assert statistics(volume)["blocks"] == 0
+    await checked(disk)
+
+
+async def test_files_that_are_published_by_links_are_evicted() -> None:
+    disk = cache_disk(admission="all")
+    async with opened(disk, OPTIONS) as volume:
+        count = 2 * volume.space().size // BLOCK
+        names = [b"%08d" % number for number in range(count)]
+        for name in names:
+            await write_file(volume, b"first", name * (BLOCK // 8))
+            node = await volume.tree.lookup(ROOT_INODE, b"first")
+            await volume.tree.link(node.ino, ROOT_INODE, name)
+            await volume.tree.unlink(ROOT_INODE, b"first")
+            volume.tree.forget(node.ino, 2)
+        found = await volume.blocks.exists(ROOT_INODE, names)
+        assert statistics(volume)["blocks"] == sum(found) > 0.4 * count
+    await checked(disk)
+
+
+@pytest.mark.parametrize("question", ["lookup", "listing", "listing of inodes"])
+async def test_what_was_evicted_while_the_store_answered_is_not_there(question: str) -> None:
+    """The store gave an answer before the eviction, and it arrives before the commit that deletes the record."""
+    disk, chaos = cache_disk(admission="all", eviction="fifo"), Chaos(random.Random(0))
+    async with opened(disk, lab_options(capacity=64 * MIB, nodes=8), chaos) as volume:
+        await volume.tree.make_directory(ROOT_INODE, b"folder", 0o755, CALLER)
+        names = await fill(volume, 0, 100)
+        if question == "listing of inodes":  # the answer that is late is about one that is no file
+            await volume.tree.link((await volume.tree.lookup(ROOT_INODE, names[90])).ino, ROOT_INODE, b"other")
+        await volume.sync()
+        await fill(volume, 1 << 20, 20)  # so that the nodes of the first leave memory
+        await volume.sync()
+        prefix = {
+            "lookup": schema.entry_key(ROOT_INODE, names[0]),
+            "listing": schema.entry_prefix(ROOT_INODE),
+            "listing of inodes": b"i",
+        }[question]
+        async with trio.open_nursery() as nursery:
+            chaos.late = late = Delay(prefix)
+            nursery.start_soon(ask, volume, names[0], question)
+            with trio.fail_after(5):
+                await late.given.wait()
+            chaos.stalled_commits = trio.Event()
+            nursery.start_soon(evict, volume)
+            await trio.testing.wait_all_tasks_blocked()
+            assert volume.parts.core.dentries.vanishing.places
+            late.arrives.set()
+            await trio.testing.wait_all_tasks_blocked()
+            chaos.stalled_commits.set()
+    await checked(disk)
+
+
+async def ask(volume: Volume, name: bytes, question: str) -> None:
+    if question == "lookup":
+        assert await volume.blocks.find(ROOT_INODE, name) is None
+    else:
+        assert name not in {entry.name for entry in await volume.tree.list_directory(ROOT_INODE, 0, 1000)}
