@@ -199,7 +199,7 @@ class Evictor:
         return count
 
     async def _evict(self, cache: Cache, candidates: list[Candidate], reason: str) -> int:
-        """Remove candidates, and tell their cache: how many went. EngineError: those that are left stay on its books."""
+        """Remove candidates, and tell their cache: how many went. EngineError: the others stay on its books."""
         try:
             return await self._evict_or_keep(cache, candidates, reason)
         finally:  # the caller may also be cancelled

@@ -316,7 +316,7 @@ async def evict(volume: Volume, size: int = MIB) -> bool:
     return await evictor.make_room(math.inf, None)
 
 
-async def test_an_interrupted_eviction_forgets_no_block() -> None:
+async def test_an_interrupted_eviction_forgets_no_block(autojump_clock: object) -> None:
     """The store fails, or the caller that wants room is cancelled."""
     disk, chaos = cache_disk(admission="all", eviction="fifo"), Chaos(random.Random(0))
     async with opened(disk, OPTIONS, chaos) as volume:
@@ -330,7 +330,7 @@ async def test_an_interrupted_eviction_forgets_no_block() -> None:
             await evict(volume)
         assert statistics(volume)["blocks"] == 200
         chaos.commit_error = 0.0
-        await trio.sleep(1)
+        await trio.sleep(HOLD_SECONDS)
         while await evict(volume):
             pass
         assert not any(await volume.blocks.exists(ROOT_INODE, names))
