@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvfuse.policy.seen import mix
+from kvfuse.policy.seen import mix, mix_one
 
 FOLLOWED_MAX = 16_384
 """keys; some 250 bytes each. The error is about 1 % of all requests, and falls with the root of it"""
@@ -59,6 +59,11 @@ class HitEstimate:
             self._count(keys[index], weight)
         for index in reversed(followed):  # the root is the most recent, as in the policies
             self._touch(keys[index], int(hashes[index]))
+
+    def stored(self, key: int) -> None:
+        """A block was stored. One that nobody had asked for can be hit from now on: not all who store look before."""
+        if key not in self._rows:
+            self._touch(key, mix_one(key))
 
     def hit_ratio(self, blocks: float) -> float:
         """Hits of a cache of so many blocks among all requests so far; of an endless one where it is infinite."""

@@ -38,6 +38,16 @@ def test_it_is_exact_while_all_keys_are_followed() -> None:
     assert estimate.hit_ratio(1_000) == pytest.approx(exact, abs=0.005)
 
 
+def test_what_was_stored_unasked_can_be_hit() -> None:
+    estimate = HitEstimate()
+    for key in range(100):
+        estimate.stored(key)
+    estimate.ask(range(200))
+    assert estimate.hit_ratio(float("inf")) == pytest.approx(0.5)
+    assert estimate.hit_ratio(1_000) == pytest.approx(0.5)
+    assert estimate.hit_ratio(10) < 0.2
+
+
 def test_memory_is_fixed() -> None:
     estimate = HitEstimate(100)
     for start in range(0, 10_000, 50):

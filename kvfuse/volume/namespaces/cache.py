@@ -96,6 +96,7 @@ class Cache:
         self.counters["stored"] += key not in self.policy
         self.policy.added(key, max(size, 1), self._clock(), directory << _SLAB_BITS | slab)
         self._evicted.pop(key, None)
+        self.estimate.stored(key)
         if self.news.watches:
             self.news.tell(directory, Change.STORED, name)
         self._asked.discard(key)  # who asked before did not find it: a read is another use
