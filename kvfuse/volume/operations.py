@@ -154,6 +154,8 @@ class Files:
         if node.is_directory:
             raise errors.IsADirectory(f"inode {ino} is a directory")
         _check_content(node)
+        if self._core.namespaces.cleared and self._core.is_cleared(node):  # somebody else has it open
+            raise errors.Stale(f"inode {ino} was cleared with its namespace")
         if flags & os.O_ACCMODE != os.O_RDONLY or flags & os.O_TRUNC:
             _for_change(self._core, node)
         handle = self.begin(node, flags, caller)

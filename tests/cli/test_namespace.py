@@ -67,6 +67,7 @@ def test_clear_empties_a_cache_for_the_kernel_and_for_rings(place: Place) -> Non
         assert run("clear", llama) == ""
         assert not store.exists([path.name for path in paths]).any()
         assert store.get(paths[1].name) is None
+        assert [path for path in paths if path.exists()] == [], "the kernel has forgotten names and attributes"
         for path in paths:
             with pytest.raises(FileNotFoundError):
                 path.open("rb")

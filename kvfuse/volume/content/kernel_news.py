@@ -30,6 +30,8 @@ class KernelNews:
         self._attributes: set[int] = set()
         self._names: set[tuple[int, bytes]] = set()
         self._work = trio.Event()
+        self._told = trio.Event()
+        """set, and made anew, when the kernel was told what was gathered"""
 
     def content(self, ino: int) -> None:
         """Bytes, and so attributes, of an inode changed."""
@@ -47,6 +49,11 @@ class KernelNews:
             news.add(changed)
             self._work.set()
 
+    async def told(self) -> None:
+        """Return when the kernel was told all that is gathered now."""
+        if self._is_running and (self._names or self._contents or self._attributes):
+            await self._told.wait()
+
     async def run(self) -> None:
         """Tell the kernel, for ever."""
         self._is_running = True
@@ -55,8 +62,10 @@ class KernelNews:
             self._work = trio.Event()
             news = (self._names, self._contents, self._attributes - self._contents)
             self._names, self._contents, self._attributes = set(), set(), set()
+            told, self._told = self._told, trio.Event()
             if self._link.cache is not None:
                 await trio.to_thread.run_sync(_tell, self._link.cache, *news, abandon_on_cancel=True)
+            told.set()
 
 
 def _tell(kernel: KernelCache, names: set[tuple[int, bytes]], contents: set[int], attributes: set[int]) -> None:

@@ -122,7 +122,8 @@ class Evictor:
 
     async def _remove_expired(self) -> None:
         for number, cache in list(self.core.caches.items()):
-            ttl = self.core.namespaces.all[number].settings.ttl
+            namespace = self.core.namespaces.all.get(number)  # it may have gone while files of another were removed
+            ttl = namespace.settings.ttl if namespace is not None else 0
             if ttl and (candidates := cache.expired(ttl)):
                 async with self._lock:
                     await self._evict(cache, candidates, "expired")
@@ -148,6 +149,10 @@ class Evictor:
         """A `Source`: evict some files of the largest cache, and free their slots. False: no cache has any to give."""
         if not self.core.caches:
             return False
+        if self.core.namespaces.cleared:
+            with trio.move_on_after(SWEEP_SECONDS):
+                await self.core.namespaces.swept.wait()
+            return True
         return await self._evict_some(self._portion(namespace), namespace)
 
     def _portion(self, namespace: int | None) -> int:

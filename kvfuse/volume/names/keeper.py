@@ -32,6 +32,8 @@ _ROOT_SETTINGS = {
 Quota = Literal["capacity", "blocks"]
 NAMESPACES_MAX = 1000
 """of a volume: the books of each cache take some MB of the daemon's memory"""
+NEWS_SECONDS = 1.0
+"""for which a clear waits until the kernel was told; it may wait for an answer of ours first"""
 USER_NAMESPACES_MAX = 100
 """of a user but root"""
 _QUOTAS: tuple[Quota, ...] = get_args(Quota)
@@ -111,6 +113,15 @@ class Keeper:
         core.dentries.clear()
         self._touch(node)
         await self.names.journal.commit(node, durable=True)
+        await self._forget_in_kernel(node)
+
+    async def _forget_in_kernel(self, folder: Node) -> None:
+        """Have the kernel forget what it knows below a folder. Of the root, the sweep does so."""
+        if folder.ino != ROOT_INODE:
+            news = self.names.lookup.refresher.news
+            news.name(folder.parent, folder.name)
+            with trio.move_on_after(NEWS_SECONDS):
+                await news.told()
 
     async def _free_removed(self, number: int) -> None:
         """Free what removed files of a namespace have: nothing may be charged to one that is gone."""

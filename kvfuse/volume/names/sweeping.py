@@ -20,6 +20,7 @@ from kvfuse.volume.content.kernel_news import KernelNews
 from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.inodes.node import Node
 from kvfuse.volume.names.changes import Names
+from kvfuse.volume.names.plans import End, Place, Plan
 from kvfuse.volume.store import schema
 from kvfuse.volume.store.sealed import get_sound, last_key, scan_page
 
@@ -98,8 +99,8 @@ class Sweeper:
         found = await self.names.lookup.find(directory, name)
         if found.cleared is None:
             return
-        with suppress(errors.NotFound):  # the removal of what was cleared comes first, and leaves no name
-            await self.names.unlink(directory, name)
+        with suppress(errors.NotFound):
+            await self.names.memory.plan_later([Place(directory, name, is_entered=False)], _plan_nothing)
         self._reap(found.cleared)
 
     def _reap(self, node: Node) -> None:
@@ -115,3 +116,8 @@ class Sweeper:
                 self.news.content(ino)
             if number % PAGE_ROWS == 0:
                 await trio.lowlevel.checkpoint()
+
+
+def _plan_nothing(end: End) -> Plan:
+    """Leave the name as it is: what was cleared is removed before any plan. Somebody may have made a new file since."""
+    raise errors.NotFound(end.name)
