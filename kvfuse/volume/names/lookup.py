@@ -130,7 +130,9 @@ class Lookup(ABC):
 
     async def is_empty(self, ino: int) -> bool:
         """The directory has no name here, and none in the store that a pending change does not remove."""
-        while self.core.namespaces.cleared:  # what was cleared would be left behind in a directory that is removed
+        cleared, directory = self.core.namespaces.cleared, self.core.nodes.get(ino)
+        # What was cleared would be left behind in a directory that is removed.
+        while cleared and (directory is None or directory.namespace in cleared):
             with trio.move_on_after(SWEEP_SECONDS) as scope:
                 await self.core.namespaces.swept.wait()
             if scope.cancelled_caught:

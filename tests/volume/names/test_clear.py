@@ -18,6 +18,7 @@ from kvfuse.errors import NotFound, NotPermitted, OperationError, ReadOnly, Stal
 from kvfuse.options.options import MountOptions, NamespaceOptions, Options
 from kvfuse.volume.api import ROOT_INODE, Caller
 from kvfuse.volume.names.namespace_attributes import CLEAR, NAMESPACE
+from kvfuse.volume.names.sweeping import Sweeper
 from kvfuse.volume.volume import Volume
 
 
@@ -203,6 +204,26 @@ async def test_the_root_is_cleared_alone(disk: Disk, options: Options) -> None:
         await put(volume, b"a", b"new")
         await swept(volume)
         assert await volume.blocks.exists(ROOT_INODE, [b"a"]) == [True]
+
+
+async def test_others_do_not_wait_for_a_sweep(disk: Disk, options: Options, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def sweep(sweeper: Sweeper, number: int) -> None:
+        await trio.sleep_forever()
+
+    monkeypatch.setattr(Sweeper, "sweep", sweep)
+    async with opened(disk, options) as volume:
+        ino = await make_namespace(volume, b"llama")
+        for parent in (ROOT_INODE, ino):
+            await volume.tree.make_directory(parent, b"empty", 0o755, CALLER)
+        volume.parts.core.namespaces.cleared[ino] = 1  # as long as a sweep takes
+        with trio.fail_after(1):
+            await volume.tree.remove_directory(ROOT_INODE, b"empty")
+            await make_namespace(volume, b"other")
+        with trio.move_on_after(0.05) as scope:
+            await volume.tree.remove_directory(ino, b"empty")
+        assert scope.cancelled_caught
+        volume.parts.core.namespaces.has_swept(ino)
+        await volume.tree.remove_directory(ino, b"empty")
 
 
 async def test_a_mount_that_may_not_write_does_not_show_it(disk: Disk, options: Options) -> None:
