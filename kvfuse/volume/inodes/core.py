@@ -234,6 +234,14 @@ class Core:
         if cache is not None:
             cache.read(node.parent, [node.name], self.is_in_tier)
 
+    def take_uses(self) -> None:
+        """Tell the caches which blocks ring threads read."""
+        for directory, names in self.namespaces.uses.take():
+            node = self.nodes.get(directory)
+            cache = self.caches.get(node.namespace) if node is not None else None
+            if cache is not None:
+                cache.read(directory, names, self.is_in_tier)
+
     def is_in_tier(self, directory: int, name: bytes) -> bool:
         """The shared-memory tier has the file of a name, as far as the name is known."""
         dentry = self.dentries.get(directory, name)

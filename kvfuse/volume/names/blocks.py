@@ -144,6 +144,7 @@ class Blocks:
         folder = await self.lookup.directory(directory)
         self.counters.asked += len(names)
         if (cache := self.core.caches.get(folder.namespace)) is not None:
+            self.core.take_uses()  # of requests before this one
             cache.asked(directory, names, self.core.is_in_tier)
         dentries, pending = self.core.dentries, self.journal.pending
         while True:

@@ -43,6 +43,8 @@ PAUSE_SECONDS = 0.02
 """after a look, so that the next one has many blocks to see to"""
 BATCH_SIZE_MIN, BATCH_SIZE_MAX = 4 << 20, 256 << 20
 """bytes that one step of an eviction frees"""
+PORTION_MAX = 0.99
+"""share of a quota that is left at the most where it was used up"""
 SWEEP_SECONDS = 1.0
 """How long a call that needs room waits for a part of the cleared files to be removed."""
 REMOVED_PER_TURN = 64
@@ -137,11 +139,7 @@ class Evictor:
         """Tell the caches what ring threads saw, and have them count what the kernel looked for in vain."""
         for cache in self.core.caches.values():
             cache.settle_looks()
-        for directory, names in self.core.namespaces.uses.take():
-            node = self.core.nodes.get(directory)
-            found = self.core.caches.get(node.namespace) if node is not None else None
-            if found is not None:
-                found.read(directory, names, self.core.is_in_tier)
+        self.core.take_uses()
 
     # -- room --------------------------------------------------------------------------------------------
 
@@ -156,20 +154,11 @@ class Evictor:
         return await self._evict_some(self._portion(namespace), namespace)
 
     def _portion(self, namespace: int | None) -> int:
-        """Bytes to evict at once: where a quota is used up, a small part of it."""
-        accounts, number = self.core.namespaces.accounts, namespace or ROOT
-        size, capacity = self._batch_size, accounts.limit(number, "capacity")
-        if capacity:
-            size = min(size, capacity >> 4)
-        for blocks in (accounts.limit(number, "blocks"), accounts.root_blocks):
-            if blocks:
-                size = min(size, (blocks >> 4) * self._mean_size(number))
-        return max(size, 1)
-
-    def _mean_size(self, namespace: int) -> int:
-        """Of a file of the caches in a namespace, in bytes."""
-        policies = [cache.policy for cache in self._caches_in(namespace)]
-        return sum([policy.size for policy in policies]) // max(sum(map(len, policies)), 1)
+        """Bytes to evict at once: where a quota is used up, down to the low water mark, as ahead of need."""
+        accounts = self.core.namespaces.accounts
+        account = accounts.all.get(namespace or ROOT) or accounts.root
+        excess = account.excess(min(account.settings.low_water, PORTION_MAX))
+        return min(self._batch_size, excess) if excess > 0 else self._batch_size
 
     async def _evict_some(self, size: int, namespace: int | None = None) -> bool:
         """Evict files of ``size`` bytes, in a namespace (None: anywhere).

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
+import msgspec
 import trio
 
 from kvfuse import errors
@@ -21,7 +22,7 @@ from kvfuse.volume.inodes import privileges
 from kvfuse.volume.inodes.node import Node
 from kvfuse.volume.names.changes import Names
 from kvfuse.volume.names.folders import end_namespace, number_of
-from kvfuse.volume.namespaces.settings import ROOT, Settings, encode_settings
+from kvfuse.volume.namespaces.settings import ROOT, Seconds, Settings, encode_settings
 from kvfuse.volume.store import schema
 from kvfuse.volume.views import clock
 
@@ -122,6 +123,21 @@ class Keeper:
             news.name(folder.parent, folder.name)
             with trio.move_on_after(NEWS_SECONDS):
                 await news.told()
+
+    def advance(self, node: Node, seconds: str, caller: Caller | None) -> None:
+        """Move the clock by which a cache judges its blocks, on this host and until it is unmounted.
+
+        NotPermitted; InvalidArgument: it is no cache, or that is no time.
+        """
+        number = self._check_allowed(node, caller)
+        cache = self.names.core.caches.get(number) if number is not None else None
+        if cache is None:
+            raise errors.InvalidArgument("only a cache has a clock")
+        try:
+            cache.clock.advance(msgspec.convert(seconds, Seconds, strict=False))
+        except msgspec.ValidationError:
+            raise errors.InvalidArgument(f"a clock advances by seconds, 0 to 1e9, not {seconds!r}") from None
+        self.names.core.namespaces.changed.set()
 
     async def _free_removed(self, number: int) -> None:
         """Free what removed files of a namespace have: nothing may be charged to one that is gone."""

@@ -3,7 +3,8 @@
 ``user.kvfuse.namespace`` has all settings of a namespace ("kind=cache capacity=68719476736 ..."). An empty folder that
 is given it becomes a namespace, and ceases to be one with it; of a namespace only the settings that are named change.
 ``user.kvfuse.namespace.capacity`` and so on are the single settings. ``user.kvfuse.namespace.refused``, which nobody
-sets, says why the last change of a folder was refused: an errno cannot.
+sets, says why the last change of a folder was refused: an errno cannot. ``user.kvfuse.namespace.advance`` moves the
+clock of a cache by so many seconds.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from kvfuse.volume.namespaces.settings import ROOT, Settings
 
 NAMESPACE = b"user.kvfuse.namespace"
 REFUSED = NAMESPACE + b".refused"
+ADVANCE = NAMESPACE + b".advance"
 CLEAR = b"user.kvfuse.clear"
 SINGLE = {NAMESPACE + b"." + name.encode(): name for name in Settings.__struct_fields__}
 """attribute of one setting -> its name"""
@@ -72,6 +74,8 @@ class NamespaceAttributes:
         with self._noting(node):
             if name == CLEAR:
                 await self.keeper.clear(node, caller)
+            elif name == ADVANCE:
+                self.keeper.advance(node, _decoded(value), caller)
             elif name == NAMESPACE:
                 change = self.keeper.create if number_of(node) is None else self.keeper.change
                 await change(node, parse_settings(value), caller)

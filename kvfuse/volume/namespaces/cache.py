@@ -61,6 +61,20 @@ class Candidate(NamedTuple):
     """the hash of its name, see `schema.entry_key`"""
 
 
+class AdvancedClock:
+    """A clock that was moved ahead: for traffic that is replayed faster than it came."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._ahead = 0.0
+
+    def __call__(self) -> float:
+        return self._clock() + self._ahead
+
+    def advance(self, seconds: float) -> None:
+        self._ahead += seconds
+
+
 class Cache:
     """The books of one cache. For the event loop alone. Times are seconds of ``clock``, which never runs backwards."""
 
@@ -77,7 +91,7 @@ class Cache:
         """seconds from when blocks were stored until they went"""
         self.reuse_gap = Histogram(AGE_BOUNDS)
         """seconds between two uses of a block, of one block in ``_SAMPLED``"""
-        self._clock = clock
+        self.clock = AdvancedClock(clock)
         self._asked: set[int] = set()
         self._looked: dict[int, float] = {}
         """names that the kernel looked up and did not find -> when; before it makes a file it looks, too"""
@@ -94,7 +108,7 @@ class Cache:
         """A name means a file that nobody writes any more, with ``size`` bytes of slots from ``slab`` on."""
         key = block_key(directory, name)
         self.counters["stored"] += key not in self.policy
-        self.policy.added(key, max(size, 1), self._clock(), directory << _SLAB_BITS | slab)
+        self.policy.added(key, max(size, 1), self.clock(), directory << _SLAB_BITS | slab)
         self._evicted.pop(key, None)
         self.estimate.stored(key)
         if self.news.watches:
@@ -142,7 +156,7 @@ class Cache:
         if is_there:
             self.asked(directory, [name], in_dram)
         else:
-            self._looked[block_key(directory, name)] = self._clock()
+            self._looked[block_key(directory, name)] = self.clock()
 
     def named(self, directory: int, name: bytes) -> None:
         """A file was made under a name, or got it: the kernel looked it up for that."""
@@ -151,7 +165,7 @@ class Cache:
 
     def settle_looks(self) -> None:
         """Count names that the kernel did not find, and that nobody made since."""
-        before = self._clock() - LOOK_SECONDS
+        before = self.clock() - LOOK_SECONDS
         settled: list[int] = []
         for key, time in self._looked.items():
             if time > before and len(self._looked) - len(settled) < LOOKED_MAX:
@@ -169,7 +183,7 @@ class Cache:
         if present < len(keys):
             self._count_misses([key for key in keys if key not in policy])
         self.estimate.ask(keys)
-        now = self._clock()
+        now = self.clock()
         for key in keys:
             if key % _SAMPLED == 0 and (last := policy.last_use(key)) is not None:
                 self.reuse_gap.add(now - last)
@@ -185,17 +199,17 @@ class Cache:
     def admits(self, directory: int, name: bytes, has_room: bool) -> bool:
         """The block is worth storing. ``has_room``: without an eviction."""
         key = block_key(directory, name)
-        admitted = key in self.policy or self.policy.admits([key], self._clock(), has_room)[0]
+        admitted = key in self.policy or self.policy.admits([key], self.clock(), has_room)[0]
         self.counters["refused"] += not admitted
         return admitted
 
     def candidates(self, size: int) -> list[Candidate]:
         """Blocks to evict, of at least ``size`` bytes where there are as many. `evicted` or `kept` follows for each."""
-        return self._leave(self.policy.victims(size, self._clock()))
+        return self._leave(self.policy.victims(size, self.clock()))
 
     def expired(self, ttl: float) -> list[Candidate]:
         """Blocks that were stored more than ``ttl`` seconds ago. `evicted` or `kept` follows for each."""
-        now = self._clock()
+        now = self.clock()
         return self._leave(self.policy.expired(now - ttl, now))
 
     def _leave(self, victims: Sequence[Victim]) -> list[Candidate]:
@@ -208,7 +222,7 @@ class Cache:
 
     def kept(self, candidates: Sequence[Candidate]) -> None:
         """These could not be evicted now."""
-        now = self._clock()
+        now = self.clock()
         for candidate in candidates:
             if candidate.victim.key not in self.policy:  # else it was stored anew meanwhile
                 self.policy.keep(candidate.victim, now)
@@ -220,7 +234,7 @@ class Cache:
         if self._gone_meanwhile is not None:
             self._gone_meanwhile.add(victim.key)
         self._evicted[victim.key] = reason
-        self.residence.add(self._clock() - victim.born)
+        self.residence.add(self.clock() - victim.born)
         self.counters[reason] += 1
         if len(self._evicted) > EVICTED_MAX:
             for former in list(islice(self._evicted, EVICTED_MAX // 8)):
@@ -248,7 +262,7 @@ class Cache:
         ``place``: (directory, slab).
         """
         if self._gone_meanwhile is not None and key not in self._gone_meanwhile and key not in self.policy:
-            now, tag = self._clock(), place[0] << _SLAB_BITS | place[1]
+            now, tag = self.clock(), place[0] << _SLAB_BITS | place[1]
             self.policy.added(key, max(size, 1), now - idle, tag, now - age)
 
     def found_all(self) -> None:

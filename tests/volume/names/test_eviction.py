@@ -12,7 +12,7 @@ import trio
 import trio.testing
 from volume_lab import CALLER, MIB, Chaos, Delay, Disk, check, lab_options, opened
 
-from kvfuse.errors import EngineError, NoSpace, NotAdmitted, NotFound, Stale
+from kvfuse.errors import EngineError, InvalidArgument, NoAttribute, NoSpace, NotAdmitted, NotFound, Stale
 from kvfuse.policy import HOLD_SECONDS
 from kvfuse.remote.records.api import Record
 from kvfuse.volume.api import ROOT_INODE
@@ -232,6 +232,24 @@ async def test_blocks_expire(autojump_clock: object) -> None:
         assert statistics(volume)["expired"] == 19
         await volume.sync()
     await checked(disk)
+
+
+async def test_a_clock_that_is_advanced() -> None:
+    async with opened(cache_disk(ttl=3600), OPTIONS) as volume:
+        names = await fill(volume, 0, 10)
+        advance = b"user.kvfuse.namespace.advance"
+        for seconds, left in ((b"3590", 10), (b"11.5", 0)):
+            await volume.inodes.set_xattr(ROOT_INODE, advance, seconds)
+            await trio.sleep(3)
+            assert sum(await volume.blocks.exists(ROOT_INODE, names)) == left
+        for wrong in (b"-1", b"soon"):
+            with pytest.raises(InvalidArgument, match="advances by seconds"):
+                await volume.inodes.set_xattr(ROOT_INODE, advance, wrong)
+        folder = await volume.tree.make_directory(ROOT_INODE, b"ordinary", 0o755, CALLER)
+        with pytest.raises(InvalidArgument, match="only a cache"):
+            await volume.inodes.set_xattr(folder.ino, advance, b"1")
+        with pytest.raises(NoAttribute):
+            await volume.inodes.get_xattr(ROOT_INODE, advance)
 
 
 @pytest.mark.parametrize("quota", [{"capacity": 8 * MIB}, {"blocks": 100}])
