@@ -150,7 +150,7 @@ class BlockFolder:
         except OSError as error:
             return Answer(key, Outcome.WRONG, time.perf_counter() - start, f"{path} cannot be read: {error.strerror}")
         seconds = time.perf_counter() - start
-        difference = content.difference(key, size)
+        difference = content.difference(key, content.buffer[:size])
         if difference is not None:
             return Answer(key, Outcome.WRONG, seconds, f"{path} {difference}")
         return Answer(key, Outcome.HIT, seconds)

@@ -101,7 +101,7 @@ class BlockSet:
             self._check(content, key, path, read_whole(path, content.buffer))
 
     def _check(self, content: BlockContent, key: bytes, path: str, size: int) -> None:
-        difference = content.difference(key, size)
+        difference = content.difference(key, content.buffer[:size])
         if difference is not None:
             raise KvfuseError(f"{path} {difference}")
 

@@ -45,12 +45,13 @@ class BlockContent:
         self._expected[:KEY_SIZE] = np.frombuffer(key, np.uint8)
         return self._expected.data.toreadonly()
 
-    def difference(self, key: bytes, size: int) -> str | None:
-        """How the first ``size`` bytes of ``buffer`` differ from the content of ``key``; None if they do not."""
+    def difference(self, key: bytes, data: memoryview) -> str | None:
+        """How ``data`` differs from the content of ``key``; None if it does not."""
+        size = len(data)
         if size != self.block_size:
             return f"has {'at least ' if size > self.block_size else ''}{size} bytes, not {self.block_size}"
         self.fill(key)
-        found = np.frombuffer(self.buffer[:size], np.uint8)
+        found = np.frombuffer(data, np.uint8)
         # compared as words: twice as fast as bytes
         if np.array_equal(found.view(np.uint64), self._expected.view(np.uint64)):
             return None

@@ -10,6 +10,7 @@ import ctypes
 import mmap
 import os
 import resource
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -167,6 +168,18 @@ def read_stream(path: Path) -> float:
     finally:
         os.close(descriptor)
     return size / (time.perf_counter() - start) / 1e9
+
+
+def disk_rates(folder: Path, size: int) -> tuple[float, float]:
+    """GB/s of ``size`` bytes written and synced to the disk of ``folder``, and of reading them again from there."""
+    with tempfile.NamedTemporaryFile(dir=folder) as file:
+        path = Path(file.name)
+        start = time.perf_counter()
+        write_stream(path, size)
+        os.fsync(file.fileno())
+        written = size / (time.perf_counter() - start) / 1e9
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        return written, read_stream(path)
 
 
 def drop_cached(path: Path) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 
 from kvfuse.bench.cache import Answer, BlockFolder, Outcome
 from kvfuse.bench.content import block_key
+from kvfuse.bench.mountpoint import mount_of
 from kvfuse.bench.traffic import TRACE_BLOCK_TOKENS, Request
 
 WINDOW_BLOCKS = 64
@@ -111,13 +112,23 @@ def quantiles_ms(seconds: list[float]) -> tuple[float, float, float] | None:
     return q50, q90, q99
 
 
-def engine_keys(request: Request, plan: ReplayPlan) -> Iterator[bytes]:
-    """The keys of a prompt's blocks in prefix order; an unfinished engine block is not kept."""
-    block_count = request.prompt_tokens // plan.block_tokens
+def engine_blocks(request: Request, plan: ReplayPlan) -> Iterator[int]:
+    """Numbers of a prompt's blocks in prefix order. An unfinished one is not kept, unless it is the trace's."""
     per_trace_block = max(1, TRACE_BLOCK_TOKENS // plan.block_tokens)
-    parts = ((block_id, part) for block_id in request.block_ids for part in range(per_trace_block))
-    for block_id, part in islice(parts, block_count):
-        yield block_key(plan.model, plan.block_tokens, plan.block_size, block_id, part)
+    if per_trace_block == 1:
+        return iter(request.block_ids)
+    numbers = (block_id * per_trace_block + part for block_id in request.block_ids for part in range(per_trace_block))
+    return islice(numbers, request.prompt_tokens // plan.block_tokens)
+
+
+def engine_key(number: int, plan: ReplayPlan) -> bytes:
+    """The key of a block of `engine_blocks`."""
+    return block_key(plan.model, plan.block_tokens, plan.block_size, number)
+
+
+def engine_keys(request: Request, plan: ReplayPlan) -> Iterator[bytes]:
+    """The keys of a prompt's blocks in prefix order."""
+    return (engine_key(number, plan) for number in engine_blocks(request, plan))
 
 
 def replay(
@@ -172,14 +183,6 @@ def run(
         if before.round_trips is not None and after.round_trips is not None:
             result.round_trips = after.round_trips - before.round_trips
         return result
-
-
-def mount_of(path: Path) -> Path:
-    """The mount point that ``path`` is on."""
-    folder = path.resolve()
-    while not os.path.ismount(folder):
-        folder = folder.parent
-    return folder
 
 
 def _space(target: Path) -> Space:

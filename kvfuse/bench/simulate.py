@@ -7,7 +7,7 @@ blocks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import islice, product, takewhile
 from typing import NamedTuple
@@ -16,8 +16,8 @@ from kvfuse.bench.traffic import Request
 from kvfuse.errors import ConfigError
 from kvfuse.policy import Policy, make_policy
 
-WINDOW_SECONDS = 120.0
-"""of the traffic: one point of the hit ratio over time"""
+POINTS = 30
+"""of the hit ratio over time"""
 
 PROGRESS_REQUESTS = 250
 
@@ -28,21 +28,26 @@ class Setup(NamedTuple):
     policy: str
     admission: str
     capacity: int
+    low_water: float = 1.0
+    """share of the capacity that victims leave"""
+    high_water: float = 1.0
+    """share of the capacity beyond which victims go"""
 
     @property
     def name(self) -> str:
         return f"{self.policy} + {self.admission}"
 
 
-class Point(NamedTuple):
-    """Counts of blocks in one window of the traffic."""
+class Served(NamedTuple):
+    """One request, at ``now`` seconds; counts of blocks."""
 
+    now: float
     asked: int
     hits: int
 
 
 @dataclass
-class Simulation:
+class Tally:
     """What one setup made of the requests; counts of blocks."""
 
     setup: Setup
@@ -50,8 +55,7 @@ class Simulation:
     hits: int = 0
     """found without a gap from the start of their prompt"""
     written: int = 0
-    windows: dict[int, Point] = field(default_factory=dict)
-    """number of the window of ``WINDOW_SECONDS`` -> its counts"""
+    requests: list[Served] = field(default_factory=list)
 
     @property
     def hit_ratio(self) -> float:
@@ -61,14 +65,18 @@ class Simulation:
         self.asked += asked
         self.hits += hits
         self.written += written
-        window = int(now // WINDOW_SECONDS)
-        before = self.windows.get(window, Point(0, 0))
-        self.windows[window] = Point(before.asked + asked, before.hits + hits)
+        self.requests.append(Served(now, asked, hits))
 
-    def hit_ratios(self) -> Iterator[tuple[float, float]]:
-        """(end of the window in seconds, hit ratio in it), in the order of time."""
-        for window, point in sorted(self.windows.items()):
-            yield (window + 1) * WINDOW_SECONDS, point.hits / point.asked
+    def hit_ratios(self, count: int = POINTS) -> list[tuple[float, float]]:
+        """(end in seconds, hit ratio) of ``count`` spans of the time; those without requests are left out."""
+        start, end = self.requests[0].now, self.requests[-1].now
+        span = (end - start) / count or 1.0
+        sums = [[0, 0] for _ in range(count)]
+        for now, asked, hits in self.requests:
+            row = sums[min(int((now - start) / span), count - 1)]
+            row[0] += asked
+            row[1] += hits
+        return [(start + (place + 1) * span, hits / asked) for place, (asked, hits) in enumerate(sums) if asked]
 
 
 def make_setups(policies: Iterable[str], admissions: Iterable[str], capacities: Iterable[int]) -> list[Setup]:
@@ -97,30 +105,30 @@ def limited(
 
 def simulate(
     requests: Iterable[Request], setup: Setup, progress: Callable[[int], None] = lambda requests: None
-) -> Simulation:
+) -> Tally:
     """``progress`` is called with the number of requests done since its last call."""
     policy = make_policy(setup.policy, setup.admission)
-    result = Simulation(setup)
+    result = Tally(setup)
     number = 0
     for number, request in enumerate(requests, start=1):
         keys, now = request.block_ids, request.arrival_ms / 1000
         hits = sum(1 for _ in takewhile(policy.__contains__, keys))
-        result.count(now, len(keys), hits, store(policy, keys, now, setup.capacity))
+        result.count(now, len(keys), hits, store(policy, keys, now, setup))
         if number % PROGRESS_REQUESTS == 0:
             progress(PROGRESS_REQUESTS)
     progress(number % PROGRESS_REQUESTS)
     return result
 
 
-def store(policy: Policy, keys: tuple[int, ...], now: float, capacity: int) -> int:
-    """What a cache of ``capacity`` blocks does after it has served a request; the number of blocks that it writes."""
+def store(policy: Policy, keys: tuple[int, ...], now: float, setup: Setup) -> int:
+    """What a cache does after it has served a request; the number of blocks that it writes."""
     policy.used(keys, now)
     absent = [key for key in keys if key not in policy]
-    admitted = policy.admits(absent, now, len(policy) < capacity)
-    new = [key for key, admits in zip(absent, admitted, strict=True) if admits][:capacity]
-    excess = len(policy) + len(new) - capacity
-    if excess > 0:
-        policy.victims(excess, now)
+    low = int(setup.capacity * setup.low_water)
+    admitted = policy.admits(absent, now, len(policy) < low)
+    new = [key for key, admits in zip(absent, admitted, strict=True) if admits][: setup.capacity]
+    if len(policy) + len(new) > setup.capacity * setup.high_water:
+        policy.victims(len(policy) + len(new) - low, now)
     for key in new:
         policy.added(key, 1, now)
     return len(new)

@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import click
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
+from kvfuse.bench.cachefolder import is_in_cache
 from kvfuse.bench.models import MODELS
-from kvfuse.bench.replay import ReplayPlan, ReplayResult, quantiles_ms, run
+from kvfuse.bench.replay import ReplayPlan, ReplayResult, quantiles_ms, round_trips, run
 from kvfuse.bench.simulate import limited, make_setups
-from kvfuse.bench.traffic import DEFAULT_SEED, Generator, read_trace, share_of
+from kvfuse.bench.traffic import DEFAULT_SEED, Generator, Request, read_trace, share_of
 from kvfuse.cli import Failure
+from kvfuse.cli.cachereplay import run_on_cache
 from kvfuse.cli.console import print_table
 from kvfuse.cli.simulation import CAPACITIES_DEFAULT, REQUESTS_DEFAULT, run_simulation
-from kvfuse.policy import ADMISSIONS, POLICIES
+from kvfuse.policy import ADMISSIONS, DEFAULT_ADMISSION, DEFAULT_POLICY, POLICIES
 from kvfuse.sizes import format_size
 
 DURATION_DEFAULT = 60.0
+SIMULATED = ("lru", "chain"), ("all", "adaptive")
+"""policies and admissions that are simulated by default"""
 
 
 class Counts(click.ParamType[tuple[int, ...]]):
@@ -77,8 +81,8 @@ class Counts(click.ParamType[tuple[int, ...]]):
     "--capacity-blocks",
     "capacities",
     type=Counts(),
-    help="Blocks that the cache may keep; 90 % of the free space where it is not given. For --simulate one or several"
-    " numbers of 512-token blocks, with commas between them.",
+    help="Blocks that the cache may keep; all that fit where it is not given. On kvfuse and for --simulate one or"
+    " several numbers, with commas between them.",
 )
 @click.option(
     "--simulate", is_flag=True, help="No TARGET: ask policies alone, and show what they would have hit and written."
@@ -88,24 +92,20 @@ class Counts(click.ParamType[tuple[int, ...]]):
     "policies",
     type=click.Choice(list(POLICIES)),
     multiple=True,
-    default=("lru", "chain"),
-    show_default=True,
-    help="Eviction to simulate; may be repeated.",
+    help="Eviction to try; may be repeated. [--simulate: lru and chain]",
 )
 @click.option(
     "--admission",
     "admissions",
     type=click.Choice(list(ADMISSIONS)),
     multiple=True,
-    default=("all", "adaptive"),
-    show_default=True,
-    help="Admission to simulate, each with every --policy; may be repeated.",
+    help="Admission to try, each with every --policy; may be repeated. [--simulate: all and adaptive]",
 )
 @click.option(
     "--plot",
     "picture",
     type=click.Path(dir_okay=False, writable=True, path_type=Path),
-    help="Simulated: write a PNG of the hit ratios over capacity and time (needs matplotlib).",
+    help="Of caches: write a PNG of the hit ratios over capacity and time (needs matplotlib).",
 )
 def replay(
     target: Path | None,
@@ -125,35 +125,61 @@ def replay(
     admissions: tuple[str, ...],
     picture: Path | None,
 ) -> None:
-    """Replay KV-cache traffic on the folder TARGET, as an engine that keeps one file a block.
+    """Replay KV-cache traffic on the folder TARGET, as an engine that keeps one file a block. Every byte is verified.
 
-    Each block of each prompt is looked up; a hit is read whole and verified, a miss is written under a temporary
-    name and renamed. The least recently used blocks make room. Exit status 1 if any block was wrong.
+    In a cache of kvfuse the chain of each prompt is asked for, what is there is got and the rest put, over rings; the
+    cache makes room by itself, and its clock is advanced as the traffic's time passes. --policy, --admission or
+    --capacity-blocks: in a namespace that is made for it in TARGET, and removed. Simulations stand beside the figures.
 
-    With --simulate nothing is read or written: the traffic goes to policies alone, as blocks of 512 tokens.
+    On other file systems each block is looked up as a file; a hit is read, a miss is written under a temporary name and
+    renamed, and the least recently used blocks make room.
+
+    Exit status 1 if any block was wrong. With --simulate nothing is read or written: the traffic goes to policies
+    alone, as blocks of 512 tokens.
+
+    \b
+    Examples:
+      kvfuse replay /mnt/kv --share 0.005
+      kvfuse replay /mnt/kv --trace FILE --tokens-per-block 512 --block-size 16384 --policy lru --policy chain \\
+        --capacity-blocks 1000,5000,10000 --plot hits.png
     """
-    requests = share_of(read_trace(trace) if trace else Generator(seed), share)
+
+    def requests() -> Iterator[Request]:
+        return share_of(read_trace(trace) if trace else Generator(seed), share)
+
     if simulate:
         if trace is None and request_max is block_max is duration is None:
             request_max = REQUESTS_DEFAULT
-        kept = limited(requests, request_max, block_max, duration)
-        run_simulation(kept, make_setups(policies, admissions, capacities or CAPACITIES_DEFAULT), picture)
+        setups = make_setups(policies or SIMULATED[0], admissions or SIMULATED[1], capacities or CAPACITIES_DEFAULT)
+        run_simulation(limited(requests(), request_max, block_max, duration), setups, picture)
         return
     if target is None:
         raise click.UsageError("TARGET is missing: a folder, or --simulate")
-    if capacities and len(capacities) > 1:
-        raise click.BadParameter("one number, unless for --simulate", param_hint="--capacity-blocks")
+    is_tried = bool(policies or admissions or capacities)
+    on_cache = round_trips(target) is not None and (is_tried or is_in_cache(target))
+    if not on_cache and (policies or admissions):
+        raise click.UsageError(f"--policy and --admission are for caches of kvfuse, and {target} is in none")
+    if capacities and len(capacities) > 1 and not on_cache:
+        raise click.BadParameter("one number, unless for caches of kvfuse", param_hint="--capacity-blocks")
     if request_max is block_max is duration is None:
         duration = DURATION_DEFAULT
     size = block_size or MODELS[model].block_size(block_tokens)
     if size % 8:
         raise click.BadParameter("a multiple of 8 bytes is needed", param_hint="--block-size")
     plan = ReplayPlan(model, block_tokens, size, worker_count, request_max, block_max, duration)
-    capacity = None if capacities is None else capacities[0] * size
+    if on_cache:
+        tried = make_setups(policies or (DEFAULT_POLICY,), admissions or (DEFAULT_ADMISSION,), capacities or (0,))
+        run_on_cache(requests, target, plan, tried if is_tried else [], picture)
+    else:
+        _run_on_folder(requests(), target, plan, capacities[0] * size if capacities else None)
+
+
+def _run_on_folder(requests: Iterable[Request], target: Path, plan: ReplayPlan, capacity: int | None) -> None:
+    """``capacity`` in bytes."""
     console = Console(stderr=True)
     with _progress(console, plan) as bar:
         result = run(requests, target, plan, capacity, bar)
-    title = f"{result.requests:,} requests as blocks of {format_size(size)}"
+    title = f"{result.requests:,} requests as blocks of {format_size(plan.block_size)}"
     print_table(("what", "figure"), _rows(result, plan), title)
     for detail in result.wrong_details:
         console.print(f"[red]wrong block:[/] {detail}", highlight=False, soft_wrap=True)

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 from kvfuse.bench.plot import plot, require_matplotlib
-from kvfuse.bench.simulate import Setup, Simulation, simulate
+from kvfuse.bench.simulate import Setup, Tally, simulate
 from kvfuse.bench.traffic import Request, measure
 from kvfuse.cli.console import print_table
 
@@ -42,7 +42,7 @@ def run_simulation(requests: Sequence[Request], setups: Sequence[Setup], picture
         console.print(f"plotted in {picture}", highlight=False, soft_wrap=True)
 
 
-def _rows(results: Sequence[Simulation], capacities: Sequence[int]) -> Iterator[tuple[str, ...]]:
+def _rows(results: Sequence[Tally], capacities: Sequence[int]) -> Iterator[tuple[str, ...]]:
     cells = {(result.setup.name, result.setup.capacity): result for result in results}
     for name in dict.fromkeys(result.setup.name for result in results):
         row = (cells[name, capacity] for capacity in capacities)

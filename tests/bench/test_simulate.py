@@ -31,13 +31,22 @@ def test_counts() -> None:
     result = simulate(REQUESTS, Setup("lru", "all", 100), done.append)
     assert (result.asked, result.hits, result.written) == (13, 1 + 3 + 3, 6)
     assert sum(done) == len(REQUESTS)
-    assert list(result.hit_ratios()) == [(120.0, pytest.approx(4 / 9)), (240.0, pytest.approx(3 / 4))]
+    assert result.hit_ratios(2) == [(100.0, pytest.approx(4 / 9)), (200.0, pytest.approx(3 / 4))]
 
 
 def test_a_gap_ends_the_hits() -> None:
     """Of four blocks the deepest of the first prompt made room: its others are hits."""
     result = simulate(REQUESTS[:3], Setup("lru", "all", 4))
     assert (result.hits, result.written) == (1 + 2, 3 + 2 + 1)
+
+
+def test_water_marks() -> None:
+    """Beyond nine of ten blocks, victims leave five."""
+    requests = [Request(1000 * number, 512, (number,)) for number in range(20)]
+    marks = Setup("lru", "all", 10, low_water=0.5, high_water=0.9)
+    for block in range(14, 20):
+        result = simulate([*requests, Request(30_000, 512, (block,))], marks)
+        assert result.hits == (block > 14)
 
 
 def test_a_prompt_larger_than_the_cache() -> None:

@@ -1,0 +1,106 @@
+"""Traffic replayed on real caches: figures beside simulations, a clock that follows the traffic, namespaces that go."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvfuse.bench.cachefolder import is_in_cache, namespace_for, namespace_of
+from kvfuse.bench.cachereplay import CacheReplay, replay_on_cache
+from kvfuse.bench.daemons import kvfuse_mount
+from kvfuse.bench.plot import plot_replays
+from kvfuse.bench.replay import ReplayPlan
+from kvfuse.bench.simulate import Setup
+from kvfuse.bench.textplot import chart
+from kvfuse.bench.traffic import Generator, Request
+from kvfuse.errors import ConfigError
+
+PLAN = ReplayPlan("llama-3-8b", 512, 4096, request_max=400)
+
+
+@pytest.fixture(scope="module")
+def point(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A mounted volume that is no cache."""
+    folder = tmp_path_factory.mktemp("replay")
+    with kvfuse_mount(folder / "volume", folder / "mnt", "capacity=64MiB") as daemon:
+        yield daemon.mountpoint
+
+
+def replayed(point: Path, setup: Setup, requests: list[Request] | None = None) -> CacheReplay:
+    with namespace_for(point, setup) as folder:
+        return replay_on_cache(requests or Generator(), folder, PLAN, lambda result: None)
+
+
+@pytest.mark.parametrize(("policy", "admission"), [("lru", "all"), ("chain", "adaptive")])
+def test_a_volume_hits_what_the_simulation_hits(point: Path, policy: str, admission: str, tmp_path: Path) -> None:
+    result = replayed(point, Setup(policy, admission, 2000))
+    simulated = result.simulated()
+    assert result.wrong == 0
+    assert len(result.requests) == 400
+    assert result.evicted > 0
+    assert max(sample.blocks for sample in result.samples) <= 2000
+    assert result.tally.hits == pytest.approx(simulated.hits, rel=0.03)
+    assert result.tally.written == pytest.approx(simulated.written, rel=0.1)
+    plot_replays([result], tmp_path / "replay.png")
+    assert (tmp_path / "replay.png").read_bytes().startswith(b"\x89PNG")
+    assert not [name for name in os.listdir(point) if name.startswith("replay")], "its namespace is gone"
+
+
+def test_the_clock_follows_the_traffic(point: Path) -> None:
+    blocks = tuple(range(100))
+    with namespace_for(point, Setup("lru", "all", 500)) as folder:
+        requests = [Request(1000 * second, 512 * 100, blocks) for second in (0, 4000)]
+        replay_on_cache(requests, folder, PLAN, lambda result: None)
+        gaps = namespace_of(folder)["cache"]["reuse_gap"]
+    assert gaps["sum"] / sum(gaps["counts"]) == pytest.approx(4000, rel=0.01)
+
+
+def test_which_folders_are_in_caches(point: Path, tmp_path: Path) -> None:
+    assert not is_in_cache(tmp_path)
+    assert not is_in_cache(point)
+    with namespace_for(point, Setup("lru", "all", 10)) as folder:
+        (folder / "inner").mkdir()
+        assert is_in_cache(folder / "inner")
+        (folder / "inner").rmdir()
+    with pytest.raises(ConfigError, match="no kvfuse mount"):
+        namespace_of(tmp_path)
+
+
+def test_the_command_compares_policies(point: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "kvfuse.cli", "replay", str(point), "--requests", "60", "--block-size", "4096"]
+    command += ["--tokens-per-block", "512", "--policy", "lru", "--policy", "chain", "--admission", "all"]
+    picture = tmp_path / "hits.png"
+    done = subprocess.run(
+        [*command, "--capacity-blocks", "200,400", "--plot", str(picture)], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    rows = [line.split() for line in done.stdout.splitlines() if " + " in line and "requests" not in line]
+    assert [(row[0], row[3]) for row in rows] == [("lru", "200"), ("lru", "400"), ("chain", "200"), ("chain", "400")]
+    assert "the line is its capacity" in done.stderr
+    assert picture.stat().st_size > 1000
+    stats = json.loads((point / ".kvfuse" / "stats").read_bytes())
+    assert len(stats["namespaces"]) == 1
+
+
+def test_policies_are_for_caches(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "kvfuse.cli", "replay", str(tmp_path), "--policy", "lru"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "caches of kvfuse" in done.stderr
+
+
+def test_a_chart() -> None:
+    assert chart("title", [0, 0.5, 1], 1.0, "100 %", 0.9) == [
+        "title",
+        "    100 % ┤──█",
+        "          ┤  █",
+        "          ┤ ▄█",
+        "          ┤ ██",
+        "        0 ┤ ██",
+    ]
