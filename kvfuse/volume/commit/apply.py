@@ -77,14 +77,14 @@ class BatchBuilder:
             dead += node.dead
             node.extra, node.dead = {}, []
         dead += self._take(draft, batch)
-        for file in draft.vanished.values():
-            dead += file.extents
         batch.draft, batch.files = draft, draft.files
         batch.puts, batch.deletes, batch.expect = draft.puts, draft.deletes, draft.expect
         batch.unborn, self.core.unborn = self.core.unborn, []
         if batch.too_large:
             self.core.dead += dead  # sent in several commits: none may have a slot free already
         else:
+            batch.vanished = [slot for _, slots in draft.vanished.values() for slot in slots]
+            self.core.slabs.release(batch.vanished)
             batch.freed = self.core.sharing.release(dead, {slot.addr for slot in fresh}) if dead else []
         if self.core.namespaces.accounts.all:
             self._put_uses(draft, batch, fresh)
@@ -101,11 +101,10 @@ class BatchBuilder:
                 gone = node.lost_files - (is_new and node.lost_files > 0)
                 batch.files_gone[node.namespace] = batch.files_gone.get(node.namespace, 0) + gone
                 node.lost_files = 0
-        for file in draft.vanished.values():
-            if file.namespace:
-                files[file.namespace] -= 1
-                batch.files_gone[file.namespace] = batch.files_gone.get(file.namespace, 0) + 1
-        freed = [extent.slot for extent in batch.freed]
+        for namespace, count in Counter([namespace for namespace, _ in draft.vanished.values() if namespace]).items():
+            files[namespace] -= count
+            batch.files_gone[namespace] = batch.files_gone.get(namespace, 0) + count
+        freed = [*[extent.slot for extent in batch.freed], *batch.vanished]
         for number, value in self.core.namespaces.accounts.store(fresh, freed, files).items():
             key = schema.use_key(number, self.core.client)
             batch.puts[key] = value
@@ -224,7 +223,7 @@ class Settling:
         for note in self._terms.before_settle:
             note(batch)
         if draft.vanished:
-            places = [file.place for file in draft.vanished.values()]
+            places = [(directory, name) for directory, _, name in map(schema.split_entry_key, draft.vanished)]
             for place in places:
                 self.core.dentries.note_stored(*place, is_stored=False)
             self.core.dentries.vanishing.remove(places)
@@ -242,14 +241,17 @@ class Settling:
         if batch is None:
             return
         async with self._freeing:
-            if batch.freed or batch.unborn:
+            if batch.freed or batch.unborn or batch.vanished:
+                slots = [extent.slot for extent in (*batch.freed, *batch.unborn)]
                 try:
-                    await self._headers.mark_free([extent.slot for extent in (*batch.freed, *batch.unborn)])
+                    await self._headers.mark_free(slots + batch.vanished)
                 except EngineError:
                     batch.is_unsure = True
                     raise
                 self._retire(self.core.slabs.reclaim, batch.freed, batch)
                 self._retire(self.core.slabs.cancel, batch.unborn, batch)
+                reclaim: Give = self.core.slabs.reclaim
+                self.core.reads.retire(self.core.grace.later(reclaim) if batch.is_unsure else reclaim, batch.vanished)
             self.batch = None
 
     def _retire(self, give: Give, extents: list[Extent], batch: Batch) -> None:

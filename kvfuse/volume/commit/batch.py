@@ -7,6 +7,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
+from kvfuse.slab.allocator import Slot
 from kvfuse.volume.commit.committer import RESERVED_BYTES, RESERVED_OPERATIONS, Changes
 from kvfuse.volume.commit.late import Late
 from kvfuse.volume.commit.pending import Vanishing
@@ -134,6 +135,8 @@ class Batch(Changes):
 
     freed: list[Extent] = field(default_factory=list)
     unborn: list[Extent] = field(default_factory=list)
+    vanished: list[Slot] = field(default_factory=list)
+    """slots of files that nothing in memory knew"""
     late: Late = field(default_factory=set)
     """changed inodes that it leaves out: their bytes are not in slots, or it has no room for them"""
     left_serial: int | None = None

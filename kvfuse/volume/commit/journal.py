@@ -216,11 +216,11 @@ class Journal:
         batch, core = self.settling.batch, self.core
         given_up = [core.dead, core.unborn, batch.unborn if batch is not None else []]
         given_up += [node.dead for node in self.pending.giving_up()]
-        given_up += [file.extents for file in self.pending.vanishing.values()]
         chunks = [chunk for node in core.unnamed.values() for chunk in node.chunks.values()]
         given_up += [chunk.extents for chunk in chunks]
         staged_size = sum([chunk.staged.capacity for chunk in chunks if chunk.staged is not None])
         slot_size = sum([extent.slot_size for extents in given_up for extent in extents])
+        slot_size += sum([slot.size for _, slots in self.pending.vanishing.values() for slot in slots])
         return slot_size + self.flusher.dropped_size + staged_size
 
     @property

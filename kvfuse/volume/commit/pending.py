@@ -8,16 +8,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import trio
 
+from kvfuse.slab.allocator import Slot
 from kvfuse.volume.commit.late import Aside, Late, Ties, is_held, settlers
 from kvfuse.volume.commit.loose import LooseRecords
-from kvfuse.volume.inodes.chunk import Extent
 from kvfuse.volume.inodes.dentries import NameChange
 from kvfuse.volume.inodes.node import Node, check_remembered
-from kvfuse.volume.store import schema
 
 if TYPE_CHECKING:
     from kvfuse.volume.inodes.core import Core
@@ -51,12 +50,8 @@ class JournalCounters:
     """inodes changed here and by another host, whose changes were merged"""
 
 
-class Vanishing(NamedTuple):
-    """A file that nothing in memory knows, and that goes: its name, and its extents."""
-
-    place: tuple[int, bytes]
-    namespace: int
-    extents: list[Extent]
+Vanishing = tuple[int, tuple[Slot, ...]]
+"""A file that nothing in memory knows, and that goes: its namespace and its slots. There may be very many: no class."""
 
 
 class Load:
@@ -176,17 +171,14 @@ class Pending:
                 self.gone[node] = self.serial
         self.load.work.set()
 
-    def vanish(self, key: bytes, record: schema.InodeRecord, extents: list[Extent]) -> None:
-        """Remove a file of one name, whose record of ``key`` has its inode and all its extents.
+    def vanish(self, key: bytes, place: tuple[int, bytes], namespace: int, slots: tuple[Slot, ...]) -> None:
+        """Remove a file of one name, (directory, name), whose record of ``key`` has its inode and all its extents.
 
         Nothing in memory may know it: not the kernel, no handle, no node that changed. One host only.
         """
-        directory, _, name = schema.split_entry_key(key)
-        self.dentries.forget(directory, name)
-        self.dentries.vanishing.add((directory, name))
-        self.vanishing[key] = Vanishing((directory, name), record.namespace, extents)
+        self.dentries.vanish(place)
+        self.vanishing[key] = namespace, slots
         self.core.file_count -= 1
-        self.load.work.set()
 
     def set_name(
         self,

@@ -56,8 +56,9 @@ class Planner:
     def _draft_vanishing(self, draft: Draft, vanishing: Mapping[bytes, Vanishing]) -> None:
         draft.vanished.update(vanishing)
         draft.deletes.update(vanishing)
-        draft.namespaces.update([file.namespace for file in vanishing.values()])
-        self._draft_slabs(draft, [extent for file in vanishing.values() for extent in file.extents])
+        draft.namespaces.update([namespace for namespace, _ in vanishing.values()])
+        slab_size = self.core.geometry.slab_size
+        draft.slabs.update([slot.addr // slab_size for _, slots in vanishing.values() for slot in slots])
 
     def _draft_node(self, draft: Draft, node: Node, *, bequeaths: bool = False) -> None:
         draft.nodes.append(node)

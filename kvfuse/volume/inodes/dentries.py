@@ -171,6 +171,13 @@ class Dentries:
             del self._names[place]
         self._room = max(self.names_max, len(self._names) + self.names_max // 8)
 
+    def vanish(self, place: tuple[int, bytes]) -> None:
+        """A commit is about to delete the record of a name without a pending change, and its inode."""
+        if place in self._names:
+            self.forget(*place)
+        self.noted += 1
+        self.vanishing.add(place)
+
     # -- changes that are not in the store yet -------------------------------------------------------
 
     def put_change(self, change: NameChange) -> NameChange | None:

@@ -25,6 +25,7 @@ class VanishingNames:
 
     def __init__(self) -> None:
         self.places: dict[Place, None] = {}
+        """those whose records a commit is about to delete"""
         self._has_vanished = trio.Event()
         self._noting: list[set[Place]] = []
 

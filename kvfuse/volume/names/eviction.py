@@ -21,9 +21,9 @@ import trio
 
 from kvfuse import errors
 from kvfuse.remote.records.api import Record
+from kvfuse.slab.allocator import Slot
 from kvfuse.volume.commit.journal import Journal
 from kvfuse.volume.content.kernel_news import KernelNews
-from kvfuse.volume.inodes.chunk import COMMITTED
 from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.names.changes import Names
 from kvfuse.volume.names.lookup import Lookup
@@ -260,9 +260,12 @@ class Evictor:
             return False
         if dentries.get(directory, name).change is not None or (directory, name) in dentries.vanishing.places:
             return False
-        extents = [core.sharing.extent_of(extent, record.namespace) for chunk in record.chunks for extent in chunk]
+        slabs, namespace = core.slabs, record.namespace
+        slots = [Slot(one.addr, slabs.slot_size(one.addr), namespace) for chunk in record.chunks for one in chunk]
+        if not all(slabs.is_durable(slot.addr) for slot in slots):
+            return False  # damaged: an unlink says so
         core.tier.drop(record.ino)
-        self.journal.pending.vanish(row.key, record, [one for one in extents if one.state == COMMITTED])
+        self.journal.pending.vanish(row.key, (directory, name), namespace, tuple(slots))
         if node is not None:
             node.nlink, node.reaped = 0, True  # whoever still has it (access times are noted late) finds it removed
             core.nodes.drop(node)

@@ -154,6 +154,14 @@ async def test_scan_shows_a_prefix_in_order(store: RecordStore) -> None:
     assert await store.scan(b"p" * store.limits.key_size_max) == []
 
 
+async def test_seek_finds_the_first_under_each_prefix(store: RecordStore) -> None:
+    await store.commit({b"a": b"0", b"p1": b"1", b"p2": b"2", b"q": b"5"})
+    wanted = [b"p2", b"p", b"x", b"q", b"p0", b"a"]
+    assert await store.seek(wanted) == [(await store.scan(prefix, limit=1) or [None])[0] for prefix in wanted]
+    assert [row and row.value for row in await store.seek(wanted)] == [b"2", b"1", None, b"5", None, b"0"]
+    assert await store.seek([]) == []
+
+
 async def test_scan_resumes_after_a_key_present_or_not(store: RecordStore) -> None:
     await store.commit({b"p%d" % i: b"" for i in range(0, 10, 2)} | {b"o": b"", b"q": b""})
 

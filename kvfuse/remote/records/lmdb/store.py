@@ -49,15 +49,15 @@ import trio
 
 from kvfuse.errors import Corrupt, EngineError, EngineFull, ReadOnly
 from kvfuse.remote.records.api import ABSENT, Change, Lease, Meter, Record, RecordLimits, RecordStore, Usage, Versioned
-from kvfuse.remote.records.lmdb import medium
+from kvfuse.remote.records.lmdb import medium, rows
 from kvfuse.remote.records.lmdb.local import LocalLease, Watch, own_lease
 from kvfuse.remote.records.lmdb.medium import DATA_FILE, Medium
 from kvfuse.remote.records.lmdb.residency import MappedFile
+from kvfuse.remote.records.lmdb.rows import VERSION_SIZE
 
 _T = TypeVar("_T")
 log = logging.getLogger(__name__)
 
-VERSION_SIZE = 8
 _USAGE = struct.Struct(">qq")
 MAP_SIZE = 4 << 40
 """Address space asked for, not disk; less where the process may not have as much. `bound` makes it less."""
@@ -142,22 +142,22 @@ class LmdbRecords(RecordStore):
             raise ValueError(f"a key is empty or longer than {self.limits.key_size_max} bytes")
         values = self._reading(lambda transaction: [transaction.get(key) for key in keys])
         self._mapped.touched(len(keys))
-        return [None if value is None else Versioned(value[VERSION_SIZE:], _version(value)) for value in values]
+        return [None if value is None else Versioned(value[VERSION_SIZE:], rows.version_of(value)) for value in values]
 
     async def scan(self, prefix: bytes, after: bytes = b"", limit: int = 1000) -> list[Record]:
         self.counters.scans += 1
         if max(len(prefix), len(after)) > self.limits.key_size_max:
             raise ValueError(f"a prefix or key is longer than {self.limits.key_size_max} bytes")
-        records = self._reading(lambda transaction: _scan(transaction, prefix, after, limit))
+        records = self._reading(lambda transaction: rows.scan(transaction.cursor(), prefix, after, limit))
         self._mapped.touched(len(records))
         return records
 
     async def seek(self, prefixes: Sequence[bytes]) -> list[Record | None]:
         """As the contract says, in one transaction."""
         self.counters.scans += 1
-        rows = self._reading(lambda transaction: [_scan(transaction, prefix, b"", 1) for prefix in prefixes])
-        self._mapped.touched(len(rows))
-        return [row[0] if row else None for row in rows]
+        found = self._reading(lambda transaction: rows.seek(transaction.cursor(), prefixes))
+        self._mapped.touched(len(found))
+        return found
 
     def _reading(self, call: Callable[[lmdb.Transaction[bytes]], _T]) -> _T:
         """The result of ``call`` on a snapshot. EngineError."""
@@ -205,6 +205,7 @@ class LmdbRecords(RecordStore):
         self.counters.commits += 1
         self.counters.commit_operations += transaction.operation_count
         async with self._turn():
+            transaction.wants_changes = own is not None
             applied = not (own and own.revoked) and await self._apply(transaction)
             if applied and own:
                 own.attach(transaction.changes)
@@ -237,7 +238,7 @@ class LmdbRecords(RecordStore):
         """Delete what was put under the lease and not put anew since."""
         async with self._turn():
             found = self._reading(lambda transaction: {key: transaction.get(key) for key in lease.attached})
-            deletes = [key for key, value in found.items() if value and _version(value) == lease.attached[key]]
+            deletes = [key for key, value in found.items() if value and rows.version_of(value) == lease.attached[key]]
             await self._apply(_Transaction(self._environment, self._medium, {}, deletes, {}, False, self._meter))
 
     async def aclose(self) -> None:
@@ -256,6 +257,7 @@ class LmdbRecords(RecordStore):
         if not self._medium.is_intact():
             raise self._lost()
         transaction.usage = self._usage
+        transaction.wants_changes |= bool(self._watches)
         try:
             if not await self._stage(transaction):
                 return False
@@ -324,6 +326,9 @@ class _Transaction:
         self.usage: Usage | None = None
         """of all records, as this commit leaves them"""
         self.committed = False
+        self.change_count = 0
+        self.wants_changes = False
+        """somebody watches, or the commit has a lease"""
         self.changes: list[Change] = []
 
     def begin(self, stop: int) -> bool:
@@ -336,7 +341,7 @@ class _Transaction:
         """Do operations start..stop: first come the expectations, then the changes. False: a version had moved."""
         for key, version in self._expect[start:stop]:
             value = self._transaction.get(key)
-            if (ABSENT if value is None else _version(value)) != version:
+            if (ABSENT if value is None else rows.version_of(value)) != version:
                 self._check_medium()
                 return False
         expect_count = len(self._expect)
@@ -357,7 +362,9 @@ class _Transaction:
             self._transaction.put(key, self.id.to_bytes(VERSION_SIZE, "big") + value)
         elif not self._transaction.delete(key):
             return
-        self.changes.append(Change(key, value, self.id))
+        self.change_count += 1
+        if self.wants_changes:
+            self.changes.append(Change(key, value, self.id))
 
     def _weighed(self, meter: Meter, usage: Usage, key: bytes, value: bytes | None) -> Usage:
         """As it is when the record is put or deleted."""
@@ -376,7 +383,7 @@ class _Transaction:
         return self._transaction is not None
 
     def finish(self) -> None:
-        if self.changes:
+        if self.change_count:
             if self._meter is not None and self.usage is not None:
                 self._transaction.put(self._meter.key, _usage_row(self.usage, self.id))
             self._check_medium()
@@ -461,28 +468,6 @@ def _recorded_usage(transaction: lmdb.Transaction[bytes], meter: Meter) -> Usage
         size += more_size
         items += more_items
     return Usage(size, items)
-
-
-def _scan(transaction: lmdb.Transaction[bytes], prefix: bytes, after: bytes, limit: int) -> list[Record]:
-    records: list[Record] = []
-    cursor = transaction.cursor()
-    start = max(prefix, after)
-    found = cursor.set_range(start) if start else cursor.first()
-    if not found or limit <= 0:
-        return records
-    for key, value in cursor.iternext():
-        if not key.startswith(prefix):
-            break
-        if key == after:
-            continue
-        records.append(Record(key, value[VERSION_SIZE:], _version(value)))
-        if len(records) == limit:
-            break
-    return records
-
-
-def _version(value: bytes | memoryview) -> int:
-    return int.from_bytes(value[:VERSION_SIZE], "big")
 
 
 def _translated(error: Exception, path: Path) -> EngineError:
