@@ -82,10 +82,10 @@ class Evictor:
     async def _follow(self) -> None:
         namespaces = self.core.namespaces
         while True:
-            with trio.move_on_after(LOOK_SECONDS if self.core.caches else math.inf):
+            with trio.move_on_after(LOOK_SECONDS if self.core.caches or namespaces.cleared else math.inf):
                 await namespaces.changed.wait()
             namespaces.changed = trio.Event()
-            if self.core.caches:
+            if self.core.caches or namespaces.cleared:  # what was cleared may be no cache any more
                 try:
                     await self._look()
                 except errors.OperationError as error:
@@ -145,13 +145,11 @@ class Evictor:
 
     async def make_room(self, deadline: float, namespace: int | None) -> bool:
         """A `Source`: evict some files of the largest cache, and free their slots. False: no cache has any to give."""
-        if not self.core.caches:
-            return False
         if self.core.namespaces.cleared:
             with trio.move_on_after(SWEEP_SECONDS):
                 await self.core.namespaces.swept.wait()
             return True
-        return await self._evict_some(self._portion(namespace), namespace)
+        return bool(self.core.caches) and await self._evict_some(self._portion(namespace), namespace)
 
     def _portion(self, namespace: int | None) -> int:
         """Bytes to evict at once: where a quota is used up, down to the low water mark, as ahead of need."""

@@ -6,8 +6,9 @@ import os
 
 import pytest
 import trio
+from namespace_lab import change_namespace, make_namespace
 from test_eviction import BLOCK, OPTIONS, cache_disk, checked, fill, statistics
-from volume_lab import CALLER, opened
+from volume_lab import CALLER, Disk, opened
 
 from kvfuse.errors import InvalidArgument, NotFound, Stale
 from kvfuse.volume.api import ROOT_INODE
@@ -145,4 +146,18 @@ async def test_clearing_again_and_again() -> None:
         assert volume.parts.core.namespaces.all[ROOT].cache is not None
         await volume.sync()
         assert volume.space().free == volume.space().size
+    await checked(disk)
+
+
+async def test_what_was_cleared_goes_also_when_there_is_no_cache_any_more() -> None:
+    disk = Disk.format(OPTIONS)
+    async with opened(disk, OPTIONS) as volume:
+        folder = await make_namespace(volume, ROOT_INODE, b"n", kind="cache", admission="all")
+        await volume.blocks.put(folder, b"a", memoryview(bytes(BLOCK)), CALLER, 0o644)
+        await volume.sync()
+        await clear(volume, folder)
+        await change_namespace(volume, folder, kind="files")
+        with trio.fail_after(10):
+            await until_swept(volume)
+        assert volume.parts.core.namespaces.accounts.use(folder).files == 0
     await checked(disk)

@@ -21,7 +21,7 @@ from volume_lab import CALLER, MIB, Chaos, Disk, check, lab_options, opened
 
 from kvfuse.errors import EngineError, InvalidArgument, NotAdmitted, NotEmpty, NotFound, QuotaExceeded, Stale
 from kvfuse.volume.api import RENAME_EXCHANGE, ROOT_INODE, Attributes, Changes
-from kvfuse.volume.names.namespace_attributes import NAMESPACE
+from kvfuse.volume.names.namespace_attributes import CLEAR, NAMESPACE
 from kvfuse.volume.namespaces.accounts import Use
 from kvfuse.volume.namespaces.registry import Namespace
 from kvfuse.volume.namespaces.settings import ROOT, Settings
@@ -56,9 +56,9 @@ class Walk:
             self.check()
 
     async def step(self) -> None:
-        rare = [self.link, self.requota, self.begin, self.end]
+        rare = [self.link, self.requota, self.begin, self.end, self.wipe]
         actions = [self.put, self.write, self.delete, self.rename, self.cut, self.hold, *rare]
-        action = self.rng.choices(actions, [8, 8, 6, 4, 3, 2, 1, 1, 1, 1])[0]
+        action = self.rng.choices(actions, [8, 8, 6, 4, 3, 2, 1, 1, 1, 1, 1])[0]
         try:
             await action(self.rng.choice(self.folders))
             self.events[action.__name__] += 1
@@ -168,14 +168,17 @@ class Walk:
         await change_namespace(self.volume, number, **self.settings())
 
     def settings(self) -> dict[str, object]:
-        kind, admission = self.rng.choice(["files", "cache"]), self.rng.choice(["all", "adaptive"])
+        kind, eviction = self.rng.choice(["files", "cache"]), self.rng.choice(["lru", "fifo", "s3fifo"])
         quotas = {"capacity": self.rng.choice(CAPACITIES), "blocks": self.rng.choice(COUNTS)}
-        return {"kind": kind, "admission": admission, **quotas}
+        return {"kind": kind, "eviction": eviction, "admission": "all", **quotas}
 
     def allow(self, number: int) -> None:
         """The quotas of a namespace change: it may go on having what it has."""
         if number:
             self.last[number] = self.audit.allowed[number] = self.volume.parts.core.namespaces.accounts.use(number)
+
+    async def wipe(self, folder: int) -> None:
+        await self.volume.inodes.set_xattr(self.rng.choice(self.namespaces), CLEAR, b"1")
 
     async def begin(self, folder: int) -> None:
         """A namespace, in any of those that were there from the start."""
@@ -204,7 +207,10 @@ class Walk:
                     await self.volume.tree.unlink(folder, entry.name)
 
     async def clear(self) -> None:
-        """Room returns when everything went."""
+        """Room returns when everything went: what was cleared goes by itself."""
+        with trio.fail_after(60):
+            while self.volume.parts.core.namespaces.cleared:  # noqa: ASYNC110
+                await trio.sleep(0.1)
         self.forget()
         for folder in self.folders:
             await self.empty(folder)
@@ -219,7 +225,8 @@ class Walk:
 async def make_walk(volume: Volume, audit: UseAudit, rng: random.Random) -> Walk:
     outer = await make_namespace(volume, ROOT_INODE, b"outer", capacity=MIB, blocks=20)
     middle = await make_namespace(volume, outer, b"middle", capacity=8 * CHUNK)
-    inner = await make_namespace(volume, middle, b"inner", blocks=6, kind=rng.choice(["files", "cache"]))
+    kind = rng.choice(["files", "cache"])
+    inner = await make_namespace(volume, middle, b"inner", blocks=6, kind=kind, eviction="lru", admission="all")
     beside = await make_namespace(volume, outer, b"beside", capacity=4 * CHUNK, blocks=4)
     folder = (await volume.tree.make_directory(inner, b"folder", 0o755, CALLER)).ino
     await volume.sync()
