@@ -393,7 +393,7 @@ class Tree:
             parent, name, stat.S_IFREG | stat.S_IMODE(mode), caller
         )
         handle = self._files.begin(node, flags, caller)
-        await self._names.publish(directory, node)
+        await self._publish(directory, node, handle)
         return handle, node
 
     async def make_node(self, parent: int, name: bytes, mode: int, rdev: int, caller: Caller) -> Node:
@@ -411,13 +411,23 @@ class Tree:
         directory, node = await _for_change(self._core, self._names).create(
             parent, name, mode, caller, rdev=rdev, target=target
         )
-        await self._names.publish(directory, node)
+        await self._publish(directory, node)
         return node
 
     async def link(self, ino: int, parent: int, name: bytes) -> Node:
         directory, node = await _for_change(self._core, self._names).link(ino, parent, name)
-        await self._names.publish(directory, node)
+        await self._publish(directory, node)
         return node
+
+    async def _publish(self, directory: Node, node: Node, handle: FileHandle | None = None) -> None:
+        """Publish what the kernel gets a reference to, and perhaps a handle: of an error it gets neither."""
+        try:
+            await self._names.publish(directory, node)
+        except BaseException:
+            if handle is not None:
+                await self._files.release(handle)
+            self.forget(node.ino, 1)
+            raise
 
     async def unlink(self, parent: int, name: bytes) -> None:
         directory, node = await _for_change(self._core, self._names).unlink(parent, name)

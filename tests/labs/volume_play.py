@@ -60,6 +60,8 @@ class Actor:
         self.rng = rng
         self.number = number
         self.serial = 0
+        self.refusals = 0
+        """writes that found no room"""
         self.known: list[int] = []
         """inodes looked up, as a kernel that remembers them: until the end of the step"""
 
@@ -101,6 +103,7 @@ class Actor:
         try:
             return await self.volume.files.write(handle, offset, data)
         except NoSpace:
+            self.refusals += 1
             return 0
 
     async def try_write(self, handle: Handle, offset: int, data: bytes) -> int:

@@ -25,6 +25,8 @@ from kvfuse.slab.allocator import Slot
 from kvfuse.volume.commit.journal import Journal
 from kvfuse.volume.content.kernel_news import KernelNews
 from kvfuse.volume.inodes.core import Core
+from kvfuse.volume.inodes.dentries import Dentries
+from kvfuse.volume.inodes.node import Node
 from kvfuse.volume.names.changes import Names
 from kvfuse.volume.names.lookup import Lookup
 from kvfuse.volume.names.sweeping import Sweeper
@@ -201,11 +203,12 @@ class Evictor:
         """If none go, names that were not stored are, first."""
         kept, unstored = await self._remove(cache, candidates, reason)
         if len(kept) + len(unstored) == len(candidates) and unstored:
-            await self.journal.commit()
-            more_kept, absent = await self._remove(cache, unstored, reason)
+            await self.journal.commit(*_unstored_files(self.core.dentries, unstored))
+            more_kept, unstored = await self._remove(cache, before := unstored, reason)
+            late, absent = _late_and_absent(self.core.dentries, unstored)
             cache.absent(absent)
-            cache.kept(kept + more_kept)
-            return len(unstored) - len(more_kept) - len(absent)
+            cache.kept(kept + more_kept + late)
+            return len(before) - len(more_kept) - len(unstored)
         cache.kept(kept + unstored)
         return len(candidates) - len(kept) - len(unstored)
 
@@ -322,6 +325,25 @@ class Evictor:
         for (key, _), record in zip(references, records, strict=True):
             if record is not None and (inode := schema.decode_inode(record.value)).namespace in caches:
                 found.add(key, inode, self.core.geometry.slab_size)
+
+
+def _unstored_files(dentries: Dentries, unstored: list[Candidate]) -> list[Node]:
+    """The files of these names, but for those that are being written again."""
+    places = {(one.directory, one.cookie) for one in unstored}
+    return [
+        change.node
+        for ino in {one.directory for one in unstored}
+        for name, change in dentries.changes_in(ino).items()
+        if change.node is not None and not change.node.writers and (ino, schema.name_hash(name)) in places
+    ]
+
+
+def _late_and_absent(dentries: Dentries, unstored: list[Candidate]) -> tuple[list[Candidate], list[Candidate]]:
+    """Files that a later commit stores, as their bytes were not in slots; and those that are there no more."""
+    directories = {one.directory for one in unstored}
+    coming = {(ino, schema.name_hash(name)) for ino in directories for name in dentries.changes_in(ino)}
+    late = [one for one in unstored if (one.directory, one.cookie) in coming]
+    return late, [one for one in unstored if (one.directory, one.cookie) not in coming]
 
 
 class _Found:

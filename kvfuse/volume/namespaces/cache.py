@@ -119,6 +119,7 @@ class Cache:
         """A name means no file any more, or one that is not on the books yet."""
         key = block_key(directory, name)
         self.policy.removed(key)
+        self._leaving.discard(key)
         if self.news.watches:
             self.news.tell(directory, Change.REMOVED, name)
         if self._gone_meanwhile is not None:
@@ -224,7 +225,8 @@ class Cache:
         """These could not be evicted now."""
         now = self.clock()
         for candidate in candidates:
-            if candidate.victim.key not in self.policy:  # else it was stored anew meanwhile
+            key = candidate.victim.key
+            if key in self._leaving and key not in self.policy:  # it was neither removed nor stored anew meanwhile
                 self.policy.keep(candidate.victim, now)
         self._leaving.difference_update([one.victim.key for one in candidates])
 
