@@ -172,8 +172,8 @@ class Evictor:
             caches = self._caches_in(namespace)
             for cache in sorted(caches, key=lambda cache: cache.policy.size, reverse=True):
                 if await self._evict_from(cache, size):
-                    self._steps += 1
                     await self.journal.free_given_up(math.inf, namespace)
+                    self._steps += 1
                     return True
         return False
 

@@ -409,3 +409,29 @@ async def ask(volume: Volume, name: bytes, question: str) -> None:
         assert await volume.blocks.find(ROOT_INODE, name) is None
     else:
         assert name not in {entry.name for entry in await volume.tree.list_directory(ROOT_INODE, 0, 1000)}
+
+
+async def test_who_waits_for_an_eviction_evicts_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where its files are gone, and their slots are about to be free."""
+    async with opened(cache_disk(), OPTIONS) as volume:
+        await fill(volume, 0, 400)
+        await volume.sync()
+        (evictor,) = volume.parts.space.evictors
+        assert isinstance(evictor, Evictor)
+        free = evictor.journal.free_given_up
+        gone, goes_on = trio.Event(), trio.Event()
+
+        async def free_late(deadline: float, namespace: int | None) -> bool:
+            gone.set()
+            await goes_on.wait()
+            return await free(deadline, namespace)
+
+        monkeypatch.setattr(evictor.journal, "free_given_up", free_late)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(evictor.make_room, math.inf, None)
+            await gone.wait()
+            portion = statistics(volume)["room"]
+            nursery.start_soon(evictor.make_room, math.inf, None)
+            await trio.testing.wait_all_tasks_blocked()
+            goes_on.set()
+        assert 0 < statistics(volume)["room"] == portion
