@@ -105,7 +105,10 @@ def replay_on_cache(
             first = result.requests[0].arrival_ms if result.requests else request.arrival_ms
             folder.advance_to((request.arrival_ms - first) / 1000)
             answer = folder.ask([engine_key(number, plan) for number in numbers], goes_on)
-            result.add(request._replace(block_ids=numbers), answer)
+            if not goes_on():  # the rest of the chain was left out
+                numbers = numbers[: answer.hits + answer.stored + answer.refused]
+            if numbers:
+                result.add(request._replace(block_ids=numbers), answer)
             asked += len(numbers)
             result.seconds = time.monotonic() - start
             if result.seconds - sampled >= SAMPLE_SECONDS:

@@ -19,9 +19,13 @@ from pathlib import Path
 import numpy as np
 
 from kvfuse.bench.cache import read_whole, write_and_rename
+from kvfuse.bench.mountpoint import mount_of
+from kvfuse.bench.ringwork import connect_when_open
 from kvfuse.errors import KvfuseError
+from kvfuse.usrbio.client import BlockStore
 
 MIB = 1 << 20
+PUTS_MAX, PUTS_SIZE = 64, 16 * MIB
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _OTHER_FILES = 200
 _RESIDENT_SHARE_MAX = 0.01
@@ -48,6 +52,23 @@ def store_blocks(folder: Path, count: int, size: int) -> float:
             write_and_rename(path + ".part", path, data)
 
     return _rate(count, store)
+
+
+def put_blocks(folder: Path, count: int, size: int) -> float:
+    """Blocks a second: put over a ring from registered memory, up to `PUTS_SIZE` bytes at once."""
+    names = [Path(path).name for path in block_paths(folder, count)]
+    with connect_when_open(mount_of(folder)) as client, BlockStore(client, folder) as store:
+        batch = max(1, min(PUTS_MAX, PUTS_SIZE // size))
+        memory = client.iov(batch * size).array.reshape(batch, size)
+        memory[:] = np.frombuffer(os.urandom(size), np.uint8)
+
+        def put() -> None:
+            for start in range(0, count, batch):
+                some = names[start : start + batch]
+                if not store.put_many(some, list(memory[: len(some)])).all():
+                    raise KvfuseError(f"{folder} does not store all blocks")
+
+        return _rate(count, put)
 
 
 def store_blocks_paced(folder: Path, count: int, size: int, rate: float) -> float:

@@ -83,6 +83,18 @@ def _in_fresh_folder(root: Path, measure: Callable[[Path], float]) -> Side:
     return side
 
 
+def _in_new_folder(root: Path, prefix: str, measure: Callable[[Path], float]) -> Side:
+    """As `_in_fresh_folder`, but what was stored stays."""
+    numbers = itertools.count()
+
+    def side(_round: int) -> float:
+        folder = root / f"{prefix}-{next(numbers)}"
+        folder.mkdir()
+        return measure(folder)
+
+    return side
+
+
 def _compare(setting: Setting, sides: dict[str, Side]) -> tuple[Measured, Measured]:
     """The first side and the second, its reference."""
     measured, reference = alternate(sides, setting.round_count)
@@ -296,6 +308,31 @@ def _once(name: str, value: float) -> Measured:
     return Measured(name, [value])
 
 
+def bench_eviction(setting: Setting) -> list[Figure]:
+    """Blocks stored in a full cache, whose evictions go on all the time, and in an empty one: files and puts."""
+    return [figure for size in (BLOCK_SIZE, 2 * MIB) for figure in _eviction_of(setting, size)]
+
+
+def _store_some(store: Callable[[Path, int, int], float], count: int, size: int, folder: Path) -> float:
+    return store(folder, count, size)
+
+
+def _eviction_of(setting: Setting, size: int) -> Iterator[Figure]:
+    capacity = max(256, int(2048 * setting.scale)) * MIB
+    count = capacity // 4 // size
+    words = (f"capacity={capacity}", f"exact_sizes={size}", "cache", "admission=all")
+    with _volume(setting, "full", *words) as full, _volume(setting, "empty", *words) as empty:
+        (full.mountpoint / "before").mkdir()
+        measures.store_blocks(full.mountpoint / "before", capacity // size, size)
+        for door, store in {"files": measures.store_blocks, "puts": measures.put_blocks}.items():
+            store_some = partial(_store_some, store, count, size)
+            into_full = _in_new_folder(full.mountpoint, door, store_some)
+            into_empty = _in_fresh_folder(empty.mountpoint, store_some)
+            figures = _compare(setting, {"full": into_full, "empty": into_empty})
+            name = f"{door} of {size // 1024} KiB while a full cache evicts"
+            yield Figure(name, "blocks/s", *figures, ratio_target=0.85)
+
+
 BENCHES: dict[str, Callable[[Setting], list[Figure]]] = {
     "store": bench_store,
     "absent": bench_absent,
@@ -304,6 +341,7 @@ BENCHES: dict[str, Callable[[Setting], list[Figure]]] = {
     "write-stream": bench_write_stream,
     "read-stream": bench_read_stream,
     "round-trips": bench_round_trips,
+    "eviction": bench_eviction,
 }
 LARGE_BENCHES: dict[str, Callable[[Setting], list[Figure]]] = {"small-files": bench_small_files}
 

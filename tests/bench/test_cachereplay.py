@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,16 @@ def test_the_clock_follows_the_traffic(point: Path) -> None:
         replay_on_cache(requests, folder, PLAN, lambda result: None)
         gaps = namespace_of(folder)["cache"]["reuse_gap"]
     assert gaps["sum"] / sum(gaps["counts"]) == pytest.approx(4000, rel=0.01)
+
+
+def test_limits(point: Path) -> None:
+    requests = [Request(0, 512 * 100, tuple(range(100 * number, 100 * number + 100))) for number in range(3)]
+    with namespace_for(point, Setup("lru", "all", 500)) as folder:
+        result = replay_on_cache(requests, folder, replace(PLAN, block_max=150), lambda result: None)
+        assert [len(request.block_ids) for request in result.requests] == [100, 50]
+        ended = replay_on_cache(requests, folder, replace(PLAN, duration=1e-6), lambda result: None)
+    assert (ended.requests, ended.found_blocks) == ([], 150)
+    assert not ended.begins_empty
 
 
 def test_which_folders_are_in_caches(point: Path, tmp_path: Path) -> None:
