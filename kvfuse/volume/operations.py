@@ -310,7 +310,7 @@ class Files:
             if node.changed:
                 self._journal.pending.touch(node)
             if self._core.caches and node.is_file:
-                self._core.stored_in_cache(node)
+                self._core.closed_in_cache(node)
             if has_unsealed(node):
                 self._background.start_soon(self._seal, node)
                 return

@@ -68,16 +68,13 @@ def put_blocks(mount: KvfuseMount, paths: list[Path], size: int) -> None:
             store.put(path.name, np.frombuffer(block_bytes(path, size), np.uint8))
 
 
-EVICTED_EARLY = pytest.mark.xfail(reason="a file may be evicted after its close, before it gets its name", strict=False)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "write",
     [
         copy_files,
-        pytest.param(publish_files, marks=EVICTED_EARLY),
-        pytest.param(write_by_ring, marks=EVICTED_EARLY),
+        pytest.param(publish_files),
+        pytest.param(write_by_ring),
         put_blocks,
     ],
 )

@@ -222,6 +222,14 @@ class Core:
             cache.stored(directory or node.parent, name or node.name, size, addr // self.geometry.slab_size)
             self.namespaces.changed.set()
 
+    def closed_in_cache(self, node: Node) -> None:
+        """The last writer of the file closed it: soon it may be evicted."""
+        cache = self.caches.get(node.namespace)
+        if cache is not None and node.nlink:
+            size, addr = node.slots()
+            cache.closed(node.parent, node.name, size, addr // self.geometry.slab_size)
+            self.namespaces.changed.set()
+
     def looked_in_cache(self, node: Node, name: bytes, *, is_there: bool) -> None:
         """The kernel looked up a file, or a name that a directory does not have."""
         cache = self.caches.get(node.namespace)

@@ -141,6 +141,7 @@ class Evictor:
         """Tell the caches what ring threads saw, and have them count what the kernel looked for in vain."""
         for cache in self.core.caches.values():
             cache.settle_looks()
+            cache.settle_closed()
         self.core.take_uses()
 
     # -- room --------------------------------------------------------------------------------------------

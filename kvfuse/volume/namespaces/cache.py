@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from itertools import compress, islice
+from itertools import compress, islice, takewhile
 from typing import Any, NamedTuple
 
 from kvfuse.policy import Victim, make_policy
@@ -31,6 +31,8 @@ _ASKED_MAX = 1 << 16
 LOOK_SECONDS = 1.0
 """within which a file is made whose name the kernel looked up for that"""
 LOOKED_MAX = 1 << 14
+FRESH_SECONDS = 0.25
+"""within which a file that was closed gets its name; it is evicted only where nothing else can be"""
 REASONS = "room", "expired", "cleared"
 """why a block went"""
 GONE = ("room", "evicted"), ("expired", "expired"), ("cleared", "cleared")
@@ -97,6 +99,8 @@ class Cache:
         """names that the kernel looked up and did not find -> when; before it makes a file it looks, too"""
         self._evicted: dict[int, str] = {}
         """key -> reason"""
+        self._fresh: dict[int, tuple[float, int, bytes, int, int]] = {}
+        """files that were closed just now -> when, and what `stored` wants to know"""
         self._leaving: set[int] = set()
         """candidates that are neither evicted nor kept yet"""
         self._gone_meanwhile: set[int] | None = set()
@@ -104,9 +108,26 @@ class Cache:
 
     # -- what happens to blocks ------------------------------------------------------------------------
 
+    def closed(self, directory: int, name: bytes, size: int, slab: int) -> None:
+        """The last writer of a file closed it. Most get another name then (`stored`), so it may not go in between."""
+        key = block_key(directory, name)
+        if key in self.policy:
+            return self.stored(directory, name, size, slab)
+        self._fresh.pop(key, None)
+        self._fresh[key] = self.clock(), directory, name, size, slab
+        return None
+
+    def settle_closed(self, *, all_of_them: bool = False) -> None:
+        """Have files on the books that were closed a while ago, and got no other name."""
+        before = self.clock() - FRESH_SECONDS
+        settled = list(takewhile(lambda file: all_of_them or file[0] <= before, self._fresh.values()))
+        for _, directory, name, size, slab in settled:
+            self.stored(directory, name, size, slab)
+
     def stored(self, directory: int, name: bytes, size: int, slab: int) -> None:
         """A name means a file that nobody writes any more, with ``size`` bytes of slots from ``slab`` on."""
         key = block_key(directory, name)
+        self._fresh.pop(key, None)
         self.counters["stored"] += key not in self.policy
         self.policy.added(key, max(size, 1), self.clock(), directory << _SLAB_BITS | slab)
         self._evicted.pop(key, None)
@@ -118,6 +139,7 @@ class Cache:
     def gone(self, directory: int, name: bytes) -> None:
         """A name means no file any more, or one that is not on the books yet."""
         key = block_key(directory, name)
+        self._fresh.pop(key, None)
         self.policy.removed(key)
         self._leaving.discard(key)
         if self.news.watches:
@@ -139,13 +161,14 @@ class Cache:
         all_keys = [block_key(directory, name) for name in names]
         keys = [key for key in all_keys if key not in self._asked]
         if keys:
-            unasked = names if len(keys) == len(names) else list(compress(names, map(self._is_unasked, all_keys)))
+            unasked = (
+                names
+                if len(keys) == len(names)
+                else list(compress(names, [key not in self._asked for key in all_keys]))
+            )
             self._count_tiers(directory, keys, unasked, in_dram)
             self._count(keys)
         self._asked.difference_update(all_keys)
-
-    def _is_unasked(self, key: int) -> bool:
-        return key not in self._asked
 
     def _count_tiers(self, directory: int, keys: Sequence[int], names: Sequence[bytes], in_dram: InDram) -> None:
         if in_dram is not _nowhere:
@@ -177,23 +200,20 @@ class Cache:
             self._count([key])
 
     def _count(self, keys: list[int]) -> None:
-        counters, policy = self.counters, self.policy
-        present = sum([key in policy for key in keys])
+        counters, policy, fresh = self.counters, self.policy, self._fresh
+        present = sum([key in policy or key in fresh for key in keys])
         counters["asked"] += len(keys)
         counters["present"] += present
-        if present < len(keys):
-            self._count_misses([key for key in keys if key not in policy])
+        for key in keys if present < len(keys) else ():
+            if key not in policy and key not in fresh:
+                reason = self._evicted.get(key)
+                counters["absent" if reason is None else f"missed_{reason}"] += 1
         self.estimate.ask(keys)
         now = self.clock()
         for key in keys:
             if key % _SAMPLED == 0 and (last := policy.last_use(key)) is not None:
                 self.reuse_gap.add(now - last)
         policy.used(keys, now)
-
-    def _count_misses(self, keys: list[int]) -> None:
-        for key in keys:
-            reason = self._evicted.get(key)
-            self.counters["absent" if reason is None else f"missed_{reason}"] += 1
 
     # -- decisions ---------------------------------------------------------------------------------------
 
@@ -206,7 +226,12 @@ class Cache:
 
     def candidates(self, size: int) -> list[Candidate]:
         """Blocks to evict, of at least ``size`` bytes where there are as many. `evicted` or `kept` follows for each."""
-        return self._leave(self.policy.victims(size, self.clock()))
+        self.settle_closed()
+        victims = self.policy.victims(size, self.clock())
+        if not victims and self._fresh:
+            self.settle_closed(all_of_them=True)
+            victims = self.policy.victims(size, self.clock())
+        return self._leave(victims)
 
     def expired(self, ttl: float) -> list[Candidate]:
         """Blocks that were stored more than ``ttl`` seconds ago. `evicted` or `kept` follows for each."""
@@ -252,7 +277,8 @@ class Cache:
 
     def clear(self) -> None:
         """All blocks are gone."""
-        self.counters["cleared"] += len(self.policy)
+        self.counters["cleared"] += len(self.policy) + len(self._fresh)
+        self._fresh.clear()
         self.policy = make_policy(self._settings.eviction, self._settings.admission)
         self._gone_meanwhile = None  # of what the store has nothing is there
 
@@ -278,7 +304,7 @@ class Cache:
     def statistics(self) -> dict[str, Any]:
         counters = self.counters
         names = ("asked", "present", "absent", "stored", "refused", *REASONS)
-        blocks = len(self.policy) + len(self._leaving)
+        blocks = len(self.policy) + len(self._leaving) + len(self._fresh)
         return {
             **{name: counters[name] for name in names},
             "hits": {"dram": counters["dram"], "remote": counters["present"] - counters["dram"]},
