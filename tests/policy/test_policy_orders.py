@@ -47,7 +47,7 @@ def test_chain_with_adaptive_admission_is_exact(capacity: int) -> None:
     found = written = 0
     for request in traffic():
         found += sum(1 for _ in takewhile(policy.__contains__, request.block_ids))
-        written += serve(policy, request.block_ids, request.arrival_ms / 1000, capacity)
+        written += serve(policy, request.block_ids, request.arrival_ms / 1000, Setup("chain", "adaptive", capacity))
     assert (found, written) == (hits, reference.written)
 
 
