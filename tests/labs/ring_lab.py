@@ -72,6 +72,12 @@ def footprint(mount: KvfuseMount) -> Footprint:
     return Footprint(registered, dict(descriptors), mapped)
 
 
+def is_within(now: Footprint, before: Footprint) -> bool:
+    """Nothing is more than before: a client that was just leaving then may be gone by now."""
+    registered, descriptors = Counter(now.registered) - Counter(before.registered), Counter(now.descriptors)
+    return not registered and not descriptors - Counter(before.descriptors) and now.mapped <= before.mapped
+
+
 def thread_count(mount: KvfuseMount) -> int:
     return len(os.listdir(f"/proc/{mount.pid}/task"))
 
@@ -91,7 +97,7 @@ def nothing_left_behind(mount: KvfuseMount) -> Iterator[None]:
     assert not any(before.registered.values()), before
     yield
     try:
-        wait_until(lambda: footprint(mount) == before, "the daemon giving back what clients had")
+        wait_until(lambda: is_within(footprint(mount), before), "the daemon giving back what clients had")
     except AssertionError as error:
         raise AssertionError(f"{error}\nbefore {before}\nafter  {footprint(mount)}\n{mount.log.read_text()}") from None
     assert thread_count(mount) <= threads + IDLE_THREADS_MAX
