@@ -252,13 +252,13 @@ class Evictor:
         return True
 
     def _vanish(self, row: Record) -> bool:
-        """Remove a file that nobody knows but the store, and ring threads. False: it takes an unlink."""
+        """Remove a file that nobody has open or changes. False: it takes an unlink."""
         core = self.core
         record, (directory, _, name) = schema.decode_entry(row.value), schema.split_entry_key(row.key)
         if not isinstance(record, schema.InodeRecord) or record.flags & _TAKES_UNLINK or not S_ISREG(record.mode):
             return False
         node, dentries = core.nodes.get(record.ino), core.dentries
-        if (node is not None and node.busy) or core.places.known(record.ino):
+        if node is not None and node.busy:
             return False
         if dentries.get(directory, name).change is not None or (directory, name) in dentries.vanishing.places:
             return False
@@ -266,6 +266,10 @@ class Evictor:
         slots = [Slot(one.addr, slabs.slot_size(one.addr), namespace) for chunk in record.chunks for one in chunk]
         if not all(slabs.is_durable(slot.addr) for slot in slots):
             return False  # damaged: an unlink says so
+        if core.places.known(
+            record.ino
+        ):  # the kernel may be about to open it: it then finds it removed, and looks anew
+            self.news.name(directory, name)
         core.tier.drop(record.ino)
         self.journal.pending.vanish(row.key, (directory, name), namespace, tuple(slots))
         if node is not None:
