@@ -179,4 +179,4 @@ def _remove(path: Path) -> None:
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EBUSY) or time.monotonic() > deadline:
                 raise
-            time.sleep(0.1)
+            time.sleep(0.1)  # the daemon frees what was cleared in the background, and tells nobody

@@ -101,7 +101,7 @@ class _Door:
             answer = await self._respond(request)
         except h11.RemoteProtocolError as error:
             answer = Answer(error.error_status_hint, b"not an HTTP request\n")
-        except Exception:
+        except Exception:  # whatever is wrong with a figure, it may not end the mount
             log.exception("a request for metrics failed")
             answer = Answer(500, b"the daemon's log has the reason\n")
         if connection.our_state not in (h11.IDLE, h11.SEND_RESPONSE):

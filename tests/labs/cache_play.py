@@ -97,7 +97,7 @@ class CacheActor(Actor):
         except NotAdmitted:
             written.latest -= 1
         except EngineError:
-            pass  # it may be there
+            pass  # an engine failed before the write or after it: this version may be there, or the one before
         except NoSpace as error:
             raise AssertionError("a cache refuses what fits") from error
         else:

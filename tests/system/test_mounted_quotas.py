@@ -6,7 +6,6 @@ import json
 import mmap
 import os
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import suppress
 from errno import EDQUOT
@@ -111,9 +110,10 @@ def test_mapped_pages_are_refused_when_they_are_written_back(mount: KvfuseMount)
 def test_what_a_killed_daemon_leaves_is_what_is_counted(mount: KvfuseMount) -> None:
     folder = make_namespace(mount.point / "n", capacity=CAPACITY)
     ended = threading.Event()
+    number = 0
 
     def write() -> None:
-        number = 0
+        nonlocal number
         while not ended.is_set():
             number += 1
             with suppress(OSError):
@@ -125,7 +125,8 @@ def test_what_a_killed_daemon_leaves_is_what_is_counted(mount: KvfuseMount) -> N
         ended.clear()
         writer = threading.Thread(target=write)
         writer.start()
-        time.sleep(0.7)
+        enough = number + 200
+        wait_until(lambda enough=enough: number > enough, "some writes")
         mount.kill()
         ended.set()
         writer.join()

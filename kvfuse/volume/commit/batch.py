@@ -42,7 +42,7 @@ class Draft:
     dead: list[Extent] = field(default_factory=list)
     """extents that belong to no inode any more"""
     vanished: dict[bytes, Vanishing] = field(default_factory=dict)
-    """files that go, which nothing in memory knows"""
+    """files that are removed in bulk"""
     puts: dict[bytes, bytes] = field(default_factory=dict)
     deletes: set[bytes] = field(default_factory=set)
     expect: dict[bytes, int] = field(default_factory=dict)
@@ -136,7 +136,7 @@ class Batch(Changes):
     freed: list[Extent] = field(default_factory=list)
     unborn: list[Extent] = field(default_factory=list)
     vanished: list[Slot] = field(default_factory=list)
-    """slots of files that nothing in memory knew"""
+    """slots of files that are removed in bulk"""
     late: Late = field(default_factory=set)
     """changed inodes that it leaves out: their bytes are not in slots, or it has no room for them"""
     left_serial: int | None = None

@@ -51,7 +51,7 @@ class JournalCounters:
 
 
 Vanishing = tuple[int, tuple[Slot, ...]]
-"""A file that nothing in memory knows, and that goes: its namespace and its slots. There may be very many: no class."""
+"""A file that is removed in bulk: its namespace and its slots. There may be very many: no class."""
 
 
 class Load:
@@ -174,7 +174,7 @@ class Pending:
     def vanish(self, key: bytes, place: tuple[int, bytes], namespace: int, slots: tuple[Slot, ...]) -> None:
         """Remove a file of one name, (directory, name), whose record of ``key`` has its inode and all its extents.
 
-        Nothing in memory may know it: not the kernel, no handle, no node that changed. One host only.
+        No handle may have it, and no change of it may be pending. One host only.
         """
         self.dentries.vanish(place)
         self.vanishing[key] = namespace, slots

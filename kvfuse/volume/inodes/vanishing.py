@@ -1,7 +1,7 @@
 """Names whose records a commit is about to delete, together with their inodes: files that are evicted in bulk.
 
-Nothing in memory knows such a file, so no change of its name is noted. Instead nobody looks at its record any more:
-who wants to know what the name means waits until the record is gone.
+Nobody has such a file open or changes it, and no change of its name is noted. Instead nobody looks at its record any
+more: who wants to know what the name means waits until the record is gone.
 """
 
 from __future__ import annotations

@@ -242,9 +242,8 @@ class Blocks:
         folder = self.core.nodes.get(directory)
         if folder is None:
             return True, None
-        return self.lookup.is_strict(
-            folder
-        ), self.core.namespaces.uses if folder.namespace in self.core.caches else None
+        uses = self.core.namespaces.uses if folder.namespace in self.core.caches else None
+        return self.lookup.is_strict(folder), uses
 
     async def _prepare(
         self, directory: int, name: bytes, size: int, mode: int, caller: Caller

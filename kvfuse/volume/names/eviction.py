@@ -1,9 +1,9 @@
 """Eviction: files of caches are removed, in the order of their policies, where their room is needed.
 
 It runs ahead of need: above the high water mark files go until the low one is reached. A call that finds no room all
-the same has more removed (`Evictor.make_room`, a source of `Space`). An evicted file is unlinked as if a user did it,
-so doors, bindings and copies need to know nothing of eviction. Files that somebody has open or writes are kept, and
-offered again later. The kernel is told of names that it may know.
+the same has more removed (`Evictor.make_room`, a source of `Space`). Files that somebody has open or writes are kept,
+and offered again later. Most of the others vanish in bulk, without an inode in memory (`Pending.vanish`); those that
+have other records, or pending changes, are unlinked as if a user did it. The kernel is told of names that it may know.
 
 The books of a cache begin empty. After a mount a task reads the names that the store has, oldest use first.
 """

@@ -377,6 +377,7 @@ async def test_a_shared_volume_has_none_yet(rng: random.Random, options: Options
 
 
 def with_root(options: Options, **settings: object) -> Options:
+    """``settings``: as mount.conf would have them; nobody checks their types here."""
     return msgspec.structs.replace(options, namespace=NamespaceOptions(**settings))  # type: ignore[arg-type]
 
 

@@ -233,6 +233,7 @@ async def make_walk(volume: Volume, audit: UseAudit, rng: random.Random) -> Walk
     walk = Walk(volume, audit, rng, [outer, middle, inner, beside, folder], [outer, middle, inner, beside])
     namespaces, put = volume.parts.core.namespaces, volume.parts.core.namespaces.put
 
+    # The walk has to know of a new quota at the very change, between two looks of the audit.
     def put_noted(number: int, stored: Settings, above: int | None = None) -> Namespace:
         walk.allow(number)
         return put(number, stored, above)
