@@ -33,8 +33,15 @@ MEANINGS = {
     "ttl": "seconds after which a file that was not written again is gone",
     "high_water": "share of the capacity from which files are evicted ahead of need",
     "low_water": "share of the capacity down to which they are then",
+    "recompute_speed": "tokens a second that an engine computes: what it computes sooner than it reads is a miss",
+    "token_size": "bytes that one token has in blocks",
 }
-ZEROS = {"capacity": "as much as the namespace above", "blocks": "any number", "ttl": "never"}
+ZEROS = {
+    "capacity": "as much as the namespace above",
+    "blocks": "any number",
+    "ttl": "never",
+    "recompute_speed": "not compared",
+}
 """what 0 means"""
 
 T = TypeVar("T")

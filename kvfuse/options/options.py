@@ -35,6 +35,7 @@ DeadlineSeconds = Annotated[float, Meta(ge=0.1, le=3600, description="a number o
 LeaseSeconds = Annotated[float, Meta(ge=2, le=3600, description="a number of seconds, 2 to 3600")]
 Count = Annotated[int, Meta(ge=1, le=1 << 40, description="a whole number, 1 or more")]
 FileCount = Annotated[int, Meta(ge=0, le=1 << 62, description="a number of files, or 0 for any number")]
+TokenRate = Annotated[int, Meta(ge=0, le=1 << 62, description="tokens a second, or 0 where that is not known")]
 Share = Annotated[float, Meta(gt=0, le=1, description="a share of the capacity, above 0 and up to 1")]
 ObjectBytes = Annotated[int, _size(64 * KIB, SLOT_SIZE_MAX, 4 * KIB)]
 Endpoint = Annotated[str, Meta(pattern=r"^https?://[^\s/,@]+$", description='URLs such as "http://10.0.0.1:2379"')]
@@ -197,6 +198,10 @@ class NamespaceOptions(_Section, frozen=True):
     high_water: Share | None = None
     low_water: Share | None = None
     """shares of the capacity at which eviction begins, and ends"""
+    recompute_speed: TokenRate | None = None
+    """tokens a second that an engine computes; 0: look-ups do not compare"""
+    token_size: TierBytes | None = None
+    """bytes of blocks that one token has"""
 
     @property
     def given(self) -> dict[str, Any]:

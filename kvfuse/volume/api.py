@@ -16,6 +16,9 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
 
+import numpy as np
+import numpy.typing as npt
+
 from kvfuse.volume.views.content_map import ContentMap
 from kvfuse.volume.views.measures import Measures
 from kvfuse.volume.views.news import Watch
@@ -335,7 +338,14 @@ class BlockApi(Protocol):
     async def exists(self, directory: int, names: list[bytes]) -> list[bool]:
         """Which names exist, all seen at the same time; what they mean is not looked at. Stale, NotADirectory.
 
-        Waits for the store until all names of the directory are known.
+        Waits for the store until all names of the directory are known. Where the namespace says how fast its blocks
+        are computed, the names are a chain, of which only so many first blocks exist as are read sooner than computed.
+        """
+
+    async def costs(self, directory: int, names: list[bytes]) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.float32]]:
+        """As `exists`, but (`speeds.Tier`, seconds) of each: when it, and all before it, are expected to be read.
+
+        Waits for the store, which is asked for the sizes of blocks that are not in memory.
         """
 
     async def prefetch(

@@ -19,6 +19,7 @@ from kvfuse.usrbio.client.files import File, Namespace
 from kvfuse.usrbio.client.following import Follower, News
 from kvfuse.usrbio.client.iov import Iov
 from kvfuse.usrbio.client.ring import Ring
+from kvfuse.usrbio.protocol.costs import Costs, Tier, decode_costs
 from kvfuse.usrbio.protocol.keys import file_name, key_of
 from kvfuse.usrbio.protocol.wire import CQE, Flag, NewsKind, Op, Priority
 
@@ -26,6 +27,7 @@ __all__ = [
     "CQE",
     "BlockStore",
     "Client",
+    "Costs",
     "Disconnected",
     "File",
     "Flag",
@@ -37,7 +39,9 @@ __all__ = [
     "Op",
     "Priority",
     "Ring",
+    "Tier",
     "connect",
+    "decode_costs",
     "file_name",
     "key_of",
 ]

@@ -187,7 +187,7 @@ class AttachedRing:
     ) -> Found:  # fmt: skip
         """An EXISTS, DELETE or PREFETCH of many keys. The answers, filled in when it is reaped."""
         packed = pack_keys(keys)
-        found = np.zeros(len(keys), np.bool_)
+        found = np.zeros(len(keys), np.uint8)
         self.need_room(1)
         span = self._keys.take_span(packed, len(keys))
         answers = span + len(packed)
@@ -206,7 +206,7 @@ class AttachedRing:
             self._keys.spans.give_back(span)
 
         self._endings[ticket] = end
-        return found
+        return found.view(np.bool_)
 
     def place_cancel(self, target_user_data: int, user_data: int, priority: int, timeout: float | None) -> None:
         """A CANCEL of the oldest entry with ``target_user_data``."""

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from errno import ECANCELED, EDQUOT, EIO, EMSGSIZE, ENOENT, ENOSPC, ETIMEDOUT
+from functools import partial
 from time import monotonic
 from typing import NamedTuple, TypedDict
 
@@ -19,6 +20,7 @@ from kvfuse.usrbio.client.iov import Iov, bytes_of
 from kvfuse.usrbio.client.key_area import Found
 from kvfuse.usrbio.client.ring import Ring
 from kvfuse.usrbio.client.session import Bytes
+from kvfuse.usrbio.protocol.costs import Costs, decode_costs
 from kvfuse.usrbio.protocol.queues import Entries
 from kvfuse.usrbio.protocol.wire import CQE, Op, Priority
 
@@ -168,15 +170,24 @@ class BlockStore(AbstractContextManager["BlockStore"]):
 
     def exists(self, keys: Sequence[Key]) -> Found:
         """Which blocks are there."""
-        return self._ask(keys, Ring.prep_exists)
+        return self._ask(keys, Ring.prep_exists) if len(keys) else np.zeros(0, np.bool_)
+
+    def costs(self, keys: Sequence[Key]) -> Costs:
+        """Which tier has each block, and when it and all before it are expected, if they are got now in this order.
+
+        A forecast: the tiers' speeds are those of their last reads, and others read, too.
+        """
+        encoded = _encode(keys)
+        answers = self._ask(encoded, partial(Ring.prep_exists, costs=True)) if encoded else np.zeros(0, np.bool_)
+        return decode_costs(answers.view(np.uint8))
 
     def delete_many(self, keys: Sequence[Key]) -> Found:
         """Which blocks were there, and are gone."""
-        return self._ask(keys, Ring.prep_delete)
+        return self._ask(keys, Ring.prep_delete) if len(keys) else np.zeros(0, np.bool_)
 
     def prefetch(self, keys: Sequence[Key]) -> Found:
         """Which blocks are in shared memory now, brought there if need be."""
-        return self._ask(keys, Ring.prep_prefetch)
+        return self._ask(keys, Ring.prep_prefetch) if len(keys) else np.zeros(0, np.bool_)
 
     def longest_prefix(self, keys: Sequence[Key]) -> int:
         """How many blocks from the first on are there without a gap."""
@@ -202,7 +213,7 @@ class BlockStore(AbstractContextManager["BlockStore"]):
             for start in range(0, len(encoded), KEYS_MAX):
                 answers.append(prepare(lane.ring, self.namespace, encoded[start : start + KEYS_MAX], **self._terms))
                 _raise_unless(self._finish(lane.ring, 1)["result"], MISSES)
-        return np.concatenate(answers) if answers else np.zeros(0, np.bool_)
+        return np.concatenate(answers)
 
     def _get_views(
         self, lane: _Lane, keys: list[bytes], numbers: list[int], found: list[memoryview | None],

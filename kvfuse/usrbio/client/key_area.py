@@ -17,6 +17,7 @@ KEY_CELL = 256
 """bytes that each ticket has for its key; behind the cells are spans for many keys and results"""
 ALIGNMENT = 8
 Found = npt.NDArray[np.bool_]
+Answers = npt.NDArray[np.uint8]
 
 
 class Spans:
@@ -87,6 +88,6 @@ class KeyArea:
         self._area[answers : answers + count] = 0
         return span
 
-    def read_answers(self, offset: int, found: Found) -> None:
+    def read_answers(self, offset: int, answers: Answers) -> None:
         """What the daemon answered, one byte for each key, at ``offset``."""
-        np.not_equal(self._area[offset : offset + len(found)], 0, out=found)
+        answers[:] = self._area[offset : offset + len(answers)]

@@ -131,14 +131,15 @@ class Ring(AbstractContextManager["Ring"], AbstractAsyncContextManager["Ring"]):
         self._present().place_keys(Op.PUT, iovs, iov_offsets, namespace, keys, lengths, user_data, 0, priority, timeout)
 
     def prep_exists(
-        self, namespace: Namespace, keys: Sequence[bytes], *, prefix: bool = False,
+        self, namespace: Namespace, keys: Sequence[bytes], *, prefix: bool = False, costs: bool = False,
         user_data: int = 0, priority: Priority = Priority.NORMAL, timeout: float | None = None,
     ) -> Found:  # fmt: skip
         """Which blocks are there: filled in when the completion is reaped, whose result is how many.
 
         ``prefix``: look no further than the first that is absent; the result is how many stand before it.
+        ``costs``: answer where they are and when they are expected, for ``decode_costs(answer.view(np.uint8))``.
         """
-        ring, flags = self._present(), Flag.PREFIX if prefix else 0
+        ring, flags = self._present(), (Flag.PREFIX if prefix else 0) | (Flag.COSTS if costs else 0)
         return ring.place_key_list(Op.EXISTS, namespace, keys, user_data, flags, priority, timeout)
 
     def prep_delete(

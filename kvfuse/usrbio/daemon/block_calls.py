@@ -17,6 +17,8 @@ from kvfuse.credentials import Capability
 from kvfuse.usrbio.daemon.call import Call, Done
 from kvfuse.usrbio.daemon.peer import Peer
 from kvfuse.usrbio.daemon.registry import Namespace
+from kvfuse.usrbio.protocol.costs import encode_costs
+from kvfuse.usrbio.protocol.wire import Flag
 from kvfuse.volume.api import Attributes, Binding, RingApi
 
 EXISTS_KEYS = 2048
@@ -93,15 +95,20 @@ class BlockCalls:
 
     async def exists(self, call: Call) -> None:
         namespace = await self._check(call, 1)
-        names, found = list(call.names), list[bool]()
+        names, answers = list(call.names), bytearray()
         for start in range(0, len(names), EXISTS_KEYS):
             if start:
                 await trio.lowlevel.checkpoint()
-            found += await self.volume.blocks.exists(namespace.ino, names[start : start + EXISTS_KEYS])
-        if call.entry.flags and False in found:
-            first = found.index(False)
-            found = [True] * first + [False] * (len(found) - first)
-        call.ring.completions.answer_keys(call, found)
+            answers += await self._answers(namespace, names[start : start + EXISTS_KEYS], call.entry.flags)
+        if call.entry.flags & Flag.PREFIX and (first := answers.find(0)) >= 0:
+            answers[first:] = bytes(len(answers) - first)
+        call.ring.completions.answer_keys(call, answers)
+
+    async def _answers(self, namespace: Namespace, names: list[bytes], flags: int) -> bytes:
+        """One byte for each name, 0 for those that do not exist."""
+        if flags & Flag.COSTS:
+            return encode_costs(*await self.volume.blocks.costs(namespace.ino, names))
+        return bytes(await self.volume.blocks.exists(namespace.ino, names))
 
     async def delete(self, call: Call) -> None:
         namespace = await self._check(call, 3)

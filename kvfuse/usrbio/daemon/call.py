@@ -231,15 +231,16 @@ class Completions:
         self.complete(call, -number)
         then()
 
-    def answer_keys(self, call: Call, found: Sequence[bool]) -> None:
+    def answer_keys(self, call: Call, found: Sequence[bool] | bytearray) -> None:
         """Write a result byte for each key into the client's memory, and complete the call, unless it is already."""
-        start, results = call.entry.offset, np.asarray(found, np.uint8)
+        start = call.entry.offset
+        results = np.frombuffer(found, np.uint8) if isinstance(found, bytearray) else np.asarray(found, np.uint8)
         with self._lock:
             if call.ended or self.stopped:
                 return
             self._aux[start : start + len(results)] = results
             call.ended = True
-            self._publish(CQE_STRUCT.pack(call.entry.user_data, int(results.sum()), 0, 0, 0), 1)
+            self._publish(CQE_STRUCT.pack(call.entry.user_data, int(np.count_nonzero(results)), 0, 0, 0), 1)
 
     def attempt(self, call: Call, attempt: Callable[[Call], Answer | None]) -> bool:
         """Have ``attempt`` complete the call, and keep others from that meanwhile. An OSError becomes its result.

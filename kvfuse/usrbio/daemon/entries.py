@@ -59,7 +59,7 @@ KEY_SIZE = 100
 """Bytes that a key takes beside its own, about."""
 OPS = frozenset(map(int, Op))
 _VIEW = int(Flag.VIEW)  # plain numbers: arithmetic with flags is slow
-_PREFIX = int(Flag.PREFIX)
+_OF_KEYS = int(Flag.PREFIX | Flag.COSTS)
 
 
 def _is_late(entry: Entry, taken_at: float) -> bool:
@@ -419,7 +419,7 @@ class EntryServer:
 
     def _call_of_keys(self, entry: Entry, deadline: float) -> Call:
         namespace = self._namespace(entry)
-        if entry.flags & ~_PREFIX or entry.length > min(entry.key_length, KEYS_MAX):
+        if entry.flags & ~_OF_KEYS or entry.length > min(entry.key_length, KEYS_MAX):
             raise Refused(errno.EINVAL)
         self._aux(entry.offset, entry.length)
         packed = self._aux(entry.key_offset, entry.key_length)

@@ -94,6 +94,8 @@ class Flag(IntFlag):
     """GET: answer with a pinned view of the shared-memory tier if the block is there"""
     PREFIX = 2
     """EXISTS: stop at the first key that is absent"""
+    COSTS = 4
+    """EXISTS: answer for each block where it is, and when its bytes are expected: see `costs`"""
 
 
 class Priority(IntEnum):

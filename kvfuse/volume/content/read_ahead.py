@@ -167,7 +167,7 @@ class Fetcher:
         low = index * PART_SIZE
         transfer = Transfer(*self.core.locate(extent.addr + window.low + low), window.bytes[low : low + PART_SIZE])
         try:
-            with part.scope, self.core.reads.reading():
+            with part.scope, self.core.reads.reading(), self.core.reads.speeds.remote.reading(len(transfer.buffer)):
                 await self.core.segments.read([transfer])
                 part.is_whole = window.is_intact(index)
         except KvfuseError as error:

@@ -56,7 +56,7 @@ class Extents(ABC):
         """What the engine has there of the extent's slot, which nobody else gets meanwhile."""
         segment, place = self.core.locate(extent.addr)
         buffer = np.empty(high - low, np.uint8).data
-        with self.core.reads.reading():
+        with self.core.reads.reading(), self.core.reads.speeds.remote.reading(high - low):
             await self.core.segments.read([Transfer(segment, place + low, buffer)])
         return buffer
 

@@ -30,6 +30,7 @@ from kvfuse.volume.namespaces.accounts import Use
 from kvfuse.volume.namespaces.registry import Namespaces
 from kvfuse.volume.store.numbers import NumberRange
 from kvfuse.volume.store.schema import InodeRecord
+from kvfuse.volume.views.speeds import Speeds
 from kvfuse.volume.views.tier import SharedTier
 
 PATH_DEPTH_MAX = 256
@@ -47,6 +48,8 @@ class ReadEpochs:
 
     def __init__(self) -> None:
         self.threads: set[ReadingThread] = set()
+        self.speeds = Speeds()
+        """of this host's tiers, as reads found them"""
         self._epochs: deque[list[int]] = deque([[0]])
         self._retired: deque[list[tuple[Callable[[list[Slot]], object], list[Slot]]]] = deque([[]])
 
@@ -172,7 +175,7 @@ class Core:
         self.namespaces.measures = former.namespaces.measures
         former.namespaces.news.lose_all()
         self.places.distrust_all()
-        self.reads.threads = former.reads.threads
+        self.reads.threads, self.reads.speeds = former.reads.threads, former.reads.speeds
         self.tier = self.nodes.tier = former.tier
         self.tier.clear()
         former.tier = SharedTier(0)

@@ -11,6 +11,8 @@ from stat import S_ISREG
 from time import perf_counter
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import trio
 
 from kvfuse import errors
@@ -25,6 +27,7 @@ from kvfuse.volume.inodes.node import Node
 from kvfuse.volume.names.changes import Names
 from kvfuse.volume.names.listing import Listing
 from kvfuse.volume.names.lookup import Lookup
+from kvfuse.volume.names.outlook import Outlook
 from kvfuse.volume.names.pages import LEARN_ROWS
 from kvfuse.volume.names.plans import Plan
 from kvfuse.volume.namespaces.cache import Cache
@@ -73,6 +76,7 @@ class Blocks:
 
     def __post_init__(self) -> None:
         self.counters = BlockCounters()
+        self.outlook = Outlook(self.core)
 
     def start(self) -> None:
         """Connect the tier to the event loop: call it there, once, before any use of the tier."""
@@ -139,13 +143,24 @@ class Blocks:
     # -- looking -------------------------------------------------------------------------------------
 
     async def exists(self, directory: int, names: list[bytes]) -> list[bool]:
-        """Without waiting once the directory was read to its end: then by hashes of names, which have 64 bits."""
         began = perf_counter()
         folder = await self.lookup.directory(directory)
         self.counters.asked += len(names)
         if (cache := self.core.caches.get(folder.namespace)) is not None:
             self.core.take_uses()  # of requests before this one
             cache.asked(directory, names, self.core.is_in_tier)
+        found = await self._look(directory, names)
+        namespace = self.core.namespaces.all.get(folder.namespace)
+        if namespace is not None and namespace.settings.recompute_rate and True in found:
+            found = await self.outlook.worth(directory, names, found, namespace)
+        self.core.namespaces.measures[folder.namespace].seconds["exists"].add(perf_counter() - began)
+        return found
+
+    async def costs(self, directory: int, names: list[bytes]) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.float32]]:
+        return await self.outlook.arrivals(directory, names, await self.exists(directory, names))
+
+    async def _look(self, directory: int, names: list[bytes]) -> list[bool]:
+        """Without waiting once the directory was read to its end: then by hashes of names, which have 64 bits."""
         dentries, pending = self.core.dentries, self.journal.pending
         while True:
             epoch = pending.epoch
@@ -164,7 +179,6 @@ class Blocks:
                         found[index] = change.node is not None and not self.core.is_cleared(change.node)
             if going := dentries.vanishing.places:
                 found = [there and (directory, name) not in going for name, there in zip(names, found, strict=True)]
-            self.core.namespaces.measures[folder.namespace].seconds["exists"].add(perf_counter() - began)
             return found
 
     async def prefetch(

@@ -35,8 +35,8 @@ FRESH_SECONDS = 0.25
 """within which a file that was closed gets its name; it is evicted only where nothing else can be"""
 REASONS = "room", "expired", "cleared"
 """why a block went"""
-GONE = ("room", "evicted"), ("expired", "expired"), ("cleared", "cleared")
-"""reason -> what a request for a block is called that went for it"""
+MISSES = ("room", "evicted"), ("expired", "expired"), ("cleared", "cleared"), ("slow", "slow")
+"""why a block was not there that had been -> what a request for it is called"""
 EVICTED_MAX = 1 << 17
 """keys of evicted blocks that are remembered, so that a miss is known to be one"""
 
@@ -308,7 +308,7 @@ class Cache:
         return {
             **{name: counters[name] for name in names},
             "hits": {"dram": counters["dram"], "remote": counters["present"] - counters["dram"]},
-            "misses": {"absent": counters["absent"]} | {word: counters[f"missed_{reason}"] for reason, word in GONE},
+            "misses": {"absent": counters["absent"]} | {word: counters[f"missed_{reason}"] for reason, word in MISSES},
             "hit_ratio": round(counters["present"] / counters["asked"], 4) if counters["asked"] else None,
             "blocks": blocks,
             "bytes": self.policy.size,

@@ -45,10 +45,19 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, fo
     """share of the capacity from which blocks are evicted ahead of need"""
     low_water: Share = 0.96
     """share of the capacity down to which they are then"""
+    recompute_speed: Size = 0
+    """tokens a second that an engine computes; 0: look-ups do not compare"""
+    token_size: Size = 0
+    """bytes of blocks that one token has"""
 
     @property
     def is_cache(self) -> bool:
         return self.kind == "cache"
+
+    @property
+    def recompute_rate(self) -> int:
+        """Bytes of blocks that an engine computes in a second; 0: that is not known."""
+        return self.recompute_speed * self.token_size
 
     def changed(self, changes: Mapping[str, Any]) -> Settings:
         """These settings with ``changes``, whose values may be text. InvalidArgument says what is allowed."""
@@ -69,12 +78,15 @@ _WORDS: dict[str, tuple[str, ...]] = {
     "eviction": tuple(POLICIES),
     "admission": tuple(ADMISSIONS),
 }
+_SIZES = "capacity", "token_size"
 _EXPECTED = {
     "capacity": 'a size such as "64GiB", or 0 for as much as the namespace above it',
     "blocks": "a number of files, or 0 for any number",
     "ttl": "a number of seconds, 0 or more; 0: blocks do not expire",
     "high_water": "a share of the capacity, above 0 and up to 1",
     "low_water": "a share of the capacity, above 0 and up to 1",
+    "recompute_speed": "a number of tokens a second, or 0 to read whatever is there",
+    "token_size": 'bytes that a token has in blocks, such as "160KiB"',
 }
 
 
@@ -89,7 +101,7 @@ def _convert(name: str, value: Any) -> Any:
             raise InvalidArgument(f"{name} is one of {', '.join(words)}, not {value!r}")
         return value
     try:
-        plain = parse_size(value) if name == "capacity" and isinstance(value, str) else value
+        plain = parse_size(value) if name in _SIZES and isinstance(value, str) else value
         return msgspec.convert(plain, _TYPES[name], strict=False)
     except ValueError:
         raise InvalidArgument(f"{name} is {_EXPECTED[name]}; not {value!r}") from None

@@ -17,7 +17,7 @@ import pytest
 from engine_pairs import Engines
 from mounting import KvfuseMount, stopped, wait_until
 
-from kvfuse.usrbio.client import BlockStore, Client, Disconnected, connect, file_name
+from kvfuse.usrbio.client import BlockStore, Client, Disconnected, Tier, connect, file_name
 from kvfuse.usrbio.client.files import SETTINGS
 
 pytestmark = pytest.mark.engines("lmdb+file", "etcd+rados")
@@ -81,6 +81,20 @@ def test_a_store_does_what_a_dictionary_does(store: BlockStore, client: Client, 
             asked = rng.sample([*model, "absent"], rng.randint(0, len(model) + 1))
             expected = next((n for n, key in enumerate(asked) if key not in model), len(asked))
             assert store.longest_prefix(asked) == expected
+
+
+def test_costs_say_where_blocks_are_and_when_they_come(store: BlockStore) -> None:
+    keys = [f"key-{number}" for number in range(20)]
+    store.put_many(keys, [bytes(50_000)] * 20)
+    assert store.prefetch(keys[:5]).all()
+    found = store.costs([*keys, "absent"])
+    assert set(found.tiers[:5].tolist()) == {Tier.DRAM}
+    assert set(found.tiers[5:20].tolist()) <= {Tier.DRAM, Tier.REMOTE}
+    assert found.tiers[20] == Tier.NONE
+    assert found.milliseconds[20] == np.inf
+    assert (np.diff(found.milliseconds[:20]) >= 0).all(), "each and all before it"
+    assert 0 < found.milliseconds[0] < 1000
+    assert len(store.costs([]).tiers) == 0
 
 
 def test_batches_are_answered_block_by_block(store: BlockStore, client: Client, rng: random.Random) -> None:

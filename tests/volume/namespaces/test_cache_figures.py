@@ -47,7 +47,7 @@ def test_each_request_has_one_result(cache: Cache) -> None:
     cache.read(FOLDER, [b"a"], lambda folder, name: in_dram(name))
     found = cache.statistics()
     assert found["hits"] == {"dram": 2, "remote": 1}
-    assert found["misses"] == {"absent": 2, "evicted": 0, "expired": 0, "cleared": 0}
+    assert found["misses"] == {"absent": 2, "evicted": 0, "expired": 0, "cleared": 0, "slow": 0}
     assert found["asked"] == sum(found["hits"].values()) + sum(found["misses"].values()) == 5
 
 
@@ -58,7 +58,7 @@ def test_a_miss_says_why_the_block_went(cache: Cache, reason: str, result: str) 
     cache.evicted(candidate.victim, reason)
     cache.asked(FOLDER, [b"a", b"b"])
     found = cache.statistics()
-    assert found["misses"] == {"absent": 1, "evicted": 0, "expired": 0, "cleared": 0} | {result: 1}
+    assert found["misses"] == {"absent": 1, "evicted": 0, "expired": 0, "cleared": 0, "slow": 0} | {result: 1}
     assert found[reason] == 1
 
 

@@ -1,0 +1,53 @@
+"""Answers of an EXISTS with COSTS: in one byte the tier that a block is in, and when its bytes are expected.
+
+Bits 0 and 1 are the tier, 0 where there is no such block. The other six are a number n: the bytes are expected
+``BASE_MS * FACTOR ** n`` milliseconds after they are asked for, from 10 microseconds to 13 seconds.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+BASE_MS = 0.01
+FACTOR = 1.25
+STEPS = 64
+
+
+class Tier(IntEnum):
+    """Where the bytes of a block are."""
+
+    NONE = 0
+    """there is no such block, or it is not worth reading"""
+    DRAM = 1
+    """memory of the daemon's host"""
+    DISK = 2
+    """the disk tier of that host"""
+    REMOTE = 3
+    """the volume's segments"""
+
+
+class Costs(NamedTuple):
+    """Of many blocks, in the order in which they were asked for."""
+
+    tiers: npt.NDArray[np.uint8]
+    """see `Tier`"""
+    milliseconds: npt.NDArray[np.float32]
+    """until the block is expected to be there, if it and all before it are asked for now; infinite where it is not"""
+
+
+def encode_costs(tiers: npt.NDArray[np.uint8], seconds: npt.NDArray[np.float32]) -> bytes:
+    """One byte for each block."""
+    steps = np.log(np.maximum(seconds * (1000 / BASE_MS), 1.0)) / np.log(FACTOR)
+    numbers = np.minimum(np.ceil(steps - 1e-3), STEPS - 1).astype(np.uint8)
+    return np.where(tiers == Tier.NONE, 0, numbers << 2 | tiers).astype(np.uint8).tobytes()
+
+
+def decode_costs(answers: npt.NDArray[np.uint8]) -> Costs:
+    """What `encode_costs` encoded, rounded up to the next step."""
+    tiers = answers & np.uint8(3)
+    milliseconds = np.where(tiers == Tier.NONE, np.inf, BASE_MS * FACTOR ** (answers >> 2).astype(np.float32))
+    return Costs(tiers, milliseconds.astype(np.float32))
