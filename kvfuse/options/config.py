@@ -375,9 +375,9 @@ def _check_combination(options: Options, origins: dict[str, str]) -> None:
 def _check_shared(options: Options, records: EtcdOptions, origins: dict[str, str]) -> None:
     segments, folder = options.segments, getattr(options.segments, "path", None)
     _ = options.key_prefix  # ConfigError where the volume has no name
-    for name in options.namespace.given:
-        key = f"namespace.{name}"
-        raise ConfigError(f"{origins[key]}: {key} is not offered yet for a volume that several hosts share")
+    if options.namespace.blocks is not None:
+        origin = origins["namespace.blocks"]
+        raise ConfigError(f"{origin}: namespace.blocks is not offered for a volume that several hosts share")
     if options.has_segment_files and options.volume.path is None and folder is None:
         raise ConfigError("segments.path is not set: name the segments' folder, on a file system that all hosts share")
     if isinstance(segments, RadosOptions) and segments.pool is None:

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 import trio
 import trio.testing
-from shared_lab import volumes
+from shared_lab import get, put, quiet, volumes
 from volume_lab import CALLER, MIB, Chaos, Disk, check, lab_options, opened
 
 from kvfuse.errors import (
@@ -401,6 +401,23 @@ async def test_a_volume_is_made_a_cache(options: Options) -> None:
         assert settings_of(volume, ROOT) == Settings(kind="cache", eviction="lru")
         assert volume.parts.core.caches.keys() == {ROOT}
     assert schema.namespace_key(ROOT) not in Disk.format(options).records
+
+
+async def test_the_root_of_a_shared_volume_may_be_a_cache(
+    rng: random.Random, options: Options, autojump_clock: trio.testing.MockClock
+) -> None:
+    made = with_root(options, kind="cache", eviction="lru")
+    async with volumes(Disk.format(made, shared=True), options, 2, rng) as (one, other):
+        for volume in (one, other):
+            assert settings_of(volume, ROOT) == Settings(kind="cache", eviction="lru")
+            assert volume.parts.core.caches.keys() == {ROOT}
+        await put(one, b"block", b"bytes")
+        await quiet(one)
+        assert await get(other, b"block") == b"bytes"
+    disk = Disk.format(options, shared=True)
+    async with volumes(disk, made, 1, rng) as (volume,):
+        assert settings_of(volume, ROOT) == Settings(kind="cache", eviction="lru")
+    assert schema.namespace_key(ROOT) not in disk.records, "options of a mount hold for it alone"
 
 
 async def test_options_of_a_mount_hold_for_it_alone(disk: Disk, options: Options) -> None:
