@@ -24,6 +24,8 @@ ROOM_ROUNDS_MIN = 8
 """Rounds in which a call asks for room without regard to time: two for each step from a removed file to free slots.
 A loaded store answers each call within its deadline, but all of them together perhaps not within ``ROOM_SECONDS``.
 """
+UNLUCKY_ROUNDS = 2
+"""Rounds in which others took what became free, after which a call has caches give up files first."""
 
 
 class Source(Protocol):
@@ -69,7 +71,7 @@ class Space:
     store_changes: Callable[[], Awaitable[None]]
     """commits all pending changes, and so frees the room of the records that they delete"""
     evictors: list[Evictor] = field(default_factory=list)
-    """those that give up files of caches, for slots and records: they are asked last"""
+    """those that give up files of caches, for slots and records: they are asked last, but by unlucky calls"""
 
     async def wait_for_room(self, wait: RoomWait | None, namespace: int | None = None) -> RoomWait | None:
         """Free some slots. The caller tries again, and passes the returned wait if they were too few.
@@ -78,7 +80,10 @@ class Space:
         has room, or the caller's time is over. EngineError: an engine does not answer.
         """
         wait = wait or self._begin_wait()
-        if not await _ask([*self.sources, *[evictor.make_room for evictor in self.evictors]], wait, namespace):
+        evictors = [evictor.make_room for evictor in self.evictors]
+        is_unlucky = wait.round_count >= UNLUCKY_ROUNDS
+        sources = [*evictors, *self.sources] if is_unlucky else [*self.sources, *evictors]
+        if not await _ask(sources, wait, namespace):
             return None
         await self.core.reads.passed()
         return wait

@@ -13,7 +13,7 @@ from volume_lab import Chaos, Disk, lab_options, opened
 
 from kvfuse.errors import EngineError, NoSpace
 from kvfuse.volume.inodes.core import Core
-from kvfuse.volume.slots.space import ROOM_ROUNDS_MIN, ROOM_SECONDS, Source, Space
+from kvfuse.volume.slots.space import ROOM_ROUNDS_MIN, ROOM_SECONDS, UNLUCKY_ROUNDS, Source, Space
 
 
 @dataclass
@@ -88,6 +88,23 @@ async def test_a_call_gives_up_when_others_take_all_that_becomes_free(
     assert trio.current_time() - began == pytest.approx(core.grace.seconds + ROOM_SECONDS, abs=0.2)
     assert all(deadline == float("inf") for deadline in asked.deadlines[:ROOM_ROUNDS_MIN])
     assert all(0 <= deadline <= ROOM_SECONDS for deadline in asked.deadlines[ROOM_ROUNDS_MIN:])
+
+
+async def test_a_call_from_which_others_took_what_became_free_has_caches_evict(core: Core) -> None:
+    """What is removed and rewritten all the time gave up room in each round, and others were always faster."""
+    asked = Asked()
+
+    class Cache:
+        make_room = staticmethod(asked.source("cache", lambda: True))
+
+        async def run(self) -> None:
+            pass
+
+    space = Space(core, [asked.source("given up", lambda: True)], [], nothing, [Cache()])
+    wait = None
+    for _ in range(UNLUCKY_ROUNDS + 2):
+        wait = await space.wait_for_room(wait)
+    assert asked.names == ["given up"] * UNLUCKY_ROUNDS + ["cache"] * 2
 
 
 async def test_an_engine_that_fails_ends_the_wait(core: Core) -> None:
