@@ -206,7 +206,7 @@ class Files:
         try:
             data = await self._reader.read(node, offset, size)
         except errors.EngineError as error:
-            self._core.namespaces.measures[node.namespace].failed(error)
+            self._core.namespaces.measures[node.namespace].failed(error, is_read=True)
             raise
         self._count_read(handle, node, len(data), began)
         return data
@@ -248,7 +248,7 @@ class Files:
             written = await self._writer.write(node, offset, data, appends=handle.appends) if data else 0
         except (errors.EngineError, errors.NoSpace) as error:
             if by_kernel:  # else the rings' door counts it
-                self._core.namespaces.measures[node.namespace].failed(error)
+                self._core.namespaces.measures[node.namespace].failed(error, is_read=False)
             raise
         self._core.counters.writes += 1
         self._core.counters.written_bytes += written

@@ -101,8 +101,8 @@ class Volume:
             "settings": msgspec.structs.asdict(namespace.settings),
             "used": {"bytes": used.size, "files": used.files},
             "capacity": min(core.namespaces.accounts.limit(number, "capacity") or space.size, space.size),
-            "measures": core.namespaces.measures[number].statistics(),
-            "cache": namespace.cache.statistics() if namespace.cache is not None else None,
+            "measures": (measures := core.namespaces.measures[number]).statistics(),
+            "cache": namespace.cache.statistics(measures.unread) if namespace.cache is not None else None,
         }
 
     def stats_of(self, uid: int) -> dict[str, object]:

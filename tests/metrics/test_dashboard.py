@@ -29,7 +29,7 @@ from kvfuse.usrbio.client import BlockStore
 DASHBOARD = json.loads(resources.files("kvfuse").joinpath("data/grafana.json").read_text("utf-8"))
 EXPRESSIONS = [target["expr"] for panel in DASHBOARD["panels"] for target in panel["targets"]]
 NAME = re.compile(r"\b(?:kvfuse|process)_[a-z_]+\b")
-MISSES = "absent", "evicted", "expired", "cleared", "slow"
+MISSES = "absent", "evicted", "expired", "cleared", "slow", "deadline", "corrupt", "engine", "refused"
 VARIABLES = {"$__rate_interval": "1m", "$instance": ".*", "$namespace": ".*", "$job": ".*"}
 BLOCK = 64 << 10
 ROOM = 64 << 20

@@ -320,7 +320,7 @@ def _measure(error: Exception, *calls: Call) -> None:
     for call in calls:
         of = call.namespace if call.namespace is not None else call.file
         if of is not None and not call.ended:
-            of.measures.failed(error)
+            of.measures.failed(error, is_read=call.entry.op in (Op.READ, Op.GET))
 
 
 def _directory(call: Call) -> int:

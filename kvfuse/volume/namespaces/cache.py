@@ -11,8 +11,9 @@ then for its bytes. That is one use.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import compress, islice, takewhile
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from kvfuse.policy import Victim, make_policy
@@ -301,14 +302,25 @@ class Cache:
         """All blocks that the store has are on the books."""
         return self._gone_meanwhile is None
 
-    def statistics(self) -> dict[str, Any]:
-        counters = self.counters
+    def statistics(self, unread: Mapping[str, int] = MappingProxyType({})) -> dict[str, Any]:
+        """``unread``: why blocks were not read that were there -> how often. Each was a miss for whoever asked.
+
+        All were counted as asked for and present, but for the "refused".
+        """
+        counters = self.counters.copy()
+        counters["asked"] += unread.get("refused", 0)
+        counters["present"] = max(0, counters["present"] - sum(unread.values()) + unread.get("refused", 0))
+        counters["dram"] = min(counters["dram"], counters["present"])
         names = ("asked", "present", "absent", "stored", "refused", *REASONS)
         blocks = len(self.policy) + len(self._leaving) + len(self._fresh)
         return {
             **{name: counters[name] for name in names},
             "hits": {"dram": counters["dram"], "remote": counters["present"] - counters["dram"]},
-            "misses": {"absent": counters["absent"]} | {word: counters[f"missed_{reason}"] for reason, word in MISSES},
+            "misses": {
+                "absent": counters["absent"],
+                **{word: counters[f"missed_{reason}"] for reason, word in MISSES},
+                **unread,
+            },
             "hit_ratio": round(counters["present"] / counters["asked"], 4) if counters["asked"] else None,
             "blocks": blocks,
             "bytes": self.policy.size,

@@ -27,6 +27,8 @@ FAILURES: dict[str, tuple[type[Exception], ...]] = {
     "no_room": (errors.NoSpace,),
 }
 """reason of a failed request -> its errors; the first row that fits an error tells"""
+UNREAD = "deadline", "corrupt", "engine", "refused"
+"""why a block that is there was not read"""
 
 
 class Histogram:
@@ -50,7 +52,7 @@ class Histogram:
 class Measures:
     """What callers did in one namespace, through whichever door."""
 
-    __slots__ = ("failures", "read_bytes", "seconds", "written_bytes")
+    __slots__ = ("failures", "read_bytes", "seconds", "unread", "written_bytes")
 
     def __init__(self) -> None:
         self.read_bytes = 0
@@ -59,12 +61,16 @@ class Measures:
         """operation -> seconds from when the daemon took it to its result; all of one batch of a ring have its time"""
         self.failures = dict.fromkeys(FAILURES, 0)
         """reason -> requests that failed for it"""
+        self.unread = dict.fromkeys(UNREAD, 0)
+        """the same of requests to read"""
 
-    def failed(self, error: Exception) -> None:
+    def failed(self, error: Exception, *, is_read: bool) -> None:
         """A request ended so. What is absent, or not admitted, is no failure."""
         for reason, kinds in FAILURES.items():
             if isinstance(error, kinds):
                 self.failures[reason] += 1
+                if is_read and reason in self.unread:
+                    self.unread[reason] += 1
                 return
 
     def statistics(self) -> dict[str, Any]:

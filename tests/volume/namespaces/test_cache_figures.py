@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
+from block_calls import get, put
+from volume_lab import Disk, lab_options, opened
 
+from kvfuse.errors import Corrupt
+from kvfuse.options.options import NamespaceOptions
 from kvfuse.volume.namespaces.cache import Cache, block_key
 from kvfuse.volume.namespaces.settings import Settings
 from kvfuse.volume.views.measures import AGE_BOUNDS, Histogram
@@ -60,6 +65,34 @@ def test_a_miss_says_why_the_block_went(cache: Cache, reason: str, result: str) 
     found = cache.statistics()
     assert found["misses"] == {"absent": 1, "evicted": 0, "expired": 0, "cleared": 0, "slow": 0} | {result: 1}
     assert found[reason] == 1
+
+
+async def test_a_block_that_was_not_read_is_a_miss() -> None:
+    options = msgspec.structs.replace(lab_options(), namespace=NamespaceOptions(kind="cache"))
+    disk = Disk.format(options)
+    async with opened(disk, options) as volume:
+        for name in (b"good", b"bad"):
+            await put(volume, name, name * 10_000)
+        await volume.sync()
+    for image in disk.segments.values():
+        if (place := image.find(b"badbad")) >= 0:
+            image[place] ^= 1
+    async with opened(disk, options) as volume:
+        assert await get(volume, b"good") == b"good" * 10_000
+        with pytest.raises(Corrupt):
+            await get(volume, b"bad")
+        (row,) = volume.stats()["namespaces"]
+        found = row["cache"]
+        assert found["hits"] == {"dram": 0, "remote": 1}
+        assert {result: count for result, count in found["misses"].items() if count} == {"corrupt": 1}
+        assert found["asked"] == sum(found["hits"].values()) + sum(found["misses"].values()) == 2
+
+
+def test_who_may_not_read_misses(cache: Cache) -> None:
+    cache.stored(FOLDER, b"a", 100, 0)
+    cache.read(FOLDER, [b"a"])
+    found = cache.statistics({"refused": 3})
+    assert (found["asked"], found["present"], found["misses"]["refused"]) == (4, 1, 3)
 
 
 def test_a_read_after_the_block_was_stored_is_another_use(cache: Cache) -> None:
