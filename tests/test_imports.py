@@ -47,6 +47,7 @@ INNER: dict[str, list[set[str]]] = {
         *[
             {"views"},
             {"api"},
+            {"disk"},
             {"store"},
             {"namespaces"},
             {"inodes"},

@@ -87,6 +87,8 @@ UNSET: dict[str, str] = {
     "segments.namespace": "the volume's name",
     "segments.keyring": "as ceph.conf says",
     **dict.fromkeys([f"namespace.{name}" for name in NamespaceOptions.__struct_fields__], "as stored in the volume"),
+    "cache.disk_path": "nowhere",
+    "cache.disk_size": "none",
     "publish.mode": "strict where the record store is shared, else relaxed",
     "usrbio.user_iov_size": "128 times the memory that the daemon may have",
     "usrbio.user_charged_size": "an eighth of the memory that the daemon may have",
@@ -363,12 +365,24 @@ def _check_combination(options: Options, origins: dict[str, str]) -> None:
             engine = next(engine for engine, struct in TABLES[table].items() if hasattr(struct, name))
             here = getattr(options, table).engine
             raise ConfigError(f"{origins[key]}: {key} is for {table}.engine '{engine}', which here is '{here}'")
+    _check_disk_tier(options, origins)
     if isinstance(options.records, EtcdOptions):
         _check_shared(options, options.records, origins)
     elif not options.has_segment_files:
         raise ConfigError(
             "segments.engine 'rados' needs records.engine 'etcd': records in 'lmdb' are one host's, and others that"
             " reach the pool would not see them"
+        )
+
+
+def _check_disk_tier(options: Options, origins: dict[str, str]) -> None:
+    path, size = options.cache.disk_path, options.cache.disk_size
+    if (path is None) != (size is None):
+        raise ConfigError("cache.disk_path and cache.disk_size go together: give both, or none")
+    if path is not None and not options.is_shared:
+        raise ConfigError(
+            f"{origins['cache.disk_path']}: cache.disk_path is for volumes whose segments are elsewhere (records.engine"
+            " 'etcd'): this one's are files of this host, copies of which would only take room"
         )
 
 

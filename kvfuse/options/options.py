@@ -28,6 +28,7 @@ BlockBytes = Annotated[int, Meta(ge=1, le=SLOT_SIZE_MAX, description='sizes such
 ChunkBytes = Annotated[int, _size(4 * KIB, SLOT_SIZE_MAX, 4 * KIB)]
 SegmentBytes = Annotated[int, _size(MIB, 1 << 40, MIB)]
 TierBytes = Annotated[int, Meta(ge=0, le=1 << 62, description='a size such as "1GiB"; 0: none')]
+DiskBytes = Annotated[int, Meta(ge=16 * MIB, le=1 << 62, description='a size such as "100GiB", at least 16MiB')]
 ScrubBytes = Annotated[int, Meta(ge=0, le=1 << 40, description='a size such as "10MiB"; 0: never')]
 ReadAheadBytes = Annotated[int, Meta(ge=0, le=GIB, description='a size such as "1MiB"; 0 leaves the kernel\'s own')]
 Seconds = Annotated[float, Meta(ge=0, le=1e9, description="a number of seconds, 0 or more")]
@@ -56,7 +57,7 @@ ListenAddress = Annotated[
 ]
 KernelFlag = Literal["dev", "nodev", "suid", "nosuid", "exec", "noexec", "sync", "dirsync"]
 
-SIZES = (Bytes, BlockBytes, ChunkBytes, SegmentBytes, ObjectBytes, TierBytes, ReadAheadBytes, ScrubBytes)
+SIZES = (Bytes, BlockBytes, ChunkBytes, SegmentBytes, ObjectBytes, TierBytes, ReadAheadBytes, ScrubBytes, DiskBytes)
 
 
 class _Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -175,7 +176,7 @@ class PublishOptions(_Section, frozen=True):
 
 
 class CacheOptions(_Section, frozen=True):
-    """What the daemon may keep in memory."""
+    """What the daemon may keep in memory, and on a disk of this host."""
 
     staging_size: Bytes = 256 * MIB
     """bytes of files being written that wait for their size class"""
@@ -183,6 +184,10 @@ class CacheOptions(_Section, frozen=True):
     """inodes kept decoded"""
     tier_size: TierBytes = GIB
     """bytes of shared memory for blocks that clients may map; 0: none"""
+    disk_path: Path | None = None
+    """a folder of this host for copies of what was read from segments that many hosts share; None: nowhere"""
+    disk_size: DiskBytes | None = None
+    """bytes of that folder, preallocated"""
 
 
 class NamespaceOptions(_Section, frozen=True):

@@ -280,6 +280,8 @@ HEADER_MAGIC = 0xA5
 STATE_FREE = 0
 STATE_SEALED = 1
 STATE_UNSEALED = 2
+STATE_COPY = 3
+"""A copy in a disk tier (``volume/disk``); no volume has such slots."""
 
 DESCRIPTOR_NONE = 0
 DESCRIPTOR_BEHIND_HEADER = 1

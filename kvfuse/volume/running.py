@@ -12,6 +12,7 @@ from kvfuse import errors
 from kvfuse.options.config import Options
 from kvfuse.volume.check.scrub import Scrubber
 from kvfuse.volume.content.chunks import forget_lost
+from kvfuse.volume.disk.tier import DiskTier, opened_tier
 from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.inodes.node import Node
 from kvfuse.volume.opening.holding import Held, hold
@@ -33,10 +34,11 @@ REJOIN_SECONDS = 0.5
 log = logging.getLogger(__name__)
 
 
-async def make_parts(options: Options, held: Held, former: Core | None = None) -> Parts:
-    """The parts of a volume, from its records. ``former``: of the membership before."""
+async def make_parts(options: Options, held: Held, former: Core | None = None, disk: DiskTier | None = None) -> Parts:
+    """The parts of a volume, from its records. ``former``: of the membership before, which has the ``disk`` tier."""
     records = held.records if held.member is None else SharedRecords(held.records)
     core = await load_core(options, held._replace(records=records))
+    core.disk = disk if former is None else former.disk
     if former is not None:
         core.succeed(former)
     return Parts(core, options, held.member)
@@ -62,6 +64,9 @@ class Running:
         elif self._held.member is None and not parts.core.read_only:
             await parts.journal.commit()  # numbers are announced before the first is given
             await _reap_orphans(parts)
+        if parts.core.disk is not None:
+            self._volume.sections["disk"] = parts.core.disk.statistics
+            self._nursery.start_soon(parts.core.disk.run)
         if self._options.scrub.rate:
             self._volume.sections["scrub"] = self._scrubber.statistics
             self._nursery.start_soon(self._scrubber.run)
@@ -78,6 +83,8 @@ class Running:
                 await parts.leave()
         finally:
             self._volume.parts.life.stop()
+            if parts.core.disk is not None:
+                parts.core.disk.stop()
 
     # -- a lease that was lost -----------------------------------------------------------------------
 
@@ -180,16 +187,18 @@ async def open_volume(options: Options, mountpoint: str = "") -> AsyncIterator[V
 @asynccontextmanager
 async def run_volume(options: Options, held: Held) -> AsyncIterator[Volume]:
     """A volume over engines that are open and stay the caller's; flushed at the end."""
-    parts = await make_parts(options, held)
-    async with trio.open_nursery() as nursery:
-        running = None
-        try:
-            async with trio.open_nursery() as background:
-                volume = Volume(parts, background)
-                running = Running(volume, options, nursery, held)
-                await running.start()
-                yield volume
-        finally:
-            if running is not None:
-                with trio.CancelScope(shield=True):
-                    await running.finish()
+    cache = options.cache
+    async with opened_tier(cache.disk_path, cache.disk_size, held.superblock.volume_id) as disk:
+        parts = await make_parts(options, held, disk=disk)
+        async with trio.open_nursery() as nursery:
+            running = None
+            try:
+                async with trio.open_nursery() as background:
+                    volume = Volume(parts, background)
+                    running = Running(volume, options, nursery, held)
+                    await running.start()
+                    yield volume
+            finally:
+                if running is not None:
+                    with trio.CancelScope(shield=True):
+                        await running.finish()

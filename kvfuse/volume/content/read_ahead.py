@@ -21,6 +21,8 @@ import trio
 from kvfuse.checksum import CHECKSUM_SIZE, GRANULE_SIZE, granule_checksums
 from kvfuse.errors import KvfuseError
 from kvfuse.remote.segments.api import Transfer
+from kvfuse.volume.disk.copies import Stretch
+from kvfuse.volume.disk.tier import DiskTier
 from kvfuse.volume.inodes.chunk import Extent
 from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.inodes.node import Node
@@ -164,18 +166,40 @@ class Fetcher:
 
     async def _fetch(self, extent: Extent, window: _Window, index: int, part: _Part) -> None:
         """Fill a part. Where the window was dropped meanwhile, only readers that wait for the part get its bytes."""
-        low = index * PART_SIZE
-        transfer = Transfer(*self.core.locate(extent.addr + window.low + low), window.bytes[low : low + PART_SIZE])
+        target = window.bytes[index * PART_SIZE : (index + 1) * PART_SIZE]
+        start = window.low + index * PART_SIZE
         try:
-            with part.scope, self.core.reads.reading(), self.core.reads.speeds.remote.reading(len(transfer.buffer)):
-                await self.core.segments.read([transfer])
-                part.is_whole = window.is_intact(index)
+            with part.scope:
+                if self.core.disk is None:
+                    await self._read(extent, start, target)
+                    part.is_whole = window.is_intact(index)
+                else:
+                    part.is_whole = await self._read_near(self.core.disk, extent, window, index, target)
         except KvfuseError as error:
             part.error = error
         except ValueError as error:
             log.warning("nothing could be fetched: %s", error)  # whoever reads it hears why
         finally:
             part.done.set()
+
+    async def _read(self, extent: Extent, start: int, target: memoryview) -> None:
+        """From the engine. EngineError."""
+        with self.core.reads.reading(), self.core.reads.speeds.remote.reading(len(target)):
+            await self.core.segments.read([Transfer(*self.core.locate(extent.addr + start), target)])
+
+    async def _read_near(self, disk: DiskTier, extent: Extent, window: _Window, index: int, target: memoryview) -> bool:
+        """From the disk tier where it has the bytes, else from the engine. Whether they are right. EngineError."""
+        start = window.low + index * PART_SIZE
+        stretch = Stretch.around(extent, start, start + len(target))
+        if stretch.checksums != window.checksums or (data := await disk.read(stretch)) is None:
+            began = trio.current_time()
+            await self._read(extent, start, target)
+            is_whole = window.is_intact(index)
+            if is_whole and stretch.checksums == window.checksums:
+                disk.offer(stretch, target, trio.current_time() - began)
+            return is_whole
+        target[:] = data
+        return True
 
     def _drop(self, key: Key) -> None:
         """A window is not needed. Parts under way are cancelled: a reader that waits for one then reads by itself."""

@@ -1,4 +1,7 @@
-"""Bytes of extents of a volume that many hosts have: fetched side by side, and verified by each read."""
+"""Bytes of extents of a volume that many hosts have: fetched side by side, and verified by each read.
+
+Where there is a disk tier it is asked before the engine.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ import trio
 from kvfuse.errors import Corrupt
 from kvfuse.volume.content.read_ahead import Fetcher
 from kvfuse.volume.content.reader import Extents, Reads, is_current
+from kvfuse.volume.disk.copies import Stretch
 from kvfuse.volume.inodes.chunk import Extent
 from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.inodes.node import Node
@@ -48,6 +52,26 @@ class SharedExtents(Extents):
                 await self.renew(node)
                 data = await self.read_verified(node, extent, start, length, is_same) if is_same() else None
         return data if is_same() else None
+
+    async def read_verified(
+        self, node: Node, extent: Extent, start: int, length: int, is_same: Callable[[], bool]
+    ) -> memoryview | None:
+        """As there; from the disk tier where it has the bytes. Else it may keep them."""
+        disk = self.core.disk
+        if disk is None or not extent.checksums:
+            return await super().read_verified(node, extent, start, length, is_same)
+        stretch = Stretch.around(extent, start, start + length)
+        low, data = stretch.low, await disk.read(stretch)
+        if not is_same():
+            return None
+        if data is None:
+            began = trio.current_time()
+            data = await super().read_verified(node, extent, low, stretch.high - low, is_same)
+            if data is None:
+                return None
+            if extent.checksums == stretch.checksums:
+                disk.offer(stretch, data, trio.current_time() - began)
+        return data[start - low : start - low + length]
 
     async def do_all(self, reads: Reads) -> None:
         """Side by side: so a call waits for about one round trip. The first error ends the others, and is raised."""

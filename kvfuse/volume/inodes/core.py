@@ -18,6 +18,7 @@ from kvfuse.slab import layout
 from kvfuse.slab.allocator import Allocator, Slot
 from kvfuse.slab.layout import Geometry, Superblock
 from kvfuse.volume.api import ROOT_INODE, ReadingThread
+from kvfuse.volume.disk.tier import DiskTier
 from kvfuse.volume.inodes.chunk import COMMITTED, DISCARDED, FRESH, Extent
 from kvfuse.volume.inodes.dentries import NAMES_MAX, Dentries
 from kvfuse.volume.inodes.grace import Grace
@@ -147,6 +148,7 @@ class Core:
     reads: ReadEpochs = field(default_factory=ReadEpochs)
     counters: CoreCounters = field(default_factory=CoreCounters)
     kernel: KernelLink = field(default_factory=KernelLink)
+    disk: DiskTier | None = None
 
     def __post_init__(self) -> None:
         self.dentries = Dentries(max(NAMES_MAX, self.nodes.count_max))
@@ -203,6 +205,8 @@ class Core:
             node.dead.append(extent)
             self.givers[node] = None
         extent.state = DISCARDED
+        if self.disk is not None:
+            self.disk.drop(extent.addr, extent.length)
 
     def chunk_size_in(self, directory: Node) -> int:
         """Chunk size, in bytes, of files that are made in ``directory``."""

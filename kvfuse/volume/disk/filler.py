@@ -1,0 +1,138 @@
+"""Writes copies into the tier, behind the reads that brought their bytes: nobody waits for it.
+
+Copies that are to be written wait in a queue of bounded size. Where that is full, because the disk is slower than the
+readers, more are not taken. A copy's bytes and its head are written in one batch, in no order: of a copy that a crash
+cut in two, or whose slot had another copy before, the head has a checksum that the bytes do not match.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from typing import NamedTuple
+
+import trio
+
+from kvfuse.remote.segments.api import Transfer
+from kvfuse.slab.allocator import Slot
+from kvfuse.volume.disk.copies import Granule, pack_head
+from kvfuse.volume.disk.folder import Folder
+from kvfuse.volume.disk.index import Index
+
+QUEUE_BYTES_MAX = 64 << 20
+BATCH_BYTES = 4 << 20
+"""Bytes of one call to the disk."""
+
+
+class _Offer(NamedTuple):
+    """A granule that is to be kept, and its bytes."""
+
+    granule: Granule
+    data: memoryview
+
+
+class Filler:
+    """The queue, and the task that empties it. `DiskTier` owns it."""
+
+    def __init__(self, folder: Folder, index: Index, queue_bytes_max: int = QUEUE_BYTES_MAX) -> None:
+        self.folder = folder
+        self.index = index
+        self.queue_bytes_max = queue_bytes_max
+        self.queued_bytes = 0
+        """of copies that are not written yet"""
+        self.written = self.written_bytes = self.skipped = 0
+        self.idle = trio.Event()
+        """set while there is nothing to be written"""
+        self.idle.set()
+        self._queue: deque[_Offer] = deque()
+        self._queued: set[int] = set()
+        """keys"""
+        self._work = trio.Event()
+        self._head_sizes: dict[int, int] = {}
+        """slab -> slot size of the heads that its table has"""
+
+    def offer(self, granule: Granule, data: memoryview) -> None:
+        """Keep a copy. The bytes must not change any more."""
+        if granule.key in self._queued:
+            return
+        if self.queued_bytes + len(data) > self.queue_bytes_max:
+            self.skipped += 1
+            return
+        self._queue.append(_Offer(granule, data))
+        self._queued.add(granule.key)
+        self.queued_bytes += len(data)
+        if self.idle.is_set():
+            self.idle = trio.Event()
+        self._work.set()
+
+    def clear(self) -> None:
+        """Nothing is written of what waits."""
+        self.queued_bytes -= sum(len(offer.data) for offer in self._queue)
+        self._queued.difference_update(offer.granule.key for offer in self._queue)
+        self._queue.clear()
+
+    async def run(self) -> None:
+        """Write, for ever. EngineError of the disk."""
+        while True:
+            await self._work.wait()
+            self._work = trio.Event()
+            while self._queue:
+                batch = self._next_batch()
+                try:
+                    await self._write(batch)
+                finally:
+                    self._queued.difference_update(offer.granule.key for offer in batch)
+                    self.queued_bytes -= sum(len(offer.data) for offer in batch)
+            self.idle.set()
+
+    def _next_batch(self) -> list[_Offer]:
+        batch, size = [self._queue.popleft()], 0
+        while self._queue and (size := size + len(batch[-1].data)) < BATCH_BYTES:
+            batch.append(self._queue.popleft())
+        return batch
+
+    async def _write(self, batch: list[_Offer]) -> None:
+        placed = self._place(batch)
+        try:
+            await self._clear_tables({self.index.geometry.slab_of(slot.addr): slot.size for _, slot in placed})
+            await self.folder.segments.write(self._transfers(placed))
+        except BaseException:
+            for _, slot in placed:
+                self.index.cancel(slot)
+            raise
+        now = trio.current_time()
+        for (granule, data), slot in placed:
+            self.index.add(granule, slot, now)
+            self.written_bytes += len(data)
+        self.written += len(placed)
+
+    def _place(self, batch: list[_Offer]) -> list[tuple[_Offer, Slot]]:
+        """A slot for each; without those for which there is none."""
+        now, placed = trio.current_time(), []
+        for offer in batch:
+            slot = self.index.take(len(offer.data), now)
+            if slot is None:
+                self.skipped += 1
+            else:
+                placed.append((offer, slot))
+        return placed
+
+    async def _clear_tables(self, sizes: dict[int, int]) -> None:
+        """Remove the heads of slots of other sizes from slabs that have these now: their places may overlap."""
+        if self.folder.is_new:
+            changed = [slab for slab, size in sizes.items() if self._head_sizes.get(slab, size) != size]
+        else:
+            changed = [slab for slab, size in sizes.items() if self._head_sizes.get(slab) != size]
+        zeros, geometry = bytes(self.index.geometry.head_size), self.index.geometry
+        if changed:
+            await self.folder.segments.write([Transfer(*geometry.locate_head(slab), zeros) for slab in changed])
+        self._head_sizes.update(sizes)
+
+    def _transfers(self, placed: list[tuple[_Offer, Slot]]) -> list[Transfer]:
+        geometry, now = self.index.geometry, int(time.time())
+        transfers = []
+        for (granule, data), slot in placed:
+            head = pack_head(granule, slot.size, self.folder.volume_id, now)
+            transfers.append(Transfer(*geometry.locate_header(slot.addr, slot.size), head))
+            transfers.append(Transfer(*geometry.locate(slot.addr), data))
+        return transfers

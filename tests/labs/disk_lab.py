@@ -1,0 +1,61 @@
+"""A disk tier in a folder of a test, below volumes that several clients have."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import msgspec
+import trio
+from shared_lab import joined
+from volume_lab import MIB, Chaos, Disk, lab_options
+
+from kvfuse.options.config import Options
+from kvfuse.remote.segments.file.store import FileSegments
+from kvfuse.volume.disk.tier import DiskTier
+from kvfuse.volume.volume import Volume
+
+PATIENCE_S = 30.0
+
+
+def tier_options(folder: Path, size: int = 32 * MIB, *, nodes: int = 1000) -> Options:
+    """Of a volume with a disk tier in ``folder``, and without the tier in memory."""
+    options = lab_options(strict=True, capacity=64 * MIB, chunk=MIB, tier_size=0, nodes=nodes)
+    cache = msgspec.structs.replace(options.cache, disk_path=folder, disk_size=size)
+    return msgspec.structs.replace(options, cache=cache)
+
+
+@asynccontextmanager
+async def with_tier(disk: Disk, options: Options, client: int = 1) -> AsyncIterator[Volume]:
+    """The volume as one client has it whose tier has adopted what was there."""
+    async with joined(disk, options, client, Chaos(random.Random(0))) as volume:
+        await wait_for(tier_of(volume).adopted)
+        yield volume
+
+
+def tier_of(volume: Volume) -> DiskTier:
+    tier = volume.parts.core.disk
+    assert tier is not None
+    return tier
+
+
+async def wait_for(event: trio.Event) -> None:
+    with trio.fail_after(PATIENCE_S):
+        await event.wait()
+
+
+async def filled(volume: Volume) -> None:
+    """All that was offered is written."""
+    await wait_for(tier_of(volume).filler.idle)
+
+
+def engine_reads(volume: Volume) -> int:
+    return volume.parts.core.segments.counters.reads
+
+
+def segment_files(volume: Volume) -> Sequence[Path]:
+    segments = tier_of(volume).folder.segments
+    assert isinstance(segments, FileSegments)
+    return [file.path for file in segments._files.values()]
