@@ -132,7 +132,20 @@ def _head(look: Look, title: str) -> Text:
         f"tier {_bytes(tier['kept_bytes'])} of {_bytes(tier['capacity'])},"
         f" {look.rate('tier', 'hits'):.0f} hits/s  failed checksums {now['counters']['checksum_failures']}",
     ]
+    if "disk" in now:
+        lines.append(_disk(look, now["disk"]))
     return Text("\n".join(lines))
+
+
+def _disk(look: Look, disk: Stats) -> str:
+    """The line of the disk tier."""
+    if not disk["is_on"]:
+        return "disk tier off: its disk failed, see the log"
+    local, remote = look.rate("disk", "hit_bytes"), look.rate("disk", "engine_bytes")
+    return (
+        f"disk tier {_bytes(disk['used_bytes'])} of {_bytes(disk['capacity_bytes'])},"
+        f" {_bytes(local)}/s local, {_bytes(remote)}/s remote ({_share(local, local + remote)} local)"
+    )
 
 
 def _namespaces(look: Look) -> Table:

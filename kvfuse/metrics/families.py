@@ -6,6 +6,7 @@ own.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
@@ -25,6 +26,20 @@ Rows = Sequence[tuple[Sequence[str], Any]]
 """(label values, value)"""
 
 REASONS = "room", "expired", "cleared"
+DISK_EVENTS = {
+    "hit": "hits",
+    "miss": "misses",
+    "adopted": "adopted",
+    "written": "written",
+    "skipped": "skipped",
+    "refused": "refused",
+    "evicted": "evicted",
+    "dropped": "dropped",
+    "damaged": "damaged",
+    "late": "late",
+    "error": "errors",
+}
+"""event of the disk tier -> its figure"""
 NO_TIER = "none"
 """of a request that no tier answered"""
 
@@ -103,6 +118,24 @@ def _volume(stats: Stats, space: Stats) -> Iterator[Metric]:
     yield _gauge("kvfuse_tier_bytes", "The shared-memory tier.", ("kind",), rows)
     rows = [(("hit",), tier["hits"]), (("miss",), tier["misses"]), (("eviction",), tier["evictions"])]
     yield _counter("kvfuse_tier_events", "Look-ups in the shared-memory tier, and its evictions.", ("event",), rows)
+    yield from _disk_tier(stats.get("disk") or Counter())
+
+
+def _disk_tier(disk: Stats) -> Iterator[Metric]:
+    """Zeros where there is none."""
+    rows: Rows = [((kind,), disk[f"{kind}_bytes"]) for kind in ("capacity", "used", "kept", "queued")]
+    yield _gauge("kvfuse_disk_tier_bytes", "The disk tier; queued ones are in memory.", ("kind",), rows)
+    yield _gauge("kvfuse_disk_tier_up", "1: there is a disk tier, and its disk works.", (), [((), disk["is_on"])])
+    rows = [((event,), disk[name]) for event, name in DISK_EVENTS.items()]
+    text = "Copies in the disk tier, of up to 256 KiB each, and what became of them."
+    yield _counter("kvfuse_disk_tier_events", text, ("event",), rows)
+    rows = [(("disk",), disk["hit_bytes"]), (("remote",), disk["engine_bytes"])]
+    yield _counter("kvfuse_disk_tier_read_bytes", "Bytes that readers got, by who had them.", ("tier",), rows)
+    rows = [(("disk",), disk["read_seconds"]), (("remote",), disk["engine_seconds"])]
+    yield _counter("kvfuse_disk_tier_read_seconds", "Seconds that these reads took.", ("tier",), rows)
+    seconds = disk["adoption_seconds"]
+    text = "Seconds until all copies of before the mount could be found."
+    yield _gauge("kvfuse_disk_tier_adoption_seconds", text, (), [((), seconds)])
 
 
 def _engines(stats: Stats) -> Iterator[Metric]:

@@ -64,9 +64,9 @@ class Running:
         elif self._held.member is None and not parts.core.read_only:
             await parts.journal.commit()  # numbers are announced before the first is given
             await _reap_orphans(parts)
-        if parts.core.disk is not None:
-            self._volume.sections["disk"] = parts.core.disk.statistics
-            self._nursery.start_soon(parts.core.disk.run)
+        if (disk := parts.core.disk) is not None:
+            self._volume.sections["disk"] = disk.statistics
+            self._nursery.start_soon(disk.run, parts.core.reads.speeds.disk)
         if self._options.scrub.rate:
             self._volume.sections["scrub"] = self._scrubber.statistics
             self._nursery.start_soon(self._scrubber.run)

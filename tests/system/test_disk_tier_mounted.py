@@ -84,7 +84,9 @@ def test_a_second_read_of_1000_blocks_makes_no_rados_read_also_after_a_kill(
     assert found["adopted"] == found["copies"] == BLOCKS
     assert found["hits"] >= BLOCKS
     with capsys.disabled():
-        print(f"\nadopted {BLOCKS} copies in {found['adoption_seconds']} s, read at {found['local_bytes_per_second']} B/s")
+        print(
+            f"\nadopted {BLOCKS} copies in {found['adoption_seconds']} s, read at {found['local_bytes_per_second']} B/s"
+        )
 
 
 def test_a_folder_is_for_one_mount_and_one_volume(mount: KvfuseMount, words: tuple[str, ...], tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ class Folder:
 async def opened_folder(path: Path, size: int, volume_id: bytes) -> AsyncIterator[Folder]:
     """The folder ``path`` as a tier of ``size`` bytes in all, wholly preallocated; made where it is absent.
 
-    One of another size is emptied. VolumeError, with nothing changed: it is another volume's, of a newer format, holds
+    One of another size is emptied. VolumeError, with nothing removed: it is another volume's, of a newer format, holds
     something else, or the disk has less room. VolumeBusy: another daemon uses it. EngineError: the disk fails.
     """
     async with AsyncExitStack() as stack:

@@ -27,6 +27,7 @@ from kvfuse.volume.disk.copies import COPY_ROW, Copy, Granule, Rows, Stretch, ne
 from kvfuse.volume.disk.filler import Filler
 from kvfuse.volume.disk.folder import Folder, opened_folder
 from kvfuse.volume.disk.index import Index
+from kvfuse.volume.views.speeds import Speed
 
 PATIENCE_FACTOR = 10.0
 PATIENCE_MIN = 0.25
@@ -90,6 +91,7 @@ class DiskTier:
         self.is_on = True
         self.adopted = trio.Event()
         """set when all copies of before the restart can be found"""
+        self.speed = Speed(200e-6, 1e9)
         self._usual = 0.0
         """seconds of a read, about"""
         self._late_count = 0
@@ -156,7 +158,7 @@ class DiskTier:
         return {
             "is_on": int(self.is_on),
             "is_adopted": int(self.adopted.is_set()),
-            "capacity": self.folder.geometry.size,
+            "capacity_bytes": self.folder.geometry.size,
             "used_bytes": self.index.slabs.used_bytes if self.is_on else 0,
             "kept_bytes": self.index.kept_bytes,
             "copies": len(self.index.copies),
@@ -173,8 +175,9 @@ class DiskTier:
 
     # -- the task ------------------------------------------------------------------------------------
 
-    async def run(self) -> None:
-        """Adopt, read and write, until `stop`."""
+    async def run(self, speed: Speed) -> None:
+        """Adopt, read and write, until `stop`. ``speed``: of the tier, which learns from its reads."""
+        self.speed = speed
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
             try:
@@ -202,7 +205,8 @@ class DiskTier:
     async def _perform(self, read: _Read) -> None:
         began = trio.current_time()
         try:
-            await self.folder.segments.read(self._transfers(read))
+            with self.speed.reading(len(read.data)):
+                await self.folder.segments.read(self._transfers(read))
             read.is_right = self._verify(read)
         except EngineError as error:
             self._turn_off(error)

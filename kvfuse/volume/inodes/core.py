@@ -241,13 +241,13 @@ class Core:
         """The kernel looked up a file, or a name that a directory does not have."""
         cache = self.caches.get(node.namespace)
         if cache is not None:
-            cache.looked(node.parent if is_there else node.ino, name, self.is_in_tier, is_there=is_there)
+            cache.looked(node.parent if is_there else node.ino, name, self.tier_of, is_there=is_there)
 
     def read_in_cache(self, node: Node) -> None:
         """Somebody is about to read the file."""
         cache = self.caches.get(node.namespace)
         if cache is not None:
-            cache.read(node.parent, [node.name], self.is_in_tier)
+            cache.read(node.parent, [node.name], self.tier_of)
 
     def take_uses(self) -> None:
         """Tell the caches which blocks ring threads read."""
@@ -255,13 +255,24 @@ class Core:
             node = self.nodes.get(directory)
             cache = self.caches.get(node.namespace) if node is not None else None
             if cache is not None:
-                cache.read(directory, names, self.is_in_tier)
+                cache.read(directory, names, self.tier_of)
 
-    def is_in_tier(self, directory: int, name: bytes) -> bool:
-        """The shared-memory tier has the file of a name, as far as the name is known."""
+    def tier_of(self, directory: int, name: bytes) -> str:
+        """Which tier of this host has the file of a name, as far as the name is known: "dram", "disk", or ""."""
         dentry = self.dentries.get(directory, name)
         node = dentry.change.node if dentry.change is not None else None
-        return (dentry.ino if node is None else node.ino) in self.tier.kept
+        ino = dentry.ino if node is None else node.ino
+        if ino in self.tier.kept:
+            return "dram"
+        found = self.nodes.peek(ino) if self.disk is not None else None
+        return "disk" if found is not None and self.is_on_disk(found) else ""
+
+    def is_on_disk(self, node: Node) -> bool:
+        """The disk tier has the start of a file, as far as memory knows where that is."""
+        chunk = node.chunks.get(0)
+        if self.disk is None or chunk is None or not chunk.extents:
+            return False
+        return self.disk.has(chunk.extents[0].addr, chunk.extents[0].generation)
 
     def has_spare_room(self, namespace: int, size: int) -> bool:
         """So many bytes can be stored in a namespace, and the caches do not have to give up anything for them."""

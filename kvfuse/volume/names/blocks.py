@@ -148,7 +148,7 @@ class Blocks:
         self.counters.asked += len(names)
         if (cache := self.core.caches.get(folder.namespace)) is not None:
             self.core.take_uses()  # of requests before this one
-            cache.asked(directory, names, self.core.is_in_tier)
+            cache.asked(directory, names, self.core.tier_of)
         found = await self._look(directory, names)
         namespace = self.core.namespaces.all.get(folder.namespace)
         if namespace is not None and namespace.settings.recompute_rate and True in found:

@@ -42,12 +42,15 @@ EVICTED_MAX = 1 << 17
 """keys of evicted blocks that are remembered, so that a miss is known to be one"""
 
 
-InDram = Callable[[int, bytes], bool]
-"""the shared-memory tier has the block of this name in a directory"""
+NEAR_TIERS = "dram", "disk"
+"""tiers of this host; other blocks are in the segments alone: ``remote``"""
+
+TierOf = Callable[[int, bytes], str]
+"""which of `NEAR_TIERS` has the block of this name in a directory; "": none"""
 
 
-def _nowhere(directory: int, name: bytes) -> bool:
-    return False
+def _nowhere(directory: int, name: bytes) -> str:
+    return ""
 
 
 def block_key(directory: int, name: bytes) -> int:
@@ -88,7 +91,7 @@ class Cache:
         self.estimate = HitEstimate()
         self.counters: Counter[str] = Counter()
         """``asked``: blocks that were asked for, and of them ``present``, ``absent``, and ``missed_REASON`` for those
-        that went before; of those present ``dram``, which the shared-memory tier has; ``stored``, ``refused`` (not
+        that went before; of those present ``dram`` and ``disk``, which these tiers have; ``stored``, ``refused`` (not
         admitted), and what went, by reason: ``room``, ``expired``, ``cleared``"""
         self.residence = Histogram(AGE_BOUNDS)
         """seconds from when blocks were stored until they went"""
@@ -148,16 +151,16 @@ class Cache:
         if self._gone_meanwhile is not None:
             self._gone_meanwhile.add(key)
 
-    def asked(self, directory: int, names: Sequence[bytes], in_dram: InDram = _nowhere) -> None:
+    def asked(self, directory: int, names: Sequence[bytes], tier_of: TierOf = _nowhere) -> None:
         """Somebody asked which of a chain of blocks are there, its first block first."""
         keys = [block_key(directory, name) for name in names]
-        self._count_tiers(directory, keys, names, in_dram)
+        self._count_tiers(directory, keys, names, tier_of)
         self._count(keys)
         if len(self._asked) > _ASKED_MAX:
             self._asked.clear()
         self._asked.update(keys)
 
-    def read(self, directory: int, names: Sequence[bytes], in_dram: InDram = _nowhere) -> None:
+    def read(self, directory: int, names: Sequence[bytes], tier_of: TierOf = _nowhere) -> None:
         """Somebody read blocks, or tried to. Those that `asked` had before were counted then."""
         all_keys = [block_key(directory, name) for name in names]
         keys = [key for key in all_keys if key not in self._asked]
@@ -167,19 +170,20 @@ class Cache:
                 if len(keys) == len(names)
                 else list(compress(names, [key not in self._asked for key in all_keys]))
             )
-            self._count_tiers(directory, keys, unasked, in_dram)
+            self._count_tiers(directory, keys, unasked, tier_of)
             self._count(keys)
         self._asked.difference_update(all_keys)
 
-    def _count_tiers(self, directory: int, keys: Sequence[int], names: Sequence[bytes], in_dram: InDram) -> None:
-        if in_dram is not _nowhere:
-            found = [in_dram(directory, name) for key, name in zip(keys, names, strict=True) if key in self.policy]
-            self.counters["dram"] += sum(found)
+    def _count_tiers(self, directory: int, keys: Sequence[int], names: Sequence[bytes], tier_of: TierOf) -> None:
+        if tier_of is not _nowhere:
+            for key, name in zip(keys, names, strict=True):
+                if key in self.policy and (tier := tier_of(directory, name)):
+                    self.counters[tier] += 1
 
-    def looked(self, directory: int, name: bytes, in_dram: InDram = _nowhere, *, is_there: bool) -> None:
+    def looked(self, directory: int, name: bytes, tier_of: TierOf = _nowhere, *, is_there: bool) -> None:
         """The kernel looked up a name. An absent one it may be about to make: `settle_looks` counts it later."""
         if is_there:
-            self.asked(directory, [name], in_dram)
+            self.asked(directory, [name], tier_of)
         else:
             self._looked[block_key(directory, name)] = self.clock()
 
@@ -310,12 +314,15 @@ class Cache:
         counters = self.counters.copy()
         counters["asked"] += unread.get("refused", 0)
         counters["present"] = max(0, counters["present"] - sum(unread.values()) + unread.get("refused", 0))
-        counters["dram"] = min(counters["dram"], counters["present"])
+        near, left = {}, counters["present"]
+        for tier in NEAR_TIERS:
+            near[tier] = min(counters[tier], left)
+            left -= near[tier]
         names = ("asked", "present", "absent", "stored", "refused", *REASONS)
         blocks = len(self.policy) + len(self._leaving) + len(self._fresh)
         return {
             **{name: counters[name] for name in names},
-            "hits": {"dram": counters["dram"], "remote": counters["present"] - counters["dram"]},
+            "hits": {**near, "remote": left},
             "misses": {
                 "absent": counters["absent"],
                 **{word: counters[f"missed_{reason}"] for reason, word in MISSES},

@@ -44,16 +44,16 @@ def count_at(found: dict[str, Any], value: float) -> int:
 
 
 def test_each_request_has_one_result(cache: Cache) -> None:
-    for name in (b"a", b"b"):
+    for name in (b"a", b"b", b"e"):
         cache.stored(FOLDER, name, 100, 0)
-    in_dram = {b"a"}.__contains__
-    cache.asked(FOLDER, [b"a", b"b", b"c"], lambda folder, name: in_dram(name))
-    cache.read(FOLDER, [b"a", b"b", b"d"], lambda folder, name: in_dram(name))
-    cache.read(FOLDER, [b"a"], lambda folder, name: in_dram(name))
+    tiers = {b"a": "dram", b"c": "disk", b"e": "disk"}
+    cache.asked(FOLDER, [b"a", b"b", b"c", b"e"], lambda folder, name: tiers.get(name, ""))
+    cache.read(FOLDER, [b"a", b"b", b"d"], lambda folder, name: tiers.get(name, ""))
+    cache.read(FOLDER, [b"a"], lambda folder, name: tiers.get(name, ""))
     found = cache.statistics()
-    assert found["hits"] == {"dram": 2, "remote": 1}
+    assert found["hits"] == {"dram": 2, "disk": 1, "remote": 1}
     assert found["misses"] == {"absent": 2, "evicted": 0, "expired": 0, "cleared": 0, "slow": 0}
-    assert found["asked"] == sum(found["hits"].values()) + sum(found["misses"].values()) == 5
+    assert found["asked"] == sum(found["hits"].values()) + sum(found["misses"].values()) == 6
 
 
 @pytest.mark.parametrize(("reason", "result"), [("room", "evicted"), ("expired", "expired"), ("cleared", "cleared")])
