@@ -24,7 +24,7 @@ Each block has a *tag*, a number of 64 bits by which the caller finds it: the po
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 HOLD_SECONDS = 2.0
@@ -82,6 +82,10 @@ class Policy(ABC):
     @abstractmethod
     def expired(self, before: float, now: float) -> list[Victim]:
         """The blocks that were stored before that time, in no order; off the books, as ``victims`` are."""
+
+    @abstractmethod
+    def tagged(self, mask: int, values: Collection[int], now: float) -> list[Victim]:
+        """The blocks of whose tags these bits are one of ``values``, in no order; off the books, as ``victims`` are."""
 
     @abstractmethod
     def keep(self, victim: Victim, now: float) -> None:

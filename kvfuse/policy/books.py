@@ -9,7 +9,7 @@ policy with a million blocks has some 190 (220 with what was ever asked for).
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import numpy as np
 
@@ -79,6 +79,13 @@ class Books:
         """The rows of blocks that were stored before a time."""
         born, sizes = np.frombuffer(self.born, np.float64), np.frombuffer(self.sizes, np.int64)
         rows: list[int] = np.flatnonzero((born < time) & (sizes > 0)).tolist()
+        return rows
+
+    def rows_tagged(self, mask: int, values: Collection[int]) -> list[int]:
+        """The rows of blocks of whose tags these bits are one of some values."""
+        tags, sizes = np.frombuffer(self.tags, np.uint64), np.frombuffer(self.sizes, np.int64)
+        wanted = np.fromiter(values, np.uint64, len(values))
+        rows: list[int] = np.flatnonzero(np.isin(tags & np.uint64(mask), wanted) & (sizes > 0)).tolist()
         return rows
 
     def _grow(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from kvfuse.policy.admission import Admission, VictimAge
 from kvfuse.policy.api import HOLD_SECONDS, Policy, Victim
@@ -87,8 +87,14 @@ class CachePolicy(Policy):
         return found
 
     def expired(self, before: float, now: float) -> list[Victim]:
+        return self._take(self._books.rows_born_before(before), now)
+
+    def tagged(self, mask: int, values: Collection[int], now: float) -> list[Victim]:
+        return self._take(self._books.rows_tagged(mask, values), now)
+
+    def _take(self, rows: Sequence[int], now: float) -> list[Victim]:
         books, found = self._books, []
-        for row in books.rows_born_before(before):
+        for row in rows:
             victim = Victim(books.keys[row], books.sizes[row], books.tags[row], now - books.times[row], books.born[row])
             self.removed(victim.key)
             found.append(victim)

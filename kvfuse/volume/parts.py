@@ -43,6 +43,7 @@ from kvfuse.volume.names.keeper import Keeper
 from kvfuse.volume.names.lookup import Lookup, OwnLookup
 from kvfuse.volume.names.nameless import OwnNameless, SharedNameless
 from kvfuse.volume.names.namespace_attributes import NamespaceAttributes
+from kvfuse.volume.names.shared_eviction import SharedEviction
 from kvfuse.volume.names.shared_lookup import SharedLookup
 from kvfuse.volume.names.xattrs import Xattrs
 from kvfuse.volume.slots.flusher import Flusher
@@ -151,24 +152,28 @@ class Parts:
     def _make_shared(
         self, member: Member, records: SharedRecords, extents: SharedExtents, refresher: Refresher
     ) -> None:
-        """What a volume has that many hosts have. An eviction would be the last source of room before other hosts."""
+        """What a volume has that many hosts have. An eviction is the last source of room before other hosts."""
         core, journal = self.core, self.journal
         nameless = SharedNameless(core, journal, refresher.chunks)
         orphans = nameless.orphans
-        self.leases = leases = SlabLeases(core, journal, journal.refusals.to_free.add)
+        to_free = journal.refusals.to_free
+        self.leases = leases = SlabLeases(core, journal, to_free.add, lambda: to_free.size)
         sources = [
             leases.take_unheld_slabs,
             nameless.free_unnamed_files,
             journal.free_given_up,
             journal.store_removals,
             orphans.free_removed_files,
-            RoomElsewhere(core, leases.shares, orphans).await_other_hosts,
         ]
-        self.space = Space(core, sources, [orphans.free_removed_files], nameless.store_removals)
+        elsewhere = [RoomElsewhere(core, leases.shares, orphans).await_other_hosts]
+        record_sources = [orphans.free_removed_files]
+        self.space = Space(core, sources, record_sources, nameless.store_removals, elsewhere=elsewhere)
         self.lookups = lookups = SharedLookup(core, journal, refresher, records)
         memory = ApplyFirst(core, journal, self.space, lookups, nameless)
         executor = CommitFirst(core, journal, self.space, lookups, memory)
         self.names = Names(core, journal, lookups, nameless, memory, executor)
+        shared = SharedEviction(core, journal, self.names, refresher.news)
+        self.space.evictors.append(Evictor(core, journal, lookups, self.names, refresher.news, shared))
         view, committer = leases.view, journal.committer
         core.metadata.share_out(
             lambda: view.counts_beside(core.client).add(Counts(0, committer.size)).size, view.members
@@ -187,10 +192,11 @@ class Parts:
         nursery.start_soon(self.flusher.run)
         nursery.start_soon(self.journal.run)
         nursery.start_soon(self.names.nameless.run)
+        for evictor in [] if self.core.read_only else self.space.evictors:
+            nursery.start_soon(evictor.run)
         if self.coherence is None or self.leases is None:
             nursery.start_soon(self.mapper.access.run)
-            for evictor in [] if self.core.read_only else self.space.evictors:
-                nursery.start_soon(evictor.run)
+            nursery.start_soon(self.lookups.refresher.news.run)
             nursery.start_soon(self.names.folders.find)
         else:
             nursery.start_soon(self.coherence.run)

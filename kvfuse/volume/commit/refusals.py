@@ -32,6 +32,10 @@ class ToFree:
     def __init__(self) -> None:
         self.waiting: deque[tuple[float, int]] = deque()
         """(time of the removal, inode number), in trio's time"""
+        self.size = 0
+        """bytes of slots that evicted files are about to give up"""
+        self._sizes: dict[int, int] = {}
+        """inode -> its part of them"""
         self._work = trio.Event()
 
     def add(self, ino: int) -> None:
@@ -39,6 +43,15 @@ class ToFree:
         self.waiting.append((trio.current_time(), ino))
         if len(self.waiting) == 1:
             self.hurry()
+
+    def expects(self, ino: int, size: int) -> None:
+        """An inode that is added just now gives up so many bytes of slots here."""
+        self._sizes[ino] = size
+        self.size += size
+
+    def looked_at(self, ino: int) -> None:
+        """Its slots are being freed, or stay, as somebody has the file open."""
+        self.size -= self._sizes.pop(ino, 0)
 
     def hurry(self) -> None:
         """Have the waiting inodes looked at now."""

@@ -134,6 +134,8 @@ class Coherence:
             if isinstance(entry, schema.InodeRecord):
                 self._is_ours(entry.ino, change.version)
             return
+        if core.caches:
+            core.changed_elsewhere(parent, name, entry)
         ino = entry.ino if isinstance(entry, schema.InodeRecord) else entry
         dentry = core.dentries.get(parent, name)
         if change.version > dentry.version:

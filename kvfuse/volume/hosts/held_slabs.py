@@ -153,6 +153,8 @@ class HeldSlabs:
         else:
             self.grant_count += 1
             self.granted()
+            if state.slot_size:
+                self.core.namespaces.slab_came(state.slab)
 
     async def give_back(self, slabs: Sequence[int]) -> None:
         """Slabs in which this client allocates no more are nobody's. After an EngineError: to be tried again."""

@@ -24,7 +24,7 @@ from kvfuse.volume.hosts.freed_slots import FreedSlots, JournalPart
 from kvfuse.volume.hosts.held_slabs import HeldSlabs
 from kvfuse.volume.hosts.slab_supply import SlabSupply
 from kvfuse.volume.hosts.slab_view import SlabView
-from kvfuse.volume.inodes.core import Core
+from kvfuse.volume.inodes.core import Core, Part
 from kvfuse.volume.store import schema
 from kvfuse.volume.store.numbers import SharedNumberRange
 
@@ -40,8 +40,19 @@ log = logging.getLogger(__name__)
 class SlabLeases:
     """The slabs of one client. ``core.slabs`` begins without any; ``run`` has to be running."""
 
-    def __init__(self, core: Core, journal: JournalPart, free_later: Callable[[int], None] = lambda ino: None) -> None:
+    def __init__(
+        self,
+        core: Core,
+        journal: JournalPart,
+        free_later: Callable[[int], None] = lambda ino: None,
+        resting_size: Callable[[], int] = lambda: 0,
+    ) -> None:
+        """``free_later``: called with inodes that this client is to free now.
+
+        ``resting_size``: bytes of slots here that removed files give up after a grace.
+        """
         self.core = core
+        self._resting_size = resting_size
         self.journal = journal
         self.view = SlabView(core.records, core.geometry, self._noticed)
         self.freed = FreedSlots(core, journal)
@@ -55,6 +66,7 @@ class SlabLeases:
         self._work = trio.Event()
         core.slabs.slab_opened = self._slab_opened
         core.is_alone = self._is_alone
+        core.shared_part = self._part
         ranges = (core.inodes, core.generations)
         self._numbers = [numbers for numbers in ranges if isinstance(numbers, SharedNumberRange)]
         for numbers in self._numbers:
@@ -79,6 +91,13 @@ class SlabLeases:
         free = slabs_elsewhere * self.core.geometry.slab_size - used_elsewhere + slabs.free_bytes + slabs.pending_bytes
         inodes = view.counts_beside(self.core.client).inodes + self.core.file_count
         return free, max(inodes, 1)
+
+    def _part(self) -> Part:
+        """What this client holds, and an equal part of what nobody does."""
+        slabs, held_size = self.core.slabs, self.core.slabs.slab_count * self.core.geometry.slab_size
+        unheld = max(self.view.unheld_free_bytes, 0) // max(len(self.view.members), 1)
+        used = held_size - slabs.free_bytes - slabs.pending_bytes - self._resting_size()
+        return Part(held_size + unheld, max(used, 0))
 
     def _is_alone(self) -> bool:
         return self.view.ready.is_set() and self.view.members == {self.core.client}
@@ -149,6 +168,7 @@ class SlabLeases:
         async with self._turn:
             await self._adopt()
             await self.supply.take_ahead()
+            await self.supply.take_full(self.heir)
             await self.held.ripen()
             await self.supply.return_idle()
             if self.freed.is_behind:

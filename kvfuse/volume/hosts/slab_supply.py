@@ -1,11 +1,15 @@
 """How many free slabs a client holds: a few ahead of need, so that nobody who writes waits for one, and no more.
 
 What stays free goes back. Where others may want it all of that does, and partly used slabs as well (`Shares`).
+
+Slabs of nobody that are full would be of no use to anybody, unless they are full of a cache's blocks: who has caches
+takes them, so that somebody evicts what is in them.
 """
 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
 
@@ -33,6 +37,9 @@ IDLE_SECONDS = 5.0
 SCARCE_SECONDS = 0.5
 """if there are fewer of nobody than this client has, that long."""
 
+FULL_SECONDS = 2.0
+"""between two looks for full slabs"""
+
 
 @dataclass
 class SlabSupply:
@@ -51,6 +58,9 @@ class SlabSupply:
         self._idle: set[int] = set()
         """slabs that were free at that look"""
         self._looked = trio.current_time()
+        self._full: set[int] = set()
+        """slabs of nobody that were full at the last look for such"""
+        self._looked_full = -FULL_SECONDS
         self._random = random.Random(self.core.client)
 
     @property
@@ -96,6 +106,17 @@ class SlabSupply:
         free = {slab: self.view.slots_free(slab) * self.view.use(slab).slot_size for slab in self.view.unheld()}
         return sorted(filter(free.__getitem__, free), key=free.__getitem__, reverse=True)[:PARTIAL_MAX]
 
+    async def take_full(self, heir: Callable[[int], int]) -> None:
+        """Take full slabs of nobody, where there are caches: first ``heir`` of each does, after a while all do."""
+        now = trio.current_time()
+        if not self.core.caches or now < self._looked_full + FULL_SECONDS:
+            return
+        self._looked_full = now
+        full = {slab for slab in self.view.unheld() if self.view.is_full(slab)}
+        wanted = [slab for slab in sorted(full) if slab in self._full or heir(slab) == self.core.client]
+        self._full = full.difference(wanted)
+        await self.held.take(wanted)
+
     async def return_idle(self) -> None:
         """Give back slabs that were free for a while and are not needed: all of them, where others may want them.
 
@@ -114,6 +135,6 @@ class SlabSupply:
         given = idle[len(idle) - max(surplus, 0) :]
         if has_surplus and not self.held.journal.is_committing:
             given += self.shares.to_give()
-        for slab in given:
-            self.core.slabs.withdraw(slab)
+        used = [slab for slab in given if self.core.slabs.withdraw(slab).slot_size]
+        self.core.namespaces.slabs_left(used)
         await self.held.give_back_unused()

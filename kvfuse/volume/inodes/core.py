@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from typing import NamedTuple
 
 import trio
 
@@ -100,6 +101,15 @@ class ReadEpochs:
             self._retired.popleft()
 
 
+class Part(NamedTuple):
+    """What of the volume this host's caches may fill."""
+
+    size: int
+    """bytes of slots"""
+    used: int
+    """of them"""
+
+
 @dataclass
 class CoreCounters:
     reads: int = 0
@@ -144,6 +154,8 @@ class Core:
     """of freed slots of a shared volume"""
     is_alone: Callable[[], bool] = field(default=lambda: False)
     """no other client of a shared volume is known from the watch"""
+    shared_part: Callable[[], Part] | None = None
+    """of a shared volume: see `part`"""
     places: Places = field(default_factory=Places)
     reads: ReadEpochs = field(default_factory=ReadEpochs)
     counters: CoreCounters = field(default_factory=CoreCounters)
@@ -226,7 +238,10 @@ class Core:
         cache = self.caches.get(node.namespace)
         if cache is not None and node.nlink:
             size, addr = node.slots()
-            cache.stored(directory or node.parent, name or node.name, size, addr // self.geometry.slab_size)
+            slab = max(addr, 0) // self.geometry.slab_size
+            if self.shared and addr >= 0 and not self.slabs.holds(slab):
+                return  # it is on another host's books
+            cache.stored(directory or node.parent, name or node.name, size, slab)
             self.namespaces.changed.set()
 
     def closed_in_cache(self, node: Node) -> None:
@@ -234,8 +249,28 @@ class Core:
         cache = self.caches.get(node.namespace)
         if cache is not None and node.nlink:
             size, addr = node.slots()
-            cache.closed(node.parent, node.name, size, addr // self.geometry.slab_size)
+            slab = max(addr, 0) // self.geometry.slab_size
+            if self.shared and addr >= 0 and not self.slabs.holds(slab):
+                return
+            cache.closed(node.parent, node.name, size, slab)
             self.namespaces.changed.set()
+
+    def changed_elsewhere(self, directory: int, name: bytes, entry: InodeRecord | int | None) -> None:
+        """Another host changed what a name means. ``entry``: the inode, or its number; None: nothing any more.
+
+        So files of our books leave them, or are there under another name.
+        """
+        if isinstance(entry, InodeRecord) and stat.S_ISREG(entry.mode):
+            cache, slab = self.caches.get(entry.namespace), self.first_slab(entry)
+            if cache is not None and slab is not None and self.slabs.holds(slab):
+                cache.stored(directory, name, sum([one.length for chunk in entry.chunks for one in chunk]), slab)
+                return
+        for cache in self.caches.values():
+            cache.gone(directory, name, is_told=False)
+
+    def first_slab(self, record: InodeRecord) -> int | None:
+        """The slab of a file's first slot; None where it has none, or a chunk record has it."""
+        return next((one.addr // self.geometry.slab_size for chunk in record.chunks for one in chunk), None)
 
     def looked_in_cache(self, node: Node, name: bytes, *, is_there: bool) -> None:
         """The kernel looked up a file, or a name that a directory does not have."""
@@ -276,10 +311,16 @@ class Core:
 
     def has_spare_room(self, namespace: int, size: int) -> bool:
         """So many bytes can be stored in a namespace, and the caches do not have to give up anything for them."""
-        data_size, slabs = self.geometry.data_size, self.slabs
-        used = data_size - slabs.free_bytes - slabs.pending_bytes
-        has_room = used + size <= data_size * self.namespaces.low_water
+        part = self.part()
+        has_room = part.used + size <= part.size * self.namespaces.low_water
         return has_room and self.namespaces.accounts.has_spare_room(namespace, size)
+
+    def part(self) -> Part:
+        """The part of the volume that this host's caches may fill: all of it, where it is the only host."""
+        if self.shared_part is not None:
+            return self.shared_part()
+        size, slabs = self.geometry.data_size, self.slabs
+        return Part(size, size - slabs.free_bytes - slabs.pending_bytes)
 
     # -- inodes --------------------------------------------------------------------------------------
 

@@ -223,14 +223,17 @@ class Node:
         return count
 
     def slots(self) -> tuple[int, int]:
-        """(bytes of its slots, address of the first one); chunks with records of their own count by their bytes."""
+        """(bytes of its slots, address of the first one, below 0 for none).
+
+        Chunks with records of their own count by their bytes; slots of other hosts' slabs not at all.
+        """
         size, first = 512 * self.far_blocks, -1
         for index, chunk in self.chunks.items():
             if index < schema.INLINE_CHUNKS:
                 slots = [extent.slot for extent in chunk.extents] + (chunk.staged.slots if chunk.staged else [])
                 size += sum([slot.size for slot in slots])
                 first = slots[0].addr if slots and first < 0 else first
-        return size, max(first, 0)
+        return size, first
 
     def chunk_changed(self, index: int) -> None:
         """Have the chunk's own record, if it has one, put or deleted with the inode's."""

@@ -181,9 +181,9 @@ class ApplyFirst:
         if plan.weight:
             self.core.metadata.reserve(plan.node, plan.weight)
         if self.core.caches:
-            self._tell_caches(plan)
+            self.tell_caches(plan)
 
-    def _tell_caches(self, plan: Plan) -> None:
+    def tell_caches(self, plan: Plan) -> None:
         """Names that lost their file, and files that were renamed or linked."""
         for end, meant in zip(plan.ends, plan.means, strict=True):
             was, directory = end.found.node, end.directory

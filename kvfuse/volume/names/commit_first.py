@@ -278,6 +278,8 @@ class CommitFirst:
             plan.node.forget_copy()
         for node in draft.removed:
             self._gone(node)
+        if core.caches:
+            self.later.tell_caches(plan)
 
     def _apply_name(self, parent: int, name: bytes, node: Node | None, version: int, *, is_made: bool) -> None:
         core = self.core

@@ -6,6 +6,8 @@ and offered again later. Most of the others vanish in bulk, without an inode in 
 have other records, or pending changes, are unlinked as if a user did it. The kernel is told of names that it may know.
 
 The books of a cache begin empty. After a mount a task reads the names that the store has, oldest use first.
+
+Where many hosts have the volume, files go in another way, and a host has some of them on its books: `shared_eviction`.
 """
 
 from __future__ import annotations
@@ -29,12 +31,12 @@ from kvfuse.volume.inodes.dentries import Dentries
 from kvfuse.volume.inodes.node import Node
 from kvfuse.volume.names.changes import Names
 from kvfuse.volume.names.lookup import Lookup
+from kvfuse.volume.names.shared_eviction import Ahead, SharedEviction
+from kvfuse.volume.names.stored_blocks import read_blocks
 from kvfuse.volume.names.sweeping import Sweeper
-from kvfuse.volume.namespaces.cache import Cache, Candidate, block_key
+from kvfuse.volume.namespaces.cache import Cache, Candidate
 from kvfuse.volume.namespaces.settings import ROOT
 from kvfuse.volume.store import schema
-from kvfuse.volume.store.sealed import ScanPages, get_sound
-from kvfuse.volume.views import clock
 from kvfuse.volume.views.news import Change
 
 log = logging.getLogger(__name__)
@@ -51,7 +53,6 @@ SWEEP_SECONDS = 1.0
 """How long a call that needs room waits for a part of the cleared files to be removed."""
 REMOVED_PER_TURN = 64
 """files that are removed before other tasks may run"""
-SCAN_ROWS = 500
 _TAKES_UNLINK = schema.FLAG_XATTRS | schema.FLAG_CHUNK_RECORDS
 """of inodes that have other records, too"""
 
@@ -65,6 +66,8 @@ class Evictor:
     lookup: Lookup
     names: Names
     news: KernelNews
+    shared: SharedEviction | None = None
+    """what is otherwise where many hosts have the volume"""
 
     def __post_init__(self) -> None:
         self.sweeper = Sweeper(self.core, self.journal, self.names, self.news, self._vanish)
@@ -74,14 +77,10 @@ class Evictor:
         """of evictions that removed something"""
         size = self.core.geometry.data_size
         self._batch_size = min(max(size >> 9, BATCH_SIZE_MIN), BATCH_SIZE_MAX, max(size >> 4, 1))
+        self._ahead = Ahead(self.core, self._batch_size)
 
     async def run(self) -> None:
         """Follow uses, and keep below the water marks, until cancelled."""
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(self.news.run)
-            nursery.start_soon(self._follow)
-
-    async def _follow(self) -> None:
         namespaces = self.core.namespaces
         while True:
             with trio.move_on_after(LOOK_SECONDS if self.core.caches or namespaces.cleared else math.inf):
@@ -98,9 +97,11 @@ class Evictor:
     async def _look(self) -> None:
         for number in list(self.core.namespaces.cleared):
             await self.sweeper.sweep(number)
-        unread = [number for number, cache in self.core.caches.items() if not cache.is_known]
-        if unread:
-            await self._read_store(unread)
+        if self.shared is not None:
+            await self.shared.read_what_came()
+            self._ahead.look()
+        elif unread := [number for number, cache in self.core.caches.items() if not cache.before.is_known]:
+            await read_blocks(self.core, unread, lambda slab: True)
         self._take_uses()
         await self._remove_expired()
         for account in list(self.core.namespaces.accounts.all.values()):
@@ -108,10 +109,8 @@ class Evictor:
             if account.excess(settings.high_water) > 0:
                 await self._evict_until(partial(account.excess, settings.low_water), account.number)
         await self._bound_root()
-        size, namespaces = self.core.geometry.data_size, self.core.namespaces
-        if self._used_size() > size * namespaces.high_water:
-            low = int(size * namespaces.low_water)
-            await self._evict_until(lambda: self._used_size() - low, None)
+        if self._excess(self.core.namespaces.high_water) > 0:
+            await self._evict_until(lambda: self._excess(self.core.namespaces.low_water), None)
 
     async def _bound_root(self) -> None:
         """Keep the root below the water marks of its number of files."""
@@ -131,11 +130,13 @@ class Evictor:
             if ttl and (candidates := cache.expired(ttl)):
                 async with self._lock:
                     await self._evict(cache, candidates, "expired")
-                await self.journal.free_given_up(math.inf, None)
+                if self.shared is None:
+                    await self.journal.free_given_up(math.inf, None)
 
-    def _used_size(self) -> int:
-        slabs = self.core.slabs
-        return self.core.geometry.data_size - slabs.free_bytes - slabs.pending_bytes
+    def _excess(self, mark: float) -> int:
+        """Bytes above a water mark, or that are missing ahead of need; not above 0: none."""
+        part = self.core.part()
+        return part.used - min(int(part.size * mark), part.size - self._ahead.size)
 
     def _take_uses(self) -> None:
         """Tell the caches what ring threads saw, and have them count what the kernel looked for in vain."""
@@ -152,7 +153,13 @@ class Evictor:
             with trio.move_on_after(SWEEP_SECONDS):
                 await self.core.namespaces.swept.wait()
             return True
-        return bool(self.core.caches) and await self._evict_some(self._portion(namespace), namespace)
+        if not self.core.caches:
+            return False
+        if self.shared is not None and namespace is None:
+            self._ahead.waited()
+            if self.shared.coming_size >= self._ahead.size:
+                return False
+        return await self._evict_some(self._portion(namespace), namespace)
 
     def _portion(self, namespace: int | None) -> int:
         """Bytes to evict at once: where a quota is used up, down to the low water mark, as ahead of need."""
@@ -173,7 +180,8 @@ class Evictor:
             caches = self._caches_in(namespace)
             for cache in sorted(caches, key=lambda cache: cache.policy.size, reverse=True):
                 if await self._evict_from(cache, size):
-                    await self.journal.free_given_up(math.inf, namespace)
+                    if self.shared is None:
+                        await self.journal.free_given_up(math.inf, namespace)
                     self._steps += 1
                     return True
         return False
@@ -217,6 +225,8 @@ class Evictor:
         self, cache: Cache, candidates: list[Candidate], reason: str
     ) -> tuple[list[Candidate], list[Candidate]]:
         """Remove files. Returns those that are to be kept, and those whose names the store does not know (yet)."""
+        if self.shared is not None:
+            return await self.shared.remove(cache, candidates, reason, self._unlink)
         kept: list[Candidate] = []
         unstored: list[Candidate] = []
         for start in range(0, len(candidates), REMOVED_PER_TURN):
@@ -301,36 +311,6 @@ class Evictor:
             self.names.nameless.reap(node)
         return True
 
-    # -- what was there before -----------------------------------------------------------------------------
-
-    async def _read_store(self, numbers: list[int]) -> None:
-        """Put the files that the store has in these namespaces on their books, those not used for longest first."""
-        caches = {number: self.core.caches[number] for number in numbers}
-        found = _Found()
-        async for rows, _ in ScanPages(self.core.records, b"d", SCAN_ROWS):
-            references: list[tuple[bytes, int]] = []
-            for row in rows:
-                entry = schema.decode_entry(row.value)
-                if not isinstance(entry, schema.InodeRecord):
-                    references.append((row.key, entry))
-                elif entry.namespace in caches:
-                    found.add(row.key, entry, self.core.geometry.slab_size)
-            if references:
-                await self._read_references(references, caches, found)
-            await trio.lowlevel.checkpoint()
-        found.tell(caches)
-        for cache in caches.values():
-            cache.found_all()
-
-    async def _read_references(
-        self, references: list[tuple[bytes, int]], caches: dict[int, Cache], found: _Found
-    ) -> None:
-        """Add files that have records of their own."""
-        records = await get_sound(self.core.records, [schema.inode_key(ino) for _, ino in references])
-        for (key, _), record in zip(references, records, strict=True):
-            if record is not None and (inode := schema.decode_inode(record.value)).namespace in caches:
-                found.add(key, inode, self.core.geometry.slab_size)
-
 
 def _unstored_files(dentries: Dentries, unstored: list[Candidate]) -> list[Node]:
     """The files of these names, but for those that are being written again."""
@@ -349,26 +329,3 @@ def _late_and_absent(dentries: Dentries, unstored: list[Candidate]) -> tuple[lis
     coming = {(ino, schema.name_hash(name)) for ino in directories for name in dentries.changes_in(ino)}
     late = [one for one in unstored if (one.directory, one.cookie) in coming]
     return late, [one for one in unstored if (one.directory, one.cookie) not in coming]
-
-
-class _Found:
-    """Files that the store has, in columns."""
-
-    def __init__(self) -> None:
-        self._rows: list[tuple[int, int, int, int, tuple[int, int], int]] = []
-
-    def add(self, key: bytes, inode: schema.InodeRecord, slab_size: int) -> None:
-        if not S_ISREG(inode.mode):
-            return
-        directory, _, name = schema.split_entry_key(key)
-        extents = [extent for chunk in inode.chunks for extent in chunk]
-        size = sum([extent.length for extent in extents]) + 512 * inode.far_blocks
-        slab = extents[0].addr // slab_size if extents else 0
-        used_at = max(inode.atime, inode.mtime)
-        self._rows.append((used_at, block_key(directory, name), size, inode.mtime, (directory, slab), inode.namespace))
-
-    def tell(self, caches: dict[int, Cache]) -> None:
-        now = clock.now()
-        for used_at, key, size, stored_at, place, namespace in sorted(self._rows):
-            idle, age = (max(0.0, (now - time) / 1e9) for time in (used_at, stored_at))
-            caches[namespace].found(key, size, idle, max(age, idle), place)

@@ -32,7 +32,7 @@ from kvfuse.volume.store.transaction import Transaction
 
 log = logging.getLogger(__name__)
 
-FREED_MAX = 64
+FREED_MAX = 256
 """Removed inodes that are checked together."""
 ALONE_SECONDS = 0.5
 """How long removed files rest if no other client is known: freeing many together is cheaper."""
@@ -135,6 +135,7 @@ class Removed:
         held = {schema.split_open_key(key)[0] for key in await all_keys(self.core.records, b"h")}
         rows = await get_sound(self.core.records, [schema.orphan_key(ino) for ino in inos]) if inos else []
         for ino, row in zip(inos, rows, strict=True):
+            self._removed.looked_at(ino)
             known = self.core.nodes.get(ino)
             if ino in held or (known is not None and known.handles):
                 self._open.append((trio.current_time(), ino))

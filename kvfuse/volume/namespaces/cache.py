@@ -11,7 +11,7 @@ then for its bytes. That is one use.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import compress, islice, takewhile
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -26,6 +26,7 @@ from kvfuse.volume.views.news import Change, News
 _SPREAD = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
 _SLAB_BITS = 24
+_SLAB_MASK = (1 << _SLAB_BITS) - 1
 _SAMPLED = 16
 _ASKED_MAX = 1 << 16
 """keys whose reads, soon after a look, count as the same use"""
@@ -81,6 +82,38 @@ class AdvancedClock:
         self._ahead += seconds
 
 
+class Before:
+    """What was there before: blocks that the store has, and that are put on the books by and by (`Cache.found`)."""
+
+    def __init__(self) -> None:
+        self._gone: set[int] | None = set()
+        """keys that went while the store is read; None: it is not"""
+
+    @property
+    def is_known(self) -> bool:
+        """All blocks that the store has are on the books."""
+        return self._gone is None
+
+    def begin(self) -> None:
+        """The store is read; perhaps again, as slabs came from other hosts."""
+        self._gone = set() if self._gone is None else self._gone
+
+    def end(self) -> None:
+        self._gone = None
+
+    def gone(self, key: int) -> None:
+        if self._gone is not None:
+            self._gone.add(key)
+
+    def may_be_there(self, key: int) -> bool:
+        return self._gone is not None and key not in self._gone
+
+
+def forget_slabs(cache: Cache, slabs: Collection[int]) -> None:
+    """These slabs are another host's from now on, with the blocks in them."""
+    cache.policy.tagged(_SLAB_MASK, slabs, cache.clock())
+
+
 class Cache:
     """The books of one cache. For the event loop alone. Times are seconds of ``clock``, which never runs backwards."""
 
@@ -107,8 +140,7 @@ class Cache:
         """files that were closed just now -> when, and what `stored` wants to know"""
         self._leaving: set[int] = set()
         """candidates that are neither evicted nor kept yet"""
-        self._gone_meanwhile: set[int] | None = set()
-        """keys that went while what was there before is read from the store; None: that is done"""
+        self.before = Before()
 
     # -- what happens to blocks ------------------------------------------------------------------------
 
@@ -140,16 +172,19 @@ class Cache:
             self.news.tell(directory, Change.STORED, name)
         self._asked.discard(key)  # who asked before did not find it: a read is another use
 
-    def gone(self, directory: int, name: bytes) -> None:
-        """A name means no file any more, or one that is not on the books yet."""
+    def gone(self, directory: int, name: bytes, *, is_told: bool = True) -> None:
+        """A name means no file any more, or one that is not on the books yet.
+
+        ``is_told``: to those who follow the directory; if not, only if the name was on the books.
+        """
         key = block_key(directory, name)
+        is_told = is_told or key in self.policy or key in self._fresh or key in self._leaving
         self._fresh.pop(key, None)
         self.policy.removed(key)
         self._leaving.discard(key)
-        if self.news.watches:
+        if is_told and self.news.watches:
             self.news.tell(directory, Change.REMOVED, name)
-        if self._gone_meanwhile is not None:
-            self._gone_meanwhile.add(key)
+        self.before.gone(key)
 
     def asked(self, directory: int, names: Sequence[bytes], tier_of: TierOf = _nowhere) -> None:
         """Somebody asked which of a chain of blocks are there, its first block first."""
@@ -243,6 +278,10 @@ class Cache:
         now = self.clock()
         return self._leave(self.policy.expired(now - ttl, now))
 
+    def in_slabs(self, slabs: Collection[int]) -> list[Candidate]:
+        """Blocks whose first slots are in these slabs. `evicted` or `kept` follows for each."""
+        return self._leave(self.policy.tagged(_SLAB_MASK, slabs, self.clock()))
+
     def _leave(self, victims: Sequence[Victim]) -> list[Candidate]:
         found = []
         for victim in victims:
@@ -263,8 +302,7 @@ class Cache:
     def evicted(self, victim: Victim, reason: str = "room") -> None:
         """A candidate is gone."""
         self._leaving.discard(victim.key)
-        if self._gone_meanwhile is not None:
-            self._gone_meanwhile.add(victim.key)
+        self.before.gone(victim.key)
         self._evicted[victim.key] = reason
         self.residence.add(self.clock() - victim.born)
         self.counters[reason] += 1
@@ -285,7 +323,7 @@ class Cache:
         self.counters["cleared"] += len(self.policy) + len(self._fresh)
         self._fresh.clear()
         self.policy = make_policy(self._settings.eviction, self._settings.admission)
-        self._gone_meanwhile = None  # of what the store has nothing is there
+        self.before.end()  # of what the store has nothing is there
 
     # -- what was there before ---------------------------------------------------------------------------
 
@@ -294,17 +332,9 @@ class Cache:
 
         ``place``: (directory, slab).
         """
-        if self._gone_meanwhile is not None and key not in self._gone_meanwhile and key not in self.policy:
+        if self.before.may_be_there(key) and key not in self.policy and key not in self._leaving:
             now, tag = self.clock(), place[0] << _SLAB_BITS | place[1]
             self.policy.added(key, max(size, 1), now - idle, tag, now - age)
-
-    def found_all(self) -> None:
-        self._gone_meanwhile = None
-
-    @property
-    def is_known(self) -> bool:
-        """All blocks that the store has are on the books."""
-        return self._gone_meanwhile is None
 
     def statistics(self, unread: Mapping[str, int] = MappingProxyType({})) -> dict[str, Any]:
         """``unread``: why blocks were not read that were there -> how often. Each was a miss for whoever asked.

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import trio
 
 from kvfuse.volume.namespaces.accounts import Accounts
-from kvfuse.volume.namespaces.cache import Cache
+from kvfuse.volume.namespaces.cache import Cache, forget_slabs
 from kvfuse.volume.namespaces.settings import ROOT, Settings
 from kvfuse.volume.views.measures import Measures
 from kvfuse.volume.views.news import News
@@ -62,6 +62,8 @@ class Namespaces:
         """number -> files with smaller inode numbers were cleared: they are there for nobody, and are being removed"""
         self.swept = trio.Event()
         """set, and made anew, when some of these were removed"""
+        self.slabs_came: set[int] = set()
+        """slabs with files that came from another host: the caches' books do not have their blocks yet"""
         self.accounts = Accounts()
         self._counts = counts
         for number, found in {ROOT: Settings(), **settings}.items():
@@ -101,6 +103,18 @@ class Namespaces:
             self.cleared.pop(number, None)
         self.swept.set()
         self.swept = trio.Event()
+
+    def slab_came(self, slab: int) -> None:
+        """This host holds a slab from now on, with files in it."""
+        if self.caches:
+            self.slabs_came.add(slab)
+            self.changed.set()
+
+    def slabs_left(self, slabs: Collection[int]) -> None:
+        """This host holds these slabs no more."""
+        self.slabs_came.difference_update(slabs)
+        for cache in self.caches.values() if slabs else ():
+            forget_slabs(cache, slabs)
 
     @property
     def high_water(self) -> float:

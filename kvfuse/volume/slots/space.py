@@ -72,6 +72,8 @@ class Space:
     """commits all pending changes, and so frees the room of the records that they delete"""
     evictors: list[Evictor] = field(default_factory=list)
     """those that give up files of caches, for slots and records: they are asked last, but by unlucky calls"""
+    elsewhere: Sequence[Source] = ()
+    """of slots that other hosts are about to give up: these are asked after all others"""
 
     async def wait_for_room(self, wait: RoomWait | None, namespace: int | None = None) -> RoomWait | None:
         """Free some slots. The caller tries again, and passes the returned wait if they were too few.
@@ -83,7 +85,7 @@ class Space:
         evictors = [evictor.make_room for evictor in self.evictors]
         is_unlucky = wait.round_count >= UNLUCKY_ROUNDS
         sources = [*evictors, *self.sources] if is_unlucky else [*self.sources, *evictors]
-        if not await _ask(sources, wait, namespace):
+        if not await _ask([*sources, *self.elsewhere], wait, namespace):
             return None
         await self.core.reads.passed()
         return wait

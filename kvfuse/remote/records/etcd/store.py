@@ -186,6 +186,29 @@ class EtcdRecords(RecordStore):
                 continue
         raise EngineError(f"etcd was compacted {SNAPSHOT_TRIES} times while {limit} rows were read")
 
+    async def seek(self, prefixes: Sequence[bytes]) -> list[Record | None]:
+        """As the contract says; one round trip for every ``operations_max`` prefixes, each at a revision of its own."""
+        found: list[Record | None] = []
+        for start in range(0, len(prefixes), self._options.operations_max):
+            found += await self._seek(prefixes[start : start + self._options.operations_max])
+        return found
+
+    async def _seek(self, prefixes: Sequence[bytes]) -> list[Record | None]:
+        self._client.check_open()
+        self.counters.scans += 1
+        ranges = [(self._base + prefix, wire.prefix_end(self._base + prefix)) for prefix in prefixes]
+        asked = [wire.Operation(request_range=wire.Range(key, end, 1)) for key, end in ranges]
+        answer = await self._client.call("kv/txn", wire.Transaction(success=asked), wire.TRANSACTION, self._deadline())
+        if len(answer.responses) != len(prefixes):
+            raise EngineError(f"etcd answered {len(answer.responses)} of {len(prefixes)} ranges")
+        rows: list[Record | None] = []
+        for (key, end), response in zip(ranges, answer.responses, strict=True):
+            kvs = response.response_range.kvs if response.response_range else []
+            if kvs and not key <= kvs[0].key < end:
+                raise EngineError(f"etcd answered {kvs[0].key!r} when asked for a key from {key!r} to {end!r}")
+            rows.append(Record(kvs[0].key[len(self._base) :], kvs[0].value, kvs[0].mod_revision) if kvs else None)
+        return rows
+
     async def _scan(self, key: bytes, key_end: bytes, limit: int) -> list[Record]:
         """Rows from key to before key_end, as they were at one revision."""
         records: list[Record] = []

@@ -1,0 +1,251 @@
+"""Eviction where many hosts have the volume: each evicts the blocks whose first slot is in a slab that it holds.
+
+*Books.* What a host stores is in its own slabs, so it is on its books at once. When a slab comes from another host, the
+names of the store are read for what is in it; when a slab goes, its blocks leave the books. Who renames or replaces a
+file of another host's books is heard of by the watch.
+
+*Removal* is what an unlink is: one commit deletes the names' records and leaves orphan records, as some host may have
+one of the files open: it stays readable there. So the other hosts hear of it by the watch, as of each unlink, and
+the slots are freed a grace later (`open_elsewhere`). Many files share a commit, which expects the records as they were
+read: after a refusal those that others have changed are left out, and kept.
+
+*Ahead of need.* What is evicted is room only after the grace. So a host keeps as much room free, or on its way, as its
+callers have used up lately in such a time (`Ahead`), beside what the water marks say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from stat import S_ISREG
+from typing import NamedTuple
+
+import trio
+
+from kvfuse.errors import EngineError
+from kvfuse.remote.records.api import Record
+from kvfuse.volume.commit.committer import RESERVED_OPERATIONS
+from kvfuse.volume.commit.journal import Journal
+from kvfuse.volume.commit.terms import orphan_of
+from kvfuse.volume.content.kernel_news import KernelNews
+from kvfuse.volume.inodes.core import Core
+from kvfuse.volume.inodes.metadata_budget import growth, inode_weight
+from kvfuse.volume.names.changes import Names
+from kvfuse.volume.names.stored_blocks import read_blocks
+from kvfuse.volume.namespaces.cache import Cache, Candidate
+from kvfuse.volume.store import schema
+from kvfuse.volume.store.transaction import Transaction
+
+OPERATIONS_EACH = 3
+"""of a commit for each file: its record is expected and deleted, and an orphan record put"""
+PEERS = 4
+"""commits of one eviction that wait at the same time: while one is under way the next one is read for"""
+ATTEMPTS_MAX = 4
+AHEAD_SHARE = 4
+"""At most one part in so many of a host's part of the volume is kept free ahead of need."""
+AHEAD_GRACES = 8
+"""After so many graces in which nobody waited for room, half as much is kept."""
+READ_SHARE = 10
+"""Names are read for slabs that came from other hosts during one part in so many of the time."""
+READ_PAUSE_SECONDS = 2.0
+"""at least between two times"""
+
+
+class Going(NamedTuple):
+    """A file that a commit is to remove."""
+
+    candidate: Candidate
+    row: Record
+    record: schema.InodeRecord
+
+
+@dataclass
+class Ahead:
+    """How much room a host keeps free, or on its way. ``least``: bytes that are kept where anybody ever waited."""
+
+    core: Core
+    least: int
+    size: int = 0
+    """bytes"""
+    _changed: float = 0.0
+    """when it grew or shrank last"""
+
+    def waited(self) -> None:
+        """A call found no room: it doubles, once in each grace."""
+        now, grace = trio.current_time(), self.core.grace.seconds
+        if not self.size or now >= self._changed + grace:
+            self.size = min(max(2 * self.size, self.least), self.core.part().size // AHEAD_SHARE)
+            self._changed = now
+
+    def look(self) -> None:
+        """Time passes."""
+        now, grace = trio.current_time(), self.core.grace.seconds
+        if self.size and now >= self._changed + AHEAD_GRACES * max(grace, 1.0):
+            self.size = self.size // 2 if self.size > self.least else 0
+            self._changed = now
+
+
+@dataclass
+class SharedEviction:
+    """What an `Evictor` does otherwise in a shared volume. Each membership has one."""
+
+    core: Core
+    journal: Journal
+    names: Names
+    news: KernelNews
+
+    def __post_init__(self) -> None:
+        count = (self.core.records.limits.commit_operations_max - 2 * RESERVED_OPERATIONS) // OPERATIONS_EACH
+        self._files_max = max(1, count)
+        self._read_at = 0.0
+        """when names may be read next"""
+
+    # -- books -----------------------------------------------------------------------------------------
+
+    async def read_what_came(self) -> None:
+        """Put the blocks of slabs on the books that came from other hosts. EngineError: later."""
+        unread = any(not cache.before.is_known for cache in self.core.caches.values())
+        namespaces = self.core.namespaces
+        if not (namespaces.slabs_came or unread) or trio.current_time() < self._read_at:
+            return
+        began, came = trio.current_time(), set(namespaces.slabs_came)
+        holds, is_first = self.core.slabs.holds, unread
+        await read_blocks(self.core, list(self.core.caches), lambda slab: holds(slab) and (is_first or slab in came))
+        namespaces.slabs_came -= came
+        now = trio.current_time()
+        self._read_at = now + max(READ_SHARE * (now - began), READ_PAUSE_SECONDS)
+
+    # -- room ------------------------------------------------------------------------------------------
+
+    @property
+    def coming_size(self) -> int:
+        """Bytes that are free in a while without an eviction."""
+        return self.journal.refusals.to_free.size + self.core.slabs.pending_bytes + self.journal.freeing_bytes
+
+    # -- removal ---------------------------------------------------------------------------------------
+
+    async def remove(
+        self, cache: Cache, candidates: Sequence[Candidate], reason: str, unlink: Callable[[Record], Awaitable[bool]]
+    ) -> tuple[list[Candidate], list[Candidate]]:
+        """As `Evictor`'s: (those that are to be kept, those whose names the store does not know, or not yet)."""
+        kept: list[Candidate] = []
+        unstored: list[Candidate] = []
+        failures: list[EngineError] = []
+        parts = iter([candidates[at : at + self._files_max] for at in range(0, len(candidates), self._files_max)])
+
+        async def work() -> None:
+            for part in parts:
+                try:
+                    await self._remove_part(cache, part, reason, unlink, kept, unstored)
+                except EngineError as error:
+                    failures.append(error)
+                if failures:
+                    break
+
+        async with trio.open_nursery() as nursery:
+            for _ in range(min(PEERS, -(-len(candidates) // self._files_max))):
+                nursery.start_soon(work)
+        if failures:
+            raise failures[0]
+        return kept, unstored
+
+    async def _remove_part(
+        self,
+        cache: Cache,
+        part: Sequence[Candidate],
+        reason: str,
+        unlink: Callable[[Record], Awaitable[bool]],
+        kept: list[Candidate],
+        unstored: list[Candidate],
+    ) -> None:
+        rows = await self._rows_of(part)
+        unstored += [candidate for candidate, row in zip(part, rows, strict=True) if row is None]
+        going, others = self._sort(cache, [(one, row) for one, row in zip(part, rows, strict=True) if row is not None])
+        for _ in range(ATTEMPTS_MAX):
+            if not going or await self._commit(cache, going, reason):
+                going = []
+                break
+            rows = await self._rows_of([one.candidate for one in going])
+            kept += [one.candidate for one, row in zip(going, rows, strict=True) if row != one.row]
+            same = [(one.candidate, one.row) for one, row in zip(going, rows, strict=True) if row == one.row]
+            going, changing = self._sort(cache, same)
+            others += changing
+        kept += [one.candidate for one in going]
+        for candidate, row in others:
+            if await unlink(row):
+                cache.evicted(candidate.victim, reason)
+            else:
+                kept.append(candidate)
+
+    async def _rows_of(self, candidates: Sequence[Candidate]) -> list[Record | None]:
+        return await self.core.records.seek([schema.entry_key(one.directory, b"", one.cookie) for one in candidates])
+
+    def _sort(
+        self, cache: Cache, found: Sequence[tuple[Candidate, Record]]
+    ) -> tuple[list[Going], list[tuple[Candidate, Record]]]:
+        """Files that a commit may remove; and those that are to be unlinked as users do it, if they may go at all."""
+        going: list[Going] = []
+        others: list[tuple[Candidate, Record]] = []
+        for candidate, row in found:
+            record = schema.decode_entry(row.value)
+            if not isinstance(record, schema.InodeRecord) or not S_ISREG(record.mode) or self._is_changing(row, record):
+                others.append((candidate, row))
+            elif (slab := self.core.first_slab(record)) is not None and not self.core.slabs.holds(slab):
+                cache.absent([candidate])  # another host has put its own file there
+            else:
+                going.append(Going(candidate, row, record))
+        return going, others
+
+    def _is_changing(self, row: Record, record: schema.InodeRecord) -> bool:
+        """The file is open here, or it or its name is about to change."""
+        directory, _, name = schema.split_entry_key(row.key)
+        node = self.core.nodes.get(record.ino)
+        return (node is not None and (node.busy or node.own_record)) or self.core.dentries.get(
+            directory, name
+        ).change is not None
+
+    async def _commit(self, cache: Cache, going: list[Going], reason: str) -> bool:
+        """Remove these files, or (False) none, as one of them has changed. EngineError: it may happen later."""
+        puts: dict[bytes, bytes] = {}
+        before: dict[bytes, int] = {}
+        for _, row, record in going:
+            puts[schema.orphan_key(record.ino)] = orphan_of(record, self.core.client)
+            before[row.key] = inode_weight(len(row.key), len(record.target))
+        expect = {row.key: row.version for _, row, _ in going}
+        applied = partial(self._applied, cache, going, reason)
+        size = growth(puts, expect, before)
+        return await self.journal.transact(Transaction(expect, puts, list(expect), applied, -len(going), size))
+
+    def _applied(self, cache: Cache, going: list[Going], reason: str, version: int) -> None:
+        """The files are gone, in the store."""
+        core, directories = self.core, set[int]()
+        for candidate, row, record in going:
+            directory, _, name = schema.split_entry_key(row.key)
+            directories.add(directory)
+            core.file_count -= 1
+            core.counters.removes += 1
+            core.tier.drop(record.ino)
+            if core.dentries.get(directory, name).change is None:
+                cache.gone(directory, name)
+            cache.evicted(candidate.victim, reason)
+            core.dentries.note_stored(directory, name, is_stored=False)
+            core.dentries.note(directory, name, 0, version)
+            if core.places.known(record.ino):
+                self.news.name(directory, name)
+            self._gone(record, version)
+        for ino in directories:
+            if (node := core.nodes.peek(ino)) is not None:
+                self.names.memory.touch_entries(node)
+
+    def _gone(self, record: schema.InodeRecord, version: int) -> None:
+        """Free the file when no host has it open."""
+        core, node = self.core, self.core.nodes.get(record.ino)
+        addresses = [extent.addr for chunk in record.chunks for extent in chunk]
+        size = sum([core.slabs.slot_size(addr) for addr in addresses if core.slabs.is_durable(addr)])
+        self.journal.refusals.to_free.expects(record.ino, size)
+        if node is not None and node.nlink:
+            node.nlink, node.version = 0, version
+            self.journal.refusals.removed(node)
+        else:
+            self.journal.refusals.to_free.add(record.ino)

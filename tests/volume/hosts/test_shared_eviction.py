@@ -1,0 +1,125 @@
+"""Caches of many hosts: each evicts what is in its slabs, and what it evicts is gone for all."""
+
+from __future__ import annotations
+
+import random
+
+import trio
+import trio.testing
+from shared_lab import exists, get, joined, open_path, quiet, until, volumes
+from volume_lab import CALLER, MIB, Chaos, Disk, lab_options
+
+from kvfuse.volume.api import ROOT_INODE
+from kvfuse.volume.namespaces.settings import ROOT, Settings, encode_settings
+from kvfuse.volume.store import schema
+from kvfuse.volume.volume import Volume
+
+BLOCK = 64 << 10
+OPTIONS = lab_options(capacity=64 * MIB, strict=False)
+
+
+def cache_disk(**settings: object) -> Disk:
+    """A shared volume whose root is a cache."""
+    disk = Disk.format(OPTIONS, shared=True)
+    record = encode_settings(Settings(kind="cache").changed({"admission": "all", "eviction": "lru", **settings}))
+    disk.apply({schema.namespace_key(ROOT): record}, ())
+    return disk
+
+
+def quick(rng: random.Random, count: int) -> list[Chaos]:
+    return [Chaos(random.Random(rng.random())) for _ in range(count)]
+
+
+async def fill(volume: Volume, count: int, prefix: bytes = b"") -> list[bytes]:
+    names = [prefix + b"%08d" % number for number in range(count)]
+    for name in names:
+        await volume.blocks.put(ROOT_INODE, name, memoryview((name * BLOCK)[:BLOCK]), CALLER, 0o644)
+        space = volume.space()
+        assert 0 <= space.free <= space.size
+    return names
+
+
+def books(volume: Volume) -> int:
+    """Blocks on the books of a host."""
+    return len(volume.parts.core.caches[ROOT].policy)
+
+
+async def present(volume: Volume, names: list[bytes]) -> int:
+    return sum(await volume.blocks.exists(ROOT_INODE, names))
+
+
+async def test_two_hosts_fill_a_cache_three_times(rng: random.Random, autojump_clock: trio.testing.MockClock) -> None:
+    async with volumes(cache_disk(), OPTIONS, 2, rng, quick(rng, 2)) as (one, two):
+        count = 3 * one.space().size // BLOCK // 2
+        found: dict[bytes, list[bytes]] = {}
+
+        async def store(volume: Volume, prefix: bytes) -> None:
+            found[prefix] = await fill(volume, count, prefix)
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(store, one, b"a")
+            nursery.start_soon(store, two, b"b")
+        await quiet(one, two)
+        for prefix, writer, other in ((b"a", one, two), (b"b", two, one)):
+            names = found[prefix]
+            there = await writer.blocks.exists(ROOT_INODE, names)
+            assert there == await other.blocks.exists(ROOT_INODE, names)
+            assert there[-1]
+            assert 0 < sum(there) < len(there)
+            for name in [name for name, is_there in zip(names, there, strict=True) if is_there][::29]:
+                assert await get(other, name) == (name * BLOCK)[:BLOCK]
+        await quiet(one, two)
+
+
+async def test_what_a_host_evicts_is_gone_for_all_but_for_who_has_it_open(
+    rng: random.Random, autojump_clock: trio.testing.MockClock
+) -> None:
+    async with volumes(cache_disk(eviction="fifo"), OPTIONS, 2, rng, quick(rng, 2)) as (one, two):
+        count = one.space().size // BLOCK
+        (name,) = await fill(one, 1, b"first")
+        (other,) = await fill(one, 1, b"second")
+        await quiet(one, two)
+        handle = await open_path(two, name)
+        assert await two.blocks.find(ROOT_INODE, other) is not None
+        await fill(one, 2 * count)
+        await quiet(one, two)
+        assert not await exists(one, name)
+        assert not await exists(two, name)
+        assert await two.blocks.exists(ROOT_INODE, [name, other]) == [False, False]
+        assert await two.blocks.find(ROOT_INODE, other) is None
+        assert bytes(await two.files.read(handle, 0, BLOCK)) == (name * BLOCK)[:BLOCK]
+        await two.files.release(handle)
+
+
+async def test_no_host_has_files_of_others_on_its_books(
+    rng: random.Random, autojump_clock: trio.testing.MockClock
+) -> None:
+    async with volumes(cache_disk(), OPTIONS, 2, rng, quick(rng, 2)) as (one, two):
+        names = await fill(one, 20)
+        await quiet(one, two)
+        assert await present(two, names) == 20
+        assert (books(one), books(two)) == (20, 0)
+        await two.tree.rename(ROOT_INODE, names[0], ROOT_INODE, b"renamed", 0)
+        await two.tree.unlink(ROOT_INODE, names[1])
+        await quiet(two, one)
+        assert (books(one), books(two)) == (19, 0)
+        await one.blocks.delete(ROOT_INODE, [b"renamed"])
+        await quiet(one, two)
+        assert (books(one), books(two)) == (18, 0)
+
+
+async def test_who_takes_slabs_of_others_has_their_blocks_on_the_books(
+    rng: random.Random, autojump_clock: trio.testing.MockClock
+) -> None:
+    disk = cache_disk()
+    async with joined(disk, OPTIONS, 1, Chaos(rng)) as two:
+        async with joined(disk, OPTIONS, 2, Chaos(rng)) as one:
+            names = await fill(one, 3 * one.space().size // BLOCK // 2)
+            await quiet(one, two)
+            count = await present(two, names)
+            assert books(two) == 0
+        await until(lambda: books(two) == count)
+        new = await fill(two, 2 * two.space().size // BLOCK, b"new")
+        await quiet(two)
+        assert await present(two, names) < count // 4
+        assert await present(two, new) > two.space().size // BLOCK // 2
