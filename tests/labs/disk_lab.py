@@ -8,11 +8,13 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import msgspec
+import pytest
 import trio
 from shared_lab import joined
 from volume_lab import MIB, Chaos, Disk, lab_options
 
 from kvfuse.options.config import Options
+from kvfuse.remote.segments.api import Transfer
 from kvfuse.remote.segments.file.store import FileSegments
 from kvfuse.volume.disk.tier import DiskTier
 from kvfuse.volume.volume import Volume
@@ -59,3 +61,20 @@ def segment_files(volume: Volume) -> Sequence[Path]:
     segments = tier_of(volume).folder.segments
     assert isinstance(segments, FileSegments)
     return [file.path for file in segments._files.values()]
+
+
+class HeldDisk:
+    """Reads or writes of the tier's disk, which wait for ``gate``."""
+
+    def __init__(self, volume: Volume, call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.gate = trio.Event()
+        self.begun = trio.Event()
+        segments = tier_of(volume).folder.segments
+        self._call = getattr(segments, call)
+        monkeypatch.setattr(segments, call, self.perform)
+
+    async def perform(self, batch: Sequence[Transfer]) -> None:
+        self.begun.set()
+        with trio.CancelScope(shield=True):  # as the engine's threads do
+            await self.gate.wait()
+        await self._call(batch)

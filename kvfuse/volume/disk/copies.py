@@ -127,7 +127,11 @@ def parse_heads(table: Buffer, slab: int, geometry: Geometry, volume_id: bytes) 
     rows, offsets = layout.find_headers(table, geometry)
     own = np.frombuffer(volume_id, np.uint8)
     is_copy = (rows["state"] == layout.STATE_COPY) & (rows["fingerprint"] == own).all(axis=1)
-    is_copy &= (rows["length"] > 0) & (rows["length"] <= rows["slot_pages"].astype(np.int64) * PAGE_SIZE)
+    is_copy &= (
+        (rows["inode"] % PAGE_SIZE == 0)
+        & (rows["length"] > 0)
+        & (rows["length"] <= rows["slot_pages"].astype(np.int64) * PAGE_SIZE)
+    )
     rows, offsets = rows[is_copy], offsets[is_copy]
     if not len(rows):
         return np.empty(0, COPY_ROW)

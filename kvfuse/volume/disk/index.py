@@ -102,6 +102,8 @@ class Index:
 
     def restore(self, rows: Rows) -> None:
         """Begin, before anything else, with slots that have copies; `restore_copies` follows for all of them."""
+        if not len(rows):
+            return
         slab_numbers = rows["place"] // self.geometry.slab_size
         order = np.argsort(slab_numbers, kind="stable")
         slabs, starts = np.unique(slab_numbers[order], return_index=True)

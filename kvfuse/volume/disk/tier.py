@@ -33,6 +33,8 @@ PATIENCE_FACTOR = 10.0
 PATIENCE_MIN = 0.25
 PATIENCE_MAX = 1.0
 """A read is waited for up to so many times its usual seconds, within these bounds (s)."""
+READS_MAX = 128
+"""Reads under way, of up to 1 MiB each: with so many the engine is asked."""
 LATE_MAX = 8
 """Reads that nobody waits for any more, and that go on: with so many no further one is begun."""
 TABLES_BYTES = 4 << 20
@@ -94,7 +96,7 @@ class DiskTier:
         self.speed = Speed(200e-6, 1e9)
         self._usual = 0.0
         """seconds of a read, about"""
-        self._late_count = 0
+        self._late_count = self._under_way = 0
         self._nursery: trio.Nursery | None = None
 
     # -- for readers ---------------------------------------------------------------------------------
@@ -111,10 +113,11 @@ class DiskTier:
         granules, now = stretch.granules(), trio.current_time()
         self.index.used(granules, now)
         found = [(granule, copy) for granule in granules if (copy := self.index.find(granule)) is not None]
-        if len(found) < len(granules) or self._nursery is None or self._late_count >= LATE_MAX:
+        if len(found) < len(granules) or not self._may_read():
             self.counters.misses += len(granules)
             return None
         read = _Read(found, np.empty(stretch.high - stretch.low, np.uint8).data)
+        assert self._nursery is not None
         self._nursery.start_soon(self._perform, read)
         with trio.move_on_after(min(max(PATIENCE_FACTOR * self._usual, PATIENCE_MIN), PATIENCE_MAX)):
             await read.done.wait()
@@ -129,6 +132,10 @@ class DiskTier:
         self.counters.hit_bytes += len(read.data)
         self.counters.read_seconds += trio.current_time() - now
         return read.data
+
+    def _may_read(self) -> bool:
+        """The disk answers, as far as that is known."""
+        return self._nursery is not None and self._late_count < LATE_MAX and self._under_way < READS_MAX
 
     def offer(self, stretch: Stretch, data: memoryview, seconds: float) -> None:
         """The engine gave these bytes, in so many seconds; they match the checksums, and do not change any more."""
@@ -204,6 +211,7 @@ class DiskTier:
 
     async def _perform(self, read: _Read) -> None:
         began = trio.current_time()
+        self._under_way += 1
         try:
             with self.speed.reading(len(read.data)):
                 await self.folder.segments.read(self._transfers(read))
@@ -213,6 +221,7 @@ class DiskTier:
         finally:
             read.done.set()
             self._late_count -= read.is_late
+            self._under_way -= 1
         self._usual += 0.05 * (trio.current_time() - began - self._usual)
 
     def _transfers(self, read: _Read) -> list[Transfer]:

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import os
 import random
+from collections.abc import Callable
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
-from disk_lab import engine_reads, filled, tier_of, tier_options, with_tier
-from shared_lab import put, read
-from volume_lab import Disk
+import trio
+from disk_lab import HeldDisk, engine_reads, filled, segment_files, tier_of, tier_options, with_tier
+from shared_lab import check_disk, put, quiet, read
+from volume_lab import MIB, Disk
 
+from kvfuse.checksum import granule_checksums
 from kvfuse.options.config import Options
+from kvfuse.remote.segments.api import Transfer
+from kvfuse.remote.segments.file.store import FileSegments
+from kvfuse.slab.layout import HEADER_SIZE
+from kvfuse.volume.api import ROOT_INODE
+from kvfuse.volume.disk import tier as tier_module
+from kvfuse.volume.disk.copies import Stretch
+from kvfuse.volume.volume import Volume
 
 KIB = 1 << 10
 SIZES = 1, 4096, 70_000, 256 * KIB, 700 * KIB, 3_000_000
@@ -28,6 +40,27 @@ def disk(options: Options) -> Disk:
 
 def blocks(rng: random.Random) -> dict[bytes, bytes]:
     return {b"%d" % size: rng.randbytes(size) for size in SIZES}
+
+
+async def read_all(volume: Volume, stored: dict[bytes, bytes]) -> None:
+    for name, data in stored.items():
+        assert await read(volume, name) == data
+
+
+async def store_and_read(volume: Volume, stored: dict[bytes, bytes]) -> None:
+    """Afterwards the tier has a copy of each."""
+    for name, data in stored.items():
+        await put(volume, name, data)
+    await read_all(volume, stored)
+    await filled(volume)
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    with trio.fail_after(30):
+        while True:
+            if is_so():
+                return
+            await trio.sleep(0.001)
 
 
 async def test_a_second_read_asks_no_engine_also_after_a_restart(
@@ -57,3 +90,228 @@ async def test_a_second_read_asks_no_engine_also_after_a_restart(
             assert await read(volume, name) == data
         assert engine_reads(volume) == before
         assert tier_of(volume).statistics()["local_share"] == 1
+
+
+# -- bytes that are wrong ------------------------------------------------------------------------------
+
+
+def damage(volume: Volume, rng: random.Random, name: str = "data") -> None:
+    """Flip a bit of each copy: in its bytes, or in its "head"."""
+    tier = tier_of(volume)
+    geometry, slabs = tier.folder.geometry, tier.index.slabs
+    for copy in tier.index.copies.values():
+        if name == "head":
+            segment, offset = geometry.locate_header(copy.place, slabs.slot_size(copy.place))
+            offset += rng.randrange(HEADER_SIZE)
+        else:
+            segment, offset = geometry.locate(copy.place)
+            offset += rng.randrange(copy.length)
+        path = Path(segment_files(volume)[segment])
+        with path.open("r+b") as file:
+            file.seek(offset)
+            byte = file.read(1)[0]
+            file.seek(offset)
+            file.write(bytes([byte ^ 1 << rng.randrange(8)]))
+
+
+@pytest.mark.parametrize("where", ["data", "head"])
+@pytest.mark.parametrize("restarts", [False, True])
+async def test_damaged_copies_are_found_and_replaced(
+    disk: Disk, options: Options, rng: random.Random, where: str, restarts: bool
+) -> None:
+    stored = blocks(rng)
+    async with AsyncExitStack() as stack:
+        volume = await stack.enter_async_context(with_tier(disk, options))
+        await store_and_read(volume, stored)
+        count = len(tier_of(volume).index.copies)
+        damage(volume, rng, where)
+        if restarts:
+            await stack.aclose()
+            volume = await stack.enter_async_context(with_tier(disk, options))
+        await read_all(volume, stored)
+        found = tier_of(volume).statistics()
+        if where == "data":
+            assert 0 < found["damaged"] <= count
+        else:
+            assert found["damaged"] == 0
+            assert found["adopted"] == 0  # a damaged head is none; of this mount's own copies nobody reads the heads
+        await filled(volume)
+        await read_all(volume, stored)  # parts of a stretch that were right stayed, the others are written by now
+        await filled(volume)
+        before = engine_reads(volume)
+        await read_all(volume, stored)
+        assert engine_reads(volume) == before
+
+
+async def test_a_copy_whose_bytes_were_not_written_before_a_crash_is_not_used(
+    disk: Disk, options: Options, rng: random.Random
+) -> None:
+    """Heads and bytes are written in no order: here all heads came to the disk, and half of each copy's bytes."""
+    stored = blocks(rng)
+    async with with_tier(disk, options) as volume:
+        await store_and_read(volume, stored)
+        tier = tier_of(volume)
+        for copy in tier.index.copies.values():
+            half = bytes(-(-copy.length // 2))
+            await tier.folder.segments.write([Transfer(*tier.folder.geometry.locate(copy.place), half)])
+        count = len(tier.index.copies)
+    async with with_tier(disk, options) as volume:
+        assert tier_of(volume).statistics()["adopted"] == count
+        await read_all(volume, stored)
+        assert tier_of(volume).statistics()["damaged"] == count
+
+
+async def test_what_another_host_stored_is_read(
+    disk: Disk, options: Options, rng: random.Random, tmp_path: Path
+) -> None:
+    async with with_tier(disk, options) as one, with_tier(disk, tier_options(tmp_path / "other"), 2) as two:
+        for turn in range(2):
+            stored = blocks(rng)
+            for name, data in stored.items():
+                if turn:
+                    await two.tree.unlink(ROOT_INODE, name)
+                await put(two, name, data)
+            await quiet(one, two)
+            for _ in range(2):
+                await read_all(one, stored)
+                await filled(one)
+        assert tier_of(one).statistics()["hits"]
+    await check_disk(disk)
+
+
+async def test_the_next_life_of_a_slot_has_other_bytes(disk: Disk, options: Options, rng: random.Random) -> None:
+    """Its record names another generation, which hosts take from ranges of their own: it may be a lower one."""
+
+    def life(generation: int) -> tuple[Stretch, memoryview]:
+        data = memoryview(rng.randbytes(300_000))
+        return Stretch(4096, generation, len(data), granule_checksums(data), 0, len(data)), data
+
+    async with with_tier(disk, options) as volume:
+        tier = tier_of(volume)
+        for generation in (7, 9, 8):
+            stretch, data = life(generation)
+            assert await tier.read(stretch) is None
+            tier.offer(stretch, data, 0.1)
+            await filled(volume)
+            assert await tier.read(stretch) == data
+            assert tier.has(4096, generation)
+            stale, _ = life(generation)
+            assert await tier.read(stale) is None, "a record with other checksums"
+            tier.offer(stretch, data, 0.1)
+            await filled(volume)
+        assert len(tier.index.copies) == 2
+
+
+async def test_copies_of_what_this_host_removes_are_dropped(disk: Disk, options: Options, rng: random.Random) -> None:
+    stored = blocks(rng)
+    async with with_tier(disk, options) as volume:
+        await store_and_read(volume, stored)
+        for name in stored:
+            await volume.tree.unlink(ROOT_INODE, name)
+        await volume.sync()
+        await until(lambda: not tier_of(volume).index.copies)  # freed by a later commit: others might have had it open
+        found = tier_of(volume).statistics()
+        assert found["dropped"]
+        assert (found["copies"], found["kept_bytes"], found["used_bytes"]) == (0, 0, 0)
+
+
+# -- a disk that is slow, or fails ----------------------------------------------------------------------
+
+
+async def test_a_slow_disk_delays_a_reader_for_a_moment_alone(
+    disk: Disk, options: Options, rng: random.Random, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tier_module, "PATIENCE_MIN", 0.05)
+    stored = blocks(rng)
+    async with with_tier(disk, options) as volume:
+        await store_and_read(volume, stored)
+        tier = tier_of(volume)
+        held = HeldDisk(volume, "read", monkeypatch)
+        for _ in range(3):
+            await read_all(volume, stored)
+        assert tier.counters.late == tier_module.LATE_MAX, "then nobody waits any more"
+        assert tier.is_on
+        held.gate.set()
+        await until(lambda: tier._late_count == 0)
+        before = engine_reads(volume)
+        await read_all(volume, stored)
+        assert engine_reads(volume) == before
+
+
+async def test_of_a_disk_slower_than_the_readers_copies_are_skipped(
+    disk: Disk, options: Options, rng: random.Random, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored = {b"%d" % number: rng.randbytes(100_000) for number in range(20)}
+    async with with_tier(disk, options) as volume:
+        tier = tier_of(volume)
+        tier.filler.queue_bytes_max = 1_000_000
+        held = HeldDisk(volume, "write", monkeypatch)
+        for name, data in stored.items():
+            await put(volume, name, data)
+        await read_all(volume, stored)
+        found = tier.statistics()
+        assert found["queued_bytes"] <= 1_000_000
+        assert found["skipped"] == 10
+        assert found["copies"] == 0
+        held.gate.set()
+        await filled(volume)
+        assert tier.statistics()["copies"] == 10
+
+
+@pytest.mark.parametrize("call", ["read", "write"])
+async def test_a_disk_that_fails_turns_the_tier_off(
+    disk: Disk, options: Options, rng: random.Random, call: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its segments are cut, as by a file system that lost them; or nothing can be written to them any more."""
+    stored = blocks(rng)
+    more = {b"more": rng.randbytes(100_000)}
+    async with with_tier(disk, options) as volume:
+        await store_and_read(volume, stored)
+        for name, data in more.items():
+            await put(volume, name, data)
+        tier = tier_of(volume)
+        segments = tier.folder.segments
+        assert isinstance(segments, FileSegments)
+        if call == "read":
+            for path in segment_files(volume):
+                os.truncate(path, 4096)
+        else:
+            segments._read_only = True
+        for _ in range(3):
+            await read_all(volume, stored | more)
+            await filled(volume)
+        found = tier.statistics()
+        assert (found["is_on"], found["errors"], found["copies"], found["used_bytes"]) == (0, 1, 0, 0)
+        lines = [record.message for record in caplog.records if "the disk tier is off" in record.message]
+        assert len(lines) == 1
+
+
+# -- room ------------------------------------------------------------------------------------------------
+
+
+async def test_it_never_takes_more_than_its_size(tmp_path: Path, rng: random.Random) -> None:
+    """Blocks of many sizes come and go: slabs change their slot size, the least recently used copies go."""
+    size = 16 * MIB
+    options = tier_options(tmp_path / "tier", size)
+    disk = Disk.format(options, shared=True)
+    async with with_tier(disk, options) as volume:
+        tier = tier_of(volume)
+        for turn in range(12):
+            lengths = [rng.choice((4096, 20_000, 65_536, 150_000, 262_144, 700_000)) for _ in range(30)]
+            stored = {b"%d" % number: rng.randbytes(length) for number, length in enumerate(lengths)}
+            for name, data in stored.items():
+                await put(volume, name, data)
+            for _ in range(3):
+                await read_all(volume, stored)
+                await filled(volume)
+            found = tier.statistics()
+            assert found["kept_bytes"] <= found["used_bytes"] <= found["capacity_bytes"] <= size
+            blocks_on_disk = sum(512 * path.stat().st_blocks for path in (tmp_path / "tier").iterdir())
+            assert blocks_on_disk <= size, turn
+        assert found["evicted"] + found["dropped"] > 0
+        copies = {key: (copy.generation, copy.checksum) for key, copy in tier.index.copies.items()}
+    async with with_tier(disk, options) as volume:
+        adopted = {key: (copy.generation, copy.checksum) for key, copy in tier_of(volume).index.copies.items()}
+        assert {key: adopted[key] for key in copies} == copies
+        await read_all(volume, stored)
+        assert tier_of(volume).counters.damaged <= len(adopted) - len(copies), "copies that had been given up"
