@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
 import msgspec
@@ -24,7 +24,7 @@ PATIENCE_S = 30.0
 
 def tier_options(folder: Path, size: int = 32 * MIB, *, nodes: int = 1000) -> Options:
     """Of a volume with a disk tier in ``folder``, and without the tier in memory."""
-    options = lab_options(strict=True, capacity=64 * MIB, chunk=MIB, tier_size=0, nodes=nodes)
+    options = lab_options(strict=True, capacity=128 * MIB, chunk=MIB, tier_size=0, nodes=nodes)
     cache = msgspec.structs.replace(options.cache, disk_path=folder, disk_size=size)
     return msgspec.structs.replace(options, cache=cache)
 
@@ -63,18 +63,20 @@ def segment_files(volume: Volume) -> Sequence[Path]:
     return [file.path for file in segments._files.values()]
 
 
-class HeldDisk:
-    """Reads or writes of the tier's disk, which wait for ``gate``."""
+@contextmanager
+def held_disk(volume: Volume, call: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[trio.Event]:
+    """Reads or writes of the tier's disk wait until the event is set, or the body ends; as an engine's threads do."""
+    gate = trio.Event()
+    segments = tier_of(volume).folder.segments
+    perform = getattr(segments, call)
 
-    def __init__(self, volume: Volume, call: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.gate = trio.Event()
-        self.begun = trio.Event()
-        segments = tier_of(volume).folder.segments
-        self._call = getattr(segments, call)
-        monkeypatch.setattr(segments, call, self.perform)
+    async def wait_and_perform(batch: Sequence[Transfer]) -> None:
+        with trio.CancelScope(shield=True):
+            await gate.wait()
+        await perform(batch)
 
-    async def perform(self, batch: Sequence[Transfer]) -> None:
-        self.begun.set()
-        with trio.CancelScope(shield=True):  # as the engine's threads do
-            await self.gate.wait()
-        await self._call(batch)
+    monkeypatch.setattr(segments, call, wait_and_perform)
+    try:
+        yield gate
+    finally:
+        gate.set()

@@ -12,6 +12,7 @@ from kvfuse.errors import EngineError
 from kvfuse.slab.allocator import Slot
 from kvfuse.volume.commit.batch import NOTHING, Batch, Draft
 from kvfuse.volume.commit.planner import Planner
+from kvfuse.volume.disk.tier import DiskTier
 from kvfuse.volume.inodes.chunk import COMMITTED, FRESH, RESTED, Extent
 from kvfuse.volume.inodes.node import Node
 from kvfuse.volume.store import schema
@@ -86,9 +87,18 @@ class BatchBuilder:
             batch.vanished = [slot for _, slots in draft.vanished.values() for slot in slots]
             self.core.slabs.release(batch.vanished)
             batch.freed = self.core.sharing.release(dead, {slot.addr for slot in fresh}) if dead else []
+        if self.core.disk is not None:
+            self._drop_copies(self.core.disk, dead, batch)
         if self.core.namespaces.accounts.all:
             self._put_uses(draft, batch, fresh)
         self._put_slabs(batch, None if batch.too_large else draft)
+
+    def _drop_copies(self, disk: DiskTier, dead: list[Extent], batch: Batch) -> None:
+        """The disk tier need not keep what no file has any more. Where the commit fails, it is read again."""
+        for extent in (*dead, *batch.unborn):
+            disk.drop(extent.addr, extent.length)
+        for slot in batch.vanished:
+            disk.drop(slot.addr, slot.size)
 
     def _put_uses(self, draft: Draft, batch: Batch, fresh: list[Slot]) -> None:
         """Put the use of the namespaces that the commit changes."""

@@ -70,6 +70,7 @@ class Filler:
         self.queued_bytes -= sum(len(offer.data) for offer in self._queue)
         self._queued.difference_update(offer.granule.key for offer in self._queue)
         self._queue.clear()
+        self.idle.set()
 
     async def run(self) -> None:
         """Write, for ever. EngineError of the disk."""

@@ -217,8 +217,6 @@ class Core:
             node.dead.append(extent)
             self.givers[node] = None
         extent.state = DISCARDED
-        if self.disk is not None:
-            self.disk.drop(extent.addr, extent.length)
 
     def chunk_size_in(self, directory: Node) -> int:
         """Chunk size, in bytes, of files that are made in ``directory``."""
