@@ -290,6 +290,11 @@ class Core:
             if cache is not None:
                 cache.read(directory, names, self.tier_of)
 
+    def is_there(self, directory: int, name: bytes) -> bool:
+        """The name is known to mean something."""
+        dentry = self.dentries.get(directory, name)
+        return dentry.ino != 0 if dentry.change is None else dentry.change.node is not None
+
     def tier_of(self, directory: int, name: bytes) -> str:
         """Which tier of this host has the file of a name, as far as the name is known: "dram", "disk", or ""."""
         dentry = self.dentries.get(directory, name)

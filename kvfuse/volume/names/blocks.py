@@ -148,8 +148,9 @@ class Blocks:
         self.counters.asked += len(names)
         if (cache := self.core.caches.get(folder.namespace)) is not None:
             self.core.take_uses()  # of requests before this one
-            cache.asked(directory, names, self.core.tier_of)
         found = await self._look(directory, names)
+        if cache is not None:
+            cache.asked(directory, names, self.core.tier_of, found)
         namespace = self.core.namespaces.all.get(folder.namespace)
         if namespace is not None and namespace.settings.recompute_rate and True in found:
             found = await self.outlook.worth(directory, names, found, namespace)

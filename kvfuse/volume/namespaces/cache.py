@@ -18,10 +18,11 @@ from typing import Any, NamedTuple
 
 from kvfuse.policy import Victim, make_policy
 from kvfuse.policy.estimate import HitEstimate
-from kvfuse.volume.namespaces.settings import Settings
+from kvfuse.volume.namespaces.settings import ROOT, Settings
 from kvfuse.volume.store.schema import name_hash
 from kvfuse.volume.views.measures import AGE_BOUNDS, Histogram
 from kvfuse.volume.views.news import Change, News
+from kvfuse.volume.views.uses import UsesElsewhere
 
 _SPREAD = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
@@ -114,11 +115,28 @@ def forget_slabs(cache: Cache, slabs: Collection[int]) -> None:
     cache.policy.tagged(_SLAB_MASK, slabs, cache.clock())
 
 
+def used_elsewhere(cache: Cache, keys: Sequence[int]) -> int:
+    """Another host used blocks of one request. Returns how many of them are on these books."""
+    own = [key for key in keys if key in cache.policy]
+    if own:
+        cache.policy.used(own, cache.clock())
+    return len(own)
+
+
 class Cache:
     """The books of one cache. For the event loop alone. Times are seconds of ``clock``, which never runs backwards."""
 
-    def __init__(self, settings: Settings, clock: Callable[[], float], news: News | None = None) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        clock: Callable[[], float],
+        news: News | None = None,
+        number: int = ROOT,
+        elsewhere: UsesElsewhere | None = None,
+    ) -> None:
+        """``number``: of its namespace. ``elsewhere``: takes uses of blocks that other hosts have on their books."""
         self.news = news if news is not None else News()
+        self._elsewhere = elsewhere or UsesElsewhere(), number
         self._settings = settings
         self.policy = make_policy(settings.eviction, settings.admission)
         self.estimate = HitEstimate()
@@ -186,11 +204,21 @@ class Cache:
             self.news.tell(directory, Change.REMOVED, name)
         self.before.gone(key)
 
-    def asked(self, directory: int, names: Sequence[bytes], tier_of: TierOf = _nowhere) -> None:
-        """Somebody asked which of a chain of blocks are there, its first block first."""
+    def asked(
+        self,
+        directory: int,
+        names: Sequence[bytes],
+        tier_of: TierOf = _nowhere,
+        found: Sequence[bool] | None = None,
+    ) -> None:
+        """Somebody asked which of a chain of blocks are there, its first block first.
+
+        ``found``: which of them are, where other hosts have blocks on their books; None: as far as names are known.
+        """
         keys = [block_key(directory, name) for name in names]
-        self._count_tiers(directory, keys, names, tier_of)
-        self._count(keys)
+        used = self._note_elsewhere(directory, keys, names, found)
+        self._count_tiers(directory, keys, names, tier_of, used)
+        self._count(keys, used)
         if len(self._asked) > _ASKED_MAX:
             self._asked.clear()
         self._asked.update(keys)
@@ -205,14 +233,30 @@ class Cache:
                 if len(keys) == len(names)
                 else list(compress(names, [key not in self._asked for key in all_keys]))
             )
-            self._count_tiers(directory, keys, unasked, tier_of)
-            self._count(keys)
+            used = self._note_elsewhere(directory, keys, unasked, None)
+            self._count_tiers(directory, keys, unasked, tier_of, used)
+            self._count(keys, used)
         self._asked.difference_update(all_keys)
 
-    def _count_tiers(self, directory: int, keys: Sequence[int], names: Sequence[bytes], tier_of: TierOf) -> None:
+    def _note_elsewhere(
+        self, directory: int, keys: Sequence[int], names: Sequence[bytes], found: Sequence[bool] | None
+    ) -> Collection[int]:
+        """Keys of blocks that are there, and on the books of another host: it is told."""
+        elsewhere, number = self._elsewhere
+        is_there = elsewhere.is_there
+        if is_there is None:
+            return ()
+        there = found if found is not None else [is_there(directory, name) for name in names]
+        used = [key for key in compress(keys, there) if key not in self.policy and key not in self._fresh]
+        elsewhere.note(number, used)
+        return set(used)
+
+    def _count_tiers(
+        self, directory: int, keys: Sequence[int], names: Sequence[bytes], tier_of: TierOf, used: Collection[int]
+    ) -> None:
         if tier_of is not _nowhere:
             for key, name in zip(keys, names, strict=True):
-                if key in self.policy and (tier := tier_of(directory, name)):
+                if (key in self.policy or key in used) and (tier := tier_of(directory, name)):
                     self.counters[tier] += 1
 
     def looked(self, directory: int, name: bytes, tier_of: TierOf = _nowhere, *, is_there: bool) -> None:
@@ -239,13 +283,14 @@ class Cache:
             del self._looked[key]
             self._count([key])
 
-    def _count(self, keys: list[int]) -> None:
+    def _count(self, keys: list[int], used: Collection[int] = ()) -> None:
+        """``used``: those of them that are on the books of other hosts."""
         counters, policy, fresh = self.counters, self.policy, self._fresh
-        present = sum([key in policy or key in fresh for key in keys])
+        present = sum([key in policy or key in fresh or key in used for key in keys])
         counters["asked"] += len(keys)
         counters["present"] += present
         for key in keys if present < len(keys) else ():
-            if key not in policy and key not in fresh:
+            if key not in policy and key not in fresh and key not in used:
                 reason = self._evicted.get(key)
                 counters["absent" if reason is None else f"missed_{reason}"] += 1
         self.estimate.ask(keys)

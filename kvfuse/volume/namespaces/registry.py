@@ -14,7 +14,7 @@ from kvfuse.volume.namespaces.cache import Cache, forget_slabs
 from kvfuse.volume.namespaces.settings import ROOT, Settings
 from kvfuse.volume.views.measures import Measures
 from kvfuse.volume.views.news import News
-from kvfuse.volume.views.uses import Uses
+from kvfuse.volume.views.uses import Uses, UsesElsewhere
 
 
 @dataclass
@@ -56,6 +56,7 @@ class Namespaces:
         """number -> what is measured of it"""
         self.news = News()
         self.uses = Uses()
+        self.elsewhere = UsesElsewhere()
         self.changed = trio.Event()
         """set when a block was stored, or a namespace changed: there may be something to evict"""
         self.cleared: dict[int, int] = {}
@@ -78,7 +79,7 @@ class Namespaces:
         former = self.all.get(number)
         cache = former.cache if former is not None and _same_books(former.settings, settings) else None
         if settings.is_cache and cache is None:
-            cache = Cache(settings, self._clock, self.news)
+            cache = Cache(settings, self._clock, self.news, number, self.elsewhere)
         found = self.all[number] = Namespace(number, settings, stored, cache)
         self.caches.pop(number, None)
         if cache is not None:

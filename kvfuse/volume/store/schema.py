@@ -22,6 +22,7 @@ f     slab u32, addr u64, generation u64       "rested", or nothing: the slot is
                                                rested: nobody can be reading it any more
 h     inode u64, client u64                    nothing: the client has the removed file open (under its lease)
 k     client u64                               who it is to the segment engine; the version counts its commits
+a     client u64                               blocks of other hosts that the client used lately (under its lease)
 q     client u64                               i64, i64: inodes that the client made, less those that it removed; and
                                                bytes of names and attributes likewise (not of older programs)
 ====  =======================================  =====================================================
@@ -33,7 +34,7 @@ can go on from any entry, whatever was created or removed since, without state.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from hashlib import blake2b
 from typing import NamedTuple, TypeVar
@@ -180,6 +181,13 @@ class MemberRecord(msgspec.Struct, array_like=True, frozen=True):
     """empty: a command, such as fsck"""
 
 
+class Report(msgspec.Struct, array_like=True, frozen=True):
+    """What a client tells the others now and then."""
+
+    uses: tuple[tuple[int, bytes], ...] = ()
+    """(namespace, u64 keys of the blocks that one request used): see `namespaces.cache.block_key`"""
+
+
 FLAG_XATTRS = 1
 """The inode has (or had) extended attributes: without it nobody looks for them."""
 FLAG_CHUNK_RECORDS = 2
@@ -235,6 +243,8 @@ sequence_key: Key = partial(_KEY.pack, b"k")
 """of a record that every commit of the client moves"""
 files_key: Key = partial(_KEY.pack, b"q")
 """of the counts of one client"""
+report_key: Key = partial(_KEY.pack, b"a")
+"""of the report of one client"""
 namespace_key: Key = partial(_KEY.pack, b"p")
 """of a namespace's settings"""
 cleared_key: Key = partial(_KEY.pack, b"e")
@@ -244,6 +254,7 @@ use_key: Callable[[int, int], bytes] = partial(_PAIR_KEY.pack, b"u")
 MEMBER_PREFIX = b"m"
 NAMESPACE_PREFIX = b"p"
 USE_PREFIX = b"u"
+REPORT_PREFIX = b"a"
 CLEARED_PREFIX = b"e"
 XATTR_PREFIX = b"x"
 """of the keys of all extended attributes"""
@@ -290,7 +301,7 @@ def xattr_name(key: bytes) -> bytes:
 
 _KEY_SIZES = {b"d": (18, 17 + NAME_MAX), b"i": (9, 9), b"t": (9, 9), b"o": (9, 9), b"c": (17, 17), b"s": (5, 5)}
 _KEY_SIZES |= {b"m": (9, 9), b"l": (5, 5), b"f": (21, 21), b"h": (17, 17), b"q": (9, 9), b"k": (9, 9)}
-_KEY_SIZES |= {b"p": (9, 9), b"u": (17, 17), b"e": (9, 9)}
+_KEY_SIZES |= {b"a": (9, 9), b"p": (9, 9), b"u": (17, 17), b"e": (9, 9)}
 _KEY_SIZES[b"x"] = (10, 9 + NAME_MAX)
 """prefix -> (least, most) bytes of a key"""
 
@@ -302,7 +313,7 @@ def is_key(key: bytes) -> bool:
 
 
 def key_client(key: bytes) -> int:
-    """The client in an m, k or q key."""
+    """The client in an m, k, q or a key."""
     return int(_KEY.unpack(key)[1])
 
 
@@ -345,6 +356,7 @@ decode_chunk: Callable[[bytes], tuple[ExtentRecord, ...]] = _checked(
     msgspec.msgpack.Decoder(tuple[ExtentRecord, ...]).decode
 )
 decode_member: Callable[[bytes], MemberRecord] = _checked(msgspec.msgpack.Decoder(MemberRecord).decode)
+_decode_report = msgspec.msgpack.Decoder(Report).decode
 _decode_orphan = _checked(msgspec.msgpack.Decoder(OrphanRecord).decode)
 _FORMER_ORPHAN = b"\xdc\x00\x11"
 """how the orphan records of programs begin that knew no namespaces: an array of one field less"""
@@ -401,6 +413,16 @@ def decode_counts(value: bytes) -> Counts:
     if len(value) == _COUNT.size:
         return Counts(_COUNT.unpack(value)[0], None)
     return Counts(*_COUNTS.unpack(value))
+
+
+def encode_report(chains: Sequence[tuple[int, Sequence[int]]]) -> bytes:
+    """Of (namespace, keys of blocks that one request used) each."""
+    return _encode(Report(tuple([(namespace, encode_u64s(keys)) for namespace, keys in chains])))
+
+
+@_checked
+def decode_report(value: bytes) -> list[tuple[int, list[int]]]:
+    return [(namespace, decode_u64s(keys)) for namespace, keys in _decode_report(value).uses]
 
 
 def encode_orphan(record: InodeRecord, remover: int) -> bytes:

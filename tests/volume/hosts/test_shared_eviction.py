@@ -10,6 +10,8 @@ from shared_lab import exists, get, joined, open_path, quiet, until, volumes
 from volume_lab import CALLER, MIB, Chaos, Disk, lab_options
 
 from kvfuse.volume.api import ROOT_INODE
+from kvfuse.volume.hosts.reports import REPORT_SECONDS
+from kvfuse.volume.namespaces.cache import block_key
 from kvfuse.volume.namespaces.settings import ROOT, Settings, encode_settings
 from kvfuse.volume.store import schema
 from kvfuse.volume.volume import Volume
@@ -123,3 +125,47 @@ async def test_who_takes_slabs_of_others_has_their_blocks_on_the_books(
         await quiet(two)
         assert await present(two, names) < count // 4
         assert await present(two, new) > two.space().size // BLOCK // 2
+
+
+async def test_what_other_hosts_use_stays(rng: random.Random, autojump_clock: trio.testing.MockClock) -> None:
+    """By each way in which a block is used."""
+    async with volumes(cache_disk(), OPTIONS, 2, rng, quick(rng, 2)) as (one, two):
+        names = await fill(one, one.space().size // BLOCK // 2)
+        await quiet(one, two)
+        read, asked, opened, unused = names[:10], names[10:20], names[20:30], names[30:]
+        more = iter(range(1 << 20))
+        for _ in range(8):
+            for name in read:
+                assert await get(two, name) is not None
+            assert await two.blocks.exists(ROOT_INODE, asked) == [True] * 10
+            for name in opened:
+                assert await two.blocks.bind(ROOT_INODE, name) is not None
+            two.parts.core.namespaces.uses.note(ROOT_INODE, opened)  # as ring threads do
+            await trio.sleep(2 * REPORT_SECONDS)
+            for _ in range(one.space().size // BLOCK // 8):
+                await fill(one, 1, b"more%d-" % next(more))
+        await quiet(one, two)
+        assert await present(one, [*read, *asked, *opened]) == 30
+        assert await present(one, unused) < 20, "some slabs went to and fro"
+        sent, heard = two.stats()["reports"], one.stats()["reports"]
+        assert 8 <= sent["sent"] == heard["heard"] <= 20
+        assert heard["own_keys"] == heard["heard_keys"] == sent["sent_keys"]
+        assert (heard["sent"], sent["heard"]) == (0, 0), "who uses its own blocks has nothing to say"
+        figures = two.stats()["namespaces"][0]["cache"]
+        assert figures["present"] == figures["asked"] > 0
+
+
+async def test_nothing_is_reported_that_was_not_used(
+    rng: random.Random, autojump_clock: trio.testing.MockClock
+) -> None:
+    disk = cache_disk()
+    async with volumes(disk, OPTIONS, 2, rng, quick(rng, 2)) as (one, two):
+        names = await fill(one, 10)
+        await quiet(one, two)
+        await trio.sleep(10 * REPORT_SECONDS)
+        assert not any(key[:1] == b"a" for key in disk.records)
+        assert await two.blocks.exists(ROOT_INODE, [*names, b"absent"]) == [True] * 10 + [False]
+        await trio.sleep(2 * REPORT_SECONDS)
+        (record,) = [row for key, row in disk.records.items() if key[:1] == b"a"]
+        assert schema.decode_report(record.value) == [(ROOT, [block_key(ROOT_INODE, name) for name in names])]
+    assert not any(key[:1] == b"a" for key in disk.records)
