@@ -123,7 +123,7 @@ def _volume(stats: Stats, space: Stats) -> Iterator[Metric]:
 
 def _disk_tier(disk: Stats) -> Iterator[Metric]:
     """Zeros where there is none."""
-    rows: Rows = [((kind,), disk[f"{kind}_bytes"]) for kind in ("capacity", "used", "kept", "queued")]
+    rows: Rows = [((kind,), disk[f"{kind}_bytes"]) for kind in ("capacity", "used", "kept", "saved", "queued")]
     yield _gauge("kvfuse_disk_tier_bytes", "The disk tier; queued ones are in memory.", ("kind",), rows)
     yield _gauge("kvfuse_disk_tier_up", "1: there is a disk tier, and its disk works.", (), [((), disk["is_on"])])
     rows = [((event,), disk[name]) for event, name in DISK_EVENTS.items()]

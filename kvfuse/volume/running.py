@@ -187,8 +187,7 @@ async def open_volume(options: Options, mountpoint: str = "") -> AsyncIterator[V
 @asynccontextmanager
 async def run_volume(options: Options, held: Held) -> AsyncIterator[Volume]:
     """A volume over engines that are open and stay the caller's; flushed at the end."""
-    cache = options.cache
-    async with opened_tier(cache.disk_path, cache.disk_size, held.superblock.volume_id) as disk:
+    async with opened_tier(options.cache, held.superblock.volume_id) as disk:
         parts = await make_parts(options, held, disk=disk)
         async with trio.open_nursery() as nursery:
             running = None

@@ -22,10 +22,10 @@ from kvfuse.volume.volume import Volume
 PATIENCE_S = 30.0
 
 
-def tier_options(folder: Path, size: int = 32 * MIB, *, nodes: int = 1000) -> Options:
+def tier_options(folder: Path, size: int = 32 * MIB, *, compression: str = "none") -> Options:
     """Of a volume with a disk tier in ``folder``, and without the tier in memory."""
-    options = lab_options(strict=True, capacity=128 * MIB, chunk=MIB, tier_size=0, nodes=nodes)
-    cache = msgspec.structs.replace(options.cache, disk_path=folder, disk_size=size)
+    options = lab_options(strict=True, capacity=128 * MIB, chunk=MIB, tier_size=0)
+    cache = msgspec.structs.replace(options.cache, disk_path=folder, disk_size=size, disk_compression=compression)
     return msgspec.structs.replace(options, cache=cache)
 
 

@@ -7,7 +7,8 @@ the generation of the extent's slot it means the same bytes for ever. The head i
     state        STATE_COPY
     inode        the key
     generation   of the extent
-    length       bytes of the granule
+    length       bytes in the slot
+    chunk        bytes of the granule, where they are compressed in the slot (zstd); else 0
     checksum     CRC32C of the granule, as the extent's record has it
     fingerprint  the volume's id
     time         when the copy was written, seconds since the epoch
@@ -84,7 +85,10 @@ class Copy(msgspec.Struct, gc=False):
     """local address of the slot"""
     generation: int
     length: int
+    """of the granule"""
     checksum: int
+    stored: int
+    """bytes in the slot; fewer than ``length``: compressed"""
 
 
 COPY_ROW = np.dtype(
@@ -94,6 +98,7 @@ COPY_ROW = np.dtype(
         ("generation", "u8"),
         ("length", "u4"),
         ("checksum", "u4"),
+        ("stored", "u4"),
         ("time", "u4"),
         ("slot_size", "u4"),
     ]
@@ -103,15 +108,15 @@ COPY_ROW = np.dtype(
 Rows = npt.NDArray[np.void]
 
 
-def pack_head(granule: Granule, slot_size: int, volume_id: bytes, time: int) -> bytes:
-    """The head of a copy, `layout.HEADER_SIZE` bytes. ``time``: seconds since the epoch."""
+def pack_head(granule: Granule, stored: int, slot_size: int, volume_id: bytes, time: int) -> bytes:
+    """The head of a copy that has ``stored`` bytes in its slot. ``time``: seconds since the epoch."""
     return layout.pack_header(
         state=layout.STATE_COPY,
         slot_size=slot_size,
-        length=granule.length,
+        length=stored,
         generation=granule.generation,
         inode=granule.key,
-        chunk=0,
+        chunk=granule.length if stored < granule.length else 0,
         piece_offset=0,
         checksum=granule.checksum,
         time=time,
@@ -139,8 +144,10 @@ def parse_heads(table: Buffer, slab: int, geometry: Geometry, volume_id: bytes) 
     of_size = rows["slot_pages"] == pages
     rows, offsets = rows[of_size], offsets[of_size]
     found = np.empty(len(rows), COPY_ROW)
-    for name, column in (("key", "inode"), *((name, name) for name in ("generation", "length", "checksum", "time"))):
-        found[name] = rows[column]
+    for name in ("generation", "checksum", "time"):
+        found[name] = rows[name]
+    found["key"], found["stored"] = rows["inode"], rows["length"]
+    found["length"] = np.where(rows["chunk"] > 0, rows["chunk"], rows["length"])
     found["place"] = offsets + slab * geometry.slab_size
     found["slot_size"] = pages * PAGE_SIZE
     return found

@@ -13,8 +13,9 @@ from typing import NamedTuple
 
 import trio
 
-from kvfuse.remote.segments.api import Transfer
+from kvfuse.remote.segments.api import Buffer, Transfer
 from kvfuse.slab.allocator import Slot
+from kvfuse.volume.disk.compression import Codec, Trials
 from kvfuse.volume.disk.copies import Granule, pack_head
 from kvfuse.volume.disk.folder import Folder
 from kvfuse.volume.disk.index import Index
@@ -25,25 +26,28 @@ BATCH_BYTES = 4 << 20
 
 
 class _Offer(NamedTuple):
-    """A granule that is to be kept, and its bytes."""
+    """A granule that is to be kept, and its bytes as they are to be stored."""
 
     granule: Granule
-    data: memoryview
+    data: Buffer
 
 
 class Filler:
     """The queue, and the task that empties it. `DiskTier` owns it."""
 
-    def __init__(self, folder: Folder, index: Index, queue_bytes_max: int = QUEUE_BYTES_MAX) -> None:
+    def __init__(self, folder: Folder, index: Index, codec: Codec | None) -> None:
+        """``codec``: compresses; None: nothing is compressed."""
         self.folder = folder
         self.index = index
-        self.queue_bytes_max = queue_bytes_max
+        self.queue_bytes_max = QUEUE_BYTES_MAX
+        self.trials = Trials()
         self.queued_bytes = 0
         """of copies that are not written yet"""
         self.written = self.written_bytes = self.skipped = 0
         self.idle = trio.Event()
         """set while there is nothing to be written"""
         self.idle.set()
+        self._codec = codec
         self._queue: deque[_Offer] = deque()
         self._queued: set[int] = set()
         """keys"""
@@ -93,7 +97,7 @@ class Filler:
         return batch
 
     async def _write(self, batch: list[_Offer]) -> None:
-        placed = self._place(batch)
+        placed = self._place(batch if self._codec is None else await self._compressed(batch, self._codec))
         try:
             await self._clear_tables({self.index.geometry.slab_of(slot.addr): slot.size for _, slot in placed})
             await self.folder.segments.write(self._transfers(placed))
@@ -103,9 +107,23 @@ class Filler:
             raise
         now = trio.current_time()
         for (granule, data), slot in placed:
-            self.index.add(granule, slot, now)
+            self.index.add(granule, len(data), slot, now)
             self.written_bytes += len(data)
         self.written += len(placed)
+
+    async def _compressed(self, batch: list[_Offer], codec: Codec) -> list[_Offer]:
+        """The batch, with those compressed that get smaller slots by it."""
+        tried = [number for number in range(len(batch)) if self.trials.is_due()]
+        views = [memoryview(batch[number].data) for number in tried]
+        packed = await trio.to_thread.run_sync(codec.pack, views) if views else []
+        class_for, result = self.index.slabs.classes.class_for, list(batch)
+        for number, data in zip(tried, packed, strict=True):
+            length = batch[number].granule.length
+            is_smaller = len(data) < length and class_for(len(data)) < class_for(length)
+            self.trials.note(length, len(data), is_smaller=is_smaller)
+            if is_smaller:
+                result[number] = _Offer(batch[number].granule, data)
+        return result
 
     def _place(self, batch: list[_Offer]) -> list[tuple[_Offer, Slot]]:
         """A slot for each; without those for which there is none."""
@@ -133,7 +151,7 @@ class Filler:
         geometry, now = self.index.geometry, int(time.time())
         transfers = []
         for (granule, data), slot in placed:
-            head = pack_head(granule, slot.size, self.folder.volume_id, now)
+            head = pack_head(granule, len(data), slot.size, self.folder.volume_id, now)
             transfers.append(Transfer(*geometry.locate_header(slot.addr, slot.size), head))
             transfers.append(Transfer(*geometry.locate(slot.addr), data))
         return transfers

@@ -29,6 +29,8 @@ class Index:
         """by key"""
         self.kept_bytes = 0
         """of granules, without what their slots have beyond"""
+        self.saved_bytes = 0
+        """that compression saves, without regard to slots"""
         self.evicted = 0
         self._keys: dict[int, array[int]] = {}
         """slab -> the key in each of its slots, plus 1; 0: none"""
@@ -72,11 +74,11 @@ class Index:
         self.slabs.cancel([slot])
         self._forget_slab(slot.addr)
 
-    def add(self, granule: Granule, slot: Slot, now: float) -> None:
-        """The slot has a copy of the granule. A former one of the same key goes."""
+    def add(self, granule: Granule, stored: int, slot: Slot, now: float) -> None:
+        """The slot has a copy of the granule, of ``stored`` bytes. A former one of the same key goes."""
         self.drop(granule.key)
         self.slabs.commit([slot])
-        self._enter(Copy(slot.addr, *granule[1:]), granule.key, slot.size, now)
+        self._enter(Copy(slot.addr, *granule[1:], stored), granule.key, slot.size, now)
 
     def drop(self, key: int) -> bool:
         """Whether there was a copy to be dropped."""
@@ -85,6 +87,7 @@ class Index:
             return False
         self.policy.removed(key)
         self.kept_bytes -= copy.length
+        self.saved_bytes -= copy.length - copy.stored
         slab, offset = divmod(copy.place, self.geometry.slab_size)
         slot = Slot(copy.place, self.slabs.slot_size(copy.place))
         self._keys[slab][offset // slot.size] = 0
@@ -98,7 +101,7 @@ class Index:
         self.copies.clear()
         self._keys.clear()
         self.policy = make_policy("lru", "adaptive")
-        self.kept_bytes = 0
+        self.kept_bytes = self.saved_bytes = 0
 
     def restore(self, rows: Rows) -> None:
         """Begin, before anything else, with slots that have copies; `restore_copies` follows for all of them."""
@@ -118,12 +121,13 @@ class Index:
     def restore_copies(self, rows: Rows, now: float) -> None:
         """A part of the rows of `restore`; those that are to go first come first."""
         for row in rows.tolist():
-            key, place, generation, length, checksum, _, slot_size = row
-            self._enter(Copy(place, generation, length, checksum), key, slot_size, now)
+            key, place, generation, length, checksum, stored, _, slot_size = row
+            self._enter(Copy(place, generation, length, checksum, stored), key, slot_size, now)
 
     def _enter(self, copy: Copy, key: int, slot_size: int, now: float) -> None:
         self.copies[key] = copy
         self.kept_bytes += copy.length
+        self.saved_bytes += copy.length - copy.stored
         self.policy.added(key, slot_size, now, copy.place)
         slab, offset = divmod(copy.place, self.geometry.slab_size)
         keys = self._keys.get(slab)

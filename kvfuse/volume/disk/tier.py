@@ -14,7 +14,6 @@ import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,9 @@ import trio
 
 from kvfuse.checksum import GRANULE_SIZE, crc32c
 from kvfuse.errors import EngineError
+from kvfuse.options.options import CacheOptions
 from kvfuse.remote.segments.api import Transfer
+from kvfuse.volume.disk.compression import Codec, find_codec
 from kvfuse.volume.disk.copies import COPY_ROW, Copy, Granule, Rows, Stretch, newest, parse_heads
 from kvfuse.volume.disk.filler import Filler
 from kvfuse.volume.disk.folder import Folder, opened_folder
@@ -77,6 +78,8 @@ class _Read:
 
     found: Sequence[tuple[Granule, Copy]]
     data: memoryview
+    packed: list[tuple[memoryview, memoryview]] = field(default_factory=list)
+    """of compressed copies: (bytes in the slot, where they belong in ``data``)"""
     done: trio.Event = field(default_factory=trio.Event)
     is_right: bool = False
     is_late: bool = False
@@ -85,10 +88,12 @@ class _Read:
 class DiskTier:
     """Made by `opened_tier`, which also runs it. For the event loop alone."""
 
-    def __init__(self, folder: Folder) -> None:
+    def __init__(self, folder: Folder, codec: Codec | None, *, compresses: bool) -> None:
+        """``codec``: reads compressed copies; ``compresses``: and makes them."""
         self.folder = folder
         self.index = Index(folder.geometry)
-        self.filler = Filler(folder, self.index)
+        self.filler = Filler(folder, self.index, codec if compresses else None)
+        self._codec = codec
         self.counters = DiskCounters()
         self.is_on = True
         self.adopted = trio.Event()
@@ -168,14 +173,17 @@ class DiskTier:
             "capacity_bytes": self.folder.geometry.size,
             "used_bytes": self.index.slabs.used_bytes if self.is_on else 0,
             "kept_bytes": self.index.kept_bytes,
+            "saved_bytes": self.index.saved_bytes,
             "copies": len(self.index.copies),
             **asdict(counters),
-            "local_share": round(counters.hit_bytes / asked, 4) if asked else None,
+            "local_share": _share(counters.hit_bytes, asked),
             "local_bytes_per_second": _rate(counters.hit_bytes, counters.read_seconds),
             "engine_bytes_per_second": _rate(counters.engine_bytes, counters.engine_seconds),
             "written": filler.written,
             "written_bytes": filler.written_bytes,
             "skipped": filler.skipped,
+            "compression_tried": filler.trials.tried,
+            "compressed_to": _share(filler.trials.packed_bytes, filler.trials.tried_bytes),
             "queued_bytes": filler.queued_bytes,
             "evicted": self.index.evicted,
         }
@@ -215,6 +223,8 @@ class DiskTier:
         try:
             with self.speed.reading(len(read.data)):
                 await self.folder.segments.read(self._transfers(read))
+                if read.packed and self._codec is not None:
+                    await trio.to_thread.run_sync(self._codec.unpack, read.packed)
             read.is_right = self._verify(read)
         except EngineError as error:
             self._turn_off(error)
@@ -228,6 +238,9 @@ class DiskTier:
         transfers, position = [], 0
         for granule, copy in read.found:
             part = read.data[position : position + granule.length]
+            if copy.stored < granule.length:
+                read.packed.append((np.empty(copy.stored, np.uint8).data, part))
+                part = read.packed[-1][0]
             transfers.append(Transfer(*self.folder.geometry.locate(copy.place), part))
             position += granule.length
         return transfers
@@ -252,6 +265,8 @@ class DiskTier:
         began = trio.current_time()
         if not self.folder.is_new:
             rows = newest(await self._read_heads())
+            if self._codec is None:
+                rows = rows[rows["stored"] == rows["length"]]
             self.index.restore(rows)
             for start in range(0, len(rows), ADOPTED_AT_ONCE):
                 self.index.restore_copies(rows[start : start + ADOPTED_AT_ONCE], trio.current_time())
@@ -278,22 +293,29 @@ class DiskTier:
         return [parse_heads(table, slab, geometry, volume_id) for slab, table in zip(slabs, tables, strict=True)]
 
 
+def _share(part: int, whole: int) -> float | None:
+    return round(part / whole, 4) if whole else None
+
+
 def _rate(size: int, seconds: float) -> int | None:
     return round(size / seconds) if seconds > 0 else None
 
 
 @asynccontextmanager
-async def opened_tier(path: Path | None, size: int | None, volume_id: bytes) -> AsyncIterator[DiskTier | None]:
-    """The tier in a folder, for `DiskTier.run`; None: without a path there is none, nor where the disk fails.
+async def opened_tier(options: CacheOptions, volume_id: bytes) -> AsyncIterator[DiskTier | None]:
+    """The tier of a mount, for `DiskTier.run`; None: the options name no folder, or its disk fails.
 
-    VolumeError, VolumeBusy: the folder cannot be this volume's.
+    VolumeError, VolumeBusy: the folder cannot be this volume's. ConfigError: the library to compress is missing.
     """
-    if path is None or size is None:
+    if options.disk_path is None or options.disk_size is None:
         yield None
         return
+    compresses = options.disk_compression == "zstd"
+    codec = find_codec(is_needed=compresses)
     async with AsyncExitStack() as stack:
         try:
-            tier = DiskTier(await stack.enter_async_context(opened_folder(path, size, volume_id)))
+            opening = opened_folder(options.disk_path, options.disk_size, volume_id)
+            tier = DiskTier(await stack.enter_async_context(opening), codec, compresses=compresses)
         except EngineError as error:
             log.error("there is no disk tier until the next mount, its disk fails: %s", error)
             tier = None

@@ -33,7 +33,7 @@ class Heads:
             self.tables[slab] = bytearray(GEOMETRY.head_size)
         self.sizes[slab] = slot.size
         start = offset // slot.size * GEOMETRY.header_stride(slot.size)
-        self.tables[slab][start : start + HEADER_SIZE] = pack_head(granule, slot.size, VOLUME, time)
+        self.tables[slab][start : start + HEADER_SIZE] = pack_head(granule, granule.length, slot.size, VOLUME, time)
 
     def index(self, now: float) -> Index:
         """As after a restart."""
@@ -77,7 +77,7 @@ def test_any_order_of_calls(rng: random.Random, number: int) -> None:
             if rng.random() < 0.1:
                 index.cancel(slot)
             else:
-                index.add(granule, slot, now)
+                index.add(granule, granule.length, slot, now)
                 heads.write(granule, slot, now)
                 model[key] = granule
         elif action < 0.85:
@@ -111,7 +111,7 @@ def test_heads_of_another_volume_or_state_are_none() -> None:
     assert slot is not None
     for volume_id in (VOLUME, b"w" * 16):
         table = bytearray(GEOMETRY.head_size)
-        table[:HEADER_SIZE] = pack_head(granule, slot.size, volume_id, 1)
+        table[:HEADER_SIZE] = pack_head(granule, granule.length, slot.size, volume_id, 1)
         assert len(parse_heads(table, 0, GEOMETRY, VOLUME)) == (volume_id == VOLUME)
 
 
