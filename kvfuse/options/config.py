@@ -87,6 +87,7 @@ UNSET: dict[str, str] = {
     "segments.namespace": "the volume's name",
     "segments.keyring": "as ceph.conf says",
     **dict.fromkeys([f"namespace.{name}" for name in NamespaceOptions.__struct_fields__], "as stored in the volume"),
+    "cache.tier_node": "whichever",
     "cache.disk_path": "nowhere",
     "cache.disk_size": "none",
     "publish.mode": "strict where the record store is shared, else relaxed",

@@ -36,6 +36,7 @@ DeadlineSeconds = Annotated[float, Meta(ge=0.1, le=3600, description="a number o
 LeaseSeconds = Annotated[float, Meta(ge=2, le=3600, description="a number of seconds, 2 to 3600")]
 Count = Annotated[int, Meta(ge=1, le=1 << 40, description="a whole number, 1 or more")]
 FileCount = Annotated[int, Meta(ge=0, le=1 << 62, description="a number of files, or 0 for any number")]
+Node = Annotated[int, Meta(ge=0, le=1023, description="the number of a NUMA node of this host")]
 TokenRate = Annotated[int, Meta(ge=0, le=1 << 62, description="tokens a second, or 0 where that is not known")]
 Share = Annotated[float, Meta(gt=0, le=1, description="a share of the capacity, above 0 and up to 1")]
 ObjectBytes = Annotated[int, _size(64 * KIB, SLOT_SIZE_MAX, 4 * KIB)]
@@ -184,6 +185,10 @@ class CacheOptions(_Section, frozen=True):
     """inodes kept decoded"""
     tier_size: TierBytes = GIB
     """bytes of shared memory for blocks that clients may map; 0: none"""
+    tier_hugepages: bool = False
+    """it asks the kernel for huge pages"""
+    tier_node: Node | None = None
+    """the NUMA node that it takes memory from, if that has any; None: that of whoever touches a page first"""
     disk_path: Path | None = None
     """a folder of this host for copies of what was read from segments that many hosts share; None: nowhere"""
     disk_size: DiskBytes | None = None

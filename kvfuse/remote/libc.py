@@ -6,8 +6,10 @@ Each raises ``OSError`` with the call's errno. ctypes releases the interpreter l
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
+import platform
 from collections.abc import Callable
 
 MREMAP_MAYMOVE, MREMAP_FIXED = 1, 2
@@ -37,6 +39,9 @@ _libc.mmap64.restype = ctypes.c_void_p
 _libc.mremap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p]
 _libc.mremap.restype = ctypes.c_void_p
 _libc.sigaction.argtypes = [ctypes.c_int, ctypes.POINTER(_Sigaction), ctypes.c_void_p]
+_libc.syscall.restype = ctypes.c_long
+_MBIND_NUMBERS = {"x86_64": 237, "aarch64": 235}
+_MPOL_PREFERRED = 1
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
@@ -71,6 +76,18 @@ def map_filler(address: int, page: bytes) -> None:
     _check(made == _MAP_FAILED)
     ctypes.memmove(made, page, size)
     _check(_libc.mremap(made, size, size, MREMAP_MAYMOVE | MREMAP_FIXED, address) == _MAP_FAILED)
+
+
+def prefer_node(address: int, size: int, node: int) -> None:
+    """Let pages of a shared mapping that are not there yet come from a NUMA node, if it has room."""
+    number = _MBIND_NUMBERS.get(platform.machine())
+    if number is None:
+        raise OSError(errno.ENOSYS, f"mbind is not known on {platform.machine()}")
+    word_count = node // 64 + 1
+    nodes = (ctypes.c_uint64 * word_count)()
+    nodes[node // 64] = 1 << node % 64
+    arguments = [ctypes.c_void_p(address), ctypes.c_size_t(size), ctypes.c_int(_MPOL_PREFERRED), nodes]
+    _check(_libc.syscall(ctypes.c_long(number), *arguments, ctypes.c_ulong(64 * word_count + 1), ctypes.c_uint(0)))
 
 
 def set_signal_handler(number: int, handler: Callable[[int, int, int], None]) -> None:

@@ -31,6 +31,7 @@ from kvfuse.volume.store import schema
 from kvfuse.volume.store.member import Member
 from kvfuse.volume.store.numbers import NumberRange, SharedNumberRange
 from kvfuse.volume.store.sealed import DamagedRecords, ScanPages, describe, get_sound
+from kvfuse.volume.views.placement import checked_placement
 from kvfuse.volume.views.tier import SharedTier
 
 log = logging.getLogger(__name__)
@@ -92,7 +93,8 @@ async def _load_values(options: Options, held: Held, values: list[bytes], metada
         states += [SlabState(schema.key_slab(row.key), *schema.decode_slab(row.value)) for row in rows]
     if is_alone:
         slabs.restore(states)
-    tier = SharedTier(options.cache.tier_size)
+    cache = options.cache
+    tier = SharedTier(cache.tier_size, checked_placement(hugepages=cache.tier_hugepages, node=cache.tier_node))
     namespaces = await _read_namespaces(records, options.namespace.given, counts=is_alone)
     used = {geometry.locate_head(state.slab)[0] for state in states}
     await _check_segments(options.title, superblock, segments, used)

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvfuse.volume.views.content_map import Source
+from kvfuse.volume.views.placement import ANYWHERE, Placement
 
 _SEAL_FUTURE_WRITE = 0x0010
 _SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _SEAL_FUTURE_WRITE
@@ -39,11 +40,13 @@ class Memory:
 
     __slots__ = ("address", "bytes", "descriptor", "resident")
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, placement: Placement = ANYWHERE) -> None:
         self.descriptor = os.memfd_create("kvfuse-tier", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(self.descriptor, size)
-            self.bytes: Bytes = np.frombuffer(mmap.mmap(self.descriptor, size), np.uint8)
+            memory = mmap.mmap(self.descriptor, size)
+            self.bytes: Bytes = np.frombuffer(memory, np.uint8)
+            placement.apply(memory, self.bytes.ctypes.data)
             fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, _SEALS)
             os.fchmod(self.descriptor, 0o400)
         except BaseException:

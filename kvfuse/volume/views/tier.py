@@ -17,10 +17,12 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvfuse.errors import NotFound
 from kvfuse.volume.views.arenas import Arena, Kind, Memory, ReadClass, TierBlock
+from kvfuse.volume.views.placement import ANYWHERE, Placement
 
 __all__ = ["ReadClass", "SharedTier", "TierBlock", "TierStatistics"]
 
@@ -48,11 +50,19 @@ class TierStatistics(NamedTuple):
     evictions: int
 
 
+@dataclass(slots=True)
+class _Counters:
+    hits: int = 0
+    misses: int = 0
+    evictions: int = 0
+
+
 class SharedTier:
     """Arenas and their blocks; the volume owns it. ``capacity``: bytes of memory; 0: there is no tier."""
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, placement: Placement = ANYWHERE) -> None:
         self.capacity = capacity
+        self._placement = placement
         self.evicted: deque[int] = deque()
         """inodes whose blocks had to go, for who may hold them elsewhere"""
         self.on_eviction: Callable[[], None] = lambda: None
@@ -66,7 +76,7 @@ class SharedTier:
         self._numbers = itertools.count(1)
         self._clock = itertools.count(1)
         self._used_bytes = self._kept_bytes = 0
-        self._hits = self._misses = self._evictions = 0
+        self._counters = _Counters()
 
     # -- blocks --------------------------------------------------------------------------------------
 
@@ -75,7 +85,7 @@ class SharedTier:
         slot_size = -(-size // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
         if slot_size > self.capacity:
             return None
-        evictions = self._evictions
+        evictions = self._counters.evictions
         with self._lock:
             self._collect()
             kind = self._kinds.get((slot_size, read_class))
@@ -85,7 +95,7 @@ class SharedTier:
             block = TierBlock(*found, size) if found else None
             if not kind.arenas:
                 self._kinds.pop((slot_size, read_class), None)
-        if self._evictions != evictions:
+        if self._counters.evictions != evictions:
             self.on_eviction()
         return block
 
@@ -106,9 +116,9 @@ class SharedTier:
         with self._lock:
             block = self.kept.get(ino)
             if block is None:
-                self._misses += 1
+                self._counters.misses += 1
                 return None
-            self._hits += 1
+            self._counters.hits += 1
             block.used_at = block.home.used_at = next(self._clock)
             block.home.kind.kept.move_to_end(ino)
             return block
@@ -156,9 +166,9 @@ class SharedTier:
                 self._kept_bytes,
                 len(self.kept),
                 len(self._arenas),
-                self._hits,
-                self._misses,
-                self._evictions,
+                self._counters.hits,
+                self._counters.misses,
+                self._counters.evictions,
             )
 
     # -- under the lock ------------------------------------------------------------------------------
@@ -196,7 +206,7 @@ class SharedTier:
     def _touch(self, arena: Arena) -> bool:
         """Take one slot more of an arena into use. False where that is too much memory."""
         end = (arena.touched + 1) * arena.kind.slot_size
-        added = max(0, end - arena.memory.resident)
+        added = max(0, self._resident_to(end, len(arena.memory.bytes)) - arena.memory.resident)
         if self._used_bytes + added > self.capacity:
             return False
         self._used_bytes += added
@@ -204,11 +214,18 @@ class SharedTier:
         arena.touched += 1
         return True
 
+    def _resident_to(self, end: int, size: int) -> int:
+        """Bytes of memory of ``size`` that are taken when those before ``end`` were touched."""
+        page_size = self._placement.page_size
+        return min(-(-end // page_size) * page_size, size)
+
     def _add_arena(self, kind: Kind, memory: Memory | None = None) -> Arena | None:
         if memory is None:
-            if len(self._arenas) >= ARENAS_MAX or self._used_bytes + kind.slot_size > self.capacity:
+            size = max(1, ARENA_SIZE // kind.slot_size) * kind.slot_size
+            first = self._resident_to(kind.slot_size, size)
+            if len(self._arenas) >= ARENAS_MAX or self._used_bytes + first > self.capacity:
                 return None
-            memory = Memory(max(1, ARENA_SIZE // kind.slot_size) * kind.slot_size)
+            memory = Memory(size, self._placement)
         arena = Arena(next(self._numbers), kind, memory, self._returned)
         kind.arenas.append(arena)
         self._arenas[arena.number] = arena
@@ -252,7 +269,7 @@ class SharedTier:
         for ino in inos:
             self._forget(ino)
         self.evicted.extend(inos)
-        self._evictions += len(inos)
+        self._counters.evictions += len(inos)
 
     def _reassign(self, arena: Arena, kind: Kind) -> None:
         """Let another kind have an arena that is wholly free - unless somebody may have it mapped, or it is too small.

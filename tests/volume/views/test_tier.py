@@ -9,12 +9,14 @@ import random
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from kvfuse.errors import NotFound
+from kvfuse.errors import ConfigError, NotFound
+from kvfuse.volume.views.placement import Placement, checked_placement, hugepages_are_given, online_nodes
 from kvfuse.volume.views.tier import EVICTIONS_MAX, ReadClass, SharedTier, TierBlock
 
 KIB = 1 << 10
@@ -264,3 +266,64 @@ def test_threads_beside_each_other(seed: int) -> None:
     for ino in range(200):
         tier.drop(ino)
     assert tier.allocate(2 * MIB, HERE) is not None, "no slot was lost"
+
+
+# -- where the memory is ------------------------------------------------------------------------------
+
+
+def huge_bytes(tier: SharedTier) -> int:
+    """Bytes of huge pages in this process's arenas."""
+    text = Path("/proc/self/smaps").read_text()
+    parts = [part for part in text.split("VmFlags")[:-1] if "memfd:kvfuse-tier" in part]
+    return sum(int(line.split()[1]) << 10 for part in parts for line in part.splitlines() if "ShmemPmdMapped" in line)
+
+
+@pytest.fixture
+def huge_pages() -> Iterator[None]:
+    """The kernel gives huge pages to shared memory that asks for them."""
+    setting = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
+    try:
+        before = setting.read_text().split("[")[1].split("]")[0]
+        if not hugepages_are_given():
+            setting.write_text("advise")
+    except OSError as error:
+        pytest.skip(f"this kernel gives shared memory no huge pages, nor can that be changed: {error}")
+    yield
+    setting.write_text(before)
+
+
+def test_huge_pages_are_used_and_counted_whole(huge_pages: None) -> None:
+    tier = SharedTier(16 * MIB, Placement(hugepages=True))
+    held = [allocate(tier, 64 * KIB)]
+    assert tier.statistics().used_bytes == 2 * MIB, "one touch takes the page"
+    held += [allocate(tier, 64 * KIB) for _ in range(31)]
+    assert tier.statistics().used_bytes == 2 * MIB
+    held += [allocate(tier, 64 * KIB) for _ in range(224)]
+    assert tier.allocate(1, THERE) is None, "capacity is a promise"
+    for block in held:
+        block.buffer[:] = 1
+    assert huge_bytes(tier) > 0
+    assert huge_bytes(tier) <= 16 * MIB
+
+
+def test_capacity_is_a_promise_with_huge_pages(rng: random.Random) -> None:
+    tier = SharedTier(9 * MIB, Placement(hugepages=True))
+    for ino in range(1, 500):
+        block = tier.allocate(rng.choice([4 * KIB, 100 * KIB, 3 * MIB]), ReadClass(rng.randrange(3), 0, 0, 0))
+        assert tier.statistics().used_bytes <= 9 * MIB
+        if block is not None:
+            tier.keep(ino, block)
+
+
+def test_memory_may_be_of_a_node() -> None:
+    node = min(online_nodes())
+    tier = SharedTier(MIB, Placement(node=node))
+    allocate(tier, 64 * KIB).buffer[:] = 1
+    maps = [line for line in Path("/proc/self/numa_maps").read_text().splitlines() if "memfd:kvfuse-tier" in line]
+    assert any(f"prefer:{node}" in line or f"prefer={node}" in line for line in maps), maps
+
+
+def test_a_node_that_is_absent_is_refused() -> None:
+    absent = max(online_nodes()) + 1
+    with pytest.raises(ConfigError, match=rf"cache\.tier_node {absent}: this host has .*{min(online_nodes())}"):
+        checked_placement(hugepages=False, node=absent)
