@@ -33,6 +33,7 @@ MEANINGS = {
     "ttl": "seconds after which a file that was not written again is gone",
     "high_water": "share of the capacity from which files are evicted ahead of need",
     "low_water": "share of the capacity down to which they are then",
+    "soft_pin": "its files go only where other caches have no more to give",
     "recompute_speed": "tokens a second that an engine computes: what it computes sooner than it reads is a miss",
     "token_size": "bytes that one token has in blocks",
 }

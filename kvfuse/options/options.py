@@ -210,6 +210,8 @@ class NamespaceOptions(_Section, frozen=True):
     high_water: Share | None = None
     low_water: Share | None = None
     """shares of the capacity at which eviction begins, and ends"""
+    soft_pin: bool | None = None
+    """its blocks go after those of other caches"""
     recompute_speed: TokenRate | None = None
     """tokens a second that an engine computes; 0: look-ups do not compare"""
     token_size: TierBytes | None = None

@@ -177,8 +177,7 @@ class Evictor:
         async with self._lock:
             if self._steps != step:
                 return True
-            caches = self._caches_in(namespace)
-            for cache in sorted(caches, key=lambda cache: cache.policy.size, reverse=True):
+            for cache in self._caches_in(namespace):
                 if await self._evict_from(cache, size):
                     if self.shared is None:
                         await self.journal.free_given_up(math.inf, namespace)
@@ -187,12 +186,11 @@ class Evictor:
         return False
 
     def _caches_in(self, namespace: int | None) -> list[Cache]:
-        accounts = self.core.namespaces.accounts
-        return [
-            cache
-            for number, cache in self.core.caches.items()
-            if namespace is None or accounts.is_within(number, namespace)
-        ]
+        """The largest first, those that are pinned after all others."""
+        namespaces, caches = self.core.namespaces, self.core.caches
+        numbers = [one for one in caches if namespace is None or namespaces.accounts.is_within(one, namespace)]
+        numbers.sort(key=lambda one: (namespaces.all[one].settings.soft_pin, -caches[one].policy.size))
+        return [caches[one] for one in numbers]
 
     async def _evict_from(self, cache: Cache, size: int) -> int:
         """How many files went."""

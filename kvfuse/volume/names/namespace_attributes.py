@@ -122,6 +122,8 @@ def parse_settings(value: bytes) -> dict[str, str]:
 
 
 def _text(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
     return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
 
 

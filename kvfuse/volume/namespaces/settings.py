@@ -45,6 +45,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, fo
     """share of the capacity from which blocks are evicted ahead of need"""
     low_water: Share = 0.96
     """share of the capacity down to which they are then"""
+    soft_pin: bool = False
+    """blocks of the caches without it go first, where room of the volume or of a namespace above is wanted"""
     recompute_speed: Size = 0
     """tokens a second that an engine computes; 0: look-ups do not compare"""
     token_size: Size = 0
@@ -85,6 +87,7 @@ _EXPECTED = {
     "ttl": "a number of seconds, 0 or more; 0: blocks do not expire",
     "high_water": "a share of the capacity, above 0 and up to 1",
     "low_water": "a share of the capacity, above 0 and up to 1",
+    "soft_pin": "true or false",
     "recompute_speed": "a number of tokens a second, or 0 to read whatever is there",
     "token_size": 'bytes that a token has in blocks, such as "160KiB"',
 }

@@ -277,6 +277,30 @@ async def test_a_namespace_at_its_quota_evicts_its_own(quota: dict[str, int]) ->
     await checked(disk)
 
 
+async def test_blocks_of_a_pinned_namespace_go_last() -> None:
+    disk = cache_disk(admission="all")
+    async with opened(disk, OPTIONS) as volume:
+        keeper = volume.parts.xattrs.namespaces.keeper
+        folder = await volume.tree.make_directory(ROOT_INODE, b"pinned", 0o755, CALLER)
+        await keeper.create(folder, {"kind": "cache", "admission": "all", "soft_pin": "true"}, None)
+        pinned = [b"%08d" % number for number in range(200)]  # of which nobody makes use any more
+        for name in pinned:
+            await volume.blocks.put(folder.ino, name, memoryview(name * (BLOCK // 8)), CALLER, 0o644)
+        count = 2 * volume.space().size // BLOCK
+        await fill(volume, 0, count)
+        assert all(await volume.blocks.exists(folder.ino, pinned))
+        await keeper.change(folder, {"soft_pin": "false", "ttl": 1000}, None)
+        for number in range(count):  # now the larger cache gives first, and that is this one by and by
+            name = b"%08d" % number
+            await volume.blocks.put(folder.ino, name, memoryview(name * (BLOCK // 8)), CALLER, 0o644)
+        assert not all(await volume.blocks.exists(folder.ino, pinned))
+        await keeper.change(folder, {"soft_pin": "true", "capacity": 50 * BLOCK}, None)
+        accounts = volume.parts.core.namespaces.accounts
+        while accounts.use(folder.ino).size > 50 * BLOCK:
+            await trio.lowlevel.checkpoint()  # its own capacity holds all the same
+    await checked(disk)
+
+
 async def test_a_name_that_is_evicted_while_the_store_answers_is_a_miss() -> None:
     disk, chaos = cache_disk(admission="all"), Chaos(random.Random(0))
     async with opened(disk, OPTIONS) as volume:
