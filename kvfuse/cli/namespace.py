@@ -262,11 +262,13 @@ def _shown(name: str, text: str) -> str:
     value = _plain(text)
     if not value and name in ZEROS:
         return ZEROS[name]
-    return format_size(value) if name == "capacity" and isinstance(value, int) else text
+    return format_size(value) if name in ("capacity", "token_size") and isinstance(value, int) else text
 
 
 def _plain(text: str) -> int | float | str:
-    """A setting as a number, if it is one."""
+    """A setting as a number or a bool, if it is one."""
+    if text in ("true", "false"):
+        return text == "true"
     for kind in (int, float):
         with suppress(ValueError):
             return kind(text)
