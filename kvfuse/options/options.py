@@ -193,6 +193,8 @@ class CacheOptions(_Section, frozen=True):
     """a folder of this host for copies of what was read from segments that many hosts share; None: nowhere"""
     disk_size: DiskBytes | None = None
     """bytes of that folder, preallocated"""
+    disk_keep: Literal["reads", "all"] = "reads"
+    """all: also what this host stores"""
     disk_compression: Literal["none", "zstd"] = "none"
     """of copies that take a smaller slot by it"""
 

@@ -22,10 +22,11 @@ from kvfuse.volume.volume import Volume
 PATIENCE_S = 30.0
 
 
-def tier_options(folder: Path, size: int = 32 * MIB, *, compression: str = "none") -> Options:
+def tier_options(folder: Path, size: int = 32 * MIB, *, compression: str = "none", keep: str = "reads") -> Options:
     """Of a volume with a disk tier in ``folder``, and without the tier in memory."""
     options = lab_options(strict=True, capacity=128 * MIB, chunk=MIB, tier_size=0)
-    cache = msgspec.structs.replace(options.cache, disk_path=folder, disk_size=size, disk_compression=compression)
+    chosen = {"disk_path": folder, "disk_size": size, "disk_compression": compression, "disk_keep": keep}
+    cache = msgspec.structs.replace(options.cache, **chosen)
     return msgspec.structs.replace(options, cache=cache)
 
 

@@ -88,9 +88,11 @@ class _Read:
 class DiskTier:
     """Made by `opened_tier`, which also runs it. For the event loop alone."""
 
-    def __init__(self, folder: Folder, codec: Codec | None, *, compresses: bool) -> None:
+    def __init__(self, folder: Folder, codec: Codec | None, *, compresses: bool, keeps_stores: bool) -> None:
         """``codec``: reads compressed copies; ``compresses``: and makes them."""
         self.folder = folder
+        self.keeps_stores = keeps_stores
+        """what this host stores is to be kept, too"""
         self.index = Index(folder.geometry)
         self.filler = Filler(folder, self.index, codec if compresses else None)
         self._codec = codec
@@ -146,6 +148,10 @@ class DiskTier:
         """The engine gave these bytes, in so many seconds; they match the checksums, and do not change any more."""
         self.counters.engine_bytes += len(data)
         self.counters.engine_seconds += seconds
+        self.keep(stretch, data)
+
+    def keep(self, stretch: Stretch, data: memoryview) -> None:
+        """Keep these bytes, which do not change any more, where they are worth it. Waits for nothing."""
         if not self.is_on or not self.adopted.is_set():
             return
         now = trio.current_time()
@@ -315,7 +321,8 @@ async def opened_tier(options: CacheOptions, volume_id: bytes) -> AsyncIterator[
     async with AsyncExitStack() as stack:
         try:
             opening = opened_folder(options.disk_path, options.disk_size, volume_id)
-            tier = DiskTier(await stack.enter_async_context(opening), codec, compresses=compresses)
+            folder = await stack.enter_async_context(opening)
+            tier = DiskTier(folder, codec, compresses=compresses, keeps_stores=options.disk_keep == "all")
         except EngineError as error:
             log.error("there is no disk tier until the next mount, its disk fails: %s", error)
             tier = None

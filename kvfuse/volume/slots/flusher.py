@@ -21,6 +21,8 @@ from kvfuse.checksum import GRANULE_SIZE, granule_checksums
 from kvfuse.errors import EngineError, EngineTimeout
 from kvfuse.remote.segments.api import Transfer
 from kvfuse.slab.allocator import Slot
+from kvfuse.volume.disk.copies import Stretch
+from kvfuse.volume.disk.tier import DiskTier
 from kvfuse.volume.inodes.chunk import FRESH, Chunk, Extent, Staged
 from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.inodes.grace import Give
@@ -376,3 +378,17 @@ class Flusher:
         node.born.extend(item.extents)
         if item.chunk_index == 0:
             node.described = item.identity
+        if self.core.disk is not None and self.core.disk.keeps_stores:
+            self._keep_copies(self.core.disk, item)
+
+    def _keep_copies(self, disk: DiskTier, item: _Item) -> None:
+        """Have the disk tier keep what was stored. A bytearray may change: of that, a copy."""
+        staged = [bytes(piece) if isinstance(piece, bytearray) else piece for piece in item.staged.pieces]
+        pieces = [memoryview(piece) for piece in staged]
+        start = 0
+        for extent in item.extents:
+            low = 0
+            for part in [pieces[0][start : start + extent.length]] if len(pieces) == 1 else pieces:
+                disk.keep(Stretch.around(extent, low, low + len(part)), part)
+                low += len(part)
+            start += extent.length

@@ -12,7 +12,7 @@ import pytest
 import trio
 from disk_lab import engine_reads, filled, held_disk, segment_files, tier_of, tier_options, with_tier
 from shared_lab import check_disk, put, quiet, read
-from volume_lab import MIB, Disk
+from volume_lab import CALLER, MIB, Disk
 
 from kvfuse.checksum import granule_checksums
 from kvfuse.options.config import Options
@@ -92,6 +92,33 @@ async def test_a_second_read_asks_no_engine_also_after_a_restart(
             assert await read(volume, name) == data
         assert engine_reads(volume) == before
         assert tier_of(volume).statistics()["local_share"] == 1
+
+
+async def test_what_this_host_stores_may_be_kept_too(tmp_path: Path, rng: random.Random) -> None:
+    """Also what was written in pieces, and changed since."""
+    options = tier_options(tmp_path / "tier", keep="all")
+    disk = Disk.format(options, shared=True)
+    stored = blocks(rng)
+    async with with_tier(disk, options) as volume:
+        for name, data in stored.items():
+            await put(volume, name, data)
+        handle, _ = await volume.tree.create(ROOT_INODE, b"pieces", 0o644, CALLER, os.O_RDWR)
+        content = bytearray(rng.randbytes(1_500_000))
+        for start in range(0, len(content), 70_000):
+            await volume.files.write(handle, start, bytes(content[start : start + 70_000]))
+        content[5:10] = b"later"
+        await volume.files.write(handle, 5, b"later")
+        await volume.files.release(handle)
+        await volume.sync()
+        await filled(volume)
+        before = engine_reads(volume)
+        await read_all(volume, stored | {b"pieces": bytes(content)})
+        assert engine_reads(volume) == before
+        assert tier_of(volume).counters.misses == 0
+    async with with_tier(disk, options) as volume:
+        before = engine_reads(volume)
+        await read_all(volume, stored | {b"pieces": bytes(content)})
+        assert engine_reads(volume) == before
 
 
 # -- bytes that are wrong ------------------------------------------------------------------------------
