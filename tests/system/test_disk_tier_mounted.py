@@ -17,6 +17,7 @@ from mounting import KVFUSE, KvfuseMount, shared_conf, temporary_mount, wait_unt
 from kvfuse.cluster.ceph import CephServers
 from kvfuse.cluster.etcd import EtcdServers
 from kvfuse.sizes import MIB
+from kvfuse.usrbio.client import BlockStore, Tier
 
 pytestmark = pytest.mark.root
 
@@ -87,6 +88,24 @@ def test_a_second_read_of_1000_blocks_makes_no_rados_read_also_after_a_kill(
         print(
             f"\nadopted {BLOCKS} copies in {found['adoption_seconds']} s, read at {found['local_bytes_per_second']} B/s"
         )
+
+
+def test_rings_read_from_it_and_look_ups_know_it(conf: Path, words: tuple[str, ...], rng: random.Random) -> None:
+    blocks = {f"block-{number}": rng.randbytes(300_000) for number in range(50)}
+    keys = list(blocks)
+    with temporary_mount((*words, "tier_size=0", "disk_keep=all", "cache"), source=conf) as mount:
+        with BlockStore(mount.point, "cache") as store:
+            store.put_many(keys, list(blocks.values()))
+            os.sync()
+            wait_until(lambda: statistics(mount)["disk"]["kept_bytes"] == 50 * 300_000, "the copies")
+            before = rados_reads(mount)
+            assert store.get_many(keys) == list(blocks.values())
+            assert rados_reads(mount) == before
+            tiers, milliseconds = store.costs(keys)
+            assert set(tiers.tolist()) == {Tier.DISK}
+            assert (milliseconds > 0).all()
+        row = next(row for row in statistics(mount)["namespaces"] if row["cache"] is not None)
+        assert row["cache"]["hits"]["disk"] >= len(keys)
 
 
 def test_a_folder_is_for_one_mount_and_one_volume(mount: KvfuseMount, words: tuple[str, ...], tmp_path: Path) -> None:
