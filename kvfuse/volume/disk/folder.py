@@ -12,9 +12,11 @@ import fcntl
 import os
 import time
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+import trio
 
 from kvfuse.errors import EngineFull, VolumeBusy, VolumeError
 from kvfuse.remote.segments.api import SegmentStore
@@ -23,6 +25,8 @@ from kvfuse.sizes import format_size
 from kvfuse.slab.layout import PAGE_SIZE, SUPERBLOCK_SIZE, Geometry, Superblock, pack_superblock, parse_superblock
 
 TIER_FILE = "tier"
+LOCK_WAIT = 10.0
+"""Seconds to wait for a daemon whose mount was just taken away, and that still flushes."""
 
 
 @dataclass(frozen=True)
@@ -58,15 +62,23 @@ async def _open(path: Path, size: int, volume_id: bytes, stack: AsyncExitStack) 
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     descriptor = os.open(path / TIER_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     stack.callback(os.close, descriptor)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise VolumeBusy(f"cache.disk_path: {path} is in use by another daemon: each mount has its own") from None
+    await _lock(path, descriptor)
     is_known = _check_tier(path, descriptor, superblock)
     segments = FileSegments.open(path)
     stack.push_async_callback(segments.aclose)
     await _prepare(path, segments, superblock, descriptor, is_known)
     return Folder(volume_id, superblock.geometry, segments, not is_known)
+
+
+async def _lock(path: Path, descriptor: int) -> None:
+    """Be the only daemon that uses the folder. VolumeBusy."""
+    with trio.move_on_after(LOCK_WAIT):
+        while True:
+            with suppress(BlockingIOError):
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            await trio.sleep(0.05)
+    raise VolumeBusy(f"cache.disk_path: {path} is in use by another daemon: each mount has its own")
 
 
 def _check_names(path: Path) -> None:

@@ -270,10 +270,11 @@ class DiskTier:
         """Find the copies of before by their heads. EngineError."""
         began = trio.current_time()
         if not self.folder.is_new:
-            rows = newest(await self._read_heads())
+            rows = await self._read_heads()
             if self._codec is None:
                 rows = rows[rows["stored"] == rows["length"]]
-            self.index.restore(rows)
+            rows = await trio.to_thread.run_sync(newest, rows)
+            await trio.to_thread.run_sync(self.index.restore, rows)  # nobody takes or frees a slot before
             for start in range(0, len(rows), ADOPTED_AT_ONCE):
                 self.index.restore_copies(rows[start : start + ADOPTED_AT_ONCE], trio.current_time())
                 await trio.lowlevel.checkpoint()

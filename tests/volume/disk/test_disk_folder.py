@@ -7,6 +7,8 @@ import random
 from pathlib import Path
 
 import pytest
+import trio
+import trio.testing
 
 from kvfuse.errors import VolumeBusy, VolumeError
 from kvfuse.remote.segments.api import Transfer
@@ -72,11 +74,33 @@ async def test_with_another_size_it_is_made_anew(tmp_path: Path, size: int) -> N
         assert sum(file.stat().st_size for file in tmp_path.iterdir()) <= size
 
 
-async def test_it_is_one_daemons(tmp_path: Path) -> None:
+async def test_it_is_one_daemons(tmp_path: Path, autojump_clock: trio.testing.MockClock) -> None:
     async with opened_folder(tmp_path, SIZE, VOLUME):
         with pytest.raises(VolumeBusy, match="in use by another daemon"):
             async with opened_folder(tmp_path, SIZE, VOLUME):
                 pass
+
+
+async def test_who_still_flushes_is_waited_for(tmp_path: Path) -> None:
+    leaves = trio.Event()
+
+    async def hold(task_status: trio.TaskStatus[None]) -> None:
+        async with opened_folder(tmp_path, SIZE, VOLUME) as folder:
+            await mark(folder)
+            task_status.started()
+            await leaves.wait()
+
+    async with trio.open_nursery() as nursery:
+        await nursery.start(hold)
+        nursery.start_soon(leave_when_all_wait, leaves)
+        async with opened_folder(tmp_path, SIZE, VOLUME) as folder:
+            assert leaves.is_set()
+            assert await marked(folder)
+
+
+async def leave_when_all_wait(leaves: trio.Event) -> None:
+    await trio.testing.wait_all_tasks_blocked()
+    leaves.set()
 
 
 async def test_another_volumes_is_refused(tmp_path: Path) -> None:
