@@ -84,6 +84,10 @@ class Policy(ABC):
         """The blocks that were stored before that time, in no order; off the books, as ``victims`` are."""
 
     @abstractmethod
+    def by_tag(self, mask: int) -> dict[int, tuple[int, float]]:
+        """These bits of tags -> (bytes, mean time of the last use) of the blocks that have them."""
+
+    @abstractmethod
     def tagged(self, mask: int, values: Collection[int], now: float) -> list[Victim]:
         """The blocks of whose tags these bits are one of ``values``, in no order; off the books, as ``victims`` are."""
 

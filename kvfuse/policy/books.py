@@ -81,6 +81,15 @@ class Books:
         rows: list[int] = np.flatnonzero((born < time) & (sizes > 0)).tolist()
         return rows
 
+    def by_tag(self, mask: int) -> dict[int, tuple[int, float]]:
+        """These bits of tags -> (bytes, mean time of the last use) of their blocks."""
+        rows = np.flatnonzero(np.frombuffer(self.sizes, np.int64) > 0)
+        tags, where = np.unique(np.frombuffer(self.tags, np.uint64)[rows] & np.uint64(mask), return_inverse=True)
+        sizes = np.bincount(where, np.frombuffer(self.sizes, np.int64)[rows])
+        times = np.bincount(where, np.frombuffer(self.times, np.float64)[rows]) / np.bincount(where)
+        columns = zip(tags.tolist(), sizes.tolist(), times.tolist(), strict=True)
+        return {tag: (int(size), time) for tag, size, time in columns}
+
     def rows_tagged(self, mask: int, values: Collection[int]) -> list[int]:
         """The rows of blocks of whose tags these bits are one of some values."""
         tags, sizes = np.frombuffer(self.tags, np.uint64), np.frombuffer(self.sizes, np.int64)

@@ -89,6 +89,9 @@ class CachePolicy(Policy):
     def expired(self, before: float, now: float) -> list[Victim]:
         return self._take(self._books.rows_born_before(before), now)
 
+    def by_tag(self, mask: int) -> dict[int, tuple[int, float]]:
+        return self._books.by_tag(mask)
+
     def tagged(self, mask: int, values: Collection[int], now: float) -> list[Victim]:
         return self._take(self._books.rows_tagged(mask, values), now)
 

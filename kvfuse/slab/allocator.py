@@ -228,6 +228,13 @@ class Allocator:
         self._granted.remove(slab)
         return state
 
+    def may_withdraw(self, slab: int) -> bool:
+        """`withdraw` takes the slab."""
+        if slab not in self._granted or slab in self._dirty:
+            return False
+        held = self._slabs.get(slab)
+        return held is None or not (ALLOCATED in held.states or PENDING in held.states)
+
     @property
     def slab_count(self) -> int:
         """Slabs that were granted."""
@@ -250,11 +257,7 @@ class Allocator:
         return {
             slab.index: slab.free_count * slab.slot_size
             for slab in self._slabs.values()
-            if slab.free_count
-            and slab.index in self._granted
-            and slab.index not in self._dirty
-            and ALLOCATED not in slab.states
-            and PENDING not in slab.states
+            if slab.free_count and self.may_withdraw(slab.index)
         }
 
     # -- the durable image -------------------------------------------------------------------------

@@ -31,6 +31,8 @@ from kvfuse.volume.content.refresh import Refresher
 from kvfuse.volume.content.shared_extents import SharedExtents
 from kvfuse.volume.content.writer import Staging, Writer
 from kvfuse.volume.hosts.coherence import Coherence
+from kvfuse.volume.hosts.giving import Giving
+from kvfuse.volume.hosts.reports import Reports
 from kvfuse.volume.hosts.room_elsewhere import RoomElsewhere
 from kvfuse.volume.hosts.slab_leases import SlabLeases
 from kvfuse.volume.inodes.core import Core
@@ -165,7 +167,8 @@ class Parts:
             journal.store_removals,
             orphans.free_removed_files,
         ]
-        elsewhere = [RoomElsewhere(core, leases.shares, orphans).await_other_hosts]
+        reports = Reports(core, records, member, leases.shares)
+        elsewhere = [RoomElsewhere(core, leases.shares, orphans, reports).await_other_hosts]
         record_sources = [orphans.free_removed_files]
         self.space = Space(core, sources, record_sources, nameless.store_removals, elsewhere=elsewhere)
         self.lookups = lookups = SharedLookup(core, journal, refresher, records)
@@ -173,12 +176,14 @@ class Parts:
         executor = CommitFirst(core, journal, self.space, lookups, memory)
         self.names = Names(core, journal, lookups, nameless, memory, executor)
         shared = SharedEviction(core, journal, self.names, refresher.news)
-        self.space.evictors.append(Evictor(core, journal, lookups, self.names, refresher.news, shared))
+        evictor = Evictor(core, journal, lookups, self.names, refresher.news, shared)
+        self.space.evictors.append(evictor)
         view, committer = leases.view, journal.committer
         core.metadata.share_out(
             lambda: view.counts_beside(core.client).add(Counts(0, committer.size)).size, view.members
         )
-        self.coherence = Coherence(core, lookups, journal, member, extents.fetcher)
+        giving = Giving(core, reports, leases, evictor, shared)
+        self.coherence = Coherence(core, lookups, journal, member, extents.fetcher, giving)
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Write, commit and follow other hosts until `life` ends; from its start on also when the caller is cancelled.

@@ -40,7 +40,7 @@ class Volume:
         self.blocks = parts.blocks
         if parts.coherence is not None:
             self.sections["coherence"] = parts.coherence.statistics
-            self.sections["reports"] = parts.coherence.reports.statistics
+            self.sections["reports"] = parts.coherence.giving.reports.statistics
 
     def tell(self, kernel: KernelCache) -> None:
         """Who is told of what other hosts change."""

@@ -25,7 +25,7 @@ from kvfuse.volume.api import ROOT_INODE
 from kvfuse.volume.commit.journal import Journal
 from kvfuse.volume.content.read_ahead import Fetcher
 from kvfuse.volume.content.refresh import is_quiet
-from kvfuse.volume.hosts.reports import Reports
+from kvfuse.volume.hosts.giving import Giving
 from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.inodes.handle import FileHandle
 from kvfuse.volume.inodes.node import Node
@@ -58,11 +58,12 @@ class Coherence:
     journal: Journal
     member: Member
     fetcher: Fetcher
+    giving: Giving
+    """reports of hosts to each other, and room for those that lack it"""
     counters: CoherenceCounters = field(default_factory=CoherenceCounters)
 
     def __post_init__(self) -> None:
         self.records, self.news = self.lookup.records, self.lookup.refresher.news
-        self.reports = Reports(self.core, self.records, self.member)
         self._unsure_ends: WeakSet[Node] = WeakSet()
         """files that others may have changed: the kernel may have taken an older end for theirs"""
         self._held: dict[int, Node] = {}
@@ -84,7 +85,7 @@ class Coherence:
             nursery.start_soon(self.records.run)
             nursery.start_soon(self.news.run)
             nursery.start_soon(self._keep_holds)
-            nursery.start_soon(self.reports.run)
+            nursery.start_soon(self.giving.run)
             nursery.start_soon(self.fetcher.run)
             while True:
                 try:
@@ -201,8 +202,7 @@ class Coherence:
         node, places = handle.node, self.core.places
         handle.cache_valid = places.content_version(node.ino) > 0
         if not handle.cache_valid and node.size:
-            self.reports = Reports(self.core, self.records, self.member)
-        self._unsure_ends.add(node)
+            self._unsure_ends.add(node)
         places.set_content_version(node.ino, max(node.version, 1))
         chunk = node.chunks.get(0)
         if handle.readable and not handle.cache_valid and chunk is not None and not chunk.staged and chunk.extents:

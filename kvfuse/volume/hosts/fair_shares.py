@@ -6,12 +6,14 @@ of which it took no slot lately, the emptiest first. A client with less, and no 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import trio
 
 from kvfuse.volume.hosts.slab_view import SlabView
 from kvfuse.volume.inodes.core import Core
+from kvfuse.volume.namespaces.cache import blocks_by_slab
 
 OWED_SECONDS = 8.0
 """So long somebody waits for slabs of others, after the last one came: they look for what they may give every few."""
@@ -26,6 +28,12 @@ class Shares:
     _partly_free: dict[int, int] = field(default_factory=dict)
     """slabs that could be given back at the last look -> bytes that were free in them"""
     _owed_since: float | None = None
+    came_at: float = -math.inf
+    """when this client last got slabs"""
+    asked: bool = False
+    """this client told the others lately that it lacks room"""
+    given: set[int] = field(default_factory=set)
+    """slabs that this client gave to such others lately"""
 
     def _share(self) -> int:
         """An equal part, in bytes, of what is free in the whole volume."""
@@ -44,8 +52,9 @@ class Shares:
         freeing = {self.core.geometry.slab_of(extent.addr) for extent in self.core.dead}
         given = []
         left = self.surplus
+        cached = blocks_by_slab(self.core.caches.values())  # eviction makes room by whole slabs, where it is wanted
         for slab, free in sorted(self._partly_free.items(), key=lambda item: item[1], reverse=True):
-            if free <= left and free >= before.get(slab, free + 1) and slab not in freeing:
+            if free <= left and free >= before.get(slab, free + 1) and slab not in freeing and slab not in cached:
                 given.append(slab)
                 left -= free
         return given
@@ -53,6 +62,7 @@ class Shares:
     def came(self) -> None:
         """This client got slabs: more may follow."""
         self._owed_since = None
+        self.came_at = trio.current_time()
 
     def is_owed(self) -> bool:
         """Others have more than their part, and are about to give some of it back."""

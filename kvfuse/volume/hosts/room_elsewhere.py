@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import trio
 
 from kvfuse.volume.hosts.fair_shares import Shares
+from kvfuse.volume.hosts.reports import Reports
 from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.names.open_elsewhere import Removed
 from kvfuse.volume.store import schema
@@ -15,6 +16,8 @@ from kvfuse.volume.store.sealed import scan_page
 
 ORPHANS_MAX = 1000
 """orphan records that are looked at for what others free"""
+ASKED_SLABS = 4
+"""that others are asked for, where they have blocks of caches"""
 LOOK_SECONDS = 0.2
 """between two looks"""
 RETURN_SECONDS = 2.5
@@ -28,6 +31,7 @@ class RoomElsewhere:
     core: Core
     shares: Shares
     removed: Removed
+    reports: Reports
 
     def __post_init__(self) -> None:
         self._orphans: dict[bytes, float] = {}
@@ -68,6 +72,8 @@ class RoomElsewhere:
         self._orphans = {key: self._orphans.get(key, now) for key in theirs}
         if any(now - since <= self.core.grace.seconds for since in self._orphans.values()):
             self._seen_at = now
+        elif self.reports.ask(ASKED_SLABS * self.core.geometry.slab_size):
+            pass  # they evict blocks of their caches
         elif now > max(self._seen_at, self.removed.freed_at) + RETURN_SECONDS and not self.shares.is_owed():
             return False
         await trio.sleep(LOOK_SECONDS)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import trio
 
@@ -27,6 +27,7 @@ from kvfuse.volume.hosts.slab_view import SlabView
 from kvfuse.volume.inodes.core import Core, Part
 from kvfuse.volume.store import schema
 from kvfuse.volume.store.numbers import SharedNumberRange
+from kvfuse.volume.store.schema import NOBODY
 
 TICK_SECONDS = 1.0
 SPREAD_SECONDS = 1.0
@@ -115,6 +116,12 @@ class SlabLeases:
         if kind == b"f" and change.value is not None and schema.key_slab(change.key) in self.held.slabs:
             self.freed.hint([change.key])
             self._wake()
+        elif kind == b"l" and self.view.ready.is_set():
+            slab = schema.key_slab(change.key)
+            if self.view.seen(slab).holder.client == NOBODY:
+                self.view.given.setdefault(slab, trio.current_time())
+            else:
+                self.view.given.pop(slab, None)
         elif kind == b"m" and change.value is None:
             self.inheritance.is_behind = True
             self._wake()
@@ -180,6 +187,17 @@ class SlabLeases:
     async def _fill_numbers(self) -> None:
         for numbers in self._numbers:
             await numbers.fill(self.core.records, self.journal.transact)
+
+    async def give(self, slabs: Iterable[int]) -> int:
+        """Give slabs back now, as far as they may be withdrawn; how many. EngineError: they will be."""
+        async with self._turn:
+            given = [slab for slab in slabs if self.core.slabs.may_withdraw(slab)]
+            for slab in given:
+                self.core.slabs.withdraw(slab)
+            self.core.namespaces.slabs_left(given)
+            self.shares.given.update(given)
+            await self.held.give_back_unused()
+        return len(given)
 
     async def close(self) -> None:
         """Give everything back, after the last commit and the last write: others need no grace then."""

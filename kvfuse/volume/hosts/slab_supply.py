@@ -8,6 +8,7 @@ takes them, so that somebody evicts what is in them.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -37,6 +38,10 @@ IDLE_SECONDS = 5.0
 SCARCE_SECONDS = 0.5
 """if there are fewer of nobody than this client has, that long."""
 
+GIVEN_SECONDS = 15.0
+"""So long, and a grace, a slab that was given back full is left to those who asked for room."""
+GIVEN_MAX = 16
+"""of them are taken at once"""
 FULL_SECONDS = 2.0
 """between two looks for full slabs"""
 
@@ -89,6 +94,8 @@ class SlabSupply:
         if not await self._take_empty(wanted) and not await self.held.take(self._partly_used()):
             for client in self.view.gone():
                 await self.held.take(self.view.held_by(client))
+            if self.shares.asked:
+                await self.held.take(self._given())
 
     async def _take_empty(self, count: int) -> int:
         """Take up to ``count`` free slabs of nobody; how many. Others may be faster, while there are some."""
@@ -101,6 +108,12 @@ class SlabSupply:
             taken = await self.held.take(sorted(self._random.sample(window, min(count, len(window)))))
         return taken
 
+    def _given(self) -> list[int]:
+        """Slabs whose holders gave them back lately, as somebody lacks room: they are about to be free."""
+        since = trio.current_time() - GIVEN_SECONDS - self.core.grace.seconds
+        given = [slab for slab, time in self.view.given.items() if time >= since and slab not in self.shares.given]
+        return sorted(given)[:GIVEN_MAX]
+
     def _partly_used(self) -> list[int]:
         """Slabs of nobody that are in use and have free slots: those with the most free bytes."""
         free = {slab: self.view.slots_free(slab) * self.view.use(slab).slot_size for slab in self.view.unheld()}
@@ -112,7 +125,10 @@ class SlabSupply:
         if not self.core.caches or now < self._looked_full + FULL_SECONDS:
             return
         self._looked_full = now
-        full = {slab for slab in self.view.unheld() if self.view.is_full(slab)}
+        rest, given = GIVEN_SECONDS + self.core.grace.seconds, self.view.given
+        full = {
+            slab for slab in self.view.unheld() if self.view.is_full(slab) and now > given.get(slab, -math.inf) + rest
+        }
         wanted = [slab for slab in sorted(full) if slab in self._full or heir(slab) == self.core.client]
         self._full = full.difference(wanted)
         await self.held.take(wanted)

@@ -79,6 +79,8 @@ class SlabView:
         """everything was read once"""
         self.held_counts: Counter[int] = Counter()
         """client -> slabs that it holds"""
+        self.given: dict[int, float] = {}
+        """slab of nobody -> when its holder gave it back, in trio's time, if that was seen; who follows keeps this"""
         self._unheld_start = 0
         """slabs below are held"""
         self._unheld_used = 0

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
 from stat import S_ISREG
@@ -184,6 +184,13 @@ class Evictor:
                     self._steps += 1
                     return True
         return False
+
+    async def empty_slabs(self, slabs: Collection[int]) -> None:
+        """Evict all blocks that begin in these slabs, but for those that are to be kept. EngineError."""
+        async with self._lock:
+            for cache in list(self.core.caches.values()):
+                if candidates := cache.in_slabs(slabs):
+                    await self._evict(cache, candidates, "room")
 
     def _caches_in(self, namespace: int | None) -> list[Cache]:
         """The largest first, those that are pinned after all others."""

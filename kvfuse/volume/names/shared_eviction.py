@@ -98,6 +98,8 @@ class SharedEviction:
     def __post_init__(self) -> None:
         count = (self.core.records.limits.commit_operations_max - 2 * RESERVED_OPERATIONS) // OPERATIONS_EACH
         self._files_max = max(1, count)
+        self.giving: set[int] = set()
+        """slabs that are being emptied for other hosts: their slots are no room here"""
         self._read_at = 0.0
         """when names may be read next"""
 
@@ -242,7 +244,8 @@ class SharedEviction:
         """Free the file when no host has it open."""
         core, node = self.core, self.core.nodes.get(record.ino)
         addresses = [extent.addr for chunk in record.chunks for extent in chunk]
-        size = sum([core.slabs.slot_size(addr) for addr in addresses if core.slabs.is_durable(addr)])
+        own = [addr for addr in addresses if core.slabs.is_durable(addr)]
+        size = sum([core.slabs.slot_size(addr) for addr in own if core.geometry.slab_of(addr) not in self.giving])
         self.journal.refusals.to_free.expects(record.ino, size)
         if node is not None and node.nlink:
             node.nlink, node.version = 0, version

@@ -11,7 +11,7 @@ then for its bytes. That is one use.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import compress, islice, takewhile
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -113,6 +113,16 @@ class Before:
 def forget_slabs(cache: Cache, slabs: Collection[int]) -> None:
     """These slabs are another host's from now on, with the blocks in them."""
     cache.policy.tagged(_SLAB_MASK, slabs, cache.clock())
+
+
+def blocks_by_slab(caches: Iterable[Cache]) -> dict[int, tuple[int, float]]:
+    """Slab -> (bytes of the caches' blocks that begin in it, about when they were used last)."""
+    found: dict[int, tuple[int, float]] = {}
+    for cache in caches:
+        for slab, (size, time) in cache.policy.by_tag(_SLAB_MASK).items():
+            more, latest = found.get(slab, (0, 0.0))
+            found[slab] = size + more, max(time, latest)
+    return found
 
 
 def used_elsewhere(cache: Cache, keys: Sequence[int]) -> int:

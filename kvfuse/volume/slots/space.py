@@ -73,7 +73,7 @@ class Space:
     evictors: list[Evictor] = field(default_factory=list)
     """those that give up files of caches, for slots and records: they are asked last, but by unlucky calls"""
     elsewhere: Sequence[Source] = ()
-    """of slots that other hosts are about to give up: these are asked after all others"""
+    """of slots that other hosts are about to give up: these are asked after all others, and it takes a grace more"""
 
     async def wait_for_room(self, wait: RoomWait | None, namespace: int | None = None) -> RoomWait | None:
         """Free some slots. The caller tries again, and passes the returned wait if they were too few.
@@ -123,7 +123,8 @@ class Space:
             pass
 
     def _begin_wait(self) -> RoomWait:
-        return RoomWait(trio.current_time() + self.core.grace.seconds + ROOM_SECONDS)
+        rounds = 1 + bool(self.elsewhere)
+        return RoomWait(trio.current_time() + rounds * (self.core.grace.seconds + ROOM_SECONDS))
 
 
 async def _ask(sources: Sequence[Source], wait: RoomWait, namespace: int | None = None) -> bool:

@@ -22,7 +22,8 @@ f     slab u32, addr u64, generation u64       "rested", or nothing: the slot is
                                                rested: nobody can be reading it any more
 h     inode u64, client u64                    nothing: the client has the removed file open (under its lease)
 k     client u64                               who it is to the segment engine; the version counts its commits
-a     client u64                               blocks of other hosts that the client used lately (under its lease)
+a     client u64                               blocks of other hosts that the client used lately, and how much room it
+                                               lacks, or its caches could give up (under its lease)
 q     client u64                               i64, i64: inodes that the client made, less those that it removed; and
                                                bytes of names and attributes likewise (not of older programs)
 ====  =======================================  =====================================================
@@ -34,7 +35,7 @@ can go on from any entry, whatever was created or removed since, without state.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
 from hashlib import blake2b
 from typing import NamedTuple, TypeVar
@@ -186,6 +187,10 @@ class Report(msgspec.Struct, array_like=True, frozen=True):
 
     uses: tuple[tuple[int, bytes], ...] = ()
     """(namespace, u64 keys of the blocks that one request used): see `namespaces.cache.block_key`"""
+    wanted: int = 0
+    """bytes of room that it lacks"""
+    evictable: int = 0
+    """bytes of its caches' blocks, about"""
 
 
 FLAG_XATTRS = 1
@@ -351,12 +356,13 @@ encode_usage: Callable[[int, int], bytes] = _USAGE.pack
 encode_inode: Callable[[InodeRecord], bytes] = _encode
 encode_chunk: Callable[[tuple[ExtentRecord, ...]], bytes] = _encode
 encode_member: Callable[[MemberRecord], bytes] = _encode
+encode_report: Callable[[Report], bytes] = _encode
 decode_inode: Callable[[bytes | memoryview], InodeRecord] = _checked(_decode_inode)
 decode_chunk: Callable[[bytes], tuple[ExtentRecord, ...]] = _checked(
     msgspec.msgpack.Decoder(tuple[ExtentRecord, ...]).decode
 )
 decode_member: Callable[[bytes], MemberRecord] = _checked(msgspec.msgpack.Decoder(MemberRecord).decode)
-_decode_report = msgspec.msgpack.Decoder(Report).decode
+decode_report: Callable[[bytes], Report] = _checked(msgspec.msgpack.Decoder(Report).decode)
 _decode_orphan = _checked(msgspec.msgpack.Decoder(OrphanRecord).decode)
 _FORMER_ORPHAN = b"\xdc\x00\x11"
 """how the orphan records of programs begin that knew no namespaces: an array of one field less"""
@@ -413,16 +419,6 @@ def decode_counts(value: bytes) -> Counts:
     if len(value) == _COUNT.size:
         return Counts(_COUNT.unpack(value)[0], None)
     return Counts(*_COUNTS.unpack(value))
-
-
-def encode_report(chains: Sequence[tuple[int, Sequence[int]]]) -> bytes:
-    """Of (namespace, keys of blocks that one request used) each."""
-    return _encode(Report(tuple([(namespace, encode_u64s(keys)) for namespace, keys in chains])))
-
-
-@_checked
-def decode_report(value: bytes) -> list[tuple[int, list[int]]]:
-    return [(namespace, decode_u64s(keys)) for namespace, keys in _decode_report(value).uses]
 
 
 def encode_orphan(record: InodeRecord, remover: int) -> bytes:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import random
 
+import msgspec
+import pytest
 import trio
 import trio.testing
-from shared_lab import exists, get, joined, open_path, quiet, until, volumes
+from shared_lab import check_disk, exists, get, joined, open_path, quiet, until, volumes
 from volume_lab import CALLER, MIB, Chaos, Disk, lab_options
 
+from kvfuse.options.options import NamespaceOptions
 from kvfuse.volume.api import ROOT_INODE
 from kvfuse.volume.hosts.reports import REPORT_SECONDS
 from kvfuse.volume.namespaces.cache import block_key
@@ -150,7 +153,7 @@ async def test_what_other_hosts_use_stays(rng: random.Random, autojump_clock: tr
         sent, heard = two.stats()["reports"], one.stats()["reports"]
         assert 8 <= sent["sent"] == heard["heard"] <= 20
         assert heard["own_keys"] == heard["heard_keys"] == sent["sent_keys"]
-        assert (heard["sent"], sent["heard"]) == (0, 0), "who uses its own blocks has nothing to say"
+        assert heard["sent_keys"] == sent["heard_keys"] == 0, "who uses its own blocks has nothing to say"
         figures = two.stats()["namespaces"][0]["cache"]
         assert figures["present"] == figures["asked"] > 0
 
@@ -162,10 +165,52 @@ async def test_nothing_is_reported_that_was_not_used(
     async with volumes(disk, OPTIONS, 2, rng, quick(rng, 2)) as (one, two):
         names = await fill(one, 10)
         await quiet(one, two)
+        assert two.stats()["reports"]["sent"] == 0
+        sent = one.stats()["reports"]["sent"]
         await trio.sleep(10 * REPORT_SECONDS)
-        assert not any(key[:1] == b"a" for key in disk.records)
+        assert one.stats()["reports"]["sent"] <= sent + 1, "how much it has, once"
+        assert two.stats()["reports"]["sent"] == 0
         assert await two.blocks.exists(ROOT_INODE, [*names, b"absent"]) == [True] * 10 + [False]
         await trio.sleep(2 * REPORT_SECONDS)
-        (record,) = [row for key, row in disk.records.items() if key[:1] == b"a"]
-        assert schema.decode_report(record.value) == [(ROOT, [block_key(ROOT_INODE, name) for name in names])]
+        record = disk.records[schema.report_key(two.parts.core.client)]
+        (found,) = schema.decode_report(record.value).uses
+        assert (found[0], schema.decode_u64s(found[1])) == (ROOT, [block_key(ROOT_INODE, name) for name in names])
     assert not any(key[:1] == b"a" for key in disk.records)
+
+
+async def test_a_host_gets_room_that_anothers_cache_has(
+    rng: random.Random, autojump_clock: trio.testing.MockClock
+) -> None:
+    """It has nothing to evict itself. Then both store, and both caches have about as much."""
+    async with volumes(cache_disk(), OPTIONS, 2, rng, quick(rng, 2)) as (one, two):
+        count = one.space().size // BLOCK
+        await fill(one, 2 * count, b"one")
+        await quiet(one, two)
+        names = await fill(two, count // 3, b"two")
+        await quiet(one, two)
+        assert (await two.blocks.exists(ROOT_INODE, names))[-1]
+        assert two.stats()["reports"]["asked"]
+        assert one.stats()["reports"]["given_slabs"]
+
+
+@pytest.mark.parametrize("has_cache", [True, False], ids=["whose root is a cache", "without caches"])
+async def test_blocks_of_caches_keep_no_files_out(
+    rng: random.Random, autojump_clock: trio.testing.MockClock, has_cache: bool
+) -> None:
+    """A host stores files that are never evicted, as many as fit, while the other's cache has the whole volume."""
+    disk = Disk.format(OPTIONS, shared=True)
+    cached = lab_options(capacity=64 * MIB, strict=False)
+    cached = msgspec.structs.replace(cached, namespace=NamespaceOptions(kind="cache", admission="all"))
+    async with (
+        joined(disk, cached, 1, Chaos(rng)) as one,
+        joined(disk, cached if has_cache else OPTIONS, 2, Chaos(rng)) as two,
+    ):
+        size = one.space().size
+        await fill(one, 2 * size // BLOCK, b"one")
+        await quiet(one, two)
+        names = await fill(two, size // BLOCK * 7 // 8, b"two")
+        await quiet(one, two)
+        if not has_cache:
+            assert await present(two, names) == len(names)
+        assert books(one) * BLOCK < size
+    await check_disk(disk)
