@@ -21,10 +21,13 @@ from kvfuse.bench.cluster_mounts import (
     daemon_stats,
     make_mounters,
     mounted,
+    new_volume,
 )
 from kvfuse.bench.measures import ask_absent_names
 from kvfuse.bench.rounds import Figure, Measured, RowsSide, alternate_rows
-from kvfuse.sizes import KIB, MIB, format_size
+from kvfuse.cluster.process import wait_until
+from kvfuse.errors import KvfuseError
+from kvfuse.sizes import GIB, KIB, MIB, format_size
 
 COUNTS = {64 * KIB: 480, MIB: 64, 4 * MIB: 24}
 """size of a block -> how many of them a side stores or reads in a round"""
@@ -38,6 +41,10 @@ VISIBLE_SECONDS_MAX = 30.0
 
 RATE, ROUND_TRIPS, OPERATIONS = "rate", "record round trips per 1,000", "RADOS operations for each of"
 ABSENT = "absent names"
+DISK_TIER, RADOS, ENGINE_READS = "disk tier", "RADOS", "reads of RADOS meanwhile"
+TIER_SIZE = 2 * GIB
+SETTLE_SECONDS_MAX = 60.0
+"""for copies to be written, or found again"""
 
 STORE_RATIOS = {(64 * KIB, 1): 3.0, (4 * MIB, 1): 1.0, (64 * KIB, WRITERS): 1.0, (4 * MIB, WRITERS): 1.0}
 """(size, writers) -> blocks stored, beside ceph-fuse's: relaxed by one writer, strict by eight"""
@@ -190,6 +197,66 @@ def _read_figures(rows: Mapping[str, list[Measured]], how: str) -> Iterator[Figu
     yield _figure(f"{ABSENT}, {how}", "names/s", RELAXED, rows[ABSENT], note="in a folder of blocks")
 
 
+# -- the disk tier ------------------------------------------------------------------------------------
+
+
+def bench_disk_tier(setting: ClusterSetting) -> list[Figure]:
+    """Blocks read again, through a mount that was just made, from a disk of this host and from RADOS. Verified."""
+    mount = new_volume(setting, RELAXED)
+    words = f"disk_path={setting.volumes / 'disk-tier'}", f"disk_size={TIER_SIZE}"
+    with mount(setting.volumes / "disk-tier-a", *words) as daemon:
+        stored = _store_to_read(setting, daemon.mountpoint, "tier")
+    with mount(setting.volumes / "disk-tier-b", *words) as daemon:
+        _read_sets(stored, daemon.mountpoint)
+        _wait_for_disk(daemon.mountpoint, "is_adopted", 1)
+        _wait_for_disk(daemon.mountpoint, "queued_bytes", 0)
+
+    def reading(name: str) -> RowsSide:
+        def side(number: int) -> dict[str, float]:
+            chosen = words if name == DISK_TIER else ()
+            with mount(setting.volumes / f"{name.replace(' ', '-')}-{number}", *chosen) as daemon:
+                if chosen:
+                    _wait_for_disk(daemon.mountpoint, "is_adopted", 1)
+                return _read_sets(stored, daemon.mountpoint)
+
+        return side
+
+    rows = alternate_rows(_told(setting, {name: reading(name) for name in (DISK_TIER, RADOS)}), setting.round_count)
+    note = "in caches: of this host, of the OSDs"
+    figures = [
+        Figure(f"read {format_size(size)} blocks again", _unit(size), *_rates(rows[format_size(size)], size), note=note)
+        for size in COUNTS
+    ]
+    tier, rados = rows[ENGINE_READS]
+    return [*figures, Figure(ENGINE_READS, "", tier, rados, target=0.0, less_is_better=True)]
+
+
+def _wait_for_disk(point: Path, name: str, value: int) -> None:
+    """Return when the daemon says so of its disk tier. KvfuseError where that takes too long."""
+
+    def is_so() -> bool:
+        stats = daemon_stats(point)
+        return stats is not None and stats["disk"][name] == value
+
+    if not wait_until(is_so, SETTLE_SECONDS_MAX):
+        raise KvfuseError(f"{point}: {name} of the disk tier is not {value} after {SETTLE_SECONDS_MAX:g} s")
+
+
+def _read_sets(stored: Sequence[BlockSet], root: Path) -> dict[str, float]:
+    """Rates, and how often the daemon read from RADOS meanwhile."""
+    before = daemon_stats(root)
+    row = {format_size(blocks.size): blocks.seen_from(root).read() for blocks in stored}
+    after = daemon_stats(root)
+    assert before is not None
+    assert after is not None
+    return row | {ENGINE_READS: after["segments"]["reads"] - before["segments"]["reads"]}
+
+
+def _rates(values: Sequence[Measured], size: int) -> tuple[Measured, Measured]:
+    """Of the first side and the second."""
+    return _in_unit(values[0], size), _in_unit(values[1], size)
+
+
 # -- figures ----------------------------------------------------------------------------------------
 
 
@@ -228,4 +295,5 @@ CLUSTER_BENCHES: dict[str, Callable[[ClusterSetting], list[Figure]]] = {
     "absent": bench_absent,
     "cold-read": bench_cold_read,
     "other-host": bench_other_host,
+    "disk-tier": bench_disk_tier,
 }

@@ -82,10 +82,11 @@ def _signals_raised() -> Iterator[None]:
 def make_mounters(setting: ClusterSetting) -> dict[str, Mounter]:
     """A side's name -> what mounts it. The kvfuse volumes are new; CephFS is one for the whole run."""
     ceph_fuse = partial(ceph_fuse_mount, setting.servers.ceph.conf_file)
-    return {RELAXED: _new_volume(setting, RELAXED), STRICT: _new_volume(setting, STRICT), CEPH_FUSE: ceph_fuse}
+    return {RELAXED: new_volume(setting, RELAXED), STRICT: new_volume(setting, STRICT), CEPH_FUSE: ceph_fuse}
 
 
-def _new_volume(setting: ClusterSetting, publish: str) -> Mounter:
+def new_volume(setting: ClusterSetting, publish: str) -> Callable[..., AbstractContextManager[Daemon]]:
+    """What mounts a volume that was not there before: a `Mounter`, which also takes -o words."""
     conf = setting.volumes / f"{publish}-{secrets.token_hex(4)}.conf"
     conf.write_text(mount_conf(conf.stem, "4GiB", *setting.servers) + f'\n[publish]\nmode = "{publish}"\n')
     return partial(kvfuse_mount, conf)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from kvfuse.bench.cluster import ABSENT, CLUSTER_BENCHES, COUNTS, OPERATIONS, ROUND_TRIPS, WRITERS
+from kvfuse.bench.cluster import ABSENT, CLUSTER_BENCHES, COUNTS, ENGINE_READS, OPERATIONS, ROUND_TRIPS, WRITERS
 from kvfuse.bench.cluster_blocks import BlockSet
 from kvfuse.bench.cluster_mounts import ClusterServers, ClusterSetting, cluster_servers, daemon_stats, mounted
 from kvfuse.bench.daemons import READ_AHEAD, ceph_fuse_mount
@@ -158,6 +158,11 @@ def test_all_rows_are_measured(name: str, setting: ClusterSetting) -> None:
             assert all((figure.reference is not None) == row.startswith("store ") for row, figure in figures.items())
         case ["absent"]:
             assert list(figures) == [f"{ABSENT}, in a folder of its own"]
+        case ["disk", "tier"]:
+            assert list(figures) == [*(f"read {size} blocks again" for size in sizes), ENGINE_READS]
+            assert figures[ENGINE_READS].met
+            assert figures[ENGINE_READS].reference is not None
+            assert figures[ENGINE_READS].reference.value > 0
         case _:
             how = {"cold-read": "cold: a fresh mount", "other-host": "written by another host"}[name]
             assert list(figures) == [*(f"read {size} blocks, {how}" for size in sizes), f"{ABSENT}, {how}"]

@@ -126,9 +126,11 @@ class Filler:
         return result
 
     def _place(self, batch: list[_Offer]) -> list[tuple[_Offer, Slot]]:
-        """A slot for each; without those for which there is none."""
+        """A slot for each; without those for which there is none, or of which there is a copy by now."""
         now, placed = trio.current_time(), []
         for offer in batch:
+            if self.index.find(offer.granule) is not None:
+                continue
             slot = self.index.take(len(offer.data), now)
             if slot is None:
                 self.skipped += 1

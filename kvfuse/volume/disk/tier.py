@@ -5,7 +5,7 @@ match the record's checksums, or not at all; then the reader asks the engine, an
 tier that takes many times as long as usual is not waited for. The first error of the disk turns the tier off, with one
 line in the log: from then on every reader asks the engine, as without a tier.
 
-After a restart the heads of all copies are read in the background. Until that is done nothing is found, or taken.
+After a restart the heads of all copies are read in the background. Until that is done nothing is found, or written.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ class DiskTier:
 
     def keep(self, stretch: Stretch, data: memoryview) -> None:
         """Keep these bytes, which do not change any more, where they are worth it. Waits for nothing."""
-        if not self.is_on or not self.adopted.is_set():
+        if not self.is_on:
             return
         now = trio.current_time()
         for granule in stretch.granules():

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import trio
-from disk_lab import engine_reads, filled, held_disk, segment_files, tier_of, tier_options, with_tier
+from disk_lab import engine_reads, filled, held_disk, segment_files, tier_of, tier_options, wait_for, with_tier
 from shared_lab import check_disk, put, quiet, read
 from volume_lab import CALLER, MIB, Disk
 
@@ -22,6 +22,9 @@ from kvfuse.slab.layout import HEADER_SIZE
 from kvfuse.volume.api import ROOT_INODE
 from kvfuse.volume.disk import tier as tier_module
 from kvfuse.volume.disk.copies import Stretch
+from kvfuse.volume.disk.folder import opened_folder
+from kvfuse.volume.disk.tier import DiskTier
+from kvfuse.volume.views.speeds import Speed
 from kvfuse.volume.volume import Volume
 
 KIB = 1 << 10
@@ -119,6 +122,28 @@ async def test_what_this_host_stores_may_be_kept_too(tmp_path: Path, rng: random
         before = engine_reads(volume)
         await read_all(volume, stored | {b"pieces": bytes(content)})
         assert engine_reads(volume) == before
+
+
+async def test_what_is_read_before_all_copies_were_found_is_kept_too(tmp_path: Path, rng: random.Random) -> None:
+    """Once: of what there was a copy before, no second one is written."""
+    contents = [memoryview(rng.randbytes(300_000)) for _ in range(2)]
+    stretches = [
+        Stretch(number << 20, 5, len(data), granule_checksums(data), 0, len(data))
+        for number, data in enumerate(contents)
+    ]
+    for known in (1, 2):
+        async with opened_folder(tmp_path, 16 * MIB, b"v" * 16) as folder, trio.open_nursery() as nursery:
+            tier = DiskTier(folder, None, compresses=False, keeps_stores=False)
+            for stretch, data in list(zip(stretches, contents, strict=True))[:known]:
+                assert await tier.read(stretch) is None
+                tier.offer(stretch, data, 0.1)
+            nursery.start_soon(tier.run, Speed(0.0, 1e9))
+            await wait_for(tier.adopted)
+            await wait_for(tier.filler.idle)
+            assert (tier.filler.written, len(tier.index.copies)) == (2, 2 * known)
+            for stretch, data in list(zip(stretches, contents, strict=True))[:known]:
+                assert await tier.read(stretch) == data
+            tier.stop()
 
 
 # -- bytes that are wrong ------------------------------------------------------------------------------
