@@ -204,7 +204,7 @@ class DiskTier:
             try:
                 await self._adopt()
                 await self.filler.run()
-            except EngineError as error:
+            except Exception as error:  # also of a mistake of ours: the mount goes on without a tier
                 self._turn_off(error)
                 await trio.sleep_forever()
             finally:
@@ -215,13 +215,14 @@ class DiskTier:
         if self._nursery is not None:
             self._nursery.cancel_scope.cancel()
 
-    def _turn_off(self, error: EngineError) -> None:
+    def _turn_off(self, error: Exception) -> None:
         self.counters.errors += 1
         if self.is_on:
             self.is_on = False
             self.index.drop_all()
             self.filler.clear()
-            log.error("the disk tier is off until the next mount, its disk fails: %s", error)
+            unforeseen = None if isinstance(error, EngineError) else error
+            log.error("the disk tier is off until the next mount, its disk fails: %s", error, exc_info=unforeseen)
 
     async def _perform(self, read: _Read) -> None:
         began = trio.current_time()
@@ -232,7 +233,7 @@ class DiskTier:
                 if read.packed and self._codec is not None:
                     await trio.to_thread.run_sync(self._codec.unpack, read.packed)
             read.is_right = self._verify(read)
-        except EngineError as error:
+        except Exception as error:
             self._turn_off(error)
         finally:
             read.done.set()

@@ -10,7 +10,7 @@ import pytest
 
 from kvfuse.checksum import GRANULE_SIZE
 from kvfuse.slab.allocator import Slot
-from kvfuse.slab.layout import HEADER_SIZE, Geometry
+from kvfuse.slab.layout import HEADER_SIZE, STATE_COPY, Geometry, pack_header
 from kvfuse.volume.disk.copies import COPY_ROW, Granule, Stretch, newest, pack_head, parse_heads
 from kvfuse.volume.disk.index import Index
 
@@ -113,6 +113,41 @@ def test_heads_of_another_volume_or_state_are_none() -> None:
         table = bytearray(GEOMETRY.head_size)
         table[:HEADER_SIZE] = pack_head(granule, granule.length, slot.size, volume_id, 1)
         assert len(parse_heads(table, 0, GEOMETRY, VOLUME)) == (volume_id == VOLUME)
+
+
+@pytest.mark.parametrize("number", range(20))
+def test_whatever_heads_there_are_the_index_is_sound(rng: random.Random, number: int) -> None:
+    """Intact heads in any place, with any figures: as of another program, or of whoever can write the folder."""
+    tables = [bytearray(GEOMETRY.head_size) for _ in range(GEOMETRY.slab_count)]
+    for table in tables:
+        for _ in range(rng.randrange(60)):
+            slot_size = 4096 * rng.choice((1, 1, 3, 16, 64, 200, 256, 300, rng.randrange(1 << 16)))
+            header = pack_header(
+                state=rng.choice((STATE_COPY, STATE_COPY, STATE_COPY, STATE_COPY, 1)),
+                slot_size=slot_size,
+                length=rng.choice((0, 1, 4096, slot_size % (1 << 32), rng.randrange(1 << 32))),
+                generation=rng.randrange(1 << 64),
+                inode=rng.choice((rng.randrange(1 << 64), 4096 * rng.randrange(1 << 52), 4096 * rng.randrange(50))),
+                chunk=rng.choice((0, 0, 1, GRANULE_SIZE, rng.randrange(1 << 32))),
+                piece_offset=rng.randrange(1 << 32),
+                checksum=rng.randrange(1 << 32),
+                time=rng.randrange(1 << 32),
+                fingerprint=VOLUME,
+                descriptor_place=rng.randrange(4),
+                descriptor_length=rng.randrange(1 << 16),
+            )
+            start = HEADER_SIZE * rng.randrange(GEOMETRY.head_size // HEADER_SIZE)
+            table[start : start + HEADER_SIZE] = header
+    heads = Heads()
+    heads.tables = tables
+    index = heads.index(0)
+    check(index)
+    for now in range(200):
+        granule = Granule(4096 * rng.randrange(50), now, rng.choice(LENGTHS), 1)
+        slot = index.take(granule.length, now)
+        assert slot is not None
+        index.add(granule, granule.length, slot, now)
+        check(index)
 
 
 def test_a_part_of_an_extent_is_whole_granules() -> None:
