@@ -33,6 +33,9 @@ MEANINGS = {
     "ttl": "seconds after which a file that was not written again is gone",
     "high_water": "share of the capacity from which files are evicted ahead of need",
     "low_water": "share of the capacity down to which they are then",
+    "bandwidth": "bytes a second that its callers read and write, together",
+    "iops": "reads and writes a second, likewise",
+    "burst": "bytes that may be ahead of bandwidth",
     "soft_pin": "its files go only where other caches have no more to give",
     "recompute_speed": "tokens a second that an engine computes: what it computes sooner than it reads is a miss",
     "token_size": "bytes that one token has in blocks",
@@ -42,6 +45,9 @@ ZEROS = {
     "blocks": "any number",
     "ttl": "never",
     "recompute_speed": "not compared",
+    "bandwidth": "any number",
+    "iops": "any number",
+    "burst": "a twentieth of a second's",
 }
 """what 0 means"""
 
@@ -262,7 +268,11 @@ def _shown(name: str, text: str) -> str:
     value = _plain(text)
     if not value and name in ZEROS:
         return ZEROS[name]
-    return format_size(value) if name in ("capacity", "token_size") and isinstance(value, int) else text
+    return (
+        format_size(value)
+        if name in ("capacity", "token_size", "bandwidth", "burst") and isinstance(value, int)
+        else text
+    )
 
 
 def _plain(text: str) -> int | float | str:

@@ -173,6 +173,8 @@ def _namespaces(rows: Sequence[tuple[str, Stats]]) -> Iterator[Metric]:
     yield _counter("kvfuse_read_bytes", "Bytes that callers read.", one, read)
     written = _of_each(rows, lambda row: row["measures"]["written_bytes"])
     yield _counter("kvfuse_written_bytes", "Bytes that callers wrote.", one, written)
+    throttled = _of_each(rows, lambda row: row["measures"]["throttled_seconds"])
+    yield _counter("kvfuse_throttled_seconds", "Seconds that requests waited for limits.", one, throttled)
     failed: Rows = [
         ((label, reason), count) for label, row in rows for reason, count in row["measures"]["failures"].items()
     ]

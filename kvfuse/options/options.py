@@ -36,6 +36,7 @@ DeadlineSeconds = Annotated[float, Meta(ge=0.1, le=3600, description="a number o
 LeaseSeconds = Annotated[float, Meta(ge=2, le=3600, description="a number of seconds, 2 to 3600")]
 Count = Annotated[int, Meta(ge=1, le=1 << 40, description="a whole number, 1 or more")]
 FileCount = Annotated[int, Meta(ge=0, le=1 << 62, description="a number of files, or 0 for any number")]
+RateBytes = Annotated[int, Meta(ge=0, le=1 << 62, description='a size such as "200MB"; 0: no limit')]
 Node = Annotated[int, Meta(ge=0, le=1023, description="the number of a NUMA node of this host")]
 TokenRate = Annotated[int, Meta(ge=0, le=1 << 62, description="tokens a second, or 0 where that is not known")]
 Share = Annotated[float, Meta(gt=0, le=1, description="a share of the capacity, above 0 and up to 1")]
@@ -58,7 +59,18 @@ ListenAddress = Annotated[
 ]
 KernelFlag = Literal["dev", "nodev", "suid", "nosuid", "exec", "noexec", "sync", "dirsync"]
 
-SIZES = (Bytes, BlockBytes, ChunkBytes, SegmentBytes, ObjectBytes, TierBytes, ReadAheadBytes, ScrubBytes, DiskBytes)
+SIZES = (
+    Bytes,
+    BlockBytes,
+    ChunkBytes,
+    SegmentBytes,
+    ObjectBytes,
+    TierBytes,
+    ReadAheadBytes,
+    ScrubBytes,
+    DiskBytes,
+    RateBytes,
+)
 
 
 class _Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -212,6 +224,12 @@ class NamespaceOptions(_Section, frozen=True):
     high_water: Share | None = None
     low_water: Share | None = None
     """shares of the capacity at which eviction begins, and ends"""
+    bandwidth: RateBytes | None = None
+    """bytes a second that callers read and write; 0: any number"""
+    iops: FileCount | None = None
+    """reads and writes a second; 0: any number"""
+    burst: RateBytes | None = None
+    """bytes that may be ahead of it; 0: a twentieth of a second's"""
     soft_pin: bool | None = None
     """its blocks go after those of other caches"""
     recompute_speed: TokenRate | None = None

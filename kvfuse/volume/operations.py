@@ -203,6 +203,8 @@ class Files:
     async def read(self, handle: FileHandle, offset: int, size: int) -> bytes | bytearray | memoryview:
         began = perf_counter()
         node = await self._current(handle)
+        if (measures := self._core.namespaces.measures[node.namespace]).limiters:
+            await measures.throttle_kernel(max(0, min(size, node.size - offset)))
         try:
             data = await self._reader.read(node, offset, size)
         except errors.EngineError as error:
@@ -237,6 +239,8 @@ class Files:
     async def write(self, handle: FileHandle, offset: int, data: bytes | memoryview, *, by_kernel: bool = False) -> int:
         began = perf_counter()
         node = await self._current(handle) if handle.node.forgotten else handle.node
+        if by_kernel and (measures := self._core.namespaces.measures[node.namespace]).limiters:
+            await measures.throttle_kernel(len(data))
         if by_kernel:
             privileges.lose_privileges_to_kernel(node, handle.caller)
         elif data and (node.mode & privileges.SET_ID or node.flags & schema.FLAG_XATTRS):

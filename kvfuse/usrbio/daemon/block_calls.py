@@ -55,6 +55,8 @@ class BlockCalls:
         handle = await self.volume.files.open(binding.ino, os.O_RDONLY, self.peer.caller())
         try:
             size = binding.map.size
+            if namespace.measures.limiters:
+                await namespace.measures.throttle(_moved(call, binding))
             if size > 0:
                 await self.volume.files.show(handle, 0, (size - 1) // binding.map.chunk_size)
             if await call.try_again():
@@ -148,3 +150,10 @@ class BlockCalls:
             old = await self.volume.blocks.find(directory.ino, name)
             if old is not None and not self.peer.may_take_name(directory, old):
                 raise errors.PermissionDenied(f"{os.fsdecode(name)} is another user's, and the directory sticky")
+
+
+def _moved(call: Call, binding: Binding) -> int:
+    """The bytes that a GET is to bring, as far as known: none where it only tells the block's size."""
+    size, row = max(0, binding.map.size), binding.map.rows.get(0)
+    is_viewed = bool(call.entry.flags) and row is not None and row.block is not None
+    return size if is_viewed or size <= call.entry.length else 0

@@ -111,6 +111,7 @@ class ColumnReads:
         length_max = int(lengths.max())
         is_plain = (
             file.readable
+            and not file.measures.limiters
             and iov.writable
             and length_max <= iov.size
             and int(lengths.min()) > 0

@@ -242,7 +242,7 @@ class EntryServer:
                 if not iov.writable:
                     raise Refused(errno.EACCES)
                 call.again = self._try_read
-                if (answer := self._try_read(call)) is not None:
+                if not file.measures.limiters and (answer := self._try_read(call)) is not None:
                     times = file.measures.seconds["read"]
                     self._served[times] = self._served.get(times, 0) + 1
                     return answer
@@ -366,7 +366,7 @@ class EntryServer:
             raise Refused(errno.EACCES)
         if namespace.uses is not None:
             self._asked.setdefault(namespace, []).append(name)
-        answer = self._get(entry, namespace, name, iov)
+        answer = self._get(entry, namespace, name, iov) if not namespace.measures.limiters else None
         if answer is None:
             call = Call(self._ring, entry, deadline, namespace=namespace, names=(name,), iov=iov)
             call.again = lambda _: self._get(entry, namespace, name, iov)

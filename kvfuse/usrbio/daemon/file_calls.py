@@ -33,6 +33,8 @@ class FileCalls:
         offset, length = call.entry.offset, call.entry.length
         async with self._using(call) as file:
             end = min(offset + length, file.map.size)
+            if file.measures.limiters:
+                await file.measures.throttle(max(0, end - offset))
             if end > offset:
                 chunk_size = file.map.chunk_size
                 await self.volume.files.show(file.handle, offset // chunk_size, (end - 1) // chunk_size)

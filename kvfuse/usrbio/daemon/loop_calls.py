@@ -113,7 +113,7 @@ class Calls:
     async def _run_writes(self, file: OpenFile, calls: list[Call]) -> None:
         """Small writes of one file: together, as far as they can be; the others one by one."""
         written = [False] * len(calls)
-        if len(calls) > 1:
+        if len(calls) > 1 and not file.measures.limiters:
             try:
                 written = await self.files.write_together(calls)
             except Exception as error:
@@ -248,6 +248,9 @@ class Calls:
 
     async def _do(self, call: Call) -> None:
         try:
+            of = call.namespace if call.namespace is not None else call.file
+            if of is not None and of.measures.limiters and call.entry.op in (Op.WRITE, Op.PUT):
+                await of.measures.throttle(call.entry.length)
             await self._handlers[call.entry.op](call)
         except Exception as error:
             _answer(error, call)

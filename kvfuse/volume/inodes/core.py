@@ -187,6 +187,7 @@ class Core:
         """Take over what ``former``, whose membership is over, knows of the kernel and of clients."""
         self.places, self.counters, self.kernel = former.places, former.counters, former.kernel
         self.namespaces.measures = former.namespaces.measures
+        self.namespaces.share_limits()
         former.namespaces.news.lose_all()
         self.places.distrust_all()
         self.reads.threads, self.reads.speeds = former.reads.threads, former.reads.speeds

@@ -167,6 +167,10 @@ class Accounts:
         """A namespace is this one, or in it."""
         return namespace == ROOT or any(account.number == namespace for account in self._chain(number))
 
+    def chain(self, number: int) -> list[int]:
+        """A namespace and those that it is in, but for the root."""
+        return [account.number for account in self._chain(number)]
+
     def _chain(self, number: int) -> Iterator[Account]:
         """The account of a namespace, and of those that it is in."""
         while (account := self.all.get(number)) is not None:

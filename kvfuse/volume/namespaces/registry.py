@@ -12,6 +12,7 @@ import trio
 from kvfuse.volume.namespaces.accounts import Accounts
 from kvfuse.volume.namespaces.cache import Cache, forget_slabs
 from kvfuse.volume.namespaces.settings import ROOT, Settings
+from kvfuse.volume.views.limiter import Limiter
 from kvfuse.volume.views.measures import Measures
 from kvfuse.volume.views.news import News
 from kvfuse.volume.views.uses import Uses, UsesElsewhere
@@ -67,6 +68,7 @@ class Namespaces:
         """slabs with files that came from another host: the caches' books do not have their blocks yet"""
         self.accounts = Accounts()
         self._counts = counts
+        self._limiters: dict[int, Limiter] = {}
         for number, found in {ROOT: Settings(), **settings}.items():
             self.put(number, found, (above or {}).get(number, ROOT))
 
@@ -89,7 +91,29 @@ class Namespaces:
             self.accounts.put_root(settings)
         elif self._counts:
             self.accounts.put(number, above, settings)
+        self._limit(number, (settings.bandwidth, settings.iops, settings.burst))
         return found
+
+    def _limit(self, number: int, limits: tuple[float, float, float]) -> None:
+        """Let these hold at once."""
+        former = self._limiters.get(number)
+        if former is None and not any(limits[:2]):
+            return
+        if former is None or former.settings != limits:
+            self._limiters.pop(number, None)
+            if any(limits[:2]):
+                self._limiters[number] = Limiter(*limits)
+            self.share_limits()
+        if former is not None and former.settings != limits:
+            former.is_void.set()
+
+    def share_limits(self) -> None:
+        """Tell all measures which limits hold."""
+        for number in self.all:
+            numbers = [*self.accounts.chain(number), ROOT] if number != ROOT else [ROOT]
+            found = tuple([self._limiters[one] for one in numbers if one in self._limiters])
+            if found or number in self.measures:
+                self.measures[number].limiters = found
 
     def clear(self, number: int, bound: int) -> None:
         """All files of a cache with inode numbers below ``bound`` are gone from here on."""
@@ -133,6 +157,7 @@ class Namespaces:
         self.cleared.pop(number, None)
         self.caches.pop(number, None)
         self.measures.pop(number, None)
+        self._limiters.pop(number, None)
         self.accounts.remove(number)
 
 

@@ -45,6 +45,12 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, fo
     """share of the capacity from which blocks are evicted ahead of need"""
     low_water: Share = 0.96
     """share of the capacity down to which they are then"""
+    bandwidth: Size = 0
+    """bytes a second that its callers read and write, those of namespaces in it included; 0: any number"""
+    iops: Size = 0
+    """operations a second, likewise"""
+    burst: Size = 0
+    """bytes that may be ahead of ``bandwidth``; 0: what it allows in a twentieth of a second"""
     soft_pin: bool = False
     """blocks of the caches without it go first, where room of the volume or of a namespace above is wanted"""
     recompute_speed: Size = 0
@@ -80,13 +86,16 @@ _WORDS: dict[str, tuple[str, ...]] = {
     "eviction": tuple(POLICIES),
     "admission": tuple(ADMISSIONS),
 }
-_SIZES = "capacity", "token_size"
+_SIZES = "capacity", "token_size", "bandwidth", "burst"
 _EXPECTED = {
     "capacity": 'a size such as "64GiB", or 0 for as much as the namespace above it',
     "blocks": "a number of files, or 0 for any number",
     "ttl": "a number of seconds, 0 or more; 0: blocks do not expire",
     "high_water": "a share of the capacity, above 0 and up to 1",
     "low_water": "a share of the capacity, above 0 and up to 1",
+    "bandwidth": 'bytes a second such as "200MB" or "1GiB", or 0 for any number',
+    "iops": "a number of operations a second, or 0 for any number",
+    "burst": 'a size such as "10MiB", or 0 for what bandwidth allows in a twentieth of a second',
     "soft_pin": "true or false",
     "recompute_speed": "a number of tokens a second, or 0 to read whatever is there",
     "token_size": 'bytes that a token has in blocks, such as "160KiB"',

@@ -11,7 +11,10 @@ from array import array
 from bisect import bisect_left
 from typing import Any
 
+import trio
+
 from kvfuse import errors
+from kvfuse.volume.views.limiter import KERNEL_WAITING_MAX, Limiter, wait_for_limits
 
 REQUEST_BOUNDS = tuple(float(f"{digit}e{power}") for power in range(-5, 1) for digit in (1, 3))
 """seconds that requests take: 10 microseconds to 3 s"""
@@ -52,7 +55,10 @@ class Histogram:
 class Measures:
     """What callers did in one namespace, through whichever door."""
 
-    __slots__ = ("failures", "read_bytes", "seconds", "unread", "written_bytes")
+    __slots__ = (
+        "failures", "kernel_waiting", "limiters", "read_bytes",
+        "seconds", "throttled_seconds", "unread", "written_bytes",
+    )  # fmt: skip
 
     def __init__(self) -> None:
         self.read_bytes = 0
@@ -63,6 +69,29 @@ class Measures:
         """reason -> requests that failed for it"""
         self.unread = dict.fromkeys(UNREAD, 0)
         """the same of requests to read"""
+        self.limiters: tuple[Limiter, ...] = ()
+        """of the namespace and those that it is in, as far as they have limits"""
+        self.throttled_seconds = 0.0
+        """that requests waited for them, together"""
+        self.kernel_waiting = 0
+        """requests of the kernel that wait for them now"""
+
+    async def throttle(self, size: int) -> None:
+        """Wait for the limits, which there are: an operation of ``size`` bytes is about to begin. Event loop only."""
+        waited = await wait_for_limits(self.limiters, size)
+        self.throttled_seconds += waited
+
+    async def throttle_kernel(self, size: int) -> None:
+        """The same for a request of the kernel, which may not wait where too many do."""
+        if self.kernel_waiting >= KERNEL_WAITING_MAX:
+            for limiter in self.limiters:
+                limiter.enter(size, trio.current_time())
+            return
+        self.kernel_waiting += 1
+        try:
+            await self.throttle(size)
+        finally:
+            self.kernel_waiting -= 1
 
     def failed(self, error: Exception, *, is_read: bool) -> None:
         """A request ended so. What is absent, or not admitted, is no failure."""
@@ -77,6 +106,7 @@ class Measures:
         return {
             "read_bytes": self.read_bytes,
             "written_bytes": self.written_bytes,
+            "throttled_seconds": round(self.throttled_seconds, 3),
             "failures": dict(self.failures),
             "seconds": {operation: found.statistics() for operation, found in self.seconds.items()},
         }
