@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import secrets
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -23,6 +24,8 @@ REFUSED = f"{NAMESPACE}.refused"
 """why the last change was refused"""
 CLEAR = "user.kvfuse.clear"
 """set, it clears the namespace"""
+TOKEN_SIZE = 16
+"""random bytes of a token that is made"""
 
 MEANINGS = {
     "kind": "files: no file ever goes by itself. cache: files make room for new ones",
@@ -39,6 +42,7 @@ MEANINGS = {
     "soft_pin": "its files go only where other caches have no more to give",
     "recompute_speed": "tokens a second that an engine computes: what it computes sooner than it reads is a miss",
     "token_size": "bytes that one token has in blocks",
+    "token": "the secret that clients of other users show: 'generate', '@FILE', or 16 characters or more; '': none",
 }
 ZEROS = {
     "capacity": "as much as the namespace above",
@@ -109,12 +113,14 @@ def create(path: Path, **settings: str | None) -> None:
         path.mkdir()
     elif read_settings(path) is not None:
         raise Failure(f"{path} is a namespace already; 'kvfuse namespace set' changes it")
+    settings, made = _with_token(settings)
     try:
         _change(path, os.setxattr, NAMESPACE, _words(settings.items()))
     except Failure:
         if is_new:
             path.rmdir()
         raise
+    _say_token(made)
 
 
 @namespace.command("set", short_help="Change settings.")
@@ -125,13 +131,20 @@ def set_command(path: Path, changes: tuple[str, ...]) -> None:
 
     'kvfuse namespace show PATH' lists them. Of the root, kind and capacity are the volume's own.
 
+    A token closes the folder to all but its owner. Clients of other users need it then, and reach blocks through rings.
+    It is stored as a hash, and shown once, when it is made: keep it.
+
     \b
-    Example:
+    Examples:
       kvfuse namespace set /mnt/kv/llama capacity=128GiB ttl=3600
+      kvfuse namespace set /mnt/kv/llama token=generate
+      kvfuse namespace set /mnt/kv/llama token=@/etc/kvfuse/llama.token
     """
     mount_of(path)
     _settings_of(path)
-    _change(path, os.setxattr, NAMESPACE, " ".join(changes).encode())
+    settings, made = _with_token(_parsed(changes))
+    _change(path, os.setxattr, NAMESPACE, _words(settings.items()))
+    _say_token(made)
 
 
 @namespace.command(short_help="Make a namespace an ordinary folder.")
@@ -301,6 +314,33 @@ def _settings_of(path: Path) -> dict[str, str]:
     if settings is None:
         raise Failure(f"{path} is no namespace; 'kvfuse namespace create' makes one of an empty folder")
     return settings
+
+
+def _parsed(changes: Iterable[str]) -> dict[str, str | None]:
+    pairs = [change.partition("=") for change in changes]
+    for name, equals, _ in pairs:
+        if not equals:
+            raise Failure(f"settings are written NAME=VALUE, not {name!r}")
+    return {name: value for name, _, value in pairs}
+
+
+def _with_token(settings: dict[str, str | None]) -> tuple[dict[str, str | None], str | None]:
+    """(the settings with the token itself, the token where it was made here)."""
+    token = settings.get("token")
+    if token == "generate":
+        made = secrets.token_urlsafe(TOKEN_SIZE)
+        return {**settings, "token": made}, made
+    if token and token.startswith("@"):
+        try:
+            return {**settings, "token": Path(token[1:]).read_text().strip()}, None
+        except (OSError, UnicodeDecodeError) as error:
+            raise Failure(f"no token is read from {token[1:]}: {error}") from error
+    return settings, None
+
+
+def _say_token(token: str | None) -> None:
+    if token is not None:
+        click.echo(token)
 
 
 def _words(settings: Iterable[tuple[str, str | None]]) -> bytes:

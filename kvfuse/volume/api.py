@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvfuse.volume.views.content_map import ContentMap
+from kvfuse.volume.views.gates import Gate, Gates
 from kvfuse.volume.views.measures import Measures
 from kvfuse.volume.views.news import Watch
 from kvfuse.volume.views.tier import SharedTier, TierBlock
@@ -262,6 +263,9 @@ class InodeApi(Protocol):
     async def remove_xattr(self, ino: int, name: bytes, caller: Caller | None = None) -> None:
         """As for `set_xattr`."""
 
+    async def gate(self, ino: int) -> Gate | None:
+        """Whose token an inode's namespace asks for; None: nobody's. It holds while `RingApi.gates` has its epoch."""
+
     def measures(self, ino: int) -> Measures:
         """What is measured of the namespace that an inode is in; threads of rings add to it."""
 
@@ -292,6 +296,9 @@ class RingApi(VolumeApi, Protocol):
     """counters and gauges that the door adds to the volume's, by name"""
     user_sections: dict[str, Callable[[int], object]]
     """the same for one user, a uid"""
+
+    gates: Gates
+    """of the present membership; any thread may look"""
 
     @property
     def blocks(self) -> BlockApi: ...

@@ -31,6 +31,7 @@ from kvfuse.volume.parts import Parts
 from kvfuse.volume.store import schema
 from kvfuse.volume.views import clock
 from kvfuse.volume.views.content_map import ContentMap
+from kvfuse.volume.views.gates import Gate
 from kvfuse.volume.views.measures import Measures
 
 P = TypeVar("P")
@@ -64,6 +65,7 @@ class Inodes:
             _check_content(node)
             await self._parts.cutter.truncate(node, changes.size)
         if (changes.mode, changes.uid, changes.gid) != (None, None, None):
+            self._check_closed(node, changes)
             self._core.readers_change(node)
         if changes.mode is not None:
             privileges.set_permissions(node, changes.mode, caller)
@@ -83,6 +85,16 @@ class Inodes:
         if self._core.shared and not node.writers:
             await self._publish_attributes(node)
         return node
+
+    def _check_closed(self, node: Node, changes: Changes) -> None:
+        """NotPermitted, if everybody would be let into a folder that has a token."""
+        gate = self._core.namespaces.gates.all.get(node.ino)
+        if gate is not None and gate.folder == node.ino and changes.mode is not None and changes.mode & 0o007:
+            raise errors.NotPermitted("the folder has a token: its mode may let in its owner and group alone")
+
+    async def gate(self, ino: int) -> Gate | None:
+        node = await self._lookups.current(ino)
+        return self._core.namespaces.gates.all.get(node.namespace)
 
     async def read_symlink(self, ino: int) -> bytes:
         node = await self._lookups.current(ino)

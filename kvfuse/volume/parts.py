@@ -223,4 +223,5 @@ class Parts:
         await self.life.end()
         self.flusher.give_up()
         self.core.dentries.unbind_all()
+        self.core.namespaces.gates.end()
         self.core.nodes.forget_all()

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
 import trio
 
 from kvfuse.volume.api import ROOT_INODE, KernelCache, Space
@@ -38,6 +37,7 @@ class Volume:
         self.files = Files(parts, self.inodes, self._background)
         self.tree = Tree(parts, self.files)
         self.blocks = parts.blocks
+        self.gates = parts.core.namespaces.gates
         if parts.coherence is not None:
             self.sections["coherence"] = parts.coherence.statistics
             self.sections["reports"] = parts.coherence.giving.reports.statistics
@@ -99,7 +99,7 @@ class Volume:
         return {
             "number": number,
             "path": os.fsdecode(self.parts.names.folders.path_of(number)),
-            "settings": msgspec.structs.asdict(namespace.settings),
+            "settings": namespace.settings.shown,
             "used": {"bytes": used.size, "files": used.files},
             "capacity": min(core.namespaces.accounts.limit(number, "capacity") or space.size, space.size),
             "measures": (measures := core.namespaces.measures[number]).statistics(),

@@ -11,7 +11,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 from cli_lab import CAPACITY, Place, assert_fails, kvfuse, wait_for_end
 from mounting import PATIENCE_S, wait_until
@@ -87,7 +86,7 @@ def test_a_namespace_from_create_to_delete(place: Place) -> None:
     assert run("create", llama, "--capacity", "48MiB", "--eviction", "lru") == ""
     weights.mkdir()
     run("create", weights, "--kind", "files", "--blocks", "1000")
-    wanted = {**msgspec.structs.asdict(Settings(kind="cache", capacity=48 << 20, eviction="lru"))}
+    wanted = Settings(kind="cache", capacity=48 << 20, eviction="lru").shown
     assert settings_of(llama) == wanted
     run("set", llama, "ttl=3600", "capacity=32MiB")
     assert settings_of(llama) == {**wanted, "ttl": 3600, "capacity": 32 << 20}

@@ -20,6 +20,7 @@ from pathlib import Path
 HELLO, ADD_FILE, DROP_FILE, ADD_IOV, DROP_IOV, ADD_RING, DROP_RING, OPEN_NAMESPACE, CLOSE_NAMESPACE, MAP_ARENA = range(
     1, 11
 )
+SHOW_TOKEN = 12
 READ, WRITE, FSYNC, GET, PUT, EXISTS, DELETE, PREFETCH, CANCEL, RELEASE = range(1, 11)
 VIEW, PREFIX = 1, 2
 MESSAGE = struct.Struct("<IIq6Q")
@@ -84,9 +85,18 @@ class Attacker:
         _, _, status, *values = MESSAGE.unpack_from(data)
         return -status, tuple(values), list(descriptors)
 
+    def show(self, token: str) -> None:
+        """Show the token of a namespace. OSError."""
+        self._number += 1
+        self.send(MESSAGE.pack(SHOW_TOKEN, self._number, *[0] * 7) + token.encode())
+        self._values_of_answer()
+
     def ask(self, kind: int, *values: int, descriptors: Sequence[int] = ()) -> tuple[int, ...]:
         """The values of the answer; descriptors that came with it are closed. OSError."""
         self.request(kind, *values, descriptors=descriptors)
+        return self._values_of_answer()
+
+    def _values_of_answer(self) -> tuple[int, ...]:
         error, answered, received = self.answer()
         for descriptor in received:
             os.close(descriptor)

@@ -20,6 +20,7 @@ from kvfuse.usrbio.client.iov import Iov, bytes_of
 from kvfuse.usrbio.client.key_area import Found
 from kvfuse.usrbio.client.ring import Ring
 from kvfuse.usrbio.client.session import Bytes
+from kvfuse.usrbio.client.tokens import Token, find_tokens
 from kvfuse.usrbio.protocol.costs import Costs, decode_costs
 from kvfuse.usrbio.protocol.queues import Entries
 from kvfuse.usrbio.protocol.wire import CQE, Op, Priority
@@ -94,11 +95,16 @@ class BlockStore(AbstractContextManager["BlockStore"]):
     def __init__(
         self, mount: str | os.PathLike[str] | Client, namespace: str | os.PathLike[str],
         *, create: bool = True, deadline: float = DEADLINE_S, entries: int = 256, priority: Priority = Priority.NORMAL,
+        token: Token = None,
     ) -> None:  # fmt: skip
         """``mount``: a client, or a path inside the mount. ``create``: a folder that is absent is made, see
-        `Client.namespace`. FileNotFoundError for no such mount or, without ``create``, folder; Disconnected."""
-        self.client = mount if isinstance(mount, Client) else connect(mount)
+        `Client.namespace`. ``token``: see `connect`; a client that is given shows it, too. FileNotFoundError for no
+        such mount or, without ``create``, folder, or where it needs another token; Disconnected."""
+        self.client = mount if isinstance(mount, Client) else connect(mount, token=token)
         self._owns_client = self.client is not mount
+        if token is not None and not self._owns_client:
+            for shown in find_tokens(token):
+                self.client.show_token(shown)
         self._deadline = deadline
         self._entries = entries
         self._terms = _Terms(priority=priority, timeout=deadline)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
@@ -14,25 +14,29 @@ from kvfuse.usrbio.client.files import File, Namespace, Registered
 from kvfuse.usrbio.client.iov import Iov, SharedPart, address_of, bytes_of, map_descriptor, new_memory, shared_part
 from kvfuse.usrbio.client.ring import Ring
 from kvfuse.usrbio.client.session import Bytes, Session, find_mount
+from kvfuse.usrbio.client.tokens import Token, find_tokens
 from kvfuse.usrbio.protocol.wire import Op
 
 DEADLINE_S = 10.0
 
 
-def connect(path: str | os.PathLike[str], *, deadline: float = DEADLINE_S) -> Client:
+def connect(path: str | os.PathLike[str], *, deadline: float = DEADLINE_S, token: Token = None) -> Client:
     """A client of the mount that ``path`` lies in; each control request may take ``deadline`` seconds.
 
-    FileNotFoundError where there is no such mount, Disconnected where nobody answers.
+    ``token``: of the namespaces that it is to use; the path of a file that has it; None: what the environment variables
+    KVFUSE_TOKEN and KVFUSE_TOKEN_FILE say. FileNotFoundError where there is no such mount, Disconnected where nobody
+    answers, ValueError for what is no token.
     """
-    return Client(find_mount(path), deadline)
+    return Client(find_mount(path), deadline, find_tokens(token))
 
 
 class Client(AbstractContextManager["Client"]):
     """A connection and all that is registered through it. Safe to use from any thread."""
 
-    def __init__(self, mount: Path, deadline: float) -> None:
+    def __init__(self, mount: Path, deadline: float, tokens: Sequence[str] = ()) -> None:
         self.mount = str(mount)
-        self.session = Session(mount, deadline)
+        self._tokens = list(tokens)
+        self.session = Session(mount, deadline, tokens)
         self._deadline = deadline
         self._lock = threading.Lock()
         self._iovs: set[Iov] = set()
@@ -114,6 +118,13 @@ class Client(AbstractContextManager["Client"]):
         self._add_named(namespace, None)
         return namespace
 
+    def show_token(self, token: str) -> None:
+        """Have the token of a namespace, for what is registered from here on. ValueError: it is none."""
+        with self._lock:
+            if token not in self._tokens:
+                self.session.show_token(token)
+                self._tokens.append(token)
+
     def ring(self, entries: int = 256, *, aux_size: int | None = None, ops: Iterable[Op] | None = None) -> Ring:
         """A ring of ``entries`` (a power of two), for one thread at a time.
 
@@ -145,7 +156,7 @@ class Client(AbstractContextManager["Client"]):
             if not self.session.has_ended:
                 return
             try:
-                session = Session(find_mount(self.mount), self._deadline)
+                session = Session(find_mount(self.mount), self._deadline, self._tokens)
             except FileNotFoundError as error:
                 raise Disconnected(str(error)) from None
             self.session.close()

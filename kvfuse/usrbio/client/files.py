@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextlib import suppress
-from errno import ENOTEMPTY, EOPNOTSUPP
+from errno import ENOENT, ENOTEMPTY, EOPNOTSUPP, ESTALE
 from pathlib import Path
 from typing import Self
 
 from kvfuse.usrbio.client.session import Session
-from kvfuse.usrbio.protocol.wire import Access, Request
+from kvfuse.usrbio.protocol.wire import Access, Message, Request
 
 MODES = {
     "r": (Access.READ, os.O_RDONLY),
@@ -107,10 +107,35 @@ class Namespace(Registered):
 
     def register(self, session: Session, descriptor: int | None = None) -> None:
         """As `Registered.register`; but it is what the path names now, whichever inode that is."""
-        self.inode = 0
+        self.handle = 0
         if self.create:
             make_cache(Path(self.path))
-        super().register(session, descriptor)
+        reply = register_folder(session, self.path, self._argument)
+        self._session = session
+        self.handle, self.inode = reply.values[:2]
+
+
+def register_folder(session: Session, path: str, mode: int) -> Message:
+    """Have the daemon open a namespace; its reply. OSError; FileNotFoundError: it is none, or not for this client."""
+    descriptor = _open_folder(path, session.has_tokens)
+    try:
+        return session.request(Request.OPEN_NAMESPACE, mode, descriptors=[descriptor])[0]
+    except OSError as error:
+        if error.errno != ESTALE:
+            raise
+        raise FileNotFoundError(ENOENT, f"{path} was removed, or this client has not the token that it needs") from None
+    finally:
+        os.close(descriptor)
+
+
+def _open_folder(path: str, has_tokens: bool) -> int:
+    """Who may not list a folder may yet have the token for it."""
+    try:
+        return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except PermissionError:
+        if not has_tokens:
+            raise
+        return os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
 
 
 def make_cache(path: Path) -> None:

@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import NamedTuple
 
+from kvfuse.usrbio.client.files import register_folder
 from kvfuse.usrbio.client.session import Session, find_mount
+from kvfuse.usrbio.client.tokens import Token, find_tokens
 from kvfuse.usrbio.protocol.wire import NEWS, NEWS_SIZE_MAX, NewsKind, Request, unpack_keys
 
 
@@ -27,16 +29,14 @@ class Follower(AbstractContextManager["Follower"]):
     that news were lost: then follow again, from PRESENT on.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], *, deadline: float = 10.0) -> None:
-        """``deadline``: seconds in which the daemon has to answer. PermissionError where the caller may not list the
-        folder, OSError EINVAL where it is in no cache, FileNotFoundError, Disconnected."""
-        self._session = Session(find_mount(folder), deadline)
+    def __init__(self, folder: str | os.PathLike[str], *, deadline: float = 10.0, token: Token = None) -> None:
+        """``deadline``: seconds in which the daemon has to answer. ``token``: as of `connect`.
+
+        PermissionError where the caller may not list the folder, OSError EINVAL where it is in no cache,
+        FileNotFoundError: there is none, or it has another token; Disconnected."""
+        self._session = Session(find_mount(folder), deadline, find_tokens(token))
         try:
-            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-            try:
-                reply, _ = self._session.request(Request.OPEN_NAMESPACE, 0, descriptors=[descriptor])
-            finally:
-                os.close(descriptor)
+            reply = register_folder(self._session, os.fspath(folder), 0)
             self._session.request(Request.FOLLOW, reply.values[0])
         except BaseException:
             self._session.close()

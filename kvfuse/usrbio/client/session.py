@@ -17,7 +17,7 @@ import weakref
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
-from errno import ENOENT
+from errno import EINVAL, ENOENT
 from functools import partial
 from itertools import count
 from mmap import PROT_READ, mmap
@@ -39,7 +39,7 @@ def find_mount(path: str | os.PathLike[str]) -> Path:
     for folder in (start, *start.parents):
         try:
             found = os.stat(folder / SOCKET_PATH)
-        except (FileNotFoundError, NotADirectoryError):
+        except (FileNotFoundError, NotADirectoryError, PermissionError):  # a folder may need a token
             continue
         except OSError as error:
             raise Disconnected(f"{folder}: the mount does not answer: {error.strerror}") from error
@@ -57,7 +57,8 @@ class _Arena(mmap):
 class Session:
     """One connection. Safe to use from any thread. ``deadline``: seconds that a request may take."""
 
-    def __init__(self, mount: Path, deadline: float) -> None:
+    def __init__(self, mount: Path, deadline: float, tokens: Sequence[str] = ()) -> None:
+        """``tokens``: of namespaces, which the daemon asks for."""
         self.unpins: deque[int] = deque()
         """pins of views that died: the next submission of any ring gives them back"""
         self._deadline = deadline
@@ -66,21 +67,37 @@ class Session:
         self._arenas: dict[int, Bytes] = {}
         self._views: dict[int, weakref.ref[Bytes]] = {}
         self._closing = False
+        self.has_tokens = False
+        """it has shown some"""
         self._socket = _connect(mount, deadline)
         try:
             reply, _ = self.request(Request.HELLO, VERSION)
             if reply.values[0] != VERSION:
                 raise Disconnected(f"the daemon speaks version {reply.values[0]} of the ring protocol, not {VERSION}")
+            for token in tokens:
+                self.show_token(token)
         except BaseException:
             self._socket.close()
             raise
         _sessions.add(self)
 
-    def request(self, request: Request, *values: int, descriptors: Sequence[int] = ()) -> tuple[Message, list[int]]:
+    def show_token(self, token: str) -> None:
+        """For all that is registered from here on. ValueError: it is none; Disconnected."""
+        try:
+            self.request(Request.SHOW_TOKEN, text=token)
+        except OSError as error:
+            if error.errno != EINVAL:
+                raise
+            raise ValueError(f"the daemon does not take the token: {error.strerror}") from None
+        self.has_tokens = True
+
+    def request(
+        self, request: Request, *values: int, descriptors: Sequence[int] = (), text: str = ""
+    ) -> tuple[Message, list[int]]:
         """(reply, descriptors that came with it). OSError as the daemon answered, TimeoutError, Disconnected."""
         if self._closing:
             raise Disconnected("the connection is closed")
-        message = Message(request, next(self._numbers), values=values)
+        message = Message(request, next(self._numbers), values=values, text=text)
         with self._lock:
             try:
                 self._socket.settimeout(self._deadline)

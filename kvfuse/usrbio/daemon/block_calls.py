@@ -8,14 +8,15 @@ import stat
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import trio
 
 from kvfuse import errors
 from kvfuse.credentials import Capability
+from kvfuse.usrbio.daemon.admission import Admission, blind
 from kvfuse.usrbio.daemon.call import Call, Done
-from kvfuse.usrbio.daemon.peer import Peer
 from kvfuse.usrbio.daemon.registry import Namespace
 from kvfuse.usrbio.protocol.costs import encode_costs
 from kvfuse.usrbio.protocol.wire import Flag
@@ -33,9 +34,12 @@ class BlockCalls:
     """
 
     volume: RingApi
-    peer: Peer
+    admission: Admission
     finish: Callable[[Done], None]
     read_here: Callable[[Call, Any, int, int], Awaitable[None]]
+
+    def __post_init__(self) -> None:
+        self.peer = self.admission.peer
 
     async def get(self, call: Call) -> None:
         began = time.perf_counter()
@@ -80,7 +84,7 @@ class BlockCalls:
         binding = await self.volume.blocks.bind(namespace.ino, name)
         if binding is None:
             raise errors.NotFound(os.fsdecode(name))
-        if not self.peer.may(binding, 4):
+        if not (namespace.has_token or self.peer.may(binding, 4)):
             raise errors.PermissionDenied(f"the client's user may not read {os.fsdecode(name)}")
         namespace.remember(name, binding)
         return binding
@@ -88,6 +92,10 @@ class BlockCalls:
     async def put(self, call: Call) -> None:
         entry, name = call.entry, call.names[0]
         namespace = await self._check(call, 3)
+        if namespace.is_absent:
+            raise errors.Stale("the directory was removed")
+        if namespace.measures.limiters:
+            await namespace.measures.throttle(entry.length)
         if call.data is None:
             await call.try_again()
             if call.data is None:
@@ -123,22 +131,32 @@ class BlockCalls:
 
     async def prefetch(self, call: Call) -> None:
         namespace = await self._check(call, 1)
-        loaded = await self.volume.blocks.prefetch(namespace.ino, call.names, lambda binding: self.peer.may(binding, 4))
+        may_read = partial(self.admission.may, namespace, wanted=4)
+        loaded = await self.volume.blocks.prefetch(namespace.ino, call.names, may_read)
         call.ring.completions.answer_keys(call, loaded)
 
     async def _check(self, call: Call, wanted: int) -> Namespace:
-        """The call's namespace, if the peer may use its directory so: 1 search, 2 write. PermissionDenied, ReadOnly."""
+        """The call's namespace, if the peer may use its directory so: 1 search, 2 write. PermissionDenied, ReadOnly.
+
+        Where it is absent for the peer, the names of the call are blinded.
+        """
         namespace = call.namespace
         assert namespace is not None
+        if namespace.epoch != namespace.gates.epoch:
+            await self.admission.refresh(namespace)
         directory = await self.volume.inodes.attributes(namespace.ino)
-        namespace.may_list = self.peer.may(directory, 4)
-        namespace.may_put = self.peer.may(directory, 3)
+        if namespace.is_absent:
+            namespace.may_list, namespace.may_put, namespace.uses = False, False, None
+            call.names = blind(len(call.names))
+            return namespace
+        namespace.may_list = namespace.has_token or self.peer.may(directory, 4)
+        namespace.may_put = namespace.has_token or self.peer.may(directory, 3)
         namespace.waits, namespace.uses = self.volume.blocks.terms(namespace.ino)
-        if not self.peer.may(directory, wanted):
+        if not (namespace.has_token or self.peer.may(directory, wanted)):
             raise errors.PermissionDenied("the mode of the namespace's directory does not allow the client's user this")
         if wanted & 2 and namespace.read_only:
             raise errors.ReadOnly("the namespace was opened through a read-only bind mount")
-        if wanted & 2:
+        if wanted & 2 and not namespace.has_token:
             await self._check_sticky(directory, call.names)
         return namespace
 

@@ -51,6 +51,9 @@ COSTS = {
 }
 """of a message for the event loop, beside its answer, in calls"""
 
+WITH_TEXT = (Request.SHOW_TOKEN,)
+"""requests whose methods get the text behind the message, too"""
+
 
 class Connection:
     """One client, while it is connected; the listener owns it. Event loop only."""
@@ -71,10 +74,10 @@ class Connection:
         self._audience = audience
         self._penalty = Penalty()
         self._usher = usher
-        self._volume = limits.volume
         self._limits = limits
         self._stream = stream
         self._calls = Calls(limits.volume, limits.kernel, peer, nursery, share, limits.desk.calls_of)
+        self._admission = self._calls.admission
         self._greeted = False
         self._has_asked = False
         """for something that it got"""
@@ -147,7 +150,8 @@ class Connection:
                 )
             if kind in COSTS:
                 await self._audience.pause(COSTS[kind])
-            values, sent = await getattr(self, f"_{kind.name.lower()}")(message.values)
+            arguments = (message.values, message.text) if kind in WITH_TEXT else (message.values,)
+            values, sent = await getattr(self, f"_{kind.name.lower()}")(*arguments)
         except (errors.KvfuseError, OSError, ValueError) as error:
             number = (error.errno if isinstance(error, OSError) else errno_of(error)) or errno.EINVAL
             return Message(message.request, message.number, -number, text=str(error)), []
@@ -176,15 +180,16 @@ class Connection:
         files = self.registered.files
         with files.taking():
             ino = await self._usher.inspect(partial(registry.check_file, device=self._limits.device, access=access))
-            opened = await self._volume.files.open(ino, flags, self.peer.caller())
+            await self._admission.check(ino)
+            opened = await self._limits.volume.files.open(ino, flags, self.peer.caller())
             try:
-                shown = self._volume.files.content_map(opened)
+                shown = self._limits.volume.files.content_map(opened)
             except errors.Stale:  # another host removed it meanwhile
                 with trio.CancelScope(shield=True):
-                    await self._volume.files.release(opened)
+                    await self._limits.volume.files.release(opened)
                 raise
         file = OpenFile(opened, ino, bool(access & Access.READ), bool(access & Access.WRITE), shown)
-        file.measures = self._volume.inodes.measures(ino)
+        file.measures = self._limits.volume.inodes.measures(ino)
         return (files.add(file), ino, opened.size), []
 
     async def _drop_file(self, values: tuple[int, ...]) -> Answer:
@@ -219,7 +224,7 @@ class Connection:
             except BaseException:
                 close_all(shown)
                 raise
-        self._volume.reading_threads.add(ring.loop.jobs)
+        self._limits.volume.reading_threads.add(ring.loop.jobs)
         return (self.registered.rings.add(ring), layout.size), shown
 
     async def _drop_ring(self, values: tuple[int, ...]) -> Answer:
@@ -231,7 +236,7 @@ class Connection:
     async def _end(self, ring: OwnedRing) -> None:
         ring.loop.stop()
         await self._usher.run(ring.loop.thread.join)
-        self._volume.reading_threads.discard(ring.loop.jobs)
+        self._limits.volume.reading_threads.discard(ring.loop.jobs)
         self._calls.end(ring.loop)
         ring.close()
 
@@ -239,15 +244,16 @@ class Connection:
         namespaces = self.registered.namespaces
         with namespaces.taking():
             ino, read_only = await self._usher.inspect(partial(registry.check_directory, device=self._limits.device))
-            directory = await self._volume.inodes.attributes(ino)
+            has_token = await self._admission.check(ino)
+            directory = await self._limits.volume.inodes.attributes(ino)
         namespace = Namespace(
             ino,
             values[0] & 0o777,
             directory.gid if directory.mode & stat.S_ISGID else self.peer.gid,
             read_only,
-            may_put=self.peer.may(directory, 3),
-            waits=self._volume.blocks.waits(ino),
-            measures=self._volume.inodes.measures(ino),
+            may_put=has_token or self.peer.may(directory, 3),
+            waits=self._limits.volume.blocks.waits(ino),
+            measures=self._limits.volume.inodes.measures(ino),
             remembered=self._remembered,
         )
         return (namespaces.add(namespace), ino), []
@@ -260,16 +266,20 @@ class Connection:
         namespace = self.registered.namespaces.get(values[0])
         if namespace is None:
             raise errors.BadHandle(f"{values[0]} is no namespace")
-        follower = Follower(self._volume, self.peer, self._stream, namespace.ino, self._audience.pause)
+        follower = Follower(self._limits.volume, self._admission, self._stream, namespace.ino, self._audience.pause)
         await follower.check()
         self.registered.namespaces.account.take("user_followers")
         self._follower = follower
         return (), []
 
+    async def _show_token(self, values: tuple[int, ...], token: str) -> Answer:
+        self._admission.show(token)
+        return (), []
+
     async def _map_arena(self, values: tuple[int, ...]) -> Answer:
         if values[0] not in self.registered.pins.arenas:
             raise errors.PermissionDenied(f"the client has no view in arena {values[0]}")
-        descriptor = self._volume.tier.arena_descriptor(values[0])
+        descriptor = self._limits.volume.tier.arena_descriptor(values[0])
         return (os.fstat(descriptor).st_size,), [descriptor]
 
     # -- the end -------------------------------------------------------------------------------------

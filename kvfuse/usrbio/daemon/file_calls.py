@@ -59,6 +59,8 @@ class FileCalls:
         written = 0
         data = call.data
         async with self._using(call) as file:
+            if file.measures.limiters:
+                await file.measures.throttle(len(data))
             try:
                 while written < len(data):
                     written += await self.volume.files.write(file.handle, call.entry.offset + written, data[written:])

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import trio
 
 from kvfuse import errors
-from kvfuse.usrbio.daemon.peer import Peer
+from kvfuse.usrbio.daemon.admission import Admission
 from kvfuse.usrbio.protocol.wire import NEWS, NEWS_NAMES_MAX, NewsKind, pack_keys
 from kvfuse.volume.api import RingApi
 from kvfuse.volume.views.news import Change, Row, Watch
@@ -28,15 +28,16 @@ class Follower:
     """One client that follows the blocks of directory ``ino``."""
 
     volume: RingApi
-    peer: Peer
+    admission: Admission
     stream: trio.socket.SocketType
     ino: int
     pause: Callable[[float], Awaitable[None]]
     """waits for the turn of the client's user for work of so many calls"""
 
     async def check(self) -> None:
-        """PermissionDenied unless the peer may list the directory; InvalidArgument where it is in no cache."""
-        if not self.peer.may(await self.volume.inodes.attributes(self.ino), 5):
+        """PermissionDenied unless the peer may list the directory; InvalidArgument where it is in no cache; Stale."""
+        has_token = await self.admission.check(self.ino)
+        if not (has_token or self.admission.peer.may(await self.volume.inodes.attributes(self.ino), 5)):
             raise errors.PermissionDenied("the mode of the directory does not allow the client's user to list it")
         if self.volume.blocks.terms(self.ino)[1] is None:
             raise errors.InvalidArgument("the directory is in no cache: only blocks of caches are followed")

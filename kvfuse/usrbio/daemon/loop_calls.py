@@ -22,6 +22,7 @@ import trio
 
 from kvfuse import errors
 from kvfuse.errnos import errno_of
+from kvfuse.usrbio.daemon.admission import Admission
 from kvfuse.usrbio.daemon.block_calls import BlockCalls
 from kvfuse.usrbio.daemon.call import Call, Done, Ring
 from kvfuse.usrbio.daemon.call_memory import Share
@@ -72,7 +73,8 @@ class Calls:
 
     def __post_init__(self) -> None:
         files = self.files = FileCalls(self.volume, self._finish, self._drop_content)
-        blocks = BlockCalls(self.volume, self.peer, self._finish, files.read_here)
+        self.admission = Admission(self.volume, self.peer)
+        blocks = BlockCalls(self.volume, self.admission, self._finish, files.read_here)
         self._deadlines: Deadlines[Call] = Deadlines(self.nursery, _expire)
         self._handlers: dict[int, Callable[[Call], Awaitable[None]]] = {
             Op.READ: files.read,
@@ -248,9 +250,6 @@ class Calls:
 
     async def _do(self, call: Call) -> None:
         try:
-            of = call.namespace if call.namespace is not None else call.file
-            if of is not None and of.measures.limiters and call.entry.op in (Op.WRITE, Op.PUT):
-                await of.measures.throttle(call.entry.length)
             await self._handlers[call.entry.op](call)
         except Exception as error:
             _answer(error, call)

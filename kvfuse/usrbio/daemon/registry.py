@@ -21,6 +21,7 @@ from kvfuse.usrbio.daemon.accounts import Account, Limit
 from kvfuse.usrbio.protocol.wire import Access
 from kvfuse.volume.api import Binding
 from kvfuse.volume.views.content_map import ContentMap
+from kvfuse.volume.views.gates import Gates
 from kvfuse.volume.views.measures import Measures
 from kvfuse.volume.views.uses import Uses
 
@@ -28,6 +29,8 @@ TMPFS_MAGIC = 0x01021994
 """the type of tmpfs, and of memfds, in statfs(2)"""
 BINDINGS_MAX = 100_000
 """keys that a connection remembers, of all its namespaces"""
+UNCHECKED = -2
+"""no epoch of `Gates`"""
 _fstatfs = ctypes.CDLL(None, use_errno=True).fstatfs
 
 
@@ -84,6 +87,13 @@ class Namespace:
     """of the volume's namespace that it is in"""
     waits: bool = False
     """a put in it waits for its commit, as far as known"""
+    gates: Gates = field(default_factory=Gates)
+    epoch: int = UNCHECKED
+    """of ``gates``, as of which the next two are known"""
+    has_token: bool = False
+    """the peer has shown the token of the volume's namespace that it is in, and may all there"""
+    is_absent: bool = False
+    """the peer may not use that namespace: for it the directory is empty"""
     bindings: dict[bytes, Binding] = field(default_factory=dict)
     """file name -> what it meant, which this peer may read; to be asked whether it is still valid"""
     remembered: Remembered = field(default_factory=Remembered)

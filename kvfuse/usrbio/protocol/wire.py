@@ -232,6 +232,8 @@ class Request(IntEnum):
     """(arena) of a view that this client got -> (size), a read-only descriptor"""
     FOLLOW = 11
     """(handle of a namespace); after the reply the daemon sends news of its blocks, and takes no more requests"""
+    SHOW_TOKEN = 12
+    """the token of a namespace, as the text behind the message, for all that the connection does from here on"""
 
 
 class NewsKind(IntEnum):
@@ -265,7 +267,7 @@ class Access(IntFlag):
 MESSAGE = struct.Struct("<IIq6Q")
 """request, number (chosen by the client, repeated in the reply), status (replies: 0 or -errno), six values"""
 TEXT_SIZE_MAX = 1024
-"""of the text behind a reply with an error: the reason, UTF-8"""
+"""of the text behind a reply with an error: the reason, UTF-8; or behind a request"""
 MESSAGE_SIZE_MAX = MESSAGE.size + TEXT_SIZE_MAX
 DESCRIPTORS_MAX = 3
 

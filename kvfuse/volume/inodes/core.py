@@ -334,6 +334,7 @@ class Core:
         node.forget_copy()
         if node.is_directory:
             self.tier.retire(node.ino)
+            self.namespaces.gates.owner_changes(node.ino)
 
     def path_of(self, node: Node) -> bytes:
         """The path below the root, as far as the directories above are in memory; for messages and rebuilds."""

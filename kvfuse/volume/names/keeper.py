@@ -29,6 +29,7 @@ from kvfuse.volume.views import clock
 _ROOT_SETTINGS = {
     "kind": "the root's kind is set by 'kvfuse format --cache', or for one mount by 'mount -o cache'",
     "capacity": "the root's capacity is the volume's, and cannot be set",
+    "token": "the root of a volume has no token: give one to a folder",
 }
 Quota = Literal["capacity", "blocks"]
 NAMESPACES_MAX = 1000
@@ -62,6 +63,7 @@ class Keeper:
             node.namespace = node.ino
             self._put(node, node.ino, settings, above)
         await self.names.journal.commit(node, durable=True)
+        await self._tell_kernel()
 
     async def change(self, node: Node, changes: Mapping[str, Any], caller: Caller | None) -> None:
         """Change settings of a namespace, by its folder. InvalidArgument, NotPermitted, NoAttribute."""
@@ -78,6 +80,7 @@ class Keeper:
             _check_there(node)
             self._put(node, number, settings, above)
         await self.names.journal.commit(node, durable=True)
+        await self._tell_kernel()
 
     async def delete(self, node: Node, caller: Caller | None) -> None:
         """Make the empty folder of a namespace an ordinary one of the namespace above. NotEmpty, NotPermitted."""
@@ -119,10 +122,12 @@ class Keeper:
     async def _forget_in_kernel(self, folder: Node) -> None:
         """Have the kernel forget what it knows below a folder. Of the root, the sweep does so."""
         if folder.ino != ROOT_INODE:
-            news = self.names.lookup.refresher.news
-            news.name(folder.parent, folder.name)
-            with trio.move_on_after(NEWS_SECONDS):
-                await news.told()
+            self.names.lookup.refresher.news.name(folder.parent, folder.name)
+            await self._tell_kernel()
+
+    async def _tell_kernel(self) -> None:
+        with trio.move_on_after(NEWS_SECONDS):
+            await self.names.lookup.refresher.news.told()
 
     def advance(self, node: Node, seconds: str, caller: Caller | None) -> None:
         """Move the clock by which a cache judges its blocks, on this host and until it is unmounted.
@@ -149,10 +154,22 @@ class Keeper:
     # -- in memory -----------------------------------------------------------------------------------
 
     def _put(self, node: Node, number: int, settings: Settings, above: int) -> None:
-        self.names.core.namespaces.put(number, settings, above)
+        core, former = self.names.core, self.names.core.namespaces.all.get(number)
+        if settings.token != (former.stored.token if former is not None else ""):
+            self._close_to_others(node, is_closed=settings.token != "")
+        core.namespaces.put(number, settings, above)
         self.names.folders.hold(number)
         node.extra[schema.namespace_key(number)] = encode_settings(settings)
         self._touch(node)
+
+    def _close_to_others(self, node: Node, *, is_closed: bool) -> None:
+        """Before a folder has another token: end what its former users have, and let in only its owner by the mode."""
+        core = self.names.core
+        core.tier.retire(None)  # of whichever directories are below
+        core.readers_change(node)
+        if is_closed:
+            node.mode &= ~0o077
+        self.names.lookup.refresher.news.attributes(node.ino)
 
     def _touch(self, node: Node) -> None:
         node.ctime = clock.now()

@@ -4,7 +4,7 @@
 is given it becomes a namespace, and ceases to be one with it; of a namespace only the settings that are named change.
 ``user.kvfuse.namespace.capacity`` and so on are the single settings. ``user.kvfuse.namespace.refused``, which nobody
 sets, says why the last change of a folder was refused: an errno cannot. ``user.kvfuse.namespace.advance`` moves the
-clock of a cache by so many seconds.
+clock of a cache by so many seconds. A token can be set, and not be read: it is "set" or "none".
 """
 
 from __future__ import annotations
@@ -15,14 +15,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
-
 from kvfuse import errors
 from kvfuse.volume.api import Caller
 from kvfuse.volume.inodes.node import Node
 from kvfuse.volume.names.folders import number_of
 from kvfuse.volume.names.keeper import Keeper
-from kvfuse.volume.namespaces.settings import ROOT, Settings
+from kvfuse.volume.namespaces.settings import ROOT, SHOWN_TOKENS, Settings
+from kvfuse.volume.views.gates import TOKEN_SIZE_MAX, TOKEN_SIZE_MIN, is_token, make_lock
 
 NAMESPACE = b"user.kvfuse.namespace"
 REFUSED = NAMESPACE + b".refused"
@@ -56,7 +55,7 @@ class NamespaceAttributes:
             return None
         if name == NAMESPACE:
             return settings_text(settings).encode()
-        return _text(getattr(settings, SINGLE[name])).encode() if name in SINGLE else None
+        return _text(settings.shown[SINGLE[name]]).encode() if name in SINGLE else None
 
     def names(self, node: Node) -> list[bytes]:
         """What a list shows: of the root only if it was set."""
@@ -78,9 +77,9 @@ class NamespaceAttributes:
                 self.keeper.advance(node, _decoded(value), caller)
             elif name == NAMESPACE:
                 change = self.keeper.create if number_of(node) is None else self.keeper.change
-                await change(node, parse_settings(value), caller)
+                await change(node, _with_lock(parse_settings(value)), caller)
             elif name in SINGLE:
-                await self.keeper.change(node, {SINGLE[name]: _decoded(value)}, caller)
+                await self.keeper.change(node, _with_lock({SINGLE[name]: _decoded(value)}), caller)
             else:
                 known = ", ".join(SINGLE.values())
                 raise errors.InvalidArgument(f"no setting of a namespace is called {name!r}; it has {known}")
@@ -107,7 +106,7 @@ class NamespaceAttributes:
 
 def settings_text(settings: Settings) -> str:
     """All settings, as `parse_settings` reads them."""
-    return " ".join(f"{name}={_text(value)}" for name, value in msgspec.structs.asdict(settings).items())
+    return " ".join(f"{name}={_text(value)}" for name, value in settings.shown.items())
 
 
 def parse_settings(value: bytes) -> dict[str, str]:
@@ -116,9 +115,25 @@ def parse_settings(value: bytes) -> dict[str, str]:
     for word in _decoded(value).split():
         name, equals, text = word.partition("=")
         if not equals:
-            raise errors.InvalidArgument(f"settings are written NAME=VALUE, with spaces between them; not {word!r}")
+            shown = repr(word) if b"token=" not in value else "a token with spaces"
+            raise errors.InvalidArgument(f"settings are written NAME=VALUE, with spaces between them; not {shown}")
         changes[name] = text
     return changes
+
+
+def _with_lock(changes: dict[str, str]) -> dict[str, str]:
+    """The changes with the lock of the token, which nobody keeps, in its place. InvalidArgument, without the token."""
+    token = changes.get("token", "")
+    if token in SHOWN_TOKENS:
+        others = {name: value for name, value in changes.items() if name != "token"}
+        return others if token == SHOWN_TOKENS[True] else {**others, "token": ""}
+    if not token:
+        return changes
+    if not is_token(token):
+        raise errors.InvalidArgument(
+            f"a token is {TOKEN_SIZE_MIN} to {TOKEN_SIZE_MAX} printable characters of ASCII without spaces; '': none"
+        )
+    return {**changes, "token": make_lock(token)}
 
 
 def _text(value: Any) -> str:

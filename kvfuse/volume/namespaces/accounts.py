@@ -19,6 +19,7 @@ from kvfuse.slab.allocator import Slot
 from kvfuse.volume.namespaces.settings import ROOT, Settings
 from kvfuse.volume.store import schema
 from kvfuse.volume.store.schema import Counts
+from kvfuse.volume.views.limiter import Limiter
 
 NOTHING = Counts(0, 0)
 
@@ -71,6 +72,8 @@ class Accounts:
         self._root = Settings()
         self.root_blocks = 0
         """files that the root may have; 0: any number"""
+        self.limiters: dict[int, Limiter] = {}
+        """of those namespaces that have limits a second"""
         self._stored: dict[int, Counts] = {}
         """number -> its own use, as this client's record says"""
 

@@ -12,6 +12,7 @@ import trio
 from kvfuse.volume.namespaces.accounts import Accounts
 from kvfuse.volume.namespaces.cache import Cache, forget_slabs
 from kvfuse.volume.namespaces.settings import ROOT, Settings
+from kvfuse.volume.views.gates import Gates
 from kvfuse.volume.views.limiter import Limiter
 from kvfuse.volume.views.measures import Measures
 from kvfuse.volume.views.news import News
@@ -55,6 +56,7 @@ class Namespaces:
         """number -> books of those that are caches: what hot paths look at"""
         self.measures: defaultdict[int, Measures] = defaultdict(Measures)
         """number -> what is measured of it"""
+        self.gates = Gates()
         self.news = News()
         self.uses = Uses()
         self.elsewhere = UsesElsewhere()
@@ -68,7 +70,6 @@ class Namespaces:
         """slabs with files that came from another host: the caches' books do not have their blocks yet"""
         self.accounts = Accounts()
         self._counts = counts
-        self._limiters: dict[int, Limiter] = {}
         for number, found in {ROOT: Settings(), **settings}.items():
             self.put(number, found, (above or {}).get(number, ROOT))
 
@@ -83,6 +84,7 @@ class Namespaces:
         if settings.is_cache and cache is None:
             cache = Cache(settings, self._clock, self.news, number, self.elsewhere)
         found = self.all[number] = Namespace(number, settings, stored, cache)
+        self.gates.put(number, above, settings.token)
         self.caches.pop(number, None)
         if cache is not None:
             self.caches[number] = cache
@@ -96,13 +98,13 @@ class Namespaces:
 
     def _limit(self, number: int, limits: tuple[float, float, float]) -> None:
         """Let these hold at once."""
-        former = self._limiters.get(number)
+        former = self.accounts.limiters.get(number)
         if former is None and not any(limits[:2]):
             return
         if former is None or former.settings != limits:
-            self._limiters.pop(number, None)
+            self.accounts.limiters.pop(number, None)
             if any(limits[:2]):
-                self._limiters[number] = Limiter(*limits)
+                self.accounts.limiters[number] = Limiter(*limits)
             self.share_limits()
         if former is not None and former.settings != limits:
             former.is_void.set()
@@ -111,7 +113,7 @@ class Namespaces:
         """Tell all measures which limits hold."""
         for number in self.all:
             numbers = [*self.accounts.chain(number), ROOT] if number != ROOT else [ROOT]
-            found = tuple([self._limiters[one] for one in numbers if one in self._limiters])
+            found = tuple([self.accounts.limiters[one] for one in numbers if one in self.accounts.limiters])
             if found or number in self.measures:
                 self.measures[number].limiters = found
 
@@ -157,7 +159,8 @@ class Namespaces:
         self.cleared.pop(number, None)
         self.caches.pop(number, None)
         self.measures.pop(number, None)
-        self._limiters.pop(number, None)
+        self.accounts.limiters.pop(number, None)
+        self.gates.remove(number)
         self.accounts.remove(number)
 
 

@@ -17,7 +17,10 @@ from msgspec import Meta
 from kvfuse.errors import InvalidArgument
 from kvfuse.policy import ADMISSIONS, DEFAULT_ADMISSION, DEFAULT_POLICY, POLICIES
 from kvfuse.sizes import parse_size
+from kvfuse.volume.views.gates import is_lock
 
+SHOWN_TOKENS = "none", "set"
+"""what is shown of a token: there is none, or there is one, which is not told"""
 ROOT = 0
 """the number of the root's namespace"""
 
@@ -57,6 +60,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, fo
     """tokens a second that an engine computes; 0: look-ups do not compare"""
     token_size: Size = 0
     """bytes of blocks that one token has"""
+    token: str = ""
+    """lock of the token without which only those use it whom the folder's mode lets in (`gates`); "": it has none"""
 
     @property
     def is_cache(self) -> bool:
@@ -66,6 +71,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, fo
     def recompute_rate(self) -> int:
         """Bytes of blocks that an engine computes in a second; 0: that is not known."""
         return self.recompute_speed * self.token_size
+
+    @property
+    def shown(self) -> dict[str, Any]:
+        """What anybody may see, by name: not the lock."""
+        return {**msgspec.structs.asdict(self), "token": SHOWN_TOKENS[self.token != ""]}
 
     def changed(self, changes: Mapping[str, Any]) -> Settings:
         """These settings with ``changes``, whose values may be text. InvalidArgument says what is allowed."""
@@ -111,6 +121,10 @@ def _convert(name: str, value: Any) -> Any:
     if (words := _WORDS.get(name)) is not None:
         if value not in words:
             raise InvalidArgument(f"{name} is one of {', '.join(words)}, not {value!r}")
+        return value
+    if name == "token":
+        if not isinstance(value, str) or (value and not is_lock(value)):
+            raise InvalidArgument("token is no lock of one")
         return value
     try:
         plain = parse_size(value) if name in _SIZES and isinstance(value, str) else value

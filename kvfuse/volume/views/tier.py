@@ -135,11 +135,11 @@ class SharedTier:
             for ino in list(self.kept):
                 self._forget(ino)
 
-    def retire(self, directory: int) -> None:
-        """Nothing is added to the arenas of a directory any more: others may use it than until now."""
+    def retire(self, directory: int | None) -> None:
+        """Nothing is added to the arenas of a directory (None: of all) any more: others may use it than until now."""
         with self._lock:
             for key, kind in list(self._kinds.items()):
-                if kind.read_class.directory == directory:
+                if directory in (None, kind.read_class.directory):
                     kind.retired = True
                     del self._kinds[key]
                     for ino in list(kind.kept):

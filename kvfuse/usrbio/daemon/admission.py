@@ -1,0 +1,78 @@
+"""Which namespaces a client may use: those without a token, those whose folder lets it in, those whose token it showed.
+
+A client shows tokens once for its connection, and never says whose they are. So it learns of a namespace that it may
+not use only what it learns of a folder that was removed: ESTALE when it registers something of it. A handle that it
+has from before (the namespace was given another token, or its folder another owner) finds nothing. Then names
+that nobody can guess are looked up in place of those asked for, in the same way: so the answer, and the time that it
+takes, do not depend on which names are there.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from dataclasses import dataclass, field
+
+from kvfuse import errors
+from kvfuse.usrbio.daemon.peer import Peer
+from kvfuse.usrbio.daemon.registry import UNCHECKED, Namespace
+from kvfuse.volume.api import Attributes, Binding, RingApi
+from kvfuse.volume.views.gates import ENDED, Gate, fits, is_token
+
+TOKENS_MAX = 16
+"""of one connection"""
+_UNKNOWN = os.urandom(16).hex().encode()
+_numbers = itertools.count()
+
+
+@dataclass
+class Admission:
+    """Of one connection. Event loop only."""
+
+    volume: RingApi
+    peer: Peer
+    _tokens: list[str] = field(default_factory=list)
+
+    def show(self, token: str) -> None:
+        """The client has this token. InvalidArgument: it is none, or one too many."""
+        if not is_token(token):
+            raise errors.InvalidArgument("this is no token of a namespace")
+        if len(self._tokens) >= TOKENS_MAX:
+            raise errors.InvalidArgument(f"a connection shows at most {TOKENS_MAX} tokens")
+        self._tokens.append(token)
+
+    async def check(self, ino: int) -> bool:
+        """Whether the client has shown the token for an inode's namespace. Stale: it needs one, and has not."""
+        gate = await self.volume.inodes.gate(ino)
+        if gate is None:
+            return False
+        has_token = self._has_token(gate)
+        if not has_token and not await self._is_let_in(gate):
+            raise errors.Stale(f"inode {ino} was removed")
+        return has_token
+
+    async def refresh(self, namespace: Namespace) -> None:
+        """Find out anew whether the client may use a registered directory. As of `Namespace.epoch` from here on."""
+        gates = self.volume.gates
+        epoch = gates.epoch
+        try:
+            namespace.has_token = await self.check(namespace.ino)
+            namespace.is_absent = False
+        except errors.Stale:
+            namespace.has_token, namespace.is_absent = False, True
+        namespace.gates, namespace.epoch = gates, epoch if epoch != ENDED else UNCHECKED
+
+    def may(self, namespace: Namespace, inode: Attributes | Binding, wanted: int) -> bool:
+        """`Peer.may`, of an inode in a namespace; who has shown its token may all."""
+        return namespace.has_token or self.peer.may(inode, wanted)
+
+    def _has_token(self, gate: Gate) -> bool:
+        return True in [fits(gate.lock, token) for token in self._tokens]  # in the same time, whichever it is
+
+    async def _is_let_in(self, gate: Gate) -> bool:
+        return self.peer.may(await self.volume.inodes.attributes(gate.folder), 1)
+
+
+def blind(count: int) -> list[bytes]:
+    """New names, of files that are not there."""
+    return [_UNKNOWN + b"%d" % next(_numbers) for _ in range(count)]
