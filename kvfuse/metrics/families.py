@@ -118,7 +118,17 @@ def _volume(stats: Stats, space: Stats) -> Iterator[Metric]:
     yield _gauge("kvfuse_tier_bytes", "The shared-memory tier.", ("kind",), rows)
     rows = [(("hit",), tier["hits"]), (("miss",), tier["misses"]), (("eviction",), tier["evictions"])]
     yield _counter("kvfuse_tier_events", "Look-ups in the shared-memory tier, and its evictions.", ("event",), rows)
+    yield from _reports(stats.get("reports") or Counter())
     yield from _disk_tier(stats.get("disk") or Counter())
+
+
+def _reports(reports: Stats) -> Iterator[Metric]:
+    """Zeros where one host has the volume."""
+    rows: Rows = [((event,), reports[event]) for event in ("sent", "heard", "asked")]
+    text = "Reports between hosts of used blocks, and of room that a host lacks."
+    yield _counter("kvfuse_use_reports", text, ("event",), rows)
+    rows = [((event,), reports[f"{event}_keys"]) for event in ("sent", "heard", "own", "dropped")]
+    yield _counter("kvfuse_use_report_keys", "Blocks in these reports.", ("event",), rows)
 
 
 def _disk_tier(disk: Stats) -> Iterator[Metric]:

@@ -178,6 +178,7 @@ class Parts:
         shared = SharedEviction(core, journal, self.names, refresher.news)
         evictor = Evictor(core, journal, lookups, self.names, refresher.news, shared)
         self.space.evictors.append(evictor)
+        sources.insert(0, evictor.hasten)
         view, committer = leases.view, journal.committer
         core.metadata.share_out(
             lambda: view.counts_beside(core.client).add(Counts(0, committer.size)).size, view.members
@@ -211,6 +212,8 @@ class Parts:
         """Everything is stored: leave nothing that others would have to see to, and end."""
         if self.leases is None:
             return
+        for evictor in self.space.evictors:
+            await evictor.stop()  # what it removes changes counts that are handed over now
         await self.leases.close()
         await self.life.end()
         try:

@@ -78,6 +78,7 @@ class _Group:
         if sequence is not None:
             self.changes.puts[sequence.key] = sequence.value
             self.changes.expect[sequence.key] = sequence.version
+        self._counts_key = sequence.counts_key if sequence is not None else None
         self._limits = limits
         self._bytes = RESERVED_BYTES
 
@@ -92,8 +93,11 @@ class _Group:
             fits = count + RESERVED_OPERATIONS <= self._limits.commit_operations_max
             fits = fits and self._size() + transaction.byte_count <= self._limits.commit_bytes_max
         touched = written | transaction.expect.keys()
+        counts = self._counts_key
         if (
             not fits
+            or (counts in written and bool(self.files or self.size))  # they are handed over, as they are stored
+            or (counts in changes.deletes and bool(transaction.files or transaction.size))
             or not written.isdisjoint(changes.expect)
             or not changes.deletes.isdisjoint(touched)
             or not changes.puts.keys().isdisjoint(touched)

@@ -175,7 +175,7 @@ class SlabLeases:
         async with self._turn:
             await self._adopt()
             await self.supply.take_ahead()
-            await self.supply.take_full(self.heir)
+            await self.supply.take_used(self.heir)
             await self.held.ripen()
             await self.supply.return_idle()
             if self.freed.is_behind:

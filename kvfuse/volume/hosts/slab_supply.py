@@ -2,8 +2,8 @@
 
 What stays free goes back. Where others may want it all of that does, and partly used slabs as well (`Shares`).
 
-Slabs of nobody that are full would be of no use to anybody, unless they are full of a cache's blocks: who has caches
-takes them, so that somebody evicts what is in them.
+Slabs of nobody that are in use may be full of a cache's blocks: who has caches takes them, so that somebody evicts what
+is in them.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ GIVEN_SECONDS = 15.0
 """So long, and a grace, a slab that was given back full is left to those who asked for room."""
 GIVEN_MAX = 16
 """of them are taken at once"""
-FULL_SECONDS = 2.0
-"""between two looks for full slabs"""
+USED_SECONDS = 2.0
+"""between two looks for slabs of nobody that are in use"""
 
 
 @dataclass
@@ -63,9 +63,9 @@ class SlabSupply:
         self._idle: set[int] = set()
         """slabs that were free at that look"""
         self._looked = trio.current_time()
-        self._full: set[int] = set()
-        """slabs of nobody that were full at the last look for such"""
-        self._looked_full = -FULL_SECONDS
+        self._used: set[int] = set()
+        """slabs of nobody that were in use at the last look for such"""
+        self._looked_used = -USED_SECONDS
         self._random = random.Random(self.core.client)
 
     @property
@@ -119,18 +119,20 @@ class SlabSupply:
         free = {slab: self.view.slots_free(slab) * self.view.use(slab).slot_size for slab in self.view.unheld()}
         return sorted(filter(free.__getitem__, free), key=free.__getitem__, reverse=True)[:PARTIAL_MAX]
 
-    async def take_full(self, heir: Callable[[int], int]) -> None:
-        """Take full slabs of nobody, where there are caches: first ``heir`` of each does, after a while all do."""
+    async def take_used(self, heir: Callable[[int], int]) -> None:
+        """Take slabs of nobody that are in use, where there are caches: first ``heir`` of each does, later all do."""
         now = trio.current_time()
-        if not self.core.caches or now < self._looked_full + FULL_SECONDS:
+        if not self.core.caches or now < self._looked_used + USED_SECONDS:
             return
-        self._looked_full = now
+        self._looked_used = now
         rest, given = GIVEN_SECONDS + self.core.grace.seconds, self.view.given
-        full = {
-            slab for slab in self.view.unheld() if self.view.is_full(slab) and now > given.get(slab, -math.inf) + rest
+        used = {
+            slab
+            for slab in self.view.unheld()
+            if self.view.use(slab).slots_used and now > given.get(slab, -math.inf) + rest
         }
-        wanted = [slab for slab in sorted(full) if slab in self._full or heir(slab) == self.core.client]
-        self._full = full.difference(wanted)
+        wanted = [slab for slab in sorted(used) if slab in self._used or heir(slab) == self.core.client]
+        self._used = used.difference(wanted)
         await self.held.take(wanted)
 
     async def return_idle(self) -> None:

@@ -100,11 +100,6 @@ class SlabView:
         slot_count = self.geometry.slots_per_slab(use.slot_size) if use.slot_size else 0
         return slot_count - use.slots_used + max(min(self.freed[slab], use.slots_used), 0)
 
-    def is_full(self, slab: int) -> bool:
-        """Each of its slots is durable."""
-        use = self.use(slab)
-        return use.slots_used > 0 and self.slots_free(slab) == 0
-
     def freed_bytes(self, slab: int) -> int:
         """Of slots in use that are free as soon as whoever holds the slab, or takes it, sees to it."""
         use = self.use(slab)

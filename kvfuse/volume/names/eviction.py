@@ -78,9 +78,22 @@ class Evictor:
         size = self.core.geometry.data_size
         self._batch_size = min(max(size >> 9, BATCH_SIZE_MIN), BATCH_SIZE_MAX, max(size >> 4, 1))
         self._ahead = Ahead(self.core, self._batch_size)
+        self._running = trio.CancelScope()
+        self._is_over = False
+
+    async def stop(self) -> None:
+        """Evict nothing any more: this client leaves. Returns when no eviction is under way."""
+        self._is_over = True
+        self._running.cancel()
+        async with self._lock:
+            pass
 
     async def run(self) -> None:
-        """Follow uses, and keep below the water marks, until cancelled."""
+        """Follow uses, and keep below the water marks, until cancelled or `stop`."""
+        with self._running:
+            await self._follow()
+
+    async def _follow(self) -> None:
         namespaces = self.core.namespaces
         while True:
             with trio.move_on_after(LOOK_SECONDS if self.core.caches or namespaces.cleared else math.inf):
@@ -153,13 +166,18 @@ class Evictor:
             with trio.move_on_after(SWEEP_SECONDS):
                 await self.core.namespaces.swept.wait()
             return True
-        if not self.core.caches:
+        if not self.core.caches or self._is_over:
             return False
-        if self.shared is not None and namespace is None:
-            self._ahead.waited()
-            if self.shared.coming_size >= self._ahead.size:
-                return False
+        if self.shared is not None and namespace is None and self.shared.coming_size >= self._ahead.size:
+            return False
         return await self._evict_some(self._portion(namespace), namespace)
+
+    async def hasten(self, deadline: float, namespace: int | None) -> bool:
+        """A `Source` without room of its own: a call found none, so evict further ahead of need."""
+        if self.core.caches and namespace is None:
+            self._ahead.waited()
+            self.core.namespaces.changed.set()
+        return False
 
     def _portion(self, namespace: int | None) -> int:
         """Bytes to evict at once: where a quota is used up, down to the low water mark, as ahead of need."""
@@ -188,7 +206,7 @@ class Evictor:
     async def empty_slabs(self, slabs: Collection[int]) -> None:
         """Evict all blocks that begin in these slabs, but for those that are to be kept. EngineError."""
         async with self._lock:
-            for cache in list(self.core.caches.values()):
+            for cache in list(self.core.caches.values()) if not self._is_over else ():
                 if candidates := cache.in_slabs(slabs):
                     await self._evict(cache, candidates, "room")
 

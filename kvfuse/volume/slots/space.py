@@ -47,7 +47,10 @@ class Evictor(Protocol):
         """A `Source`."""
 
     async def run(self) -> None:
-        """Keep some room free, until cancelled."""
+        """Keep some room free, until cancelled or `stop`."""
+
+    async def stop(self) -> None:
+        """Give up nothing any more. Returns when nothing is under way."""
 
 
 @dataclass

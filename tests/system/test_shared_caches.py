@@ -1,0 +1,127 @@
+"""Two hosts with one cache on real servers: they fill it again and again, and each hears of what the other evicts."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from filling import KIB, MIB, block_bytes, free_bytes, total_bytes
+from mounting import KvfuseMount, shared_conf, wait_until
+
+from kvfuse.cluster.etcd import EtcdServers
+from kvfuse.usrbio.client import BlockStore
+
+pytestmark = pytest.mark.root
+
+CAPACITY = 128 * MIB
+WORDS = (
+    f"volume.capacity={CAPACITY}",
+    "volume.segment_size=64MiB",
+    "records.deadline=1.5",  # a freed slot rests for twice that
+    "namespace.kind=cache",
+    "namespace.eviction=lru",
+    "namespace.admission=all",
+)
+BLOCK = 256 * KIB
+Mounts = tuple[KvfuseMount, KvfuseMount]
+
+
+@pytest.fixture(params=["file", "rados"])
+def mounts(request: pytest.FixtureRequest, etcd: EtcdServers) -> Iterator[Mounts]:
+    """A cache as two hosts have it mounted. At the end both are unmounted, and it must be clean."""
+    ceph = request.getfixturevalue("ceph") if request.param == "rados" else None
+    with tempfile.TemporaryDirectory(prefix="kvfuse-caches-") as base:
+        conf = shared_conf(Path(base), etcd, ceph)
+        made = []
+        try:
+            for name in ("one", "two"):
+                (Path(base) / name).mkdir()
+                mount = KvfuseMount(Path(base) / name, WORDS, source=conf)
+                made.append(mount)
+                mount.mount()
+            yield made[0], made[1]
+            for mount in made:
+                if mount.is_mounted:
+                    mount.check_unexpected_errors()
+                    mount.unmount()
+            made[0].fsck(verify=True)
+        finally:
+            for mount in made:
+                mount.remove()
+
+
+on_files = pytest.mark.parametrize("mounts", ["file"], indirect=True)
+
+
+def store(mount: KvfuseMount, prefix: str, count: int) -> list[str]:
+    """Store blocks as engines do, under another name first."""
+    names = [f"{prefix}-{number}" for number in range(count)]
+    for name in names:
+        path = mount.point / name
+        temporary = path.with_name(f"{name}.tmp")
+        temporary.write_bytes(block_bytes(path, BLOCK))
+        temporary.rename(path)
+    return names
+
+
+def present(mount: KvfuseMount, names: list[str]) -> list[str]:
+    """Those that are there, with the right bytes."""
+    found = []
+    for name in names:
+        try:
+            data = (mount.point / name).read_bytes()
+        except FileNotFoundError:
+            continue
+        assert data == block_bytes(mount.point / name, BLOCK), name
+        found.append(name)
+    return found
+
+
+def statistics(mount: KvfuseMount) -> dict[str, int]:
+    found: dict[str, int] = json.loads((mount.point / ".kvfuse" / "stats").read_text())["namespaces"][0]["cache"]
+    return found
+
+
+def test_two_hosts_store_three_times_what_fits(mounts: Mounts) -> None:
+    count = 3 * CAPACITY // BLOCK // 2
+    is_over = threading.Event()
+
+    def watch(mount: KvfuseMount) -> None:
+        while not is_over.wait(0.01):
+            assert 0 <= free_bytes(mount) <= total_bytes(mount) <= CAPACITY
+
+    with ThreadPoolExecutor(4) as pool:
+        watching = [pool.submit(watch, mount) for mount in mounts]
+        storing = [pool.submit(store, mount, f"block-{number}", count) for number, mount in enumerate(mounts)]
+        stored = [task.result() for task in storing]
+        is_over.set()
+        for task in watching:
+            task.result()
+    for names, mount, other in zip(stored, mounts, reversed(mounts), strict=True):
+        assert names[-1] in present(other, names[-5:])
+        found = present(mount, names)
+        assert 0 < len(found) < len(names)
+        assert statistics(mount)["room"] > 0
+
+
+@on_files
+def test_what_one_evicts_is_a_miss_for_the_other_at_once(mounts: Mounts) -> None:
+    """Also where its kernel has name and bytes, and where a ring's thread has found the block before."""
+    one, two = mounts
+    count = CAPACITY // BLOCK
+    first, bound, opened = store(one, "first", 3)
+    assert present(two, [first]) == [first]
+    with BlockStore(two.point, two.point) as blocks, (two.point / opened).open("rb") as file:
+        for _ in range(3):
+            assert blocks.get(bound) == block_bytes(two.point / bound, BLOCK)
+        store(one, "more", 2 * count)
+        wait_until(lambda: not any((one.point / name).exists() for name in (first, bound, opened)), "the eviction")
+        for name in (first, bound, opened):
+            assert not (two.point / name).exists()
+        assert blocks.get(bound) is None
+        assert file.read() == block_bytes(two.point / opened, BLOCK)
