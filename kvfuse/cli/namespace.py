@@ -40,6 +40,7 @@ MEANINGS = {
     "iops": "reads and writes a second, likewise",
     "burst": "bytes that may be ahead of bandwidth",
     "soft_pin": "its files go only where other caches have no more to give",
+    "tiers": "where hosts may keep copies of its blocks: all, dram, disk; or remote: nowhere",
     "recompute_speed": "tokens a second that an engine computes: what it computes sooner than it reads is a miss",
     "token_size": "bytes that one token has in blocks",
     "token": "the secret that clients of other users show: 'generate', '@FILE', or 16 characters or more; '': none",

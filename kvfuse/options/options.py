@@ -232,6 +232,8 @@ class NamespaceOptions(_Section, frozen=True):
     """bytes that may be ahead of it; 0: a twentieth of a second's"""
     soft_pin: bool | None = None
     """its blocks go after those of other caches"""
+    tiers: Literal["all", "dram", "disk", "remote"] | None = None
+    """tiers of a host that may get copies of its blocks"""
     recompute_speed: TokenRate | None = None
     """tokens a second that an engine computes; 0: look-ups do not compare"""
     token_size: TierBytes | None = None

@@ -196,7 +196,8 @@ class Fetcher:
             await self._read(extent, start, target)
             is_whole = window.is_intact(index)
             if is_whole and stretch.checksums == window.checksums:
-                disk.offer(stretch, target, trio.current_time() - began)
+                wanted = self.core.namespaces.may_keep(window.node.namespace, "disk")
+                disk.offer(stretch, target, trio.current_time() - began, wanted=wanted)
             return is_whole
         target[:] = data
         return True

@@ -70,7 +70,8 @@ class SharedExtents(Extents):
             if data is None:
                 return None
             if extent.checksums == stretch.checksums:
-                disk.offer(stretch, data, trio.current_time() - began)
+                wanted = self.core.namespaces.may_keep(node.namespace, "disk")
+                disk.offer(stretch, data, trio.current_time() - began, wanted=wanted)
         return data[start - low : start - low + length]
 
     async def do_all(self, reads: Reads) -> None:

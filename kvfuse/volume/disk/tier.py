@@ -144,11 +144,15 @@ class DiskTier:
         """The disk answers, as far as that is known."""
         return self._nursery is not None and self._late_count < LATE_MAX and self._under_way < READS_MAX
 
-    def offer(self, stretch: Stretch, data: memoryview, seconds: float) -> None:
-        """The engine gave these bytes, in so many seconds; they match the checksums, and do not change any more."""
+    def offer(self, stretch: Stretch, data: memoryview, seconds: float, *, wanted: bool = True) -> None:
+        """The engine gave these bytes, in so many seconds; they match the checksums, and do not change any more.
+
+        Not ``wanted``: they are not to be kept.
+        """
         self.counters.engine_bytes += len(data)
         self.counters.engine_seconds += seconds
-        self.keep(stretch, data)
+        if wanted:
+            self.keep(stretch, data)
 
     def keep(self, stretch: Stretch, data: memoryview) -> None:
         """Keep these bytes, which do not change any more, where they are worth it. Waits for nothing."""

@@ -205,6 +205,8 @@ class Blocks:
             return True
         if not node.size or node.own_record or not _is_quiet(node):
             return False
+        if not self.core.namespaces.may_keep(node.namespace, "dram"):
+            return False
         block = self.core.tier.allocate(node.size, _read_class(node))
         if block is None:
             return False
@@ -235,7 +237,9 @@ class Blocks:
         self._stage(node, content, slots)
         if cache is not None:
             self.core.stored_in_cache(node)
-        if isinstance(data, TierBlock) and data.read_class == _read_class(node):
+        namespace = self.core.namespaces.all.get(node.namespace)
+        is_wanted = namespace is None or namespace.settings.tiers in ("all", "dram")
+        if is_wanted and isinstance(data, TierBlock) and data.read_class == _read_class(node):
             self.core.tier.keep(node.ino, data)
         self.counters.puts += 1
         self.counters.put_bytes += len(content)

@@ -117,6 +117,11 @@ class Namespaces:
             if found or number in self.measures:
                 self.measures[number].limiters = found
 
+    def may_keep(self, number: int, tier: str) -> bool:
+        """A tier of this host, "dram" or "disk", may get copies of the blocks of a namespace."""
+        found = self.all.get(number)
+        return found is None or found.settings.tiers in ("all", tier)
+
     def clear(self, number: int, bound: int) -> None:
         """All files of a cache with inode numbers below ``bound`` are gone from here on."""
         self.cleared[number] = bound

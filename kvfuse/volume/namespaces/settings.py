@@ -25,6 +25,7 @@ ROOT = 0
 """the number of the root's namespace"""
 
 Kind = Literal["files", "cache"]
+Tiers = Literal["all", "dram", "disk", "remote"]
 Size = Annotated[int, Meta(ge=0, le=1 << 62)]
 Seconds = Annotated[float, Meta(ge=0, le=1e9)]
 Share = Annotated[float, Meta(gt=0, le=1)]
@@ -56,6 +57,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, fo
     """bytes that may be ahead of ``bandwidth``; 0: what it allows in a twentieth of a second"""
     soft_pin: bool = False
     """blocks of the caches without it go first, where room of the volume or of a namespace above is wanted"""
+    tiers: Tiers = "all"
+    """tiers of a host that may get copies of its blocks: both, one of them, or none (remote)"""
     recompute_speed: Size = 0
     """tokens a second that an engine computes; 0: look-ups do not compare"""
     token_size: Size = 0
@@ -93,6 +96,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, fo
 _TYPES = {field.name: field.type for field in msgspec.structs.fields(Settings)}
 _WORDS: dict[str, tuple[str, ...]] = {
     "kind": get_args(Kind),
+    "tiers": get_args(Tiers),
     "eviction": tuple(POLICIES),
     "admission": tuple(ADMISSIONS),
 }

@@ -378,8 +378,9 @@ class Flusher:
         node.born.extend(item.extents)
         if item.chunk_index == 0:
             node.described = item.identity
-        if self.core.disk is not None and self.core.disk.keeps_stores:
-            self._keep_copies(self.core.disk, item)
+        disk = self.core.disk
+        if disk is not None and disk.keeps_stores and self.core.namespaces.may_keep(node.namespace, "disk"):
+            self._keep_copies(disk, item)
 
     def _keep_copies(self, disk: DiskTier, item: _Item) -> None:
         """Have the disk tier keep what was stored. A bytearray may change: of that, a copy."""

@@ -24,6 +24,7 @@ from kvfuse.volume.disk import tier as tier_module
 from kvfuse.volume.disk.copies import Stretch
 from kvfuse.volume.disk.folder import opened_folder
 from kvfuse.volume.disk.tier import DiskTier
+from kvfuse.volume.namespaces.settings import ROOT, Settings
 from kvfuse.volume.views.speeds import Speed
 from kvfuse.volume.volume import Volume
 
@@ -144,6 +145,21 @@ async def test_what_is_read_before_all_copies_were_found_is_kept_too(tmp_path: P
             for stretch, data in list(zip(stretches, contents, strict=True))[:known]:
                 assert await tier.read(stretch) == data
             tier.stop()
+
+
+@pytest.mark.parametrize("keep", ["reads", "all"])
+async def test_a_namespace_says_whether_its_blocks_are_kept(tmp_path: Path, rng: random.Random, keep: str) -> None:
+    options = tier_options(tmp_path / "tier", keep=keep)
+    disk = Disk.format(options, shared=True)
+    stored = blocks(rng)
+    async with with_tier(disk, options) as volume:
+        namespaces = volume.parts.core.namespaces
+        for tiers, expected in (("dram", 0), ("remote", 0), ("disk", sum(SIZES)), ("all", sum(SIZES))):
+            namespaces.put(ROOT, Settings(tiers=tiers))
+            await store_and_read(volume, {name + tiers.encode(): data for name, data in stored.items()})
+            found = tier_of(volume).statistics()
+            assert found["kept_bytes"] == expected * (2 if tiers == "all" else 1), tiers
+        assert found["engine_bytes"] > 0
 
 
 # -- bytes that are wrong ------------------------------------------------------------------------------

@@ -22,10 +22,11 @@ from block_calls import (
 )
 from volume_lab import CALLER, MIB, Chaos, Disk, check, lab_options, opened
 
-from kvfuse.errors import EngineError
+from kvfuse.errors import EngineError, InvalidArgument
 from kvfuse.options.config import Options
 from kvfuse.volume.api import ROOT_INODE, Changes
 from kvfuse.volume.inodes.node import Node
+from kvfuse.volume.names.namespace_attributes import NAMESPACE
 from kvfuse.volume.views.tier import ReadClass
 from kvfuse.volume.volume import Volume
 
@@ -116,6 +117,26 @@ async def test_prefetch_loads_what_it_can(disk: Disk, options: Options) -> None:
             assert block is not None
             assert bytes(block.buffer) == name * 1000
             assert block.read_class == READERS
+
+
+async def test_a_namespace_says_whether_its_blocks_are_copied(disk: Disk, options: Options) -> None:
+    async with opened(disk, options) as volume:
+        tier, content = volume.parts.core.tier, bytes(5000)
+        for number, (setting, expected) in enumerate(
+            [(b"tiers=disk", False), (b"tiers=dram", True), (b"tiers=remote", False), (b"tiers=all", True)]
+        ):
+            await volume.inodes.set_xattr(ROOT_INODE, NAMESPACE, setting)
+            fetched, given = b"fetched %d" % number, b"given %d" % number
+            await put(volume, fetched, content)
+            assert await volume.blocks.prefetch(ROOT_INODE, [fetched]) == [expected]
+            block = tier.allocate(len(content), ReadClass(ROOT_INODE, CALLER.uid, CALLER.gid, 0o444))
+            assert block is not None
+            block.buffer.data[:] = content
+            await volume.blocks.put(ROOT_INODE, given, block, CALLER, 0o644)
+            for name in (fetched, given):
+                assert (tier.find((await bound(volume, name)).ino) is not None) == expected, setting
+        with pytest.raises(InvalidArgument, match="tiers is one of all, dram, disk, remote"):
+            await volume.inodes.set_xattr(ROOT_INODE, NAMESPACE, b"tiers=tape")
 
 
 async def test_prefetch_verifies(options: Options) -> None:
