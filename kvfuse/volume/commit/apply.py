@@ -129,7 +129,8 @@ class BatchBuilder:
             change.sent = True
             del pending.names[change]
         for key in draft.vanished:
-            del pending.vanishing[key]
+            _, slots = pending.vanishing.pop(key)
+            pending.vanishing_size -= sum([size for _, size, _ in slots])
         for node in draft.nodes:
             node.changed = bool(node.staged_count and node.nlink)
             if not node.changed:

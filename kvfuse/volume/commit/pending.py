@@ -127,6 +127,8 @@ class Pending:
         """inode without names whose slots or records are to be freed -> serial number of the removal"""
         self.vanishing: dict[bytes, Vanishing] = {}
         """key of a name's record -> the file that goes with it"""
+        self.vanishing_size = 0
+        """bytes of the slots of these"""
         self.times: dict[Node, None] = {}
         """directories with changed times"""
         self.ties = Ties()
@@ -178,6 +180,7 @@ class Pending:
         """
         self.dentries.vanish(place)
         self.vanishing[key] = namespace, slots
+        self.vanishing_size += sum([size for _, size, _ in slots])
         self.core.file_count -= 1
 
     def set_name(

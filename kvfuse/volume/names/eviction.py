@@ -16,8 +16,8 @@ import logging
 import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from functools import partial
 from stat import S_ISREG
+from typing import Protocol
 
 import trio
 
@@ -57,6 +57,16 @@ _TAKES_UNLINK = schema.FLAG_XATTRS | schema.FLAG_CHUNK_RECORDS
 """of inodes that have other records, too"""
 
 
+class WaterMarks(Protocol):
+    """Shares of a capacity between which evictions begin and end."""
+
+    @property
+    def low_water(self) -> float: ...
+
+    @property
+    def high_water(self) -> float: ...
+
+
 @dataclass
 class Evictor:
     """Evicts files of all caches of a volume. Each membership has one. Event loop only."""
@@ -76,7 +86,8 @@ class Evictor:
         self._steps = 0
         """of evictions that removed something"""
         size = self.core.geometry.data_size
-        self._batch_size = min(max(size >> 9, BATCH_SIZE_MIN), BATCH_SIZE_MAX, max(size >> 4, 1))
+        shift = 6 if self.shared is None else 9
+        self._batch_size = min(max(size >> shift, BATCH_SIZE_MIN), BATCH_SIZE_MAX, max(size >> 4, 1))
         self._ahead = Ahead(self.core, self._batch_size)
         self._running = trio.CancelScope()
         self._is_over = False
@@ -118,22 +129,24 @@ class Evictor:
         self._take_uses()
         await self._remove_expired()
         for account in list(self.core.namespaces.accounts.all.values()):
-            settings = account.settings
-            if account.excess(settings.high_water) > 0:
-                await self._evict_until(partial(account.excess, settings.low_water), account.number)
-        await self._bound_root()
-        if self._excess(self.core.namespaces.high_water) > 0:
-            await self._evict_until(lambda: self._excess(self.core.namespaces.low_water), None)
-
-    async def _bound_root(self) -> None:
-        """Keep the root below the water marks of its number of files."""
+            await self._keep_below(account.excess, account.settings, account.number)
         accounts = self.core.namespaces.accounts
-        if accounts.root_blocks and accounts.root.excess(accounts.root.settings.high_water) > 0:
-            await self._evict_until(lambda: accounts.root.excess(accounts.root.settings.low_water), ROOT)
+        if accounts.root_blocks:
+            await self._keep_below(lambda mark: accounts.root.excess(mark), accounts.root.settings, ROOT)
+        await self._keep_below(self._excess, self.core.namespaces, None)
 
-    async def _evict_until(self, excess: Callable[[], int], namespace: int | None) -> None:
-        """Evict while there are bytes above a low water mark, of a namespace or (None) of the volume."""
-        while (size := excess()) > 0 and await self._evict_some(min(size, self._batch_size), namespace):
+    async def _keep_below(self, excess: Callable[[float], int], marks: WaterMarks, namespace: int | None) -> None:
+        """Evict down to the low water mark, if the high one is reached, in a namespace or (None) in the volume.
+
+        ``excess``: bytes above a mark. Of a large cache what is stored meanwhile is left to the next time, up to half
+        of what is between both marks: to go after each handful would take a commit for each.
+        """
+        low, high = marks.low_water, marks.high_water
+        if (above_high := excess(high)) <= 0:
+            return
+        between = excess(low) - above_high
+        left = between // 2 if between >= BATCH_SIZE_MIN else 0
+        while (size := excess(low)) > left and await self._evict_some(min(size, self._batch_size), namespace):
             self._take_uses()
 
     async def _remove_expired(self) -> None:

@@ -487,3 +487,27 @@ async def test_a_file_that_was_closed_waits_for_its_name(is_all: bool, autojump_
         await volume.tree.rename(ROOT_INODE, closed[0], ROOT_INODE, b"named", 0)
         assert await volume.blocks.exists(ROOT_INODE, [b"named"]) == [True]
     await checked(disk)
+
+
+async def test_an_eviction_does_not_chase_what_is_stored_meanwhile(
+    monkeypatch: pytest.MonkeyPatch, autojump_clock: object
+) -> None:
+    """Each step takes a commit: a steady writer costs few of them, not one for each handful of blocks."""
+    steps: list[int] = []
+    evict = Evictor._evict_some
+
+    async def counted(evictor: Evictor, size: int, namespace: int | None = None) -> bool:
+        steps.append(size)
+        return await evict(evictor, size, namespace)
+
+    monkeypatch.setattr(Evictor, "_evict_some", counted)
+    disk = cache_disk(admission="all", low_water=0.8)
+    async with opened(disk, OPTIONS, Chaos(random.Random(0), delay=0.01)) as volume:
+        count = 3 * volume.space().size // BLOCK
+        for number in range(count):
+            await fill(volume, number, 1)
+            await trio.sleep(0.002)
+        evicted = statistics(volume)["room"]
+    assert evicted > count // 2
+    assert min(steps) > 2 * MIB, steps
+    await checked(disk)
