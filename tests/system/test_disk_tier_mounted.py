@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -104,6 +105,10 @@ def test_rings_read_from_it_and_look_ups_know_it(conf: Path, words: tuple[str, .
             tiers, milliseconds = store.costs(keys)
             assert set(tiers.tolist()) == {Tier.DISK}
             assert (milliseconds > 0).all()
+        shown = subprocess.run([*KVFUSE, "top", str(mount.point), "--once"], capture_output=True, text=True, check=True)
+        assert re.search(r"disk tier 15\.\d MB of 13\d\.\d MB, .* remote \(\d+\.\d% local\)", shown.stdout), (
+            shown.stdout
+        )
         row = next(row for row in statistics(mount)["namespaces"] if row["cache"] is not None)
         assert row["cache"]["hits"]["disk"] >= len(keys)
 
