@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -58,7 +59,7 @@ def mounts(request: pytest.FixtureRequest, etcd: EtcdServers) -> Iterator[Mounts
 on_files = pytest.mark.parametrize("mounts", ["file"], indirect=True)
 
 
-def store(mount: KvfuseMount, prefix: str, count: int) -> list[str]:
+def store(mount: KvfuseMount, prefix: str, count: int, is_over: Callable[[], bool] = lambda: False) -> list[str]:
     """Store blocks as engines do, under another name first."""
     names = [f"{prefix}-{number}" for number in range(count)]
     for name in names:
@@ -66,6 +67,8 @@ def store(mount: KvfuseMount, prefix: str, count: int) -> list[str]:
         temporary = path.with_name(f"{name}.tmp")
         temporary.write_bytes(block_bytes(path, BLOCK))
         temporary.rename(path)
+        if is_over():
+            break
     return names
 
 
@@ -125,3 +128,36 @@ def test_what_one_evicts_is_a_miss_for_the_other_at_once(mounts: Mounts) -> None
             assert not (two.point / name).exists()
         assert blocks.get(bound) is None
         assert file.read() == block_bytes(two.point / opened, BLOCK)
+
+
+@on_files
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_host_is_killed_while_both_evict(mounts: Mounts, killed: int) -> None:
+    """The other one goes on, takes over what the killed one had, and evicts that, too."""
+    victim, survivor = mounts[killed], mounts[1 - killed]
+    is_killed = threading.Event()
+
+    def store_until_killed() -> None:
+        try:
+            store(victim, "victim", 100_000)
+        except OSError:
+            assert is_killed.is_set()
+
+    def left() -> list[str]:
+        names = os.listdir(survivor.point)
+        return [name for name in names if name.startswith("victim-") and not name.endswith(".tmp")]
+
+    with ThreadPoolExecutor(2) as pool:
+        dying = pool.submit(store_until_killed)
+        going_on = pool.submit(store, survivor, "survivor", 100_000, is_killed.is_set)
+        wait_until(lambda: statistics(victim)["room"] > 50, "evictions")
+        is_killed.set()
+        victim.kill()
+        dying.result()
+        going_on.result()
+    assert len(present(survivor, left()[::7])) > 0
+    for turn in range(12):
+        store(survivor, f"after-{turn}", CAPACITY // BLOCK // 2)
+        if not left():
+            break
+    assert left() == []
