@@ -16,6 +16,7 @@ from block_calls import put
 from volume_lab import MIB, Disk, lab_options, opened
 
 from kvfuse.errors import NotFound, Stale
+from kvfuse.usrbio.daemon.admission import Admission
 from kvfuse.usrbio.daemon.block_calls import BlockCalls
 from kvfuse.usrbio.daemon.call import Answer, Call, Entry
 from kvfuse.usrbio.daemon.call_memory import Pool, Share
@@ -27,6 +28,7 @@ from kvfuse.usrbio.protocol.wire import Flag, Op
 from kvfuse.volume.api import ROOT_INODE, Caller
 from kvfuse.volume.inodes.handle import FileHandle
 from kvfuse.volume.views.content_map import ContentMap
+from kvfuse.volume.views.gates import Gates
 from kvfuse.volume.volume import Volume
 
 INODE = 1234
@@ -98,8 +100,12 @@ class PuttingVolume:
 
     def __init__(self, *stuck: bytes) -> None:
         self.blocks = self.inodes = self
+        self.gates = Gates()
         self.begun: list[bytes] = []
         self.stuck = {name: trio.Event() for name in stuck}
+
+    async def gate(self, ino: int) -> None:
+        return None
 
     async def attributes(self, ino: int) -> SimpleNamespace:
         return SimpleNamespace(ino=ino, uid=0, gid=0, mode=0o40755)
@@ -320,7 +326,7 @@ def get_of(ring: Any, namespace: Namespace, name: bytes) -> Call:
 
 def block_calls(volume: Volume) -> BlockCalls:
     nothing: Any = None
-    return BlockCalls(volume, Peer(1, 0, 0, frozenset()), nothing, nothing)
+    return BlockCalls(volume, Admission(volume, Peer(1, 0, 0, frozenset())), nothing, nothing)
 
 
 async def test_a_get_of_a_name_that_means_another_block_meanwhile_is_of_that_one() -> None:
