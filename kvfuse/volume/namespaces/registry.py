@@ -106,8 +106,6 @@ class Namespaces:
             if any(limits[:2]):
                 self.accounts.limiters[number] = Limiter(*limits)
             self.share_limits()
-        if former is not None and former.settings != limits:
-            former.is_void.set()
 
     def share_limits(self) -> None:
         """Tell all measures which limits hold."""
@@ -115,7 +113,9 @@ class Namespaces:
             numbers = [*self.accounts.chain(number), ROOT] if number != ROOT else [ROOT]
             found = tuple([self.accounts.limiters[one] for one in numbers if one in self.accounts.limiters])
             if found or number in self.measures:
-                self.measures[number].limiters = found
+                former, self.measures[number].limiters = self.measures[number].limiters, found
+                if former and former != found:
+                    former[0].change()
 
     def may_keep(self, number: int, tier: str) -> bool:
         """A tier of this host, "dram" or "disk", may get copies of the blocks of a namespace."""

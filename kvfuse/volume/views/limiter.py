@@ -7,7 +7,7 @@ more passes than the rate allows, the burst, and one operation. A namespace in a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import trio
 
@@ -47,29 +47,42 @@ class Limiter:
         self.settings = bandwidth, iops, burst
         self._bytes = Rate(bandwidth, burst)
         self._operations = Rate(iops)
-        self.is_void = trio.Event()
-        """set when other limits hold: nobody waits any more"""
+        self.changed = trio.Event()
+        """set, and made anew, when others hold for somebody who may wait for this one"""
 
     def enter(self, size: int, now: float) -> float:
         """When somebody may pass with an operation of ``size`` bytes, who came now (trio's time)."""
         return max(self._bytes.enter(size, now), self._operations.enter(1, now))
+
+    def change(self) -> None:
+        """Have all who wait for this one first look which limits hold now."""
+        self.changed.set()
+        self.changed = trio.Event()
 
     def leave(self, size: int) -> None:
         self._bytes.leave(size)
         self._operations.leave(1)
 
 
-async def wait_for_limits(limiters: Sequence[Limiter], size: int) -> float:
-    """Return when an operation of ``size`` bytes may begin: after how many seconds. Cancelled, it has paid nothing."""
+async def wait_for_limits(limits: Callable[[], Sequence[Limiter]], size: int) -> float:
+    """Return when an operation of ``size`` bytes may begin: after how many seconds. Cancelled, it has paid nothing.
+
+    ``limits``: those that hold now. Where others come to hold, it pays those instead, and waits for them.
+    """
     came = trio.current_time()
-    starts = max([limiter.enter(size, came) for limiter in limiters])
-    if starts <= came:
-        return 0.0
-    try:
-        with trio.move_on_at(starts):
-            await limiters[0].is_void.wait()
-    except trio.Cancelled:
-        for limiter in limiters:
-            limiter.leave(size)
-        raise
+    while limiters := limits():
+        now = trio.current_time()
+        starts = max([limiter.enter(size, now) for limiter in limiters])
+        if starts <= now:
+            return now - came
+        is_paid = False
+        try:
+            with trio.move_on_at(starts) as until_paid:
+                await limiters[0].changed.wait()
+            is_paid = until_paid.cancelled_caught
+        finally:
+            for limiter in limiters if not is_paid else ():
+                limiter.leave(size)
+        if is_paid:
+            break
     return trio.current_time() - came

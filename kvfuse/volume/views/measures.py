@@ -78,7 +78,7 @@ class Measures:
 
     async def throttle(self, size: int) -> None:
         """Wait for the limits, which there are: an operation of ``size`` bytes is about to begin. Event loop only."""
-        waited = await wait_for_limits(self.limiters, size)
+        waited = await wait_for_limits(lambda: self.limiters, size)
         self.throttled_seconds += waited
 
     async def throttle_kernel(self, size: int) -> None:

@@ -51,10 +51,10 @@ def test_who_has_paid_waits_for_nothing() -> None:
 
 async def test_who_gives_up_has_paid_nothing(autojump_clock: trio.testing.MockClock) -> None:
     limiter = Limiter(bandwidth=1000, iops=0, burst=0)
-    assert await wait_for_limits([limiter], 10_000) == 0.0
+    assert await wait_for_limits(lambda: [limiter], 10_000) == 0.0
     with trio.move_on_after(1):
-        await wait_for_limits([limiter], 50_000)
-    assert await wait_for_limits([limiter], 1) == pytest.approx(9 - BURST_SECONDS)
+        await wait_for_limits(lambda: [limiter], 50_000)
+    assert await wait_for_limits(lambda: [limiter], 1) == pytest.approx(9 - BURST_SECONDS)
 
 
 async def test_of_the_kernels_requests_a_bounded_number_waits(autojump_clock: trio.testing.MockClock) -> None:
@@ -142,3 +142,38 @@ async def test_other_limits_hold_at_once(disk: Disk, options: Options, autojump_
             await volume.inodes.set_xattr(folder, NAMESPACE, b"bandwidth=0")
         assert trio.current_time() - began == pytest.approx(5, abs=0.5)
         assert not volume.inodes.measures(ino).limiters
+
+
+async def test_other_limits_of_a_namespace_above_hold_at_once(
+    disk: Disk, options: Options, autojump_clock: trio.testing.MockClock
+) -> None:
+    async with opened(disk, options) as volume:
+        outer = await limited_folder(volume, ROOT_INODE, b"outer", b"bandwidth=1KiB")
+        inner = await limited_folder(volume, outer, b"inner", b"bandwidth=1GiB")
+        ino = await make_file(volume, inner, 64 * KIB)
+        began = trio.current_time()
+        async with trio.open_nursery() as nursery:
+            for _ in range(4):
+                nursery.start_soon(read_for, volume, ino, 0.1)
+            await trio.sleep(5)
+            await volume.inodes.set_xattr(outer, NAMESPACE, b"bandwidth=0")
+        assert trio.current_time() - began == pytest.approx(5, abs=0.5)
+
+
+@pytest.mark.parametrize("limit", [b"64KiB", b"512KiB"])
+async def test_who_waits_waits_for_the_other_limits(
+    disk: Disk, options: Options, autojump_clock: trio.testing.MockClock, limit: bytes
+) -> None:
+    """They do not all pass at once."""
+    async with opened(disk, options) as volume:
+        folder = await limited_folder(volume, ROOT_INODE, b"limited", b"bandwidth=128KiB")
+        ino = await make_file(volume, folder, 64 * KIB)
+        async with trio.open_nursery() as nursery:
+            for _ in range(64):
+                nursery.start_soon(read_for, volume, ino, 0.01)
+            await trio.sleep(2)
+            await volume.inodes.set_xattr(folder, NAMESPACE, b"bandwidth=" + limit)
+            began, before = trio.current_time(), volume.inodes.measures(ino).read_bytes
+        seconds = trio.current_time() - began
+        passed = volume.inodes.measures(ino).read_bytes - before
+        assert passed / seconds == pytest.approx({b"64KiB": 64, b"512KiB": 512}[limit] * KIB, rel=0.1)
