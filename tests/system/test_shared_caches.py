@@ -90,6 +90,7 @@ def statistics(mount: KvfuseMount) -> dict[str, int]:
     return found
 
 
+@pytest.mark.slow
 def test_two_hosts_store_three_times_what_fits(mounts: Mounts) -> None:
     count = 3 * CAPACITY // BLOCK // 2
     is_over = threading.Event()

@@ -109,6 +109,10 @@ class SharedEviction:
         """Put the blocks of slabs on the books that came from other hosts. EngineError: later."""
         unread = any(not cache.before.is_known for cache in self.core.caches.values())
         namespaces = self.core.namespaces
+        if unread and not self.core.slabs.used_bytes:  # after a mount: what is there is in slabs of others
+            for cache in self.core.caches.values():
+                cache.before.end()
+            unread = False
         if not (namespaces.slabs_came or unread) or trio.current_time() < self._read_at:
             return
         began, came = trio.current_time(), set(namespaces.slabs_came)
