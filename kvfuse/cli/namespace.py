@@ -248,6 +248,10 @@ def _usage_rows(row: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     yield "capacity", format_size(row["capacity"])
     yield "used", format_size(row["used"]["bytes"])
     yield "files", row["used"]["files"]
+    here = row.get("used_here", row["used"])
+    if here != row["used"]:
+        sign = "-" if here["bytes"] < 0 else ""  # it removed more of what others had added than it added
+        yield "by this host", f"{sign}{format_size(abs(here['bytes']))}, {here['files']} files"
     cache = row["cache"]
     if cache is None:
         return

@@ -45,6 +45,8 @@ from kvfuse.volume.names.keeper import Keeper
 from kvfuse.volume.names.lookup import Lookup, OwnLookup
 from kvfuse.volume.names.nameless import OwnNameless, SharedNameless
 from kvfuse.volume.names.namespace_attributes import NamespaceAttributes
+from kvfuse.volume.names.namespace_news import NamespaceNews
+from kvfuse.volume.names.namespace_records import NamespaceRecords, OwnNamespaceRecords, SharedNamespaceRecords
 from kvfuse.volume.names.shared_eviction import SharedEviction
 from kvfuse.volume.names.shared_lookup import SharedLookup
 from kvfuse.volume.names.xattrs import Xattrs
@@ -119,9 +121,9 @@ class Parts:
         self.lookups: Lookup
         self.names: Names
         if member is not None and isinstance(core.records, SharedRecords) and isinstance(extents, SharedExtents):
-            self._make_shared(member, core.records, extents, refresher)
+            namespaces = self._make_shared(member, core.records, extents, refresher)
         else:
-            self._make_own(refresher)
+            namespaces = self._make_own(refresher)
         mount = options.mount
         access = AccessTimes(core, self.journal, mount.access_times, directories=mount.diratime)
         self.mapper = Mapper(core, chunks, access, extents)
@@ -131,7 +133,7 @@ class Parts:
         self.blocks = Blocks(
             core, self.journal, self.flusher, self.space, self.lookups, self.names, self.reader, self.mapper
         )
-        keeper = Keeper(self.names, is_shared=member is not None)
+        keeper = Keeper(self.names, namespaces)
         self.xattrs = Xattrs(core, self.journal, self.space, self.lookups, NamespaceAttributes(keeper))
         self.life = Lifetime()
 
@@ -140,7 +142,7 @@ class Parts:
         records = self.core.records
         return isinstance(records, SharedRecords) and (self.flusher.has_callers or records.is_asked)
 
-    def _make_own(self, refresher: Refresher) -> None:
+    def _make_own(self, refresher: Refresher) -> NamespaceRecords:
         """What a volume has that one host has. The source of room that costs nobody anything is asked first."""
         core, journal = self.core, self.journal
         nameless = OwnNameless(core, journal, refresher.chunks)
@@ -150,10 +152,11 @@ class Parts:
         memory = ApplyFirst(core, journal, self.space, self.lookups, nameless)
         self.names = Names(core, journal, self.lookups, nameless, memory, memory)
         self.space.evictors.append(Evictor(core, journal, self.lookups, self.names, refresher.news))
+        return OwnNamespaceRecords(self.names)
 
     def _make_shared(
         self, member: Member, records: SharedRecords, extents: SharedExtents, refresher: Refresher
-    ) -> None:
+    ) -> NamespaceRecords:
         """What a volume has that many hosts have. An eviction is the last source of room before other hosts."""
         core, journal = self.core, self.journal
         nameless = SharedNameless(core, journal, refresher.chunks)
@@ -184,7 +187,9 @@ class Parts:
             lambda: view.counts_beside(core.client).add(Counts(0, committer.size)).size, view.members
         )
         giving = Giving(core, reports, leases, evictor, shared)
-        self.coherence = Coherence(core, lookups, journal, member, extents.fetcher, giving)
+        news = NamespaceNews(core, journal, lookups, self.names.folders)
+        self.coherence = Coherence(core, lookups, journal, member, extents.fetcher, giving, news)
+        return SharedNamespaceRecords(self.names, executor, news)
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Write, commit and follow other hosts until `life` ends; from its start on also when the caller is cancelled.

@@ -11,9 +11,9 @@ from typing import Any
 import trio
 
 from kvfuse.volume.api import ROOT_INODE, KernelCache, Space
-from kvfuse.volume.namespaces.accounts import Use
 from kvfuse.volume.namespaces.registry import Namespace
 from kvfuse.volume.namespaces.settings import ROOT
+from kvfuse.volume.namespaces.uses import Use
 from kvfuse.volume.operations import Files, Inodes, Tree
 from kvfuse.volume.parts import Parts
 
@@ -91,16 +91,20 @@ class Volume:
         }
 
     def _describe(self, namespace: Namespace) -> dict[str, Any]:
-        """Number, path, settings, use and counters of a namespace. The root's use is the volume's."""
+        """Number, path, settings, use (of all hosts, and this one's part) and counters of a namespace.
+
+        The root's use is the volume's.
+        """
         core, number, space = self.parts.core, namespace.number, self.space()
-        used = core.namespaces.accounts.use(number)
+        used, here = core.namespaces.accounts.use_of_hosts(number), core.namespaces.accounts.use(number)
         if number == ROOT:
-            used = Use(space.size - space.free, space.files - space.files_free)
+            used = here = Use(space.size - space.free, space.files - space.files_free)
         return {
             "number": number,
             "path": os.fsdecode(self.parts.names.folders.path_of(number)),
             "settings": namespace.settings.shown,
             "used": {"bytes": used.size, "files": used.files},
+            "used_here": {"bytes": here.size, "files": here.files},
             "capacity": min(core.namespaces.accounts.limit(number, "capacity") or space.size, space.size),
             "measures": (measures := core.namespaces.measures[number]).statistics(),
             "cache": namespace.cache.statistics(measures.unread) if namespace.cache is not None else None,

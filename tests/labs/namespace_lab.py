@@ -12,8 +12,8 @@ from volume_lab import CALLER, Disk
 
 from kvfuse.remote.records.api import Versioned
 from kvfuse.volume.names.namespace_attributes import NAMESPACE
-from kvfuse.volume.namespaces.accounts import Use
 from kvfuse.volume.namespaces.settings import ROOT, decode_settings
+from kvfuse.volume.namespaces.uses import Use
 from kvfuse.volume.store import schema
 from kvfuse.volume.volume import Volume
 
@@ -56,6 +56,8 @@ def count_uses(disk: Disk) -> dict[int, Counted]:
                 add(record.namespace, extents)
     for key, row in _rows(disk, b"c").items():
         add(homes[schema.key_inode(key)], schema.decode_chunk(row.value))
+    for key, row in _rows(disk, b"f").items():
+        uses[schema.decode_freed(row.value)[1]].size += sizes[schema.split_freed_key(key).slab]
     known = {schema.key_inode(key) for key in _rows(disk, schema.NAMESPACE_PREFIX)}  # removed files may outlive theirs
     return {number: use for number, use in uses.items() if number in known - {ROOT} and use != Counted()}
 
@@ -63,7 +65,10 @@ def count_uses(disk: Disk) -> dict[int, Counted]:
 def recorded_uses(disk: Disk) -> dict[int, Counted]:
     """Namespace -> what its records say."""
     uses: dict[int, Counted] = defaultdict(Counted)
+    known = {schema.key_inode(key) for key in _rows(disk, schema.NAMESPACE_PREFIX)}
     for key, row in _rows(disk, schema.USE_PREFIX).items():
+        if schema.key_inode(key) not in known:
+            continue  # of a shared volume: its client removes it when it hears that the namespace is gone
         files, size = schema.decode_counts(row.value)
         use = uses[schema.key_inode(key)]
         use.files, use.size = use.files + files, use.size + (size or 0)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 
 import trio
+from namespace_lab import count_uses, recorded_uses, with_inner
 from records_audit import Audit
 from shared_lab import eventually, volumes
 from volume_lab import CALLER, MIB, Chaos, Disk, lab_options
@@ -16,6 +17,8 @@ from volume_lab import CALLER, MIB, Chaos, Disk, lab_options
 from kvfuse import errors
 from kvfuse.volume.api import RENAME_EXCHANGE, RENAME_NOREPLACE, ROOT_INODE, Changes
 from kvfuse.volume.inodes.handle import FileHandle
+from kvfuse.volume.names.namespace_attributes import NAMESPACE
+from kvfuse.volume.namespaces.uses import Use
 from kvfuse.volume.volume import Volume
 
 NAMES = (b"a", b"b", b"c", b"d")
@@ -25,6 +28,10 @@ OF_FILES = ("set", "set", "unset", "chmod", "write", "forget", "forget")
 OF_HANDLES = ("hold", "hold", "write_held", "write_held", "append_held", "cut_held", "fsync_held", "drop", "drop")
 """to files that stay open for a while"""
 
+OF_NAMESPACES = ("enspace", "enspace", "unspace", "resize")
+"""to directories"""
+
+TTL = NAMESPACE + b".ttl"
 EVERY_TIME = 1 << 30
 
 
@@ -95,6 +102,22 @@ class Walk:
 
     async def list(self, parent: int, name: bytes) -> None:
         await self.volume.tree.list_directory(parent, 0, 100)
+
+    async def enspace(self, parent: int, name: bytes) -> None:
+        """A new folder becomes a namespace."""
+        with suppress(errors.Exists):
+            await self.mkdir(parent, name)
+        node = await self.volume.tree.lookup(parent, name)
+        await self.volume.inodes.set_xattr(node.ino, NAMESPACE, b"kind=" + self.rng.choice([b"files", b"cache"]))
+
+    async def unspace(self, parent: int, name: bytes) -> None:
+        node = await self.volume.tree.lookup(parent, name)
+        await self.volume.inodes.remove_xattr(node.ino, NAMESPACE)
+
+    async def resize(self, parent: int, name: bytes) -> None:
+        """A namespace has other quotas."""
+        node = await self.volume.tree.lookup(parent, name)
+        await self.volume.inodes.set_xattr(node.ino, TTL, b"%d" % self.rng.randrange(1, 9))
 
     # -- what has a name -----------------------------------------------------------------------------
 
@@ -189,6 +212,28 @@ async def sync(volume: Volume) -> None:
     await volume.sync()
 
 
+def _look_at_uses(disk: Disk, audit: Audit, puts: Mapping[bytes, bytes], deletes: Collection[bytes]) -> None:
+    """What clients recorded of the use of namespaces is together what there is."""
+    audit.look(puts, deletes)
+    counted, recorded = count_uses(disk), recorded_uses(disk)
+    assert counted == recorded, (disk.version, counted, recorded, sorted(puts), sorted(deletes))
+
+
+async def _know_their_uses(disk: Disk, all_volumes: Sequence[Volume]) -> bool:
+    """What each host has in memory of namespaces is what is there."""
+    for volume in all_volumes:
+        await volume.sync()
+    whole = with_inner(disk, count_uses(disk))
+    for volume in all_volumes:
+        accounts = volume.parts.core.namespaces.accounts
+        found = {number: accounts.use_of_hosts(number) for number in accounts.all}
+        if {number: use for number, use in found.items() if any(use)} != {
+            number: Use(use.size, use.files) for number, use in whole.items()
+        }:
+            return False
+    return True
+
+
 async def walk_at_random(
     rng: random.Random,
     kinds: tuple[str, ...] = OF_NAMES,
@@ -207,6 +252,8 @@ async def walk_at_random(
     options = lab_options(strict=strict, capacity=capacity, chunk=chunk)
     disk = Disk.format(options, shared=True)
     audit = Audit.attach(disk)
+    if OF_NAMESPACES[0] in kinds:
+        disk.audit = partial(_look_at_uses, disk, audit)
     chaos = [Chaos(random.Random(rng.random()), delay=0.5) for _ in range(3)]
     async with volumes(disk, options, 3, rng, chaos) as all_volumes:
         walks = [Walk(volume, random.Random(rng.random()), kinds, data_max) for volume in all_volumes]
@@ -229,4 +276,6 @@ async def walk_at_random(
             return trees[0] == trees[1] == trees[2]
 
         await eventually(agree)
+        if OF_NAMESPACES[0] in kinds:
+            await eventually(partial(_know_their_uses, disk, all_volumes))
     assert audit.commit_count > 20

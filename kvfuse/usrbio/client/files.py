@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextlib import suppress
-from errno import ENOENT, ENOTEMPTY, EOPNOTSUPP, ESTALE
+from errno import EEXIST, ENOENT, ENOTEMPTY, ESTALE
 from pathlib import Path
 from typing import Self
 
@@ -150,7 +150,7 @@ def make_cache(path: Path) -> None:
     try:
         os.setxattr(path, SETTINGS, b"kind=cache")
     except OSError as error:
-        if error.errno not in (ENOTEMPTY, EOPNOTSUPP):  # somebody uses it already; a volume that hosts share
+        if error.errno not in (ENOTEMPTY, EEXIST):  # somebody uses it already; another host has just made it one
             path.rmdir()
             raise
 

@@ -19,8 +19,8 @@ from kvfuse.slab.allocator import Allocator
 from kvfuse.slab.layout import Geometry, Superblock
 from kvfuse.volume.api import ROOT_INODE
 from kvfuse.volume.inodes.core import PATH_DEPTH_MAX
-from kvfuse.volume.namespaces.accounts import NOTHING
 from kvfuse.volume.namespaces.settings import ROOT
+from kvfuse.volume.namespaces.uses import NOTHING
 from kvfuse.volume.store import schema
 
 MALFORMED = (ValueError, struct.error)

@@ -12,11 +12,11 @@ from msgspec.structs import replace
 from kvfuse.volume.api import ROOT_INODE
 from kvfuse.volume.check.evidence import Evidence
 from kvfuse.volume.check.reading import RecordReader
-from kvfuse.volume.namespaces.accounts import NOTHING
+from kvfuse.volume.namespaces.uses import NOTHING
 from kvfuse.volume.store import schema
 
 OWN_CLIENT = 0
-"""in a volume that one host has"""
+"""in a volume that one host has; of a shared one, clients that are gone"""
 
 
 async def read_uses(reader: RecordReader) -> None:
@@ -28,10 +28,19 @@ async def read_uses(reader: RecordReader) -> None:
     async for row, counts in rows:
         number = schema.key_inode(row.key)
         if number not in found.numbers:
-            reader.found.problem(f"the use of namespace {number} is recorded, which is none", deletes=[row.key])
+            _read_stray(reader.found, number, row.key)
             continue
         found.recorded[number] = found.recorded.get(number, NOTHING).add(counts)
         found.rows.setdefault(number, []).append(row.key)
+
+
+def _read_stray(check: Evidence, number: int, key: bytes) -> None:
+    """Of a shared volume: each client removes its own record when it hears that the namespace is gone."""
+    text = f"the use of namespace {number} is recorded, which is none"
+    if check.records.limits.shared and schema.split_use_key(key)[1] != OWN_CLIENT:
+        check.report.notes.append(text)
+    else:
+        check.problem(text, deletes=[key])
 
 
 def compare_namespaces(check: Evidence) -> None:
@@ -46,8 +55,7 @@ def compare_namespaces(check: Evidence) -> None:
             mended = {schema.inode_key(ino): schema.encode_inode(replace(record, namespace=expected))}
             check.problem(f"inode {ino} is in namespace {record.namespace} instead of {expected}", mended)
         check.namespaces.count(record.namespace, stat.S_ISREG(record.mode), 0)
-    if not check.records.limits.shared:  # where many hosts have the volume, nobody counts
-        _compare_uses(check)
+    _compare_uses(check)
 
 
 def _compare_uses(check: Evidence) -> None:

@@ -7,6 +7,8 @@ would free somebody's bytes, now or in the slot's next life.
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 from kvfuse.volume.check.reading import RecordReader
 from kvfuse.volume.store import schema
 
@@ -52,6 +54,9 @@ async def _read_freed(reader: RecordReader) -> None:
             check.problem(f"{what} twice", deletes=[row.key])
         else:
             check.freed.add(freed.addr)
+            with suppress(schema.Malformed):
+                _, namespace = schema.decode_freed(row.value)
+                check.namespaces.count(namespace, 0, check.slabs.slot_size(freed.addr))
             check.generation_max = max(check.generation_max, freed.generation)
     if check.freed:
         check.report.notes.append(f"{len(check.freed)} slots are free when somebody takes their slabs")

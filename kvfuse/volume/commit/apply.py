@@ -15,6 +15,7 @@ from kvfuse.volume.commit.planner import Planner
 from kvfuse.volume.disk.tier import DiskTier
 from kvfuse.volume.inodes.chunk import COMMITTED, FRESH, RESTED, Extent
 from kvfuse.volume.inodes.node import Node
+from kvfuse.volume.namespaces.uses import changes_of
 from kvfuse.volume.store import schema
 
 if TYPE_CHECKING:
@@ -90,7 +91,7 @@ class BatchBuilder:
         if self.core.disk is not None:
             self._drop_copies(self.core.disk, dead, batch)
         if self.core.namespaces.accounts.all:
-            self._put_uses(draft, batch, fresh)
+            self._count_uses(draft, batch, fresh)
         self._put_slabs(batch, None if batch.too_large else draft)
 
     def _drop_copies(self, disk: DiskTier, dead: list[Extent], batch: Batch) -> None:
@@ -100,25 +101,14 @@ class BatchBuilder:
         for slot in batch.vanished:
             disk.drop(slot.addr, slot.size)
 
-    def _put_uses(self, draft: Draft, batch: Batch, fresh: list[Slot]) -> None:
-        """Put the use of the namespaces that the commit changes."""
-        files: Counter[int] = Counter()
-        for node in [*[node for node in draft.nodes if node.nlink], *draft.gone]:
-            is_new = bool(node.nlink and node.is_file and not node.stored)
-            if node.namespace and (is_new or node.lost_files):
-                files[node.namespace] += is_new - node.lost_files
-                # A new file that took the name of a stored one counts in its place: see `Nameless`.
-                gone = node.lost_files - (is_new and node.lost_files > 0)
-                batch.files_gone[node.namespace] = batch.files_gone.get(node.namespace, 0) + gone
-                node.lost_files = 0
+    def _count_uses(self, draft: Draft, batch: Batch, fresh: list[Slot]) -> None:
+        """Count how the commit changes the use of namespaces."""
+        files = self._terms.count_files(draft, batch)
         for namespace, count in Counter([namespace for namespace, _ in draft.vanished.values() if namespace]).items():
             files[namespace] -= count
             batch.files_gone[namespace] = batch.files_gone.get(namespace, 0) + count
         freed = [*[extent.slot for extent in batch.freed], *batch.vanished]
-        for number, value in self.core.namespaces.accounts.store(fresh, freed, files).items():
-            key = schema.use_key(number, self.core.client)
-            batch.puts[key] = value
-            batch.deletes.discard(key)
+        batch.uses = changes_of(fresh, freed, files)
 
     def _take(self, draft: Draft, batch: Batch) -> list[Extent]:
         """Remove the draft's changes from ``pending``. Returns extents of no inode that it frees."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvfuse.slab.allocator import Slot
-from kvfuse.volume.commit.committer import RESERVED_BYTES, RESERVED_OPERATIONS, Changes
+from kvfuse.volume.commit.committer import RESERVED_BYTES, RESERVED_OPERATIONS, USE_RECORD_SIZE, Changes
 from kvfuse.volume.commit.late import Late
 from kvfuse.volume.commit.pending import Vanishing
 from kvfuse.volume.inodes.chunk import Chunk, Extent
@@ -24,8 +25,22 @@ SPARE_OPERATIONS = 2 + RESERVED_OPERATIONS
 """Operations kept free in each commit: for counter records and for those that the committer adds."""
 SLAB_RECORD_SIZE = 2100
 """Largest size of a slab's record, in bytes, about."""
-USE_RECORD_SIZE = 48
-"""and of the record of a namespace's use"""
+
+
+@dataclass
+class FileCounts:
+    """Namespace -> files."""
+
+    made: Counter[int] = field(default_factory=Counter)
+    gone: Counter[int] = field(default_factory=Counter)
+    """that lose their last name, and are stored"""
+    given_up: Counter[int] = field(default_factory=Counter)
+    """that lose it, also those that are not stored after all: all of them count until the commit is"""
+
+    def add(self, other: FileCounts) -> None:
+        self.made.update(other.made)
+        self.gone.update(other.gone)
+        self.given_up.update(other.given_up)
 
 
 @dataclass
@@ -57,6 +72,8 @@ class Draft:
     """in a shared volume: inodes whose freed extents move to an orphan record, see `terms`"""
     files: int = 0
     """in a shared volume: new inodes less those that lose their last name"""
+    in_namespaces: FileCounts = field(default_factory=FileCounts)
+    """in a shared volume: files of namespaces that come and go"""
     before: dict[bytes, int] = field(default_factory=dict)
     """in a shared volume: weights of stored records that are replaced or deleted; others do not exist"""
     operation_count: int = 0
@@ -103,6 +120,7 @@ class Draft:
         self.expect.update(other.expect)
         self.operation_count = len(self.puts) + len(self.deletes) + len(self.expect)
         self.before.update(other.before)
+        self.in_namespaces.add(other.in_namespaces)
         self.records.update(other.records)
         self.slabs |= other.slabs
         self.namespaces |= other.namespaces
@@ -183,6 +201,7 @@ class Batch(Changes):
             else:
                 part.deletes.add(key)
         part.files, part.size = self.files, growth(part.puts, part.deletes, self.draft.before)
+        part.uses = self.uses
         yield part
 
 

@@ -16,13 +16,17 @@ import trio
 
 from kvfuse.errors import EngineError, KvfuseError
 from kvfuse.remote.records.api import ABSENT, RecordLimits, RecordStore, Versioned
+from kvfuse.volume.namespaces.uses import OwnUses
 from kvfuse.volume.store import schema
+from kvfuse.volume.store.schema import Counts
 from kvfuse.volume.store.sealed import get_marked
 from kvfuse.volume.store.transaction import Transaction
 
 RESERVED_OPERATIONS = 4
 """of a commit in a shared volume: member and sequence record are expected, sequence record and count are put"""
 RESERVED_BYTES = 256
+USE_RECORD_SIZE = 48
+"""bytes of the record of a namespace's use, with its key"""
 COMMITS_MAX = 3
 """A commit waits for callers that are on their way for at most so many times the duration of a commit."""
 LOOK_SECONDS = 0.001
@@ -44,6 +48,8 @@ class Changes:
     """in a shared volume: new inodes less removed ones"""
     size: int = 0
     """in a shared volume: growth of the weight of names, inodes and attributes, in bytes"""
+    uses: dict[int, Counts] = field(default_factory=dict)
+    """namespace -> how it changes this client's use of it"""
 
 
 class Outcome(NamedTuple):
@@ -73,6 +79,7 @@ class _Group:
         begun = batch or Changes()
         self.batch = batch
         self.files, self.size = begun.files, begun.size
+        self.uses = dict(begun.uses)
         self.members: list[_Waiting] = []
         self.changes = Changes(dict(begun.puts), set(begun.deletes), dict(begun.expect))
         if sequence is not None:
@@ -87,6 +94,7 @@ class _Group:
         transaction, changes = waiting.transaction, self.changes
         written = transaction.changes
         count = len(changes.puts) + len(changes.deletes) + len(changes.expect) + transaction.operation_count
+        count += len(self.uses.keys() | transaction.uses.keys())
         if not self.members and self.batch is None:
             fits = True  # alone: `transact` checked its size
         else:
@@ -108,6 +116,9 @@ class _Group:
         changes.deletes.update(transaction.deletes)
         changes.expect.update(transaction.expect)
         self._bytes += transaction.byte_count
+        for number, change in transaction.uses.items():
+            self._bytes += USE_RECORD_SIZE
+            self.uses[number] = self.uses[number].add(change) if number in self.uses else change
         self.files += transaction.files
         self.size += transaction.size
         self.members.append(waiting)
@@ -116,6 +127,7 @@ class _Group:
     def _size(self) -> int:
         if self.batch is not None and self._bytes == RESERVED_BYTES:
             self._bytes += Transaction(self.batch.expect, self.batch.puts, self.batch.deletes).byte_count
+            self._bytes += USE_RECORD_SIZE * len(self.batch.uses)
         return self._bytes
 
 
@@ -177,6 +189,21 @@ class Sequence:
     version: int = ABSENT
 
 
+@dataclass
+class UseRecords:
+    """This client's records of what namespaces have. Its committer alone writes them."""
+
+    uses: OwnUses
+    client: int
+
+    def put(self, more: Mapping[int, Counts], changes: Changes) -> None:
+        """In the same commit, so that a crash cannot separate them."""
+        for number, value in self.uses.values(more).items():
+            key = schema.use_key(number, self.client)
+            changes.puts[key] = value
+            changes.deletes.discard(key)
+
+
 class Committer:
     """Sends one commit after the other. The journal owns it."""
 
@@ -184,12 +211,14 @@ class Committer:
         self,
         records: RecordStore,
         sequence: Sequence | None = None,
+        uses: UseRecords | None = None,
         *,
         batch_waiters: Sized = (),
         came_late: Callable[[], None] = lambda: None,
         coming: Callable[[], bool] = lambda: False,
     ) -> None:
-        """``sequence``: None if no other client writes the store. ``batch_waiters``: callers that wait for a batch.
+        """``sequence``: None if no other client writes the store. ``uses``: None where nothing is counted.
+        ``batch_waiters``: callers that wait for a batch.
 
         ``came_late``: called if an interrupted commit turns out to have happened: other hosts may have changed the
         same records since. ``coming``: see `Gathering`.
@@ -200,6 +229,7 @@ class Committer:
         self._files = 0
         """stored inodes that this client made, less those that it removed"""
         self._sequence = sequence
+        self._uses = uses
         self._came_late = came_late
         self.turn = trio.Lock()
         """Only its holder commits: what the holder builds is the next commit."""
@@ -293,6 +323,8 @@ class Committer:
                 # In the same commit, so that a crash cannot separate them.
                 counts = schema.encode_counts(self._files + group.files, self.size + group.size)
                 changes.puts[self._sequence.counts_key] = counts
+            if group.uses and self._uses is not None:
+                self._uses.put(group.uses, changes)
             try:
                 version = await self.records.commit(changes.puts, changes.deletes, changes.expect, durable=durable)
                 found = {} if version else await self._look(changes.expect)
@@ -362,6 +394,8 @@ class Committer:
                 group.batch.version = version
         self._files += group.files
         self.size += group.size
+        if group.uses and self._uses is not None:
+            self._uses.uses.stored(group.uses)
         for waiting in group.members:
             waiting.transaction.applied(version)
             _finish(waiting, version)

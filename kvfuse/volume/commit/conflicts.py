@@ -157,6 +157,20 @@ class Conflicts:
             for key, row in zip(keys, rows, strict=True):
                 await self._resolve_entry(key, row)
 
+    async def keep_borders(self) -> None:
+        """Before a commit is built: drop files that were to be added here to a directory that another host made a
+        namespace meanwhile, or ended as one. It was empty then: so it is as if it had been removed and made anew.
+        """
+        for ino in self.core.namespaces.take_moved_borders():
+            directory = self.core.nodes.get(ino) or self.core.dentries.folders.get(ino)
+            for name, change in list(self.core.dentries.changes_in(ino).items()):
+                node = change.node
+                if node is None or node.version or directory is None:
+                    continue
+                if node.namespace != directory.namespace:
+                    self.pending.counters.lost_names += 1
+                    self._give_up(ino, name, change)
+
     def _contested(self) -> list[bytes]:
         claims: dict[tuple[int, bytes], int] = {}
         contested: dict[tuple[int, bytes], None] = {}

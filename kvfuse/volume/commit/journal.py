@@ -25,7 +25,7 @@ import trio
 from kvfuse.errors import EngineError, EngineTimeout, KvfuseError
 from kvfuse.volume.commit.apply import BatchBuilder, Settling
 from kvfuse.volume.commit.batch import Batch
-from kvfuse.volume.commit.committer import Committer
+from kvfuse.volume.commit.committer import Committer, UseRecords
 from kvfuse.volume.commit.late import Late, is_held, settlers
 from kvfuse.volume.commit.pending import Pending
 from kvfuse.volume.inodes.node import Node, check_remembered
@@ -142,6 +142,7 @@ class Journal:
         self.committer = Committer(
             core.records,
             terms.sequence,
+            UseRecords(core.namespaces.accounts.records, core.client),
             batch_waiters=self.waiters.waiting,
             came_late=core.dentries.clear,
             coming=coming,

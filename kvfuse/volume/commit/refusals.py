@@ -117,6 +117,8 @@ class Refusals:
             self.pending.forget_change(change.parent, change.name)
         if not node.version and node.nlink:
             self.core.file_count -= 1  # it was never stored
+            if node.is_file and node.namespace:
+                self.core.namespaces.accounts.add_files(node.namespace, -1)
         node.nlink = 0
         self.pending.loose.withdraw_attributes(node)
         self.pending.forget(node)

@@ -10,9 +10,10 @@ each. So the unit still fits into one commit, and `Removed` frees the slots piec
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from stat import S_IFREG
+from stat import S_IFREG, S_ISREG
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -39,6 +40,28 @@ async def _repeat(batch: Batch, found: object) -> bool:
     return False
 
 
+def _count_own_files(draft: Draft, batch: Batch) -> Counter[int]:
+    """Namespace -> files that a commit adds, less those that it removes. Notes those that count until it is stored."""
+    files: Counter[int] = Counter()
+    for node in [*[node for node in draft.nodes if node.nlink], *draft.gone]:
+        is_new = bool(node.nlink and node.is_file and not node.stored)
+        if node.namespace and (is_new or node.lost_files):
+            files[node.namespace] += is_new - node.lost_files
+            # A new file that took the name of a stored one counts in its place: see `Nameless`.
+            gone = node.lost_files - (is_new and node.lost_files > 0)
+            batch.files_gone[node.namespace] = batch.files_gone.get(node.namespace, 0) + gone
+            node.lost_files = 0
+    return files
+
+
+def _count_shared_files(draft: Draft, batch: Batch) -> Counter[int]:
+    """As `_count_own_files`. A file that loses its name counts until then, whatever takes the name."""
+    batch.files_gone = dict(draft.in_namespaces.given_up)
+    files = Counter(draft.in_namespaces.made)
+    files.subtract(draft.in_namespaces.gone)
+    return files
+
+
 @dataclass(frozen=True)
 class Terms:
     """What a journal has to heed with its commits. As it stands here: of a volume that one host has."""
@@ -48,6 +71,8 @@ class Terms:
     """what the committer writes with each commit"""
     complete: Callable[[Draft], Draft] = Draft.measure
     """adds to a draft what it expects, when nothing more is put or deleted, and measures it"""
+    count_files: Callable[[Draft, Batch], Counter[int]] = _count_own_files
+    """counts files by namespace, when a batch is built"""
     bequeath: Callable[[Draft, Node], bool] = lambda draft, node: False
     """leaves the slots that an inode gives up to a new one. False: that would take no fewer records"""
     before_build: tuple[Callable[[], Awaitable[None]], ...] = ()
@@ -67,8 +92,10 @@ class SharedTerms:
         client = core.client
         sequence = Sequence(schema.sequence_key(client), core.segments.identity(), schema.files_key(client))
         conflicts = Conflicts(pending, refusals)
-        before = (conflicts.untangle,), (self.begin,), (self.settle,)
-        self.terms = Terms(refusals, sequence, self.complete, self.bequeath, *before, conflicts.recall)
+        before = (conflicts.untangle, conflicts.keep_borders), (self.begin,), (self.settle,)
+        self.terms = Terms(
+            refusals, sequence, self.complete, _count_shared_files, self.bequeath, *before, conflicts.recall
+        )
 
     def complete(self, draft: Draft) -> Draft:
         for node in draft.nodes:
@@ -79,7 +106,9 @@ class SharedTerms:
         for place in draft.vacated:
             if (change := self.core.dentries.get(*place).change) is not None:
                 self._expect_name(draft, change)
+                _count_leaving(draft, change)
         for change in draft.names:
+            _count_leaving(draft, change)
             if change.node is not None or change.stored:
                 self._expect_name(draft, change)
             directory = self.core.dentries.folders.get(change.parent)
@@ -96,6 +125,8 @@ class SharedTerms:
         key = schema.inode_key(node.ino) if node.own_record else schema.entry_key(node.parent, node.name)
         draft.expect.setdefault(key, node.version)
         draft.files += not node.version
+        if not node.version and node.is_file and node.namespace:
+            draft.in_namespaces.made[node.namespace] += 1
         if node.version:
             draft.before[key] = inode_weight(len(key), len(node.target))
 
@@ -143,7 +174,7 @@ class SharedTerms:
         """Move the freed extents of the inode to a new orphan record. EngineError where no inode number is left."""
         draft.bequests.add(node)
         heir = Node(self.core.inodes.next(), S_IFREG | 0o600, node.uid, node.gid, node.chunk_size)
-        heir.flags = schema.FLAG_CHUNK_RECORDS
+        heir.flags, heir.namespace = schema.FLAG_CHUNK_RECORDS, node.namespace
         heir.atime = heir.mtime = heir.ctime = node.ctime
         draft.puts[schema.orphan_key(heir.ino)] = orphan_of(heir.record(), self.core.client)
         slots_max = slot_records_max(self.core.records.limits)
@@ -182,6 +213,15 @@ class SharedTerms:
             key = schema.entry_key(change.parent, change.name)
             if key not in batch.puts and key not in batch.deletes:
                 batch.untouched.add(change)
+
+
+def _count_leaving(draft: Draft, change: NameChange) -> None:
+    """Count a file that loses its last name. One that is not in the store after all counts in memory alone."""
+    leaves = change.leaves
+    if leaves is not None and leaves.namespace and S_ISREG(leaves.mode):
+        draft.namespaces.add(leaves.namespace)
+        draft.in_namespaces.given_up[leaves.namespace] += 1
+        draft.in_namespaces.gone[leaves.namespace] += not isinstance(leaves, Node) or leaves.base is not None
 
 
 def orphan_of(record: schema.InodeRecord, client: int) -> bytes:

@@ -109,6 +109,9 @@ class Merger:
         node.ctime = max(node.ctime, record.ctime)
         if node.is_directory:
             node.parent = record.parent
+            if node.namespace != record.namespace:
+                self.core.namespaces.moves_border(node.ino)
+                node.namespace = record.namespace
         node.base, node.version, node.stored = record, version, True
 
     # -- reading: this may wait ----------------------------------------------------------------------

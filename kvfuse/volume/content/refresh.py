@@ -81,6 +81,9 @@ class Refresher:
                 self._replace_content(node, record)
         node.mode, node.uid, node.gid, node.nlink = record.mode, record.uid, record.gid, record.nlink
         node.flags, node.chunk_size, node.target = record.flags, record.chunk_size, record.target
+        if node.namespace != record.namespace:
+            self.core.namespaces.moves_border(node.ino)
+            node.namespace = record.namespace
         node.own_record, node.base = own, record
         node.capability_free = False
         node.appends, node.cut_size = False, None

@@ -29,6 +29,8 @@ from kvfuse.volume.hosts.giving import Giving
 from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.inodes.handle import FileHandle
 from kvfuse.volume.inodes.node import Node
+from kvfuse.volume.names.namespace_news import KINDS as NAMESPACE_KINDS
+from kvfuse.volume.names.namespace_news import NamespaceNews
 from kvfuse.volume.names.shared_lookup import SharedLookup
 from kvfuse.volume.store import schema
 from kvfuse.volume.store.member import Member
@@ -60,6 +62,7 @@ class Coherence:
     fetcher: Fetcher
     giving: Giving
     """reports of hosts to each other, and room for those that lack it"""
+    namespaces: NamespaceNews
     counters: CoherenceCounters = field(default_factory=CoherenceCounters)
 
     def __post_init__(self) -> None:
@@ -87,6 +90,7 @@ class Coherence:
             nursery.start_soon(self._keep_holds)
             nursery.start_soon(self.giving.run)
             nursery.start_soon(self.fetcher.run)
+            nursery.start_soon(self.namespaces.run)
             while True:
                 try:
                     await self._watch()
@@ -101,6 +105,7 @@ class Coherence:
         if self.counters.watches:
             await self._renew()
         self.counters.watches += 1
+        await self.namespaces.renew()
         self.lookup.is_watched = True
         async for change in changes:
             await self._take(change)
@@ -110,6 +115,9 @@ class Coherence:
     async def _take(self, change: Change) -> None:
         """Waits, where a commit of our own is under way that may be this one."""
         kind = change.key[:1]
+        if kind in NAMESPACE_KINDS:
+            await self.namespaces.take(*change)
+            return
         if kind not in (b"d", b"i", b"t", b"o"):
             return
         is_own = await self.records.is_own(change.version)

@@ -123,7 +123,8 @@ class Inheritance:
             client = schema.key_client(row.key)
             if not self._is_ours(client):
                 continue
-            if client in self.view.held_counts or client in self.view.counts:
+            has_use = client in self.core.namespaces.accounts.elsewhere.clients()
+            if client in self.view.held_counts or client in self.view.counts or has_use:
                 self.is_behind = True
                 continue
             expect = {row.key: row.version, schema.member_key(client): ABSENT}
@@ -145,6 +146,22 @@ class Inheritance:
         if client != self.core.client:
             expect[schema.member_key(client)] = ABSENT
         await self.journal.transact(Transaction(expect, {keys[0]: schema.encode_counts(*total)}, [keys[1]]))
+
+    async def take_over_uses(self, client: int, spaces: Iterable[int]) -> None:
+        """Likewise its use of namespaces, which is added to the records of client 0."""
+        for number in spaces:
+            keys = [schema.use_key(number, schema.NOBODY), schema.use_key(number, client)]
+            settings, common, own = await get_sound(self.core.records, [schema.namespace_key(number), *keys])
+            if own is None:
+                continue
+            expect = {keys[0]: common.version if common is not None else ABSENT, keys[1]: own.version}
+            if client != self.core.client:
+                expect[schema.member_key(client)] = ABSENT
+            total = schema.decode_counts(own.value)
+            if common is not None:
+                total = total.add(schema.decode_counts(common.value))
+            puts = {keys[0]: schema.encode_counts(*total)} if settings is not None else {}
+            await self.journal.transact(Transaction(expect, puts, [keys[1]]))
 
 
 async def _side_by_side(calls: Sequence[Callable[[], Awaitable[object]]]) -> None:

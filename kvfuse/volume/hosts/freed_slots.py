@@ -90,15 +90,15 @@ class FreedSlots:
             self._hints.pop(key, None)
             freed = schema.split_freed_key(key)
             if row is not None and self.core.slabs.holds(freed.slab):
-                self._free(key, freed, has_rested=row.value == schema.RESTED_SLOT)
+                self._free(key, freed, *schema.decode_freed(row.value))
         self._forget(trio.current_time() - SEEN_GRACES * self.core.grace.seconds)
 
-    def _free(self, key: bytes, freed: FreedSlot, *, has_rested: bool) -> None:
+    def _free(self, key: bytes, freed: FreedSlot, has_rested: bool, namespace: int) -> None:
         """The slot and its f record go with the journal's next batch; further calls for them change nothing."""
         if self.core.slabs.is_durable(freed.addr):
             slot_size = self.core.slabs.slot_size(freed.addr)
             state = RESTED if has_rested else COMMITTED
-            self.core.dead.append(Extent(freed.addr, slot_size, slot_size, freed.generation, b"", state))
+            self.core.dead.append(Extent(freed.addr, slot_size, slot_size, freed.generation, b"", state, namespace))
         self.journal.put(key, None)
         self._seen_to[key] = trio.current_time()
 

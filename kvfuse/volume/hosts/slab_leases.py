@@ -205,6 +205,8 @@ class SlabLeases:
             try:
                 await self.held.give_back(sorted(self.held.slabs))
                 await self.inheritance.take_over_counts(self.core.client)
+                spaces = self.core.namespaces.accounts.records.spaces()
+                await self.inheritance.take_over_uses(self.core.client, spaces)
             except EngineError as error:
                 log.warning("slabs were not given back, others take them when the lease has ended: %s", error)
 
@@ -241,7 +243,8 @@ class SlabLeases:
     async def _adopt(self) -> None:
         """Take this client's part of what those held that are gone; after a while whatever is left of it."""
         now = trio.current_time()
-        gone = self.view.gone()
+        accounts = self.core.namespaces.accounts
+        gone = sorted({*self.view.gone(), *(accounts.elsewhere.clients() - self.view.members)})
         if self.core.client in gone or not self.view.ready.is_set():
             return  # its own lease has ended: nothing can be taken any more
         self._gone_since = {client: self._gone_since.get(client, now) for client in gone}
@@ -251,3 +254,5 @@ class SlabLeases:
             await self.held.take([slab for slab in slabs if is_left or self.heir(slab) == self.core.client])
             if client in self.view.counts and (is_left or self.heir(client) == self.core.client):
                 await self.inheritance.take_over_counts(client)
+            if is_left or self.heir(client) == self.core.client:
+                await self.inheritance.take_over_uses(client, accounts.elsewhere.spaces(client))

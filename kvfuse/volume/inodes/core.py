@@ -28,8 +28,8 @@ from kvfuse.volume.inodes.metadata_budget import Metadata
 from kvfuse.volume.inodes.node import Node, Nodes
 from kvfuse.volume.inodes.places import Places
 from kvfuse.volume.inodes.sharing import Alone, Shared
-from kvfuse.volume.namespaces.accounts import Use
 from kvfuse.volume.namespaces.registry import Namespaces
+from kvfuse.volume.namespaces.uses import Use
 from kvfuse.volume.store.numbers import NumberRange
 from kvfuse.volume.store.schema import InodeRecord
 from kvfuse.volume.views.speeds import Speeds

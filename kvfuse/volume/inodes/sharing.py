@@ -105,7 +105,7 @@ class Shared(Sharing):
             slab = self._geometry.slab_of(extent.addr)
             if not self._slabs.holds(slab):
                 key = schema.freed_key(slab, extent.addr, extent.generation)
-                puts[key] = schema.RESTED_SLOT if extent.state == RESTED else b""
+                puts[key] = schema.encode_freed(extent.owner, has_rested=extent.state == RESTED)
         return puts
 
     def release(self, dead: list[Extent], born: set[int]) -> list[Extent]:

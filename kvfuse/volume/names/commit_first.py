@@ -139,7 +139,7 @@ class CommitFirst:
             for directory in dict.fromkeys([end.directory.ino for end in ends]):
                 draft.expect_all(await self.lookup.path_versions(directory, is_fresh))
         if plan.removed is not None:
-            await self._have_left(plan.removed)  # nothing waits after it: news of a name in it would pass for the mark
+            await self.have_left(plan.removed)  # nothing waits after it: news of a name in it would pass for the mark
         draft.add(plan, clock.now())
         return plan, draft
 
@@ -168,6 +168,11 @@ class CommitFirst:
             above.append(directory)
             directory = await self.lookup.node(directory.parent or ROOT_INODE)
         return above
+
+    async def renew(self, node: Node) -> None:
+        """Bring an inode up to the store, with what was changed of it here. Stale, EngineError."""
+        await self._settled(node)
+        await self.lookup.refresher.renew(node)
 
     async def _settled(self, *nodes: Node) -> None:
         """Commit pending changes of these inodes, because a transaction is built from their stored records."""
@@ -210,7 +215,7 @@ class CommitFirst:
 
     # -- directories that go -------------------------------------------------------------------------
 
-    async def _have_left(self, directory: Node) -> None:
+    async def have_left(self, directory: Node) -> None:
         """Mark an empty directory: it may be removed while it has the mark, which new names clear. NotEmpty."""
         await self._settled(directory)
         await self._check_empty(directory)
@@ -272,6 +277,8 @@ class CommitFirst:
             plan.node = core.nodes.get(made.ino) or core.nodes.add(made)
             core.file_count += 1
             core.counters.creates += 1
+            if made.is_file and made.namespace:
+                core.namespaces.accounts.add_files(made.namespace, 1)
         for parent, name, meant in draft.names:
             self._apply_name(parent, name, meant, version, is_made=made is not None)
         if plan.linked is not None or plan.ends[0].directory is not plan.ends[-1].directory:
@@ -300,10 +307,14 @@ class CommitFirst:
     def _gone(self, node: Node) -> None:
         """Note that the store has removed the last name of an inode."""
         self.core.file_count -= 1
+        if node.is_file and node.namespace:
+            self.core.namespaces.accounts.add_files(node.namespace, -1)
         self.core.tier.drop(node.ino)
         if node.is_directory:
             self.core.tier.retire(node.ino)
             self.core.dentries.directory_removed(node.ino)
+            if node.namespace == node.ino:
+                self.core.namespaces.remove(node.ino, at_once=True)
             node.reaped = True
             self.journal.pending.loose.withdraw_attributes(node)
             if node.flags & schema.FLAG_XATTRS:

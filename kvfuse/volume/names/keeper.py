@@ -1,13 +1,12 @@
 """Namespaces come, change and go: the rules for that, and the commits.
 
-A change is one commit, of the settings' record and of the folder's inode; callers return when it is durable. In memory
-it holds at once. Namespaces inside each other stay so: names do not cross their borders, and only an empty folder
+A change is one commit, of the settings' record and of the folder's inode (`NamespaceRecords`); callers return when
+it is durable. Namespaces inside each other stay so: names do not cross their borders, and only an empty folder
 becomes a namespace, or ceases to be one. So the limits of a namespace are checked when it changes, never later.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
@@ -21,10 +20,9 @@ from kvfuse.volume.api import ROOT_INODE, Caller
 from kvfuse.volume.inodes import privileges
 from kvfuse.volume.inodes.node import Node
 from kvfuse.volume.names.changes import Names
-from kvfuse.volume.names.folders import end_namespace, number_of
-from kvfuse.volume.namespaces.settings import ROOT, Seconds, Settings, encode_settings
-from kvfuse.volume.store import schema
-from kvfuse.volume.views import clock
+from kvfuse.volume.names.folders import number_of
+from kvfuse.volume.names.namespace_records import NamespaceRecords, check_there
+from kvfuse.volume.namespaces.settings import ROOT, Seconds, Settings
 
 _ROOT_SETTINGS = {
     "kind": "the root's kind is set by 'kvfuse format --cache', or for one mount by 'mount -o cache'",
@@ -46,8 +44,7 @@ class Keeper:
     """Makes, changes and removes namespaces. Each membership has one."""
 
     names: Names
-    is_shared: bool
-    """other hosts have the volume, too"""
+    records: NamespaceRecords
     _turn: trio.Lock = field(default_factory=trio.Lock)
     """of whoever checks limits, and then changes what they depend on"""
 
@@ -55,14 +52,14 @@ class Keeper:
         """Make an empty directory a namespace. NotEmpty, InvalidArgument; NotPermitted: only its owner may."""
         self._check_allowed(node, caller)
         settings = Settings().changed(changes)
-        async with self._turn:
-            above = await self._above(node)
+
+        def decide(above: int) -> Settings:
             self._check_limits(node.ino, above, settings)
             self._check_count(node.uid)
-            await self._check_empty(node, "a namespace begins with an empty folder")
-            node.namespace = node.ino
-            self._put(node, node.ino, settings, above)
-        await self.names.journal.commit(node, durable=True)
+            return settings
+
+        async with self._turn:
+            await self.records.create(node, decide)
         await self._tell_kernel()
 
     async def change(self, node: Node, changes: Mapping[str, Any], caller: Caller | None) -> None:
@@ -72,14 +69,15 @@ class Keeper:
             raise errors.NoAttribute("the folder is no namespace, but in one")
         if number == ROOT:
             self._check_root(changes)
-        async with self._turn:
+
+        def decide(above: int) -> Settings:
             namespace = self.names.core.namespaces.all.get(number)  # None: its record is damaged
             settings = (namespace.stored if namespace is not None else Settings()).changed(changes)
-            above = await self._above(node)
             self._check_limits(number, above, settings)
-            _check_there(node)
-            self._put(node, number, settings, above)
-        await self.names.journal.commit(node, durable=True)
+            return settings
+
+        async with self._turn:
+            await self.records.change(node, decide)
         await self._tell_kernel()
 
     async def delete(self, node: Node, caller: Caller | None) -> None:
@@ -90,15 +88,7 @@ class Keeper:
         if number == ROOT:
             raise errors.NotPermitted("the root of a volume is always a namespace")
         async with self._turn:
-            await self._free_removed(number)
-            above = await self._above(node)
-            await self._check_empty(node, "what is in a namespace stays in it: remove that first")
-            if any(self.names.core.namespaces.accounts.use(number)):
-                raise errors.NotEmpty("files that were removed from the namespace are still open")
-            node.namespace = above
-            end_namespace(self.names.core, node)
-            self._touch(node)
-        await self.names.journal.commit(node, durable=True)
+            await self.records.delete(node)
 
     async def clear(self, node: Node, caller: Caller | None) -> None:
         """Remove all files of a cache and of no namespace in it: at once for everybody, their room soon after.
@@ -111,12 +101,7 @@ class Keeper:
         core = self.names.core
         if number not in core.caches:
             raise errors.InvalidArgument("this namespace is no cache, and loses no file: remove its files")
-        bound = core.inodes.upcoming
-        node.extra[schema.cleared_key(number)] = schema.encode_u64(bound)
-        core.namespaces.clear(number, bound)
-        core.dentries.clear()
-        self._touch(node)
-        await self.names.journal.commit(node, durable=True)
+        await self.records.clear(node, number)
         await self._forget_in_kernel(node)
 
     async def _forget_in_kernel(self, folder: Node) -> None:
@@ -144,55 +129,15 @@ class Keeper:
             raise errors.InvalidArgument(f"a clock advances by seconds, 0 to 1e9, not {seconds!r}") from None
         self.names.core.namespaces.changed.set()
 
-    async def _free_removed(self, number: int) -> None:
-        """Free what removed files of a namespace have: nothing may be charged to one that is gone."""
-        if any(self.names.core.namespaces.accounts.use(number)):
-            self.names.nameless.reap_unnamed()
-            await self.names.journal.commit()
-            await self.names.journal.free_given_up(math.inf, number)
-
-    # -- in memory -----------------------------------------------------------------------------------
-
-    def _put(self, node: Node, number: int, settings: Settings, above: int) -> None:
-        core, former = self.names.core, self.names.core.namespaces.all.get(number)
-        if settings.token != (former.stored.token if former is not None else ""):
-            self._close_to_others(node, is_closed=settings.token != "")
-        core.namespaces.put(number, settings, above)
-        self.names.folders.hold(number)
-        node.extra[schema.namespace_key(number)] = encode_settings(settings)
-        self._touch(node)
-
-    def _close_to_others(self, node: Node, *, is_closed: bool) -> None:
-        """Before a folder has another token: end what its former users have, and let in only its owner by the mode."""
-        core = self.names.core
-        core.tier.retire(None)  # of whichever directories are below
-        core.readers_change(node)
-        if is_closed:
-            node.mode &= ~0o077
-        self.names.lookup.refresher.news.attributes(node.ino)
-
-    def _touch(self, node: Node) -> None:
-        node.ctime = clock.now()
-        self.names.journal.pending.touch(node, forced=True)
-        self.names.journal.pending.touch_times(node)
-
-    async def _above(self, node: Node) -> int:
-        """The namespace that a folder is in."""
-        if node.ino == ROOT_INODE:
-            return ROOT
-        return (await self.names.lookup.node(node.parent or ROOT_INODE)).namespace
-
     # -- what is allowed -----------------------------------------------------------------------------
 
     def _check_allowed(self, node: Node, caller: Caller | None) -> int | None:
         """`number_of`, if the caller may change that."""
-        if self.is_shared:
-            raise errors.Unsupported("a volume that several hosts share has no namespaces yet")
         if not node.is_directory:
             raise errors.NotADirectory(f"inode {node.ino} is no directory: a namespace is one")
         if caller is not None and not privileges.acts_as_owner(node, caller):
             raise errors.NotPermitted(f"only user {node.uid}, who owns the folder, and root may change this namespace")
-        _check_there(node)
+        check_there(node)
         return number_of(node)
 
     def _check_root(self, changes: Mapping[str, Any]) -> None:
@@ -210,12 +155,6 @@ class Keeper:
             raise errors.QuotaExceeded(f"a volume has at most {NAMESPACES_MAX} namespaces: delete some")
         if uid and self.names.folders.count_of(uid) >= USER_NAMESPACES_MAX:
             raise errors.QuotaExceeded(f"user {uid} has {USER_NAMESPACES_MAX} namespaces, and may have no more")
-
-    async def _check_empty(self, node: Node, reason: str) -> None:
-        """Nothing has changed since until the next await. NotEmpty, Stale."""
-        if not await self.names.lookup.is_empty(node.ino):
-            raise errors.NotEmpty(f"the folder is not empty: {reason}")
-        _check_there(node)
 
     def _check_limits(self, number: int, above: int, settings: Settings) -> None:
         """InvalidArgument, if a namespace would have more than what it is in, or less than a namespace in it."""
@@ -245,11 +184,6 @@ class Keeper:
         if number != ROOT:
             inner = {one for one in inner if namespaces.accounts.is_within(one, number)}
         return max([getattr(namespaces.all[one].settings, quota) for one in inner], default=0)
-
-
-def _check_there(node: Node) -> None:
-    if node.nlink == 0:
-        raise errors.Stale(f"directory {node.ino} was removed")
 
 
 def _refusal(name: str, value: int, relation: str, limit: int) -> errors.InvalidArgument:

@@ -6,6 +6,7 @@ those may have changes that the journal will store later, with bytes that have n
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 
 import msgspec
@@ -56,6 +57,7 @@ class InodeChange:
         node.base, node.version, node.stored = record, version, True
         node.own_record, node.nlink = self.own, record.nlink
         node.parent, node.name = self.parent, self.name
+        node.namespace = record.namespace
         if not node.is_directory:
             node.ctime = max(node.ctime, record.ctime)
         else:
@@ -100,6 +102,11 @@ class Draft:
             self.expect(node)
             change = self.inodes[node.ino] = InodeChange(node, node.base)
         return change
+
+    def store(self, records: Mapping[bytes, bytes | None]) -> None:
+        """Put or delete (None) these records, too, whatever they are."""
+        self._puts.update({key: value for key, value in records.items() if value is not None})
+        self._deletes.update([key for key, value in records.items() if value is None])
 
     def add(self, plan: Plan, now: int) -> None:
         """Add all changes of a plan."""
@@ -149,6 +156,9 @@ class Draft:
             self._deletes.add(schema.inode_key(node.ino))
         if node.is_directory:
             self._deletes.add(schema.times_key(node.ino))
+            if node.namespace == node.ino:
+                self._deletes.update(schema.namespace_keys(node.ino))
+                self._deletes.add(schema.use_key(node.ino, self.client))
         if not node.is_directory or change.record.flags & schema.FLAG_XATTRS:
             self._puts[schema.orphan_key(node.ino)] = schema.encode_orphan(change.record, self.client)
 
@@ -192,7 +202,12 @@ class Draft:
 
         files, deletes = len(self.made) - len(self.removed), self._deletes - puts.keys()
         size = growth(puts, deletes, self._weights_before())
-        return Transaction(self._expect, puts, deletes, apply, files, size)
+        return Transaction(self._expect, puts, deletes, apply, files, size, self._uses())
+
+    def _uses(self) -> dict[int, schema.Counts]:
+        counts = Counter([node.namespace for node in self.made if node.is_file and node.namespace])
+        counts.subtract([node.namespace for node in self.removed if node.is_file and node.namespace])
+        return {number: schema.Counts(count, 0) for number, count in counts.items() if count}
 
     def _weights_before(self) -> dict[bytes, int]:
         """What stored records weigh that may be put or deleted, by key: names, inodes, times of removed directories."""

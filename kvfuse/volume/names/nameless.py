@@ -189,6 +189,8 @@ class SharedNameless(Nameless):
         self.journal.pending.reconsider(node)
         self.core.tier.drop(node.ino)
         self.journal.pending.loose.withdraw_attributes(node)
+        if node.is_file and node.namespace and not (node.version or node.committing):
+            self.core.namespaces.accounts.add_files(node.namespace, -1)  # else the commit of its name counts it out
         node.dead = []  # they are in the record that is stored, and go with it
         if node.handles:
             return

@@ -15,6 +15,7 @@ callers have used up lately in such a time (`Ahead`), beside what the water mark
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -221,7 +222,9 @@ class SharedEviction:
         expect = {row.key: row.version for _, row, _ in going}
         applied = partial(self._applied, cache, going, reason)
         size = growth(puts, expect, before)
-        return await self.journal.transact(Transaction(expect, puts, list(expect), applied, -len(going), size))
+        counts = Counter([record.namespace for _, _, record in going if record.namespace])
+        uses = {number: schema.Counts(-count, 0) for number, count in counts.items()}
+        return await self.journal.transact(Transaction(expect, puts, list(expect), applied, -len(going), size, uses))
 
     def _applied(self, cache: Cache, going: list[Going], reason: str, version: int) -> None:
         """The files are gone, in the store."""
@@ -230,6 +233,8 @@ class SharedEviction:
             directory, _, name = schema.split_entry_key(row.key)
             directories.add(directory)
             core.file_count -= 1
+            if record.namespace:
+                core.namespaces.accounts.add_files(record.namespace, -1)
             core.counters.removes += 1
             core.tier.drop(record.ino)
             if core.dentries.get(directory, name).change is None:

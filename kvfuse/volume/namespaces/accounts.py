@@ -6,30 +6,23 @@ memory nor what a crash leaves ever exceeds a quota. A namespace counts towards 
 
 The *stored* use is what records say: each commit that changes slots or files of a namespace puts the `u` record that
 its client has of it. The record counts a namespace without those in it, with the slots of removed files that are open.
+
+Where many hosts have the volume, each counts what it added less what it removed, whoever made that: slots when they
+enter and leave the slabs that it holds. So the use of one may be below 0, and that of a namespace is the sum. What the
+records of the others say is *elsewhere* here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from kvfuse.errors import QuotaExceeded
-from kvfuse.slab.allocator import Slot
 from kvfuse.volume.namespaces.settings import ROOT, Settings
-from kvfuse.volume.store import schema
+from kvfuse.volume.namespaces.uses import OwnUses, Use, UsesElsewhere
 from kvfuse.volume.store.schema import Counts
 from kvfuse.volume.views.limiter import Limiter
-
-NOTHING = Counts(0, 0)
-
-
-class Use(NamedTuple):
-    """Of a namespace and those in it."""
-
-    size: int
-    """bytes of slots"""
-    files: int
 
 
 @dataclass(slots=True, eq=False)
@@ -44,8 +37,13 @@ class Account:
     """bytes of slots, with those of namespaces in it"""
     files: int = 0
     """likewise"""
+    size_elsewhere: int = 0
+    files_elsewhere: int = 0
+    """what other hosts have of it, likewise, as far as this one has heard"""
     returned: int = 0
     """bytes and files that it ever gave back, likewise"""
+    is_known: bool = True
+    """its settings were read; else what it has counts towards no other one yet"""
     is_gone: bool = False
     """the namespace was removed, and not all of its slots are free yet"""
 
@@ -54,7 +52,8 @@ class Account:
 
         Files above that of ``blocks`` are of mean size.
         """
-        settings, size, files = self.settings, self.size + more_size, self.files + more_files
+        settings = self.settings
+        size, files = self.size + self.size_elsewhere + more_size, self.files + self.files_elsewhere + more_files
         excess = size - int(settings.capacity * share) if settings.capacity else 0
         if settings.blocks and (files_above := files - int(settings.blocks * share)) > 0:
             excess = max(excess, -(-files_above * size // files), 1)
@@ -74,8 +73,12 @@ class Accounts:
         """files that the root may have; 0: any number"""
         self.limiters: dict[int, Limiter] = {}
         """of those namespaces that have limits a second"""
-        self._stored: dict[int, Counts] = {}
-        """number -> its own use, as this client's record says"""
+        self.records = OwnUses(self._has_records)
+        self.elsewhere = UsesElsewhere()
+        self.keeps_unknown = False
+        """other hosts make namespaces: one may be charged before it was heard of"""
+        self._dropped: set[int] = set()
+        """those that are there no more: nothing is charged to them"""
 
     # -- namespaces ------------------------------------------------------------------------------------
 
@@ -83,10 +86,15 @@ class Accounts:
         """A namespace is there, or has other settings. ``above``: that it is in; None: as before."""
         account = self.all.get(number)
         if account is None:
-            account = self.all[number] = Account(number, above or ROOT)
+            account = self.all[number] = Account(number, ROOT, is_known=False)
+        self._dropped.discard(number)
         if above is not None:
             is_circle = any(one is account for one in self._chain(above))  # records are damaged
             account.above = ROOT if is_circle else above
+        if not account.is_known:
+            account.is_known = True
+            self._add(account.above, account.size, account.files)
+            self._add_elsewhere(number, *self.elsewhere.use(number))
         account.settings, account.is_gone = settings, False
 
     def remove(self, number: int) -> None:
@@ -94,15 +102,40 @@ class Accounts:
         account = self.all.get(number)
         if account is not None:
             account.is_gone = True
-            self._stored.pop(number, None)
+            self.records.forget(number)
             self._forget_gone(account)
+
+    def drop(self, number: int) -> None:
+        """A namespace is there no more, nor is anything that it had: in a shared volume nobody counts that."""
+        account = self.all.get(number)
+        if account is not None:
+            self._add_elsewhere(number, -account.size_elsewhere, -account.files_elsewhere)
+            self._add(number, -account.size, -account.files)
+            self.all.pop(number, None)
+        self.records.forget(number)
+        self.elsewhere.forget(number)
+        self._dropped.add(number)
 
     def load(self, number: int, counts: Counts, *, is_own: bool = True) -> None:
         """The stored use of a namespace that is there. ``is_own``: by this client's record."""
         if number in self.all:
             self._add(number, counts.size or 0, counts.inodes)
             if is_own:
-                self._stored[number] = counts
+                self.records.load(number, counts)
+
+    # -- other hosts -----------------------------------------------------------------------------------
+
+    def hear(self, number: int, client: int, counts: Counts | None) -> None:
+        """The stored use of a namespace by another client; None: it has none any more."""
+        more = self.elsewhere.put(number, client, counts)
+        account = self.all.get(number)
+        if account is not None and account.is_known:
+            self._add_elsewhere(number, *more)
+
+    def _add_elsewhere(self, number: int, size: int, files: int) -> None:
+        for account in self._chain(number):
+            account.size_elsewhere += size
+            account.files_elsewhere += files
 
     def put_root(self, settings: Settings) -> None:
         """The settings of the root, of which only the number of files is a quota."""
@@ -152,9 +185,16 @@ class Accounts:
         return account.returned if account is not None else 0
 
     def use(self, number: int) -> Use:
-        """Of a namespace and those in it."""
+        """Of a namespace and those in it, by this host."""
         account = self.all.get(number)
         return Use(account.size, account.files) if account is not None else Use(0, 0)
+
+    def use_of_hosts(self, number: int) -> Use:
+        """Of a namespace and those in it, by all hosts."""
+        account = self.all.get(number)
+        if account is None:
+            return Use(0, 0)
+        return Use(account.size + account.size_elsewhere, account.files + account.files_elsewhere)
 
     def limit(self, number: int, quota: Literal["capacity", "blocks"]) -> int:
         """The least quota of a namespace and those that it is in; 0: none has one."""
@@ -181,6 +221,8 @@ class Accounts:
             number = account.above
 
     def _add(self, number: int, size: int, files: int) -> None:
+        if self.keeps_unknown and number and number not in self.all and number not in self._dropped:
+            self.all[number] = Account(number, ROOT, is_known=False)
         for account in self._chain(number):
             account.size += size
             account.files += files
@@ -188,26 +230,10 @@ class Accounts:
             if account.is_gone:
                 self._forget_gone(account)
 
+    def _has_records(self, number: int) -> bool:
+        account = self.all.get(number)
+        return account is not None and not account.is_gone
+
     def _forget_gone(self, account: Account) -> None:
         if not account.size and not account.files:
             self.all.pop(account.number, None)
-
-    # -- records ---------------------------------------------------------------------------------------
-
-    def store(self, born: Iterable[Slot], dead: Iterable[Slot], files: Mapping[int, int]) -> dict[int, bytes]:
-        """Namespace -> value of its record, of those that a commit changes by which slots become durable or are freed.
-
-        ``files``: namespace -> files that it adds, less those that it removes.
-        """
-        changes = {number: Counts(count, 0) for number, count in files.items()}
-        for slots, sign in ((born, 1), (dead, -1)):
-            for _, size, owner in slots:
-                if owner:
-                    changes[owner] = changes.get(owner, NOTHING).add(Counts(0, sign * size))
-        values = {}
-        for number, change in changes.items():
-            account = self.all.get(number)
-            if account is not None and not account.is_gone and change != NOTHING:
-                stored = self._stored[number] = self._stored.get(number, NOTHING).add(change)
-                values[number] = schema.encode_counts(*stored)
-        return values

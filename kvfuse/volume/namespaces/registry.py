@@ -42,12 +42,11 @@ class Namespaces:
         above: Mapping[int, int] | None = None,
         *,
         overrides: Mapping[str, Any] | None = None,
-        counts: bool = True,
     ) -> None:
         """``settings``: by number. The root is a namespace in any case. ``above``: number -> namespace that it is in.
 
         ``overrides``: settings of the root that hold for this mount alone. InvalidArgument, if they do not go together
-        with those that are stored. ``counts``: their use is counted, and bounded by their quotas.
+        with those that are stored.
         """
         self._clock = clock
         self.overrides = overrides or {}
@@ -69,7 +68,7 @@ class Namespaces:
         self.slabs_came: set[int] = set()
         """slabs with files that came from another host: the caches' books do not have their blocks yet"""
         self.accounts = Accounts()
-        self._counts = counts
+        self._moved_borders: set[int] = set()
         for number, found in {ROOT: Settings(), **settings}.items():
             self.put(number, found, (above or {}).get(number, ROOT))
 
@@ -89,9 +88,9 @@ class Namespaces:
         if cache is not None:
             self.caches[number] = cache
             self.changed.set()
-        if self._counts and number == ROOT:
+        if number == ROOT:
             self.accounts.put_root(settings)
-        elif self._counts:
+        else:
             self.accounts.put(number, above, settings)
         self._limit(number, (settings.bandwidth, settings.iops, settings.burst))
         return found
@@ -158,15 +157,32 @@ class Namespaces:
         """Share of the volume that is used then."""
         return min([self.all[number].settings.low_water for number in self.caches], default=1.0)
 
-    def remove(self, number: int) -> None:
-        """Forget a namespace that has no files. The caller deletes its records (p and u)."""
+    def moves_border(self, directory: int) -> None:
+        """Another host made an empty directory a namespace, or ended that."""
+        self._moved_borders.add(directory)
+
+    def take_moved_borders(self) -> set[int]:
+        """These directories, once: what is about to be added to them here is of another namespace."""
+        if not self._moved_borders:
+            return set()
+        taken, self._moved_borders = self._moved_borders, set()
+        return taken
+
+    def remove(self, number: int, *, at_once: bool = False) -> None:
+        """Forget a namespace that has no files. The caller deletes its records (p and u).
+
+        ``at_once``: what removed files of it still have counts nowhere.
+        """
         self.all.pop(number, None)
         self.cleared.pop(number, None)
         self.caches.pop(number, None)
         self.measures.pop(number, None)
         self.accounts.limiters.pop(number, None)
         self.gates.remove(number)
-        self.accounts.remove(number)
+        if at_once:
+            self.accounts.drop(number)
+        else:
+            self.accounts.remove(number)
 
 
 def _same_books(former: Settings, new: Settings) -> bool:

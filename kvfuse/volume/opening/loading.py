@@ -68,6 +68,7 @@ async def load_core(options: Options, held: Held) -> Core:
 
 def _shared(core: Core, member: Member) -> Core:
     """As one of several clients has the volume: slabs and numbers are this one's only when they are leased."""
+    core.namespaces.accounts.keeps_unknown = True
     return dataclasses.replace(
         core,
         inodes=SharedNumberRange(schema.COUNTER_INODE),
@@ -95,7 +96,9 @@ async def _load_values(options: Options, held: Held, values: list[bytes], metada
         slabs.restore(states)
     cache = options.cache
     tier = SharedTier(cache.tier_size, checked_placement(hugepages=cache.tier_hugepages, node=cache.tier_node))
-    namespaces = await _read_namespaces(records, options.namespace.given, counts=is_alone)
+    namespaces = await _read_namespaces(records, options.namespace.given)
+    if is_alone:
+        await _read_uses(records, namespaces)
     used = {geometry.locate_head(state.slab)[0] for state in states}
     await _check_segments(options.title, superblock, segments, used)
     return Core(
@@ -117,23 +120,25 @@ async def _load_values(options: Options, held: Held, values: list[bytes], metada
     )
 
 
-async def _read_namespaces(records: RecordStore, overrides: Mapping[str, Any], *, counts: bool) -> Namespaces:
-    """All namespaces. ``counts``: with their use, which this client alone changes. InvalidArgument of ``overrides``."""
+async def _read_namespaces(records: RecordStore, overrides: Mapping[str, Any]) -> Namespaces:
+    """All namespaces. InvalidArgument of ``overrides``."""
     settings = await _read_settings(records)
-    above = await _read_above(records, list(settings)) if counts else None
-    namespaces = Namespaces(settings, trio.current_time, above, overrides=overrides, counts=counts)
-    if not counts:
-        return namespaces
+    above = await _read_above(records, list(settings))
+    namespaces = Namespaces(settings, trio.current_time, above, overrides=overrides)
     async for rows, _ in ScanPages(records, schema.CLEARED_PREFIX):
         for row in rows:
             namespaces.cleared[schema.key_inode(row.key)] = schema.decode_u64(row.value)
+    return namespaces
+
+
+async def _read_uses(records: RecordStore, namespaces: Namespaces) -> None:
+    """The use of each namespace, which this client alone changes."""
     async for rows, damaged in ScanPages(records, schema.USE_PREFIX):
         for row in rows:
             is_own = row.key == schema.use_key(schema.key_inode(row.key), OWN_CLIENT)
             namespaces.accounts.load(schema.key_inode(row.key), schema.decode_counts(row.value), is_own=is_own)
         for key in damaged:
             log.error("%s is damaged: 'kvfuse fsck --repair' counts it anew", describe(key))
-    return namespaces
 
 
 async def _read_above(records: RecordStore, numbers: list[int]) -> dict[int, int]:

@@ -13,13 +13,15 @@ o     inode u64                                inode of an unlinked file, and (s
 n     name of a counter or list                u64, or several; the counts as in q
 p     namespace u64                            settings of a namespace; its number is its folder's inode, the root's 0
 e     namespace u64                            u64: files of a namespace with smaller inode numbers were cleared, and go
-u     namespace u64, client u64                i64, i64: files and bytes of slots of a namespace but the root's
+u     namespace u64, client u64                i64, i64: files and bytes of slots of a namespace but the root's; of a
+                                               shared volume those that the client added, less those that it removed
 
       of a shared volume:
 m     client u64                               a client that is alive: host, pid, mount point (under its lease)
 l     slab u32                                 client u64 who holds the slab (0: nobody), epoch u64
-f     slab u32, addr u64, generation u64       "rested", or nothing: the slot is to be freed by who holds its slab;
-                                               rested: nobody can be reading it any more
+f     slab u32, addr u64, generation u64       "rested", or nothing, and the namespace u64 of its file, if that is not
+                                               the root's: the slot is to be freed by who holds its slab; rested:
+                                               nobody can be reading it any more
 h     inode u64, client u64                    nothing: the client has the removed file open (under its lease)
 k     client u64                               who it is to the segment engine; the version counts its commits
 a     client u64                               blocks of other hosts that the client used lately, and how much room it
@@ -81,6 +83,10 @@ USAGE = b"nusage"
 """The weight of names, inodes and attributes, and the number of inodes: two i64. Of a volume that one daemon has."""
 METADATA_SIZE = b"nmetadata"
 """Bytes that they may weigh: a u64, as the volume was formatted with."""
+
+COUNTER_NAMESPACES = b"nnamespaces"
+"""Of a shared volume: how often a namespace was made, changed or removed. Who does so expects it as it was read before
+the settings on which the change depends."""
 
 EXACT_SIZES = b"nexact"
 """The slot sizes that the volume was formatted with, besides the geometric ones: a u64 each."""
@@ -256,6 +262,8 @@ cleared_key: Key = partial(_KEY.pack, b"e")
 use_key: Callable[[int, int], bytes] = partial(_PAIR_KEY.pack, b"u")
 """of namespace, client (0 where one host has the volume)"""
 
+use_prefix: Key = partial(_KEY.pack, b"u")
+
 MEMBER_PREFIX = b"m"
 NAMESPACE_PREFIX = b"p"
 USE_PREFIX = b"u"
@@ -263,6 +271,17 @@ REPORT_PREFIX = b"a"
 CLEARED_PREFIX = b"e"
 XATTR_PREFIX = b"x"
 """of the keys of all extended attributes"""
+
+
+def namespace_keys(number: int) -> tuple[bytes, ...]:
+    """Of all records of a namespace but those of its use."""
+    return namespace_key(number), cleared_key(number)
+
+
+def split_use_key(key: bytes) -> tuple[int, int]:
+    """(namespace, client) of a u key."""
+    _, number, client = _PAIR_KEY.unpack(key)
+    return number, client
 
 
 def name_hash(name: bytes) -> int:
@@ -328,7 +347,20 @@ def key_slab(key: bytes) -> int:
 
 
 RESTED_SLOT = b"rested"
-"""value of an f record"""
+"""how the value of an f record begins whose slot has rested"""
+
+
+def encode_freed(namespace: int, *, has_rested: bool) -> bytes:
+    """``namespace``: that the slot is charged to."""
+    return (RESTED_SLOT if has_rested else b"") + (_U64.pack(namespace) if namespace else b"")
+
+
+@_checked
+def decode_freed(value: bytes) -> tuple[bool, int]:
+    """(the slot has rested, the namespace that it is charged to)"""
+    has_rested = value.startswith(RESTED_SLOT)
+    rest = value[len(RESTED_SLOT) :] if has_rested else value
+    return has_rested, int(_U64.unpack(rest)[0]) if rest else 0
 
 
 def split_freed_key(key: bytes) -> FreedSlot:

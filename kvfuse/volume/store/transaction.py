@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
+from kvfuse.volume.store.schema import Counts
+
 
 def _nothing(version: int) -> None:
     pass
@@ -29,6 +31,8 @@ class Transaction:
     """inodes that it makes, less those that it removes"""
     size: int = 0
     """bytes that names, inodes and attributes weigh more after it"""
+    uses: Mapping[int, Counts] = field(default_factory=dict)
+    """namespace -> how it changes this client's use of it"""
 
     @property
     def changes(self) -> set[bytes]:

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from engine_pairs import Engines
 from mounting import KvfuseMount, stopped, wait_until
 
 from kvfuse.usrbio.client import BlockStore, Client, Disconnected, Tier, connect, file_name
@@ -251,17 +250,13 @@ def settings_of(folder: Path) -> dict[str, str]:
     return dict(word.split("=") for word in os.getxattr(folder, SETTINGS).decode().split())
 
 
-def test_a_folder_that_is_made_is_a_cache(client: Client, shared_mount: KvfuseMount, engines: Engines) -> None:
-    """A volume that hosts share has no namespaces yet: there it is a folder."""
+def test_a_folder_that_is_made_is_a_cache(client: Client, shared_mount: KvfuseMount) -> None:
     made, found = shared_mount.point / "models" / "made", shared_mount.point / "found"
     found.mkdir()
     for folder in (made, found):
         with BlockStore(client, folder) as store, BlockStore(client, folder) as other:
             store.put("key", b"x")
             assert other.get("key") == b"x"
-    if engines.is_shared:
-        assert SETTINGS not in os.listxattr(made)
-        return
     assert settings_of(made)["kind"] == "cache"
     with BlockStore(client, made / "rank" / "0"):
         for folder in (found, made.parent, made / "rank", made / "rank" / "0"):

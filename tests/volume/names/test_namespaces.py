@@ -22,7 +22,6 @@ from kvfuse.errors import (
     OperationError,
     QuotaExceeded,
     Stale,
-    Unsupported,
 )
 from kvfuse.options.options import NamespaceOptions, Options
 from kvfuse.volume.api import ROOT_INODE, Caller
@@ -365,12 +364,6 @@ async def test_a_user_may_have_so_many(disk: Disk, options: Options) -> None:
         assert sorted(names) == sorted(["/", "/root's", *[f"/{number}" for number in range(USER_NAMESPACES_MAX)]])
         await volume.tree.remove_directory(ROOT_INODE, b"7")
         await volume.inodes.set_xattr(ino, NAMESPACE, b"")
-
-
-async def test_a_shared_volume_has_none_yet(rng: random.Random, options: Options) -> None:
-    async with volumes(Disk.format(options, shared=True), options, 1, rng) as (volume,):
-        ino = await make_folder(volume, b"new")
-        assert "several hosts" in await refusal(volume, ino, NAMESPACE, b"kind=cache", Unsupported)
 
 
 # -- the root -----------------------------------------------------------------------------------------

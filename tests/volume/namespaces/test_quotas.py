@@ -13,7 +13,7 @@ from volume_lab import CALLER, MIB, Chaos, Disk, check, lab_options, opened
 
 from kvfuse.errors import NotFound, QuotaExceeded
 from kvfuse.volume.api import ROOT_INODE, Changes
-from kvfuse.volume.namespaces.accounts import Use
+from kvfuse.volume.namespaces.uses import Use
 from kvfuse.volume.store import schema
 from kvfuse.volume.volume import Volume
 

@@ -1,0 +1,272 @@
+"""How changes of namespaces are stored: with the next commit, or as transactions where other hosts change them, too.
+
+The rules are the keeper's. It hands them in as functions that decide without waiting: where another host was faster,
+they are asked again.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from functools import partial
+
+import trio
+
+from kvfuse import errors
+from kvfuse.volume.api import ROOT_INODE
+from kvfuse.volume.inodes.node import Node
+from kvfuse.volume.names.changes import Names
+from kvfuse.volume.names.commit_first import ATTEMPTS_MAX, PAUSE_SECONDS, CommitFirst
+from kvfuse.volume.names.folders import end_namespace, number_of
+from kvfuse.volume.names.name_change import Draft
+from kvfuse.volume.names.namespace_news import NamespaceNews
+from kvfuse.volume.namespaces.settings import ROOT, Settings, encode_settings
+from kvfuse.volume.store import schema
+from kvfuse.volume.views import clock
+
+FREE_SECONDS = 3.0
+"""beside a grace: for which a namespace that is to end waits until hosts have freed what was removed from it"""
+
+LOOK_SECONDS = 0.2
+"""between two looks at that"""
+
+Decide = Callable[[int], Settings]
+"""the settings that a namespace gets, by the namespace that it is in; raises the errors of the change"""
+
+
+class NamespaceRecords(ABC):
+    """Stores changes of namespaces. The keeper has one."""
+
+    @abstractmethod
+    async def create(self, node: Node, decide: Decide) -> None:
+        """Make an empty directory a namespace. NotEmpty, Stale; Exists: another host has done so just now."""
+
+    @abstractmethod
+    async def change(self, node: Node, decide: Decide) -> None:
+        """Change the settings of a namespace, by its folder. Stale."""
+
+    @abstractmethod
+    async def clear(self, node: Node, number: int) -> None:
+        """Files that a cache has by now are there for nobody any more."""
+
+    @abstractmethod
+    async def delete(self, node: Node) -> None:
+        """Make the empty folder of a namespace an ordinary one. NotEmpty, Stale."""
+
+
+@dataclass
+class OwnNamespaceRecords(NamespaceRecords):
+    """In a volume that one host has: in memory at once, and with the next commit."""
+
+    names: Names
+
+    async def create(self, node: Node, decide: Decide) -> None:
+        above = await self._above(node)
+        settings = decide(above)
+        await self._check_empty(node, "a namespace begins with an empty folder")
+        node.namespace = node.ino
+        self._put(node, node.ino, settings, above)
+        await self.names.journal.commit(node, durable=True)
+
+    async def change(self, node: Node, decide: Decide) -> None:
+        above = await self._above(node)
+        settings = decide(above)
+        check_there(node)
+        self._put(node, number_of(node) or ROOT, settings, above)
+        await self.names.journal.commit(node, durable=True)
+
+    async def delete(self, node: Node) -> None:
+        await self._free_removed(node.ino)
+        above = await self._above(node)
+        await self._check_empty(node, "what is in a namespace stays in it: remove that first")
+        if any(self.names.core.namespaces.accounts.use(node.ino)):
+            raise still_open()
+        node.namespace = above
+        end_namespace(self.names.core, node)
+        self._touch(node)
+        await self.names.journal.commit(node, durable=True)
+
+    async def clear(self, node: Node, number: int) -> None:
+        core = self.names.core
+        bound = core.inodes.upcoming
+        node.extra[schema.cleared_key(number)] = schema.encode_u64(bound)
+        core.namespaces.clear(number, bound)
+        core.dentries.clear()
+        self._touch(node)
+        await self.names.journal.commit(node, durable=True)
+
+    def _touch(self, node: Node) -> None:
+        """The folder's record is put with the next commit, with what else goes with it."""
+        node.ctime = clock.now()
+        self.names.journal.pending.touch(node, forced=True)
+        self.names.journal.pending.touch_times(node)
+
+    def _put(self, node: Node, number: int, settings: Settings, above: int) -> None:
+        core, former = self.names.core, self.names.core.namespaces.all.get(number)
+        if settings.token != (former.stored.token if former is not None else ""):
+            self._close_to_others(node, is_closed=settings.token != "")
+        core.namespaces.put(number, settings, above)
+        self.names.folders.hold(number)
+        node.extra[schema.namespace_key(number)] = encode_settings(settings)
+        self._touch(node)
+
+    def _close_to_others(self, node: Node, *, is_closed: bool) -> None:
+        """Before a folder has another token: end what its former users have, and let in only its owner by the mode."""
+        core = self.names.core
+        core.tier.retire(None)  # of whichever directories are below
+        core.readers_change(node)
+        if is_closed:
+            node.mode &= ~0o077
+        self.names.lookup.refresher.news.attributes(node.ino)
+
+    async def _above(self, node: Node) -> int:
+        """The namespace that a folder is in."""
+        if node.ino == ROOT_INODE:
+            return ROOT
+        return (await self.names.lookup.node(node.parent or ROOT_INODE)).namespace
+
+    async def _check_empty(self, node: Node, reason: str) -> None:
+        """Nothing has changed since until the next await. NotEmpty, Stale."""
+        if not await self.names.lookup.is_empty(node.ino):
+            raise errors.NotEmpty(f"the folder is not empty: {reason}")
+        check_there(node)
+
+    async def _free_removed(self, number: int) -> None:
+        """Free what removed files of a namespace have: nothing may be charged to one that is gone."""
+        if any(self.names.core.namespaces.accounts.use(number)):
+            self.names.nameless.reap_unnamed()
+            await self.names.journal.commit()
+            await self.names.journal.free_given_up(math.inf, number)
+
+
+@dataclass
+class _Change:
+    """A change of one namespace, as a transaction."""
+
+    draft: Draft
+    """of the folder"""
+    records: dict[bytes, bytes | None]
+    """key -> value of the namespace's records; None: it is deleted"""
+    above: int
+    """the namespace that it is in"""
+
+
+@dataclass
+class SharedNamespaceRecords(NamespaceRecords):
+    """In a shared volume: transactions, which expect the settings of all namespaces as they were looked at.
+
+    A folder becomes a namespace, or ceases to be one, as an empty directory is removed (`CommitFirst.have_left`): no
+    name enters meanwhile.
+    """
+
+    names: Names
+    executor: CommitFirst
+    news: NamespaceNews
+
+    async def create(self, node: Node, decide: Decide) -> None:
+        async def plan() -> _Change:
+            if number_of(node) is not None:
+                raise errors.Exists("another host has just made the folder a namespace")
+            above = node.namespace
+            await self.executor.have_left(node)
+            value = encode_settings(_offered(decide(above)))
+            return _Change(self._draft(node, node.ino), {schema.namespace_key(node.ino): value}, above)
+
+        await self._carry_out(node, plan)
+
+    async def change(self, node: Node, decide: Decide) -> None:
+        async def plan() -> _Change:
+            number = number_of(node)
+            if number is None:
+                raise errors.NoAttribute("the folder is no namespace any more")
+            above = await self.news.above(number)
+            value = encode_settings(_offered(decide(above)))
+            return _Change(self._draft(node, node.namespace), {schema.namespace_key(number): value}, above)
+
+        await self._carry_out(node, plan)
+
+    async def clear(self, node: Node, number: int) -> None:
+        raise errors.Unsupported("caches of a volume that several hosts share cannot be cleared yet")
+
+    async def delete(self, node: Node) -> None:
+        number, accounts = node.ino, self.names.core.namespaces.accounts
+        await self._free_removed(number)
+
+        async def plan() -> _Change:
+            if number_of(node) is None:
+                raise errors.NoAttribute("the folder is no namespace any more")
+            above = await self.news.above(number)
+            await self.executor.have_left(node)
+            if any(accounts.use_of_hosts(number)):
+                raise still_open()
+            draft = self._draft(node, above)
+            prefix = schema.use_prefix(number)
+            uses = {key: version for key, version in self.news.versions.items() if key.startswith(prefix)}
+            draft.expect_all(uses)  # together they say nothing, as was looked at
+            return _Change(draft, dict.fromkeys([*uses, *schema.namespace_keys(number)]), above)
+
+        await self._carry_out(node, plan)
+
+    # -- transactions --------------------------------------------------------------------------------
+
+    async def _carry_out(self, node: Node, plan: Callable[[], Awaitable[_Change]]) -> None:
+        """Plan a change and commit it, until it is not refused: by what is read, each time. EngineError."""
+        for attempt in range(ATTEMPTS_MAX):
+            count, version = await self.news.read_settings()
+            await self.executor.renew(node)
+            check_there(node)
+            change = await plan()
+            change.draft.expect_all({schema.COUNTER_NAMESPACES: version})
+            change.draft.store({**change.records, schema.COUNTER_NAMESPACES: schema.encode_u64(count + 1)})
+            transaction = change.draft.transaction(partial(self._applied, change))
+            if not change.draft.is_stale and await self.names.journal.transact(transaction):
+                node.ctime = clock.now()
+                self.names.journal.pending.touch_times(node)
+                return
+            await trio.sleep(random.random() * PAUSE_SECONDS * min(1 + attempt, 16))
+        raise errors.EngineError(f"namespaces were changed by others {ATTEMPTS_MAX} times in a row")
+
+    def _draft(self, node: Node, namespace: int) -> Draft:
+        draft = Draft(self.names.core.client)
+        change = draft.change(node)
+        change.set(namespace=namespace, flags=change.record.flags & ~schema.FLAG_LEAVING)
+        return draft
+
+    def _applied(self, change: _Change, version: int) -> None:
+        for key, value in change.records.items():
+            self.news.stored(key, value, version, change.above)
+
+    async def _free_removed(self, number: int) -> None:
+        """Wait until hosts have freed what removed files of a namespace had."""
+        core = self.names.core
+        with trio.move_on_after(FREE_SECONDS + 2 * core.grace.seconds):
+            while any(core.namespaces.accounts.use_of_hosts(number)):
+                self.names.nameless.reap_unnamed()
+                await self.names.journal.commit()
+                await self.executor.space.free_removed_files()
+                await self.names.journal.free_given_up(math.inf, None)
+                with trio.move_on_after(LOOK_SECONDS):
+                    await self.news.heard.wait()
+
+
+def _offered(settings: Settings) -> Settings:
+    """Unsupported, where several hosts have the volume."""
+    if settings.capacity or settings.blocks:
+        raise errors.Unsupported("namespaces of a volume that several hosts share have no quotas yet")
+    if settings.token:
+        raise errors.Unsupported("namespaces of a volume that several hosts share have no tokens yet")
+    return settings
+
+
+def check_there(node: Node) -> None:
+    """Stale, if the directory was removed."""
+    if node.nlink == 0:
+        raise errors.Stale(f"directory {node.ino} was removed")
+
+
+def still_open() -> errors.NotEmpty:
+    """The namespace still has something, but no names."""
+    return errors.NotEmpty("files that were removed from the namespace are still open")
