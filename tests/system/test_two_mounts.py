@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import json
 import os
 import random
 import shutil
@@ -20,6 +21,7 @@ from kvfuse.cluster.etcd import EtcdServers
 
 pytestmark = pytest.mark.root
 
+SETTINGS = "user.kvfuse.namespace"
 NAMES = 500
 """made by both mounts in one folder"""
 
@@ -284,3 +286,42 @@ def test_what_is_cached_of_a_relaxed_folder_is_corrected(folders: tuple[Path, Pa
         wait_until(partial(has, two / "name", f"{number}"), "the content")
         (two / "name").unlink()
         wait_until(lambda: not (one / "name").exists(), "the removal")
+
+
+def test_namespaces_are_the_same_on_both(folders: tuple[Path, Path], mounts: tuple[KvfuseMount, KvfuseMount]) -> None:
+    one, two = [folder / "space" for folder in folders]
+    one.mkdir()
+    os.setxattr(one, SETTINGS, b"kind=cache ttl=3600")
+    wait_until(lambda: b"ttl=3600" in _settings(two), "the other mount hears of the namespace")
+    os.setxattr(two, f"{SETTINGS}.ttl", b"60")
+    wait_until(lambda: b"ttl=60" in _settings(one), "the first one hears of the change")
+    for folder in folders:
+        (folder / "outside").write_bytes(b"x")
+        with pytest.raises(OSError, match="cross-device") as refused:
+            (folder / "outside").rename(folder / "space" / "inside")
+        assert refused.value.errno == errno.EXDEV
+    for number in range(20):
+        put((one, two)[number % 2], f"block{number}", bytes(50_000))
+    with pytest.raises(OSError, match="not empty"):
+        os.removexattr(two, SETTINGS)
+
+    def files() -> set[int]:
+        number = one.stat().st_ino
+        rows = [
+            row
+            for mount in mounts
+            for row in json.loads((mount.point / ".kvfuse" / "stats").read_bytes())["namespaces"]
+            if row["number"] == number
+        ]
+        return {row["used"]["files"] for row in rows}
+
+    wait_until(lambda: files() == {20}, "both mounts count what both have stored")
+
+
+def _settings(folder: Path) -> bytes:
+    try:
+        return os.getxattr(folder, SETTINGS)
+    except OSError as error:
+        if error.errno != errno.ENODATA:
+            raise
+        return b""
