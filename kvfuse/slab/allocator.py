@@ -86,6 +86,8 @@ class Allocator:
         self._has_all = granted
         self._granted: set[int] = set()
         """where it has not all"""
+        self.refused = 0
+        """length of the last extent for which there were no slots; who makes room for it sets it to 0"""
         self.ledger: Ledger | None = None
         """None: nobody is charged"""
         self.slab_opened: Callable[[], object] = lambda: None
@@ -315,6 +317,11 @@ class Allocator:
         """Bytes of pending slots."""
         return sum(pool.pending_count * pool.slot_size for pool in self._pools.values())
 
+    def used_in(self, slab: int) -> int:
+        """Bytes of slots of a slab that are not free."""
+        held = self._slabs.get(slab)
+        return (len(held.states) - held.free_count) * held.slot_size if held is not None else 0
+
     def statistics(self) -> Statistics:
         """The whole account; looks at every slab in use."""
         return account(self.geometry.slab_size, self.slab_count, self._slabs.values(), self._pools)
@@ -382,6 +389,7 @@ class Allocator:
     def _allocate_anywhere(self, length: int) -> list[Slot]:
         """Slots for ``length`` bytes where the planned sizes are not to be had. NoSpace, with nothing changed."""
         if not self._fits_anywhere(length):
+            self.refused = length
             raise NoSpace(f"no room for {length} bytes in {PIECES_MAX} slots: {self.free_bytes} bytes are free")
         slots: list[Slot] = []
         rest = length

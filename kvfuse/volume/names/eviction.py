@@ -32,6 +32,7 @@ from kvfuse.volume.inodes.node import Node
 from kvfuse.volume.names.changes import Names
 from kvfuse.volume.names.lookup import Lookup
 from kvfuse.volume.names.shared_eviction import Ahead, SharedEviction
+from kvfuse.volume.names.slab_eviction import SlabChoice
 from kvfuse.volume.names.stored_blocks import read_blocks
 from kvfuse.volume.names.sweeping import Sweeper
 from kvfuse.volume.namespaces.cache import Cache, Candidate
@@ -89,6 +90,7 @@ class Evictor:
         shift = 6 if self.shared is None else 9
         self._batch_size = min(max(size >> shift, BATCH_SIZE_MIN), BATCH_SIZE_MAX, max(size >> 4, 1))
         self._ahead = Ahead(self.core, self._batch_size)
+        self._choice = SlabChoice(self.core)
         self._running = trio.CancelScope()
         self._is_over = False
 
@@ -208,6 +210,11 @@ class Evictor:
         async with self._lock:
             if self._steps != step:
                 return True
+            if namespace is None and self.shared is None and (slabs := self._choice.choose(size)):
+                await self._empty(slabs)
+                await self.journal.free_given_up(math.inf, None)
+                self._steps += 1
+                return True
             for cache in self._caches_in(namespace):
                 if await self._evict_from(cache, size):
                     if self.shared is None:
@@ -219,9 +226,12 @@ class Evictor:
     async def empty_slabs(self, slabs: Collection[int]) -> None:
         """Evict all blocks that begin in these slabs, but for those that are to be kept. EngineError."""
         async with self._lock:
-            for cache in list(self.core.caches.values()) if not self._is_over else ():
-                if candidates := cache.in_slabs(slabs):
-                    await self._evict(cache, candidates, "room")
+            await self._empty(slabs)
+
+    async def _empty(self, slabs: Collection[int]) -> None:
+        for cache in list(self.core.caches.values()) if not self._is_over else ():
+            if candidates := cache.in_slabs(slabs):
+                await self._evict(cache, candidates, "room")
 
     def _caches_in(self, namespace: int | None) -> list[Cache]:
         """The largest first, those that are pinned after all others."""

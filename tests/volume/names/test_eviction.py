@@ -17,6 +17,7 @@ from kvfuse.policy import HOLD_SECONDS
 from kvfuse.remote.records.api import Record
 from kvfuse.volume.api import ROOT_INODE
 from kvfuse.volume.names.eviction import Evictor
+from kvfuse.volume.namespaces.cache import block_key
 from kvfuse.volume.namespaces.settings import ROOT, Settings, encode_settings
 from kvfuse.volume.store import schema
 from kvfuse.volume.volume import Volume
@@ -510,4 +511,29 @@ async def test_an_eviction_does_not_chase_what_is_stored_meanwhile(
         evicted = statistics(volume)["room"]
     assert evicted > count // 2
     assert min(steps) > 2 * MIB, steps
+    await checked(disk)
+
+
+async def test_a_large_block_takes_whole_slabs_from_small_ones() -> None:
+    """Hardly more small blocks go than it is large, and one that is open stays."""
+    disk = cache_disk(admission="all", eviction="lru")
+    small, size, rng = 4096, 17 * MIB, random.Random(5)
+    async with opened(disk, OPTIONS) as volume:
+        names = [b"%08d" % number for number in range(volume.space().size // small)]
+        for name in names:
+            await volume.blocks.put(ROOT_INODE, name, memoryview(name * (small // 8)), CALLER, 0o644)
+        await volume.sync()
+        there = await volume.blocks.exists(ROOT_INODE, names)
+        kept = names[there.index(True)]
+        node = await volume.tree.lookup(ROOT_INODE, kept)
+        handle = await volume.files.open(node.ino, os.O_RDONLY, CALLER)
+        cache = volume.parts.core.caches[ROOT]
+        for name in rng.sample(names, len(names)):
+            cache.policy.used([block_key(ROOT_INODE, name)], cache.clock())
+        before = statistics(volume)["room"]
+        await volume.blocks.put(ROOT_INODE, b"large", memoryview(bytes(size)), CALLER, 0o644)
+        assert statistics(volume)["room"] - before < 1.3 * size // small
+        assert await volume.blocks.exists(ROOT_INODE, [b"large", kept]) == [True, True]
+        assert bytes(await volume.files.read(handle, 0, small)) == kept * (small // 8)
+        await volume.files.release(handle)
     await checked(disk)
