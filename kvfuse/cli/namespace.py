@@ -17,6 +17,7 @@ from kvfuse.cli.console import print_json, print_table
 from kvfuse.cli.mounts import ANSWER_SECONDS, kvfuse_mount_at, mount_of, read_virtual, within
 from kvfuse.errors import EngineTimeout, MountError
 from kvfuse.sizes import format_size
+from kvfuse.volume.namespaces.descriptors import parse_descriptor
 
 NAMESPACE = "user.kvfuse.namespace"
 """extended attribute of a folder: all settings; with a dot and a name, one of them"""
@@ -44,6 +45,7 @@ MEANINGS = {
     "recompute_speed": "tokens a second that an engine computes: what it computes sooner than it reads is a miss",
     "token_size": "bytes that one token has in blocks",
     "token": "the secret that clients of other users show: 'generate', '@FILE', or 16 characters or more; '': none",
+    "descriptor": "what its blocks are, a JSON object: clients that say something else are refused",
 }
 ZEROS = {
     "capacity": "as much as the namespace above",
@@ -127,7 +129,8 @@ def create(path: Path, **settings: str | None) -> None:
 @namespace.command("set", short_help="Change settings.")
 @path_argument
 @click.argument("changes", nargs=-1, required=True, metavar="NAME=VALUE...")
-def set_command(path: Path, changes: tuple[str, ...]) -> None:
+@click.option("--clear", "clears", is_flag=True, help="Clear the cache in the same step, as for another descriptor.")
+def set_command(path: Path, changes: tuple[str, ...], clears: bool) -> None:
     """Change settings of the namespace PATH; those that are not named stay as they are.
 
     'kvfuse namespace show PATH' lists them. Of the root, kind and capacity are the volume's own.
@@ -143,7 +146,7 @@ def set_command(path: Path, changes: tuple[str, ...]) -> None:
     """
     mount_of(path)
     _settings_of(path)
-    settings, made = _with_token(_parsed(changes))
+    settings, made = _with_token(_parsed(changes) | ({"clear": "now"} if clears else {}))
     _change(path, os.setxattr, NAMESPACE, _words(settings.items()))
     _say_token(made)
 
@@ -349,7 +352,10 @@ def _say_token(token: str | None) -> None:
 
 
 def _words(settings: Iterable[tuple[str, str | None]]) -> bytes:
-    return " ".join(f"{name}={value}" for name, value in settings if value is not None).encode()
+    given = [(name, value) for name, value in settings if value is not None]
+    return " ".join(
+        f"{name}={parse_descriptor(value) if name == 'descriptor' else value}" for name, value in given
+    ).encode()
 
 
 def _change(path: Path, change: Callable[..., None], *arguments: Any) -> None:

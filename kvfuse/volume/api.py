@@ -263,6 +263,13 @@ class InodeApi(Protocol):
     async def remove_xattr(self, ino: int, name: bytes, caller: Caller | None = None) -> None:
         """As for `set_xattr`."""
 
+    async def describe(self, ino: int, descriptor: str, *, may_pin: bool) -> str:
+        """A client says what its blocks in a directory are, in JSON: how that is kept.
+
+        ``may_pin``: it may write there; then the first one, and a later version, which clears the cache, is pinned to
+        the directory's namespace. Exists: another one is. InvalidArgument.
+        """
+
     async def gate(self, ino: int) -> Gate | None:
         """Whose token an inode's namespace asks for; None: nobody's. It holds while `RingApi.gates` has its epoch."""
 

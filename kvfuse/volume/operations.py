@@ -92,6 +92,10 @@ class Inodes:
         if gate is not None and gate.folder == node.ino and changes.mode is not None and changes.mode & 0o007:
             raise errors.NotPermitted("the folder has a token: its mode may let in its owner and group alone")
 
+    async def describe(self, ino: int, descriptor: str, *, may_pin: bool) -> str:
+        keeper = _for_change(self._core, self._parts.xattrs).namespaces.keeper
+        return await keeper.describe(await self._lookups.current(ino), descriptor, may_pin=may_pin)
+
     async def gate(self, ino: int) -> Gate | None:
         node = await self._lookups.current(ino)
         return self._core.namespaces.gates.all.get(node.namespace)

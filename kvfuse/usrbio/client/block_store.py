@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from errno import ECANCELED, EDQUOT, EIO, EMSGSIZE, ENOENT, ENOSPC, ETIMEDOUT
 from functools import partial
@@ -95,11 +95,12 @@ class BlockStore(AbstractContextManager["BlockStore"]):
     def __init__(
         self, mount: str | os.PathLike[str] | Client, namespace: str | os.PathLike[str],
         *, create: bool = True, deadline: float = DEADLINE_S, entries: int = 256, priority: Priority = Priority.NORMAL,
-        token: Token = None,
+        token: Token = None, descriptor: Mapping[str, str | int] | None = None,
     ) -> None:  # fmt: skip
         """``mount``: a client, or a path inside the mount. ``create``: a folder that is absent is made, see
         `Client.namespace`. ``token``: see `connect`; a client that is given shows it, too. FileNotFoundError for no
-        such mount or, without ``create``, folder, or where it needs another token; Disconnected."""
+        such mount or, without ``create``, folder, or where it needs another token; FileExistsError where its blocks
+        have another ``descriptor`` (see `Client.namespace`); Disconnected."""
         self.client = mount if isinstance(mount, Client) else connect(mount, token=token)
         self._owns_client = self.client is not mount
         if token is not None and not self._owns_client:
@@ -112,7 +113,7 @@ class BlockStore(AbstractContextManager["BlockStore"]):
         self._lock = threading.Lock()
         self._closed = False
         try:
-            self.namespace = self.client.namespace(namespace, create)
+            self.namespace = self.client.namespace(namespace, create, descriptor=descriptor)
         except BaseException:
             if self._owns_client:
                 self.client.close()

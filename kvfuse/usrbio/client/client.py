@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
@@ -107,14 +108,21 @@ class Client(AbstractContextManager["Client"]):
         self._add_named(file, target if isinstance(target, int) else None)
         return file
 
-    def namespace(self, path: str | os.PathLike[str], create: bool = True, *, mode: int = 0o644) -> Namespace:
+    def namespace(
+        self, path: str | os.PathLike[str], create: bool = True, *, mode: int = 0o644,
+        descriptor: Mapping[str, str | int] | None = None,
+    ) -> Namespace:  # fmt: skip
         """A folder of the mount (``path`` is relative to its root) whose files are blocks.
 
         ``create``: where it is absent it is made, and is a cache then, whose blocks may be evicted; in a cache it is a
         part of that.
         ``mode``: permission bits of new blocks. FileNotFoundError without ``create``.
+        ``descriptor``: what the blocks are: model, revision, dtype, layout, ... (up to 1000 bytes as JSON). The first
+        one is pinned to the namespace, another one refused: FileExistsError, which shows both. The same with a larger
+        ``version`` clears the cache. A folder that is made then is a namespace of its own.
         """
-        namespace = Namespace(Path(self.mount, path), create, mode, self._forget_named)
+        text = json.dumps(dict(descriptor)) if descriptor else ""
+        namespace = Namespace(Path(self.mount, path), create, mode, self._forget_named, text)
         self._add_named(namespace, None)
         return namespace
 

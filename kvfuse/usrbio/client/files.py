@@ -100,17 +100,25 @@ class Namespace(Registered):
 
     ADD, DROP = Request.OPEN_NAMESPACE, Request.CLOSE_NAMESPACE
 
-    def __init__(self, path: Path, create: bool, mode: int, forget: Callable[[Registered], None]) -> None:
-        """Not registered yet. ``create``: `make_cache`. ``mode``: permissions of new blocks."""
+    def __init__(
+        self, path: Path, create: bool, mode: int, forget: Callable[[Registered], None], descriptor: str = ""
+    ) -> None:
+        """Not registered yet. ``create``: `make_cache`. ``mode``: permissions of new blocks.
+
+        ``descriptor``: what they are, JSON; "": anything.
+        """
         super().__init__(str(path), os.O_RDONLY | os.O_DIRECTORY, mode, forget)
         self.create = create
+        self._descriptor = descriptor
 
     def register(self, session: Session, descriptor: int | None = None) -> None:
         """As `Registered.register`; but it is what the path names now, whichever inode that is."""
         self.handle = 0
         if self.create:
-            make_cache(Path(self.path))
+            make_cache(Path(self.path), is_own=self._descriptor != "")
         reply = register_folder(session, self.path, self._argument)
+        if self._descriptor:
+            session.request(Request.DESCRIBE, reply.values[0], text=self._descriptor)
         self._session = session
         self.handle, self.inode = reply.values[:2]
 
@@ -138,14 +146,14 @@ def _open_folder(path: str, has_tokens: bool) -> int:
         return os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
 
 
-def make_cache(path: Path) -> None:
-    """Make a folder, unless it is there: a cache of its own, or a part of the one that it is in. OSError."""
+def make_cache(path: Path, *, is_own: bool = False) -> None:
+    """Make a folder, unless it is there: a cache of its own, or (not ``is_own``) a part of the one that it is in."""
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         path.mkdir()
     except FileExistsError:
         return
-    if _is_in_cache(path):
+    if not is_own and _is_in_cache(path):
         return
     try:
         os.setxattr(path, SETTINGS, b"kind=cache")

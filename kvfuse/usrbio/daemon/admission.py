@@ -44,7 +44,7 @@ class Admission:
     async def check(self, ino: int) -> bool:
         """Whether the client has shown the token for an inode's namespace. Stale: it needs one, and has not."""
         gate = await self.volume.inodes.gate(ino)
-        if gate is None:
+        if gate is None or not gate.lock:
             return False
         has_token = self._has_token(gate)
         if not has_token and not await self._is_let_in(gate):
@@ -57,10 +57,24 @@ class Admission:
         epoch = gates.epoch
         try:
             namespace.has_token = await self.check(namespace.ino)
-            namespace.is_absent = False
+            namespace.is_absent = await self._has_other_descriptor(namespace)
         except errors.Stale:
             namespace.has_token, namespace.is_absent = False, True
         namespace.gates, namespace.epoch = gates, epoch if epoch != ENDED else UNCHECKED
+
+    async def describe(self, namespace: Namespace, descriptor: str) -> None:
+        """The client says what its blocks are. Exists: they are something else in this namespace. Stale."""
+        namespace.has_token = await self.check(namespace.ino)
+        may_pin = self.may(namespace, await self.volume.inodes.attributes(namespace.ino), 3)
+        may_pin &= not namespace.read_only
+        namespace.descriptor = await self.volume.inodes.describe(namespace.ino, descriptor, may_pin=may_pin)
+        namespace.epoch = UNCHECKED
+
+    async def _has_other_descriptor(self, namespace: Namespace) -> bool:
+        if not namespace.descriptor:
+            return False
+        gate = await self.volume.inodes.gate(namespace.ino)
+        return gate is not None and gate.descriptor not in ("", namespace.descriptor)
 
     def may(self, namespace: Namespace, inode: Attributes | Binding, wanted: int) -> bool:
         """`Peer.may`, of an inode in a namespace; who has shown its token may all."""

@@ -48,10 +48,11 @@ COSTS = {
     Request.ADD_FILE: 4,
     Request.DROP_FILE: 2,
     Request.OPEN_NAMESPACE: 4,
+    Request.DESCRIBE: 16,
 }
 """of a message for the event loop, beside its answer, in calls"""
 
-WITH_TEXT = (Request.SHOW_TOKEN,)
+WITH_TEXT = (Request.SHOW_TOKEN, Request.DESCRIBE)
 """requests whose methods get the text behind the message, too"""
 
 
@@ -274,6 +275,13 @@ class Connection:
 
     async def _show_token(self, values: tuple[int, ...], token: str) -> Answer:
         self._admission.show(token)
+        return (), []
+
+    async def _describe(self, values: tuple[int, ...], descriptor: str) -> Answer:
+        namespace = self.registered.namespaces.get(values[0])
+        if namespace is None:
+            raise errors.BadHandle(f"{values[0]} is no namespace")
+        await self._admission.describe(namespace, descriptor)
         return (), []
 
     async def _map_arena(self, values: tuple[int, ...]) -> Answer:

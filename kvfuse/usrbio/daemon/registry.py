@@ -90,6 +90,8 @@ class Namespace:
     gates: Gates = field(default_factory=Gates)
     epoch: int = UNCHECKED
     """of ``gates``, as of which the next two are known"""
+    descriptor: str = ""
+    """what the client says its blocks are; it may not use the directory where the namespace has another one"""
     has_token: bool = False
     """the peer has shown the token of the volume's namespace that it is in, and may all there"""
     is_absent: bool = False

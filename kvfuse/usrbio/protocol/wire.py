@@ -234,6 +234,8 @@ class Request(IntEnum):
     """(handle of a namespace); after the reply the daemon sends news of its blocks, and takes no more requests"""
     SHOW_TOKEN = 12
     """the token of a namespace, as the text behind the message, for all that the connection does from here on"""
+    DESCRIBE = 13
+    """(handle of a namespace), and what its blocks are, a JSON object, as the text behind the message"""
 
 
 class NewsKind(IntEnum):

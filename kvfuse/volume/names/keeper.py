@@ -22,6 +22,7 @@ from kvfuse.volume.inodes.node import Node
 from kvfuse.volume.names.changes import Names
 from kvfuse.volume.names.folders import number_of
 from kvfuse.volume.names.namespace_records import NamespaceRecords, check_there
+from kvfuse.volume.namespaces.descriptors import difference, is_newer, parse_descriptor
 from kvfuse.volume.namespaces.settings import ROOT, Seconds, Settings
 
 _ROOT_SETTINGS = {
@@ -30,6 +31,8 @@ _ROOT_SETTINGS = {
     "token": "the root of a volume has no token: give one to a folder",
 }
 Quota = Literal["capacity", "blocks"]
+CLEAR = "clear"
+"""no setting: with it in the same change, a cache is cleared"""
 NAMESPACES_MAX = 1000
 """of a volume: the books of each cache take some MB of the daemon's memory"""
 NEWS_SECONDS = 1.0
@@ -69,16 +72,58 @@ class Keeper:
             raise errors.NoAttribute("the folder is no namespace, but in one")
         if number == ROOT:
             self._check_root(changes)
+        await self._change(node, number, changes)
+
+    async def describe(self, node: Node, descriptor: str, *, may_pin: bool) -> str:
+        """A client says what its blocks in a directory are. The descriptor as it is kept.
+
+        ``may_pin``: it may write there; it is the first who says so, or has a later version. Exists: another one is
+        pinned. InvalidArgument: it cannot be pinned in this folder.
+        """
+        wanted = parse_descriptor(descriptor)
+        namespace = self.names.core.namespaces.all.get(node.namespace)
+        pinned = namespace.stored.descriptor if namespace is not None else ""
+        number = number_of(node)
+        if pinned == wanted:
+            return wanted
+        if pinned and (number is None or not may_pin):
+            raise _refused_descriptor(pinned, wanted)
+        if number is None and may_pin:
+            raise errors.InvalidArgument("the folder is part of a namespace, not one of its own: it has no descriptor")
+        if number is not None and may_pin:
+            self._check_allowed(node, None)
+            await self._change(node, number, {"descriptor": wanted})
+        return wanted
+
+    async def _change(self, node: Node, number: int, changes: Mapping[str, Any]) -> None:
+        others = {name: value for name, value in changes.items() if name != CLEAR}
+        is_cleared = False
 
         def decide(above: int) -> Settings:
+            nonlocal is_cleared
             namespace = self.names.core.namespaces.all.get(number)  # None: its record is damaged
-            settings = (namespace.stored if namespace is not None else Settings()).changed(changes)
+            former = namespace.stored if namespace is not None else Settings()
+            settings = former.changed(others)
+            is_cleared = self._is_cleared(number, former.descriptor, settings.descriptor, asked=CLEAR in changes)
             self._check_limits(number, above, settings)
             return settings
 
         async with self._turn:
-            await self.records.change(node, decide)
-        await self._tell_kernel()
+            await self.records.change(node, decide, lambda: is_cleared)
+        if is_cleared:
+            await self._forget_in_kernel(node)
+        else:
+            await self._tell_kernel()
+
+    def _is_cleared(self, number: int, pinned: str, wanted: str, *, asked: bool) -> bool:
+        """A change of the descriptor clears the namespace. Exists: it may not; InvalidArgument: it is no cache."""
+        if not asked and not (pinned and is_newer(wanted, pinned)):
+            if pinned not in ("", wanted):
+                raise _refused_descriptor(pinned, wanted)
+            return False
+        if number not in self.names.core.caches:
+            raise errors.InvalidArgument("this namespace is no cache, and loses no file: its descriptor stays")
+        return True
 
     async def delete(self, node: Node, caller: Caller | None) -> None:
         """Make the empty folder of a namespace an ordinary one of the namespace above. NotEmpty, NotPermitted."""
@@ -184,6 +229,10 @@ class Keeper:
         if number != ROOT:
             inner = {one for one in inner if namespaces.accounts.is_within(one, number)}
         return max([getattr(namespaces.all[one].settings, quota) for one in inner], default=0)
+
+
+def _refused_descriptor(pinned: str, wanted: str) -> errors.Exists:
+    return errors.Exists(f"the namespace has another descriptor: {difference(pinned, wanted)}")
 
 
 def _refusal(name: str, value: int, relation: str, limit: int) -> errors.InvalidArgument:

@@ -45,8 +45,11 @@ class NamespaceRecords(ABC):
         """Make an empty directory a namespace. NotEmpty, Stale; Exists: another host has done so just now."""
 
     @abstractmethod
-    async def change(self, node: Node, decide: Decide) -> None:
-        """Change the settings of a namespace, by its folder. Stale."""
+    async def change(self, node: Node, decide: Decide, is_cleared: Callable[[], bool]) -> None:
+        """Change the settings of a namespace, by its folder. Stale.
+
+        ``is_cleared``: after ``decide`` it says whether the cache is cleared in the same step.
+        """
 
     @abstractmethod
     async def clear(self, node: Node, number: int) -> None:
@@ -71,10 +74,12 @@ class OwnNamespaceRecords(NamespaceRecords):
         self._put(node, node.ino, settings, above)
         await self.names.journal.commit(node, durable=True)
 
-    async def change(self, node: Node, decide: Decide) -> None:
+    async def change(self, node: Node, decide: Decide, is_cleared: Callable[[], bool]) -> None:
         above = await self._above(node)
         settings = decide(above)
         check_there(node)
+        if is_cleared():
+            self._clear(node, number_of(node) or ROOT)
         self._put(node, number_of(node) or ROOT, settings, above)
         await self.names.journal.commit(node, durable=True)
 
@@ -90,13 +95,16 @@ class OwnNamespaceRecords(NamespaceRecords):
         await self.names.journal.commit(node, durable=True)
 
     async def clear(self, node: Node, number: int) -> None:
+        self._clear(node, number)
+        await self.names.journal.commit(node, durable=True)
+
+    def _clear(self, node: Node, number: int) -> None:
         core = self.names.core
         bound = core.inodes.upcoming
         node.extra[schema.cleared_key(number)] = schema.encode_u64(bound)
         core.namespaces.clear(number, bound)
         core.dentries.clear()
         self._touch(node)
-        await self.names.journal.commit(node, durable=True)
 
     def _touch(self, node: Node) -> None:
         """The folder's record is put with the next commit, with what else goes with it."""
@@ -177,13 +185,15 @@ class SharedNamespaceRecords(NamespaceRecords):
 
         await self._carry_out(node, plan)
 
-    async def change(self, node: Node, decide: Decide) -> None:
+    async def change(self, node: Node, decide: Decide, is_cleared: Callable[[], bool]) -> None:
         async def plan() -> _Change:
             number = number_of(node)
             if number is None:
                 raise errors.NoAttribute("the folder is no namespace any more")
             above = await self.news.above(number)
             value = encode_settings(_offered(decide(above)))
+            if is_cleared():
+                raise errors.Unsupported("caches of a volume that several hosts share cannot be cleared yet")
             return _Change(self._draft(node, node.namespace), {schema.namespace_key(number): value}, above)
 
         await self._carry_out(node, plan)

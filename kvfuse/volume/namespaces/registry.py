@@ -83,7 +83,7 @@ class Namespaces:
         if settings.is_cache and cache is None:
             cache = Cache(settings, self._clock, self.news, number, self.elsewhere)
         found = self.all[number] = Namespace(number, settings, stored, cache)
-        self.gates.put(number, above, settings.token)
+        self.gates.put(number, above, settings.token, settings.descriptor)
         self.caches.pop(number, None)
         if cache is not None:
             self.caches[number] = cache

@@ -17,6 +17,7 @@ from msgspec import Meta
 from kvfuse.errors import InvalidArgument
 from kvfuse.policy import ADMISSIONS, DEFAULT_ADMISSION, DEFAULT_POLICY, POLICIES
 from kvfuse.sizes import parse_size
+from kvfuse.volume.namespaces.descriptors import parse_descriptor
 from kvfuse.volume.views.gates import is_lock
 
 SHOWN_TOKENS = "none", "set"
@@ -65,6 +66,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, fo
     """bytes of blocks that one token has"""
     token: str = ""
     """lock of the token without which only those use it whom the folder's mode lets in (`gates`); "": it has none"""
+    descriptor: str = ""
+    """what its blocks are (`descriptors`); "": anything"""
 
     @property
     def is_cache(self) -> bool:
@@ -112,6 +115,7 @@ _EXPECTED = {
     "burst": 'a size such as "10MiB", or 0 for what bandwidth allows in a twentieth of a second',
     "soft_pin": "true or false",
     "recompute_speed": "a number of tokens a second, or 0 to read whatever is there",
+    "descriptor": "a JSON object",
     "token_size": 'bytes that a token has in blocks, such as "160KiB"',
 }
 
@@ -126,6 +130,8 @@ def _convert(name: str, value: Any) -> Any:
         if value not in words:
             raise InvalidArgument(f"{name} is one of {', '.join(words)}, not {value!r}")
         return value
+    if name == "descriptor" and isinstance(value, str):
+        return parse_descriptor(value)
     if name == "token":
         if not isinstance(value, str) or (value and not is_lock(value)):
             raise InvalidArgument("token is no lock of one")

@@ -1,4 +1,4 @@
-"""Which namespaces have a token, for the event loop and the threads of rings.
+"""Which namespaces have a token or a descriptor, for the event loop and the threads of rings.
 
 A *token* is a secret. Whoever has shown it may use its namespace, and those in it that have no token of their own, as
 if all modes allowed it; without it only those may whom the mode of the folder that has the token lets in, which never
@@ -57,14 +57,17 @@ class Gate(NamedTuple):
     """What a namespace asks of those who want to use it."""
 
     folder: int
-    """inode of the folder whose token holds: its own, or the nearest above"""
+    """inode of the folder whose token holds: its own, or the nearest above; 0: none has one"""
     lock: str
     """of that token"""
+    descriptor: str = ""
+    """what its blocks are, if that is known"""
 
 
 class _Own(NamedTuple):
     above: int
     lock: str
+    descriptor: str
 
 
 class Gates:
@@ -77,11 +80,11 @@ class Gates:
         """grows before anybody is let in, or kept out, who was not before: what was found earlier holds no more"""
         self._own: dict[int, _Own] = {}
 
-    def put(self, number: int, above: int | None, lock: str) -> None:
+    def put(self, number: int, above: int | None, lock: str, descriptor: str = "") -> None:
         """A namespace is there, or is another. ``above``: the number of the one that it is in; None: as before."""
         if above is None:
             above = self._own[number].above if number in self._own else 0
-        self._own[number] = _Own(above, lock)
+        self._own[number] = _Own(above, lock, descriptor)
         self._build()
 
     def remove(self, number: int) -> None:
@@ -98,7 +101,7 @@ class Gates:
         self.epoch = ENDED
 
     def _build(self) -> None:
-        if not self.all and not any(own.lock for own in self._own.values()):
+        if not self.all and not any(own.lock or own.descriptor for own in self._own.values()):
             return
         built = {number: self._gate(number) for number in self._own}
         gates = {number: gate for number, gate in built.items() if gate is not None}
@@ -107,10 +110,10 @@ class Gates:
             self.all = gates
 
     def _gate(self, number: int) -> Gate | None:
-        seen = set[int]()
+        seen, descriptor = set[int](), self._own[number].descriptor
         while (own := self._own.get(number)) is not None and number not in seen:
             if own.lock:
-                return Gate(number, own.lock)
+                return Gate(number, own.lock, descriptor)
             seen.add(number)  # records that are damaged may lead in a circle
             number = own.above
-        return None
+        return Gate(0, "", descriptor) if descriptor else None
