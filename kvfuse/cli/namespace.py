@@ -40,6 +40,7 @@ MEANINGS = {
     "bandwidth": "bytes a second that its callers read and write, together",
     "iops": "reads and writes a second, likewise",
     "burst": "bytes that may be ahead of bandwidth",
+    "weight": "its share where namespaces wait for memory for their writes",
     "soft_pin": "its files go only where other caches have no more to give",
     "tiers": "where hosts may keep copies of its blocks: all, dram, disk; or remote: nowhere",
     "recompute_speed": "tokens a second that an engine computes: what it computes sooner than it reads is a miss",

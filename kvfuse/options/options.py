@@ -38,6 +38,7 @@ Count = Annotated[int, Meta(ge=1, le=1 << 40, description="a whole number, 1 or 
 FileCount = Annotated[int, Meta(ge=0, le=1 << 62, description="a number of files, or 0 for any number")]
 RateBytes = Annotated[int, Meta(ge=0, le=1 << 62, description='a size such as "200MB"; 0: no limit')]
 Node = Annotated[int, Meta(ge=0, le=1023, description="the number of a NUMA node of this host")]
+Weight = Annotated[float, Meta(ge=0.01, le=100, description="a number from 0.01 to 100")]
 TokenRate = Annotated[int, Meta(ge=0, le=1 << 62, description="tokens a second, or 0 where that is not known")]
 Share = Annotated[float, Meta(gt=0, le=1, description="a share of the capacity, above 0 and up to 1")]
 ObjectBytes = Annotated[int, _size(64 * KIB, SLOT_SIZE_MAX, 4 * KIB)]
@@ -230,6 +231,8 @@ class NamespaceOptions(_Section, frozen=True):
     """reads and writes a second; 0: any number"""
     burst: RateBytes | None = None
     """bytes that may be ahead of it; 0: a twentieth of a second's"""
+    weight: Weight | None = None
+    """its share of memory for writes where several namespaces wait for that"""
     soft_pin: bool | None = None
     """its blocks go after those of other caches"""
     tiers: Literal["all", "dram", "disk", "remote"] | None = None

@@ -271,8 +271,9 @@ class Blocks:
 
         Valid until the next await.
         """
-        if self.flusher.staged_bytes > self.flusher.staging_size:
-            await self.flusher.wait_for_memory()
+        if self.flusher.staged_bytes > self.flusher.staging_size or self.flusher.line.places:
+            folder = self.core.nodes.get(directory)
+            await self.flusher.wait_for_memory(folder.namespace if folder is not None else ROOT, size)
         wait: RoomWait | None = None
         gone = 0
         while True:

@@ -116,6 +116,11 @@ class Namespaces:
                 if former and former != found:
                     former[0].change()
 
+    def weight(self, number: int) -> float:
+        """Of a namespace beside others that wait for the same."""
+        found = self.all.get(number)
+        return found.settings.weight if found is not None else 1.0
+
     def may_keep(self, number: int, tier: str) -> bool:
         """A tier of this host, "dram" or "disk", may get copies of the blocks of a namespace."""
         found = self.all.get(number)

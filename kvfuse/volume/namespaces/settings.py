@@ -29,6 +29,7 @@ Kind = Literal["files", "cache"]
 Tiers = Literal["all", "dram", "disk", "remote"]
 Size = Annotated[int, Meta(ge=0, le=1 << 62)]
 Seconds = Annotated[float, Meta(ge=0, le=1e9)]
+Weight = Annotated[float, Meta(ge=0.01, le=100)]
 Share = Annotated[float, Meta(gt=0, le=1)]
 
 
@@ -56,6 +57,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, fo
     """operations a second, likewise"""
     burst: Size = 0
     """bytes that may be ahead of ``bandwidth``; 0: what it allows in a twentieth of a second"""
+    weight: Weight = 1.0
+    """its share of memory for writes where several namespaces wait for that"""
     soft_pin: bool = False
     """blocks of the caches without it go first, where room of the volume or of a namespace above is wanted"""
     tiers: Tiers = "all"
@@ -113,6 +116,7 @@ _EXPECTED = {
     "bandwidth": 'bytes a second such as "200MB" or "1GiB", or 0 for any number',
     "iops": "a number of operations a second, or 0 for any number",
     "burst": 'a size such as "10MiB", or 0 for what bandwidth allows in a twentieth of a second',
+    "weight": "a number from 0.01 to 100",
     "soft_pin": "true or false",
     "recompute_speed": "a number of tokens a second, or 0 to read whatever is there",
     "descriptor": "a JSON object",

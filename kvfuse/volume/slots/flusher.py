@@ -27,6 +27,7 @@ from kvfuse.volume.inodes.chunk import FRESH, Chunk, Extent, Staged
 from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.inodes.grace import Give
 from kvfuse.volume.inodes.node import Node
+from kvfuse.volume.slots.fair_line import FairLine
 from kvfuse.volume.slots.heads import Head, HeaderWriter, identity_of, transfers
 
 log = logging.getLogger(__name__)
@@ -84,8 +85,8 @@ class Flusher:
     def __post_init__(self) -> None:
         self._lock = trio.Lock()
         self._work = trio.Event()
-        self._room: trio.Event | None = None
-        """set when memory for staged bytes is free; None: no caller waits"""
+        self.line = FairLine()
+        """callers that wait for memory"""
         self._turn = _Turn()
         """the next pass"""
         self._failed = trio.Event()
@@ -99,7 +100,7 @@ class Flusher:
     def give_up(self) -> None:
         """End all waits: staged bytes will never be written."""
         self._is_over = True
-        self._made_room()
+        self.line.call_all()
         self._turn.end()
 
     # -- staging accounts ----------------------------------------------------------------------------
@@ -119,13 +120,8 @@ class Flusher:
             self.staged_bytes -= chunk.staged.length
             node.staged_count -= 1
             chunk.staged = None
-            if self._room is not None:
-                self._made_room()
-
-    def _made_room(self) -> None:
-        if self._room is not None:
-            self._room.set()
-            self._room = None
+            if self.line.places:
+                self.line.call_first()
 
     def drop(self, staged: Staged) -> None:
         """Drop bytes that are being written: their slots are freed when the write has ended."""
@@ -152,23 +148,27 @@ class Flusher:
         """More than half of the allowed bytes are staged: write some before the next commit does."""
         return self.staged_bytes > self.staging_size // 2
 
-    async def wait_for_memory(self) -> None:
-        """Return when no more than ``staging_size`` bytes are staged. All staged bytes are being written meanwhile.
+    async def wait_for_memory(self, namespace: int, size: int) -> None:
+        """Return when no more than ``staging_size`` bytes are staged, and it is the turn of this caller, who brings
+        ``size`` bytes for a namespace. All staged bytes are being written meanwhile.
 
         EngineError: a write failed. The bytes stay staged, and are written again.
         """
         failed = self._failed
-        while self.staged_bytes > self.staging_size:
-            if self._is_over:
-                raise EngineError("the volume is being unmounted, or lost its lease: nothing is written any more")
-            if failed.is_set() and self._error is not None:
-                raise self._error
-            if self._room is None:
-                self._room = trio.Event()
-            room = self._room
-            self._work.set()
-            with trio.move_on_after(0.1):
-                await room.wait()
+        place = self.line.enter(namespace, size, self.core.namespaces.weight(namespace))
+        try:
+            while self.staged_bytes > self.staging_size or self.line.places[0] is not place:
+                if self._is_over:
+                    raise EngineError("the volume is being unmounted, or lost its lease: nothing is written any more")
+                if failed.is_set() and self._error is not None:
+                    raise self._error
+                place.go = trio.Event()
+                if self.staged_bytes > self.staging_size:
+                    self._work.set()
+                with trio.move_on_after(0.1):
+                    await place.go.wait()
+        finally:
+            self.line.leave(place)
 
     async def write_out(self, node: Node) -> None:
         """Return when the node's staged bytes were written, or their write failed; other full chunks share the batch.
