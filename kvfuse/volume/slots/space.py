@@ -20,6 +20,9 @@ from kvfuse.volume.inodes.core import Core
 
 ROOM_SECONDS = 3.0
 """How long, beside a grace, a call goes on asking for room while others take what becomes free."""
+CACHE_ROOM_SECONDS = 30.0
+"""The same where caches have files to give: there is room then, and it takes only luck to get it. Callers through
+rings have deadlines of their own."""
 ROOM_ROUNDS_MIN = 8
 """Rounds in which a call asks for room without regard to time: two for each step from a removed file to free slots.
 A loaded store answers each call within its deadline, but all of them together perhaps not within ``ROOM_SECONDS``.
@@ -127,7 +130,8 @@ class Space:
 
     def _begin_wait(self) -> RoomWait:
         rounds = 1 + bool(self.elsewhere)
-        return RoomWait(trio.current_time() + rounds * (self.core.grace.seconds + ROOM_SECONDS))
+        seconds = CACHE_ROOM_SECONDS if self.core.caches and self.evictors else ROOM_SECONDS
+        return RoomWait(trio.current_time() + rounds * (self.core.grace.seconds + seconds))
 
 
 async def _ask(sources: Sequence[Source], wait: RoomWait, namespace: int | None = None) -> bool:

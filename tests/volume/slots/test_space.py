@@ -6,14 +6,23 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import msgspec
 import pytest
 import trio
 import trio.testing
 from volume_lab import Chaos, Disk, lab_options, opened
 
 from kvfuse.errors import EngineError, NoSpace
+from kvfuse.options.options import NamespaceOptions
 from kvfuse.volume.inodes.core import Core
-from kvfuse.volume.slots.space import ROOM_ROUNDS_MIN, ROOM_SECONDS, UNLUCKY_ROUNDS, Source, Space
+from kvfuse.volume.slots.space import (
+    CACHE_ROOM_SECONDS,
+    ROOM_ROUNDS_MIN,
+    ROOM_SECONDS,
+    UNLUCKY_ROUNDS,
+    Source,
+    Space,
+)
 
 
 @dataclass
@@ -105,6 +114,24 @@ async def test_a_call_from_which_others_took_what_became_free_has_caches_evict(c
     for _ in range(UNLUCKY_ROUNDS + 2):
         wait = await space.wait_for_room(wait)
     assert asked.names == ["given up"] * UNLUCKY_ROUNDS + ["cache"] * 2
+
+
+async def test_a_call_goes_on_for_longer_where_caches_give(autojump_clock: trio.testing.MockClock) -> None:
+    options = msgspec.structs.replace(lab_options(), namespace=NamespaceOptions(kind="cache"))
+    asked = Asked(seconds=0.1)
+
+    class Cache:
+        make_room = staticmethod(asked.source("cache", lambda: True))
+
+        async def run(self) -> None:
+            pass
+
+    async with opened(Disk.format(options), options, Chaos(random.Random(0))) as volume:
+        space = Space(volume.parts.core, [], [], nothing, evictors=[Cache()])
+        began, wait = trio.current_time(), await space.wait_for_room(None)
+        while wait is not None:
+            wait = await space.wait_for_room(wait)
+        assert trio.current_time() - began == pytest.approx(CACHE_ROOM_SECONDS, abs=0.5)
 
 
 async def test_an_engine_that_fails_ends_the_wait(core: Core) -> None:
