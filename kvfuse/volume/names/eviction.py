@@ -35,7 +35,7 @@ from kvfuse.volume.names.shared_eviction import Ahead, SharedEviction
 from kvfuse.volume.names.slab_eviction import SlabChoice
 from kvfuse.volume.names.stored_blocks import read_blocks
 from kvfuse.volume.names.sweeping import Sweeper
-from kvfuse.volume.namespaces.cache import Cache, Candidate
+from kvfuse.volume.namespaces.cache import Cache, Candidate, is_back
 from kvfuse.volume.namespaces.settings import ROOT
 from kvfuse.volume.store import schema
 from kvfuse.volume.views.news import Change
@@ -280,7 +280,9 @@ class Evictor:
             rows = await self._rows_of(part)
             epoch = self.journal.pending.epoch
             for candidate, row in zip(part, rows, strict=True):
-                if row is None:
+                if is_back(cache, candidate):
+                    kept.append(candidate)
+                elif row is None:
                     unstored.append(candidate)
                 elif (epoch == self.journal.pending.epoch and self._vanish_evicted(row)) or await self._unlink(row):
                     cache.evicted(candidate.victim, reason)

@@ -34,7 +34,7 @@ from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.inodes.metadata_budget import growth, inode_weight
 from kvfuse.volume.names.changes import Names
 from kvfuse.volume.names.stored_blocks import read_blocks
-from kvfuse.volume.namespaces.cache import Cache, Candidate
+from kvfuse.volume.namespaces.cache import Cache, Candidate, is_back
 from kvfuse.volume.store import schema
 from kvfuse.volume.store.transaction import Transaction
 
@@ -195,6 +195,9 @@ class SharedEviction:
         going: list[Going] = []
         others: list[tuple[Candidate, Record]] = []
         for candidate, row in found:
+            if is_back(cache, candidate):
+                cache.absent([candidate])
+                continue
             record = schema.decode_entry(row.value)
             if not isinstance(record, schema.InodeRecord) or not S_ISREG(record.mode) or self._is_changing(row, record):
                 others.append((candidate, row))

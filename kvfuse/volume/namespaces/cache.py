@@ -69,6 +69,11 @@ class Candidate(NamedTuple):
     """the hash of its name, see `schema.entry_key`"""
 
 
+def is_back(cache: Cache, candidate: Candidate) -> bool:
+    """Since it became a candidate its name was given to a newer file, which does not go in its place."""
+    return candidate.victim.key in cache.policy or candidate.victim.key in cache._fresh
+
+
 class AdvancedClock:
     """A clock that was moved ahead: for traffic that is replayed faster than it came."""
 

@@ -17,7 +17,7 @@ from kvfuse.policy import HOLD_SECONDS
 from kvfuse.remote.records.api import Record
 from kvfuse.volume.api import ROOT_INODE
 from kvfuse.volume.names.eviction import Evictor
-from kvfuse.volume.namespaces.cache import block_key
+from kvfuse.volume.namespaces.cache import Candidate, block_key
 from kvfuse.volume.namespaces.settings import ROOT, Settings, encode_settings
 from kvfuse.volume.store import schema
 from kvfuse.volume.volume import Volume
@@ -324,6 +324,28 @@ async def test_a_name_that_is_evicted_while_the_store_answers_is_a_miss() -> Non
             late.arrives.set()
         assert found == [None]
     assert (await check(disk)).clean
+
+
+async def test_a_newer_file_does_not_go_in_the_place_of_a_candidate(monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = cache_disk(admission="all", eviction="fifo")
+    async with opened(disk, OPTIONS) as volume:
+        await fill(volume, 0, 4)
+        await volume.sync()
+        (evictor,) = volume.parts.space.evictors
+        assert isinstance(evictor, Evictor)
+        read_rows = evictor._rows_of
+
+        async def replaced_before(candidates: list[Candidate]) -> list[Record | None]:
+            await fill(volume, 0, 1)
+            await volume.sync()
+            return await read_rows(candidates)
+
+        monkeypatch.setattr(evictor, "_rows_of", replaced_before)
+        assert await evictor._evict_some(2 * BLOCK)
+        found = await volume.blocks.exists(ROOT_INODE, [b"%08d" % number for number in range(4)])
+        assert found == [True, False, True, True]
+        assert len(volume.parts.core.caches[ROOT].policy) == 3
+    await checked(disk)
 
 
 async def test_a_file_that_somebody_removes_while_another_is_evicted_goes_once(monkeypatch: pytest.MonkeyPatch) -> None:
