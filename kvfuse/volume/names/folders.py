@@ -10,7 +10,7 @@ from kvfuse.volume.api import ROOT_INODE
 from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.inodes.node import Node
 from kvfuse.volume.names.lookup import Lookup
-from kvfuse.volume.namespaces.settings import ROOT
+from kvfuse.volume.namespaces.settings import ROOT, Settings
 from kvfuse.volume.store import schema
 from kvfuse.volume.store.sealed import ScanPages
 
@@ -22,6 +22,24 @@ def number_of(node: Node) -> int | None:
     if node.ino == ROOT_INODE:
         return ROOT
     return node.ino if node.namespace == node.ino else None
+
+
+def has_other_token(core: Core, number: int, settings: Settings) -> bool:
+    """A namespace is about to have another token than it has, if it is there."""
+    former = core.namespaces.all.get(number)
+    return settings.token != (former.stored.token if former is not None else "")
+
+
+def end_access(core: Core, node: Node | None) -> None:
+    """Before a folder has another token: end what its former users have. ``node``: as far as it is in memory."""
+    core.tier.retire(None)  # of whichever directories are below
+    if node is not None:
+        core.readers_change(node)
+
+
+def closed(mode: int) -> int:
+    """The mode of a folder that gets a token: it lets in the owner alone."""
+    return mode & ~0o077
 
 
 def end_namespace(core: Core, node: Node) -> None:

@@ -17,7 +17,7 @@ from kvfuse.remote.records.api import ABSENT
 from kvfuse.volume.api import ROOT_INODE
 from kvfuse.volume.commit.journal import Journal
 from kvfuse.volume.inodes.core import Core
-from kvfuse.volume.names.folders import Folders
+from kvfuse.volume.names.folders import Folders, end_access, has_other_token
 from kvfuse.volume.names.lookup import Lookup
 from kvfuse.volume.namespaces.settings import ROOT, Settings, decode_settings
 from kvfuse.volume.store import schema
@@ -131,6 +131,8 @@ class NamespaceNews:
             self._remove(number)
             return
         settings = decode_settings(value) if value is not None else Settings()
+        if has_other_token(self.core, number, settings):
+            end_access(self.core, self.core.nodes.get(number))
         is_new = number not in namespaces.all
         namespaces.put(number, settings, above if is_new else None)
         if is_new and self.folders.hold(number) is None:

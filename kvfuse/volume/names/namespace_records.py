@@ -20,7 +20,7 @@ from kvfuse.volume.api import ROOT_INODE
 from kvfuse.volume.inodes.node import Node
 from kvfuse.volume.names.changes import Names
 from kvfuse.volume.names.commit_first import ATTEMPTS_MAX, PAUSE_SECONDS, CommitFirst
-from kvfuse.volume.names.folders import end_namespace, number_of
+from kvfuse.volume.names.folders import closed, end_access, end_namespace, has_other_token, number_of
 from kvfuse.volume.names.name_change import Draft
 from kvfuse.volume.names.namespace_news import NamespaceNews
 from kvfuse.volume.namespaces.settings import ROOT, Settings, encode_settings
@@ -113,22 +113,15 @@ class OwnNamespaceRecords(NamespaceRecords):
         self.names.journal.pending.touch_times(node)
 
     def _put(self, node: Node, number: int, settings: Settings, above: int) -> None:
-        core, former = self.names.core, self.names.core.namespaces.all.get(number)
-        if settings.token != (former.stored.token if former is not None else ""):
-            self._close_to_others(node, is_closed=settings.token != "")
+        core = self.names.core
+        if has_other_token(core, number, settings):
+            end_access(core, node)
+            node.mode = closed(node.mode) if settings.token else node.mode
+            self.names.lookup.refresher.news.attributes(node.ino)
         core.namespaces.put(number, settings, above)
         self.names.folders.hold(number)
         node.extra[schema.namespace_key(number)] = encode_settings(settings)
         self._touch(node)
-
-    def _close_to_others(self, node: Node, *, is_closed: bool) -> None:
-        """Before a folder has another token: end what its former users have, and let in only its owner by the mode."""
-        core = self.names.core
-        core.tier.retire(None)  # of whichever directories are below
-        core.readers_change(node)
-        if is_closed:
-            node.mode &= ~0o077
-        self.names.lookup.refresher.news.attributes(node.ino)
 
     async def _above(self, node: Node) -> int:
         """The namespace that a folder is in."""
@@ -160,6 +153,8 @@ class _Change:
     """key -> value of the namespace's records; None: it is deleted"""
     above: int
     """the namespace that it is in"""
+    is_closing: bool = False
+    """the folder gets a token"""
 
 
 @dataclass
@@ -180,8 +175,7 @@ class SharedNamespaceRecords(NamespaceRecords):
                 raise errors.Exists("another host has just made the folder a namespace")
             above = node.namespace
             await self.executor.have_left(node)
-            value = encode_settings(_offered(decide(above)))
-            return _Change(self._draft(node, node.ino), {schema.namespace_key(node.ino): value}, above)
+            return self._change(node, node.ino, _offered(decide(above)), above)
 
         await self._carry_out(node, plan)
 
@@ -191,10 +185,10 @@ class SharedNamespaceRecords(NamespaceRecords):
             if number is None:
                 raise errors.NoAttribute("the folder is no namespace any more")
             above = await self.news.above(number)
-            value = encode_settings(_offered(decide(above)))
+            settings = _offered(decide(above))
             if is_cleared():
                 raise errors.Unsupported("caches of a volume that several hosts share cannot be cleared yet")
-            return _Change(self._draft(node, node.namespace), {schema.namespace_key(number): value}, above)
+            return self._change(node, number, settings, above)
 
         await self._carry_out(node, plan)
 
@@ -212,7 +206,7 @@ class SharedNamespaceRecords(NamespaceRecords):
             await self.executor.have_left(node)
             if any(accounts.use_of_hosts(number)):
                 raise still_open()
-            draft = self._draft(node, above)
+            draft = self._draft(node, namespace=above)
             prefix = schema.use_prefix(number)
             uses = {key: version for key, version in self.news.versions.items() if key.startswith(prefix)}
             draft.expect_all(uses)  # together they say nothing, as was looked at
@@ -239,6 +233,16 @@ class SharedNamespaceRecords(NamespaceRecords):
             await trio.sleep(random.random() * PAUSE_SECONDS * min(1 + attempt, 16))
         raise errors.EngineError(f"namespaces were changed by others {ATTEMPTS_MAX} times in a row")
 
+    def _change(self, node: Node, number: int, settings: Settings, above: int) -> _Change:
+        """A namespace has these settings; a folder that gets another token lets in its owner alone."""
+        change = _Change(self._draft(node, namespace=number), {}, above)
+        change.records[schema.namespace_key(number)] = encode_settings(settings)
+        if settings.token and has_other_token(self.names.core, number, settings):
+            change.is_closing = True
+            folder = change.draft.change(node)
+            folder.set(mode=closed(folder.record.mode))
+        return change
+
     def _draft(self, node: Node, namespace: int) -> Draft:
         draft = Draft(self.names.core.client)
         change = draft.change(node)
@@ -246,6 +250,9 @@ class SharedNamespaceRecords(NamespaceRecords):
         return draft
 
     def _applied(self, change: _Change, version: int) -> None:
+        for folder in change.draft.inodes.values() if change.is_closing else ():
+            folder.node.mode = closed(folder.node.mode)
+            self.names.lookup.refresher.news.attributes(folder.node.ino)
         for key, value in change.records.items():
             self.news.stored(key, value, version, change.above)
 
@@ -266,8 +273,6 @@ def _offered(settings: Settings) -> Settings:
     """Unsupported, where several hosts have the volume."""
     if settings.capacity or settings.blocks:
         raise errors.Unsupported("namespaces of a volume that several hosts share have no quotas yet")
-    if settings.token:
-        raise errors.Unsupported("namespaces of a volume that several hosts share have no tokens yet")
     return settings
 
 

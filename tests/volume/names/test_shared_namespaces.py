@@ -14,7 +14,7 @@ from shared_walk import OF_HANDLES, OF_NAMES, OF_NAMESPACES, walk_at_random
 from volume_lab import CALLER, MIB, Chaos, Disk, check, lab_options
 
 from kvfuse import errors
-from kvfuse.volume.api import ROOT_INODE
+from kvfuse.volume.api import ROOT_INODE, Changes
 from kvfuse.volume.names.namespace_attributes import NAMESPACE
 from kvfuse.volume.namespaces.settings import Settings
 from kvfuse.volume.namespaces.uses import Use
@@ -131,3 +131,22 @@ async def test_random_work_in_namespaces_is_counted_at_each_commit(
 ) -> None:
     kinds = (*OF_NAMES, *OF_NAMESPACES, *OF_HANDLES, "write", "write", "forget")
     await walk_at_random(rng, kinds, strict=strict, faults=faults, data_max=40_000, capacity=64 * MIB)
+
+
+async def test_a_token_closes_a_namespace_on_every_host(rng: random.Random) -> None:
+    async with hosts(rng, 2) as (one, other):
+        folder = await make_namespace(one, ROOT_INODE, b"secret", kind="cache")
+        await until(lambda: settings_of(other, folder) is not None)
+        epoch = other.parts.core.namespaces.gates.epoch
+        await change_namespace(one, folder, token="0123456789abcdef", bandwidth="1MiB")
+        assert (await one.inodes.attributes(folder)).mode & 0o777 == 0o700
+        await until(lambda: folder in other.parts.core.namespaces.gates.all)
+        assert other.parts.core.namespaces.gates.epoch > epoch, "what was found earlier holds no more"
+        await until(lambda: other.parts.core.nodes.get(folder).mode & 0o777 == 0o700)
+        assert other.inodes.measures(folder).limiters
+        with pytest.raises(errors.NotPermitted):
+            await other.inodes.set_attributes(folder, Changes(mode=0o755), CALLER)
+        await change_namespace(other, folder, token="", bandwidth=0)
+        await until(lambda: folder not in one.parts.core.namespaces.gates.all)
+        assert not one.inodes.measures(folder).limiters
+        await one.inodes.remove_xattr(folder, NAMESPACE)
