@@ -230,13 +230,13 @@ async def until(is_so: Callable[[], bool], seconds: float = 3 * LEASE) -> None:
             await trio.sleep(0.001)
 
 
-async def eventually(condition: Callable[[], Awaitable[bool]]) -> None:
-    """Wait, by a clock that jumps, until what another client did is heard of here."""
-    with trio.fail_after(10):
+async def eventually(condition: Callable[[], Awaitable[bool]], *, seconds: float = 10.0, pause: float = 0.001) -> None:
+    """Wait, by a clock that jumps, until what another client did is heard of here. ``pause``: between two looks."""
+    with trio.fail_after(seconds):
         while True:
             if await condition():
                 return
-            await trio.sleep(0.001)
+            await trio.sleep(pause)
 
 
 async def until_node(volume: Volume, ino: int, is_so: Callable[[Node], bool]) -> None:

@@ -277,5 +277,6 @@ async def walk_at_random(
 
         await eventually(agree)
         if OF_NAMESPACES[0] in kinds:
-            await eventually(partial(_know_their_uses, disk, all_volumes))
+            # what was removed is counted out after some graces, one after the other
+            await eventually(partial(_know_their_uses, disk, all_volumes), seconds=60.0, pause=0.2)
     assert audit.commit_count > 20
