@@ -72,9 +72,11 @@ class RoomElsewhere:
         self._orphans = {key: self._orphans.get(key, now) for key in theirs}
         if any(now - since <= self.core.grace.seconds for since in self._orphans.values()):
             self._seen_at = now
-        elif self.reports.ask(ASKED_SLABS * self.core.geometry.slab_size):
-            pass  # they evict blocks of their caches
-        elif now > max(self._seen_at, self.removed.freed_at) + RETURN_SECONDS and not self.shares.is_owed():
+        elif (
+            not self.reports.ask(ASKED_SLABS * self.core.geometry.slab_size)  # else they evict blocks of their caches
+            and now > max(self._seen_at, self.removed.freed_at) + RETURN_SECONDS
+            and not self.shares.is_owed()
+        ):
             return False
         await trio.sleep(LOOK_SECONDS)
         return True
