@@ -6,8 +6,8 @@ import os
 
 import pytest
 import trio
+from cache_lab import BLOCK, OPTIONS, cache_disk, checked, fill, statistics
 from namespace_lab import change_namespace, make_namespace
-from test_eviction import BLOCK, OPTIONS, cache_disk, checked, fill, statistics
 from volume_lab import CALLER, Disk, opened
 
 from kvfuse.errors import InvalidArgument, NotFound, Stale
