@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import platform
 import re
@@ -26,6 +27,7 @@ from kvfuse.cli.version import installed_version
 from kvfuse.errors import KvfuseError
 from kvfuse.options import config
 from kvfuse.options.config import Options
+from kvfuse.options.options import CacheOptions
 from kvfuse.sizes import GIB, format_size
 
 OK, WARN, MISSING = "ok", "warn", "missing"
@@ -182,6 +184,8 @@ def check_engines(options: Options) -> Iterator[Finding]:
             yield Finding(endpoint, WARN, problem, "start that member of etcd, or let this host reach its port")
     yield trio.run(_ask_records, options)
     yield trio.run(_ask_segments, options)
+    if options.cache.disk_path is not None:
+        yield _disk_tier(options.cache)
 
 
 def _connection_problem(endpoint: str) -> str:
@@ -218,6 +222,20 @@ async def _ask_segments(options: Options) -> Finding:
         return Finding("segments", MISSING, str(error), "see docs/engines.md, rados")
     size = "an unknown number of bytes" if free is None else format_size(free)
     return Finding("segments", OK, f"{options.segments.engine}: {size} free {place}")
+
+
+def _disk_tier(options: CacheOptions) -> Finding:
+    from kvfuse.volume.disk.tier import examined_place
+
+    try:
+        return Finding("disk tier", OK, examined_place(options))
+    except KvfuseError as error:
+        return Finding("disk tier", MISSING, str(error), "see docs/cache.md, a disk near the host")
+    except OSError as error:
+        if error.errno in (errno.EBUSY, errno.EAGAIN):
+            return Finding("disk tier", OK, f"{options.disk_path} is in use, as by a mount of this volume")
+        detail = f"{options.disk_path} cannot be used: {error.strerror}"
+        return Finding("disk tier", MISSING, detail, "correct cache.disk_path, or run this as the mount's user")
 
 
 CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (

@@ -89,7 +89,7 @@ UNSET: dict[str, str] = {
     **dict.fromkeys([f"namespace.{name}" for name in NamespaceOptions.__struct_fields__], "as stored in the volume"),
     "cache.tier_node": "whichever",
     "cache.disk_path": "nowhere",
-    "cache.disk_size": "none",
+    "cache.disk_size": "all of a device",
     "publish.mode": "strict where the record store is shared, else relaxed",
     "usrbio.user_iov_size": "128 times the memory that the daemon may have",
     "usrbio.user_charged_size": "an eighth of the memory that the daemon may have",
@@ -378,8 +378,8 @@ def _check_combination(options: Options, origins: dict[str, str]) -> None:
 
 def _check_disk_tier(options: Options, origins: dict[str, str]) -> None:
     path, size = options.cache.disk_path, options.cache.disk_size
-    if (path is None) != (size is None):
-        raise ConfigError("cache.disk_path and cache.disk_size go together: give both, or none")
+    if path is None and size is not None:
+        raise ConfigError("cache.disk_size is for cache.disk_path, which is not set: give both, or none")
     if path is not None and not options.is_shared:
         raise ConfigError(
             f"{origins['cache.disk_path']}: cache.disk_path is for volumes whose segments are elsewhere (records.engine"

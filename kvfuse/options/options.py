@@ -203,9 +203,9 @@ class CacheOptions(_Section, frozen=True):
     tier_node: Node | None = None
     """the NUMA node that it takes memory from, if that has any; None: that of whoever touches a page first"""
     disk_path: Path | None = None
-    """a folder of this host for copies of what was read from segments that many hosts share; None: nowhere"""
+    """a folder or device of this host for copies of what was read from segments that many hosts share; None: nowhere"""
     disk_size: DiskBytes | None = None
-    """bytes of that folder, preallocated"""
+    """bytes of that folder, preallocated; None: all of a device"""
     disk_keep: Literal["reads", "all"] = "reads"
     """all: also what this host stores"""
     disk_compression: Literal["none", "zstd"] = "none"

@@ -15,6 +15,7 @@ from collections.abc import Callable
 MREMAP_MAYMOVE, MREMAP_FIXED = 1, 2
 MAP_FIXED, MAP_NORESERVE = 0x10, 0x4000
 SA_SIGINFO = 4
+FALLOC_FL_KEEP_SIZE, FALLOC_FL_ZERO_RANGE = 1, 16
 
 _SignalHandler = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
 _handlers: list[object] = []

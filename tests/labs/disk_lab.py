@@ -22,7 +22,9 @@ from kvfuse.volume.volume import Volume
 PATIENCE_S = 30.0
 
 
-def tier_options(folder: Path, size: int = 32 * MIB, *, compression: str = "none", keep: str = "reads") -> Options:
+def tier_options(
+    folder: Path, size: int | None = 32 * MIB, *, compression: str = "none", keep: str = "reads"
+) -> Options:
     """Of a volume with a disk tier in ``folder``, and without the tier in memory."""
     options = lab_options(strict=True, capacity=128 * MIB, chunk=MIB, tier_size=0)
     chosen = {"disk_path": folder, "disk_size": size, "disk_compression": compression, "disk_keep": keep}

@@ -250,8 +250,7 @@ def test_who_shares_publishes_strictly_unless_told_otherwise(conf: Path) -> None
         (ETCD + "path = 'x'\n" + RADOS, ":5: records.path is for records.engine 'lmdb', which here is 'etcd'"),
         (ETCD + RADOS + "direct = true", ":8: segments.direct is for segments.engine 'file'"),
         ("volume.path = 'v'\n" + ETCD.replace("[volume]\nname", "volume.name") + RADOS, "this volume has no folder"),
-        ("[cache]\ndisk_path = 'd'", "cache.disk_path and cache.disk_size go together"),
-        ("[cache]\ndisk_size = '1GiB'", "cache.disk_path and cache.disk_size go together"),
+        ("[cache]\ndisk_size = '1GiB'", "cache.disk_size is for cache.disk_path, which is not set"),
         (
             "[cache]\ndisk_size = '1GiB'\ndisk_path = 'd'",
             ":3: cache.disk_path is for volumes whose segments are elsewhere",

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from loop_lab import loop_device
 from mounting import KVFUSE, KvfuseMount, shared_conf, temporary_mount, wait_until
 
 from kvfuse.cluster.ceph import CephServers
@@ -27,9 +28,13 @@ BLOCK_SIZE = 64 << 10
 TIER_SIZE = 128 * MIB
 
 
-@pytest.fixture
-def words(tmp_path: Path) -> tuple[str, ...]:
-    return f"disk_path={tmp_path / 'tier'}", f"disk_size={TIER_SIZE}"
+@pytest.fixture(params=["folder", "device"])
+def words(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[str, ...]]:
+    if request.param == "folder":
+        yield f"disk_path={tmp_path / 'tier'}", f"disk_size={TIER_SIZE}"
+    else:
+        with loop_device(tmp_path / "image", TIER_SIZE) as device:
+            yield (f"disk_path={device}",)
 
 
 @pytest.fixture
@@ -91,6 +96,7 @@ def test_a_second_read_of_1000_blocks_makes_no_rados_read_also_after_a_kill(
         )
 
 
+@pytest.mark.parametrize("words", ["folder"], indirect=True)
 def test_rings_read_from_it_and_look_ups_know_it(conf: Path, words: tuple[str, ...], rng: random.Random) -> None:
     blocks = {f"block-{number}": rng.randbytes(300_000) for number in range(50)}
     keys = list(blocks)
@@ -113,7 +119,7 @@ def test_rings_read_from_it_and_look_ups_know_it(conf: Path, words: tuple[str, .
         assert row["cache"]["hits"]["disk"] >= len(keys)
 
 
-def test_a_folder_is_for_one_mount_and_one_volume(mount: KvfuseMount, words: tuple[str, ...], tmp_path: Path) -> None:
+def test_it_is_for_one_mount_and_one_volume(mount: KvfuseMount, words: tuple[str, ...], tmp_path: Path) -> None:
     other = tmp_path / "other"
     other.mkdir()
     options = [argument for word in words for argument in ("-o", word)]

@@ -8,21 +8,27 @@ Nothing is made or removed in a folder that holds anything else.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import time
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import trio
 
 from kvfuse.errors import EngineFull, VolumeBusy, VolumeError
 from kvfuse.remote.segments.api import SegmentStore
-from kvfuse.remote.segments.file.store import FILE_NAME, FileSegments
+from kvfuse.remote.segments.file.places import FILE_NAME
+from kvfuse.remote.segments.file.store import FileSegments
 from kvfuse.sizes import format_size
 from kvfuse.slab.layout import PAGE_SIZE, SUPERBLOCK_SIZE, Geometry, Superblock, pack_superblock, parse_superblock
+
+_T = TypeVar("_T")
 
 TIER_FILE = "tier"
 LOCK_WAIT = 10.0
@@ -31,7 +37,7 @@ LOCK_WAIT = 10.0
 
 @dataclass(frozen=True)
 class Folder:
-    """The open folder of a tier. ``opened_folder`` owns it."""
+    """The open folder, or device, of a tier. ``opened_folder`` or ``opened_device`` owns it."""
 
     volume_id: bytes
     geometry: Geometry
@@ -62,7 +68,7 @@ async def _open(path: Path, size: int, volume_id: bytes, stack: AsyncExitStack) 
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     descriptor = os.open(path / TIER_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     stack.callback(os.close, descriptor)
-    await _lock(path, descriptor)
+    await wait_until_free(path, partial(fcntl.flock, descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB))
     is_known = _check_tier(path, descriptor, superblock)
     segments = FileSegments.open(path)
     stack.push_async_callback(segments.aclose)
@@ -70,15 +76,17 @@ async def _open(path: Path, size: int, volume_id: bytes, stack: AsyncExitStack) 
     return Folder(volume_id, superblock.geometry, segments, not is_known)
 
 
-async def _lock(path: Path, descriptor: int) -> None:
-    """Be the only daemon that uses the folder. VolumeBusy."""
+async def wait_until_free(path: Path, take: Callable[[], _T]) -> _T:
+    """Be the only daemon that uses the folder or device, by ``take``. OSError; VolumeBusy."""
     with trio.move_on_after(LOCK_WAIT):
         while True:
-            with suppress(BlockingIOError):
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return
+            try:
+                return take()
+            except OSError as error:
+                if error.errno not in (errno.EAGAIN, errno.EBUSY):
+                    raise
             await trio.sleep(0.05)
-    raise VolumeBusy(f"cache.disk_path: {path} is in use by another daemon: each mount has its own")
+    raise VolumeBusy(f"cache.disk_path: {path} is in use by another daemon, or mounted: each mount has its own")
 
 
 def _check_names(path: Path) -> None:

@@ -12,19 +12,22 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import trio
 
 from kvfuse.checksum import GRANULE_SIZE, crc32c
-from kvfuse.errors import EngineError
+from kvfuse.errors import ConfigError, EngineError
 from kvfuse.options.options import CacheOptions
 from kvfuse.remote.segments.api import Transfer
+from kvfuse.remote.segments.block.device import is_device
 from kvfuse.volume.disk.compression import Codec, find_codec
 from kvfuse.volume.disk.copies import COPY_ROW, Copy, Granule, Rows, Stretch, newest, parse_heads
+from kvfuse.volume.disk.device import examined_device, opened_device
 from kvfuse.volume.disk.filler import Filler
 from kvfuse.volume.disk.folder import Folder, opened_folder
 from kvfuse.volume.disk.index import Index
@@ -313,21 +316,42 @@ def _rate(size: int, seconds: float) -> int | None:
     return round(size / seconds) if seconds > 0 else None
 
 
+def _opened(path: Path, size: int | None, volume_id: bytes) -> AbstractAsyncContextManager[Folder]:
+    """The folder or device. ConfigError: a folder needs a size."""
+    if is_device(path):
+        return opened_device(path, size, volume_id)
+    if size is None:
+        raise ConfigError(f"cache.disk_size is not set, and {path} is no device, which would have one of its own")
+    return opened_folder(path, size, volume_id)
+
+
+def examined_place(options: CacheOptions) -> str:
+    """What the options' folder or device is like, in words, without a change. VolumeError, OSError: not usable now."""
+    path = options.disk_path
+    if path is None:
+        return "none"
+    if is_device(path):
+        return examined_device(path)
+    if not path.exists():
+        return f"{path}, to be made"
+    return f"{path}, a folder"
+
+
 @asynccontextmanager
 async def opened_tier(options: CacheOptions, volume_id: bytes) -> AsyncIterator[DiskTier | None]:
-    """The tier of a mount, for `DiskTier.run`; None: the options name no folder, or its disk fails.
+    """The tier of a mount, for `DiskTier.run`; None: the options name nothing, or the disk fails.
 
-    VolumeError, VolumeBusy: the folder cannot be this volume's. ConfigError: the library to compress is missing.
+    VolumeError, VolumeBusy: the folder or device cannot be this volume's. ConfigError: the library to compress is
+    missing, or the size of a folder.
     """
-    if options.disk_path is None or options.disk_size is None:
+    if options.disk_path is None:
         yield None
         return
     compresses = options.disk_compression == "zstd"
     codec = find_codec(is_needed=compresses)
     async with AsyncExitStack() as stack:
         try:
-            opening = opened_folder(options.disk_path, options.disk_size, volume_id)
-            folder = await stack.enter_async_context(opening)
+            folder = await stack.enter_async_context(_opened(options.disk_path, options.disk_size, volume_id))
             tier = DiskTier(folder, codec, compresses=compresses, keeps_stores=options.disk_keep == "all")
         except EngineError as error:
             log.error("there is no disk tier until the next mount, its disk fails: %s", error)

@@ -20,15 +20,18 @@ import numpy as np
 import pytest
 import trio
 from cluster_lab import rados_place
+from loop_lab import loop_device
 
 from kvfuse.errors import EngineError
 from kvfuse.remote.segments import decorators
 from kvfuse.remote.segments.api import SegmentInfo, SegmentStore, Transfer
+from kvfuse.remote.segments.block.places import DevicePlaces
 from kvfuse.remote.segments.file.store import FileSegments
 from kvfuse.remote.segments.rados.store import RadosSegments
 
 MIB = 1 << 20
 SIZE = 4 * MIB
+DEVICE_SIZE = 1024 * MIB
 
 Opener = Callable[[], Awaitable[SegmentStore]]
 
@@ -38,6 +41,7 @@ FILES: dict[str, Callable[[Path], SegmentStore]] = {
     "file on tmpfs": FileSegments.open,
     "passing": lambda path: decorators.SegmentDecorator(FileSegments.open(path)),
 }
+DEVICES = ("device", "device, a plain file")
 OBJECTS: dict[str, dict[str, int]] = {
     "rados": {},
     "rados, small objects": {"object_size": 20 * 4096, "in_flight_max": 7},
@@ -45,7 +49,18 @@ OBJECTS: dict[str, dict[str, int]] = {
 """a Ceph cluster's; more options"""
 
 
-@pytest.fixture(params=[*FILES, *OBJECTS])
+@contextlib.contextmanager
+def image(folder: Path) -> Iterator[Path]:
+    """A plain file in the place of a device, with what others left in many places."""
+    path = folder / "image"
+    with path.open("wb") as file:
+        file.truncate(DEVICE_SIZE)
+        for offset in range(0, 256 * MIB, MIB):
+            os.pwrite(file.fileno(), b"\xee" * 8192, offset)
+    yield path
+
+
+@pytest.fixture(params=[*FILES, *DEVICES, *OBJECTS])
 def opener(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Opener]:
     """Opens the same store again and again."""
     engine = request.param
@@ -54,6 +69,14 @@ def opener(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Opener]:
         # the machine may be busy, and what is tried here is not how late an answer may be
         options = rados_place(servers, request.node.name, deadline=60, **OBJECTS[engine])
         yield lambda: RadosSegments.open(options)
+        return
+    if engine in DEVICES:
+        with loop_device(tmp_path / "image", DEVICE_SIZE) if engine == "device" else image(tmp_path) as device:
+
+            async def open_device() -> SegmentStore:
+                return FileSegments(DevicePlaces(device, b"owner" * 3 + b"!", 8 * SIZE))
+
+            yield open_device
         return
     path = Path(tempfile.mkdtemp(dir="/dev/shm")) if "tmpfs" in engine else tmp_path
 

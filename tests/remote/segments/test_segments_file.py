@@ -90,7 +90,7 @@ class Calls:
 
 
 def segment_path(store: FileSegments, segment: int = 1) -> Path:
-    return store._directory / f"{segment:08x}.seg"
+    return store._places.path / f"{segment:08x}.seg"
 
 
 def evict(store: FileSegments, offset: int, length: int) -> None:
@@ -131,7 +131,7 @@ async def test_a_source_stays_mapped_when_views_give_up_their_pages(store: FileS
 
 async def test_a_reader_of_a_store_has_sources(store: FileSegments) -> None:
     await store.write([Transfer(1, 100, b"data")])
-    reader = FileSegments.open(store._directory, read_only=True)
+    reader = FileSegments.open(store._places.path, read_only=True)
     source = reader.source(1)
     assert source is not None
     assert source[1][99:105].tobytes() == b"\0data\0"

@@ -28,16 +28,20 @@ ZEROS = memoryview(bytes(1 << 20))
 
 
 class SegmentFile:
-    """An open segment file, closed once it is retired and no call uses it: never under a thread's hands.
+    """The open file of a segment, closed once it is retired and no call uses it: never under a thread's hands.
 
     Uses are counted on the event loop's thread only (``with file:``).
     """
 
-    def __init__(self, path: Path, segment: int, fd: int, *, is_direct: bool) -> None:
+    def __init__(
+        self, path: Path, segment: int, fd: int, *, is_direct: bool, start: int = 0, size: int | None = None
+    ) -> None:
+        """``start``, ``size``: the segment is that part of the file, in bytes, which then cannot be mapped."""
         self.path = path
         self.segment = segment
         self.fd = fd
-        self.size = os.fstat(fd).st_size
+        self.start = start
+        self.size = os.fstat(fd).st_size if size is None else size
         self.is_direct = is_direct
         self.block_lock = threading.Lock()
         """held while a part of a block is changed (direct)"""
@@ -248,6 +252,16 @@ def sync(files: Sequence[SegmentFile]) -> None:
             file.sync_failed = False
 
 
+def write_zeros(fd: int, offset: int, length: int) -> None:
+    """Have zeros in a range of a file or device: by the device itself, where it can."""
+    try:
+        libc.fallocate(fd, libc.FALLOC_FL_ZERO_RANGE | libc.FALLOC_FL_KEEP_SIZE, offset, length)
+    except OSError as error:
+        if error.errno != errno.EOPNOTSUPP:
+            raise
+        _write_zeros(fd, offset, length)
+
+
 def sync_directory(path: Path) -> None:
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -281,6 +295,10 @@ def _preallocate(fd: int, size: int) -> None:
     except OSError as error:
         if error.errno != errno.EOPNOTSUPP:
             raise
-        written = 0
-        while written < size:
-            written += os.pwrite(fd, ZEROS[: size - written], written)
+        _write_zeros(fd, 0, size)
+
+
+def _write_zeros(fd: int, offset: int, length: int) -> None:
+    written = 0
+    while written < length:
+        written += os.pwrite(fd, ZEROS[: length - written], offset + written)

@@ -1,7 +1,6 @@
 """Segments as files of a directory: a local disk, tmpfs, or any shared mount.
 
-Segment 26 is the file ``0000001a.seg``, preallocated whole. It is made under a temporary name and
-renamed, so that a name means a whole segment.
+Where they are, and how one is made, is up to `Places`: here files, elsewhere parts of a device (``block``).
 
 * Reads are tried on the event loop's thread with RWF_NOWAIT; what is not in the page cache, and batches so
   large that copying them would hold up the loop, go to a thread: one hop for all of a batch.
@@ -25,7 +24,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from operator import itemgetter
@@ -42,15 +40,13 @@ from kvfuse.remote.segments.api import SegmentInfo, SegmentLimits, SegmentStore,
 from kvfuse.remote.segments.file import fileio
 from kvfuse.remote.segments.file.direct import BLOCK_SIZE
 from kvfuse.remote.segments.file.fileio import Run, SegmentFile
+from kvfuse.remote.segments.file.places import SEGMENT_MAX, FolderPlaces, Places
 
 _T = TypeVar("_T")
 log = logging.getLogger(__name__)
 _place = itemgetter(0, 1)
 """(segment, offset) of a transfer"""
 
-FILE_NAME = re.compile(r"([0-9a-f]{8})(?:\.[0-9a-f]+)?\.(seg|new)")
-"""A segment, or one whose creation did not end."""
-SEGMENT_MAX = 0xFFFFFFFF
 NOWAIT_BYTES_MAX = 4 << 20
 """Bytes of one batch that are copied on the event loop's thread: about 0.3 ms."""
 VIEW_BYTES_MAX = 128 << 20
@@ -59,13 +55,14 @@ THREADS_MAX = 32
 
 
 class FileSegments(SegmentStore):
-    """A directory of segment files. Made by ``open``; others may have it open, too, and make segments."""
+    """A directory of segment files, or other places. Others may have it open, too, and make segments."""
 
-    def __init__(self, directory: Path, files: dict[int, SegmentFile], *, direct: bool, read_only: bool) -> None:
+    def __init__(self, places: Places, *, direct: bool = False, read_only: bool = False) -> None:
+        """EngineError. `open` is for directories."""
         # the kernel answers mincore truly only to processes that could write the file
-        super().__init__(SegmentLimits(mappable=not direct and not read_only))
-        self._directory = directory
-        self._files = files
+        super().__init__(SegmentLimits(mappable=places.are_mappable and not direct and not read_only))
+        self._places = places
+        self._files = {file.segment: file for file in places.found()}
         self._direct = direct
         self._read_only = read_only
         self._nowait = not direct  # a direct read always waits for the device
@@ -79,25 +76,8 @@ class FileSegments(SegmentStore):
     @classmethod
     def open(cls, directory: str | os.PathLike[str], *, direct: bool = False, read_only: bool = False) -> Self:
         """Open all segments of ``directory``; made if absent, unless ``read_only``. EngineError, EngineFull."""
-        path = Path(directory)
-        with contextlib.ExitStack() as on_failure, fileio.translated(path):
-            if not read_only:
-                path.mkdir(parents=True, exist_ok=True)
-            files = {}
-            for entry in path.iterdir():
-                match = FILE_NAME.fullmatch(entry.name)
-                if match and match[2] == "seg":
-                    file = SegmentFile.open(entry, int(match[1], 16), is_direct=direct, read_only=read_only)
-                    on_failure.callback(file.retire)
-                    files[file.segment] = file
-                    if direct and file.size % BLOCK_SIZE:
-                        raise EngineError(
-                            f"{entry}: {file.size} bytes are no multiple of {BLOCK_SIZE}: not for O_DIRECT"
-                        )
-                elif match and not read_only:
-                    fileio.remove_unfinished(entry)
-            on_failure.pop_all()
-        return cls(path, files, direct=direct, read_only=read_only)
+        places = FolderPlaces(Path(directory), is_direct=direct, is_read_only=read_only)
+        return cls(places, direct=direct, read_only=read_only)
 
     async def create(self, segment: int, size: int) -> None:
         self._check_writable()
@@ -110,8 +90,7 @@ class FileSegments(SegmentStore):
                 if existing.size != size:
                     raise ValueError(f"segment {segment} exists with {existing.size} bytes, not {size}")
                 return
-            path = self._path(segment)
-            made = await self._in_thread(lambda: fileio.create(path, segment, size, is_direct=self._direct))
+            made = await self._in_thread(lambda: self._places.make(segment, size))
             if made.size != size:
                 made.retire()
                 raise ValueError(f"segment {segment} exists with {made.size} bytes, not {size}")
@@ -125,28 +104,21 @@ class FileSegments(SegmentStore):
                 return
             self._unsynced.discard(file)
             file.retire()
-            await self._in_thread(lambda: fileio.remove(file.path))
+            with trio.CancelScope(shield=True):
+                await file.closed.wait()  # no call writes where another segment may be
+                await self._in_thread(lambda: self._places.drop(file))
 
     async def list(self) -> list[SegmentInfo]:
         return [SegmentInfo(segment, self._files[segment].size) for segment in sorted(self._files)]
-
-    def _path(self, segment: int) -> Path:
-        return self._directory / f"{segment:08x}.seg"
 
     async def _meet(self, segments: set[int]) -> None:
         """Open those of these segments that another process has made meanwhile."""
         for segment in sorted(segments - self._files.keys()):
             async with self._names_lock:
-                path = self._path(segment)
                 if segment not in self._files and 0 <= segment <= SEGMENT_MAX and not self._closed:
-                    met = await self._in_thread(partial(self._open_if_there, path, segment))
+                    met = await self._in_thread(partial(self._places.find, segment))
                     if met is not None:
                         self._files[segment] = met
-
-    def _open_if_there(self, path: Path, segment: int) -> SegmentFile | None:
-        with fileio.translated(path), contextlib.suppress(FileNotFoundError):
-            return SegmentFile.open(path, segment, is_direct=self._direct, read_only=self._read_only)
-        return None
 
     async def read(self, batch: Sequence[Transfer]) -> None:
         if not self._files.keys() >= (segments := {transfer.segment for transfer in batch}):
@@ -212,7 +184,7 @@ class FileSegments(SegmentStore):
 
     def source(self, segment: int) -> tuple[int, npt.NDArray[np.uint8], GuardedMap | None] | None:
         file = self._checked(segment, 0, 0)
-        return None if self._direct else file.source()
+        return file.source() if self._places.are_mappable and not self._direct else None
 
     async def aclose(self) -> None:
         with trio.CancelScope(shield=True):
@@ -227,15 +199,15 @@ class FileSegments(SegmentStore):
 
     def _check_writable(self) -> None:
         if self._read_only:
-            raise ReadOnly(f"{self._directory} is open for reading only")
+            raise ReadOnly(f"{self._places.path} is open for reading only")
         if self._closed:
-            raise EngineError(f"{self._directory} is closed")
+            raise EngineError(f"{self._places.path} is closed")
 
     def _checked(self, segment: int, offset: int, length: int) -> SegmentFile:
         """The open file of a segment that holds the range, else ValueError."""
         file = self._files.get(segment)
         if file is None:
-            raise ValueError(f"{self._directory} has no segment {segment}")
+            raise ValueError(f"{self._places.path} has no segment {segment}")
         if offset < 0 or length < 0 or offset + length > file.size:
             raise ValueError(f"{length} bytes at {offset} of segment {segment}, which has {file.size}")
         return file
@@ -251,8 +223,8 @@ class FileSegments(SegmentStore):
             if not view.nbytes:
                 continue
             view = view.cast("B")
-            if not (runs and runs[-1].takes(file, offset, view)):
-                runs.append(Run(file, offset, view))
+            if not (runs and runs[-1].takes(file, file.start + offset, view)):
+                runs.append(Run(file, file.start + offset, view))
         for file in {run.file for run in runs}:
             in_use.enter_context(file)
         return runs

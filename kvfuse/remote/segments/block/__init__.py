@@ -1,0 +1,1 @@
+"""Segments on a block device, at fixed places."""
