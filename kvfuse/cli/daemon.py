@@ -37,8 +37,8 @@ log = logging.getLogger(__name__)
 SWITCH_SECONDS = 0.00005
 """The event loop waits at most so long for a thread that computes: Python's 5 ms would be seen in every request."""
 
-COLLECTIONS = 10_000, 4, 500
-"""See `gc.set_threshold`: whenever there are 10,000 objects more, those are searched for cyclic garbage, each fifth
+COLLECTIONS = 1000, 4, 5000
+"""See `gc.set_threshold`: whenever there are 1000 objects more, those are searched for cyclic garbage, each fifth
 time the newer ones, too. The event loop stands still meanwhile: 50 to 90 ms for 200,000 of them."""
 
 

@@ -93,6 +93,8 @@ class Namespaces:
         else:
             self.accounts.put(number, above, settings)
         self._limit(number, (settings.bandwidth, settings.iops, settings.burst))
+        if settings.weight != 1.0 or number in self.measures:
+            self.measures[number].weight = settings.weight
         return found
 
     def _limit(self, number: int, limits: tuple[float, float, float]) -> None:

@@ -27,8 +27,8 @@ from kvfuse.volume.inodes.chunk import FRESH, Chunk, Extent, Staged
 from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.inodes.grace import Give
 from kvfuse.volume.inodes.node import Node
-from kvfuse.volume.slots.fair_line import FairLine
 from kvfuse.volume.slots.heads import Head, HeaderWriter, identity_of, transfers
+from kvfuse.volume.views.fair_line import FairLine
 
 log = logging.getLogger(__name__)
 

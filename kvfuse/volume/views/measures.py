@@ -57,7 +57,7 @@ class Measures:
 
     __slots__ = (
         "failures", "kernel_waiting", "limiters", "read_bytes",
-        "seconds", "throttled_seconds", "unread", "written_bytes",
+        "seconds", "throttled_seconds", "unread", "weight", "written_bytes",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -71,6 +71,8 @@ class Measures:
         """the same of requests to read"""
         self.limiters: tuple[Limiter, ...] = ()
         """of the namespace and those that it is in, as far as they have limits"""
+        self.weight = 1.0
+        """of the namespace beside others that wait for the same"""
         self.throttled_seconds = 0.0
         """that requests waited for them, together"""
         self.kernel_waiting = 0
