@@ -170,7 +170,8 @@ def clear(path: Path) -> None:
     """Remove all files of the cache PATH, but not of namespaces in it. Directories stay.
 
     Nothing of it is found any more when this returns, through whichever door; the room comes back in the background.
-    Files that are open stay readable until they are closed.
+    Files that are open stay readable until they are closed. Other hosts that share the volume find nothing
+    as soon as they hear of it, usually within milliseconds.
 
     \b
     Example, after the model's weights changed:

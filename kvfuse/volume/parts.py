@@ -38,6 +38,7 @@ from kvfuse.volume.hosts.slab_leases import SlabLeases
 from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.names.apply_first import ApplyFirst
 from kvfuse.volume.names.blocks import Blocks
+from kvfuse.volume.names.bulk_removal import BulkRemoval
 from kvfuse.volume.names.changes import Names
 from kvfuse.volume.names.commit_first import CommitFirst
 from kvfuse.volume.names.eviction import Evictor
@@ -47,8 +48,10 @@ from kvfuse.volume.names.nameless import OwnNameless, SharedNameless
 from kvfuse.volume.names.namespace_attributes import NamespaceAttributes
 from kvfuse.volume.names.namespace_news import NamespaceNews
 from kvfuse.volume.names.namespace_records import NamespaceRecords, OwnNamespaceRecords, SharedNamespaceRecords
+from kvfuse.volume.names.shared_clearing import SharedClearing
 from kvfuse.volume.names.shared_eviction import SharedEviction
 from kvfuse.volume.names.shared_lookup import SharedLookup
+from kvfuse.volume.names.shared_sweeping import SharedSweeper
 from kvfuse.volume.names.xattrs import Xattrs
 from kvfuse.volume.slots.flusher import Flusher
 from kvfuse.volume.slots.heads import HeaderWriter
@@ -178,16 +181,19 @@ class Parts:
         memory = ApplyFirst(core, journal, self.space, lookups, nameless)
         executor = CommitFirst(core, journal, self.space, lookups, memory)
         self.names = Names(core, journal, lookups, nameless, memory, executor)
-        shared = SharedEviction(core, journal, self.names, refresher.news)
+        view, committer = leases.view, journal.committer
+        clearing = SharedClearing(core, journal, lookups)
+        sweeper = SharedSweeper(core, journal, executor.cleared, clearing, lambda: view.members)
+        removal = BulkRemoval(core, journal, refresher.news, memory.touch_entries)
+        shared = SharedEviction(core, journal, removal, sweeper)
         evictor = Evictor(core, journal, lookups, self.names, refresher.news, shared)
         self.space.evictors.append(evictor)
         sources.insert(0, evictor.hasten)
-        view, committer = leases.view, journal.committer
         core.metadata.share_out(
             lambda: view.counts_beside(core.client).add(Counts(0, committer.size)).size, view.members
         )
         giving = Giving(core, reports, leases, evictor, shared)
-        news = NamespaceNews(core, journal, lookups, self.names.folders)
+        news = NamespaceNews(core, journal, lookups, self.names.folders, clearing)
         self.coherence = Coherence(core, lookups, journal, member, extents.fetcher, giving, news)
         return SharedNamespaceRecords(self.names, executor, news)
 

@@ -132,6 +132,45 @@ def test_what_one_evicts_is_a_miss_for_the_other_at_once(mounts: Mounts) -> None
 
 
 @on_files
+def test_a_clear_is_a_miss_for_both_at_once(mounts: Mounts) -> None:
+    """Also where the other kernel has name and bytes, and where a ring's thread has found the block before."""
+    one, two = mounts
+    keys = [f"block-{number}" for number in range(2000)]
+    folder, other = [mount.point / "cache" for mount in mounts]
+    descriptor: dict[str, str | int] = {"model": "llama", "version": 1}
+    with BlockStore(one.point, folder, descriptor=descriptor) as mine:
+        os.setxattr(folder, "user.kvfuse.namespace", b"kind=cache admission=all")
+        assert all(mine.put_many(keys, [key.encode() * 100 for key in keys]))
+        with BlockStore(two.point, other) as theirs:
+            wait_until(lambda: all(theirs.exists(keys)), "the other host's blocks")
+            for key in keys[:200]:
+                assert bytes(theirs.get(key) or b"") == key.encode() * 100
+            assert (other / keys[0]).read_bytes() == keys[0].encode() * 100
+            opened = (other / keys[1]).open("rb")
+            os.setxattr(folder, "user.kvfuse.clear", b"now")
+            assert not any(mine.exists(keys))
+            assert not (folder / keys[0]).exists()
+            mine.put(keys[0], b"new")
+            wait_until(lambda: not any(theirs.exists(keys[1:])), "the watch")
+            assert all(theirs.get(key) is None for key in keys[1:200])
+            assert not (other / keys[1]).exists()
+            wait_until(lambda: theirs.exists(keys[:1])[0], "the new block")
+            assert theirs.get(keys[0]) == b"new"
+            assert (other / keys[0]).read_bytes() == b"new"
+            assert opened.read() == keys[1].encode() * 100
+            opened.close()
+            assert os.listdir(other) == [keys[0]]
+        with BlockStore(two.point, other, descriptor={**descriptor, "version": 2}) as newer:
+            assert not any(newer.exists(keys))
+            newer.put(keys[2], b"version 2")
+            wait_until(lambda: os.listdir(folder) == [keys[2]], "what the newer version cleared")
+            with pytest.raises(FileExistsError):
+                BlockStore(one.point, folder, descriptor=descriptor)
+    (other / keys[2]).unlink()
+    wait_until(lambda: free_bytes(one) == total_bytes(one), "the room")
+
+
+@on_files
 @pytest.mark.parametrize("killed", [0, 1])
 def test_a_host_is_killed_while_both_evict(mounts: Mounts, killed: int) -> None:
     """The other one goes on, takes over what the killed one had, and evicts that, too."""

@@ -187,14 +187,15 @@ class Batch(Changes):
         keys = sorted(
             [*self.puts, *self.deletes], key=lambda key: (key[:1] == b"f", key not in self.puts, key[:1] != b"s")
         )
-        part, size = Changes(), 0
+        guards = {key: version for key, version in self.draft.expect.items() if key[:1] == schema.CLEARED_PREFIX}
+        part, size = Changes(expect=guards), 0
         for key in keys:
             row_size = len(key) + len(self.puts.get(key, b""))
             count = len(part.puts) + len(part.deletes)
             if count and (count >= operations_max or size + row_size > bytes_max):
                 part.size = growth(part.puts, part.deletes, self.draft.before)
                 yield part
-                part, size = Changes(), 0
+                part, size = Changes(expect=guards), 0
             size += row_size
             if key in self.puts:
                 part.puts[key] = self.puts[key]

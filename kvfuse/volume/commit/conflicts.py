@@ -70,6 +70,9 @@ class Conflicts:
                 self.refusals.freed_elsewhere(schema.key_inode(key))
             elif key[:1] == b"x":
                 self.pending.loose.attribute_is(key, row)
+            elif key[:1] == schema.CLEARED_PREFIX:
+                value, version = row if row is not None else (None, ABSENT)
+                self.core.namespaces.cleared.hear(schema.key_inode(key), value, version)
         return True
 
     def _take_back(self, batch: Batch) -> None:
@@ -84,8 +87,14 @@ class Conflicts:
             if current is not None and current is not change and change.vacated:
                 current.moved, current.vacated = change.moved, True
             if current is not None and current is not change:
+                self._count_out(current.leaves)
                 current.leaves = change.leaves
         self._restore(batch, {key for taken in batch.taken for key in taken.extra})
+
+    def _count_out(self, leaves: Node | schema.InodeRecord | None) -> None:
+        """A file that lost its name while it was to be stored: it was not, and so no commit will count it out."""
+        if isinstance(leaves, Node) and not leaves.version and leaves.is_file and leaves.namespace:
+            self.core.namespaces.accounts.add_files(leaves.namespace, -1)
 
     def _recall_node(self, taken: Taken, committed: list[Extent]) -> None:
         node = taken.node
@@ -170,6 +179,17 @@ class Conflicts:
                 if node.namespace != directory.namespace:
                     self.pending.counters.lost_names += 1
                     self._give_up(ino, name, change)
+
+    async def drop_cleared(self) -> None:
+        """Before a commit is built: drop files of namespaces that were cleared meanwhile, if they are not stored yet.
+
+        Nothing waits here, so no clear is heard of until the commit is built, which expects all clears to be known.
+        """
+        for changes in list(self.core.dentries.changes.values()) if self.core.namespaces.cleared else ():
+            for change in list(changes.values()):
+                node = change.node
+                if node is not None and not node.version and self.core.is_cleared(node):
+                    self._give_up(change.parent, change.name, change)
 
     def _contested(self) -> list[bytes]:
         claims: dict[tuple[int, bytes], int] = {}

@@ -290,6 +290,10 @@ class Pending:
         """Changed inodes whose records are in their names. ``aside``: include those that are aside."""
         return [node for node in (*self.dirty, *(self.aside.nodes if aside else ())) if not node.own_record]
 
+    def distrust_reads(self) -> None:
+        """What was read from the store by now may be stale."""
+        self.epoch += 1
+
     def forget_change(self, parent: int, name: bytes) -> None:
         """Drop the pending change of a name."""
         self.epoch += 1

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from kvfuse.remote.records.api import ABSENT
 from kvfuse.volume.commit.batch import Batch, Draft, Taken
 from kvfuse.volume.commit.committer import Sequence
 from kvfuse.volume.commit.conflicts import Conflicts
@@ -92,7 +93,8 @@ class SharedTerms:
         client = core.client
         sequence = Sequence(schema.sequence_key(client), core.segments.identity(), schema.files_key(client))
         conflicts = Conflicts(pending, refusals)
-        before = (conflicts.untangle, conflicts.keep_borders), (self.begin,), (self.settle,)
+        before_build = conflicts.untangle, conflicts.keep_borders, conflicts.drop_cleared
+        before = before_build, (self.begin,), (self.settle,)
         self.terms = Terms(
             refusals, sequence, self.complete, _count_shared_files, self.bequeath, *before, conflicts.recall
         )
@@ -114,6 +116,8 @@ class SharedTerms:
             directory = self.core.dentries.folders.get(change.parent)
             if change.node is not None and directory is not None and directory.version:
                 self._expect_folder(draft, directory)
+            if change.node is not None and not change.node.is_directory:
+                self._expect_uncleared(draft, change.node.namespace)
         for directory in draft.times:
             self._expect_times(draft, directory)
         for key in draft.extra:
@@ -129,6 +133,11 @@ class SharedTerms:
             draft.in_namespaces.made[node.namespace] += 1
         if node.version:
             draft.before[key] = inode_weight(len(key), len(node.target))
+
+    def _expect_uncleared(self, draft: Draft, namespace: int) -> None:
+        """Expect that a namespace was cleared as this host has heard: else what gets a name might be older."""
+        versions = self.core.namespaces.cleared.versions
+        draft.expect[schema.cleared_key(namespace)] = versions.get(namespace, ABSENT)
 
     def _expect_orphan(self, draft: Draft, node: Node) -> None:
         """Expect the orphan record by which the inode was found, so that only one client frees it."""

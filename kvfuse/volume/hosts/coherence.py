@@ -141,6 +141,8 @@ class Coherence:
         core = self.core
         parent, _, name = schema.split_entry_key(change.key)
         core.dentries.note_stored(parent, name, change.value is not None)
+        if change.value is None and core.namespaces.cleared:
+            self.namespaces.clearing.heard_removal()
         entry = schema.decode_entry(change.value) if change.value is not None else None
         if is_own:
             if isinstance(entry, schema.InodeRecord):

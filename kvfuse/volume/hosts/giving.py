@@ -62,12 +62,12 @@ class Giving:
         slabs = self._choose(self._count_for(client))
         if not slabs:
             return
-        self.eviction.giving.update(slabs)
+        self.eviction.removal.giving.update(slabs)
         try:
             await self.evictor.empty_slabs(slabs)
             self.reports.counters.given_slabs += await self.leases.give(slabs)
         finally:
-            self.eviction.giving.difference_update(slabs)
+            self.eviction.removal.giving.difference_update(slabs)
 
     def _count_for(self, client: int) -> int:
         """Slabs for a client: our part of what it asked for, half of what we have more at the most."""

@@ -259,7 +259,7 @@ class Core:
 
         So files of our books leave them, or are there under another name.
         """
-        if isinstance(entry, InodeRecord) and stat.S_ISREG(entry.mode):
+        if isinstance(entry, InodeRecord) and stat.S_ISREG(entry.mode) and not self.is_cleared(entry):
             cache, slab = self.caches.get(entry.namespace), self.first_slab(entry)
             if cache is not None and slab is not None and self.slabs.holds(slab):
                 cache.stored(directory, name, sum([one.length for chunk in entry.chunks for one in chunk]), slab)

@@ -7,7 +7,7 @@ applied between two awaits. No name or directory is ever locked: nobody waits fo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from kvfuse import errors
@@ -31,6 +31,8 @@ class ApplyFirst:
     space: Space
     lookup: Lookup
     nameless: Nameless
+    unlink_cleared: Callable[[Place], Awaitable[None]] | None = None
+    """of a shared volume: unlinks a file with several names that was cleared, in the store"""
 
     async def carry_out(
         self, places: Sequence[Place], planning: Planning, fits: Fits = never, node: Node | None = None
@@ -79,12 +81,14 @@ class ApplyFirst:
             if node is None:
                 continue
             tied = self.journal.to_untie([node])
-            if self.nameless.needs_loading(node):
+            if self.unlink_cleared is not None and node.own_record:
+                await self.unlink_cleared(Place(end.directory.ino, end.name, is_entered=False))
+            elif self.nameless.needs_loading(node):
                 await self.nameless.load(node)
             elif tied is not None:
                 await self.journal.commit(*tied)
             elif self.lookup.holds(end.directory.ino, end.name, end.found):
-                found = Found(node, end.found.stored, end.found.change, end.found.epoch)
+                found = Found(node, end.found.stored, end.found.change, end.found.epoch, end.found.version)
                 self.apply(Plan((End(end.directory, end.name, found),), (None,), node, unlinked=node))
             return True
         return False
@@ -107,10 +111,16 @@ class ApplyFirst:
         """The plan can be applied without a wait."""
         if plan.removed is not None or (plan.unlinked is not None and self.nameless.needs_loading(plan.unlinked)):
             return False
+        if self._is_late(plan):
+            return False
         tied = self.journal.to_untie([end.found.node for end in plan.ends])
         if (plan.node.namespace or self.core.namespaces.accounts.root_blocks) and self._is_full(plan):
             return False
         return tied is None and self.core.metadata.fits(plan.weight)
+
+    def _is_late(self, plan: Plan) -> bool:
+        """The plan makes an inode whose number is below those of a clear of which this host has heard."""
+        return plan.made is not None and bool(self.core.namespaces.cleared) and self.core.is_cleared(plan.made)
 
     def _is_full(self, plan: Plan) -> bool:
         """The plan makes one more file in a namespace that may have no more."""
@@ -122,6 +132,9 @@ class ApplyFirst:
     async def _has_waited(self, plan: Plan) -> bool:
         """Wait for what the plan needs. False: its ends have not changed meanwhile."""
         ends, removed = plan.ends, plan.removed
+        if self._is_late(plan):
+            await self.core.inodes.reach(self.core.namespaces.cleared[plan.node.namespace])
+            return True
         lost = plan.unlinked or removed
         if lost is not None and self.nameless.needs_loading(lost):
             await self.nameless.load(lost)

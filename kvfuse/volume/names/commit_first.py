@@ -26,18 +26,22 @@ from functools import partial
 import trio
 
 from kvfuse import errors
+from kvfuse.remote.records.api import ABSENT
 from kvfuse.volume.api import ROOT_INODE
 from kvfuse.volume.commit.journal import Journal
 from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.inodes.node import Node
 from kvfuse.volume.names.apply_first import ApplyFirst
+from kvfuse.volume.names.bulk_removal import BulkRemoval
+from kvfuse.volume.names.cleared_files import ClearedFiles
 from kvfuse.volume.names.lookup import Found
 from kvfuse.volume.names.name_change import Draft
 from kvfuse.volume.names.path_beliefs import Moved, outlive_beliefs
-from kvfuse.volume.names.plans import End, Fits, Place, Plan, Planning, never
+from kvfuse.volume.names.plans import End, Fits, Place, Plan, Planning, never, plan_unlink_cleared
 from kvfuse.volume.names.shared_lookup import SharedLookup, check_name
 from kvfuse.volume.slots.space import Space
 from kvfuse.volume.store import schema
+from kvfuse.volume.store.sealed import get_marked
 from kvfuse.volume.views import clock
 
 ATTEMPTS_MAX = 100
@@ -59,6 +63,11 @@ class CommitFirst:
     space: Space
     lookup: SharedLookup
     later: ApplyFirst
+
+    def __post_init__(self) -> None:
+        self.later.unlink_cleared = self.unlink_cleared
+        removal = BulkRemoval(self.core, self.journal, self.lookup.refresher.news, self.later.touch_entries)
+        self.cleared = ClearedFiles(self.core, removal, self.unlink_cleared)
 
     async def carry_out(
         self, places: Sequence[Place], planning: Planning, fits: Fits = never, node: Node | None = None
@@ -125,14 +134,20 @@ class CommitFirst:
         self, places: Sequence[Place], planning: Planning, node: Node | None, *, is_fresh: bool
     ) -> tuple[Plan, Draft]:
         """Draft a change. ``is_fresh``: read all that it depends on from the store."""
-        draft = Draft(self.core.client)
+        if is_fresh:
+            await self._hear_clears(places)
+        draft = self._begin_draft()
         if node is not None:
             await self._settled(node)
             if is_fresh:
                 await self.lookup.refresher.renew(node)
         ends = await self._look_at(places, draft, is_fresh)
         plan = planning(*ends)
-        gone = plan.unlinked
+        if plan.made is not None and self.core.is_cleared(plan.made):
+            draft.is_stale = True  # its number is too small by now
+            await self.core.inodes.reach(self.core.namespaces.cleared.bounds[plan.made.namespace])
+            return plan, draft
+        gone = plan.unlinked or plan.ends[-1].found.cleared
         if gone is not None and (is_fresh or gone.committing):  # what else is changed here of it goes with it
             await self._settled(gone)
         if plan.means and any(end.found.node is not None for end in ends):
@@ -208,10 +223,27 @@ class CommitFirst:
             found = None if is_fresh else self.lookup.known(parent, name)
             if found is None and not is_fresh:
                 return Found(None, False, None, self.journal.pending.epoch)
-            if found is None or (found.node is not None and not found.version):
+            if found is None or ((found.node or found.cleared) is not None and not found.version):
                 found = await self.lookup.find_shared(parent, name, is_fresh=True)
             if found.change is None:
                 return found
+
+    def _begin_draft(self) -> Draft:
+        return Draft(self.core.client, self.core.namespaces.cleared.versions)
+
+    async def _hear_clears(self, places: Sequence[Place]) -> None:
+        """Read whether the namespaces of these places were cleared: the watch may not have told yet. EngineError."""
+        directories = [self.core.nodes.get(place.parent) for place in places]
+        numbers = sorted({directory.namespace for directory in directories if directory is not None})
+        rows = await get_marked(self.core.records, [schema.cleared_key(number) for number in numbers])
+        for number, row in zip(numbers, rows, strict=True):
+            value, version = row if row is not None else (None, ABSENT)
+            self.core.namespaces.cleared.hear(number, value, version)
+
+    async def unlink_cleared(self, place: Place) -> None:
+        """Remove a name from a file that was cleared, if it still has it. EngineError."""
+        with suppress(errors.NotFound, errors.Stale, errors.NotADirectory):
+            await self._attempt([place], plan_unlink_cleared, None)
 
     # -- directories that go -------------------------------------------------------------------------
 
@@ -233,6 +265,8 @@ class CommitFirst:
             if any(change.node is not None for change in changes.values()):
                 break
             await self.journal.commit(*self.journal.pending.changed_in(directory.ino))
+        if directory.namespace in self.core.namespaces.cleared:
+            await self.cleared.remove_in(directory.ino)
         if not await self.lookup.is_empty(directory.ino):
             raise errors.NotEmpty(f"directory {directory.name!r} is not empty")
 
@@ -241,7 +275,7 @@ class CommitFirst:
 
         Returns the version of the record then; 0 where it has changed meanwhile, and nothing was done.
         """
-        draft = Draft(self.core.client)
+        draft = self._begin_draft()
         change = draft.change(directory)
         flag = schema.FLAG_LEAVING
         change.set(flags=change.record.flags | flag if leaving else change.record.flags & ~flag)

@@ -32,6 +32,7 @@ from kvfuse.volume.inodes.node import Node
 from kvfuse.volume.names.changes import Names
 from kvfuse.volume.names.lookup import Lookup
 from kvfuse.volume.names.shared_eviction import Ahead, SharedEviction
+from kvfuse.volume.names.shared_sweeping import SharedSweeper
 from kvfuse.volume.names.slab_eviction import SlabChoice
 from kvfuse.volume.names.stored_blocks import read_blocks
 from kvfuse.volume.names.sweeping import Sweeper
@@ -81,7 +82,8 @@ class Evictor:
     """what is otherwise where many hosts have the volume"""
 
     def __post_init__(self) -> None:
-        self.sweeper = Sweeper(self.core, self.journal, self.names, self.news, self._vanish)
+        own = Sweeper(self.core, self.journal, self.names, self.news, self._vanish)
+        self.sweeper: Sweeper | SharedSweeper = own if self.shared is None else self.shared.sweeper
         self._lock = trio.Lock()
         """held by one eviction"""
         self._steps = 0
@@ -179,7 +181,7 @@ class Evictor:
         """A `Source`: evict some files of the largest cache, and free their slots. False: no cache has any to give."""
         if self.core.namespaces.cleared:
             with trio.move_on_after(SWEEP_SECONDS):
-                await self.core.namespaces.swept.wait()
+                await self.core.namespaces.cleared.swept.wait()
             return True
         if not self.core.caches or self._is_over:
             return False

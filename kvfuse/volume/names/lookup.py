@@ -130,13 +130,6 @@ class Lookup(ABC):
 
     async def is_empty(self, ino: int) -> bool:
         """The directory has no name here, and none in the store that a pending change does not remove."""
-        cleared, directory = self.core.namespaces.cleared, self.core.nodes.get(ino)
-        # What was cleared would be left behind in a directory that is removed.
-        while cleared and (directory is None or directory.namespace in cleared):
-            with trio.move_on_after(SWEEP_SECONDS) as scope:
-                await self.core.namespaces.swept.wait()
-            if scope.cancelled_caught:
-                raise errors.EngineTimeout("what was cleared is being removed, and the record store does not answer")
         after = b""
         while True:
             epoch = self.journal.pending.epoch
@@ -205,11 +198,20 @@ class OwnLookup(Lookup):
 
     async def current(self, ino: int) -> Node:
         node = self.core.nodes.get(ino) or await self.node(ino)
-        if self.core.namespaces.cleared and not node.handles and self.core.is_cleared(node):
-            raise errors.Stale(f"inode {ino} was cleared with its namespace")
+        check_uncleared(self.core, node)
         return node
 
     current_directory = Lookup.directory
+
+    async def is_empty(self, ino: int) -> bool:
+        cleared, directory = self.core.namespaces.cleared, self.core.nodes.get(ino)
+        # What was cleared would be left behind in a directory that is removed.
+        while cleared and (directory is None or directory.namespace in cleared):
+            with trio.move_on_after(SWEEP_SECONDS) as scope:
+                await cleared.swept.wait()
+            if scope.cancelled_caught:
+                raise errors.EngineTimeout("what was cleared is being removed, and the record store does not answer")
+        return await super().is_empty(ino)
 
     def take(self, record: schema.InodeRecord, version: int, place: tuple[int, bytes], *, own: bool) -> Node:
         node = self.core.nodes.get(record.ino)
@@ -233,12 +235,12 @@ class OwnLookup(Lookup):
             if dentry is not None:
                 if (change := dentry.change) is not None:
                     found = Found(change.node, change.stored, change, epoch)
-                    return self._but_cleared(found) if core.namespaces.cleared else found
+                    return but_cleared(core, found) if core.namespaces.cleared else found
                 if dentry is ABSENT:
                     return Found(None, False, None, epoch)
                 if (node := core.nodes.get(dentry.ino)) is not None:
                     found = Found(node, True, None, epoch)
-                    return self._but_cleared(found) if core.namespaces.cleared else found
+                    return but_cleared(core, found) if core.namespaces.cleared else found
             record = (await core.records.get([schema.entry_key(parent, name)]))[0]
             if record is None:
                 await self.learning.read_page(parent)
@@ -257,14 +259,7 @@ class OwnLookup(Lookup):
             node.parent, node.name = parent, name
             core.dentries.note(parent, name, node.ino)
             found = Found(node, True, None, epoch)
-            return self._but_cleared(found) if core.namespaces.cleared else found
-
-    def _but_cleared(self, found: Found) -> Found:
-        """What was found; nothing, if it was cleared."""
-        node = found.node
-        if node is None or not self.core.is_cleared(node):
-            return found
-        return Found(None, found.stored, found.change, found.epoch, cleared=node)
+            return but_cleared(core, found) if core.namespaces.cleared else found
 
     def _has_changed(self, parent: int, name: bytes, epoch: int) -> bool:
         """What the store said of a name in ``epoch`` does not hold any more."""
@@ -279,3 +274,17 @@ class OwnLookup(Lookup):
 
     def forget(self, ino: int) -> None:
         pass
+
+
+def but_cleared(core: Core, found: Found) -> Found:
+    """What was found; nothing, if it was cleared."""
+    node = found.node
+    if node is None or not core.is_cleared(node):
+        return found
+    return Found(None, found.stored, found.change, found.epoch, found.version, cleared=node)
+
+
+def check_uncleared(core: Core, node: Node) -> None:
+    """Stale for a file that was cleared, unless somebody has it open."""
+    if core.namespaces.cleared and not node.handles and core.is_cleared(node):
+        raise errors.Stale(f"inode {node.ino} was cleared with its namespace")

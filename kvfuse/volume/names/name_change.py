@@ -65,10 +65,14 @@ class InodeChange:
 
 
 class Draft:
-    """The records of one plan; each attempt makes its own. ``client``: the remover, in orphan records."""
+    """The records of one plan; each attempt makes its own, before it looks anything up.
 
-    def __init__(self, client: int) -> None:
+    ``client``: the remover, in orphan records. ``cleared``: `Cleared.versions`, as they are.
+    """
+
+    def __init__(self, client: int, cleared: Mapping[int, int]) -> None:
         self.client = client
+        self._cleared = dict(cleared)
         self.inodes: dict[int, InodeChange] = {}
         self.names: list[tuple[int, bytes, Node | None]] = []
         """(directory, name, its new inode)"""
@@ -125,6 +129,8 @@ class Draft:
         elif lost is not None:
             self._lose(lost, now)
         for end, node in changed:
+            if end.found.cleared is not None:
+                self._lose(end.found.cleared, now)
             self._name(end, node)
             if node is not None and node is not made:
                 self.change(node).set(ctime=now)
@@ -156,8 +162,10 @@ class Draft:
             self._deletes.add(schema.inode_key(node.ino))
         if node.is_directory:
             self._deletes.add(schema.times_key(node.ino))
+            if node.ino in self._cleared:
+                self._deletes.add(schema.cleared_key(node.ino))
             if node.namespace == node.ino:
-                self._deletes.update(schema.namespace_keys(node.ino))
+                self._deletes.add(schema.namespace_key(node.ino))
                 self._deletes.add(schema.use_key(node.ino, self.client))
         if not node.is_directory or change.record.flags & schema.FLAG_XATTRS:
             self._puts[schema.orphan_key(node.ino)] = schema.encode_orphan(change.record, self.client)
@@ -171,6 +179,8 @@ class Draft:
             self._deletes.add(key)
             self.names.append((parent, name, None))
             return
+        if not node.is_directory:  # what was cleared since the look gets no name any more
+            self._expect_key(schema.cleared_key(node.namespace), self._cleared.get(node.namespace, ABSENT))
         self._deletes.discard(key)
         change = self.change(node)
         change.parent, change.name = parent, name

@@ -25,6 +25,8 @@ from kvfuse.volume.names.name_change import Draft
 from kvfuse.volume.names.namespace_news import NamespaceNews
 from kvfuse.volume.namespaces.settings import ROOT, Settings, encode_settings
 from kvfuse.volume.store import schema
+from kvfuse.volume.store.numbers import SharedNumberRange
+from kvfuse.volume.store.sealed import get_sound
 from kvfuse.volume.views import clock
 
 FREE_SECONDS = 3.0
@@ -32,6 +34,9 @@ FREE_SECONDS = 3.0
 
 LOOK_SECONDS = 0.2
 """between two looks at that"""
+
+TELL_SECONDS = 1.0
+"""for which a clear waits until the kernel was told"""
 
 Decide = Callable[[int], Settings]
 """the settings that a namespace gets, by the namespace that it is in; raises the errors of the change"""
@@ -155,6 +160,8 @@ class _Change:
     """the namespace that it is in"""
     is_closing: bool = False
     """the folder gets a token"""
+    numbers: range | None = None
+    """the range of inode numbers that this host takes with it"""
 
 
 @dataclass
@@ -186,14 +193,27 @@ class SharedNamespaceRecords(NamespaceRecords):
                 raise errors.NoAttribute("the folder is no namespace any more")
             above = await self.news.above(number)
             settings = _offered(decide(above))
+            change = self._change(node, number, settings, above)
             if is_cleared():
-                raise errors.Unsupported("caches of a volume that several hosts share cannot be cleared yet")
-            return self._change(node, number, settings, above)
+                await self._clear(change, number)
+            return change
 
         await self._carry_out(node, plan)
+        if is_cleared():
+            await self._tell_kernel(number_of(node) or ROOT)
 
     async def clear(self, node: Node, number: int) -> None:
-        raise errors.Unsupported("caches of a volume that several hosts share cannot be cleared yet")
+        """As of `NamespaceRecords`. A file that another host is about to store may go, too: see `shared_clearing`."""
+
+        async def plan() -> _Change:
+            if number not in self.names.core.caches:
+                raise errors.InvalidArgument("this namespace is no cache, and loses no file: remove its files")
+            change = _Change(self._draft(node, node.namespace), {}, ROOT)
+            await self._clear(change, number)
+            return change
+
+        await self._carry_out(node, plan)
+        await self._tell_kernel(number)
 
     async def delete(self, node: Node) -> None:
         number, accounts = node.ino, self.names.core.namespaces.accounts
@@ -210,7 +230,7 @@ class SharedNamespaceRecords(NamespaceRecords):
             prefix = schema.use_prefix(number)
             uses = {key: version for key, version in self.news.versions.items() if key.startswith(prefix)}
             draft.expect_all(uses)  # together they say nothing, as was looked at
-            return _Change(draft, dict.fromkeys([*uses, *schema.namespace_keys(number)]), above)
+            return _Change(draft, dict.fromkeys([*uses, schema.namespace_key(number)]), above)
 
         await self._carry_out(node, plan)
 
@@ -243,8 +263,28 @@ class SharedNamespaceRecords(NamespaceRecords):
             folder.set(mode=closed(folder.record.mode))
         return change
 
+    async def _clear(self, change: _Change, number: int) -> None:
+        """Clear a cache in the same step, and take the next range of inode numbers: what is made here then is newer."""
+        (row,) = await get_sound(self.names.core.records, [schema.COUNTER_INODE])
+        if row is None:
+            raise errors.EngineError("the counter of inodes is gone: 'kvfuse fsck --repair' counts anew")
+        bound = schema.decode_u64(row.value)
+        change.numbers = range(bound, bound + schema.COUNTER_RANGE)
+        change.records[schema.cleared_key(number)] = schema.encode_cleared(bound)
+        change.draft.expect_all({schema.COUNTER_INODE: row.version})
+        change.draft.store({schema.COUNTER_INODE: schema.encode_u64(change.numbers.stop)})
+
+    async def _tell_kernel(self, number: int) -> None:
+        """Have the kernel of this host forget what the root had: of a folder's name the keeper tells it.
+
+        It may wait for an answer of ours first.
+        """
+        if number == ROOT:
+            with trio.move_on_after(TELL_SECONDS):
+                await self.news.clearing.told()
+
     def _draft(self, node: Node, namespace: int) -> Draft:
-        draft = Draft(self.names.core.client)
+        draft = Draft(self.names.core.client, self.names.core.namespaces.cleared.versions)
         change = draft.change(node)
         change.set(namespace=namespace, flags=change.record.flags & ~schema.FLAG_LEAVING)
         return draft
@@ -253,6 +293,9 @@ class SharedNamespaceRecords(NamespaceRecords):
         for folder in change.draft.inodes.values() if change.is_closing else ():
             folder.node.mode = closed(folder.node.mode)
             self.names.lookup.refresher.news.attributes(folder.node.ino)
+        numbers = self.names.core.inodes
+        if change.numbers is not None and isinstance(numbers, SharedNumberRange):
+            numbers.add(change.numbers)
         for key, value in change.records.items():
             self.news.stored(key, value, version, change.above)
 

@@ -57,7 +57,7 @@ class Learning:
 
         A caller that misses a name while a page is being read waits for that page, and gets its error.
         """
-        if self.core.namespaces.cleared:
+        if self._has_cleared(directory):
             return  # some of the names that the store has are there for nobody
         page = self._pages.get(directory)
         if page is not None:
@@ -84,6 +84,10 @@ class Learning:
         finally:
             del self._pages[directory]
             page.done.set()
+
+    def _has_cleared(self, directory: int) -> bool:
+        node, cleared = self.core.nodes.peek(directory), self.core.namespaces.cleared
+        return bool(cleared) and (node is None or node.namespace in cleared)
 
 
 @dataclass

@@ -4,10 +4,8 @@
 names of the store are read for what is in it; when a slab goes, its blocks leave the books. Who renames or replaces a
 file of another host's books is heard of by the watch.
 
-*Removal* is what an unlink is: one commit deletes the names' records and leaves orphan records, as some host may have
-one of the files open: it stays readable there. So the other hosts hear of it by the watch, as of each unlink, and
-the slots are freed a grace later (`open_elsewhere`). Many files share a commit, which expects the records as they were
-read: after a refusal those that others have changed are left out, and kept.
+*Removal* is what an unlink is, of many files by one commit (`bulk_removal`). After a refusal those that others have
+changed are left out, and kept.
 
 *Ahead of need.* What is evicted is room only after the grace. So a host keeps as much room free, or on its way, as its
 callers have used up lately in such a time (`Ahead`), beside what the water marks say.
@@ -15,10 +13,8 @@ callers have used up lately in such a time (`Ahead`), beside what the water mark
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from stat import S_ISREG
 from typing import NamedTuple
 
@@ -26,20 +22,14 @@ import trio
 
 from kvfuse.errors import EngineError
 from kvfuse.remote.records.api import Record
-from kvfuse.volume.commit.committer import RESERVED_OPERATIONS
 from kvfuse.volume.commit.journal import Journal
-from kvfuse.volume.commit.terms import orphan_of
-from kvfuse.volume.content.kernel_news import KernelNews
 from kvfuse.volume.inodes.core import Core
-from kvfuse.volume.inodes.metadata_budget import growth, inode_weight
-from kvfuse.volume.names.changes import Names
+from kvfuse.volume.names.bulk_removal import BulkRemoval, Going
+from kvfuse.volume.names.shared_sweeping import SharedSweeper
 from kvfuse.volume.names.stored_blocks import read_blocks
 from kvfuse.volume.namespaces.cache import Cache, Candidate, is_back
 from kvfuse.volume.store import schema
-from kvfuse.volume.store.transaction import Transaction
 
-OPERATIONS_EACH = 3
-"""of a commit for each file: its record is expected and deleted, and an orphan record put"""
 PEERS = 4
 """commits of one eviction that wait at the same time: while one is under way the next one is read for"""
 ATTEMPTS_MAX = 4
@@ -53,12 +43,11 @@ READ_PAUSE_SECONDS = 2.0
 """at least between two times"""
 
 
-class Going(NamedTuple):
-    """A file that a commit is to remove."""
+class Leaving(NamedTuple):
+    """A candidate that a commit is to remove."""
 
     candidate: Candidate
-    row: Record
-    record: schema.InodeRecord
+    file: Going
 
 
 @dataclass
@@ -93,14 +82,11 @@ class SharedEviction:
 
     core: Core
     journal: Journal
-    names: Names
-    news: KernelNews
+    removal: BulkRemoval
+    sweeper: SharedSweeper
 
     def __post_init__(self) -> None:
-        count = (self.core.records.limits.commit_operations_max - 2 * RESERVED_OPERATIONS) // OPERATIONS_EACH
-        self._files_max = max(1, count)
-        self.giving: set[int] = set()
-        """slabs that are being emptied for other hosts: their slots are no room here"""
+        self._files_max = self.removal.files_max
         self._read_at = 0.0
         """when names may be read next"""
 
@@ -174,8 +160,8 @@ class SharedEviction:
                 going = []
                 break
             rows = await self._rows_of([one.candidate for one in going])
-            kept += [one.candidate for one, row in zip(going, rows, strict=True) if row != one.row]
-            same = [(one.candidate, one.row) for one, row in zip(going, rows, strict=True) if row == one.row]
+            kept += [one.candidate for one, row in zip(going, rows, strict=True) if row != one.file.row]
+            same = [(one.candidate, one.file.row) for one, row in zip(going, rows, strict=True) if row == one.file.row]
             going, changing = self._sort(cache, same)
             others += changing
         kept += [one.candidate for one in going]
@@ -190,9 +176,9 @@ class SharedEviction:
 
     def _sort(
         self, cache: Cache, found: Sequence[tuple[Candidate, Record]]
-    ) -> tuple[list[Going], list[tuple[Candidate, Record]]]:
+    ) -> tuple[list[Leaving], list[tuple[Candidate, Record]]]:
         """Files that a commit may remove; and those that are to be unlinked as users do it, if they may go at all."""
-        going: list[Going] = []
+        going: list[Leaving] = []
         others: list[tuple[Candidate, Record]] = []
         for candidate, row in found:
             if is_back(cache, candidate):
@@ -204,7 +190,7 @@ class SharedEviction:
             elif (slab := self.core.first_slab(record)) is not None and not self.core.slabs.holds(slab):
                 cache.absent([candidate])  # another host has put its own file there
             else:
-                going.append(Going(candidate, row, record))
+                going.append(Leaving(candidate, Going(row, record)))
         return going, others
 
     def _is_changing(self, row: Record, record: schema.InodeRecord) -> bool:
@@ -215,52 +201,14 @@ class SharedEviction:
             directory, name
         ).change is not None
 
-    async def _commit(self, cache: Cache, going: list[Going], reason: str) -> bool:
-        """Remove these files, or (False) none, as one of them has changed. EngineError: it may happen later."""
-        puts: dict[bytes, bytes] = {}
-        before: dict[bytes, int] = {}
-        for _, row, record in going:
-            puts[schema.orphan_key(record.ino)] = orphan_of(record, self.core.client)
-            before[row.key] = inode_weight(len(row.key), len(record.target))
-        expect = {row.key: row.version for _, row, _ in going}
-        applied = partial(self._applied, cache, going, reason)
-        size = growth(puts, expect, before)
-        counts = Counter([record.namespace for _, _, record in going if record.namespace])
-        uses = {number: schema.Counts(-count, 0) for number, count in counts.items()}
-        return await self.journal.transact(Transaction(expect, puts, list(expect), applied, -len(going), size, uses))
+    async def _commit(self, cache: Cache, leaving: Sequence[Leaving], reason: str) -> bool:
+        """As `BulkRemoval.commit`."""
+        candidates = {one.file.row.key: one.candidate for one in leaving}
 
-    def _applied(self, cache: Cache, going: list[Going], reason: str, version: int) -> None:
-        """The files are gone, in the store."""
-        core, directories = self.core, set[int]()
-        for candidate, row, record in going:
-            directory, _, name = schema.split_entry_key(row.key)
-            directories.add(directory)
-            core.file_count -= 1
-            if record.namespace:
-                core.namespaces.accounts.add_files(record.namespace, -1)
-            core.counters.removes += 1
-            core.tier.drop(record.ino)
-            if core.dentries.get(directory, name).change is None:
+        def gone(file: Going) -> None:
+            directory, _, name = schema.split_entry_key(file.row.key)
+            if self.core.dentries.get(directory, name).change is None:
                 cache.gone(directory, name)
-            cache.evicted(candidate.victim, reason)
-            core.dentries.note_stored(directory, name, is_stored=False)
-            core.dentries.note(directory, name, 0, version)
-            if core.places.known(record.ino):
-                self.news.name(directory, name)
-            self._gone(record, version)
-        for ino in directories:
-            if (node := core.nodes.peek(ino)) is not None:
-                self.names.memory.touch_entries(node)
+            cache.evicted(candidates[file.row.key].victim, reason)
 
-    def _gone(self, record: schema.InodeRecord, version: int) -> None:
-        """Free the file when no host has it open."""
-        core, node = self.core, self.core.nodes.get(record.ino)
-        addresses = [extent.addr for chunk in record.chunks for extent in chunk]
-        own = [addr for addr in addresses if core.slabs.is_durable(addr)]
-        size = sum([core.slabs.slot_size(addr) for addr in own if core.geometry.slab_of(addr) not in self.giving])
-        self.journal.refusals.to_free.expects(record.ino, size)
-        if node is not None and node.nlink:
-            node.nlink, node.version = 0, version
-            self.journal.refusals.removed(node)
-        else:
-            self.journal.refusals.to_free.add(record.ino)
+        return await self.removal.commit([one.file for one in leaving], gone)

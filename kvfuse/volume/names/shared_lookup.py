@@ -8,7 +8,7 @@ next read of the store checks these (`path_beliefs`). While the store does not a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -16,10 +16,12 @@ from typing import NamedTuple
 import trio
 
 from kvfuse import errors
+from kvfuse.remote.records.api import Versioned
 from kvfuse.volume.api import NAME_MAX
+from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.inodes.dentries import ABSENT
 from kvfuse.volume.inodes.node import Node
-from kvfuse.volume.names.lookup import Found, Lookup
+from kvfuse.volume.names.lookup import Found, Lookup, but_cleared, check_uncleared
 from kvfuse.volume.names.pages import LEARN_ROWS_MAX, Learning, Shelf
 from kvfuse.volume.names.path_beliefs import Link, Paths
 from kvfuse.volume.store import schema
@@ -100,7 +102,9 @@ class SharedLookup(Lookup):
         doubt = self.paths.doubt(ino)
         if doubt is not None:
             await self._check(doubt)
-        return await self.node(ino)
+        node = await self.node(ino)
+        check_uncleared(self.core, node)
+        return node
 
     async def _check(self, doubt: Link) -> None:
         """Bring a file up to what the store says, if it says something. NotCaughtUp; Moved, where the name does not
@@ -108,6 +112,7 @@ class SharedLookup(Lookup):
         """
         links = [doubt, *self.paths.above(doubt.parent)]
         keys = [link.key for link in links] + [schema.inode_key(doubt.ino), schema.times_key(doubt.ino)]
+        keys += _clear_keys(self.core, doubt.parent)
         asked_at = trio.current_time()
         try:
             rows = dict(zip(keys, await self.core.records.get(keys), strict=True))
@@ -115,6 +120,7 @@ class SharedLookup(Lookup):
             raise
         except errors.EngineError:
             return  # what is known is told all the same, and checked the next time
+        _hear_clears(self.core, rows)
         try:
             self.paths.check(links, rows, asked_at)
         except errors.Stale:
@@ -198,6 +204,10 @@ class SharedLookup(Lookup):
 
     def known(self, parent: int, name: bytes) -> Found | None:
         """The inode of the name from the table of names; None: it has to be asked."""
+        found = self._in_table(parent, name)
+        return but_cleared(self.core, found) if found is not None and self.core.namespaces.cleared else found
+
+    def _in_table(self, parent: int, name: bytes) -> Found | None:
         dentry, epoch = self.core.dentries.find(parent, name), self.journal.pending.epoch
         if dentry is None:
             return None
@@ -224,7 +234,7 @@ class SharedLookup(Lookup):
             if found is not None and (found.change or not is_fresh):
                 return found
             if not is_fresh and (node := self.shelf.take(parent, name)) is not None:
-                return Found(node, True, None, self.journal.pending.epoch, node.version)
+                return but_cleared(self.core, Found(node, True, None, self.journal.pending.epoch, node.version))
             try:
                 if may_learn and self.shelf.pays(parent):
                     may_learn = False
@@ -251,8 +261,10 @@ class SharedLookup(Lookup):
         keys = [key, *[link.key for link in above]]
         if guess:
             keys += [schema.inode_key(guess), schema.times_key(guess)]
+        keys += _clear_keys(self.core, parent) if self.asks(parent) else ()
         asked_at = trio.current_time()
         rows = dict(zip(keys, await self.records.get(keys), strict=True))
+        _hear_clears(self.core, rows)
         entry = rows[key]
         record = schema.decode_entry(entry.value) if entry is not None else None
         meant = record.ino if isinstance(record, schema.InodeRecord) else record or guess
@@ -289,7 +301,21 @@ class SharedLookup(Lookup):
             dentry = dentries.get(parent, name)
             if dentry.change is not None or dentry.ino != node.ino:
                 return None
-        return Found(node, True, None, self.journal.pending.epoch, version if node.own_record else node.version)
+        version = version if node.own_record else node.version
+        return but_cleared(self.core, Found(node, True, None, self.journal.pending.epoch, version))
+
+
+def _clear_keys(core: Core, directory: int) -> list[bytes]:
+    """Of records that say whether what is found in a directory was cleared."""
+    node = core.nodes.get(directory)
+    return [schema.cleared_key(node.namespace)] if node is not None and node.namespace in core.caches else []
+
+
+def _hear_clears(core: Core, rows: Mapping[bytes, Versioned | None]) -> None:
+    """Take over what these records say of clears: the watch may not have told yet."""
+    for key, row in rows.items():
+        if key[:1] == schema.CLEARED_PREFIX and row is not None:
+            core.namespaces.cleared.hear(schema.key_inode(key), row.value, row.version)
 
 
 def check_name(name: bytes) -> None:

@@ -65,7 +65,7 @@ class _Found:
 
     def add(self, key: bytes, inode: schema.InodeRecord) -> None:
         slab = self._core.first_slab(inode) or 0
-        if not S_ISREG(inode.mode) or not self._is_wanted(slab):
+        if not S_ISREG(inode.mode) or not self._is_wanted(slab) or self._core.is_cleared(inode):
             return
         directory, _, name = schema.split_entry_key(key)
         size = sum([extent.length for chunk in inode.chunks for extent in chunk]) + 512 * inode.far_blocks

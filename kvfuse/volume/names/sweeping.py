@@ -44,14 +44,14 @@ class Sweeper:
     async def sweep(self, number: int) -> None:
         """Remove all files of a namespace that were cleared. EngineError: some may be left."""
         bound = self.core.namespaces.cleared[number]
-        await self._forget_in_kernel()
+        await forget_in_kernel(self.core, self.news)
         for node in [node for node in list(self.core.nodes) if node.nlink and node.name and self.core.is_cleared(node)]:
             await self._unlink(node.parent, node.name)  # also what is open for writing, and will be stored later
         await self.journal.commit()
         await self._sweep_stored()
         if self.core.namespaces.cleared.get(number) == bound:  # it was not cleared again
             self.journal.put(schema.cleared_key(number), None)
-            self.core.namespaces.has_swept(number)
+            self.core.namespaces.cleared.has_swept(number)
 
     async def _sweep_stored(self) -> None:
         after, count = b"", 0
@@ -76,7 +76,7 @@ class Sweeper:
 
     async def _free(self) -> None:
         await self.journal.free_given_up(math.inf, None)
-        self.core.namespaces.has_swept()
+        self.core.namespaces.cleared.has_swept()
 
     def _is_cleared(self, row: Record) -> bool:
         entry = schema.decode_entry(row.value)
@@ -107,15 +107,17 @@ class Sweeper:
         if node.ino in self.core.unnamed and not node.handles:
             self.names.nameless.reap(node)
 
-    async def _forget_in_kernel(self) -> None:
-        """Tell the kernel of all names and contents that it may know of cleared files."""
-        for number, (ino, parent, name) in enumerate(list(self.core.places)):
-            directory = self.core.nodes.peek(parent)
-            if ino < self.core.namespaces.cleared.get(directory.namespace if directory is not None else 0, 0):
-                self.news.name(parent, name)
-                self.news.content(ino)
-            if number % PAGE_ROWS == 0:
-                await trio.lowlevel.checkpoint()
+
+async def forget_in_kernel(core: Core, news: KernelNews) -> None:
+    """Have the kernel told of all names and contents that it may know of cleared files."""
+    for number, (ino, parent, name) in enumerate(list(core.places)):
+        directory, cleared = core.nodes.peek(parent), core.namespaces.cleared
+        bound = max(cleared.values(), default=0) if directory is None else cleared.get(directory.namespace, 0)
+        if ino < bound:
+            news.name(parent, name)
+            news.content(ino)
+        if number % PAGE_ROWS == 0:
+            await trio.lowlevel.checkpoint()
 
 
 def _plan_nothing(end: End) -> Plan:

@@ -11,6 +11,7 @@ import trio
 
 from kvfuse.volume.namespaces.accounts import Accounts
 from kvfuse.volume.namespaces.cache import Cache, forget_slabs
+from kvfuse.volume.namespaces.clears import Cleared
 from kvfuse.volume.namespaces.settings import ROOT, Settings
 from kvfuse.volume.views.gates import Gates
 from kvfuse.volume.views.limiter import Limiter
@@ -61,10 +62,7 @@ class Namespaces:
         self.elsewhere = UsesElsewhere()
         self.changed = trio.Event()
         """set when a block was stored, or a namespace changed: there may be something to evict"""
-        self.cleared: dict[int, int] = {}
-        """number -> files with smaller inode numbers were cleared: they are there for nobody, and are being removed"""
-        self.swept = trio.Event()
-        """set, and made anew, when some of these were removed"""
+        self.cleared = Cleared()
         self.slabs_came: set[int] = set()
         """slabs with files that came from another host: the caches' books do not have their blocks yet"""
         self.accounts = Accounts()
@@ -131,16 +129,10 @@ class Namespaces:
     def clear(self, number: int, bound: int) -> None:
         """All files of a cache with inode numbers below ``bound`` are gone from here on."""
         self.cleared[number] = bound
-        self.caches[number].clear()
+        if (cache := self.caches.get(number)) is not None:
+            cache.clear()
         self.news.clear(number)
         self.changed.set()
-
-    def has_swept(self, number: int | None = None) -> None:
-        """Some cleared files were removed. ``number``: all of this namespace's were."""
-        if number is not None:
-            self.cleared.pop(number, None)
-        self.swept.set()
-        self.swept = trio.Event()
 
     def slab_came(self, slab: int) -> None:
         """This host holds a slab from now on, with files in it."""

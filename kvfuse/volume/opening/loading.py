@@ -127,7 +127,10 @@ async def _read_namespaces(records: RecordStore, overrides: Mapping[str, Any]) -
     namespaces = Namespaces(settings, trio.current_time, above, overrides=overrides)
     async for rows, _ in ScanPages(records, schema.CLEARED_PREFIX):
         for row in rows:
-            namespaces.cleared[schema.key_inode(row.key)] = schema.decode_u64(row.value)
+            number, (bound, is_swept) = schema.key_inode(row.key), schema.decode_cleared(row.value)
+            namespaces.cleared.bounds[number], namespaces.cleared.versions[number] = bound, row.version
+            if not is_swept:
+                namespaces.cleared[number] = bound
     return namespaces
 
 

@@ -5,13 +5,18 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from functools import partial
 
-from kvfuse.errors import EngineError
+import trio
+
+from kvfuse.errors import EngineError, EngineTimeout
 from kvfuse.remote.records.api import RecordStore
 from kvfuse.volume.store import schema
 from kvfuse.volume.store.transaction import Transaction
 
 ATTEMPTS_MAX = 20
 """Times that others may be faster before a range is given up."""
+
+REACH_SECONDS = 10.0
+"""How long a caller waits for numbers that are not below those of a namespace that was cleared."""
 
 Transact = Callable[[Transaction], Awaitable[bool]]
 """as `Journal.transact`"""
@@ -39,6 +44,9 @@ class NumberRange:
         self._next += 1
         return value
 
+    async def reach(self, bound: int) -> None:
+        """Return when the next number is not below ``bound``, which some other client may have given already."""
+
     def take(self) -> dict[bytes, bytes]:
         """The record that announces a new range, when half of the announced numbers were given."""
         if self._next + schema.COUNTER_RANGE // 2 <= self._end:
@@ -56,12 +64,16 @@ class SharedNumberRange(NumberRange):
     def __init__(self, key: bytes) -> None:
         super().__init__(key, 0)
         self._reserve: range | None = None
+        self._floor = 0
+        """numbers below are given only as long as there are no others"""
+        self._came = trio.Event()
+        """set, and made anew, with each range"""
         self.wanted: Callable[[], object] = lambda: None
         """called when the reserve is in use: see `fill`"""
 
     def next(self) -> int:
         """EngineError when both ranges were given and the record store did not answer since."""
-        if self._next == self._end:
+        if self._next == self._end or (self._next < self._floor and self._has_fresh):
             if self._reserve is None:
                 raise EngineError(f"no number is left for {self.key[1:].decode()}: the record store does not answer")
             self._next, self._end = self._reserve.start, self._reserve.stop
@@ -73,10 +85,29 @@ class SharedNumberRange(NumberRange):
         """Nothing: commits of its own announce the ranges."""
         return {}
 
+    @property
+    def _has_fresh(self) -> bool:
+        return self._reserve is not None and self._reserve.start >= self._floor
+
+    def leave(self, bound: int) -> bool:
+        """Give numbers of ``bound`` and above as soon as there are some. False: such were given already."""
+        self._floor = max(self._floor, bound)
+        if not self._has_fresh:
+            self.wanted()
+        return self._next < bound
+
+    async def reach(self, bound: int) -> None:
+        """As of a volume that nobody else has; the caller gave `leave` the bound. EngineTimeout."""
+        with trio.move_on_after(REACH_SECONDS):
+            while self._next < bound and not self._has_fresh:
+                await self._came.wait()
+            return
+        raise EngineTimeout(f"no number is left for {self.key[1:].decode()}: the record store does not answer")
+
     async def fill(self, records: RecordStore, transact: Transact) -> None:
         """Have a reserve. Numbers may be given at each await; a commit of unknown outcome may bring its range later."""
         for _ in range(ATTEMPTS_MAX):
-            if self._reserve is not None:
+            if self._has_fresh:
                 return
             (row,) = await records.get([self.key])
             if row is None:
@@ -94,4 +125,11 @@ class SharedNumberRange(NumberRange):
         raise EngineError(f"the counter {self.key!r} moved {ATTEMPTS_MAX} times while a range of it was taken")
 
     def _put_by(self, taken: range, version: int) -> None:
-        self._reserve = taken
+        self.add(taken)
+
+    def add(self, taken: range) -> None:
+        """A commit has moved the counter over a range: it is this client's."""
+        if self._reserve is None or taken.start > self._reserve.start:
+            self._reserve = taken
+        self._came.set()
+        self._came = trio.Event()

@@ -12,7 +12,8 @@ s     slab u32                                 slot size u32, bitmap: the slab's
 o     inode u64                                inode of an unlinked file, and (shared) the client that removed it
 n     name of a counter or list                u64, or several; the counts as in q
 p     namespace u64                            settings of a namespace; its number is its folder's inode, the root's 0
-e     namespace u64                            u64: files of a namespace with smaller inode numbers were cleared, and go
+e     namespace u64                            u64: files of a namespace with smaller numbers were cleared, and go;
+                                               of a shared volume it stays, and ends with "swept" when all are gone
 u     namespace u64, client u64                i64, i64: files and bytes of slots of a namespace but the root's; of a
                                                shared volume those that the client added, less those that it removed
 
@@ -40,6 +41,7 @@ import struct
 from collections.abc import Callable, Iterable
 from functools import partial
 from hashlib import blake2b
+from stat import S_ISREG
 from typing import NamedTuple, TypeVar
 
 import msgspec
@@ -144,6 +146,11 @@ class OrphanRecord(InodeRecord, array_like=True, frozen=True, gc=False):
 
     remover: int = 0
     """the client that frees it; 0: whoever has the volume"""
+
+
+def is_file(record: InodeRecord) -> bool:
+    """The inode is a regular file."""
+    return S_ISREG(record.mode)
 
 
 class Holder(NamedTuple):
@@ -311,7 +318,7 @@ def chunk_index(key: bytes) -> int:
 
 
 def key_inode(key: bytes) -> int:
-    """The inode number in an i, t, o, c, x or h key, the namespace in a p or u key."""
+    """The inode number in an i, t, o, c, x or h key, the namespace in a p, e or u key."""
     return int(_U64.unpack_from(key, 1)[0])
 
 
@@ -346,6 +353,8 @@ def key_slab(key: bytes) -> int:
     return int(_SLAB_KEY.unpack_from(key)[1])
 
 
+SWEPT = b"swept"
+"""how the value of an e record ends when no file is left that was cleared"""
 RESTED_SLOT = b"rested"
 """how the value of an f record begins whose slot has rested"""
 
@@ -361,6 +370,16 @@ def decode_freed(value: bytes) -> tuple[bool, int]:
     has_rested = value.startswith(RESTED_SLOT)
     rest = value[len(RESTED_SLOT) :] if has_rested else value
     return has_rested, int(_U64.unpack(rest)[0]) if rest else 0
+
+
+def encode_cleared(bound: int, *, is_swept: bool = False) -> bytes:
+    return _U64.pack(bound) + (SWEPT if is_swept else b"")
+
+
+@_checked
+def decode_cleared(value: bytes) -> tuple[int, bool]:
+    """(inode number below which files were cleared, none of these is left)"""
+    return int(_U64.unpack_from(value)[0]), value.endswith(SWEPT)
 
 
 def split_freed_key(key: bytes) -> FreedSlot:

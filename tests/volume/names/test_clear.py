@@ -56,7 +56,7 @@ async def assert_absent(volume: Volume, directory: int, names: list[bytes]) -> N
 async def swept(volume: Volume) -> None:
     namespaces = volume.parts.core.namespaces
     while namespaces.cleared:
-        await namespaces.swept.wait()
+        await namespaces.cleared.swept.wait()
     await volume.sync()
 
 
@@ -222,7 +222,7 @@ async def test_others_do_not_wait_for_a_sweep(disk: Disk, options: Options, monk
         with trio.move_on_after(0.05) as scope:
             await volume.tree.remove_directory(ino, b"empty")
         assert scope.cancelled_caught
-        volume.parts.core.namespaces.has_swept(ino)
+        volume.parts.core.namespaces.cleared.has_swept(ino)
         await volume.tree.remove_directory(ino, b"empty")
 
 

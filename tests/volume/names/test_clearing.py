@@ -22,7 +22,7 @@ async def clear(volume: Volume, ino: int = ROOT_INODE) -> None:
 
 async def until_swept(volume: Volume) -> None:
     while volume.parts.core.namespaces.cleared:
-        await volume.parts.core.namespaces.swept.wait()
+        await volume.parts.core.namespaces.cleared.swept.wait()
 
 
 async def test_nothing_is_there_from_then_on() -> None:
