@@ -43,6 +43,7 @@ MEANINGS = {
     "weight": "its share where namespaces wait for memory for their writes",
     "soft_pin": "its files go only where other caches have no more to give",
     "tiers": "where hosts may keep copies of its blocks: all, dram, disk; or remote: nowhere",
+    "compression": "zstd: what is stored from now on is compressed where that takes a smaller slot; none",
     "recompute_speed": "tokens a second that an engine computes: what it computes sooner than it reads is a miss",
     "token_size": "bytes that one token has in blocks",
     "token": "the secret that clients of other users show: 'generate', '@FILE', or 16 characters or more; '': none",
@@ -230,7 +231,7 @@ def usage(path: Path, as_json: bool) -> None:
     if as_json:
         print_json(row)
     else:
-        print_table(["", ""], _usage_rows(row), str(path))
+        print_table(["", ""], [*_usage_rows(row), *_disk_rows(read_virtual(point, "stats").get("disk"))], str(path))
 
 
 _USAGE = {
@@ -257,6 +258,8 @@ def _usage_rows(row: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     if here != row["used"]:
         sign = "-" if here["bytes"] < 0 else ""  # it removed more of what others had added than it added
         yield "by this host", f"{sign}{format_size(abs(here['bytes']))}, {here['files']} files"
+    if (found := row["compression"])["tried"]:
+        yield "compression", _saved(found)
     cache = row["cache"]
     if cache is None:
         return
@@ -264,6 +267,19 @@ def _usage_rows(row: dict[str, Any]) -> Iterator[tuple[str, Any]]:
         found = cache.get(name)
         for part, value in (found if isinstance(found, dict) else {"": found}).items():
             yield title.format("endless room" if part == "infx" else part), value
+
+
+def _disk_rows(disk: dict[str, Any] | None) -> Iterator[tuple[str, Any]]:
+    """Of this host's disk tier, where it compresses."""
+    if disk is not None and disk["compression_tried"]:
+        yield "copies on disk", f"those that were tried: compressed to {disk['compressed_to']:.0%} of their bytes"
+
+
+def _saved(found: dict[str, int]) -> str:
+    """What compression saved, for people."""
+    share = found["smaller"] / found["tried"]
+    text = f"{format_size(found['saved_bytes'])} of slots saved; {share:.0%} of {format_size(found['tried_bytes'])}"
+    return f"{text} that were tried took smaller slots"
 
 
 # -- what the daemon says ----------------------------------------------------------------------------

@@ -185,6 +185,11 @@ def _namespaces(rows: Sequence[tuple[str, Stats]]) -> Iterator[Metric]:
     yield _counter("kvfuse_written_bytes", "Bytes that callers wrote.", one, written)
     throttled = _of_each(rows, lambda row: row["measures"]["throttled_seconds"])
     yield _counter("kvfuse_throttled_seconds", "Seconds that requests waited for limits.", one, throttled)
+    tried = _of_each(rows, lambda row: row["compression"]["tried_bytes"])
+    text = "Bytes that were compressed, to see whether they take smaller slots."
+    yield _counter("kvfuse_compression_tried_bytes", text, one, tried)
+    saved = _of_each(rows, lambda row: row["compression"]["saved_bytes"])
+    yield _counter("kvfuse_compression_saved_bytes", "Bytes of slots that compression saved.", one, saved)
     failed: Rows = [
         ((label, reason), count) for label, row in rows for reason, count in row["measures"]["failures"].items()
     ]

@@ -237,6 +237,8 @@ class NamespaceOptions(_Section, frozen=True):
     """its blocks go after those of other caches"""
     tiers: Literal["all", "dram", "disk", "remote"] | None = None
     """tiers of a host that may get copies of its blocks"""
+    compression: Literal["none", "zstd"] | None = None
+    """of whole chunks, where a smaller slot holds them then"""
     recompute_speed: TokenRate | None = None
     """tokens a second that an engine computes; 0: look-ups do not compare"""
     token_size: TierBytes | None = None

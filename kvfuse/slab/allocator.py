@@ -114,15 +114,22 @@ class Allocator:
             rest -= slot_size
         return self._charged(slots, owner) if owner else slots
 
-    def take(self, length: int) -> Slot | None:
-        """One slot for ``length`` bytes (1..slab_size), of the smallest size that holds them; None: none is free."""
+    def take(self, length: int, owner: int = 0) -> Slot | None:
+        """One slot for ``length`` bytes (1..slab_size), of the smallest size that holds them.
+
+        None: none is free, or the owner may not have it.
+        """
         self.classes.request(length)
         slot_size = self.classes.class_for(length)
         pool = self._pools.get(slot_size)
         if (pool is None or not pool.free_count) and (pool := self._open_slab(slot_size)) is None:
             return None
         self._used_bytes += slot_size
-        return Slot(pool.take(length), slot_size)
+        slot = Slot(pool.take(length), slot_size)
+        try:
+            return self._charged([slot], owner)[0] if owner else slot
+        except NoSpace:
+            return None
 
     def exchange(self, slots: list[Slot], length: int) -> None:
         """Replace allocated slots by those for ``length`` bytes, of which they may be what is missing.

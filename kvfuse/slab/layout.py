@@ -189,7 +189,9 @@ assert _SUPERBLOCK.size + _SUPERBLOCK_PADDING + _CHECKSUM.size == SUPERBLOCK_SIZ
 
 FEATURE_SEALED_RECORDS = 1
 """Every record ends with a checksum. Volumes that were formatted before there was this have plain records."""
-KNOWN_FEATURES = FEATURE_SEALED_RECORDS
+FEATURE_PACKED = 2
+"""Chunks may be compressed in their slots: programs of before would take them for the file's bytes."""
+KNOWN_FEATURES = FEATURE_SEALED_RECORDS | FEATURE_PACKED
 """Incompatible features this program knows, one bit each in the superblock's flags. New volumes have them all."""
 
 
@@ -282,6 +284,8 @@ STATE_SEALED = 1
 STATE_UNSEALED = 2
 STATE_COPY = 3
 """A copy in a disk tier (``volume/disk``); no volume has such slots."""
+STATE_PACKED = 4
+"""Sealed, and compressed (`volume/store/extents`): length and checksum are of the bytes in the slot."""
 
 DESCRIPTOR_NONE = 0
 DESCRIPTOR_BEHIND_HEADER = 1

@@ -107,6 +107,7 @@ class Volume:
             "used_here": {"bytes": here.size, "files": here.files},
             "capacity": min(core.namespaces.accounts.limit(number, "capacity") or space.size, space.size),
             "measures": (measures := core.namespaces.measures[number]).statistics(),
+            "compression": self.parts.flusher.packer.statistics(number),
             "cache": namespace.cache.statistics(measures.unread) if namespace.cache is not None else None,
         }
 

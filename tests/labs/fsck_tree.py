@@ -31,8 +31,11 @@ Records = dict[bytes, bytes]
 class Tree:
     """A volume on disk and what should be in it."""
 
-    def __init__(self, base: Path, rng: random.Random) -> None:
-        self.rng = rng
+    def __init__(
+        self, base: Path, rng: random.Random, contents: Callable[[random.Random, int], bytes] = random.Random.randbytes
+    ) -> None:
+        """``contents``: makes those of its files."""
+        self.rng, self._contents = rng, contents
         self.options = Options(
             volume=VolumeOptions(path=base / "volume", capacity=64 * MIB, segment_size=16 * MIB, chunk_size=CHUNK)
         )
@@ -52,11 +55,11 @@ class Tree:
         }
         async with self.volume() as volume:
             for path, size in sizes.items():
-                await self.write(volume, path, self.rng.randbytes(size))
-            await self.write(volume, b"gone", self.rng.randbytes(9000))
-            await self.write(volume, b"a/gone", self.rng.randbytes(2 * MIB))
-            await self.write(volume, b"old", self.rng.randbytes(5000))
-            await self.write(volume, b"rewritten", self.rng.randbytes(5000))
+                await self.write(volume, path, self._contents(self.rng, size))
+            await self.write(volume, b"gone", self._contents(self.rng, 9000))
+            await self.write(volume, b"a/gone", self._contents(self.rng, 2 * MIB))
+            await self.write(volume, b"old", self._contents(self.rng, 5000))
+            await self.write(volume, b"rewritten", self._contents(self.rng, 5000))
             await self.sync_and_change(volume)
 
     async def sync_and_change(self, volume: Volume) -> None:
@@ -67,8 +70,8 @@ class Tree:
             del self.files[path]
         await volume.tree.rename(*await self.place(volume, b"old"), *await self.place(volume, b"a/b/new"), 0)
         self.files[b"a/b/new"] = self.files.pop(b"old")
-        await self.write(volume, b"rewritten", self.rng.randbytes(8000))
-        await self.write(volume, b"tmp", self.rng.randbytes(30_000))
+        await self.write(volume, b"rewritten", self._contents(self.rng, 8000))
+        await self.write(volume, b"tmp", self._contents(self.rng, 30_000))
         await volume.tree.rename(*await self.place(volume, b"tmp"), *await self.place(volume, b"tiny"), 0)
         self.files[b"tiny"] = self.files.pop(b"tmp")
 

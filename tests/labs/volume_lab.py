@@ -40,7 +40,7 @@ from kvfuse.remote.records.api import (
 from kvfuse.remote.records.lmdb.local import Watch
 from kvfuse.remote.records.lmdb.store import LIMITS
 from kvfuse.remote.segments.api import SegmentInfo, SegmentLimits, SegmentStore, Transfer
-from kvfuse.slab.layout import Geometry, Superblock
+from kvfuse.slab.layout import FEATURE_PACKED, Geometry, Superblock
 from kvfuse.volume.api import Caller
 from kvfuse.volume.check.evidence import Evidence, Report
 from kvfuse.volume.check.fsck import run_check
@@ -82,7 +82,7 @@ class Disk:
     @classmethod
     def format(cls, options: Options, *, shared: bool = False) -> Disk:
         geometry = Geometry.choose(options.volume.capacity, None, options.volume.segment_size)
-        disk = cls(Superblock(random.randbytes(16), geometry, 1), shared=shared)
+        disk = cls(Superblock(random.randbytes(16), geometry, 1, features=FEATURE_PACKED), shared=shared)
         disk.apply(first_records(options), ())
         return disk
 

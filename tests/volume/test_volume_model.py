@@ -7,6 +7,8 @@ import random
 
 import pytest
 import trio.testing
+import volume_play
+from packing_lab import compressible, pack_everything
 from volume_lab import MIB, Chaos, lab_options
 from volume_play import CHUNK, play
 
@@ -34,3 +36,18 @@ async def test_concurrent_work_and_crashes(
     options = lab_options(capacity=24 * MIB, strict=strict, nodes=rng.choice([1000, 8]), chunk=CHUNK)
     chaos = Chaos(random.Random(rng.random()), delay=rng.choice([0.1, 0.5]))
     await play(rng, options, chaos, faults=faults, steps=25, crashes=12)
+
+
+@pytest.mark.parametrize("strict", [False, True], ids=["relaxed", "strict"])
+async def test_the_same_with_chunks_that_are_compressed(
+    seed: int,
+    small_rewrites: None,
+    autojump_clock: trio.testing.MockClock,
+    strict: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pack_everything(monkeypatch)
+    monkeypatch.setattr(volume_play, "pattern", compressible)
+    rng = random.Random(seed)
+    options = lab_options(capacity=24 * MIB, strict=strict, nodes=rng.choice([1000, 8]), chunk=CHUNK)
+    await play(rng, options, Chaos(random.Random(rng.random()), delay=0.1), faults=0.05, steps=25, crashes=12)

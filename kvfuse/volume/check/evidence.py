@@ -86,7 +86,7 @@ def named_extents(ino: int, chunk: int, extents: Sequence[schema.ExtentRecord]) 
     offset = 0
     for extent in extents:
         yield Named(ino, chunk, offset, extent)
-        offset += extent.length
+        offset += extent.span
 
 
 def extents_in(row: Record) -> list[Named]:

@@ -41,7 +41,7 @@ class HeadCheck:
         by_slab: dict[int, list[int]] = defaultdict(list)
         for addr, named in check.named.items():
             by_slab[geometry.slab_of(addr)].append(addr)
-            self._stored[named.ino] += named.extent.length
+            self._stored[named.ino] += named.extent.span
         sizes = {info.segment: info.size for info in await check.segments.list()}
         for segment in range(geometry.segment_count):
             if sizes.get(segment) == geometry.segment_size(segment):
@@ -132,9 +132,8 @@ class HeadCheck:
 def head_of(named: Named, slot_size: int, description: bytes = b"") -> heads.Head:
     """The head that the slot of an extent has to have."""
     extent = named.extent
-    state = layout.STATE_SEALED if extent.checksums else layout.STATE_UNSEALED
     life = extent.generation, extent.checksums, named.ino, named.chunk, named.piece_offset
-    return heads.Head(extent.addr, slot_size, extent.length, *life, state, extent.length, description)
+    return heads.Head(extent.addr, slot_size, extent.length, *life, heads.state_of(extent), extent.length, description)
 
 
 def differences(row: np.void, head: heads.Head, superblock: Superblock) -> list[str]:

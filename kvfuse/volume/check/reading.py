@@ -23,6 +23,7 @@ from kvfuse.volume.inodes.chunk import blocks_of
 from kvfuse.volume.inodes.metadata_budget import weigh
 from kvfuse.volume.namespaces.settings import ROOT, decode_settings
 from kvfuse.volume.store import schema
+from kvfuse.volume.store.extents import is_sound
 from kvfuse.volume.store.sealed import ScanPages, describe
 
 T = TypeVar("T")
@@ -276,6 +277,8 @@ class RecordReader:
             found.contested.add(extent.addr)
         elif not 0 < extent.length <= slot_size or len(extent.checksums) not in (0, granules * CHECKSUM_SIZE):
             found.problem(f"{what}: {extent.length} bytes in a slot of {slot_size}", deletes=keys)
+        elif extent.packing and not (extent.checksums and is_sound(extent.packing, extent.length)):
+            found.problem(f"{what}: nothing says how its {extent.length} compressed bytes are unpacked", deletes=keys)
         else:
             found.owners[extent.addr] = ino
             found.generation_max = max(found.generation_max, extent.generation)

@@ -33,7 +33,7 @@ from kvfuse.volume.inodes.chunk import blocks_of
 from kvfuse.volume.inodes.metadata_budget import growth
 from kvfuse.volume.opening import engines, format
 from kvfuse.volume.slots.heads import Description, decode_description
-from kvfuse.volume.store import schema, sealed
+from kvfuse.volume.store import codec, schema, sealed
 from kvfuse.volume.store.member import FencedRecords, membership
 
 LOST_FOUND = b"lost+found"
@@ -230,12 +230,8 @@ class _Rebuild:
         chunks = _newest(pieces)
         description = await self._description(chunks)
         path = description.path if description is not None else LOST_FOUND + b"/inode-%d" % ino
-        stored = sum(piece.length for chunk in chunks.values() for piece in chunk)
         if description is None and list(chunks) != [0]:
             self.report.dropped.append(f"inode {ino}: several chunks, but nothing says of what size")
-            return
-        if description is not None and stored < description.stored:
-            self.report.dropped.append(f"{path!r}: {stored} of {description.stored} bytes are there")
             return
         extents: Chunks = {}
         for index, chunk in chunks.items():
@@ -244,6 +240,10 @@ class _Rebuild:
             if len(extents[index]) < len(chunk):
                 self.report.dropped.append(f"{path!r}: bytes of chunk {index} do not match their checksum")
                 return
+        stored = sum(extent.span for chunk in extents.values() for extent in chunk)
+        if description is not None and stored < description.stored:
+            self.report.dropped.append(f"{path!r}: {stored} of {description.stored} bytes are there")
+            return
         generation = max(pieces).generation
         if path not in self.files or self.files[path].generation <= generation:  # the later one took the name
             self.files[path] = _File(_inode(ino, description, extents), extents, generation)
@@ -269,15 +269,19 @@ class _Rebuild:
 
     async def _verified(self, piece: _Piece) -> schema.ExtentRecord | None:
         """The extent in a slot; None where its bytes are not what its header says."""
-        checksums = b""
-        if piece.state == layout.STATE_SEALED:
+        checksums = packing = b""
+        if piece.state in (layout.STATE_SEALED, layout.STATE_PACKED):
             segment, offset = self.geometry.locate(piece.addr)
             buffer = bytearray(piece.length)
             found = await self._read(segment, offset, buffer)
             checksums = granule_checksums(buffer)
             if not found or extent_checksum(checksums, piece.length) != piece.checksum:
                 return None
-        return schema.ExtentRecord(piece.addr, piece.length, piece.generation, checksums)
+            if piece.state == layout.STATE_PACKED:
+                packing = codec.find_packing(memoryview(buffer))
+                if not packing:
+                    return None
+        return schema.ExtentRecord(piece.addr, piece.length, piece.generation, checksums, packing)
 
     # -- records -------------------------------------------------------------------------------------
 
@@ -343,7 +347,7 @@ def _newest(pieces: list[_Piece]) -> dict[int, list[_Piece]]:
 def _inode(ino: int, description: Description | None, extents: Chunks) -> schema.InodeRecord:
     now = time.time_ns()
     if description is None:
-        size = sum(extent.length for extent in extents.get(0, ()))
+        size = sum(extent.span for extent in extents.get(0, ()))
         description = Description(b"", stat.S_IFREG | 0o600, 0, 0, size, now, layout.SLAB_SIZE_MIN, size)
     far = [chunk for index, chunk in extents.items() if index >= schema.INLINE_CHUNKS]
     return schema.InodeRecord(

@@ -12,6 +12,7 @@ from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.inodes.node import NO_ATTRIBUTES, Node
 from kvfuse.volume.slots.flusher import Flusher
 from kvfuse.volume.store import schema
+from kvfuse.volume.store.extents import cut
 
 Bytes = bytes | bytearray | memoryview
 
@@ -85,7 +86,12 @@ class Chunks:
         if staged is not None and staged.length > length:
             self.flusher.grew(length - staged.length)
             staged.truncate(length)
-        if chunk.length > length:
+        if chunk.length > length and chunk.extents[0].packing:
+            node.changing(index)
+            (only,) = chunk.extents
+            only.packing = cut(only.packing, length)
+            node.set_extents(index, chunk.extents)
+        elif chunk.length > length:
             kept = extents_within(chunk.extents, length)
             last, last_length = kept[-1], length - chunk.start_of(kept[-1])
             if last.checksums and last_length < last.length:
@@ -175,6 +181,7 @@ class Chunks:
                     "sealed": bool(extent.checksums),
                     "granules": len(extent.checksums) // CHECKSUM_SIZE,
                     "generation": extent.generation,
+                    "packed": bool(extent.packing),
                 }
             )
         return rows
@@ -188,5 +195,5 @@ def forget_lost(node: Node) -> None:
 
 def extents_within(extents: list[Extent], length: int) -> list[Extent]:
     """Those that have some of the first ``length`` bytes."""
-    starts = accumulate([extent.length for extent in extents], initial=0)
+    starts = accumulate([extent.span for extent in extents], initial=0)
     return [extent for extent, start in zip(extents, starts, strict=False) if start < length]

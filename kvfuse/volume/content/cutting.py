@@ -85,7 +85,7 @@ class Cutter:
                 await self.writer.flusher.settled()
                 continue
             kept = extents_within(chunk.extents, length)
-            if chunk.length <= length or not kept[-1].checksums:
+            if chunk.length <= length or not kept[-1].checksums or kept[-1].packing:
                 break
             end = length - chunk.start_of(kept[-1])
             rest = end % GRANULE_SIZE

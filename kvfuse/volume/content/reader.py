@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
+import trio
 
 from kvfuse.checksum import GRANULE_SIZE, crc32c, granule_checksums
 from kvfuse.errors import Corrupt
@@ -20,10 +21,14 @@ from kvfuse.volume.content.chunks import Chunks
 from kvfuse.volume.inodes.chunk import Chunk, Extent
 from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.inodes.node import Node
-from kvfuse.volume.store import schema
+from kvfuse.volume.store import codec, schema
+from kvfuse.volume.store.extents import find_frames
 from kvfuse.volume.views.content_map import MapRow, Source
 
 log = logging.getLogger(__name__)
+
+UNPACKED_HERE_MAX = 1
+"""Frames that are unpacked on the event loop, in about a tenth of a millisecond: a thread costs as much."""
 
 Reads = Sequence[Callable[[], Awaitable[None]]]
 
@@ -42,6 +47,31 @@ class Extents(ABC):
 
         None where the file has other bytes there by now.
         """
+
+    async def read_plain(
+        self, node: Node, offset: int, extent: Extent, start: int, length: int, *, may_view: bool = True
+    ) -> bytes | bytearray | memoryview | None:
+        """As `read`, of the file's bytes, which may be packed in the slot."""
+        if not extent.packing:
+            return await self.read(node, offset, extent, start, length, may_view=may_view)
+        found = find_frames(extent.packing, start, start + length)
+        packed = await self.read(node, offset, extent, found.low, found.frames[-1][1], may_view=may_view)
+        if packed is None:
+            return None
+        plain = np.empty(found.start + length, np.uint8).data
+        view = memoryview(packed)
+        await self._unpack([view[low:high] for low, high in found.frames], plain)
+        return plain[found.start :]
+
+    async def _unpack(self, frames: Sequence[memoryview], plain: memoryview) -> None:
+        """Corrupt where they do not hold so many bytes."""
+        if len(frames) <= UNPACKED_HERE_MAX:
+            is_whole = codec.unpack_all(frames, plain)
+        else:
+            is_whole = await trio.to_thread.run_sync(codec.unpack_all, frames, plain)
+        if not is_whole:
+            self.core.counters.checksum_failures += 1
+            raise Corrupt("compressed bytes of a file cannot be unpacked, though they match their checksums")
 
     def row(self, extent: Extent) -> MapRow | None:
         """Shows a chunk that is this extent to other threads; None where each read has to be verified."""
@@ -73,11 +103,17 @@ class Extents(ABC):
         self.verify(node, extent, buffer, low)
         return buffer[start - low : start - low + length]
 
-    def check(self, extent: schema.ExtentRecord, data: memoryview) -> None:
-        """Corrupt, unless these are the extent's bytes."""
+    async def check(self, extent: schema.ExtentRecord, data: memoryview) -> memoryview:
+        """The file's bytes in the slot of an extent that has ``data``. Corrupt, unless these are the extent's bytes."""
         if extent.checksums and granule_checksums(data) != extent.checksums:
             self.core.counters.checksum_failures += 1
             raise Corrupt(f"checksum mismatch in the slot at {extent.addr} of generation {extent.generation}")
+        if not extent.packing:
+            return data
+        plain = np.empty(extent.span, np.uint8).data
+        frames = find_frames(extent.packing, 0, extent.span).frames
+        await self._unpack([data[low:high] for low, high in frames], plain)
+        return plain
 
     def verify(self, node: Node, extent: Extent, view: memoryview, low: int) -> None:
         """Check the granules in ``view``, which begins with the one at ``low``; Corrupt names the first bad one."""
@@ -132,6 +168,8 @@ class OwnExtents(Extents):
         return buffer[start - low : start - low + length]
 
     def row(self, extent: Extent) -> MapRow | None:
+        if extent.packing:
+            return None
         segment, start = self.core.locate(extent.addr)
         source = self._sources.get(segment)
         if source is None and (found := self.core.segments.source(segment)) is not None:
@@ -162,8 +200,8 @@ class Reader:
                 return bytes(length)
             if chunk.staged is not None:
                 return chunk.staged.read(start, start + length)
-            if len(chunk.extents) == 1 and start + length <= chunk.extents[0].length:
-                data = await self.extents.read(node, offset, chunk.extents[0], start, length)
+            if len(chunk.extents) == 1 and start + length <= chunk.extents[0].span:
+                data = await self.extents.read_plain(node, offset, chunk.extents[0], start, length)
                 if data is not None:
                     return data
         result = bytearray(length)
@@ -198,18 +236,18 @@ class Reader:
         pieces = []
         for extent in chunk.extents:
             low = max(start, piece_start)
-            high = min(start + len(target), piece_start + extent.length)
+            high = min(start + len(target), piece_start + extent.span)
             if low < high:
                 part = target[low - start : high - start]
                 pieces.append(partial(self._read_piece, node, chunk_offset + low, extent, low - piece_start, part))
-            piece_start += extent.length
+            piece_start += extent.span
         await self.extents.do_all(pieces)
         _clear(target[max(0, piece_start - start) :])
 
     async def _read_piece(self, node: Node, offset: int, extent: Extent, start: int, target: memoryview) -> None:
         """Fill ``target`` with what begins at ``start`` of an extent, at ``offset`` of the file."""
         if is_current(node, offset, extent):
-            data = await self.extents.read(node, offset, extent, start, len(target), may_view=False)
+            data = await self.extents.read_plain(node, offset, extent, start, len(target), may_view=False)
             if data is not None:
                 target[:] = data
                 return

@@ -15,10 +15,10 @@ import trio
 
 from kvfuse.remote.segments.api import Buffer, Transfer
 from kvfuse.slab.allocator import Slot
-from kvfuse.volume.disk.compression import Codec, Trials
 from kvfuse.volume.disk.copies import Granule, pack_head
 from kvfuse.volume.disk.folder import Folder
 from kvfuse.volume.disk.index import Index
+from kvfuse.volume.store.codec import Codec, Trials
 
 QUEUE_BYTES_MAX = 64 << 20
 BATCH_BYTES = 4 << 20

@@ -25,12 +25,12 @@ from kvfuse.errors import ConfigError, EngineError
 from kvfuse.options.options import CacheOptions
 from kvfuse.remote.segments.api import Transfer
 from kvfuse.remote.segments.block.device import is_device
-from kvfuse.volume.disk.compression import Codec, find_codec
 from kvfuse.volume.disk.copies import COPY_ROW, Copy, Granule, Rows, Stretch, newest, parse_heads
 from kvfuse.volume.disk.device import examined_device, opened_device
 from kvfuse.volume.disk.filler import Filler
 from kvfuse.volume.disk.folder import Folder, opened_folder
 from kvfuse.volume.disk.index import Index
+from kvfuse.volume.store.codec import Codec
 from kvfuse.volume.views.speeds import Speed
 
 PATIENCE_FACTOR = 10.0
@@ -91,14 +91,14 @@ class _Read:
 class DiskTier:
     """Made by `opened_tier`, which also runs it. For the event loop alone."""
 
-    def __init__(self, folder: Folder, codec: Codec | None, *, compresses: bool, keeps_stores: bool) -> None:
-        """``codec``: reads compressed copies; ``compresses``: and makes them."""
+    def __init__(self, folder: Folder, *, compresses: bool, keeps_stores: bool) -> None:
+        """``compresses``: makes compressed copies; those that are there are read in any case."""
         self.folder = folder
         self.keeps_stores = keeps_stores
         """what this host stores is to be kept, too"""
         self.index = Index(folder.geometry)
-        self.filler = Filler(folder, self.index, codec if compresses else None)
-        self._codec = codec
+        self.filler = Filler(folder, self.index, Codec() if compresses else None)
+        self._codec = Codec()
         self.counters = DiskCounters()
         self.is_on = True
         self.adopted = trio.Event()
@@ -237,7 +237,7 @@ class DiskTier:
         try:
             with self.speed.reading(len(read.data)):
                 await self.folder.segments.read(self._transfers(read))
-                if read.packed and self._codec is not None:
+                if read.packed:
                     await trio.to_thread.run_sync(self._codec.unpack, read.packed)
             read.is_right = self._verify(read)
         except Exception as error:
@@ -279,8 +279,6 @@ class DiskTier:
         began = trio.current_time()
         if not self.folder.is_new:
             rows = await self._read_heads()
-            if self._codec is None:
-                rows = rows[rows["stored"] == rows["length"]]
             rows = await trio.to_thread.run_sync(newest, rows)
             await trio.to_thread.run_sync(self.index.restore, rows)  # nobody takes or frees a slot before
             for start in range(0, len(rows), ADOPTED_AT_ONCE):
@@ -341,18 +339,16 @@ def examined_place(options: CacheOptions) -> str:
 async def opened_tier(options: CacheOptions, volume_id: bytes) -> AsyncIterator[DiskTier | None]:
     """The tier of a mount, for `DiskTier.run`; None: the options name nothing, or the disk fails.
 
-    VolumeError, VolumeBusy: the folder or device cannot be this volume's. ConfigError: the library to compress is
-    missing, or the size of a folder.
+    VolumeError, VolumeBusy: the folder or device cannot be this volume's. ConfigError: the size of a folder is missing.
     """
     if options.disk_path is None:
         yield None
         return
     compresses = options.disk_compression == "zstd"
-    codec = find_codec(is_needed=compresses)
     async with AsyncExitStack() as stack:
         try:
             folder = await stack.enter_async_context(_opened(options.disk_path, options.disk_size, volume_id))
-            tier = DiskTier(folder, codec, compresses=compresses, keeps_stores=options.disk_keep == "all")
+            tier = DiskTier(folder, compresses=compresses, keeps_stores=options.disk_keep == "all")
         except EngineError as error:
             log.error("there is no disk tier until the next mount, its disk fails: %s", error)
             tier = None

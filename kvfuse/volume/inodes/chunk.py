@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from kvfuse.slab.allocator import Slot
 from kvfuse.volume.store import schema
+from kvfuse.volume.store.extents import length_of
 
 FRESH = 0
 """The extent's slot is in no commit: giving it up needs none."""
@@ -20,10 +21,29 @@ RESTED = 3
 class Extent:
     """A run of a file's bytes in one slot. Addresses, sizes and lengths in bytes."""
 
-    __slots__ = ("addr", "checksums", "generation", "length", "owner", "reach", "slot_size", "state", "verified")
+    __slots__ = (
+        "addr",
+        "checksums",
+        "generation",
+        "length",
+        "owner",
+        "packing",
+        "reach",
+        "slot_size",
+        "state",
+        "verified",
+    )
 
     def __init__(
-        self, addr: int, slot_size: int, length: int, generation: int, checksums: bytes, state: int, owner: int = 0
+        self,
+        addr: int,
+        slot_size: int,
+        length: int,
+        generation: int,
+        checksums: bytes,
+        state: int,
+        owner: int = 0,
+        packing: bytes = b"",
     ) -> None:
         self.addr = addr
         self.slot_size = slot_size
@@ -36,6 +56,8 @@ class Extent:
         self.state = state
         self.owner = owner
         """namespace that its slot is charged to"""
+        self.packing = packing
+        """see `store.extents`; empty: the slot has the file's own bytes"""
         self.verified = 0
         """bit n: granule n was verified since it came from the engine"""
 
@@ -44,7 +66,12 @@ class Extent:
         return Slot(self.addr, self.slot_size, self.owner)
 
     def record(self) -> schema.ExtentRecord:
-        return schema.ExtentRecord(self.addr, self.length, self.generation, self.checksums)
+        return schema.ExtentRecord(self.addr, self.length, self.generation, self.checksums, self.packing)
+
+    @property
+    def span(self) -> int:
+        """Bytes of the file that it has."""
+        return length_of(self.packing) if self.packing else self.length
 
 
 class Staged:
@@ -150,12 +177,12 @@ class Chunk:
 
     @property
     def length(self) -> int:
-        """Bytes in slots; the rest of the chunk reads as zeros."""
-        return sum([extent.length for extent in self.extents])
+        """Bytes of the file in slots; the rest of the chunk reads as zeros."""
+        return sum([extent.span for extent in self.extents])
 
     def start_of(self, extent: Extent) -> int:
         """Offset in the chunk, in bytes, of one of its extents."""
-        return sum([other.length for other in self.extents[: self.extents.index(extent)]])
+        return sum([other.span for other in self.extents[: self.extents.index(extent)]])
 
     @property
     def blocks(self) -> int:

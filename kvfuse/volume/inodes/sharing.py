@@ -67,7 +67,9 @@ class Alone(Sharing):
             log.error("the slot at %d belongs to a file but is marked free: unmount and run 'kvfuse fsck'", addr)
             state = DISCARDED  # it is not ours to free
         slot_size = self._slabs.slot_size(addr)
-        return Extent(addr, slot_size, record.length, record.generation, record.checksums, state, namespace)
+        return Extent(
+            addr, slot_size, record.length, record.generation, record.checksums, state, namespace, record.packing
+        )
 
     def mine(self, extents: list[Extent]) -> list[Extent]:
         return extents
@@ -86,7 +88,8 @@ class Alone(Sharing):
         pass
 
     def may_write_in(self, chunk: Chunk, end: int) -> bool:
-        return end <= sum([extent.slot_size for extent in chunk.extents])
+        is_packed = any(extent.packing for extent in chunk.extents)
+        return not is_packed and end <= sum([extent.slot_size for extent in chunk.extents])
 
 
 class Shared(Sharing):
@@ -94,7 +97,16 @@ class Shared(Sharing):
 
     def extent_of(self, record: schema.ExtentRecord, namespace: int) -> Extent:
         slot_size = self._slabs.slot_size(record.addr)
-        return Extent(record.addr, slot_size, record.length, record.generation, record.checksums, COMMITTED, namespace)
+        return Extent(
+            record.addr,
+            slot_size,
+            record.length,
+            record.generation,
+            record.checksums,
+            COMMITTED,
+            namespace,
+            record.packing,
+        )
 
     def mine(self, extents: list[Extent]) -> list[Extent]:
         return [extent for extent in extents if self._slabs.holds(self._geometry.slab_of(extent.addr))]

@@ -16,6 +16,7 @@ import trio
 
 from kvfuse import errors
 from kvfuse.sizes import format_size
+from kvfuse.slab.layout import FEATURE_PACKED
 from kvfuse.volume.api import ROOT_INODE, Caller
 from kvfuse.volume.inodes import privileges
 from kvfuse.volume.inodes.node import Node
@@ -202,7 +203,11 @@ class Keeper:
             raise errors.QuotaExceeded(f"user {uid} has {USER_NAMESPACES_MAX} namespaces, and may have no more")
 
     def _check_limits(self, number: int, above: int, settings: Settings) -> None:
-        """InvalidArgument, if a namespace would have more than what it is in, or less than a namespace in it."""
+        """InvalidArgument, if a namespace would have more than what it is in, or less than a namespace in it; or what
+        the volume has not.
+        """
+        if settings.compression != "none" and not self.names.core.superblock.features & FEATURE_PACKED:
+            raise errors.InvalidArgument("compression needs a later format than that of this volume: make a new one")
         for name in _QUOTAS:
             value, limit, owner = getattr(settings, name), *self._limit_in(above, name)
             if number == ROOT:

@@ -27,6 +27,7 @@ ROOT = 0
 
 Kind = Literal["files", "cache"]
 Tiers = Literal["all", "dram", "disk", "remote"]
+Compression = Literal["none", "zstd"]
 Size = Annotated[int, Meta(ge=0, le=1 << 62)]
 Seconds = Annotated[float, Meta(ge=0, le=1e9)]
 Weight = Annotated[float, Meta(ge=0.01, le=100)]
@@ -63,6 +64,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, fo
     """blocks of the caches without it go first, where room of the volume or of a namespace above is wanted"""
     tiers: Tiers = "all"
     """tiers of a host that may get copies of its blocks: both, one of them, or none (remote)"""
+    compression: Compression = "none"
+    """whole chunks that it stores from now on are compressed where a smaller slot holds them then"""
     recompute_speed: Size = 0
     """tokens a second that an engine computes; 0: look-ups do not compare"""
     token_size: Size = 0
@@ -103,6 +106,7 @@ _TYPES = {field.name: field.type for field in msgspec.structs.fields(Settings)}
 _WORDS: dict[str, tuple[str, ...]] = {
     "kind": get_args(Kind),
     "tiers": get_args(Tiers),
+    "compression": get_args(Compression),
     "eviction": tuple(POLICIES),
     "admission": tuple(ADMISSIONS),
 }

@@ -13,7 +13,6 @@ import logging
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import trio
 
@@ -28,6 +27,7 @@ from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.inodes.grace import Give
 from kvfuse.volume.inodes.node import Node
 from kvfuse.volume.slots.heads import Head, HeaderWriter, identity_of, transfers
+from kvfuse.volume.slots.packer import Packed, Packer
 from kvfuse.volume.views.fair_line import FairLine
 
 log = logging.getLogger(__name__)
@@ -43,15 +43,19 @@ PAUSE_MAX = 0.5
 """Seconds before the next attempt after a failed write: after the first failure, and at most."""
 
 
-class _Item(NamedTuple):
+@dataclass(slots=True)
+class _Item:
     """One staged chunk in a batch."""
 
     node: Node
     chunk_index: int
     chunk: Chunk
     staged: Staged
-    extents: list[Extent]
-    identity: tuple[int, bytes, int, int, int, int]
+    packed: Packed | None = None
+    """its bytes compressed, for a slot that is smaller than the one that it has"""
+    extents: list[Extent] = field(default_factory=list)
+    """in which it is written"""
+    identity: tuple[int, bytes, int, int, int, int] | None = None
     """of the file, as the headers describe it; see `identity_of`"""
 
 
@@ -85,6 +89,7 @@ class Flusher:
     def __post_init__(self) -> None:
         self._lock = trio.Lock()
         self._work = trio.Event()
+        self.packer = Packer(self.core)
         self.line = FairLine()
         """callers that wait for memory"""
         self._turn = _Turn()
@@ -261,9 +266,10 @@ class Flusher:
         """
         items: list[_Item] = []
         try:
-            writes = await self._prepare(chunks, items)
+            await self._take(chunks, items)
             if not items:
                 return
+            writes = await self._prepare(items)
             segments = {transfer.segment for transfer in writes}
             if not segments <= self.core.made_segments:
                 await self.core.make_segments(segments)
@@ -280,35 +286,55 @@ class Flusher:
                     await trio.lowlevel.checkpoint()
                 self._install(item)
 
-    async def _prepare(self, chunks: deque[tuple[Node, int]], items: list[_Item]) -> list[Transfer]:
-        """The transfers of a batch with the first of ``chunks``, which go to ``items`` as they begin to be written."""
-        writes: list[Transfer] = []
-        heads: list[Head] = []
-        size = prepared_size = 0
+    async def _take(self, chunks: deque[tuple[Node, int]], items: list[_Item]) -> None:
+        """Begin to write the first of ``chunks``: from here on they do not change. Compresses what is to be."""
+        size = 0
         while chunks and size < BATCH_BYTES and len(items) < BATCH_CHUNKS:
-            if len(heads) >= PREPARED_CHUNKS or size - prepared_size >= PREPARED_BYTES:
-                writes += transfers(self.core.superblock, heads)
-                heads, prepared_size = [], size
-                await trio.lowlevel.checkpoint()
             node, index = chunks.popleft()
             chunk = node.chunks.get(index)
             if chunk is not None and chunk.staged is not None:
                 size += chunk.staged.length
-                items.append(self._begin(node, index, chunk, chunk.staged, writes, heads))
+                chunk.staged.writing = True
+                chunk.writing = chunk.staged
+                items.append(_Item(node, index, chunk, chunk.staged))
+        tried = [item for item in items if self.packer.wants(item.node, item.staged)]
+        if tried:
+            packed = await self.packer.pack([(item.node.namespace, item.staged) for item in tried])
+            for item, found in zip(tried, packed, strict=True):
+                item.packed = found
+
+    async def _prepare(self, items: Sequence[_Item]) -> list[Transfer]:
+        """The transfers of a batch."""
+        writes: list[Transfer] = []
+        heads: list[Head] = []
+        prepared_size = 0
+        for item in items:
+            if len(heads) >= PREPARED_CHUNKS or prepared_size >= PREPARED_BYTES:
+                writes += transfers(self.core.superblock, heads)
+                heads, prepared_size = [], 0
+                await trio.lowlevel.checkpoint()
+            prepared_size += item.staged.length
+            item.identity = identity_of(item.node)
+            item.extents = self._plan_packed(item, writes) or self._plan_extents(item.staged, writes)
+            offset = 0
+            for extent in item.extents:
+                heads.append(self.headers.head(item.node, item.chunk_index, offset, extent))
+                offset += extent.length
         return writes + transfers(self.core.superblock, heads)
 
-    def _begin(
-        self, node: Node, index: int, chunk: Chunk, staged: Staged, writes: list[Transfer], heads: list[Head]
-    ) -> _Item:
-        """Begin to write a staged chunk: add its transfers to ``writes``, and its slots' heads to ``heads``."""
-        staged.writing = True
-        chunk.writing = staged
-        extents = self._plan_extents(staged, writes)
-        offset = 0
-        for extent in extents:
-            heads.append(self.headers.head(node, index, offset, extent))
-            offset += extent.length
-        return _Item(node, index, chunk, staged, extents, identity_of(node))
+    def _plan_packed(self, item: _Item, writes: list[Transfer]) -> list[Extent]:
+        """The same as `_plan_extents` for compressed bytes; none where there is no slot for them but the larger one."""
+        if item.packed is None:
+            return []
+        data, packing = item.packed
+        slot = self.core.slabs.take(len(data), item.staged.slots[0].owner)
+        if slot is None:
+            item.packed = None
+            return []
+        generation = self.core.generations.next()
+        writes.append(Transfer(*self.core.locate(slot.addr), memoryview(data)))
+        checksums = granule_checksums(data)
+        return [Extent(slot.addr, slot.size, len(data), generation, checksums, FRESH, slot.owner, packing)]
 
     def _keep_staged(self, item: _Item) -> None:
         """Keep bytes staged whose write failed, in a copy of which the failed write has no views.
@@ -322,6 +348,8 @@ class Flusher:
         if staged.dropped:
             self.dropped_size -= staged.capacity
         staged.unsure = True
+        if item.packed is not None:
+            self.cancel(staged, [extent.slot for extent in item.extents])
         if item.chunk.staged is not staged:
             self.cancel(staged, staged.slots)
 
@@ -366,6 +394,9 @@ class Flusher:
         chunk.writing = None
         if staged.dropped:
             self.dropped_size -= staged.capacity
+        if item.packed is not None:
+            self.cancel(staged, staged.slots)
+        if staged.dropped:
             for extent in item.extents:
                 self.core.discard(node, extent)
             return
@@ -384,7 +415,8 @@ class Flusher:
 
     def _keep_copies(self, disk: DiskTier, item: _Item) -> None:
         """Have the disk tier keep what was stored. A bytearray may change: of that, a copy."""
-        staged = [bytes(piece) if isinstance(piece, bytearray) else piece for piece in item.staged.pieces]
+        pieces_written = [item.packed.data] if item.packed is not None else item.staged.pieces
+        staged = [bytes(piece) if isinstance(piece, bytearray) else piece for piece in pieces_written]
         pieces = [memoryview(piece) for piece in staged]
         start = 0
         for extent in item.extents:

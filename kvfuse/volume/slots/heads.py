@@ -91,6 +91,13 @@ class Head(NamedTuple):
         return extent_checksum(self.checksums, self.length) if self.checksums else 0
 
 
+def state_of(extent: Extent | schema.ExtentRecord) -> int:
+    """What the header of its slot has to say."""
+    if not extent.checksums:
+        return layout.STATE_UNSEALED
+    return layout.STATE_PACKED if extent.packing else layout.STATE_SEALED
+
+
 def fingerprint(superblock: Superblock, ino: int, chunk: int) -> bytes:
     """128 bits that identify a file's chunk in this volume."""
     return blake2b(schema.chunk_key(ino, chunk), digest_size=16, key=superblock.volume_id).digest()
@@ -150,7 +157,7 @@ class HeaderWriter:
             node.ino,
             index,
             offset,
-            layout.STATE_SEALED if extent.checksums else layout.STATE_UNSEALED,
+            state_of(extent),
             extent.reach,
             b"" if offset or not node.nlink else self._description(node),
         )

@@ -48,6 +48,7 @@ import msgspec
 
 from kvfuse.errors import Corrupt
 from kvfuse.volume.api import NAME_MAX
+from kvfuse.volume.store.extents import ExtentRecord as ExtentRecord
 
 INLINE_CHUNKS = 8
 """Chunks whose extents stand in the inode record itself: one record for a file up to 8 chunks (32 MiB)."""
@@ -101,17 +102,6 @@ MOUNTED = b"nmounted"
 
 COUNTER_RANGE = 1 << 16
 """Numbers taken from a counter at once; what is left of a range at a restart is never used."""
-
-
-class ExtentRecord(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """A run of bytes in one slot."""
-
-    addr: int
-    """volume address of the slot, in bytes"""
-    length: int
-    generation: int
-    checksums: bytes
-    """CRC32C of each started granule, 4 bytes little endian each; empty: unsealed"""
 
 
 class InodeRecord(msgspec.Struct, array_like=True, frozen=True, gc=False):

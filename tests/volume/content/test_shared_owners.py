@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import pytest
 import trio
 import trio.testing
+from packing_lab import pack_everything
 from records_audit import Audit
 from shared_lab import put, quiet, read, volumes
 from shared_walk import EVERY_TIME
@@ -148,7 +149,24 @@ class Meddler:
 async def test_a_file_has_what_its_owner_wrote(
     rng: random.Random, autojump_clock: trio.testing.MockClock, count: int, faults: float, strict: bool
 ) -> None:
-    options = lab_options(strict=strict, capacity=64 * MIB, chunk=CHUNK)
+    await play(rng, count, faults, strict, CHUNK)
+
+
+@pytest.mark.parametrize("strict", [True, False], ids=["strict", "relaxed"])
+@pytest.mark.parametrize("faults", [0.0, 0.1], ids=["reliable", "failing"])
+async def test_the_same_with_chunks_that_are_compressed(
+    rng: random.Random,
+    autojump_clock: trio.testing.MockClock,
+    faults: float,
+    strict: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pack_everything(monkeypatch)
+    await play(rng, 2, faults, strict, 4 * CHUNK)
+
+
+async def play(rng: random.Random, count: int, faults: float, strict: bool, chunk: int) -> None:
+    options = lab_options(strict=strict, capacity=64 * MIB, chunk=chunk)
     disk = Disk.format(options, shared=True)
     Audit.attach(disk)
     chaos = [Chaos(random.Random(rng.random()), delay=0.5) for _ in range(count)]

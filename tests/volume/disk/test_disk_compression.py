@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import builtins
 import random
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,9 +13,8 @@ from shared_lab import put, read
 from volume_lab import Disk
 
 from kvfuse.checksum import GRANULE_SIZE
-from kvfuse.errors import ConfigError
 from kvfuse.remote.segments.api import Transfer
-from kvfuse.volume.disk.compression import TRIED_ONE_OF, Codec, Trials, find_codec
+from kvfuse.volume.store.codec import TRIED_ONE_OF, Codec, Trials
 from kvfuse.volume.volume import Volume
 
 pytest.importorskip("zstandard")
@@ -95,9 +92,8 @@ async def test_damage_of_a_compressed_copy_is_found(tmp_path: Path, rng: random.
 
 
 async def test_compressed_copies_are_read_where_nothing_is_compressed_any_more(
-    tmp_path: Path, rng: random.Random, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, rng: random.Random
 ) -> None:
-    """Without the library they are left out."""
     options = tier_options(tmp_path / "tier", compression="zstd")
     disk = Disk.format(options, shared=True)
     stored = {b"a": bf16(rng, 128 * KIB)}
@@ -106,28 +102,6 @@ async def test_compressed_copies_are_read_where_nothing_is_compressed_any_more(
     options = tier_options(tmp_path / "tier")
     async with with_tier(disk, options) as volume:
         await read_from_the_tier(volume, stored)
-    without_library(monkeypatch)
-    async with with_tier(disk, options) as volume:
-        assert tier_of(volume).statistics()["copies"] == 0
-        assert await read(volume, b"a") == stored[b"a"]
-
-
-def without_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = builtins.__import__
-
-    def refuse(name: str, *rest: Any) -> Any:
-        if name == "zstandard":
-            raise ImportError(name)
-        return plain(name, *rest)
-
-    monkeypatch.setattr(builtins, "__import__", refuse)
-
-
-def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    without_library(monkeypatch)
-    assert find_codec(is_needed=False) is None
-    with pytest.raises(ConfigError, match="package 'zstandard' is not installed"):
-        find_codec(is_needed=True)
 
 
 def test_frames_that_promise_too_much_are_damaged() -> None:

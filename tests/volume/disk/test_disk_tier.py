@@ -134,7 +134,7 @@ async def test_what_is_read_before_all_copies_were_found_is_kept_too(tmp_path: P
     ]
     for known in (1, 2):
         async with opened_folder(tmp_path, 16 * MIB, b"v" * 16) as folder, trio.open_nursery() as nursery:
-            tier = DiskTier(folder, None, compresses=False, keeps_stores=False)
+            tier = DiskTier(folder, compresses=False, keeps_stores=False)
             for stretch, data in list(zip(stretches, contents, strict=True))[:known]:
                 assert await tier.read(stretch) is None
                 tier.offer(stretch, data, 0.1)
