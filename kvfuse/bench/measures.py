@@ -38,14 +38,14 @@ def _rate(count: int, function: Callable[[], None]) -> float:
     return count / (time.perf_counter() - start)
 
 
-def block_paths(folder: Path, count: int) -> list[str]:
+def block_paths(folder: Path, count: int, first: int = 0) -> list[str]:
     """Names of ``count`` blocks as engines choose them: a hash's length of hexadecimal."""
-    return [f"{folder}/{index:032x}" for index in range(count)]
+    return [f"{folder}/{index:032x}" for index in range(first, first + count)]
 
 
-def store_blocks(folder: Path, count: int, size: int) -> float:
+def store_blocks(folder: Path, count: int, size: int, first: int = 0) -> float:
     """Blocks a second: a temporary name created, written whole, closed, renamed."""
-    paths, data = block_paths(folder, count), os.urandom(size)
+    paths, data = block_paths(folder, count, first), os.urandom(size)
 
     def store() -> None:
         for path in paths:
@@ -54,9 +54,9 @@ def store_blocks(folder: Path, count: int, size: int) -> float:
     return _rate(count, store)
 
 
-def put_blocks(folder: Path, count: int, size: int) -> float:
+def put_blocks(folder: Path, count: int, size: int, first: int = 0) -> float:
     """Blocks a second: put over a ring from registered memory, up to `PUTS_SIZE` bytes at once."""
-    names = [Path(path).name for path in block_paths(folder, count)]
+    names = [Path(path).name for path in block_paths(folder, count, first)]
     with connect_when_open(mount_of(folder)) as client, BlockStore(client, folder) as store:
         batch = max(1, min(PUTS_MAX, PUTS_SIZE // size))
         memory = client.iov(batch * size).array.reshape(batch, size)
@@ -69,6 +69,18 @@ def put_blocks(folder: Path, count: int, size: int) -> float:
                     raise KvfuseError(f"{folder} does not store all blocks")
 
         return _rate(count, put)
+
+
+def remove_blocks(folder: Path) -> None:
+    """All files of a folder, which stays; committed when this returns. Some may be evicted meanwhile."""
+    for entry in list(os.scandir(folder)):
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(entry.path)
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def store_blocks_paced(folder: Path, count: int, size: int, rate: float) -> float:

@@ -83,18 +83,6 @@ def _in_fresh_folder(root: Path, measure: Callable[[Path], float]) -> Side:
     return side
 
 
-def _in_new_folder(root: Path, prefix: str, measure: Callable[[Path], float]) -> Side:
-    """As `_in_fresh_folder`, but what was stored stays."""
-    numbers = itertools.count()
-
-    def side(_round: int) -> float:
-        folder = root / f"{prefix}-{next(numbers)}"
-        folder.mkdir()
-        return measure(folder)
-
-    return side
-
-
 def _compare(setting: Setting, sides: dict[str, Side]) -> tuple[Measured, Measured]:
     """The first side and the second, its reference."""
     measured, reference = alternate(sides, setting.round_count)
@@ -313,24 +301,41 @@ def bench_eviction(setting: Setting) -> list[Figure]:
     return [figure for size in (BLOCK_SIZE, 2 * MIB) for figure in _eviction_of(setting, size)]
 
 
-def _store_some(store: Callable[[Path, int, int], float], count: int, size: int, folder: Path) -> float:
-    return store(folder, count, size)
-
-
 def _eviction_of(setting: Setting, size: int) -> Iterator[Figure]:
     capacity = max(256, int(2048 * setting.scale)) * MIB
-    count = capacity // 4 // size
     words = (f"capacity={capacity}", f"exact_sizes={size}", "cache", "admission=all")
     with _volume(setting, "full", *words) as full, _volume(setting, "empty", *words) as empty:
-        (full.mountpoint / "before").mkdir()
-        measures.store_blocks(full.mountpoint / "before", capacity // size, size)
         for door, store in {"files": measures.store_blocks, "puts": measures.put_blocks}.items():
-            store_some = partial(_store_some, store, count, size)
-            into_full = _in_new_folder(full.mountpoint, door, store_some)
-            into_empty = _in_fresh_folder(empty.mountpoint, store_some)
-            figures = _compare(setting, {"full": into_full, "empty": into_empty})
+            into = partial(
+                _in_filled_folder, store=store, fill=capacity // size, count=capacity // 4 // size, size=size
+            )
+            sides = {
+                "full": into(full.mountpoint / door, empties=False),
+                "empty": into(empty.mountpoint / door, empties=True),
+            }
             name = f"{door} of {size // 1024} KiB while a full cache evicts"
-            yield Figure(name, "blocks/s", *figures, ratio_target=0.85)
+            yield Figure(name, "blocks/s", *_compare(setting, sides), ratio_target=0.85)
+            measures.remove_blocks(empty.mountpoint / door)
+
+
+def _in_filled_folder(
+    folder: Path, store: Callable[[Path, int, int, int], float], fill: int, count: int, size: int, *, empties: bool
+) -> Side:
+    """``count`` more blocks each time, in a folder that had ``fill`` blocks before.
+
+    ``empties``: these are removed first, which does not count. So memory, slabs and segments are as warm in an empty
+    volume as in a full one.
+    """
+    folder.mkdir()
+    store(folder, fill, size, 0)
+    numbers = itertools.count(fill, count)
+
+    def side(_round: int) -> float:
+        if empties:
+            measures.remove_blocks(folder)
+        return store(folder, count, size, next(numbers))
+
+    return side
 
 
 BENCHES: dict[str, Callable[[Setting], list[Figure]]] = {
