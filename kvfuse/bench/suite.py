@@ -302,13 +302,13 @@ def bench_eviction(setting: Setting) -> list[Figure]:
 
 
 def _eviction_of(setting: Setting, size: int) -> Iterator[Figure]:
-    capacity = max(256, int(2048 * setting.scale)) * MIB
+    capacity = max(256, int(1024 * setting.scale)) * MIB
     words = (f"capacity={capacity}", f"exact_sizes={size}", "cache", "admission=all")
+    fill = capacity // size
+    count = 3 * fill // 4  # so many that both sides write to about the same pages of their segments, again and again
     with _volume(setting, "full", *words) as full, _volume(setting, "empty", *words) as empty:
         for door, store in {"files": measures.store_blocks, "puts": measures.put_blocks}.items():
-            into = partial(
-                _in_filled_folder, store=store, fill=capacity // size, count=capacity // 4 // size, size=size
-            )
+            into = partial(_in_filled_folder, store=store, fill=fill, count=count, size=size)
             sides = {
                 "full": into(full.mountpoint / door, empties=False),
                 "empty": into(empty.mountpoint / door, empties=True),
