@@ -206,9 +206,14 @@ class HeaderWriter:
 
         If the write fails, a rebuild may restore a removed block: a warning in the log, no error.
         """
-        free, locate = bytes(layout.HEADER_SIZE), self.core.geometry.locate_header
+        geometry = self.core.geometry
+        zeros = memoryview(bytes(layout.HEADER_STRIDE_MAX))
+        marks = [  # up to the next header: neighbours, as an eviction frees them, become one write
+            Transfer(*geometry.locate_header(slot.addr, slot.size), zeros[: geometry.header_stride(slot.size)])
+            for slot in slots
+        ]
         try:
-            await self.core.segments.write([Transfer(*locate(slot.addr, slot.size), free) for slot in slots])
+            await self.core.segments.write(marks)
         except EngineError as error:
             log.warning("%d freed slots could not be marked, a rebuild may restore them: %s", len(slots), error)
 

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Sequence
 from itertools import pairwise
 
+import pytest
 from volume_lab import CALLER, MIB, Chaos, Disk, check, lab_options, opened
 
+from kvfuse.remote.segments.api import Transfer
+from kvfuse.slab.allocator import Slot
 from kvfuse.volume.api import ROOT_INODE
+from kvfuse.volume.slots.heads import HeaderWriter
 
 
 async def test_batches_of_writes_do_what_single_writes_do(rng: random.Random) -> None:
@@ -50,3 +55,23 @@ async def test_batches_of_writes_do_what_single_writes_do(rng: random.Random) ->
         await volume.files.release(handle)
     assert taken > 40, "nothing was written in slots"
     assert (await check(disk)).clean
+
+
+async def test_heads_of_neighbours_that_are_freed_become_one_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each ends where the next begins, so the engine of files needs one system call for an eviction of thousands."""
+    options = lab_options(capacity=32 * MIB)
+    disk = Disk.format(options)
+    async with opened(disk, options, Chaos(random.Random(0))) as volume:
+        core, written = volume.parts.core, list[Transfer]()
+
+        async def write(batch: Sequence[Transfer]) -> None:
+            written.extend(batch)
+
+        monkeypatch.setattr(core.segments, "write", write)
+        for size in (4096, 65536, MIB):
+            written.clear()
+            await HeaderWriter(core).mark_free([Slot(number * size, size) for number in range(MIB // size)])
+            assert not any(any(transfer.buffer) for transfer in written)
+            for before, after in pairwise(written):
+                assert (before.segment, before.offset + len(before.buffer)) == (after.segment, after.offset)
+        monkeypatch.undo()
