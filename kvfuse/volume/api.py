@@ -371,6 +371,12 @@ class BlockApi(Protocol):
         those of one directory), are being written, cannot be read, or for which there is no room.
         """
 
+    async def bring_near(self, binding: Binding) -> bool:
+        """A block that memory does not have was asked for: read it into the shared-memory tier if it was lately, too.
+
+        Whether it is there now. OperationError: it cannot be read.
+        """
+
 
 class KernelCache(Protocol):
     """What the kernel caches of a mount, for doors whose changes the kernel does not see.

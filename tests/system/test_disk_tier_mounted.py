@@ -119,6 +119,27 @@ def test_rings_read_from_it_and_look_ups_know_it(conf: Path, words: tuple[str, .
         assert row["cache"]["hits"]["disk"] >= len(keys)
 
 
+@pytest.mark.parametrize("words", ["folder"], indirect=True)
+def test_blocks_that_are_got_again_come_into_memory(conf: Path, words: tuple[str, ...], rng: random.Random) -> None:
+    blocks = {f"block-{number}": rng.randbytes(300_000) for number in range(20)}
+    keys = list(blocks)
+    with temporary_mount((*words, "cache"), source=conf) as mount:
+        with BlockStore(mount.point, "cache") as store:
+            store.put_many(keys, list(blocks.values()))
+        mount.kill()
+        mount.mount()
+        with BlockStore(mount.point, "cache") as store:
+            assert store.get_many(keys) == list(blocks.values())
+            assert Tier.DRAM not in set(store.costs(keys)[0].tolist()), "what is got once"
+            assert store.get_many(keys[:10]) == list(blocks.values())[:10]
+            assert set(store.costs(keys[:10])[0].tolist()) == {Tier.DRAM}
+            assert Tier.DRAM not in set(store.costs(keys[10:])[0].tolist())
+            before = statistics(mount)
+            assert store.get_many(keys[:10]) == list(blocks.values())[:10]
+            assert rados_reads(mount) == before["segments"]["reads"]
+            assert statistics(mount)["disk"]["hits"] == before["disk"]["hits"]
+
+
 def test_it_is_for_one_mount_and_one_volume(mount: KvfuseMount, words: tuple[str, ...], tmp_path: Path) -> None:
     other = tmp_path / "other"
     other.mkdir()

@@ -61,9 +61,7 @@ class BlockCalls:
             size = binding.map.size
             if namespace.measures.limiters:
                 await namespace.measures.throttle(_moved(call, binding))
-            if size > 0:
-                await self.volume.files.show(handle, 0, (size - 1) // binding.map.chunk_size)
-            if await call.try_again():
+            if await self._shown(call, handle, binding):
                 return True
             if not (binding.valid or is_last):
                 return False
@@ -72,12 +70,19 @@ class BlockCalls:
                 call.ring.completions.complete(call, -errno.EMSGSIZE, size)
             elif not size:
                 call.ring.completions.complete(call, 0)
-            else:
+            elif not (await self.volume.blocks.bring_near(binding) and await self._shown(call, handle, binding)):
                 await self.read_here(call, handle, 0, size)
             return True
         finally:
             with trio.CancelScope(shield=True):
                 await self.volume.files.release(handle)
+
+    async def _shown(self, call: Call, handle: Any, binding: Binding) -> bool:
+        """Have the map show where the bytes are, and the ring's thread answer from it. False: it cannot."""
+        size = binding.map.size
+        if size > 0:
+            await self.volume.files.show(handle, 0, (size - 1) // binding.map.chunk_size)
+        return await call.try_again()
 
     async def _bind(self, namespace: Namespace, name: bytes) -> Binding:
         """The binding of a name, if this peer may read it. NotFound, PermissionDenied."""

@@ -394,6 +394,7 @@ class EntryServer:
             assert row is not None
             assert row.source is not None
             answer = Answer(size, row.start, row.source.arena, pin)
+            row.block.note_use()
         elif size > entry.length:
             answer = Answer(-errno.EMSGSIZE, size)
         elif iov is None or self._read(content, 0, size, iov, entry.iov_offset) == size:

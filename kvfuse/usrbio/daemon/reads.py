@@ -50,6 +50,8 @@ def read(content: ContentMap, offset: int, length: int, iov: Iov, iov_offset: in
             return ASK
         if not _read_row(row, start, part, iov, iov_offset + position - offset):
             return ASK
+        if row.block is not None and not position:
+            row.block.note_use()  # of the whole file, however many reads it takes
         position += part
     return max(0, end - offset) if content.version == version else ASK
 
@@ -182,6 +184,8 @@ class Reader:
         row = content.rows.get(int(granules[0]) * table.unit // content.chunk_size)
         if row is None or content.version != table.version:
             return results  # else ``row`` keeps a block of the tier, which is the whole file, where it is meanwhile
+        if row.block is not None:
+            row.block.note_use()
         fits = (within + lengths <= table.lengths[granules]) & (starts >= 0)
         starts += within
         sources = table.sources[granules]

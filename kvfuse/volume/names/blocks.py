@@ -30,6 +30,7 @@ from kvfuse.volume.names.lookup import Lookup
 from kvfuse.volume.names.outlook import Outlook
 from kvfuse.volume.names.pages import LEARN_ROWS
 from kvfuse.volume.names.plans import Plan
+from kvfuse.volume.names.promotion import Promotion
 from kvfuse.volume.namespaces.cache import Cache
 from kvfuse.volume.namespaces.settings import ROOT
 from kvfuse.volume.slots.flusher import Flusher
@@ -77,6 +78,7 @@ class Blocks:
     def __post_init__(self) -> None:
         self.counters = BlockCounters()
         self.outlook = Outlook(self.core)
+        self.promotion = Promotion(self.core, self.reader)
 
     def start(self) -> None:
         """Connect the tier to the event loop: call it there, once, before any use of the tier."""
@@ -201,29 +203,18 @@ class Blocks:
         node = self.core.nodes.get(binding.ino) if binding is not None else None
         if binding is None or node is None or not may_read(binding):
             return False
-        if self.core.tier.find(node.ino) is not None:
+        if (present := self.core.tier.find(node.ino)) is not None:
+            present.note_use()
             return True
-        if not node.size or node.own_record or not _is_quiet(node):
-            return False
-        if not self.core.namespaces.may_keep(node.namespace, "dram"):
-            return False
-        block = self.core.tier.allocate(node.size, _read_class(node))
-        if block is None:
-            return False
-        version = binding.map.version
-        await self.reader.read_into(node, 0, block.buffer.data)
-        if not (binding.valid and binding.map.version == version and _is_quiet(node)):
-            return False
-        self.counters.prefetches += 1
-        self._keep(node, block)
-        return True
+        is_there = await self.promotion.bring(node, binding, _read_class(node))
+        self.counters.prefetches += is_there
+        return is_there
 
-    def _keep(self, node: Node, block: TierBlock) -> None:
-        """Keep ``block``, which has the file's bytes, in the tier. The content map will show it instead of slots."""
-        self.core.tier.keep(node.ino, block)
-        if node.map is not None:
-            for index in list(node.map.rows):
-                node.map.hide(index)
+    async def bring_near(self, binding: Binding) -> bool:
+        node = self.core.nodes.get(binding.ino)
+        if node is None or not self.core.tier.is_wanted(node.ino):
+            return False
+        return node.ino in self.core.tier.kept or await self.promotion.bring(node, binding, _read_class(node))
 
     # -- changing ------------------------------------------------------------------------------------
 
@@ -347,11 +338,6 @@ class Blocks:
 
     def statistics(self) -> dict[str, Any]:
         return {**asdict(self.counters), "bindings": self.core.dentries.binding_count}
-
-
-def _is_quiet(node: Node) -> bool:
-    """No caller is changing the file's bytes over several awaits."""
-    return not node.writers and node.lock is None
 
 
 async def _for_each(names: Sequence[bytes], job: Callable[[int, bytes], Awaitable[None]], peer_count: int) -> None:

@@ -9,12 +9,13 @@ import fcntl
 import mmap
 import os
 import weakref
-from collections import OrderedDict, deque
+from collections import deque
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from kvfuse.policy.hot import USES_MAX, HotOrder, Recent
 from kvfuse.volume.views.content_map import Source
 from kvfuse.volume.views.placement import ANYWHERE, Placement
 
@@ -72,6 +73,7 @@ class Arena:
         "source",
         "touched",
         "used_at",
+        "uses",
     )
 
     def __init__(self, number: int, kind: Kind, memory: Memory, returned: deque[tuple[Arena, int]]) -> None:
@@ -85,7 +87,9 @@ class Arena:
         self.leased_count = 0
         self.kept_count = 0
         self.used_at = 0
-        """when a block in it was last kept or found"""
+        """when a block in it was last kept, or it was spared"""
+        self.uses = 0
+        """of its blocks, since it was spared; up to `USES_MAX`"""
         self.shared = False
         """a descriptor was given: somebody may have it mapped"""
 
@@ -100,13 +104,13 @@ class Kind:
 
     __slots__ = ("arenas", "free", "kept", "read_class", "retired", "slot_size")
 
-    def __init__(self, slot_size: int, read_class: ReadClass) -> None:
+    def __init__(self, slot_size: int, read_class: ReadClass, recent: Recent) -> None:
         self.slot_size = slot_size
         self.read_class = read_class
         self.arenas: list[Arena] = []
         self.free: list[tuple[Arena, int]] = []
-        self.kept: OrderedDict[int, TierBlock] = OrderedDict()
-        """inode -> its block, the one used last at the end"""
+        self.kept = HotOrder[TierBlock](recent)
+        """blocks by inode"""
         self.retired = False
 
 
@@ -128,15 +132,22 @@ class _Lease:
 class TierBlock:
     """``size`` bytes of an arena. Written by whoever allocated it, before anybody else sees it; then never again."""
 
-    __slots__ = ("buffer", "home", "offset", "size", "used_at")
+    __slots__ = ("buffer", "home", "kept_at", "offset", "size", "uses")
 
     def __init__(self, arena: Arena, slot: int, size: int) -> None:
         self.buffer: Bytes = np.asarray(_Lease(arena, slot, size))
         self.size = size
         self.offset = slot * arena.kind.slot_size
         """of the first byte in the arena"""
-        self.used_at = 0
+        self.kept_at = 0
+        self.uses = 0
         self.home = arena
+
+    def note_use(self) -> None:
+        """Somebody reads it. For any thread."""
+        if self.uses < USES_MAX:
+            self.uses += 1
+        self.home.uses = USES_MAX
 
     @property
     def arena(self) -> int:

@@ -8,6 +8,9 @@ again, and an arena that a client may have mapped never serves another read clas
 A block is free when nobody holds it, or a view of its bytes, any more: the cache here (`keep`), a staged write, a
 row of a content map, a client's pin. Its slot then comes back by way of a queue, as that may happen in any thread
 at any time. Everything here may be called from any thread, and waits for nothing but a short lock.
+
+Which blocks go is decided as in S3-FIFO (`policy/hot`), for each size and read class: what is stored or loaded and then
+read at most once takes the places of its like alone. Readers note their uses in the block, without the lock.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvfuse.errors import NotFound
+from kvfuse.policy.hot import Recent
 from kvfuse.volume.views.arenas import Arena, Kind, Memory, ReadClass, TierBlock
 from kvfuse.volume.views.placement import ANYWHERE, Placement
 
@@ -71,6 +75,8 @@ class SharedTier:
         self._kinds: dict[tuple[int, ReadClass], Kind] = {}
         self.kept: dict[int, TierBlock] = {}
         """inode -> its block; for looks without the lock"""
+        self._recent = Recent()
+        """inodes that were read, or evicted, lately, and have no block"""
         self._arenas: dict[int, Arena] = {}
         self._returned: deque[tuple[Arena, int]] = deque()
         self._numbers = itertools.count(1)
@@ -90,7 +96,7 @@ class SharedTier:
             self._collect()
             kind = self._kinds.get((slot_size, read_class))
             if kind is None:
-                kind = self._kinds[slot_size, read_class] = Kind(slot_size, read_class)
+                kind = self._kinds[slot_size, read_class] = Kind(slot_size, read_class, self._recent)
             found = self._take(kind) or self._make_room(kind)
             block = TierBlock(*found, size) if found else None
             if not kind.arenas:
@@ -103,25 +109,35 @@ class SharedTier:
         """``block`` holds all bytes of file ``ino``: it can be found until room is needed, or it is dropped."""
         arena = block.home
         with self._lock:
-            self._forget(ino)
+            if ino in self.kept:
+                self._forget(ino)
             if arena.kind.retired:
                 return
-            self.kept[ino] = arena.kind.kept[ino] = block
+            self.kept[ino] = block
+            arena.kind.kept.add(ino, block)
             self._kept_bytes += block.size
             arena.kept_count += 1
-            block.used_at = arena.used_at = next(self._clock)
+            block.kept_at = arena.used_at = next(self._clock)
 
     def find(self, ino: int) -> TierBlock | None:
-        """The block of a file, which is then the last to go."""
+        """The block of a file. Whoever then reads it notes the use."""
         with self._lock:
             block = self.kept.get(ino)
             if block is None:
                 self._counters.misses += 1
                 return None
             self._counters.hits += 1
-            block.used_at = block.home.used_at = next(self._clock)
-            block.home.kind.kept.move_to_end(ino)
             return block
+
+    def is_wanted(self, ino: int) -> bool:
+        """A file without a block was asked for; whether it should have one, as it was asked for lately, too."""
+        if not self.capacity:
+            return False
+        with self._lock:
+            if ino in self._recent:
+                return True
+            self._recent.add(ino, len(self.kept))
+            return False
 
     def drop(self, ino: int) -> None:
         """The file has other bytes now, or other readers, or is no more. Clients that hold the block keep it."""
@@ -186,7 +202,7 @@ class SharedTier:
     def _forget(self, ino: int) -> None:
         block = self.kept.pop(ino, None)
         if block is not None:
-            del block.home.kind.kept[ino]
+            block.home.kind.kept.remove(ino)
             block.home.kept_count -= 1
             self._kept_bytes -= block.size
 
@@ -232,21 +248,20 @@ class SharedTier:
         return arena
 
     def _make_room(self, kind: Kind) -> tuple[Arena, int] | None:
-        """Evict what was not used for longest: blocks of this kind, or a whole arena of another one."""
+        """Evict what is used least: blocks of this kind, or a whole arena of another one."""
         evictions_left = EVICTIONS_MAX
         while evictions_left:
-            oldest, block = next(iter(kind.kept.items()), (0, None))
-            other = self._oldest_arena(kind, block.used_at if block is not None else None)
-            del block
+            ino = kind.kept.next_to_go()
+            other = self._idle_arena(kind, self.kept[ino].kept_at if ino is not None else None)
             if other is not None:
                 evictions_left -= other.leased_count > 0
-                self._evict([ino for ino, block in other.kind.kept.items() if block.home is other])
+                self._evict([ino for ino in other.kind.kept if self.kept[ino].home is other])
                 self._collect()
                 if not other.leased_count:
                     self._reassign(other, kind)
-            elif kind.kept:
+            elif ino is not None:
                 evictions_left -= 1
-                self._evict([oldest])
+                self._evict([ino])
                 self._collect()
             else:
                 return None
@@ -254,8 +269,21 @@ class SharedTier:
                 return found
         return None
 
+    def _idle_arena(self, kind: Kind, before: int | None) -> Arena | None:
+        """The arena of another kind that nobody but the cache holds, and that was not used since ``before``.
+
+        One whose blocks were read is spared a few times, so that blocks that are stored and never read go before it.
+        """
+        for _ in range(ARENAS_MAX):
+            found = self._oldest_arena(kind, before)
+            if found is None or before is None or not found.uses or not found.leased_count:
+                return found
+            found.uses -= 1
+            found.used_at = next(self._clock)
+        return None
+
     def _oldest_arena(self, kind: Kind, before: int | None) -> Arena | None:
-        """The arena of another kind that nobody but the cache holds, and that was not used since ``before``."""
+        """The same, without regard to reads."""
         found, found_time = None, before
         for arena in self._arenas.values():
             if arena.kind is kind or arena.leased_count != arena.kept_count:
@@ -268,6 +296,7 @@ class SharedTier:
     def _evict(self, inos: list[int]) -> None:
         for ino in inos:
             self._forget(ino)
+            self._recent.add(ino, len(self.kept))
         self.evicted.extend(inos)
         self._counters.evictions += len(inos)
 

@@ -9,6 +9,7 @@ import random
 import subprocess
 import sys
 import threading
+from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -65,15 +66,78 @@ def test_without_capacity_there_is_no_tier() -> None:
     assert SharedTier(0).allocate(1, HERE) is None
 
 
-def test_what_was_not_used_for_longest_goes_first() -> None:
+def read(tier: SharedTier, ino: int) -> bool:
+    """As a reader does; whether the block is there."""
+    block = tier.find(ino)
+    if block is not None:
+        block.note_use()
+    return block is not None
+
+
+def test_what_was_read_more_than_once_stays_and_of_the_others_the_first_goes() -> None:
     tier = SharedTier(16 * 64 * KIB)
     for ino in range(16):
         keep(tier, ino, 64 * KIB)
-    assert tier.find(0) is not None
+    assert read(tier, 0)
+    assert read(tier, 0)
+    assert read(tier, 1)
     keep(tier, 100, 64 * KIB)
-    assert tier.find(1) is None
-    assert tier.find(0) is not None
+    assert [tier.find(ino) is not None for ino in (0, 1, 2, 100)] == [True, False, True, True]
     assert list(tier.evicted) == [1]
+
+
+def lru_hits(requests: list[int], count: int) -> list[bool]:
+    """Which requests a cache of so many blocks answers that forgets what was not used for longest."""
+    kept, hits = OrderedDict[int, None](), []
+    for ino in requests:
+        hits.append(ino in kept)
+        kept[ino] = None
+        kept.move_to_end(ino)
+        if len(kept) > count:
+            kept.popitem(last=False)
+    return hits
+
+
+def hot_set_and_scan(seed: int) -> list[int]:
+    """Requests for 60 blocks again and again, and 4 times as many for blocks that are read once."""
+    chosen, scanned = random.Random(seed), iter(range(1000, 1 << 30))
+    return [chosen.randrange(60) if chosen.random() < 0.2 else next(scanned) for _ in range(8000)]
+
+
+def hot_share(requests: list[int], hits: list[bool]) -> float:
+    """The hit ratio of hot blocks, when the tier knows them."""
+    hot = [hit for ino, hit in list(zip(requests, hits, strict=True))[3000:] if ino < 1000]
+    return sum(hot) / len(hot)
+
+
+def test_a_scan_of_blocks_that_are_read_once_leaves_those_that_are_read_again() -> None:
+    seed = 20261126
+    print("seed", seed)
+    requests, tier, hits = hot_set_and_scan(seed), SharedTier(100 * 4 * KIB), list[bool]()
+    for ino in requests:
+        hits.append(read(tier, ino))
+        if not hits[-1] and tier.is_wanted(ino):
+            keep(tier, ino, 4 * KIB)
+    assert hot_share(requests, lru_hits(requests, 100)) < 0.5
+    assert hot_share(requests, hits) >= 0.9
+
+
+@pytest.mark.parametrize("there", [HERE, THERE], ids=["same readers", "other readers"])
+def test_a_flood_of_stores_leaves_blocks_that_are_read_again(there: ReadClass) -> None:
+    seed = 20261126
+    print("seed", seed)
+    requests, tier, hits = hot_set_and_scan(seed), SharedTier(100 * 4 * KIB), list[bool]()
+    for ino in range(60):
+        keep(tier, ino, 4 * KIB)
+        assert read(tier, ino)
+        assert read(tier, ino)
+    for ino in requests:
+        hits.append(ino < 1000 and read(tier, ino))
+        if ino >= 1000:
+            keep(tier, ino, 4 * KIB, there)
+        elif not hits[-1] and tier.is_wanted(ino):
+            keep(tier, ino, 4 * KIB)
+    assert hot_share(requests, hits) >= 0.9
 
 
 def test_another_kind_gives_its_arena_when_it_is_older() -> None:
