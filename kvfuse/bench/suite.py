@@ -18,6 +18,7 @@ from pathlib import Path
 from kvfuse.bench import measures
 from kvfuse.bench.daemons import Daemon, Memory, barefs_mount, kvfuse_mount, memory_of
 from kvfuse.bench.measures import MIB
+from kvfuse.bench.qos import bench_qos
 from kvfuse.bench.replay import round_trips
 from kvfuse.bench.rounds import Conditions, Figure, Measured, Side, alternate
 from kvfuse.errors import KvfuseError
@@ -347,6 +348,7 @@ BENCHES: dict[str, Callable[[Setting], list[Figure]]] = {
     "read-stream": bench_read_stream,
     "round-trips": bench_round_trips,
     "eviction": bench_eviction,
+    "qos": bench_qos,
 }
 LARGE_BENCHES: dict[str, Callable[[Setting], list[Figure]]] = {"small-files": bench_small_files}
 

@@ -242,6 +242,7 @@ class Files:
         times.counts[bisect_left(times.bounds, seconds)] += 1
         times.sum += seconds
         measures.read_bytes += byte_count
+        measures.readers[measures] = began
         counters.reads += 1
         counters.read_bytes += byte_count
         self._access.read_by(handle, node)
@@ -250,7 +251,10 @@ class Files:
         return self._parts.mapper.map_of(handle if isinstance(handle, Node) else handle.node)
 
     async def show(self, handle: FileHandle | Node, first: int, last: int) -> None:
-        await self._parts.mapper.show(await self._current(handle), first, last)
+        node = await self._current(handle)
+        measures = self._core.namespaces.measures[node.namespace]
+        measures.readers[measures] = perf_counter()
+        await self._parts.mapper.show(node, first, last)
 
     async def write(self, handle: FileHandle, offset: int, data: bytes | memoryview, *, by_kernel: bool = False) -> int:
         began = perf_counter()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kvfuse.bench import measures, suite
+from kvfuse.bench import measures, qos, suite
 from kvfuse.bench.cache import BlockFolder, Outcome, read_whole
 from kvfuse.bench.content import KEY_SIZE, BlockContent, block_key
 from kvfuse.bench.daemons import barefs_mount, kvfuse_mount, memory_of
@@ -379,3 +379,13 @@ def test_bench_writes_a_table_and_json(tmp_path: Path) -> None:
 def test_every_bench_is_told_apart() -> None:
     assert not suite.BENCHES.keys() & suite.LARGE_BENCHES.keys()
     assert all(function.__doc__ for function in (suite.BENCHES | suite.LARGE_BENCHES).values())
+
+
+@pytest.mark.parametrize("door", qos.READERS)
+def test_reads_beside_a_flood_are_measured(tmp_path: Path, door: str) -> None:
+    with kvfuse_mount(tmp_path / "volume", tmp_path / "mnt", "capacity=1GiB") as daemon:
+        qos._prepare(daemon.mountpoint)
+        for neighbour in ("", "puts"):
+            row = qos._side(qos.READERS[door], daemon.mountpoint, neighbour, 20 * MIB, 0.1)(0)
+            assert 0 < row["p50"] <= row["p99"]
+        assert len(list((daemon.mountpoint / "flooded").iterdir())) > 0

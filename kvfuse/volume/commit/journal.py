@@ -29,6 +29,7 @@ from kvfuse.volume.commit.committer import Committer, UseRecords
 from kvfuse.volume.commit.late import Late, is_held, settlers
 from kvfuse.volume.commit.pending import Pending
 from kvfuse.volume.inodes.node import Node, check_remembered
+from kvfuse.volume.namespaces.settings import ROOT
 
 if TYPE_CHECKING:
     from kvfuse.volume.commit.terms import Terms
@@ -39,6 +40,8 @@ log = logging.getLogger(__name__)
 
 FILES_MAX = 400
 """Files whose bytes go with one commit: it is built without a pause, in some milliseconds for as many."""
+BESIDE_READERS = 0.25
+"""Part of the window where callers of other namespaces read: a commit is then built without a long pause."""
 RETRY_DELAYS = (0.05, 0.1, 0.2, 0.5, 1.0)
 """Seconds between attempts after failed commits; the last one repeats."""
 CHUNK_SHARE = 8
@@ -258,7 +261,8 @@ class Journal:
             await load.work.wait()
             if not (self.waiters.waiting or load.is_full or self._has_left):
                 load.urgent = trio.Event()  # the last commit served the waiter that set it
-                with trio.move_on_after(self.window):
+                is_alone = len(self.core.namespaces.measures[ROOT].readers) < 2
+                with trio.move_on_after(self.window if is_alone else self.window * self._part_of_window()):
                     await load.urgent.wait()
             await self.committer.gathering.meet()
             load.work, load.urgent = trio.Event(), trio.Event()
@@ -273,6 +277,11 @@ class Journal:
                 with trio.move_on_after(delay):
                     await load.urgent.wait()
                 load.work.set()
+
+    def _part_of_window(self) -> float:
+        changed = next(iter(self.pending.dirty), None)
+        measures = self.core.namespaces.measures
+        return BESIDE_READERS if changed is not None and measures[changed.namespace].is_beside_readers() else 1.0
 
     async def _commit_batch(self) -> None:
         """Write bytes, build, commit, settle. Other tasks change memory at each await; `_build` has none."""

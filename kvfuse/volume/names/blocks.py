@@ -156,7 +156,9 @@ class Blocks:
         namespace = self.core.namespaces.all.get(folder.namespace)
         if namespace is not None and namespace.settings.recompute_rate and True in found:
             found = await self.outlook.worth(directory, names, found, namespace)
-        self.core.namespaces.measures[folder.namespace].seconds["exists"].add(perf_counter() - began)
+        measures = self.core.namespaces.measures[folder.namespace]
+        measures.seconds["exists"].add(perf_counter() - began)
+        measures.readers[measures] = began
         return found
 
     async def costs(self, directory: int, names: list[bytes]) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.float32]]:

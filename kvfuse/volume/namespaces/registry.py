@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import trio
@@ -54,7 +55,8 @@ class Namespaces:
         self.all: dict[int, Namespace] = {}
         self.caches: dict[int, Cache] = {}
         """number -> books of those that are caches: what hot paths look at"""
-        self.measures: defaultdict[int, Measures] = defaultdict(Measures)
+        readers: dict[Measures, float] = {}
+        self.measures: defaultdict[int, Measures] = defaultdict(partial(Measures, readers))
         """number -> what is measured of it"""
         self.gates = Gates()
         self.news = News()
@@ -175,7 +177,8 @@ class Namespaces:
         self.all.pop(number, None)
         self.cleared.pop(number, None)
         self.caches.pop(number, None)
-        self.measures.pop(number, None)
+        if (measures := self.measures.pop(number, None)) is not None:
+            measures.readers.pop(measures, None)
         self.accounts.limiters.pop(number, None)
         self.gates.remove(number)
         if at_once:

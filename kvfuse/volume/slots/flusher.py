@@ -38,6 +38,10 @@ BATCH_CHUNKS = 512
 PREPARED_BYTES = 2 << 20
 PREPARED_CHUNKS = 64
 """Bytes and chunks whose checksums and headers are made before other tasks may run: some 3 ms."""
+BATCH_BYTES_SHARED = 8 << 20
+"""The same where several namespaces have such bytes, each of which gets its share of every batch."""
+BESIDE_READERS = 4
+"""Where callers of other namespaces read, so many fewer are made before other tasks may run."""
 PAUSE_MIN = 0.1
 PAUSE_MAX = 0.5
 """Seconds before the next attempt after a failed write: after the first failure, and at most."""
@@ -256,17 +260,19 @@ class Flusher:
         async with self._lock:
             if self._late is not None and self._late is not before:
                 raise self._late
-            left = deque(chunks)
+            left, size_max = deque(chunks), BATCH_BYTES
+            if len(chunks) > 1 and any(node.namespace != chunks[0][0].namespace for node, _ in chunks):
+                left, size_max = deque(in_fair_order(self.core, chunks)), BATCH_BYTES_SHARED
             while left:
-                await self._write_batch(left)
+                await self._write_batch(left, size_max)
 
-    async def _write_batch(self, chunks: deque[tuple[Node, int]]) -> None:
+    async def _write_batch(self, chunks: deque[tuple[Node, int]], size_max: int) -> None:
         """Under the lock: write the first of ``chunks``. At each await staged bytes may be replaced or dropped;
         `_install` checks that.
         """
         items: list[_Item] = []
         try:
-            await self._take(chunks, items)
+            await self._take(chunks, items, size_max)
             if not items:
                 return
             writes = await self._prepare(items)
@@ -286,10 +292,10 @@ class Flusher:
                     await trio.lowlevel.checkpoint()
                 self._install(item)
 
-    async def _take(self, chunks: deque[tuple[Node, int]], items: list[_Item]) -> None:
+    async def _take(self, chunks: deque[tuple[Node, int]], items: list[_Item], size_max: int) -> None:
         """Begin to write the first of ``chunks``: from here on they do not change. Compresses what is to be."""
         size = 0
-        while chunks and size < BATCH_BYTES and len(items) < BATCH_CHUNKS:
+        while chunks and size < size_max and len(items) < BATCH_CHUNKS:
             node, index = chunks.popleft()
             chunk = node.chunks.get(index)
             if chunk is not None and chunk.staged is not None:
@@ -308,8 +314,10 @@ class Flusher:
         writes: list[Transfer] = []
         heads: list[Head] = []
         prepared_size = 0
+        of = self.core.namespaces.measures[items[0].node.namespace]
+        part = BESIDE_READERS if len(of.readers) > 1 and of.is_beside_readers() else 1
         for item in items:
-            if len(heads) >= PREPARED_CHUNKS or prepared_size >= PREPARED_BYTES:
+            if len(heads) * part >= PREPARED_CHUNKS or prepared_size * part >= PREPARED_BYTES:
                 writes += transfers(self.core.superblock, heads)
                 heads, prepared_size = [], 0
                 await trio.lowlevel.checkpoint()
@@ -425,3 +433,16 @@ class Flusher:
                 disk.keep(Stretch.around(extent, low, low + len(part)), part)
                 low += len(part)
             start += extent.length
+
+
+def in_fair_order(core: Core, chunks: Sequence[tuple[Node, int]]) -> list[tuple[Node, int]]:
+    """By shares of the weights of their namespaces; those of one namespace keep their order."""
+    ends: dict[int, float] = {}
+    starts = []
+    for node, index in chunks:
+        start = ends.get(node.namespace, 0.0)
+        chunk = node.chunks.get(index)
+        size = chunk.staged.length if chunk is not None and chunk.staged is not None else 0
+        ends[node.namespace] = start + size / core.namespaces.weight(node.namespace)
+        starts.append(start)
+    return [chunks[number] for number in sorted(range(len(chunks)), key=starts.__getitem__)]

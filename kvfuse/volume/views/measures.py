@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left
+from time import perf_counter
 from typing import Any
 
 import trio
@@ -22,6 +23,7 @@ AGE_BOUNDS = tuple(float(f"{digit}e{power}") for power in range(6) for digit in 
 """seconds between two events of a block: 1 s to 3.5 days"""
 OPERATIONS = "read", "write", "get", "put", "exists"
 """of files, and of blocks by key"""
+LATELY_SECONDS = 0.25
 FAILURES: dict[str, tuple[type[Exception], ...]] = {
     "deadline": (errors.EngineTimeout, TimeoutError),
     "corrupt": (errors.Corrupt,),
@@ -56,11 +58,14 @@ class Measures:
     """What callers did in one namespace, through whichever door."""
 
     __slots__ = (
-        "failures", "kernel_waiting", "limiters", "read_bytes",
+        "failures", "kernel_waiting", "limiters", "read_bytes", "readers",
         "seconds", "throttled_seconds", "unread", "weight", "written_bytes",
     )  # fmt: skip
 
-    def __init__(self) -> None:
+    def __init__(self, readers: dict[Measures, float] | None = None) -> None:
+        """``readers``: what all namespaces of a volume share; None: there are no others."""
+        self.readers = {} if readers is None else readers
+        """namespace -> when one of its callers last read in the event loop (time.perf_counter)"""
         self.read_bytes = 0
         self.written_bytes = 0
         self.seconds = {operation: Histogram(REQUEST_BOUNDS) for operation in OPERATIONS}
@@ -77,6 +82,11 @@ class Measures:
         """that requests waited for them, together"""
         self.kernel_waiting = 0
         """requests of the kernel that wait for them now"""
+
+    def is_beside_readers(self) -> bool:
+        """Callers of another namespace read lately: work for this one is done in smaller pieces. Event loop only."""
+        since = perf_counter() - LATELY_SECONDS
+        return any(at > since and other is not self for other, at in self.readers.items())
 
     async def throttle(self, size: int) -> None:
         """Wait for the limits, which there are: an operation of ``size`` bytes is about to begin. Event loop only."""

@@ -15,7 +15,8 @@ from kvfuse.errors import InvalidArgument
 from kvfuse.options.config import Options
 from kvfuse.volume.api import ROOT_INODE
 from kvfuse.volume.namespaces.settings import Settings
-from kvfuse.volume.views.fair_line import FairLine
+from kvfuse.volume.slots.flusher import in_fair_order
+from kvfuse.volume.views.fair_line import PASSED_MAX, FairLine, Kind, PriorityLine
 from kvfuse.volume.volume import Volume
 
 PIECE = 64 << 10
@@ -98,3 +99,45 @@ def test_bad_weights_are_refused() -> None:
     for weight in ("0", "-1", "many"):
         with pytest.raises(InvalidArgument, match=r"0\.01 to 100"):
             Settings().changed({"weight": weight})
+
+
+async def test_bytes_of_several_namespaces_are_written_in_a_fair_order(rng: random.Random) -> None:
+    """By weight, in bounded batches; each namespace in the order of its own."""
+    size = 256 << 10
+    weights = {b"flood": 1, b"light": 1, b"heavy": 3}
+    counts = {b"flood": 80, b"light": 6, b"heavy": 18}
+    options = lab_options(capacity=256 * MIB)
+    async with opened(Disk.format(options), options) as volume:
+        folders, names = {}, {}
+        for name, weight in weights.items():
+            folders[name] = await make_namespace(volume, ROOT_INODE, name, kind="files", weight=weight)
+        chunks = []
+        for name, count in counts.items():
+            for number in range(count):
+                handle, _ = await volume.tree.create(folders[name], b"%d" % number, 0o644, CALLER, os.O_RDWR)
+                await volume.files.write(handle, 0, rng.randbytes(size))
+                names[handle.node] = name
+                chunks.append((handle.node, 0))
+        order = [names[node] for node, _ in in_fair_order(volume.parts.core, chunks)]
+        assert Counter(order[:30]) == {b"flood": 6, b"light": 6, b"heavy": 18}
+        of_flood = [node for node, _ in in_fair_order(volume.parts.core, chunks) if names[node] == b"flood"]
+        assert of_flood == [node for node in names if names[node] == b"flood"]
+
+
+def test_reads_precede_writes_and_prefetch_but_nobody_starves(rng: random.Random) -> None:
+    line, waiting, waits = PriorityLine(), Counter[Kind](), Counter[Kind]()
+    for _ in range(20_000):
+        while waiting.total() < 5 or not waiting[Kind.READ]:
+            kind = rng.choice(list(Kind))
+            line.enter(kind, rng.randrange(3), rng.randint(1, 1000), 1.0, kind)
+            waiting[kind] += 1
+        served = line.take()
+        for kind in Kind:
+            waits[kind] = waits[kind] + 1 if waiting[kind] and kind is not served else 0
+        waiting[served] -= 1
+        assert waits[Kind.READ] <= 2
+        assert waits[Kind.WRITE] <= PASSED_MAX[Kind.WRITE] + 1
+        assert waits[Kind.PREFETCH] <= PASSED_MAX[Kind.PREFETCH]
+    line.enter(Kind.PREFETCH, 1, 1, 1.0, "last")
+    line.drop("last")
+    assert [line.take() for _ in range(waiting.total())].count("last") == 0
