@@ -129,6 +129,7 @@ class Evictor:
             await self.shared.read_what_came()
             self._ahead.look()
         elif unread := [number for number, cache in self.core.caches.items() if not cache.before.is_known]:
+            await self._store_closed()
             await read_blocks(self.core, unread, lambda slab: True)
         self._take_uses()
         await self._remove_expired()
@@ -138,6 +139,13 @@ class Evictor:
         if accounts.root_blocks:
             await self._keep_below(lambda mark: accounts.root.excess(mark), accounts.root.settings, ROOT)
         await self._keep_below(self._excess, self.core.namespaces, None)
+
+    async def _store_closed(self) -> None:
+        """Store the names of all files that nobody writes: books that a cache begins anew know of no pending ones."""
+        pending = self.journal.pending
+        closed = [node for node in (*pending.dirty, *pending.aside.nodes) if node.is_file and not node.writers]
+        if closed or self.journal.is_committing:
+            await self.journal.commit(*closed)
 
     async def _keep_below(self, excess: Callable[[float], int], marks: WaterMarks, namespace: int | None) -> None:
         """Evict down to the low water mark, if the high one is reached, in a namespace or (None) in the volume.
