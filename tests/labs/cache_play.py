@@ -69,6 +69,9 @@ class Blocks:
 class CacheActor(Actor):
     """Writes names of its own in the folders of caches, and reads all."""
 
+    name_count = 200
+    """in each folder"""
+
     def __init__(self, volume: Volume, blocks: Blocks, rng: random.Random, number: int, folders: list[int]) -> None:
         super().__init__(volume, Expected(), rng, number)
         self.blocks, self.folders, self.steps = blocks, folders, 0
@@ -78,7 +81,7 @@ class CacheActor(Actor):
             self.put, self.publish, self.publish_by_link, self.remove, self.cut, self.agree, self.hold, self.delete,
         ]  # fmt: skip
         for _ in range(steps):
-            name = b"c%d.%d" % (self.number, self.rng.randrange(200))
+            name = b"c%d.%d" % (self.number, self.rng.randrange(self.name_count))
             written = self.blocks.at((self.rng.choice(self.folders), name))
             await self.rng.choices(actions, [8, 6, 1, 1, 1, 3, 2, 1])[0](written)
             await self.look_around()
@@ -258,6 +261,7 @@ class CacheActor(Actor):
 
     async def hold(self, written: Written) -> None:
         """An open file stays as it is, however long."""
+        least = written.least if not written.is_absent else 0
         ino = await self.find(*written.place)
         if ino is None:
             return
@@ -273,7 +277,7 @@ class CacheActor(Actor):
                 data = bytes(await self.volume.files.read(handle, 0, 1 << 20))
             except EngineError:
                 continue
-            written.check(data, written.least if not written.is_absent else 0)
+            written.check(data, least)
         await self.volume.files.release(handle)
 
 

@@ -101,9 +101,13 @@ class UseAudit:
     @classmethod
     def attach(cls, disk: Disk) -> UseAudit:
         audit = cls(disk)
-        audit._last.update(with_inner(disk, count_uses(disk)))
+        audit.begin()
         disk.audit = audit.look
         return audit
+
+    def begin(self) -> None:
+        """What is there may stay."""
+        self._last.update(with_inner(self.disk, count_uses(self.disk)))
 
     def look(self, puts: Mapping[bytes, bytes], deletes: Collection[bytes]) -> None:
         """AssertionError where a namespace's recorded use is not what it has, or grew beyond what it may be."""

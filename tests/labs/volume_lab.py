@@ -44,9 +44,11 @@ from kvfuse.slab.layout import FEATURE_PACKED, Geometry, Superblock
 from kvfuse.volume.api import Caller
 from kvfuse.volume.check.evidence import Evidence, Report
 from kvfuse.volume.check.fsck import run_check
+from kvfuse.volume.inodes.metadata_budget import weigh
 from kvfuse.volume.opening.format import first_records
 from kvfuse.volume.opening.holding import Held
 from kvfuse.volume.running import run_volume
+from kvfuse.volume.store import schema
 from kvfuse.volume.volume import Volume
 
 CALLER = Caller(0, 0)
@@ -448,8 +450,18 @@ async def opened(
     """The volume on ``disk``; flushed at the end. ``limits``: of commits, if not the disk's."""
     chaos = chaos or Chaos(random.Random(0))
     records = MemoryRecords(disk, chaos, limits)
+    if not disk.shared:
+        count_inodes(disk)
     async with run_volume(options, Held(disk.superblock, records, MemorySegments(disk, chaos))) as volume:
         yield volume
+
+
+def count_inodes(disk: Disk) -> None:
+    """Record their number, as a store of one daemon counts it itself."""
+    count = sum([weigh(key, row.value)[1] for key, row in disk.records.items()])
+    former = disk.records.get(schema.COUNTER_FILES)
+    if former is not None and schema.decode_counts(former.value).inodes != count:
+        disk.apply({schema.COUNTER_FILES: schema.encode_counts(count, schema.decode_counts(former.value).size)}, ())
 
 
 async def check(disk: Disk, *, verify: bool = True) -> Report:
