@@ -129,7 +129,7 @@ class Evictor:
             await self.shared.read_what_came()
             self._ahead.look()
         elif unread := [number for number, cache in self.core.caches.items() if not cache.before.is_known]:
-            await self._store_closed()
+            await _store_closed(self.journal)
             await read_blocks(self.core, unread, lambda slab: True)
         self._take_uses()
         await self._remove_expired()
@@ -139,13 +139,6 @@ class Evictor:
         if accounts.root_blocks:
             await self._keep_below(lambda mark: accounts.root.excess(mark), accounts.root.settings, ROOT)
         await self._keep_below(self._excess, self.core.namespaces, None)
-
-    async def _store_closed(self) -> None:
-        """Store the names of all files that nobody writes: books that a cache begins anew know of no pending ones."""
-        pending = self.journal.pending
-        closed = [node for node in (*pending.dirty, *pending.aside.nodes) if node.is_file and not node.writers]
-        if closed or self.journal.is_committing:
-            await self.journal.commit(*closed)
 
     async def _keep_below(self, excess: Callable[[float], int], marks: WaterMarks, namespace: int | None) -> None:
         """Evict down to the low water mark, if the high one is reached, in a namespace or (None) in the volume.
@@ -368,6 +361,14 @@ class Evictor:
         if node.ino in self.core.unnamed and not node.handles:
             self.names.nameless.reap(node)
         return True
+
+
+async def _store_closed(journal: Journal) -> None:
+    """Store the names of all files that nobody writes: books that a cache begins anew know of no pending ones."""
+    nodes = *journal.pending.dirty, *journal.pending.aside.nodes
+    closed = [node for node in nodes if node.is_file and not node.writers]
+    if closed or journal.is_committing:
+        await journal.commit(*closed)
 
 
 def _unstored_files(dentries: Dentries, unstored: list[Candidate]) -> list[Node]:
