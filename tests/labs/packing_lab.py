@@ -9,6 +9,7 @@ import pytest
 from kvfuse.slab.layout import PAGE_SIZE
 from kvfuse.volume.inodes.chunk import Staged
 from kvfuse.volume.inodes.node import Node
+from kvfuse.volume.namespaces.settings import Settings
 from kvfuse.volume.slots.packer import Packer
 
 
@@ -25,3 +26,4 @@ def pack_everything(monkeypatch: pytest.MonkeyPatch) -> None:
         return staged.capacity > PAGE_SIZE
 
     monkeypatch.setattr(Packer, "wants", wants)
+    monkeypatch.setattr(Settings, "compression", "zstd")

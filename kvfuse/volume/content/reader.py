@@ -200,8 +200,9 @@ class Reader:
                 return bytes(length)
             if chunk.staged is not None:
                 return chunk.staged.read(start, start + length)
-            if len(chunk.extents) == 1 and start + length <= chunk.extents[0].span:
-                data = await self.extents.read_plain(node, offset, chunk.extents[0], start, length)
+            extent = chunk.extents[0] if len(chunk.extents) == 1 else None
+            if extent is not None and not extent.packing and start + length <= extent.length:
+                data = await self.extents.read(node, offset, extent, start, length)
                 if data is not None:
                     return data
         result = bytearray(length)

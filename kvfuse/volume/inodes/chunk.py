@@ -178,7 +178,7 @@ class Chunk:
     @property
     def length(self) -> int:
         """Bytes of the file in slots; the rest of the chunk reads as zeros."""
-        return sum([extent.span for extent in self.extents])
+        return sum([extent.span if extent.packing else extent.length for extent in self.extents])
 
     def start_of(self, extent: Extent) -> int:
         """Offset in the chunk, in bytes, of one of its extents."""

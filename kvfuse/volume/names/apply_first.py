@@ -111,7 +111,7 @@ class ApplyFirst:
         """The plan can be applied without a wait."""
         if plan.removed is not None or (plan.unlinked is not None and self.nameless.needs_loading(plan.unlinked)):
             return False
-        if self._is_late(plan):
+        if self.core.namespaces.cleared and self._is_late(plan):
             return False
         tied = self.journal.to_untie([end.found.node for end in plan.ends])
         if (plan.node.namespace or self.core.namespaces.accounts.root_blocks) and self._is_full(plan):
@@ -120,7 +120,7 @@ class ApplyFirst:
 
     def _is_late(self, plan: Plan) -> bool:
         """The plan makes an inode whose number is below those of a clear of which this host has heard."""
-        return plan.made is not None and bool(self.core.namespaces.cleared) and self.core.is_cleared(plan.made)
+        return plan.made is not None and self.core.is_cleared(plan.made)
 
     def _is_full(self, plan: Plan) -> bool:
         """The plan makes one more file in a namespace that may have no more."""
@@ -132,7 +132,7 @@ class ApplyFirst:
     async def _has_waited(self, plan: Plan) -> bool:
         """Wait for what the plan needs. False: its ends have not changed meanwhile."""
         ends, removed = plan.ends, plan.removed
-        if self._is_late(plan):
+        if self.core.namespaces.cleared and self._is_late(plan):
             await self.core.inodes.reach(self.core.namespaces.cleared[plan.node.namespace])
             return True
         lost = plan.unlinked or removed

@@ -294,7 +294,7 @@ class Flusher:
 
     async def _take(self, chunks: deque[tuple[Node, int]], items: list[_Item], size_max: int) -> None:
         """Begin to write the first of ``chunks``: from here on they do not change. Compresses what is to be."""
-        size = 0
+        size, spaces, tried = 0, self.core.namespaces.all, list[_Item]()
         while chunks and size < size_max and len(items) < BATCH_CHUNKS:
             node, index = chunks.popleft()
             chunk = node.chunks.get(index)
@@ -303,8 +303,11 @@ class Flusher:
                 chunk.staged.writing = True
                 chunk.writing = chunk.staged
                 items.append(_Item(node, index, chunk, chunk.staged))
-        tried = [item for item in items if self.packer.wants(item.node, item.staged)]
+                namespace = spaces.get(node.namespace)
+                if namespace is not None and namespace.settings.compression != "none":
+                    tried.append(items[-1])
         if tried:
+            tried = [item for item in tried if self.packer.wants(item.node, item.staged)]
             packed = await self.packer.pack([(item.node.namespace, item.staged) for item in tried])
             for item, found in zip(tried, packed, strict=True):
                 item.packed = found
@@ -323,7 +326,8 @@ class Flusher:
                 await trio.lowlevel.checkpoint()
             prepared_size += item.staged.length
             item.identity = identity_of(item.node)
-            item.extents = self._plan_packed(item, writes) or self._plan_extents(item.staged, writes)
+            packed = self._plan_packed(item, writes) if item.packed is not None else []
+            item.extents = packed or self._plan_extents(item.staged, writes)
             offset = 0
             for extent in item.extents:
                 heads.append(self.headers.head(item.node, item.chunk_index, offset, extent))
@@ -332,8 +336,7 @@ class Flusher:
 
     def _plan_packed(self, item: _Item, writes: list[Transfer]) -> list[Extent]:
         """The same as `_plan_extents` for compressed bytes; none where there is no slot for them but the larger one."""
-        if item.packed is None:
-            return []
+        assert item.packed is not None
         data, packing = item.packed
         slot = self.core.slabs.take(len(data), item.staged.slots[0].owner)
         if slot is None:

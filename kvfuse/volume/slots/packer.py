@@ -42,10 +42,7 @@ class Packer:
         """namespace -> those of its chunks"""
 
     def wants(self, node: Node, staged: Staged) -> bool:
-        """This chunk is to be tried."""
-        namespace = self.core.namespaces.all.get(node.namespace)
-        if namespace is None or namespace.settings.compression == "none":
-            return False
+        """This chunk, of such a namespace, is to be tried."""
         is_whole = staged.length == node.chunk_size or not node.writers
         if not is_whole or staged.capacity == PAGE_SIZE:
             return False
