@@ -151,8 +151,10 @@ class Calls:
                 self._kept = {}
             self.nursery.start_soon(self._at_a_wait)
             turn_end = time.perf_counter() + PUTS_SECONDS
-            of = self._puts[0].namespace
-            if of is not None and len(of.measures.readers) > 1 and of.measures.is_beside_readers():
+            namespace = self._puts[0].namespace
+            assert namespace is not None
+            of = namespace.measures
+            if len(of.readers) > (of in of.readers) and of.is_beside_readers():
                 turn_end -= PUTS_SECONDS * (1 - BESIDE_READERS)
             with trio.CancelScope() as scope:
                 while self._puts and self._runner is runner and not scope.cancel_called:

@@ -29,7 +29,6 @@ from kvfuse.volume.commit.committer import Committer, UseRecords
 from kvfuse.volume.commit.late import Late, is_held, settlers
 from kvfuse.volume.commit.pending import Pending
 from kvfuse.volume.inodes.node import Node, check_remembered
-from kvfuse.volume.namespaces.settings import ROOT
 
 if TYPE_CHECKING:
     from kvfuse.volume.commit.terms import Terms
@@ -261,8 +260,13 @@ class Journal:
             await load.work.wait()
             if not (self.waiters.waiting or load.is_full or self._has_left):
                 load.urgent = trio.Event()  # the last commit served the waiter that set it
-                is_alone = len(self.core.namespaces.measures[ROOT].readers) < 2
-                with trio.move_on_after(self.window if is_alone else self.window * self._part_of_window()):
+                window = self.window
+                for changed in self.pending.dirty:
+                    of = self.core.namespaces.measures[changed.namespace]
+                    if len(of.readers) > (of in of.readers) and of.is_beside_readers():
+                        window *= BESIDE_READERS
+                    break
+                with trio.move_on_after(window):
                     await load.urgent.wait()
             await self.committer.gathering.meet()
             load.work, load.urgent = trio.Event(), trio.Event()
@@ -277,11 +281,6 @@ class Journal:
                 with trio.move_on_after(delay):
                     await load.urgent.wait()
                 load.work.set()
-
-    def _part_of_window(self) -> float:
-        changed = next(iter(self.pending.dirty), None)
-        measures = self.core.namespaces.measures
-        return BESIDE_READERS if changed is not None and measures[changed.namespace].is_beside_readers() else 1.0
 
     async def _commit_batch(self) -> None:
         """Write bytes, build, commit, settle. Other tasks change memory at each await; `_build` has none."""

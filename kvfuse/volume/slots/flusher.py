@@ -318,7 +318,7 @@ class Flusher:
         heads: list[Head] = []
         prepared_size = 0
         of = self.core.namespaces.measures[items[0].node.namespace]
-        part = BESIDE_READERS if len(of.readers) > 1 and of.is_beside_readers() else 1
+        part = BESIDE_READERS if len(of.readers) > (of in of.readers) and of.is_beside_readers() else 1
         for item in items:
             if len(heads) * part >= PREPARED_CHUNKS or prepared_size * part >= PREPARED_BYTES:
                 writes += transfers(self.core.superblock, heads)
