@@ -42,6 +42,7 @@ from kvfuse.volume.names.bulk_removal import BulkRemoval
 from kvfuse.volume.names.changes import Names
 from kvfuse.volume.names.commit_first import CommitFirst
 from kvfuse.volume.names.eviction import Evictor
+from kvfuse.volume.names.granting import Granting
 from kvfuse.volume.names.keeper import Keeper
 from kvfuse.volume.names.lookup import Lookup, OwnLookup
 from kvfuse.volume.names.nameless import OwnNameless, SharedNameless
@@ -55,7 +56,7 @@ from kvfuse.volume.names.shared_sweeping import SharedSweeper
 from kvfuse.volume.names.xattrs import Xattrs
 from kvfuse.volume.slots.flusher import Flusher
 from kvfuse.volume.slots.heads import HeaderWriter
-from kvfuse.volume.slots.space import Space
+from kvfuse.volume.slots.space import Source, Space
 from kvfuse.volume.store import schema
 from kvfuse.volume.store.joined_reads import SharedRecords
 from kvfuse.volume.store.member import Member
@@ -166,7 +167,7 @@ class Parts:
         orphans = nameless.orphans
         to_free = journal.refusals.to_free
         self.leases = leases = SlabLeases(core, journal, to_free.add, lambda: to_free.size)
-        sources = [
+        sources: list[Source] = [
             leases.take_unheld_slabs,
             nameless.free_unnamed_files,
             journal.free_given_up,
@@ -174,7 +175,7 @@ class Parts:
             orphans.free_removed_files,
         ]
         reports = Reports(core, records, member, leases.shares)
-        elsewhere = [RoomElsewhere(core, leases.shares, orphans, reports).await_other_hosts]
+        elsewhere: list[Source] = [RoomElsewhere(core, leases.shares, orphans, reports).await_other_hosts]
         record_sources = [orphans.free_removed_files]
         self.space = Space(core, sources, record_sources, nameless.store_removals, elsewhere=elsewhere)
         self.lookups = lookups = SharedLookup(core, journal, refresher, records)
@@ -194,8 +195,11 @@ class Parts:
         )
         giving = Giving(core, reports, leases, evictor, shared)
         news = NamespaceNews(core, journal, lookups, self.names.folders, clearing)
-        self.coherence = Coherence(core, lookups, journal, member, extents.fetcher, giving, news)
-        return SharedNamespaceRecords(self.names, executor, news)
+        granting = Granting(core, journal, news, evictor)
+        sources.insert(0, granting.take)
+        elsewhere.append(granting.await_others)
+        self.coherence = Coherence(core, lookups, journal, member, extents.fetcher, giving, news, granting)
+        return SharedNamespaceRecords(self.names, executor, news, granting)
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Write, commit and follow other hosts until `life` ends; from its start on also when the caller is cancelled.

@@ -19,7 +19,8 @@ from kvfuse.slab.allocator import Allocator
 from kvfuse.slab.layout import Geometry, Superblock
 from kvfuse.volume.api import ROOT_INODE
 from kvfuse.volume.inodes.core import PATH_DEPTH_MAX
-from kvfuse.volume.namespaces.settings import ROOT
+from kvfuse.volume.namespaces.grants import Grants
+from kvfuse.volume.namespaces.settings import ROOT, Settings
 from kvfuse.volume.namespaces.uses import NOTHING
 from kvfuse.volume.store import schema
 
@@ -115,6 +116,12 @@ class NamespaceEvidence:
     """namespace -> its use, as the records of all clients say"""
     rows: dict[int, list[bytes]] = field(default_factory=dict)
     """namespace -> keys of these records"""
+    uses: dict[int, dict[int, schema.Counts]] = field(default_factory=dict)
+    """namespace -> client -> its use, as its record says"""
+    quotas: dict[int, Settings] = field(default_factory=dict)
+    """namespace -> settings, of those with quotas"""
+    grants: dict[int, Grants] = field(default_factory=dict)
+    """namespace -> what clients may have of these, in a shared volume"""
     above: dict[int, int] = field(default_factory=dict)
     """directory -> namespace, see `Evidence.namespace_of`"""
 

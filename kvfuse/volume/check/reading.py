@@ -133,8 +133,10 @@ class RecordReader:
         rows = self.decoded(
             schema.NAMESPACE_PREFIX, "namespaces", decode_settings, lambda row: f"settings {row.key.hex()}"
         )
-        async for row, _ in rows:
+        async for row, settings in rows:
             number = schema.key_inode(row.key)
+            if settings.capacity or settings.blocks:
+                self.found.namespaces.quotas[number] = settings
             folder = self.found.inodes.get(number)
             if number == ROOT or (folder is not None and stat.S_ISDIR(folder.record.mode) and number != ROOT_INODE):
                 self.found.namespaces.numbers.add(number)

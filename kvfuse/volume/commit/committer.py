@@ -253,6 +253,7 @@ class Committer:
         """
         self.records.limits.check_commit(transaction.puts, transaction.deletes, transaction.expect)
         if self._stopped:
+            transaction.refused()
             raise EngineError("nothing is committed any more")
         waiting = _Waiting(transaction)
         self._waiting.append(waiting)
@@ -263,6 +264,7 @@ class Committer:
         finally:
             if not waiting.taken and not waiting.done.is_set():
                 self._waiting.remove(waiting)
+                transaction.refused()
         if waiting.error is not None:
             raise waiting.error
         return waiting.version > 0
@@ -284,7 +286,7 @@ class Committer:
 
     def _refuse_all(self, error: EngineError) -> None:
         for waiting in self._waiting:
-            _finish(waiting, error=error)
+            _refuse(waiting, error)
         self._waiting.clear()
 
     async def _meet(self) -> None:
@@ -338,7 +340,7 @@ class Committer:
             if self._sequence is not None and self._sequence.key in found:
                 refusal = EngineError("another daemon commits under this client's number: unmount and mount again")
                 for waiting in group.members:
-                    _finish(waiting, error=refusal)
+                    _refuse(waiting, refusal)
                 raise refusal
             group = self._without_losers(group, found)
             if batch is not None and any(key in batch.expect for key in found):
@@ -374,7 +376,7 @@ class Committer:
         rest = _Group(group.batch, self.records.limits, self._sequence)
         for waiting in group.members:
             if any(key in found for key in waiting.transaction.expect):
-                _finish(waiting)
+                _refuse(waiting)
             else:
                 rest.join(waiting)
         return rest
@@ -425,8 +427,17 @@ class Committer:
         if version != sequence.version:
             self._applied(group, version)
             self._came_late()
+        else:
+            for waiting in group.members:
+                waiting.transaction.refused()
 
 
 def _finish(waiting: _Waiting, version: int = 0, error: KvfuseError | None = None) -> None:
     waiting.version, waiting.error = version, error
     waiting.done.set()
+
+
+def _refuse(waiting: _Waiting, error: KvfuseError | None = None) -> None:
+    """It will never happen."""
+    waiting.transaction.refused()
+    _finish(waiting, error=error)

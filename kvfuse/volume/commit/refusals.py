@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -34,8 +34,9 @@ class ToFree:
         """(time of the removal, inode number), in trio's time"""
         self.size = 0
         """bytes of slots that evicted files are about to give up"""
-        self._sizes: dict[int, int] = {}
-        """inode -> its part of them"""
+        self._sizes: dict[int, tuple[int, int]] = {}
+        """inode -> its part of them, and its namespace"""
+        self._in_namespaces: Counter[int] = Counter()
         self._work = trio.Event()
 
     def add(self, ino: int) -> None:
@@ -44,14 +45,21 @@ class ToFree:
         if len(self.waiting) == 1:
             self.hurry()
 
-    def expects(self, ino: int, size: int) -> None:
+    def expects(self, ino: int, size: int, namespace: int) -> None:
         """An inode that is added just now gives up so many bytes of slots here."""
-        self._sizes[ino] = size
+        self._sizes[ino] = size, namespace
         self.size += size
+        self._in_namespaces[namespace] += size
 
     def looked_at(self, ino: int) -> None:
         """Its slots are being freed, or stay, as somebody has the file open."""
-        self.size -= self._sizes.pop(ino, 0)
+        size, namespace = self._sizes.pop(ino, (0, 0))
+        self.size -= size
+        self._in_namespaces[namespace] -= size
+
+    def size_in(self, namespaces: Iterable[int]) -> int:
+        """Bytes of ``size`` that are charged to one of these."""
+        return sum([self._in_namespaces[one] for one in namespaces])
 
     def hurry(self) -> None:
         """Have the waiting inodes looked at now."""

@@ -29,6 +29,7 @@ from kvfuse.volume.hosts.giving import Giving
 from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.inodes.handle import FileHandle
 from kvfuse.volume.inodes.node import Node
+from kvfuse.volume.names.granting import Granting
 from kvfuse.volume.names.namespace_news import KINDS as NAMESPACE_KINDS
 from kvfuse.volume.names.namespace_news import NamespaceNews
 from kvfuse.volume.names.shared_lookup import SharedLookup
@@ -63,6 +64,7 @@ class Coherence:
     giving: Giving
     """reports of hosts to each other, and room for those that lack it"""
     namespaces: NamespaceNews
+    granting: Granting
     counters: CoherenceCounters = field(default_factory=CoherenceCounters)
 
     def __post_init__(self) -> None:
@@ -91,6 +93,7 @@ class Coherence:
             nursery.start_soon(self.giving.run)
             nursery.start_soon(self.fetcher.run)
             nursery.start_soon(self.namespaces.run)
+            nursery.start_soon(self.granting.run)
             while True:
                 try:
                     await self._watch()

@@ -23,6 +23,7 @@ from kvfuse.remote.records.api import ABSENT, Record
 from kvfuse.volume.hosts.freed_slots import JournalPart
 from kvfuse.volume.hosts.slab_view import SlabView
 from kvfuse.volume.inodes.core import Core
+from kvfuse.volume.namespaces.grants import moved_part
 from kvfuse.volume.store import schema
 from kvfuse.volume.store.schema import NOBODY
 from kvfuse.volume.store.sealed import ScanPages, get_sound
@@ -148,11 +149,17 @@ class Inheritance:
         await self.journal.transact(Transaction(expect, {keys[0]: schema.encode_counts(*total)}, [keys[1]]))
 
     async def take_over_uses(self, client: int, spaces: Iterable[int]) -> None:
-        """Likewise its use of namespaces, which is added to the records of client 0."""
+        """Likewise its use of namespaces, which is added to the records of client 0, with as much of what it may use.
+
+        One of a namespace that was not heard of yet is left for later.
+        """
+        chain = self.core.namespaces.accounts.chain
         for number in spaces:
             keys = [schema.use_key(number, schema.NOBODY), schema.use_key(number, client)]
-            settings, common, own = await get_sound(self.core.records, [schema.namespace_key(number), *keys])
-            if own is None:
+            quotas = [schema.grants_key(one) for one in chain(number)]
+            rows = await get_sound(self.core.records, [schema.namespace_key(number), *keys, *quotas])
+            settings, common, own, *grants = rows
+            if own is None or (settings is not None and number not in self.core.namespaces.all):
                 continue
             expect = {keys[0]: common.version if common is not None else ABSENT, keys[1]: own.version}
             if client != self.core.client:
@@ -161,6 +168,10 @@ class Inheritance:
             if common is not None:
                 total = total.add(schema.decode_counts(common.value))
             puts = {keys[0]: schema.encode_counts(*total)} if settings is not None else {}
+            for key, row in zip(quotas, grants, strict=True):
+                expect[key] = row.version if row is not None else ABSENT
+                if row is not None:
+                    puts[key] = moved_part(row.value, client, schema.decode_counts(own.value))
             await self.journal.transact(Transaction(expect, puts, [keys[1]]))
 
 

@@ -98,7 +98,7 @@ class BulkRemoval:
         addresses = [extent.addr for chunk in record.chunks for extent in chunk]
         own = [addr for addr in addresses if core.slabs.is_durable(addr)]
         size = sum([core.slabs.slot_size(addr) for addr in own if core.geometry.slab_of(addr) not in self.giving])
-        self.journal.refusals.to_free.expects(record.ino, size)
+        self.journal.refusals.to_free.expects(record.ino, size, record.namespace)
         if node is not None and node.nlink:
             node.nlink, node.version = 0, version
             self.journal.refusals.removed(node)

@@ -18,9 +18,9 @@ and who comes later has to take the mark away, with which the removal fails. A m
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import trio
@@ -287,11 +287,16 @@ class CommitFirst:
 
     async def _commit(self, plan: Plan, draft: Draft) -> bool:
         """Commit the draft. False: it was refused. NoSpace: there is no room for the records. EngineError."""
-        transaction = draft.transaction(partial(self._applied, plan, draft))
-        size = max(0, transaction.size)
-        while await self.space.wait_for_records(size, f"{plan.ends[-1].name!r}"):
-            pass  # names that other callers change during the wait have the store refuse the commit
         made, is_done = plan.made, False
+        give_back = await self._reserve_file(made)
+        transaction = replace(draft.transaction(partial(self._applied, plan, draft)), refused=give_back)
+        size = max(0, transaction.size)
+        try:
+            while await self.space.wait_for_records(size, f"{plan.ends[-1].name!r}"):
+                pass  # names that other callers change during the wait have the store refuse the commit
+        except BaseException:
+            give_back()
+            raise
         if made is not None and made.is_directory:
             self.core.dentries.directory_made(made.ino)  # before others can put names into it
         try:
@@ -302,6 +307,15 @@ class CommitFirst:
                 self.core.dentries.directory_removed(made.ino)
         return is_done
 
+    async def _reserve_file(self, made: Node | None) -> Callable[[], None]:
+        """Count a new file from before it is in the store. Returns what takes that back. QuotaExceeded, EngineError."""
+        if made is None or not made.is_file or not made.namespace:
+            return lambda: None
+        add_files = self.core.namespaces.accounts.add_files
+        await self.space.wait_for_file(made.namespace)
+        add_files(made.namespace, 1)
+        return partial(add_files, made.namespace, -1)
+
     def _applied(self, plan: Plan, draft: Draft, version: int) -> None:
         """Apply the stored change to memory."""
         core, made = self.core, plan.made
@@ -311,8 +325,6 @@ class CommitFirst:
             plan.node = core.nodes.get(made.ino) or core.nodes.add(made)
             core.file_count += 1
             core.counters.creates += 1
-            if made.is_file and made.namespace:
-                core.namespaces.accounts.add_files(made.namespace, 1)
         for parent, name, meant in draft.names:
             self._apply_name(parent, name, meant, version, is_made=made is not None)
         if plan.linked is not None or plan.ends[0].directory is not plan.ends[-1].directory:

@@ -16,6 +16,7 @@ import logging
 import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from functools import partial
 from stat import S_ISREG
 from typing import Protocol
 
@@ -91,7 +92,7 @@ class Evictor:
         size = self.core.geometry.data_size
         shift = 6 if self.shared is None else 9
         self._batch_size = min(max(size >> shift, BATCH_SIZE_MIN), BATCH_SIZE_MAX, max(size >> 4, 1))
-        self._ahead = Ahead(self.core, self._batch_size)
+        self._ahead = Ahead(self.core, self._batch_size, lambda: self.core.part().size)
         self._choice = SlabChoice(self.core)
         self._running = trio.CancelScope()
         self._is_over = False
@@ -134,7 +135,8 @@ class Evictor:
         self._take_uses()
         await self._remove_expired()
         for account in list(self.core.namespaces.accounts.all.values()):
-            await self._keep_below(account.excess, account.settings, account.number)
+            excess = account.excess if self.shared is None else partial(self.shared.excess_in, account)
+            await self._keep_below(excess, account.settings, account.number)
         accounts = self.core.namespaces.accounts
         if accounts.root_blocks:
             await self._keep_below(lambda mark: accounts.root.excess(mark), accounts.root.settings, ROOT)
@@ -151,7 +153,7 @@ class Evictor:
             return
         between = excess(low) - above_high
         left = between // 2 if between >= BATCH_SIZE_MIN else 0
-        while (size := excess(low)) > left and await self._evict_some(min(size, self._batch_size), namespace):
+        while (size := excess(low)) > left and await self.evict_some(min(size, self._batch_size), namespace):
             self._take_uses()
 
     async def _remove_expired(self) -> None:
@@ -184,16 +186,20 @@ class Evictor:
             with trio.move_on_after(SWEEP_SECONDS):
                 await self.core.namespaces.cleared.swept.wait()
             return True
-        if not self.core.caches or self._is_over:
+        if not self.core.caches:
             return False
-        if self.shared is not None and namespace is None and self.shared.coming_size >= self._ahead.size:
+        if self.shared is not None and self.shared.is_coming(namespace, self._ahead.size):
             return False
-        return await self._evict_some(self._portion(namespace), namespace)
+        return await self.evict_some(self._portion(namespace), namespace)
 
     async def hasten(self, deadline: float, namespace: int | None) -> bool:
         """A `Source` without room of its own: a call found none, so evict further ahead of need."""
+        account = self.core.namespaces.accounts.all.get(namespace or ROOT)
         if self.core.caches and namespace is None:
             self._ahead.waited()
+            self.core.namespaces.changed.set()
+        elif self.shared is not None and account is not None:
+            self.shared.waited_in(account)
             self.core.namespaces.changed.set()
         return False
 
@@ -204,11 +210,13 @@ class Evictor:
         excess = account.excess(min(account.settings.low_water, PORTION_MAX))
         return min(self._batch_size, excess) if excess > 0 else self._batch_size
 
-    async def _evict_some(self, size: int, namespace: int | None = None) -> bool:
+    async def evict_some(self, size: int, namespace: int | None = None) -> bool:
         """Evict files of ``size`` bytes, in a namespace (None: anywhere).
 
         True: some went, in this call or in one that it waited for.
         """
+        if self._is_over:
+            return False
         step = self._steps
         async with self._lock:
             if self._steps != step:

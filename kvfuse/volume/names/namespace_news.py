@@ -20,11 +20,12 @@ from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.names.folders import Folders, end_access, has_other_token
 from kvfuse.volume.names.lookup import Lookup
 from kvfuse.volume.names.shared_clearing import SharedClearing
+from kvfuse.volume.namespaces.grants import GrantBook, decode_grants
 from kvfuse.volume.namespaces.settings import ROOT, Settings, decode_settings
 from kvfuse.volume.store import schema
 from kvfuse.volume.store.sealed import ScanPages, get_sound
 
-KINDS = (schema.NAMESPACE_PREFIX, schema.CLEARED_PREFIX, schema.USE_PREFIX)
+KINDS = (schema.NAMESPACE_PREFIX, schema.CLEARED_PREFIX, schema.USE_PREFIX, schema.GRANTS_PREFIX)
 """prefixes of the records that are followed; settings before what belongs to their namespaces"""
 
 log = logging.getLogger(__name__)
@@ -41,6 +42,7 @@ class NamespaceNews:
     clearing: SharedClearing
 
     def __post_init__(self) -> None:
+        self.grants = GrantBook(self.core.namespaces.accounts, self.core.client)
         self.versions: dict[bytes, int] = {}
         """key of a record that is there -> its version"""
         self._newest: dict[bytes, int] = {}
@@ -65,6 +67,7 @@ class NamespaceNews:
         """Read all records: changes may have been missed. EngineError."""
         for kind in KINDS:
             await self._read(kind)
+        self.grants.begin()
 
     async def read_settings(self) -> tuple[int, int]:
         """Read all settings. Returns (number of changes, version of that record) as they were before.
@@ -74,6 +77,16 @@ class NamespaceNews:
         (row,) = await get_sound(self.core.records, [schema.COUNTER_NAMESPACES])
         await self._read(schema.NAMESPACE_PREFIX)
         return (schema.decode_u64(row.value), row.version) if row is not None else (0, ABSENT)
+
+    async def read(self, number: int) -> None:
+        """Read the records of one namespace, but for those of its use. EngineError."""
+        keys = [schema.namespace_key(number), schema.grants_key(number)]
+        before = [self.versions.get(key, 0) for key in keys]
+        for key, row, version in zip(keys, await get_sound(self.core.records, keys), before, strict=True):
+            if row is not None:
+                await self.take(key, row.value, row.version)
+            elif version and self.versions.get(key) == version:
+                await self.take(key, None, version)
 
     async def _read(self, kind: bytes) -> None:
         gone = {key: version for key, version in self.versions.items() if key.startswith(kind)}
@@ -121,6 +134,8 @@ class NamespaceNews:
             self.clearing.hear(schema.key_inode(key), value, version)
         elif key[:1] == schema.USE_PREFIX:
             self._take_use(key, value)
+        else:
+            self.grants.hear(schema.key_inode(key), decode_grants(value) if value is not None else None)
         self.heard.set()
         self.heard = trio.Event()
 
@@ -141,6 +156,7 @@ class NamespaceNews:
             end_access(self.core, self.core.nodes.get(number))
         is_new = number not in namespaces.all
         namespaces.put(number, settings, above if is_new else None)
+        self.grants.settle(number)
         if is_new and self.folders.hold(number) is None:
             self._has_unfound.set()
 

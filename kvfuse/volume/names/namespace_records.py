@@ -21,6 +21,7 @@ from kvfuse.volume.inodes.node import Node
 from kvfuse.volume.names.changes import Names
 from kvfuse.volume.names.commit_first import ATTEMPTS_MAX, PAUSE_SECONDS, CommitFirst
 from kvfuse.volume.names.folders import closed, end_access, end_namespace, has_other_token, number_of
+from kvfuse.volume.names.granting import Granting, first_grants
 from kvfuse.volume.names.name_change import Draft
 from kvfuse.volume.names.namespace_news import NamespaceNews
 from kvfuse.volume.namespaces.settings import ROOT, Settings, encode_settings
@@ -175,37 +176,50 @@ class SharedNamespaceRecords(NamespaceRecords):
     names: Names
     executor: CommitFirst
     news: NamespaceNews
+    granting: Granting
 
     async def create(self, node: Node, decide: Decide) -> None:
-        async def plan() -> _Change:
+        async def plan(version: int) -> _Change:
             if number_of(node) is not None:
                 raise errors.Exists("another host has just made the folder a namespace")
             above = node.namespace
             await self.executor.have_left(node)
-            return self._change(node, node.ino, _offered(decide(above)), above)
+            settings = decide(above)
+            change = self._change(node, node.ino, settings, above)
+            change.records.update(first_grants(node.ino, settings))
+            return change
 
         await self._carry_out(node, plan)
 
     async def change(self, node: Node, decide: Decide, is_cleared: Callable[[], bool]) -> None:
-        async def plan() -> _Change:
+        async def plan(version: int) -> _Change:
             number = number_of(node)
             if number is None:
                 raise errors.NoAttribute("the folder is no namespace any more")
             above = await self.news.above(number)
-            settings = _offered(decide(above))
+            settings = _offered(number, decide(above))
+            is_kept = number == ROOT or await self.granting.tighten(number, settings, version)
             change = self._change(node, number, settings, above)
+            records, expect = self.granting.record(number, settings)
+            change.records.update(records)
+            change.draft.expect_all(expect)
+            change.draft.is_stale |= not is_kept
             if is_cleared():
                 await self._clear(change, number)
             return change
 
-        await self._carry_out(node, plan)
+        try:
+            await self._carry_out(node, plan)
+        except errors.OperationError:
+            await self.granting.restore(node.namespace)
+            raise
         if is_cleared():
             await self._tell_kernel(number_of(node) or ROOT)
 
     async def clear(self, node: Node, number: int) -> None:
         """As of `NamespaceRecords`. A file that another host is about to store may go, too: see `shared_clearing`."""
 
-        async def plan() -> _Change:
+        async def plan(version: int) -> _Change:
             if number not in self.names.core.caches:
                 raise errors.InvalidArgument("this namespace is no cache, and loses no file: remove its files")
             change = _Change(self._draft(node, node.namespace), {}, ROOT)
@@ -219,7 +233,7 @@ class SharedNamespaceRecords(NamespaceRecords):
         number, accounts = node.ino, self.names.core.namespaces.accounts
         await self._free_removed(number)
 
-        async def plan() -> _Change:
+        async def plan(version: int) -> _Change:
             if number_of(node) is None:
                 raise errors.NoAttribute("the folder is no namespace any more")
             above = await self.news.above(number)
@@ -236,13 +250,16 @@ class SharedNamespaceRecords(NamespaceRecords):
 
     # -- transactions --------------------------------------------------------------------------------
 
-    async def _carry_out(self, node: Node, plan: Callable[[], Awaitable[_Change]]) -> None:
-        """Plan a change and commit it, until it is not refused: by what is read, each time. EngineError."""
+    async def _carry_out(self, node: Node, plan: Callable[[int], Awaitable[_Change]]) -> None:
+        """Plan a change and commit it, until it is not refused: by what is read, each time. EngineError.
+
+        ``plan``: is given the version of the number of changes, which the commit expects.
+        """
         for attempt in range(ATTEMPTS_MAX):
             count, version = await self.news.read_settings()
             await self.executor.renew(node)
             check_there(node)
-            change = await plan()
+            change = await plan(version)
             change.draft.expect_all({schema.COUNTER_NAMESPACES: version})
             change.draft.store({**change.records, schema.COUNTER_NAMESPACES: schema.encode_u64(count + 1)})
             transaction = change.draft.transaction(partial(self._applied, change))
@@ -312,10 +329,10 @@ class SharedNamespaceRecords(NamespaceRecords):
                     await self.news.heard.wait()
 
 
-def _offered(settings: Settings) -> Settings:
+def _offered(number: int, settings: Settings) -> Settings:
     """Unsupported, where several hosts have the volume."""
-    if settings.capacity or settings.blocks:
-        raise errors.Unsupported("namespaces of a volume that several hosts share have no quotas yet")
+    if number == ROOT and settings.blocks:
+        raise errors.Unsupported("the root of a volume that several hosts share has no quota of blocks: folders may")
     return settings
 
 

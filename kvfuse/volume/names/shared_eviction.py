@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from stat import S_ISREG
 from typing import NamedTuple
 
@@ -27,6 +28,7 @@ from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.names.bulk_removal import BulkRemoval, Going
 from kvfuse.volume.names.shared_sweeping import SharedSweeper
 from kvfuse.volume.names.stored_blocks import read_blocks
+from kvfuse.volume.namespaces.accounts import Account
 from kvfuse.volume.namespaces.cache import Cache, Candidate, is_back
 from kvfuse.volume.store import schema
 
@@ -35,6 +37,8 @@ PEERS = 4
 ATTEMPTS_MAX = 4
 AHEAD_SHARE = 4
 """At most one part in so many of a host's part of the volume is kept free ahead of need."""
+LEAST_SHIFT = 6
+"""by which a quota is divided: so much is kept free in a namespace where anybody waited"""
 AHEAD_GRACES = 8
 """After so many graces in which nobody waited for room, half as much is kept."""
 READ_SHARE = 10
@@ -52,10 +56,14 @@ class Leaving(NamedTuple):
 
 @dataclass
 class Ahead:
-    """How much room a host keeps free, or on its way. ``least``: bytes that are kept where anybody ever waited."""
+    """How much room a host keeps free, or on its way, of the volume or of what a namespace may have.
+
+    ``least``: bytes that are kept where anybody ever waited. ``most``: how much there is.
+    """
 
     core: Core
     least: int
+    most: Callable[[], int]
     size: int = 0
     """bytes"""
     _changed: float = 0.0
@@ -65,7 +73,7 @@ class Ahead:
         """A call found no room: it doubles, once in each grace."""
         now, grace = trio.current_time(), self.core.grace.seconds
         if not self.size or now >= self._changed + grace:
-            self.size = min(max(2 * self.size, self.least), self.core.part().size // AHEAD_SHARE)
+            self.size = min(max(2 * self.size, self.least), self.most() // AHEAD_SHARE)
             self._changed = now
 
     def look(self) -> None:
@@ -89,6 +97,8 @@ class SharedEviction:
         self._files_max = self.removal.files_max
         self._read_at = 0.0
         """when names may be read next"""
+        self._ahead: dict[int, Ahead] = {}
+        """namespace -> what is kept free there ahead of need"""
 
     # -- books -----------------------------------------------------------------------------------------
 
@@ -115,6 +125,42 @@ class SharedEviction:
     def coming_size(self) -> int:
         """Bytes that are free in a while without an eviction."""
         return self.journal.refusals.to_free.size + self.core.slabs.pending_bytes + self.journal.freeing_bytes
+
+    def waited_in(self, account: Account) -> None:
+        """A call found that the quotas of a namespace were used up."""
+        ahead = self._ahead.get(account.number)
+        if ahead is None:
+            most = partial(_capacity_of, account)
+            ahead = self._ahead[account.number] = Ahead(self.core, most() >> LEAST_SHIFT, most)
+        ahead.waited()
+
+    def excess_in(self, account: Account, mark: float) -> int:
+        """Bytes to evict here: this host's part, by the blocks that it has, of what a namespace has above a mark."""
+        ahead = self._ahead.get(account.number)
+        if ahead is not None and ahead.size:
+            ahead.look()
+            share = min(ahead.size / max(_capacity_of(account), 1), 1 / AHEAD_SHARE)
+            mark = min(mark, 1 - share)
+        excess = account.excess(mark)
+        if excess <= 0:
+            return excess
+        inner = self.caches_in(account.number)
+        own = sum([self.core.caches[one].policy.size for one in inner])
+        total = max(account.size + account.size_elsewhere, own, 1)
+        return excess * own // total - self.journal.refusals.to_free.size_in(inner)
+
+    def is_coming(self, namespace: int | None, ahead: int) -> bool:
+        """So much is about to be free that a call need not evict for it.
+
+        ``ahead``: bytes that are kept free in the volume.
+        """
+        account = self.core.namespaces.accounts.all.get(namespace or 0)
+        if namespace is None or account is None:
+            return self.coming_size >= ahead
+        return 0 < account.lack.size <= self.journal.refusals.to_free.size_in(self.caches_in(namespace))
+
+    def caches_in(self, number: int) -> list[int]:
+        return [one for one in self.core.caches if self.core.namespaces.accounts.is_within(one, number)]
 
     # -- removal ---------------------------------------------------------------------------------------
 
@@ -212,3 +258,8 @@ class SharedEviction:
             cache.evicted(candidates[file.row.key].victim, reason)
 
         return await self.removal.commit([one.file for one in leaving], gone)
+
+
+def _capacity_of(account: Account) -> int:
+    """Bytes that a namespace may have; of one that is bounded by its files alone, that it has."""
+    return account.settings.capacity or account.size + account.size_elsewhere

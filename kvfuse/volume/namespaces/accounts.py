@@ -20,9 +20,12 @@ from typing import Literal
 
 from kvfuse.errors import QuotaExceeded
 from kvfuse.volume.namespaces.settings import ROOT, Settings
-from kvfuse.volume.namespaces.uses import OwnUses, Use, UsesElsewhere
+from kvfuse.volume.namespaces.uses import NO_USE, OwnUses, Use, UsesElsewhere
 from kvfuse.volume.store.schema import Counts
 from kvfuse.volume.views.limiter import Limiter
+
+UNBOUNDED = 1 << 62
+"""as a quota: there is none"""
 
 
 @dataclass(slots=True, eq=False)
@@ -46,6 +49,17 @@ class Account:
     """its settings were read; else what it has counts towards no other one yet"""
     is_gone: bool = False
     """the namespace was removed, and not all of its slots are free yet"""
+    bound: Use | None = None
+    """what this client may have of it, where many hosts have the volume (`grants`); None: as much as its quotas"""
+    lack: Use = NO_USE
+    """what was missing for the last call that was refused"""
+
+    @property
+    def most(self) -> Use:
+        """What this client may have of it."""
+        if self.bound is not None:
+            return self.bound
+        return Use(self.settings.capacity or UNBOUNDED, self.settings.blocks or UNBOUNDED)
 
     def excess(self, share: float, more_size: int = 0, more_files: int = 0) -> int:
         """Bytes above a share of its quotas, if it had so much more; not above 0: there are none.
@@ -86,7 +100,8 @@ class Accounts:
         """A namespace is there, or has other settings. ``above``: that it is in; None: as before."""
         account = self.all.get(number)
         if account is None:
-            account = self.all[number] = Account(number, ROOT, is_known=False)
+            bound = NO_USE if self.keeps_unknown else None
+            account = self.all[number] = Account(number, ROOT, is_known=False, bound=bound)
         self._dropped.discard(number)
         if above is not None:
             is_circle = any(one is account for one in self._chain(above))  # records are damaged
@@ -150,10 +165,12 @@ class Accounts:
 
     def check(self, owner: int, size: int) -> None:
         """QuotaExceeded where a namespace may not have so many bytes of slots more."""
-        for account in self._chain(owner):
-            capacity = account.settings.capacity
-            if capacity and account.size + size > capacity:
-                what = f"{account.size} of {capacity} bytes are used"
+        for account in self._chain(owner, meets=True):
+            lack = account.size + size - account.most.size
+            if size > 0 and lack > 0:
+                account.lack = Use(lack, 0)
+                used = account.size + account.size_elsewhere
+                what = f"{used} of {account.settings.capacity} bytes are used"
                 raise QuotaExceeded(f"namespace {account.number}: no room for {size} bytes: {what}", account.number)
 
     def charge(self, owner: int, size: int) -> None:
@@ -164,13 +181,15 @@ class Accounts:
         """A namespace may not have one more file."""
         if 0 < self.root_blocks <= self.use_of_all().files:
             return True
-        return any(0 < account.settings.blocks <= account.files for account in self._chain(owner))
+        return any(account.files >= account.most.files for account in self._chain(owner, meets=True))
 
     def check_file(self, owner: int) -> None:
         """QuotaExceeded where `is_full`."""
-        for account in self._chain(owner):
-            if 0 < account.settings.blocks <= account.files:
-                text = f"namespace {account.number} may have {account.settings.blocks} files, and has {account.files}"
+        for account in self._chain(owner, meets=True):
+            if account.files >= account.most.files:
+                account.lack = Use(0, account.files + 1 - account.most.files)
+                count = account.files + account.files_elsewhere
+                text = f"namespace {account.number} may have {account.settings.blocks} files, and has {count}"
                 raise QuotaExceeded(text, account.number)
         if 0 < self.root_blocks <= (count := self.use_of_all().files):
             raise QuotaExceeded(f"the volume may have {self.root_blocks} files, and has {count}")
@@ -214,16 +233,19 @@ class Accounts:
         """A namespace and those that it is in, but for the root."""
         return [account.number for account in self._chain(number)]
 
-    def _chain(self, number: int) -> Iterator[Account]:
-        """The account of a namespace, and of those that it is in."""
+    def _chain(self, number: int, *, meets: bool = False) -> Iterator[Account]:
+        """The account of a namespace, and of those that it is in.
+
+        ``meets``: one that was not heard of gets an account, in which nothing may be added.
+        """
+        if meets and self.keeps_unknown and number and number not in self.all and number not in self._dropped:
+            self.all[number] = Account(number, ROOT, is_known=False, bound=NO_USE)
         while (account := self.all.get(number)) is not None:
             yield account
             number = account.above
 
     def _add(self, number: int, size: int, files: int) -> None:
-        if self.keeps_unknown and number and number not in self.all and number not in self._dropped:
-            self.all[number] = Account(number, ROOT, is_known=False)
-        for account in self._chain(number):
+        for account in self._chain(number, meets=True):
             account.size += size
             account.files += files
             account.returned += max(0, -size) + max(0, -files)

@@ -23,6 +23,9 @@ class Use(NamedTuple):
     files: int
 
 
+NO_USE = Use(0, 0)
+
+
 def changes_of(born: Iterable[Slot], dead: Iterable[Slot], files: Mapping[int, int]) -> dict[int, Counts]:
     """Namespace -> how a commit changes its use, in which slots become durable or are freed.
 

@@ -25,6 +25,7 @@ from kvfuse.volume.inodes.metadata_budget import Metadata, affordable_limit, def
 from kvfuse.volume.inodes.node import Nodes
 from kvfuse.volume.namespaces.registry import Namespaces
 from kvfuse.volume.namespaces.settings import Settings, decode_settings
+from kvfuse.volume.namespaces.uses import NO_USE
 from kvfuse.volume.opening.format import read_header
 from kvfuse.volume.opening.holding import Held
 from kvfuse.volume.store import schema
@@ -69,6 +70,8 @@ async def load_core(options: Options, held: Held) -> Core:
 def _shared(core: Core, member: Member) -> Core:
     """As one of several clients has the volume: slabs and numbers are this one's only when they are leased."""
     core.namespaces.accounts.keeps_unknown = True
+    for account in core.namespaces.accounts.all.values():
+        account.bound = NO_USE  # until its grants were read
     return dataclasses.replace(
         core,
         inodes=SharedNumberRange(schema.COUNTER_INODE),

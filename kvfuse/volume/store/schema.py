@@ -23,6 +23,7 @@ l     slab u32                                 client u64 who holds the slab (0:
 f     slab u32, addr u64, generation u64       "rested", or nothing, and the namespace u64 of its file, if that is not
                                                the root's: the slot is to be freed by who holds its slab; rested:
                                                nobody can be reading it any more
+g     namespace u64                            its quotas, and what each client may have of them (`namespaces.grants`)
 h     inode u64, client u64                    nothing: the client has the removed file open (under its lease)
 k     client u64                               who it is to the segment engine; the version counts its commits
 a     client u64                               blocks of other hosts that the client used lately, and how much room it
@@ -260,10 +261,13 @@ use_key: Callable[[int, int], bytes] = partial(_PAIR_KEY.pack, b"u")
 """of namespace, client (0 where one host has the volume)"""
 
 use_prefix: Key = partial(_KEY.pack, b"u")
+grants_key: Key = partial(_KEY.pack, b"g")
+"""of what clients may have of a namespace with quotas"""
 
 MEMBER_PREFIX = b"m"
 NAMESPACE_PREFIX = b"p"
 USE_PREFIX = b"u"
+GRANTS_PREFIX = b"g"
 REPORT_PREFIX = b"a"
 CLEARED_PREFIX = b"e"
 XATTR_PREFIX = b"x"
@@ -272,7 +276,7 @@ XATTR_PREFIX = b"x"
 
 def namespace_keys(number: int) -> tuple[bytes, ...]:
     """Of all records of a namespace but those of its use."""
-    return namespace_key(number), cleared_key(number)
+    return namespace_key(number), cleared_key(number), grants_key(number)
 
 
 def split_use_key(key: bytes) -> tuple[int, int]:
@@ -308,7 +312,7 @@ def chunk_index(key: bytes) -> int:
 
 
 def key_inode(key: bytes) -> int:
-    """The inode number in an i, t, o, c, x or h key, the namespace in a p, e or u key."""
+    """The inode number in an i, t, o, c, x or h key, the namespace in a p, u, e or g key."""
     return int(_U64.unpack_from(key, 1)[0])
 
 
@@ -322,7 +326,7 @@ def xattr_name(key: bytes) -> bytes:
 
 _KEY_SIZES = {b"d": (18, 17 + NAME_MAX), b"i": (9, 9), b"t": (9, 9), b"o": (9, 9), b"c": (17, 17), b"s": (5, 5)}
 _KEY_SIZES |= {b"m": (9, 9), b"l": (5, 5), b"f": (21, 21), b"h": (17, 17), b"q": (9, 9), b"k": (9, 9)}
-_KEY_SIZES |= {b"a": (9, 9), b"p": (9, 9), b"u": (17, 17), b"e": (9, 9)}
+_KEY_SIZES |= {b"a": (9, 9), b"p": (9, 9), b"u": (17, 17), b"e": (9, 9), b"g": (9, 9)}
 _KEY_SIZES[b"x"] = (10, 9 + NAME_MAX)
 """prefix -> (least, most) bytes of a key"""
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from kvfuse.volume.store.schema import Counts
 
 
-def _nothing(version: int) -> None:
+def _nothing(*version: int) -> None:
     pass
 
 
@@ -33,6 +33,8 @@ class Transaction:
     """bytes that names, inodes and attributes weigh more after it"""
     uses: Mapping[int, Counts] = field(default_factory=dict)
     """namespace -> how it changes this client's use of it"""
+    refused: Callable[[], None] = _nothing
+    """is called instead of ``applied``, when it is known that it will never happen"""
 
     @property
     def changes(self) -> set[bytes]:

@@ -20,9 +20,11 @@ from kvfuse.volume.namespaces.settings import Settings
 from kvfuse.volume.namespaces.uses import Use
 from kvfuse.volume.volume import Volume
 
+Clock = trio.testing.MockClock  # tests name it themselves: only then their time jumps
+
 
 @pytest.fixture
-def rng(seed: int, autojump_clock: trio.testing.MockClock) -> random.Random:
+def rng(seed: int) -> random.Random:
     return random.Random(seed)
 
 
@@ -31,7 +33,7 @@ def settings_of(volume: Volume, number: int) -> Settings | None:
     return namespace.settings if namespace is not None else None
 
 
-async def test_what_one_host_does_to_namespaces_the_others_hear(rng: random.Random) -> None:
+async def test_what_one_host_does_to_namespaces_the_others_hear(rng: random.Random, autojump_clock: Clock) -> None:
     async with hosts(rng, 2) as (one, other):
         outer = await make_namespace(one, ROOT_INODE, b"outer", kind="cache", eviction="lru")
         await until(lambda: settings_of(other, outer) == Settings(kind="cache", eviction="lru"))
@@ -48,7 +50,7 @@ async def test_what_one_host_does_to_namespaces_the_others_hear(rng: random.Rand
         await until(lambda: settings_of(one, outer) is None)
 
 
-async def test_names_do_not_cross_borders_of_other_hosts(rng: random.Random) -> None:
+async def test_names_do_not_cross_borders_of_other_hosts(rng: random.Random, autojump_clock: Clock) -> None:
     async with hosts(rng, 2) as (one, other):
         folder = (await one.tree.make_directory(ROOT_INODE, b"folder", 0o755, CALLER)).ino
         await put(other, b"outside", b"x")
@@ -67,7 +69,7 @@ async def test_names_do_not_cross_borders_of_other_hosts(rng: random.Random) -> 
                 await volume.tree.rename(folder, b"inside", ROOT_INODE, b"inside", 0)
 
 
-async def test_only_an_empty_folder_begins_or_ends(rng: random.Random) -> None:
+async def test_only_an_empty_folder_begins_or_ends(rng: random.Random, autojump_clock: Clock) -> None:
     async with hosts(rng, 2) as (one, other):
         full = (await one.tree.make_directory(ROOT_INODE, b"full", 0o755, CALLER)).ino
         await make(other, b"file", full)
@@ -84,7 +86,7 @@ async def test_only_an_empty_folder_begins_or_ends(rng: random.Random) -> None:
         await until(lambda: settings_of(other, space) is None)
 
 
-async def test_hosts_count_together(rng: random.Random) -> None:
+async def test_hosts_count_together(rng: random.Random, autojump_clock: Clock) -> None:
     options = lab_options()
     disk = Disk.format(options, shared=True)
     async with volumes(disk, options, 2, rng) as (one, other):
@@ -103,7 +105,7 @@ async def test_hosts_count_together(rng: random.Random) -> None:
     assert recorded_uses(disk) == count_uses(disk)
 
 
-async def test_the_use_of_a_host_that_died_stays(rng: random.Random) -> None:
+async def test_the_use_of_a_host_that_died_stays(rng: random.Random, autojump_clock: Clock) -> None:
     options = lab_options()
     disk = Disk.format(options, shared=True)
     frozen = Chaos(random.Random(0), delay=0.5)
@@ -130,13 +132,13 @@ async def test_the_use_of_a_host_that_died_stays(rng: random.Random) -> None:
 @pytest.mark.parametrize("faults", [0.0, 0.02], ids=["reliable", "failing"])
 @pytest.mark.parametrize("round_number", range(int(os.environ.get("KVFUSE_MODEL_ROUNDS", "1"))))
 async def test_random_work_in_namespaces_is_counted_at_each_commit(
-    rng: random.Random, strict: bool, faults: float, round_number: int
+    rng: random.Random, autojump_clock: Clock, strict: bool, faults: float, round_number: int
 ) -> None:
     kinds = (*OF_NAMES, *OF_NAMESPACES, *OF_HANDLES, "write", "write", "forget")
     await walk_at_random(rng, kinds, strict=strict, faults=faults, data_max=40_000, capacity=64 * MIB)
 
 
-async def test_a_token_closes_a_namespace_on_every_host(rng: random.Random) -> None:
+async def test_a_token_closes_a_namespace_on_every_host(rng: random.Random, autojump_clock: Clock) -> None:
     async with hosts(rng, 2) as (one, other):
         folder = await make_namespace(one, ROOT_INODE, b"secret", kind="cache")
         await until(lambda: settings_of(other, folder) is not None)

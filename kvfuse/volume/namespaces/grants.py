@@ -1,0 +1,266 @@
+"""Quotas where many hosts have the volume: a record for each namespace says which part of them each client may use.
+
+The record (`g`) has the quotas and a *part* for each client, in bytes and files, with what is in namespaces in it.
+A client's use is what it added less what it removed, so use and part may be below 0. Client 0 stands for those that
+are gone. Two rules make that the use of a namespace is never above its quotas, whoever dies and however late news are:
+
+* No client's use in memory, staged bytes and files on their way included, is above its part (`GrantBook` tells its
+  account, which refuses). Memory never has less than the client's records say.
+* The sum of all parts is within the quotas. Only transactions that expect the record as it was change it.
+
+A client that gives some of its part back keeps to the smaller one from before the transaction is sent; one that takes
+some uses it after the transaction is in the store. So the rules do not depend on when a client hears of the record.
+One that has not heard of a namespace, or not of its record, adds nothing to it.
+
+**Quotas for what is there already.** Clients that have not heard of them may be adding to the namespace. So whoever
+lowers quotas, or sets the first ones, puts the record first: with the new limits, and with the clients that are alive
+as *awaited*. Each of them takes its use at that moment as its part, and adds nothing until that is in the store. While
+somebody is awaited nobody takes more. A client that came meanwhile, and has read what was there before, is awaited
+too: the members are read again after the record is there. The settings follow when nobody is awaited any more: so the
+quotas hold from the moment on in which anybody can see them. Where the use is larger than they allow, nobody may grow:
+each client may use its part less all that is too much (`bound`), so all of them together at most the quotas, or what
+they have.
+
+**Clients that are gone.** Their use is added to client 0's in the transaction that moves that much of their part.
+What is left of a part is nobody's, when its client is gone and has no records of use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+
+import msgspec
+import trio
+from msgspec.structs import replace
+
+from kvfuse.volume.namespaces.accounts import UNBOUNDED, Accounts
+from kvfuse.volume.namespaces.uses import NO_USE, Use
+from kvfuse.volume.store import schema
+from kvfuse.volume.store.schema import Counts
+
+DEPARTED = schema.NOBODY
+"""the client that stands for those that are gone"""
+TAKEN_SHARE = 2
+"""A client takes one part in so many of its equal share of what is free, where that is more than it lacks."""
+
+
+class Grants(msgspec.Struct, array_like=True, frozen=True):
+    """The value of a `g` record. The quotas are 0 where there is none."""
+
+    capacity: int = 0
+    blocks: int = 0
+    parts: dict[int, Use] = {}
+    """client -> what it may have; absent: nothing"""
+    awaited: tuple[int, ...] = ()
+    """clients that have not said yet what they use"""
+    lacks: dict[int, Use] = {}
+    """client -> what it would need more: others give back what they do not use"""
+
+    @property
+    def quotas(self) -> Use:
+        return Use(self.capacity or UNBOUNDED, self.blocks or UNBOUNDED)
+
+    @property
+    def total(self) -> Use:
+        """All parts together."""
+        return Use(*map(sum, zip(*self.parts.values(), strict=True))) if self.parts else NO_USE
+
+    @property
+    def free(self) -> Use:
+        """What a client may take."""
+        if self.awaited:
+            return NO_USE
+        return Use(*[max(quota - total, 0) for quota, total in zip(self.quotas, self.total, strict=True)])
+
+    def part(self, client: int) -> Use:
+        return self.parts.get(client, NO_USE)
+
+    def bound(self, client: int) -> Use:
+        """What a client may use, which is not awaited; `UNBOUNDED` where there is no quota."""
+        rows = zip(self.quotas, self.total, self.part(client), strict=True)
+        return Use(*[part - max(total - quota, 0) if quota < UNBOUNDED else UNBOUNDED for quota, total, part in rows])
+
+    def is_tighter(self, capacity: int, blocks: int) -> bool:
+        """These quotas allow less than the present ones."""
+        return capacity_of(capacity) < self.quotas.size or capacity_of(blocks) < self.quotas.files
+
+    def is_unfinished(self, capacity: int, blocks: int) -> bool:
+        """Settings with these quotas are larger: smaller ones are about to follow, or whoever began that is gone."""
+        return Grants(capacity, blocks).is_tighter(self.capacity, self.blocks)
+
+    # -- changes -----------------------------------------------------------------------------------------
+
+    def with_part(self, client: int, part: Use) -> Grants:
+        parts = {**self.parts, client: part}
+        return replace(self, parts={one: of for one, of in parts.items() if of != NO_USE})
+
+    def taken(self, client: int, lack: Use, share: int) -> Grants | None:
+        """A client takes what it lacks, or one part in ``share`` of what is free. None: that is too few."""
+        free, part = self.free, self.part(client)
+        if free.size < lack.size or free.files < lack.files:
+            return None
+        more = [
+            min(have, max(need, have // share)) if quota < UNBOUNDED else 0
+            for quota, have, need in zip(self.quotas, free, lack, strict=True)
+        ]
+        return self.with_lack(client, NO_USE).with_part(client, Use(part.size + more[0], part.files + more[1]))
+
+    def given(self, client: int, use: Use) -> Grants | None:
+        """A client that uses so much gives back some of the rest: what others lack, or half. None: it has none.
+
+        All of it, where there was more than the quotas allow.
+        """
+        part, wanted, total, quotas = self.part(client), self.wanted_by_others(client), self.total, self.quotas
+        slack = [max(have - used, 0) for have, used in zip(part, use, strict=True)]
+        halves = [slack[at] if total[at] > quotas[at] else slack[at] // 2 for at in range(2)]
+        given = [min(slack[at], max(wanted[at], halves[at])) if wanted[at] else 0 for at in range(2)]
+        if not any(given):
+            return None
+        return self.with_part(client, Use(part.size - given[0], part.files - given[1]))
+
+    def wanted_by_others(self, client: int) -> Use:
+        """What clients but this one lack, and is not free."""
+        lacks = [lack for one, lack in self.lacks.items() if one != client]
+        return Use(*[max(sum([lack[at] for lack in lacks]) - self.free[at], 0) for at in range(2)])
+
+    def with_lack(self, client: int, lack: Use) -> Grants:
+        """A client lacks so much."""
+        lacks = {**self.lacks, client: lack}
+        return replace(self, lacks={one: of for one, of in lacks.items() if of != NO_USE})
+
+    def entered(self, client: int, use: Use) -> Grants:
+        """A client that was awaited uses so much."""
+        awaited = tuple([one for one in self.awaited if one != client])
+        return replace(self, awaited=awaited).with_part(client, use)
+
+    def left(self, client: int, use: Use) -> Grants:
+        """A client is gone, and its records say so much."""
+        return self.entered(client, use).with_lack(client, NO_USE)
+
+    def moved(self, client: int, use: Use) -> Grants:
+        """So much of a client's use is client 0's."""
+        part, departed = self.part(client), self.part(DEPARTED)
+        moved = self.with_part(client, Use(part.size - use.size, part.files - use.files))
+        return moved.with_part(DEPARTED, Use(departed.size + use.size, departed.files + use.files))
+
+    def tightened(self, capacity: int, blocks: int, clients: Collection[int]) -> Grants:
+        """Quotas of which at least one is smaller. Where the parts do not fit, these clients are awaited."""
+        limited = replace(
+            self,
+            capacity=min(self.capacity or capacity, capacity or self.capacity),
+            blocks=min(self.blocks or blocks, blocks or self.blocks),
+        )
+        is_tracked = (self.capacity or not capacity) and (self.blocks or not blocks)
+        if is_tracked and not self.awaited and not is_over(limited):
+            return limited
+        parts = {DEPARTED: self.part(DEPARTED)}
+        return replace(limited, parts=parts, awaited=tuple(sorted(clients)))
+
+
+def capacity_of(quota: int) -> int:
+    return quota or UNBOUNDED
+
+
+def is_over(grants: Grants) -> bool:
+    """There is more than the quotas allow."""
+    return any(total > quota for total, quota in zip(grants.total, grants.quotas, strict=True))
+
+
+encode_grants: Callable[[Grants], bytes] = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(Grants).decode
+
+
+def decode_grants(value: bytes) -> Grants:
+    """Malformed."""
+    try:
+        return _decode(value)
+    except msgspec.DecodeError as error:
+        raise schema.Malformed(f"what clients may have of a namespace makes no sense: {error}") from error
+
+
+def moved_part(value: bytes, client: int, counts: Counts) -> bytes:
+    """A record, after so much of a client's stored use became client 0's. Malformed."""
+    return encode_grants(decode_grants(value).moved(client, Use(counts.size or 0, counts.inodes)))
+
+
+class GrantBook:
+    """What this client may have of each namespace, by the records as it knows them. It alone sets `Account.bound`."""
+
+    def __init__(self, accounts: Accounts, client: int) -> None:
+        self._accounts = accounts
+        self._client = client
+        self.heard: dict[int, Grants] = {}
+        """namespace -> its record"""
+        self._held: dict[int, Use] = {}
+        """namespace -> what the client keeps to, while it tells others that it gives the rest back"""
+        self.is_ready = trio.Event()
+        """all records were read once"""
+        self.changed = trio.Event()
+        """set, and made anew, when a record changed"""
+
+    def begin(self) -> None:
+        """All records were read."""
+        self.is_ready.set()
+        for number in self._accounts.all:
+            self.settle(number)
+
+    def hear(self, number: int, grants: Grants | None) -> None:
+        """A record is so; None: there is none."""
+        if grants is None:
+            self.heard.pop(number, None)
+            self._held.pop(number, None)
+        else:
+            self.heard[number] = grants
+        self.settle(number)
+        self.changed.set()
+        self.changed = trio.Event()
+
+    def hold(self, number: int, part: Use) -> None:
+        """Keep to this part from now on, if it is smaller: a transaction that says so is about to be sent."""
+        grants = self.heard[number]
+        if self._client not in grants.awaited:
+            part = Use(*map(min, part, grants.part(self._client)))
+        self._held[number] = Use(*map(min, part, self._held.get(number, part)))
+        self.settle(number)
+
+    def release(self, number: int) -> None:
+        """The transaction is known to have happened, and the record was heard; or it is known that it will not."""
+        self._held.pop(number, None)
+        self.settle(number)
+
+    def settle(self, number: int) -> None:
+        """Tell the account of a namespace what it may have."""
+        account = self._accounts.all.get(number)
+        if account is not None:
+            account.bound = self._bound(number) if self.is_ready.is_set() and account.is_known else NO_USE
+
+    def _bound(self, number: int) -> Use | None:
+        grants = self.heard.get(number)
+        if grants is None:
+            settings = self._accounts.all[number].settings
+            return NO_USE if settings.capacity or settings.blocks else None
+        if self._client in grants.awaited:
+            held = bound = self._held.setdefault(number, self._accounts.use(number))
+        else:
+            bound = grants.bound(self._client)
+            held = self._held.get(number, bound)
+        rows = zip(grants.quotas, bound, held, strict=True)
+        return Use(*[min(one, most) if quota < UNBOUNDED else quota for quota, one, most in rows])
+
+    def room_elsewhere(self, number: int) -> Use:
+        """What is free, and what other clients could give back, as far as their records say."""
+        grants = self.heard.get(number, Grants())
+        uses = self.stored_uses(number)
+        others = (grants.parts.keys() | uses.keys()) - {self._client, DEPARTED}
+        slack = [(grants.part(client), uses.get(client, NO_USE)) for client in others]
+        return Use(*[grants.free[at] + sum([max(part[at] - use[at], 0) for part, use in slack]) for at in range(2)])
+
+    def stored_uses(self, number: int) -> Mapping[int, Use]:
+        """Other clients' stored use of a namespace and those in it."""
+        uses: dict[int, Use] = {}
+        for inner in self._accounts.all:
+            if self._accounts.is_within(inner, number):
+                for client, counts in self._accounts.elsewhere.of(inner).items():
+                    use = uses.get(client, NO_USE)
+                    uses[client] = Use(use.size + (counts.size or 0), use.files + counts.inodes)
+        return uses
