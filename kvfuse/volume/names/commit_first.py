@@ -311,10 +311,16 @@ class CommitFirst:
         """Count a new file from before it is in the store. Returns what takes that back. QuotaExceeded, EngineError."""
         if made is None or not made.is_file or not made.namespace:
             return lambda: None
-        add_files = self.core.namespaces.accounts.add_files
-        await self.space.wait_for_file(made.namespace)
-        add_files(made.namespace, 1)
-        return partial(add_files, made.namespace, -1)
+        accounts, number = self.core.namespaces.accounts, made.namespace
+        await self.space.wait_for_file(number)
+        accounts.add_files(number, 1)
+        account = accounts.all.get(number)
+
+        def give_back() -> None:
+            if accounts.all.get(number) is account:  # else the namespace was ended, and what it had is forgotten
+                accounts.add_files(number, -1)
+
+        return give_back
 
     def _applied(self, plan: Plan, draft: Draft, version: int) -> None:
         """Apply the stored change to memory."""
