@@ -215,16 +215,18 @@ class SlabLeases:
     async def take_unheld_slabs(self, deadline: float = math.inf, namespace: int | None = None) -> bool:
         """A `Source`: takes slabs that no client holds; then what a client held that is gone, and its removed files.
 
-        What waits for its grace is waited for. EngineError where the store does not answer.
+        What waits for its grace is waited for. Slabs are no room where a quota is used up. EngineError where the
+        store does not answer.
         """
         grants = self.held.grant_count
-        async with self._turn:
-            if self.held.grant_count > grants:
-                return True  # they came while it was another's turn
-            await self.supply.take_more()
-            await self.held.ripen()
-        if self.held.grant_count > grants or await self._wait_for_grace():
-            return True
+        if namespace is None:
+            async with self._turn:
+                if self.held.grant_count > grants:
+                    return True  # they came while it was another's turn
+                await self.supply.take_more()
+                await self.held.ripen()
+            if self.held.grant_count > grants or await self._wait_for_grace():
+                return True
         return self.inheritance.is_behind and await self.inheritance.settle()
 
     async def _wait_for_grace(self) -> bool:

@@ -55,6 +55,8 @@ class Removed:
         """a call waits for room"""
         self._is_looking = False
         """some inodes are being checked"""
+        self._is_over = False
+        """nothing is freed here any more: the membership has ended"""
         self.freed_at = -math.inf
         """when some were last freed while other hosts had the volume, which then free the slots in their slabs"""
         self._looked = trio.Event()
@@ -62,17 +64,24 @@ class Removed:
 
     async def free_removed_files(self, deadline: float, namespace: int | None) -> bool:
         """A `Source`: free more of the files that this client removed. False: none is about to be freed."""
-        if not (self._later or self._is_looking):
+        if self._is_over or not (self._later or self._is_looking):
             return False
         self._is_wanted = True
         self._removed.hurry()
         with trio.move_on_at(deadline):
             await self._looked.wait()
-            return True
+            return not self._is_over
         return False
 
     async def run(self) -> None:
         """Free files that have rested, until cancelled. Open files are checked again a grace later."""
+        try:
+            await self._run()
+        finally:
+            self._is_over = True
+            self._looked.set()
+
+    async def _run(self) -> None:
         while True:
             await self._removed.wait(self._due())
             inos = self._take_due()
