@@ -197,7 +197,7 @@ class Parts:
         news = NamespaceNews(core, journal, lookups, self.names.folders, clearing)
         granting = Granting(core, journal, news, evictor)
         sources.insert(0, granting.take)
-        elsewhere.append(granting.await_others)
+        elsewhere.insert(0, granting.await_others)
         self.coherence = Coherence(core, lookups, journal, member, extents.fetcher, giving, news, granting)
         return SharedNamespaceRecords(self.names, executor, news, granting)
 

@@ -44,12 +44,7 @@ class RoomElsewhere:
         """what the last look said"""
 
     async def await_other_hosts(self, deadline: float, namespace: int | None) -> bool:
-        """A `Source`: waits while other hosts may free something. All calls that have no room wait for one look.
-
-        It is no room where a quota is used up: `Granting` asks others for that.
-        """
-        if namespace is not None:
-            return False
+        """A `Source`: waits while other hosts may free something. All calls that have no room wait for one look."""
         with trio.move_on_at(deadline):
             if self._look is not None:
                 await self._look.wait()

@@ -62,7 +62,7 @@ async def test_a_newer_file_does_not_go_in_the_place_of_a_candidate(monkeypatch:
             return await read_rows(candidates)
 
         monkeypatch.setattr(evictor, "_rows_of", replaced_before)
-        assert await evictor._evict_some(2 * BLOCK)
+        assert await evictor.evict_some(2 * BLOCK)
         found = await volume.blocks.exists(ROOT_INODE, [b"%08d" % number for number in range(4)])
         assert found == [True, False, True, True]
         assert len(volume.parts.core.caches[ROOT].policy) == 3
@@ -217,13 +217,13 @@ async def test_an_eviction_does_not_chase_what_is_stored_meanwhile(
 ) -> None:
     """Each step takes a commit: a steady writer costs few of them, not one for each handful of blocks."""
     steps: list[int] = []
-    evict = Evictor._evict_some
+    evict = Evictor.evict_some
 
     async def counted(evictor: Evictor, size: int, namespace: int | None = None) -> bool:
         steps.append(size)
         return await evict(evictor, size, namespace)
 
-    monkeypatch.setattr(Evictor, "_evict_some", counted)
+    monkeypatch.setattr(Evictor, "evict_some", counted)
     disk = cache_disk(admission="all", low_water=0.8)
     async with opened(disk, OPTIONS, Chaos(random.Random(0), delay=0.01)) as volume:
         count = 3 * volume.space().size // BLOCK

@@ -61,6 +61,7 @@ async def test_hosts_share_a_quota_to_the_last_block(rng: random.Random, autojum
         with pytest.raises(errors.QuotaExceeded, match=f"{10 * BLOCK} of {10 * BLOCK} bytes are used"):
             await put(one, b"more", bytes(BLOCK), space)
         await one.tree.unlink(space, b"one0")
+        await one.sync()
         await put(other, b"last", bytes(BLOCK), space)  # what one host removed is room for the other
         assert use_in_memory(space, one, other).size <= 10 * BLOCK
 
