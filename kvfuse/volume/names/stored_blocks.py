@@ -25,7 +25,7 @@ async def read_blocks(core: Core, numbers: Iterable[int], is_wanted: Callable[[i
 
     ``is_wanted``: of the slab of a file's first slot. EngineError: nothing was done.
     """
-    caches = {number: core.caches[number] for number in numbers}
+    caches = {number: core.caches[number] for number in numbers if number in core.caches}
     for cache in caches.values():
         cache.before.begin()
     found = _Found(core, is_wanted)

@@ -6,11 +6,14 @@ import random
 
 import trio
 import trio.testing
+from cache_lab import OPTIONS, cache_disk
 from cache_play import check_books
 from namespace_lab import change_namespace, make_namespace
 from volume_lab import CALLER, MIB, Chaos, Disk, check, lab_options, opened
 
 from kvfuse.volume.api import ROOT_INODE
+from kvfuse.volume.names.stored_blocks import read_blocks
+from kvfuse.volume.namespaces.settings import ROOT
 
 
 async def test_a_new_policy_has_what_no_commit_has_stored(autojump_clock: trio.testing.MockClock) -> None:
@@ -27,3 +30,9 @@ async def test_a_new_policy_has_what_no_commit_has_stored(autojump_clock: trio.t
         await trio.sleep(3)
         await check_books(disk, volume)
     assert (await check(disk)).clean
+
+
+async def test_a_namespace_that_went_meanwhile_is_not_read() -> None:
+    async with opened(cache_disk(), OPTIONS) as volume:
+        await read_blocks(volume.parts.core, [ROOT, 1096], lambda slab: True)
+        assert volume.parts.core.caches[ROOT].before.is_known
