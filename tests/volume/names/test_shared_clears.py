@@ -17,16 +17,13 @@ from kvfuse import errors
 from kvfuse.options.config import Options
 from kvfuse.volume.api import ROOT_INODE
 from kvfuse.volume.names.namespace_attributes import CLEAR, NAMESPACE
+from kvfuse.volume.names.shared_sweeping import SharedSweeper
 from kvfuse.volume.store import schema
 from kvfuse.volume.volume import Volume
 
 NAMES = [b"%d" % number for number in range(60)]
 BLOCK = b"x" * 5000
-
-
-@pytest.fixture
-def rng(seed: int, autojump_clock: trio.testing.MockClock) -> random.Random:
-    return random.Random(seed)
+Clock = trio.testing.MockClock
 
 
 @pytest.fixture(params=[False, True], ids=["relaxed", "strict"])
@@ -79,7 +76,9 @@ async def is_empty_of(disk: Disk, ino: int, *all_volumes: Volume) -> None:
     assert recorded_uses(disk) == count_uses(disk)
 
 
-async def test_what_one_host_clears_is_a_miss_for_all(rng: random.Random, options: Options) -> None:
+async def test_what_one_host_clears_is_a_miss_for_all(
+    rng: random.Random, autojump_clock: Clock, options: Options
+) -> None:
     disk = Disk.format(options, shared=True)
     async with volumes(disk, options, 2, rng, slow(rng, 2)) as (one, two):
         ino = await make_namespace(one, ROOT_INODE, b"cache", kind="cache", admission="all")
@@ -126,13 +125,15 @@ async def test_what_one_host_clears_is_a_miss_for_all(rng: random.Random, option
         await one.inodes.remove_xattr(ino, NAMESPACE)
 
 
-async def test_names_that_were_cleared_are_free_at_once(rng: random.Random, options: Options) -> None:
+async def test_names_that_were_cleared_are_free_at_once(
+    rng: random.Random, autojump_clock: Clock, options: Options, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """For all kinds of changes, of files of all kinds, and while nobody sweeps."""
     options = lab_options(capacity=32 * MIB, strict=options.publish_mode == "strict", chunk=4096)
     disk = Disk.format(options, shared=True)
     async with volumes(disk, options, 2, rng, slow(rng, 2)) as (one, two):
-        for volume in (one, two):
-            volume.parts.space.evictors[0].sweeper._is_turn = lambda: False  # type: ignore[attr-defined]
+        is_turn, sweeps = SharedSweeper._is_turn, trio.Event()
+        monkeypatch.setattr(SharedSweeper, "_is_turn", lambda sweeper: sweeps.is_set() and is_turn(sweeper))
         ino = await make_namespace(one, ROOT_INODE, b"cache", kind="cache", admission="all")
         folder = (await one.tree.make_directory(ino, b"folder", 0o755, CALLER)).ino
         for name in (*NAMES[:9], b"linked"):
@@ -171,7 +172,8 @@ async def test_names_that_were_cleared_are_free_at_once(rng: random.Random, opti
             assert await get(volume, NAMES[2], ino) == b"made"
             assert await get(volume, b"again", ino) == b"new"
             assert await get(volume, b"linked", ino) == b"first"
-            del volume.parts.space.evictors[0].sweeper._is_turn  # type: ignore[attr-defined]
+        sweeps.set()
+        for volume in (one, two):
             volume.parts.core.namespaces.changed.set()
         await swept(one, two)
         await one.tree.remove_directory(ino, NAMES[3])
@@ -182,7 +184,7 @@ async def test_names_that_were_cleared_are_free_at_once(rng: random.Random, opti
 
 
 async def test_a_host_that_did_not_hear_of_a_clear_stores_nothing_from_before(
-    rng: random.Random, options: Options
+    rng: random.Random, autojump_clock: Clock, options: Options
 ) -> None:
     disk, chaos = Disk.format(options, shared=True), slow(rng, 2)
     async with volumes(disk, options, 2, rng, chaos) as (one, two):
@@ -224,7 +226,7 @@ async def test_a_host_that_did_not_hear_of_a_clear_stores_nothing_from_before(
         await is_empty_of(disk, ino, one, two)
 
 
-async def test_a_strict_lookup_asks_whether_it_was_cleared(rng: random.Random) -> None:
+async def test_a_strict_lookup_asks_whether_it_was_cleared(rng: random.Random, autojump_clock: Clock) -> None:
     """A host that hears of nothing: each look-up that asks the store tells it."""
     options, chaos = lab_options(capacity=32 * MIB, strict=True), slow(rng, 2)
     async with volumes(Disk.format(options, shared=True), options, 2, rng, chaos) as (one, two):
@@ -242,7 +244,7 @@ async def test_a_strict_lookup_asks_whether_it_was_cleared(rng: random.Random) -
         chaos[1].deaf.set()
 
 
-async def test_the_next_host_goes_on_with_a_sweep(rng: random.Random) -> None:
+async def test_the_next_host_goes_on_with_a_sweep(rng: random.Random, autojump_clock: Clock) -> None:
     options = lab_options(capacity=32 * MIB, strict=False)
     disk, chaos = Disk.format(options, shared=True), slow(rng, 2)
     async with volumes(disk, options, 2, rng, chaos) as (one, two):
@@ -276,7 +278,9 @@ async def test_the_next_host_goes_on_with_a_sweep(rng: random.Random) -> None:
         await is_empty_of(disk, ino, one, two)
 
 
-async def test_a_newer_version_clears_what_other_hosts_stored(rng: random.Random, options: Options) -> None:
+async def test_a_newer_version_clears_what_other_hosts_stored(
+    rng: random.Random, autojump_clock: Clock, options: Options
+) -> None:
     disk = Disk.format(options, shared=True)
     async with volumes(disk, options, 2, rng, slow(rng, 2)) as (one, two):
         ino = await make_namespace(one, ROOT_INODE, b"cache", kind="cache", admission="all")
@@ -298,7 +302,7 @@ async def test_a_newer_version_clears_what_other_hosts_stored(rng: random.Random
         await is_empty_of(disk, ino, one, two)
 
 
-async def test_a_crash_after_a_clear_brings_nothing_back(rng: random.Random) -> None:
+async def test_a_crash_after_a_clear_brings_nothing_back(rng: random.Random, autojump_clock: Clock) -> None:
     options = lab_options(capacity=32 * MIB, strict=False)
     disk, images = Disk.format(options, shared=True), list[Disk]()
     async with volumes(disk, options, 1, rng) as (one,):
@@ -321,7 +325,7 @@ async def test_a_crash_after_a_clear_brings_nothing_back(rng: random.Random) -> 
         await check_disk(image)
 
 
-async def test_clears_among_everything_else(rng: random.Random, options: Options) -> None:
+async def test_clears_among_everything_else(rng: random.Random, autojump_clock: Clock, options: Options) -> None:
     """No name means a file that was there before a clear of which the host has heard, whatever happens beside."""
     disk, chaos = Disk.format(options, shared=True), slow(rng, 2)
     async with volumes(disk, options, 2, rng, chaos) as hosts:
