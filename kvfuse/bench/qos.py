@@ -33,6 +33,7 @@ SECONDS = 3.0
 COUNT = 256
 """blocks that it reads again and again"""
 PAUSE = 0.0005
+"""seconds between two reads: one that reads without a pause would be a flood itself"""
 LIMIT = 20 * MIB
 RATIO_MAX = 2.0
 """of the 99th percentile, beside the same alone"""

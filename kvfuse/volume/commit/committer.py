@@ -251,7 +251,11 @@ class Committer:
         If the caller is cancelled before the commit began, it does not happen; after that it may. EngineError: it may
         have happened. ValueError: it is larger than a commit may be.
         """
-        self.records.limits.check_commit(transaction.puts, transaction.deletes, transaction.expect)
+        try:
+            self.records.limits.check_commit(transaction.puts, transaction.deletes, transaction.expect)
+        except BaseException:
+            transaction.refused()
+            raise
         if self._stopped:
             transaction.refused()
             raise EngineError("nothing is committed any more")
