@@ -170,6 +170,45 @@ def test_a_clear_is_a_miss_for_both_at_once(mounts: Mounts) -> None:
     wait_until(lambda: free_bytes(one) == total_bytes(one), "the room")
 
 
+def usage(mount: KvfuseMount, name: str) -> tuple[int, int]:
+    """(bytes, files) that all hosts have of a namespace, as this one says."""
+    rows = json.loads((mount.point / ".kvfuse" / "stats").read_text())["namespaces"]
+    used = next(row["used"] for row in rows if row["path"] == f"/{name}")
+    return used["bytes"], used["files"]
+
+
+@on_files
+def test_hosts_share_quotas(mounts: Mounts) -> None:
+    """A cache takes three times its quota through both hosts, and no file is refused; files get EDQUOT at theirs."""
+    quota = 6 * MIB
+    both = {"cache": b"kind=cache admission=all capacity=6MiB", "files": b"kind=files capacity=4MiB"}
+    for name, settings in both.items():
+        (mounts[0].point / name).mkdir()
+        os.setxattr(mounts[0].point / name, "user.kvfuse.namespace", settings)
+    wait_until(lambda: (mounts[1].point / "files").is_dir(), "the folders")
+    seen: list[int] = []
+
+    def fill(number: int) -> None:
+        for at in range(3 * quota // BLOCK // 2):
+            (mounts[number].point / "cache" / f"{number}-{at}").write_bytes(bytes(BLOCK))
+            seen.append(usage(mounts[number], "cache")[0])
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(fill, range(2)))
+    # what is said of others may be older than what is said of this host, by what a host takes at a time
+    assert quota // 2 < max(seen) <= quota + 2 * MIB
+    for mount in mounts:
+        wait_until(lambda mount=mount: usage(mount, "cache")[0] <= quota, "the use of both")
+    written = 0
+    with pytest.raises(OSError, match="quota"):
+        for at in range(17):
+            with (mounts[at % 2].point / "files" / str(at)).open("wb", buffering=0) as file:
+                file.write(bytes(BLOCK))
+            written += 1
+    assert 12 <= written <= 16
+    assert len(os.listdir(mounts[0].point / "files")) >= written
+
+
 @on_files
 @pytest.mark.parametrize("killed", [0, 1])
 def test_a_host_is_killed_while_both_evict(mounts: Mounts, killed: int) -> None:
