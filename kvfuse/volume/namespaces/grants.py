@@ -58,7 +58,7 @@ class Grants(msgspec.Struct, array_like=True, frozen=True):
 
     @property
     def quotas(self) -> Use:
-        return Use(self.capacity or UNBOUNDED, self.blocks or UNBOUNDED)
+        return Use(_limit_of(self.capacity), _limit_of(self.blocks))
 
     @property
     def total(self) -> Use:
@@ -82,7 +82,7 @@ class Grants(msgspec.Struct, array_like=True, frozen=True):
 
     def is_tighter(self, capacity: int, blocks: int) -> bool:
         """These quotas allow less than the present ones."""
-        return capacity_of(capacity) < self.quotas.size or capacity_of(blocks) < self.quotas.files
+        return _limit_of(capacity) < self.quotas.size or _limit_of(blocks) < self.quotas.files
 
     def is_unfinished(self, capacity: int, blocks: int) -> bool:
         """Settings with these quotas are larger: smaller ones are about to follow, or whoever began that is gone."""
@@ -157,7 +157,8 @@ class Grants(msgspec.Struct, array_like=True, frozen=True):
         return replace(limited, parts=parts, awaited=tuple(sorted(clients)))
 
 
-def capacity_of(quota: int) -> int:
+def _limit_of(quota: int) -> int:
+    """0: there is none."""
     return quota or UNBOUNDED
 
 
