@@ -28,6 +28,7 @@ ERRNO: dict[type[Exception], int] = {
     errors.QuotaExceeded: errno.EDQUOT,
     errors.NotAdmitted: errno.ECANCELED,
     errors.CrossesNamespaces: errno.EXDEV,
+    errors.TooDeep: errno.EXDEV,
     errors.EngineFull: errno.ENOSPC,
     errors.EngineTimeout: errno.ETIMEDOUT,
     errors.KvfuseError: errno.EIO,

@@ -133,6 +133,10 @@ class CrossesNamespaces(OperationError):
     """A link or a rename from one namespace to another."""
 
 
+class TooDeep(OperationError):
+    """A directory cannot be moved to where it is to be in one step. Whoever asks may copy it instead."""
+
+
 # -- an engine failed --------------------------------------------------------------------------------
 
 

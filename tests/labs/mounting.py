@@ -26,7 +26,7 @@ from kvfuse.volume.check.fsck import fsck
 
 KVFUSE = [sys.executable, "-m", "kvfuse.cli"]
 FOREGROUND = (*KVFUSE, "mount", "--foreground")
-PATIENCE_S = 30.0
+PATIENCE_S = 60.0
 """how long an outside process may take for anything"""
 
 

@@ -55,12 +55,13 @@ STRESSORS = {
     "attributes": "access chmod chown fstat inode-flags utime xattr handle",
     "bytes": "copy-file hdd iomix readahead revio seek sendfile splice sync-file fpunch",
     "mapped and asynchronous": "mmap msync aio aiol io",
-    "descriptors and locks": "dup fcntl file-ioctl flock lease locka lockf lockofd open",
+    "descriptors and locks": "dup fcntl flock lease locka lockf lockofd open",
+    "ioctl": "file-ioctl",
 }
 """what is stressed -> stressors of stress-ng that know what must come out; those of a group run side by side"""
 
 STRESS_S = 2
-STRESS_S_LONG = {"descriptors and locks": 5}
+STRESS_S_LONG = {"ioctl": 4}
 """file-ioctl writes its file until the time is over, and then complains of its size where the machine was slow"""
 
 

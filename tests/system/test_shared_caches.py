@@ -19,10 +19,10 @@ from kvfuse.usrbio.client import BlockStore
 
 pytestmark = pytest.mark.root
 
-CAPACITY = 128 * MIB
+CAPACITY = 64 * MIB
 WORDS = (
     f"volume.capacity={CAPACITY}",
-    "volume.segment_size=64MiB",
+    "volume.segment_size=32MiB",
     "records.deadline=1.5",  # a freed slot rests for twice that
     "namespace.kind=cache",
     "namespace.eviction=lru",
@@ -91,8 +91,8 @@ def statistics(mount: KvfuseMount) -> dict[str, int]:
 
 
 @pytest.mark.slow
-def test_two_hosts_store_three_times_what_fits(mounts: Mounts) -> None:
-    count = 3 * CAPACITY // BLOCK // 2
+def test_two_hosts_store_twice_what_fits(mounts: Mounts) -> None:
+    count = CAPACITY // BLOCK
     is_over = threading.Event()
 
     def watch(mount: KvfuseMount) -> None:
@@ -179,7 +179,7 @@ def usage(mount: KvfuseMount, name: str) -> tuple[int, int]:
 
 @on_files
 def test_hosts_share_quotas(mounts: Mounts) -> None:
-    """A cache takes three times its quota through both hosts, and no file is refused; files get EDQUOT at theirs."""
+    """A cache takes more than its quota through both hosts, and no file is refused; files get EDQUOT at theirs."""
     quota = 6 * MIB
     both = {"cache": b"kind=cache admission=all capacity=6MiB", "files": b"kind=files capacity=4MiB"}
     for name, settings in both.items():
@@ -189,7 +189,7 @@ def test_hosts_share_quotas(mounts: Mounts) -> None:
     seen: list[int] = []
 
     def fill(number: int) -> None:
-        for at in range(3 * quota // BLOCK // 2):
+        for at in range(3 * quota // BLOCK // 4):
             (mounts[number].point / "cache" / f"{number}-{at}").write_bytes(bytes(BLOCK))
             seen.append(usage(mounts[number], "cache")[0])
 
@@ -214,13 +214,13 @@ def test_hosts_share_quotas(mounts: Mounts) -> None:
 def test_a_host_is_killed_while_both_evict(mounts: Mounts, killed: int) -> None:
     """The other one goes on, takes over what the killed one had, and evicts that, too."""
     victim, survivor = mounts[killed], mounts[1 - killed]
-    is_killed = threading.Event()
+    is_dying, is_over = threading.Event(), threading.Event()
 
     def store_until_killed() -> None:
         try:
-            store(victim, "victim", 100_000)
+            store(victim, "victim", 100_000, is_over.is_set)
         except OSError:
-            assert is_killed.is_set()
+            assert is_dying.is_set()
 
     def left() -> list[str]:
         names = os.listdir(survivor.point)
@@ -228,10 +228,13 @@ def test_a_host_is_killed_while_both_evict(mounts: Mounts, killed: int) -> None:
 
     with ThreadPoolExecutor(2) as pool:
         dying = pool.submit(store_until_killed)
-        going_on = pool.submit(store, survivor, "survivor", 100_000, is_killed.is_set)
-        wait_until(lambda: statistics(victim)["room"] > 50, "evictions")
-        is_killed.set()
-        victim.kill()
+        going_on = pool.submit(store, survivor, "survivor", 100_000, is_over.is_set)
+        try:
+            wait_until(lambda: statistics(victim)["room"] > 50, "evictions")
+            is_dying.set()
+            victim.kill()
+        finally:
+            is_over.set()
         dying.result()
         going_on.result()
     assert len(present(survivor, left()[::7])) > 0

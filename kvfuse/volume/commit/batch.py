@@ -182,12 +182,12 @@ class Batch(Changes):
         slots of one inode fit into one commit (`Draft.bequests`). A crash between two parts leaks slots or leaves an
         inode with two names, which fsck mends.
         """
-        operations_max = limits.commit_operations_max - RESERVED_OPERATIONS
-        bytes_max = limits.commit_bytes_max - RESERVED_BYTES
         keys = sorted(
             [*self.puts, *self.deletes], key=lambda key: (key[:1] == b"f", key not in self.puts, key[:1] != b"s")
         )
         guards = {key: version for key, version in self.draft.expect.items() if key[:1] == schema.CLEARED_PREFIX}
+        operations_max = limits.commit_operations_max - RESERVED_OPERATIONS - len(guards) - len(self.uses)
+        bytes_max = limits.commit_bytes_max - RESERVED_BYTES - sum(map(len, guards)) - USE_RECORD_SIZE * len(self.uses)
         part, size = Changes(expect=guards), 0
         for key in keys:
             row_size = len(key) + len(self.puts.get(key, b""))

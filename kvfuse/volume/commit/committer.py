@@ -252,7 +252,7 @@ class Committer:
         have happened. ValueError: it is larger than a commit may be.
         """
         try:
-            self.records.limits.check_commit(transaction.puts, transaction.deletes, transaction.expect)
+            self._check(transaction)
         except BaseException:
             transaction.refused()
             raise
@@ -272,6 +272,17 @@ class Committer:
         if waiting.error is not None:
             raise waiting.error
         return waiting.version > 0
+
+    def _check(self, transaction: Transaction) -> None:
+        """ValueError where it would not fit with what its commit puts and expects beside it."""
+        limits = self.records.limits
+        limits.check_commit(transaction.puts, transaction.deletes, transaction.expect)
+        operations, size = transaction.operation_count + len(transaction.uses), transaction.byte_count
+        if self._sequence is not None:
+            operations, size = operations + RESERVED_OPERATIONS, size + RESERVED_BYTES
+        size += USE_RECORD_SIZE * len(transaction.uses)
+        if operations > limits.commit_operations_max or size > limits.commit_bytes_max:
+            raise ValueError(f"{operations} operations with {size} bytes are more than a commit may have")
 
     async def run(self) -> None:
         """Commit transactions that no batch includes, until cancelled. Then their callers get EngineError."""

@@ -38,7 +38,7 @@ from kvfuse.volume.names.lookup import Found
 from kvfuse.volume.names.name_change import Draft
 from kvfuse.volume.names.path_beliefs import Moved, outlive_beliefs
 from kvfuse.volume.names.plans import End, Fits, Place, Plan, Planning, never, plan_unlink_cleared
-from kvfuse.volume.names.shared_lookup import SharedLookup, check_name
+from kvfuse.volume.names.shared_lookup import SharedLookup, check_name, expected_names_max
 from kvfuse.volume.slots.space import Space
 from kvfuse.volume.store import schema
 from kvfuse.volume.store.sealed import get_marked
@@ -174,8 +174,11 @@ class CommitFirst:
         return ends
 
     async def _above(self, directory: Node, draft: Draft, is_fresh: bool) -> list[Node]:
-        above = []
+        above: list[Node] = []
+        most = expected_names_max(self.core.records.limits)
         while directory.ino != ROOT_INODE:
+            if len(above) == most:
+                raise errors.TooDeep(f"a directory of a shared volume cannot be moved below {most} others: copy it")
             if is_fresh:
                 await self._settled(directory)
                 await self.lookup.refresher.renew(directory)

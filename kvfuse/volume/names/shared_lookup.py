@@ -16,7 +16,7 @@ from typing import NamedTuple
 import trio
 
 from kvfuse import errors
-from kvfuse.remote.records.api import Versioned
+from kvfuse.remote.records.api import RecordLimits, Versioned
 from kvfuse.volume.api import NAME_MAX
 from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.inodes.dentries import ABSENT
@@ -29,6 +29,8 @@ from kvfuse.volume.store.joined_reads import SharedRecords
 
 CATCH_UP_COMMITS = 3
 """Commits to await for one inode: one may have been built before its record changed, the next one merges it."""
+PATH_SHARE = 4
+"""Names above a changed one that are expected with it: one for every so many operations that a commit may have."""
 
 
 class NotCaughtUp(errors.EngineError):
@@ -45,6 +47,11 @@ class Told(NamedTuple):
     version: int
     place: tuple[int, bytes]
     own: bool
+
+
+def expected_names_max(limits: RecordLimits) -> int:
+    """Names of a path that one commit expects."""
+    return max(1, limits.commit_operations_max // PATH_SHARE)
 
 
 @dataclass
@@ -182,8 +189,15 @@ class SharedLookup(Lookup):
 
         The kernel may have been told otherwise (Moved). Who only puts a name into a directory need not expect it: the
         kernel has looked for that name, and so it was asked for, with all names above.
+
+        Of a long path a commit can expect a part. The names above that one are asked for in this call: whoever moves
+        one of them after that has not been answered yet.
         """
         above = self.paths.above(directory)
+        most = expected_names_max(self.core.records.limits)
+        if len(above) > most:
+            await self.check_path(above[most:])
+            above = above[:most]
         if is_fresh or (versions := self.paths.expected(above)) is None:
             await self.check_path(above)
             versions = self.paths.expected(above)

@@ -25,6 +25,7 @@ from kvfuse.volume.api import RENAME_EXCHANGE, ROOT_INODE
 from kvfuse.volume.commit.batch import Batch
 from kvfuse.volume.commit.committer import RESERVED_OPERATIONS
 from kvfuse.volume.store import schema
+from kvfuse.volume.store.schema import Counts
 from kvfuse.volume.volume import Volume
 
 TINY = replace(LIMITS, commit_operations_max=16)
@@ -175,10 +176,12 @@ def test_each_part_has_room_for_the_records_of_the_lease_and_frees_come_last() -
     """Without that room the store refuses a part; and other hosts may write to a slot as soon as it is freed."""
     freed = {schema.freed_key(1, 4096 * number, 1): b"" for number in range(300)}
     names = {schema.entry_key(ROOT_INODE, b"%d" % number): b"inode" for number in range(20)}
-    batch = Batch(puts={**freed, **names}, deletes={schema.orphan_key(7)})
+    batch = Batch(puts={**freed, **names}, deletes={schema.orphan_key(7)}, uses={1: Counts(1, 1), 2: Counts(1, 1)})
+    batch.draft.expect = {schema.cleared_key(number): 1 for number in range(3)}
     parts = list(batch.parts(SHARED_LIMITS))
     room = SHARED_LIMITS.commit_operations_max - RESERVED_OPERATIONS
-    assert all(len(part.puts) + len(part.deletes) <= room for part in parts)
+    assert all(len(part.puts) + len(part.deletes) + len(part.expect) + len(part.uses) <= room for part in parts)
+    assert parts[-1].uses == batch.uses
     homes = {key: number for number, part in enumerate(parts) for key in (*part.puts, *part.deletes)}
     assert homes.keys() == {*batch.puts, *batch.deletes}
     assert max(homes[key] for key in (*names, *batch.deletes)) <= min(homes[key] for key in freed)

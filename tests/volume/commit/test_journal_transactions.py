@@ -15,18 +15,27 @@ from volume_lab import CALLER, Chaos, Disk, MemoryRecords, check, lab_options, o
 from kvfuse.errors import EngineError
 from kvfuse.remote.records.api import ABSENT, RecordLimits, Versioned
 from kvfuse.remote.records.lmdb.store import LIMITS
-from kvfuse.volume.commit.committer import Committer, Sequence
+from kvfuse.volume.commit.committer import RESERVED_OPERATIONS, Committer, Sequence, UseRecords
+from kvfuse.volume.namespaces.uses import OwnUses
+from kvfuse.volume.store.schema import Counts
 from kvfuse.volume.store.transaction import Transaction
 
 SEQUENCE = b"k-client"
+COUNTS = b"c-client"
 
 
 @asynccontextmanager
 async def committing(
-    disk: Disk, chaos: Chaos, *, sequence: bytes | None = None, limits: RecordLimits = LIMITS
+    disk: Disk,
+    chaos: Chaos,
+    *,
+    sequence: bytes | None = None,
+    limits: RecordLimits = LIMITS,
+    uses: UseRecords | None = None,
 ) -> AsyncIterator[Committer]:
     """A committer at work over the disk's records."""
-    committer = Committer(MemoryRecords(disk, chaos, limits), Sequence(sequence) if sequence else None)
+    begun = Sequence(sequence, counts_key=COUNTS) if sequence else None
+    committer = Committer(MemoryRecords(disk, chaos, limits), begun, uses)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(committer.run)
         yield committer
@@ -110,6 +119,23 @@ async def test_commits_keep_to_the_limits(disk: Disk, chaos: Chaos, limits: Reco
         with pytest.raises(ValueError):
             await committer.transact(Transaction({}, {b"k%d" % number: bytes(20) for number in range(40)}))
     assert chaos.commits > 4  # or the engine had refused what is too large
+
+
+@pytest.mark.parametrize("uses", [{}, {1: Counts(1, 1)}])
+async def test_the_largest_transaction_fits_with_what_is_committed_beside_it(
+    disk: Disk, chaos: Chaos, uses: dict[int, Counts]
+) -> None:
+    limits = replace(LIMITS, commit_operations_max=16)
+    use_records = UseRecords(OwnUses(lambda number: True), 3)
+    async with committing(disk, chaos, sequence=SEQUENCE, limits=limits, uses=use_records) as committer:
+        refused = 0
+        for count in range(1, 17):
+            rows = {b"%d-%d" % (count, number): b"value" for number in range(count)}
+            try:
+                assert await committer.transact(Transaction({}, rows, uses=uses, files=1, size=1))
+            except ValueError:
+                refused += 1
+        assert refused == RESERVED_OPERATIONS + len(uses)
 
 
 async def test_a_cancelled_caller_takes_it_back_before_it_began(disk: Disk, chaos: Chaos) -> None:
