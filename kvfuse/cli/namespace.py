@@ -85,25 +85,28 @@ def namespace() -> None:
     """
 
 
-def setting_options(command: Command) -> Command:
-    """An option for each setting of `MEANINGS`."""
-    for name, meaning in reversed(MEANINGS.items()):
-        zero = f"; 0: {ZEROS[name]}" if name in ZEROS else ""
-        default = "cache" if name == "kind" else None
-        command = click.option(
-            f"--{name.replace('_', '-')}",
-            name,
-            metavar="VALUE",
-            default=default,
-            show_default=True,
-            help=f"{meaning}{zero}",
-        )(command)
-    return command
+def setting_options(kind: str | None) -> Callable[[Command], Command]:
+    """An option for each setting of `MEANINGS`. ``kind``: the one that is not said."""
+
+    def add(command: Command) -> Command:
+        for name, meaning in reversed(MEANINGS.items()):
+            zero = f"; 0: {ZEROS[name]}" if name in ZEROS else ""
+            command = click.option(
+                f"--{name.replace('_', '-')}",
+                name,
+                metavar="VALUE",
+                default=kind if name == "kind" else None,
+                show_default=True,
+                help=f"{meaning}{zero}",
+            )(command)
+        return command
+
+    return add
 
 
 @namespace.command(short_help="Make a folder a namespace.")
 @path_argument
-@setting_options
+@setting_options(kind="cache")
 def create(path: Path, **settings: str | None) -> None:
     """Make PATH a namespace: a new folder, or an empty one.
 
@@ -130,10 +133,11 @@ def create(path: Path, **settings: str | None) -> None:
 
 @namespace.command("set", short_help="Change settings.")
 @path_argument
-@click.argument("changes", nargs=-1, required=True, metavar="NAME=VALUE...")
+@click.argument("changes", nargs=-1, metavar="[NAME=VALUE]...")
 @click.option("--clear", "clears", is_flag=True, help="Clear the cache in the same step, as for another descriptor.")
-def set_command(path: Path, changes: tuple[str, ...], clears: bool) -> None:
-    """Change settings of the namespace PATH; those that are not named stay as they are.
+@setting_options(kind=None)
+def set_command(path: Path, changes: tuple[str, ...], clears: bool, **settings: str | None) -> None:
+    """Change settings of the namespace PATH, by words or options; those that are not named stay as they are.
 
     'kvfuse namespace show PATH' lists them. Of the root, kind and capacity are the volume's own.
 
@@ -143,12 +147,16 @@ def set_command(path: Path, changes: tuple[str, ...], clears: bool) -> None:
     \b
     Examples:
       kvfuse namespace set /mnt/kv/llama capacity=128GiB ttl=3600
+      kvfuse namespace set /mnt/kv/llama --capacity 128GiB --ttl 3600
       kvfuse namespace set /mnt/kv/llama token=generate
       kvfuse namespace set /mnt/kv/llama token=@/etc/kvfuse/llama.token
     """
     mount_of(path)
     _settings_of(path)
-    settings, made = _with_token(_parsed(changes) | ({"clear": "now"} if clears else {}))
+    said = _parsed(changes) | {name: value for name, value in settings.items() if value is not None}
+    if not said:
+        raise click.UsageError("nothing to change: say NAME=VALUE or an option")
+    settings, made = _with_token(said | ({"clear": "now"} if clears else {}))
     _change(path, os.setxattr, NAMESPACE, _words(settings.items()))
     _say_token(made)
 

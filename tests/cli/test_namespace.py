@@ -90,9 +90,12 @@ def test_a_namespace_from_create_to_delete(place: Place) -> None:
     assert settings_of(llama) == wanted
     run("set", llama, "ttl=3600", "capacity=32MiB")
     assert settings_of(llama) == {**wanted, "ttl": 3600, "capacity": 32 << 20}
+    run("set", llama, "--ttl", "1800", "--soft-pin", "true", "blocks=5000")
+    assert settings_of(llama) == {**wanted, "ttl": 1800, "capacity": 32 << 20, "soft_pin": True, "blocks": 5000}
+    assert "nothing to change" in kvfuse("namespace", "set", llama).stderr
     text = run("show", llama)
     assert "32MiB" in text
-    assert "any number" in text
+    assert "5000" in text
 
     rows = rows_of(place)
     assert rows.keys() == {str(place.point), str(llama), str(weights)}
