@@ -48,6 +48,7 @@ class Admission:
             return False
         has_token = self._has_token(gate)
         if not has_token and not await self._is_let_in(gate):
+            self.volume.inodes.measures(ino).failures["token"] += 1
             raise errors.Stale(f"inode {ino} was removed")
         return has_token
 
@@ -67,7 +68,11 @@ class Admission:
         namespace.has_token = await self.check(namespace.ino)
         may_pin = self.may(namespace, await self.volume.inodes.attributes(namespace.ino), 3)
         may_pin &= not namespace.read_only
-        namespace.descriptor = await self.volume.inodes.describe(namespace.ino, descriptor, may_pin=may_pin)
+        try:
+            namespace.descriptor = await self.volume.inodes.describe(namespace.ino, descriptor, may_pin=may_pin)
+        except errors.Exists:
+            self.volume.inodes.measures(namespace.ino).failures["descriptor"] += 1
+            raise
         namespace.epoch = UNCHECKED
 
     async def _has_other_descriptor(self, namespace: Namespace) -> bool:

@@ -32,6 +32,8 @@ FAILURES: dict[str, tuple[type[Exception], ...]] = {
     "no_room": (errors.NoSpace,),
 }
 """reason of a failed request -> its errors; the first row that fits an error tells"""
+TURNED_AWAY = "token", "descriptor"
+"""reasons for which a client may not use a namespace: it has not shown the token, or its blocks are something else"""
 UNREAD = "deadline", "corrupt", "engine", "refused"
 """why a block that is there was not read"""
 
@@ -70,7 +72,7 @@ class Measures:
         self.written_bytes = 0
         self.seconds = {operation: Histogram(REQUEST_BOUNDS) for operation in OPERATIONS}
         """operation -> seconds from when the daemon took it to its result; all of one batch of a ring have its time"""
-        self.failures = dict.fromkeys(FAILURES, 0)
+        self.failures = dict.fromkeys((*FAILURES, *TURNED_AWAY), 0)
         """reason -> requests that failed for it"""
         self.unread = dict.fromkeys(UNREAD, 0)
         """the same of requests to read"""

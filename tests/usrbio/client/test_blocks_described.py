@@ -43,6 +43,12 @@ def pinned(mount: KvfuseMount, name: str) -> object:
     return json.loads(text) if text else None
 
 
+def failures(mount: KvfuseMount, name: str) -> dict[str, int]:
+    rows = json.loads((mount.point / ".kvfuse" / "stats").read_text())["namespaces"]
+    found: dict[str, int] = next(row for row in rows if row["path"] == f"/{name}")["measures"]["failures"]
+    return found
+
+
 def test_the_first_writer_pins_it_and_another_one_is_refused(mount: KvfuseMount, name: str) -> None:
     with store_of(mount, name, LLAMA) as store:
         store.put("a", b"bf16")
@@ -51,6 +57,7 @@ def test_the_first_writer_pins_it_and_another_one_is_refused(mount: KvfuseMount,
             store_of(mount, name, {**LLAMA, "dtype": "fp8", "ranks": 8})
         with pytest.raises(FileExistsError, match="version is 1, not 0"):
             store_of(mount, name, {**LLAMA, "version": 0})
+        assert failures(mount, name)["descriptor"] == 2
         with store_of(mount, name, dict(reversed(LLAMA.items()))) as same, store_of(mount, name, None) as unchecked:
             assert same.exists(["a"]).all()
             assert unchecked.exists(["a"]).all()

@@ -109,6 +109,9 @@ def test_others_learn_nothing_from_rings(mount: KvfuseMount, tenant: Path, token
             store_of(tenant, token)
         with pytest.raises(expected):
             Follower(tenant, token=token)
+    rows = json.loads((mount.point / ".kvfuse" / "stats").read_text())["namespaces"]
+    (failures,) = [row["measures"]["failures"] for row in rows if row["path"] == f"/{tenant.name}"]
+    assert failures["token"] >= 2
 
 
 def test_others_learn_nothing_from_files(tenant: Path) -> None:
