@@ -138,6 +138,30 @@ async def test_random_work_in_namespaces_is_counted_at_each_commit(
     await walk_at_random(rng, kinds, strict=strict, faults=faults, data_max=40_000, capacity=64 * MIB)
 
 
+@pytest.mark.parametrize("turn", range(8))
+async def test_one_of_two_hosts_pins_what_the_blocks_are(rng: random.Random, autojump_clock: Clock, turn: int) -> None:
+    """They say so at the same time: one is refused with the words of the other."""
+    chaos = [Chaos(random.Random(rng.random()), delay=1.0) for number in range(2)]
+    async with hosts(rng, 2, chaos) as volumes:
+        ino = await make_namespace(volumes[0], ROOT_INODE, b"cache", kind="cache")
+        await until(lambda: settings_of(volumes[1], ino) is not None)
+        answers: list[str] = []
+
+        async def pin(number: int) -> None:
+            await trio.sleep(rng.random() * 0.02)
+            try:
+                await volumes[number].inodes.describe(ino, f'{{"model": "m{number}"}}', may_pin=True)
+                answers.append(f"m{number}")
+            except errors.Exists as error:
+                assert f"'m{1 - number}', not 'm{number}'" in str(error)
+
+        async with trio.open_nursery() as nursery:
+            for number in range(2):
+                nursery.start_soon(pin, number)
+        (winner,) = answers
+        await until(lambda: all(f'"{winner}"' in str(settings_of(volume, ino)) for volume in volumes))
+
+
 async def test_a_token_closes_a_namespace_on_every_host(rng: random.Random, autojump_clock: Clock) -> None:
     async with hosts(rng, 2) as (one, other):
         folder = await make_namespace(one, ROOT_INODE, b"secret", kind="cache")
