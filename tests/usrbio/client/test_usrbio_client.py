@@ -41,6 +41,12 @@ def test_a_ring_reads_what_the_file_door_wrote(client: Client, path: Path, data:
             assert bytes(iov.buffer[3 : 3 + len(expected)]) == expected
 
 
+def test_a_client_of_another_version_is_told(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvfuse.usrbio.client.session.VERSION", 2)
+    with pytest.raises(OSError, match="protocol version 2 is not supported: this daemon has 1"):
+        connect(client.mount)
+
+
 def test_a_read_ends_at_the_end_of_the_file_and_holes_are_zeros(client: Client, path: Path) -> None:
     with path.open("wb") as target:
         target.truncate(100_000)
