@@ -162,10 +162,8 @@ class Draft:
             self._deletes.add(schema.inode_key(node.ino))
         if node.is_directory:
             self._deletes.add(schema.times_key(node.ino))
-            if node.ino in self._cleared:
-                self._deletes.add(schema.cleared_key(node.ino))
             if node.namespace == node.ino:
-                self._deletes.add(schema.namespace_key(node.ino))
+                self._deletes.update(schema.namespace_keys(node.ino))
                 self._deletes.add(schema.use_key(node.ino, self.client))
         if not node.is_directory or change.record.flags & schema.FLAG_XATTRS:
             self._puts[schema.orphan_key(node.ino)] = schema.encode_orphan(change.record, self.client)

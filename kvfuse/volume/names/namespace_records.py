@@ -28,6 +28,7 @@ from kvfuse.volume.namespaces.settings import ROOT, Settings, encode_settings
 from kvfuse.volume.store import schema
 from kvfuse.volume.store.numbers import SharedNumberRange
 from kvfuse.volume.store.sealed import get_sound
+from kvfuse.volume.store.transaction import Transaction
 from kvfuse.volume.views import clock
 
 FREE_SECONDS = 3.0
@@ -35,6 +36,9 @@ FREE_SECONDS = 3.0
 
 LOOK_SECONDS = 0.2
 """between two looks at that"""
+
+USES_SHARE = 4
+"""Records of a namespace's use that are deleted together: one for every so many operations that a commit may have."""
 
 TELL_SECONDS = 1.0
 """for which a clear waits until the kernel was told"""
@@ -241,12 +245,24 @@ class SharedNamespaceRecords(NamespaceRecords):
             if any(accounts.use_of_hosts(number)):
                 raise still_open()
             draft = self._draft(node, namespace=above)
-            prefix = schema.use_prefix(number)
-            uses = {key: version for key, version in self.news.versions.items() if key.startswith(prefix)}
+            uses = {key: self.news.versions[key] for key in self._uses(number)[: self._uses_max]}
             draft.expect_all(uses)  # together they say nothing, as was looked at
-            return _Change(draft, dict.fromkeys([*uses, schema.namespace_key(number)]), above)
+            return _Change(draft, dict.fromkeys([*uses, *schema.namespace_keys(number)]), above)
 
         await self._carry_out(node, plan)
+        left = self._uses(number)
+        for start in range(0, len(left), self._uses_max):
+            await self.names.journal.transact(Transaction({}, deletes=left[start : start + self._uses_max]))
+
+    def _uses(self, number: int) -> list[bytes]:
+        """Keys of the records of a namespace's use, those of clients that are gone first."""
+        prefix = schema.use_prefix(number)
+        return sorted([key for key in self.news.versions if key.startswith(prefix)])
+
+    @property
+    def _uses_max(self) -> int:
+        """Most of them in one commit. Members remove their own, too, when they hear that the namespace is gone."""
+        return max(1, self.names.core.records.limits.commit_operations_max // USES_SHARE)
 
     # -- transactions --------------------------------------------------------------------------------
 

@@ -15,9 +15,10 @@ from volume_lab import CALLER, MIB, Chaos, Disk, check, lab_options
 
 from kvfuse import errors
 from kvfuse.volume.api import ROOT_INODE, Changes
-from kvfuse.volume.names.namespace_attributes import NAMESPACE
+from kvfuse.volume.names.namespace_attributes import CLEAR, NAMESPACE
 from kvfuse.volume.namespaces.settings import Settings
 from kvfuse.volume.namespaces.uses import Use
+from kvfuse.volume.store import schema
 from kvfuse.volume.volume import Volume
 
 Clock = trio.testing.MockClock  # tests name it themselves: only then their time jumps
@@ -84,6 +85,47 @@ async def test_only_an_empty_folder_begins_or_ends(rng: random.Random, autojump_
         await one.tree.unlink(space, b"file")
         await one.inodes.remove_xattr(space, NAMESPACE)
         await until(lambda: settings_of(other, space) is None)
+
+
+async def test_a_namespace_that_many_hosts_used_can_be_ended(rng: random.Random, autojump_clock: Clock) -> None:
+    """More than one commit has operations: each has a record of its use, and together they have nothing."""
+    options = lab_options()
+    disk = Disk.format(options, shared=True)
+    async with volumes(disk, options, 2, rng) as (one, other):
+        space = await make_namespace(one, ROOT_INODE, b"space", capacity=4 * MIB)
+        await put(other, b"file", bytes(50_000), space)
+        await other.tree.unlink(space, b"file")
+        await quiet(one, other)
+        uses = {1000 + number: schema.encode_counts((-1) ** number, (-1) ** number * 4096) for number in range(150)}
+        disk.apply({schema.use_key(space, client): value for client, value in uses.items()}, ())
+        await until(lambda: len(one.parts.core.namespaces.accounts.elsewhere.of(space)) >= 150)
+        await one.inodes.remove_xattr(space, NAMESPACE)
+        await until(lambda: settings_of(other, space) is None)
+        await quiet(one, other)
+        await until(lambda: not any(key.startswith(schema.use_prefix(space)) for key in disk.records))
+        await one.tree.remove_directory(ROOT_INODE, b"space")
+    assert (await check(disk)).clean
+
+
+@pytest.mark.parametrize("removes", [False, True], ids=["ended", "removed"])
+async def test_nothing_is_left_of_a_namespace_with_quotas(
+    rng: random.Random, autojump_clock: Clock, removes: bool
+) -> None:
+    options = lab_options()
+    disk = Disk.format(options, shared=True)
+    async with volumes(disk, options, 2, rng) as (one, other):
+        space = await make_namespace(one, ROOT_INODE, b"space", kind="cache", capacity=4 * MIB, blocks=10)
+        await put(other, b"file", bytes(50_000), space)
+        await other.inodes.set_xattr(space, CLEAR, b"now")
+        await until(lambda: not other.parts.core.namespaces.cleared and not one.parts.core.namespaces.cleared)
+        await quiet(one, other)
+        if removes:
+            await one.tree.remove_directory(ROOT_INODE, b"space")
+        else:
+            await one.inodes.remove_xattr(space, NAMESPACE)
+        await until(lambda: settings_of(other, space) is None)
+        await quiet(one, other)
+    assert not [key for key in disk.records if key[:1] in b"peug" and schema.key_inode(key) == space]
 
 
 async def test_hosts_count_together(rng: random.Random, autojump_clock: Clock) -> None:
