@@ -3,6 +3,7 @@
 A file that is opened, or read from its start, is likely to be read on. Its extent is then fetched in parts, side by
 side, and what was fetched is kept until it was handed out once (the kernel caches it then), the file is closed, or
 the memory is needed. So a reader waits for about one round trip, and a small read costs no engine call of its own.
+A part that nobody waits for gives way to reads and stores that somebody waits for (`views/demand`).
 
 Only what never changes is fetched: sealed extents of volumes in which nothing is written in place. A part counts
 when its bytes are those that the extent's checksums promise; whatever else came, or failed, is left to the
@@ -43,6 +44,8 @@ EAGER_SIZE_MIN = PART_SIZE // 8
 class _Part:
     """A run of granules of a window."""
 
+    go: trio.Event = field(default_factory=trio.Event)
+    """set when a reader waits for it"""
     done: trio.Event = field(default_factory=trio.Event)
     scope: trio.CancelScope = field(default_factory=trio.CancelScope)
     error: KvfuseError | None = None
@@ -126,7 +129,8 @@ class Fetcher:
         for part in window.parts[offset // PART_SIZE : -(-(offset + length) // PART_SIZE)]:
             if part is None or (part.done.is_set() and not part.is_whole):
                 return None
-            await part.done.wait()
+            if not part.done.is_set():
+                await self._wait_for(part)
             if part.error is not None:
                 raise part.error
             if not part.is_whole:
@@ -136,6 +140,18 @@ class Fetcher:
         if window.rest <= 0 and self._windows.get(key) is window:
             self._drop(key)
         return window.bytes[offset : offset + length]
+
+    async def _wait_for(self, part: _Part) -> None:
+        """A reader needs the part."""
+        demand = self.core.reads.demand
+        demand.calls += 1
+        part.go.set()
+        try:
+            await part.done.wait()
+        finally:
+            demand.calls -= 1
+            if demand.behind:
+                demand.ended()
 
     # -- what to fetch -------------------------------------------------------------------------------
 
@@ -170,6 +186,8 @@ class Fetcher:
         start = window.low + index * PART_SIZE
         try:
             with part.scope:
+                if not part.go.is_set():
+                    await self.core.reads.demand.give_way(part.go)
                 if self.core.disk is None:
                     await self._read(extent, start, target)
                     part.is_whole = window.is_intact(index)

@@ -86,8 +86,15 @@ class Extents(ABC):
         """What the engine has there of the extent's slot, which nobody else gets meanwhile."""
         segment, place = self.core.locate(extent.addr)
         buffer = np.empty(high - low, np.uint8).data
-        with self.core.reads.reading(), self.core.reads.speeds.remote.reading(high - low):
-            await self.core.segments.read([Transfer(segment, place + low, buffer)])
+        demand = self.core.reads.demand
+        demand.calls += 1
+        try:
+            with self.core.reads.reading(), self.core.reads.speeds.remote.reading(high - low):
+                await self.core.segments.read([Transfer(segment, place + low, buffer)])
+        finally:
+            demand.calls -= 1
+            if demand.behind:
+                demand.ended()
         return buffer
 
     async def read_verified(

@@ -1,4 +1,5 @@
-"""Writes copies into the tier, behind the reads that brought their bytes: nobody waits for it.
+"""Writes copies into the tier, behind the reads that brought their bytes: nobody waits for it. It gives way to reads
+of the disk.
 
 Copies that are to be written wait in a queue of bounded size. Where that is full, because the disk is slower than the
 readers, more are not taken. A copy's bytes and its head are written in one batch, in no order: of a copy that a crash
@@ -19,6 +20,7 @@ from kvfuse.volume.disk.copies import Granule, pack_head
 from kvfuse.volume.disk.folder import Folder
 from kvfuse.volume.disk.index import Index
 from kvfuse.volume.store.codec import Codec, Trials
+from kvfuse.volume.views.demand import Demand
 
 QUEUE_BYTES_MAX = 64 << 20
 BATCH_BYTES = 4 << 20
@@ -35,8 +37,8 @@ class _Offer(NamedTuple):
 class Filler:
     """The queue, and the task that empties it. `DiskTier` owns it."""
 
-    def __init__(self, folder: Folder, index: Index, codec: Codec | None) -> None:
-        """``codec``: compresses; None: nothing is compressed."""
+    def __init__(self, folder: Folder, index: Index, codec: Codec | None, demand: Demand) -> None:
+        """``codec``: compresses; None: nothing is compressed. ``demand``: of the disk."""
         self.folder = folder
         self.index = index
         self.queue_bytes_max = QUEUE_BYTES_MAX
@@ -48,6 +50,7 @@ class Filler:
         """set while there is nothing to be written"""
         self.idle.set()
         self._codec = codec
+        self._demand = demand
         self._queue: deque[_Offer] = deque()
         self._queued: set[int] = set()
         """keys"""
@@ -82,6 +85,9 @@ class Filler:
             await self._work.wait()
             self._work = trio.Event()
             while self._queue:
+                await self._demand.give_way()
+                if not self._queue:
+                    break
                 batch = self._next_batch()
                 try:
                     await self._write(batch)

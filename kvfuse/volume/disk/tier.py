@@ -31,6 +31,7 @@ from kvfuse.volume.disk.filler import Filler
 from kvfuse.volume.disk.folder import Folder, opened_folder
 from kvfuse.volume.disk.index import Index
 from kvfuse.volume.store.codec import Codec
+from kvfuse.volume.views.demand import Demand
 from kvfuse.volume.views.speeds import Speed
 
 PATIENCE_FACTOR = 10.0
@@ -97,7 +98,9 @@ class DiskTier:
         self.keeps_stores = keeps_stores
         """what this host stores is to be kept, too"""
         self.index = Index(folder.geometry)
-        self.filler = Filler(folder, self.index, Codec() if compresses else None)
+        self._demand = Demand()
+        """reads under way at the disk"""
+        self.filler = Filler(folder, self.index, Codec() if compresses else None, self._demand)
         self._codec = Codec()
         self.counters = DiskCounters()
         self.is_on = True
@@ -106,7 +109,7 @@ class DiskTier:
         self.speed = Speed(200e-6, 1e9)
         self._usual = 0.0
         """seconds of a read, about"""
-        self._late_count = self._under_way = 0
+        self._late_count = 0
         self._nursery: trio.Nursery | None = None
 
     # -- for readers ---------------------------------------------------------------------------------
@@ -145,7 +148,7 @@ class DiskTier:
 
     def _may_read(self) -> bool:
         """The disk answers, as far as that is known."""
-        return self._nursery is not None and self._late_count < LATE_MAX and self._under_way < READS_MAX
+        return self._nursery is not None and self._late_count < LATE_MAX and self._demand.calls < READS_MAX
 
     def offer(self, stretch: Stretch, data: memoryview, seconds: float, *, wanted: bool = True) -> None:
         """The engine gave these bytes, in so many seconds; they match the checksums, and do not change any more.
@@ -233,7 +236,7 @@ class DiskTier:
 
     async def _perform(self, read: _Read) -> None:
         began = trio.current_time()
-        self._under_way += 1
+        self._demand.calls += 1
         try:
             with self.speed.reading(len(read.data)):
                 await self.folder.segments.read(self._transfers(read))
@@ -245,7 +248,9 @@ class DiskTier:
         finally:
             read.done.set()
             self._late_count -= read.is_late
-            self._under_way -= 1
+            self._demand.calls -= 1
+            if self._demand.behind:
+                self._demand.ended()
         self._usual += 0.05 * (trio.current_time() - began - self._usual)
 
     def _transfers(self, read: _Read) -> list[Transfer]:

@@ -32,6 +32,7 @@ from kvfuse.volume.namespaces.registry import Namespaces
 from kvfuse.volume.namespaces.uses import Use
 from kvfuse.volume.store.numbers import NumberRange
 from kvfuse.volume.store.schema import InodeRecord
+from kvfuse.volume.views.demand import Demand
 from kvfuse.volume.views.speeds import Speeds
 from kvfuse.volume.views.tier import SharedTier
 
@@ -52,6 +53,8 @@ class ReadEpochs:
         self.threads: set[ReadingThread] = set()
         self.speeds = Speeds()
         """of this host's tiers, as reads found them"""
+        self.demand = Demand()
+        """at the segments"""
         self._epochs: deque[list[int]] = deque([[0]])
         self._retired: deque[list[tuple[Callable[[list[Slot]], object], list[Slot]]]] = deque([[]])
 

@@ -208,6 +208,7 @@ class Blocks:
         if (present := self.core.tier.find(node.ino)) is not None:
             present.note_use()
             return True
+        await self.core.reads.demand.give_way()
         is_there = await self.promotion.bring(node, binding, _read_class(node))
         self.counters.prefetches += is_there
         return is_there

@@ -188,12 +188,16 @@ class Flusher:
         for index in staged:
             self.chunk_is_full(node, index)
         if staged and not self._is_over:
-            turn = self._turn
+            turn, demand = self._turn, self.core.reads.demand
             self._caller_count += 1
+            demand.calls += 1
             try:
                 await turn.ended.wait()
             finally:
                 self._caller_count -= 1
+                demand.calls -= 1
+                if demand.behind:
+                    demand.ended()
             if isinstance(turn.error, EngineTimeout):
                 raise turn.error
 
@@ -251,7 +255,14 @@ class Flusher:
             if chunk.staged is not None
         ]
         if chunks:
-            await self._flush_chunks(chunks)
+            demand, awaited = self.core.reads.demand, len(chunks) if self.core.strict else 0
+            demand.calls += awaited
+            try:
+                await self._flush_chunks(chunks)
+            finally:
+                demand.calls -= awaited
+                if demand.behind:
+                    demand.ended()
         await self.headers.describe([node for node in nodes if node.nlink and node.described is not None])
 
     async def _flush_chunks(self, chunks: Sequence[tuple[Node, int]]) -> None:

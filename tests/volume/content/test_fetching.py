@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import trio
 import trio.testing
+from held_reads import HeldReads
 from shared_lab import eventually, put, quiet, volumes
 from volume_lab import CALLER, MIB, Chaos, Disk, lab_options
 
 from kvfuse import errors
 from kvfuse.options.config import Options
-from kvfuse.remote.segments.api import Transfer
 from kvfuse.volume.api import ROOT_INODE
 from kvfuse.volume.content import read_ahead
 from kvfuse.volume.content.read_ahead import Fetcher
@@ -46,34 +46,6 @@ def options() -> Options:
 @pytest.fixture
 def disk(options: Options) -> Disk:
     return Disk.format(options, shared=True)
-
-
-class HeldReads:
-    """Reads of a volume's segment engine: they wait for ``gate``, and fail if they are to."""
-
-    def __init__(self, volume: Volume, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.begun: list[tuple[int, int]] = []
-        """(offset, bytes) of each transfer"""
-        self.cancelled = 0
-        self.gate = trio.Event()
-        self.gates: dict[int, trio.Event] = {}
-        """of transfers with a gate of their own, by number"""
-        self.failing: set[int] = set()
-        """numbers of transfers that fail"""
-        self._read = volume.parts.core.segments.read
-        monkeypatch.setattr(volume.parts.core.segments, "read", self.read)
-
-    async def read(self, batch: Sequence[Transfer]) -> None:
-        number = len(self.begun)
-        self.begun += [(transfer.offset, len(transfer.buffer)) for transfer in batch]
-        try:
-            await self.gates.get(number, self.gate).wait()
-        except trio.Cancelled:
-            self.cancelled += 1
-            raise
-        if number in self.failing:
-            raise errors.EngineError("injected: a read")
-        await self._read(batch)
 
 
 async def open_known(volume: Volume, name: bytes) -> FileHandle:
