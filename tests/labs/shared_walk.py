@@ -222,6 +222,7 @@ def _look_at_uses(disk: Disk, audit: Audit, puts: Mapping[bytes, bytes], deletes
 async def _know_their_uses(disk: Disk, all_volumes: Sequence[Volume]) -> bool:
     """What each host has in memory of namespaces is what is there."""
     for volume in all_volumes:
+        volume.parts.names.nameless.reap_unnamed()  # slots of files that others removed, as who has no room does
         await volume.sync()
     whole = with_inner(disk, count_uses(disk))
     for volume in all_volumes:
