@@ -174,10 +174,13 @@ class DiskTier:
             else:
                 self.counters.refused += 1
 
-    def drop(self, addr: int, length: int) -> None:
-        """The bytes of an extent are no file's any more."""
+    def drop(self, addr: int, length: int, generation: int | None = None) -> None:
+        """The bytes of an extent are no file's any more. ``generation``: of the extent, where the slot may have another
+        life by now.
+        """
         for key in range(addr, addr + length, GRANULE_SIZE):
-            if key in self.index.copies:
+            copy = self.index.copies.get(key)
+            if copy is not None and generation in (None, copy.generation):
                 self.counters.dropped += self.index.drop(key)
 
     def statistics(self) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import random
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from weakref import WeakSet
 
@@ -26,6 +27,7 @@ from kvfuse.volume.commit.journal import Journal
 from kvfuse.volume.content.read_ahead import Fetcher
 from kvfuse.volume.content.refresh import is_quiet
 from kvfuse.volume.hosts.giving import Giving
+from kvfuse.volume.inodes.chunk import Extent
 from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.inodes.handle import FileHandle
 from kvfuse.volume.inodes.node import Node
@@ -137,8 +139,12 @@ class Coherence:
                 self._is_ours(schema.key_inode(change.key), change.version)
         elif kind == b"i":
             self._take_inode(change)
-        elif change.value is not None and schema.decode_orphan(change.value).remover != self.member.client:
-            self._take_removed(schema.key_inode(change.key))
+        elif change.value is not None:
+            ino, record = schema.key_inode(change.key), schema.decode_orphan(change.value)
+            if record.remover != self.member.client:
+                self._take_removed(ino)
+                if ino not in self._held:
+                    self._drop_copies(record.chunks)
 
     def _take_entry(self, change: Change, is_own: bool) -> None:
         core = self.core
@@ -252,9 +258,17 @@ class Coherence:
         else:
             self._end(node)
 
+    def _drop_copies(self, chunks: Iterable[Iterable[Extent | schema.ExtentRecord]]) -> None:
+        """The disk tier need not keep these chunks of a removed file."""
+        if self.core.disk is not None:
+            for extents in chunks:
+                for extent in extents:
+                    self.core.disk.drop(extent.addr, extent.length, extent.generation)
+
     def _end(self, node: Node) -> None:
         """Nobody can ask for the file any more: what only memory has of it is given up."""
         self.core.tier.drop(node.ino)
+        self._drop_copies([chunk.extents for chunk in node.chunks.values()])
         self.journal.refusals.reap(node)
         self.core.nodes.drop(node)
 

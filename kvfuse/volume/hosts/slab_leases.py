@@ -113,9 +113,13 @@ class SlabLeases:
     def _noticed(self, change: Change) -> None:
         """After the view took it over."""
         kind = change.key[:1]
-        if kind == b"f" and change.value is not None and schema.key_slab(change.key) in self.held.slabs:
-            self.freed.hint([change.key])
-            self._wake()
+        if kind == b"f" and change.value is not None:
+            if self.core.disk is not None:
+                freed = schema.split_freed_key(change.key)
+                self.core.disk.drop(freed.addr, self.view.use(freed.slab).slot_size, freed.generation)
+            if schema.key_slab(change.key) in self.held.slabs:
+                self.freed.hint([change.key])
+                self._wake()
         elif kind == b"l" and self.view.ready.is_set():
             slab = schema.key_slab(change.key)
             if self.view.seen(slab).holder.client == NOBODY:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import trio
 from disk_lab import engine_reads, filled, held_disk, segment_files, tier_of, tier_options, wait_for, with_tier
-from shared_lab import check_disk, put, quiet, read
+from shared_lab import check_disk, open_path, put, quiet, read
 from volume_lab import CALLER, MIB, Disk
 
 from kvfuse.checksum import granule_checksums
@@ -283,6 +283,55 @@ async def test_copies_of_what_this_host_removes_are_dropped(disk: Disk, options:
         found = tier_of(volume).statistics()
         assert found["dropped"]
         assert (found["copies"], found["kept_bytes"], found["used_bytes"]) == (0, 0, 0)
+
+
+async def test_copies_of_what_another_host_removes_are_dropped(
+    disk: Disk, options: Options, rng: random.Random, tmp_path: Path
+) -> None:
+    """When it is heard of; those of a file that is open, when it is closed."""
+    stored = blocks(rng)
+    async with with_tier(disk, options) as one, with_tier(disk, tier_options(tmp_path / "other"), 2) as two:
+        await store_and_read(one, stored)
+        await quiet(one, two)
+        await read_all(two, stored)
+        await filled(two)
+        copies = tier_of(two).index.copies
+        handle = await open_path(two, b"1")
+        addr = handle.node.chunks[0].extents[0].addr
+        for name in stored:
+            await one.tree.unlink(ROOT_INODE, name)
+        await until(lambda: set(copies) == {addr})
+        assert await two.files.read(handle, 0, 1) == stored[b"1"]
+        await two.files.release(handle)
+        await until(lambda: not copies)
+    await check_disk(disk)
+
+
+async def test_copies_of_slots_that_another_host_frees_are_dropped(
+    disk: Disk, options: Options, rng: random.Random, tmp_path: Path
+) -> None:
+    """Of a file with other bytes by now, in slots of a third host."""
+    data = rng.randbytes(256 * KIB)
+    async with AsyncExitStack() as stack:
+        folders = [options, *[tier_options(tmp_path / f"tier of {client}") for client in (2, 3)]]
+        one, two, three = [
+            await stack.enter_async_context(with_tier(disk, folder, client)) for client, folder in enumerate(folders, 1)
+        ]
+        await put(one, b"file", data)
+        await quiet(one, two, three)
+        for volume in (two, three):
+            assert await read(volume, b"file") == data
+            await filled(volume)
+        before = set(tier_of(three).index.copies)
+        assert before
+        handle = await open_path(two, b"file")
+        await two.files.write(handle, 0, data[::-1])
+        await two.files.release(handle)
+        await until(lambda: not before & set(tier_of(three).index.copies))
+        assert tier_of(three).statistics()["dropped"]
+        await quiet(two, three)
+        assert await read(three, b"file") == data[::-1]
+    await check_disk(disk)
 
 
 # -- a disk that is slow, or fails ----------------------------------------------------------------------
