@@ -225,8 +225,9 @@ class Parts:
 
     async def leave(self) -> None:
         """Everything is stored: leave nothing that others would have to see to, and end."""
-        if self.leases is None:
+        if self.leases is None or self.coherence is None:
             return
+        self.coherence.granting.stop()
         for evictor in self.space.evictors:
             await evictor.stop()  # what it removes changes counts that are handed over now
         await self.leases.close()

@@ -57,7 +57,8 @@ async def joined(disk: Disk, options: Options, client: int, chaos: Chaos) -> Asy
                 yield volume
         finally:
             with trio.CancelScope(shield=True):
-                await members[-1].leave()
+                for member in members[-1:]:  # there is none where joining was cancelled
+                    await member.leave()
 
 
 @asynccontextmanager

@@ -68,6 +68,7 @@ class Granting:
         """namespace -> when others were last asked, and gave nothing"""
         self._waits: dict[int, tuple[float, float]] = {}
         """namespace -> when calls began to wait for others since some came, and when one last did"""
+        self._serving = trio.CancelScope()
 
     # -- room ------------------------------------------------------------------------------------------
 
@@ -145,8 +146,16 @@ class Granting:
 
     # -- others ----------------------------------------------------------------------------------------
 
+    def stop(self) -> None:
+        """Give nothing back any more: this client's records are about to become client 0's, and memory has them yet."""
+        self._serving.cancel()
+
     async def run(self) -> None:
-        """Say what is used where others wait for that, and give back what they lack, until cancelled."""
+        """Say what is used where others wait for that, and give back what they lack, until cancelled or `stop`."""
+        with self._serving:
+            await self._serve_all()
+
+    async def _serve_all(self) -> None:
         await self._book.is_ready.wait()
         while True:
             changed, is_asked = self._book.changed, False
@@ -161,11 +170,13 @@ class Granting:
 
     async def _serve(self, number: int) -> bool:
         """True: others still lack something."""
-        use = partial(self._accounts.use, number)
-        if self._client in self._book.heard[number].awaited:
+        use, grants = partial(self._accounts.use, number), self._book.heard.get(number)
+        if grants is None:  # its quotas ended while another namespace was served
+            return False
+        if self._client in grants.awaited:
             await self._change(number, lambda grants: self._entered(grants, use()))
             return False
-        if not any(self._book.heard[number].wanted_by_others(self._client)):
+        if not any(grants.wanted_by_others(self._client)):
             return False
         await self._change(number, lambda grants: grants.given(self._client, use()))
         grants = self._book.heard.get(number, Grants())

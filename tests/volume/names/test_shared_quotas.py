@@ -136,6 +136,51 @@ async def test_what_a_dead_host_had_not_used_is_room_again(rng: random.Random, a
             stalled.stalled.set()
 
 
+def parts_of(disk: Disk, number: int) -> Grants:
+    return decode_grants(disk.records[schema.grants_key(number)].value)
+
+
+def lack(disk: Disk, number: int, client: int, use: Use) -> None:
+    """A client says that it lacks so much, and takes nothing."""
+    key = schema.grants_key(number)
+    disk.apply({key: encode_grants(parts_of(disk, number).with_lack(client, use))}, ())
+
+
+async def test_a_host_that_leaves_keeps_what_it_has(rng: random.Random, autojump_clock: Clock) -> None:
+    """Its use moves record by record, while another host lacks files."""
+    options = lab_options(capacity=16 * MIB)
+    disk = Disk.format(options, shared=True)
+    async with volumes(disk, options, 1, rng) as (one,):
+        space = await make_namespace(one, ROOT_INODE, b"space", blocks=20)
+        inner = await make_namespace(one, space, b"inner")
+        for number in range(4):
+            await make(one, b"%d" % number, space)
+        await quiet(one)
+        async with joined(disk, options, 7, Chaos(random.Random(0), delay=0.5)) as other:
+            for number in range(4):
+                await other.tree.unlink(space, b"%d" % number)
+            await quiet(other)
+            for number in range(6):
+                await make(other, b"%d" % number, inner)
+            await quiet(other)
+            rows = [schema.use_key(number, 7) for number in (space, inner)]
+            assert [schema.decode_counts(disk.records[key].value).inodes for key in rows] == [-4, 6]
+            lack(disk, space, 1, Use(0, 30))
+        assert parts_of(disk, space).part(7).files >= 0, "others have taken what is its files'"
+
+
+async def test_a_quota_that_ended_is_not_served(rng: random.Random, autojump_clock: Clock) -> None:
+    """As when it ends while the one before it is served."""
+    async with hosts(rng, 2) as (one, other):
+        space = await make_namespace(one, ROOT_INODE, b"space", blocks=20)
+        await until(lambda: grants_of(other, space) is not None)
+        await change_namespace(one, space, blocks=0)
+        await until(lambda: grants_of(other, space) is None)
+        assert other.parts.coherence is not None
+        assert not await other.parts.coherence.granting._serve(space)
+        await make(other, b"file", space)
+
+
 async def test_wrong_parts_of_quotas_are_seen_and_mended(rng: random.Random, autojump_clock: Clock) -> None:
     options = lab_options()
     disk = Disk.format(options, shared=True)
