@@ -220,7 +220,8 @@ class Merger:
         if not has_room:
             _lose(node)
             node.set_size(min(node.size, max(record.size, _reach(node, node.size))))
-        node.appends = False
+        # what was appended here stays where it is if the other host has not changed the end
+        node.appends = node.appends and has_room and node.cut_size is None and record.size == base.size
 
     def _merge_dead(self, node: Node, theirs: Theirs) -> None:
         """This host frees stored extents that the file does not have here; another host has freed the rest."""

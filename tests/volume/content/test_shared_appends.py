@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from itertools import count
+from typing import Any
 
 import pytest
 import trio
@@ -18,6 +19,7 @@ from volume_lab import CALLER, MIB, Chaos
 from kvfuse import errors
 from kvfuse.remote.segments.api import Transfer
 from kvfuse.volume.api import ROOT_INODE
+from kvfuse.volume.content.merge import Merger
 from kvfuse.volume.volume import Volume
 
 CHUNK = 64 << 10
@@ -40,6 +42,32 @@ async def test_what_two_hosts_changes_were_put_together_to_goes_on_growing(
         await two.files.release(handle)
         await quiet(two, one)
         assert await get(one, b"file") == b"theirs" + data[6:500] + b"own" + data[503:] + b"and more"
+
+
+async def test_an_append_stays_one_when_another_host_only_changes_what_was_there(
+    rng: random.Random, autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is put to that, and before it is stored the other host appends, too."""
+    data, merge, merges = rng.randbytes(1000), Merger.merge, count()
+
+    async def merge_and_append(self: Merger, *arguments: Any) -> None:
+        await merge(self, *arguments)
+        if self.core is two.parts.core and next(merges) == 0:
+            await write_at(one, b"file", 1000, b"one", os.O_RDWR | os.O_APPEND)
+            await quiet(one)
+
+    monkeypatch.setattr(Merger, "merge", merge_and_append)
+    async with hosts(rng, 2, strict=False, capacity=16 * MIB, chunk=CHUNK) as (one, two):
+        await put(one, b"file", data)
+        await quiet(one, two)
+        handle = await two.files.open((await two.tree.lookup(ROOT_INODE, b"file")).ino, os.O_RDWR | os.O_APPEND, CALLER)
+        await two.files.write(handle, 1000, b"two")
+        await write_at(one, b"file", 0, b"new")
+        await quiet(one)
+        await two.files.release(handle)
+        await quiet(two, one)
+        assert next(merges) > 1
+        assert await get(one, b"file") == await get(two, b"file") == b"new" + data[3:] + b"one" + b"two"
 
 
 @pytest.mark.parametrize("strict", [True, False], ids=["strict", "relaxed"])
