@@ -9,7 +9,7 @@ import subprocess
 
 import numpy as np
 import pytest
-from mounting import KVFUSE, KvfuseMount, temporary_mount
+from mounting import KVFUSE, KvfuseMount, temporary_mount, wait_until
 from packing_lab import compressible
 
 from kvfuse.usrbio.client import BlockStore, connect
@@ -36,6 +36,12 @@ def read_ring(mount: KvfuseMount, name: str, offset: int, size: int) -> bytes:
         return bytes(iov.array[: int(result)])
 
 
+def used(mount: KvfuseMount) -> int:
+    """Bytes."""
+    found = os.statvfs(mount.point)
+    return (found.f_blocks - found.f_bfree) * found.f_frsize
+
+
 def test_blocks_and_files_take_less_room(rng: random.Random) -> None:
     words = [f"volume.capacity={CAPACITY}", "namespace.compression=zstd", "publish.mode=relaxed"]
     blocks = {f"block{number}": compressible(rng, BLOCK) for number in range(COUNT)}
@@ -45,9 +51,9 @@ def test_blocks_and_files_take_less_room(rng: random.Random) -> None:
                 store.put(name, data)
         for name, data in list(blocks.items())[1::2]:
             (mount.point / name).write_bytes(data)
-        os.sync()
-        found = os.statvfs(mount.point)
-        assert (found.f_blocks - found.f_bfree) * found.f_frsize < 0.6 * BLOCK * COUNT
+        wait_until(
+            lambda: used(mount) < 0.6 * BLOCK * COUNT, "the blocks to be stored"
+        )  # until then they count as staged
         usage = [*KVFUSE, "namespace", "usage", mount.point]
         assert "of slots saved" in subprocess.run(usage, check=True, capture_output=True, text=True).stdout
         row = json.loads(subprocess.run([*usage, "--json"], check=True, capture_output=True, text=True).stdout)
