@@ -61,8 +61,9 @@ STRESSORS = {
 """what is stressed -> stressors of stress-ng that know what must come out; those of a group run side by side"""
 
 STRESS_S = 2
-STRESS_S_LONG = {"ioctl": 4}
-"""file-ioctl writes its file until the time is over, and then complains of its size where the machine was slow"""
+STRESS_S_OF = {"names": 1, "ioctl": 4}
+"""file-ioctl writes its file until the time is over, and then complains of its size where the machine was slow; all
+names that were made are removed one by one when the time is over"""
 
 
 @needs("stress-ng")
@@ -74,7 +75,7 @@ def test_stress_ng_finds_no_fault(folder: Path, engines: Engines, name: str) -> 
         *stressors,
         "--verify",
         "--timeout",
-        f"{STRESS_S_LONG.get(name, STRESS_S)}s",
+        f"{STRESS_S_OF.get(name, STRESS_S)}s",
         "--temp-path",
         str(folder),
     ]
