@@ -33,7 +33,7 @@ IDLE_SECONDS = 3550.0
 IDLE_PAUSE_SECONDS = 60.0
 """between two looks of those who look all the time, meanwhile"""
 LEASE_SECONDS = 30.0
-WORK_SECONDS = 900.0
+WORK_SECONDS = 3000.0
 """in which the work of an hour ends"""
 RETURN_SECONDS = 120.0
 """after which the room of cleared or expired files is free"""
@@ -131,7 +131,7 @@ class SharedDay:
             if choice == 0:
                 await host.clear(number)
             elif choice == 1:
-                await host.change(number, blocks=self.rng.choice([0, 5, 10, 30, 60]))
+                await host.change(number, blocks=self.rng.choice([0, 20, 30, 60]))
             elif choice == 2:
                 await host.change(number, ttl=self.rng.choice([0, 600, 7200]))
             else:
