@@ -57,31 +57,6 @@ async def test_a_name_made_on_one_is_seen_on_the_other(
         await until_nlink(one, 2)
 
 
-async def test_a_path_may_be_longer_than_a_commit(rng: random.Random, autojump_clock: trio.testing.MockClock) -> None:
-    """What is at its end is made, moved and removed, at each depth, and not by a name that another host took away."""
-    async with hosts(rng, 2, strict=True) as (one, two):
-        path = [ROOT_INODE]
-        for _ in range(140):
-            path.append((await one.tree.make_directory(path[-1], b"folder", 0o755, CALLER)).ino)
-        for folder in path:
-            await two.tree.lookup(folder, b"folder") if folder != path[-1] else None
-        await make(two, b"file", path[-1])
-        await two.tree.rename(path[-1], b"file", path[-1], b"other", 0)
-        with pytest.raises(errors.TooDeep):
-            await two.tree.make_directory(ROOT_INODE, b"deep", 0o755, CALLER)
-            await two.tree.rename(ROOT_INODE, b"deep", path[-1], b"deep", 0)
-        await one.tree.rename(ROOT_INODE, b"folder", ROOT_INODE, b"moved", 0)
-        with pytest.raises(errors.Stale):
-            await two.tree.unlink(path[-1], b"other")
-        await two.tree.lookup(ROOT_INODE, b"moved")
-        await two.tree.unlink(path[-1], b"other")
-        for folder in reversed(path[1:-1]):
-            await two.tree.remove_directory(folder, b"folder")
-        await two.tree.remove_directory(ROOT_INODE, b"moved")
-        await quiet(one, two)
-        assert await names_in(one, ROOT_INODE) == [b"deep"]
-
-
 async def test_late_news_of_a_directory_do_not_take_its_times_back(
     rng: random.Random, autojump_clock: trio.testing.MockClock
 ) -> None:

@@ -11,7 +11,7 @@ from itertools import pairwise
 import pytest
 import trio
 import trio.testing
-from shared_lab import exists, look, names_in, open_path, quiet, read, volumes
+from shared_lab import exists, hosts, look, make, names_in, open_path, quiet, read, volumes
 from volume_lab import CALLER, Chaos, Disk, lab_options
 
 from kvfuse import errors
@@ -306,3 +306,28 @@ async def test_nothing_stays_of_a_directory_that_another_host_removed(
             await one.sync()
         await write(one, ROOT_INODE, b"file", b"bytes")
         assert await read(two, b"file") == b"bytes"
+
+
+async def test_a_path_may_be_longer_than_a_commit(rng: random.Random, autojump_clock: trio.testing.MockClock) -> None:
+    """What is at its end is made, moved and removed, at each depth, and not by a name that another host took away."""
+    async with hosts(rng, 2, strict=True) as (one, two):
+        path = [ROOT_INODE]
+        for _ in range(140):
+            path.append((await one.tree.make_directory(path[-1], b"folder", 0o755, CALLER)).ino)
+        for folder in path:
+            await two.tree.lookup(folder, b"folder") if folder != path[-1] else None
+        await make(two, b"file", path[-1])
+        await two.tree.rename(path[-1], b"file", path[-1], b"other", 0)
+        with pytest.raises(errors.TooDeep):
+            await two.tree.make_directory(ROOT_INODE, b"deep", 0o755, CALLER)
+            await two.tree.rename(ROOT_INODE, b"deep", path[-1], b"deep", 0)
+        await one.tree.rename(ROOT_INODE, b"folder", ROOT_INODE, b"moved", 0)
+        with pytest.raises(errors.Stale):
+            await two.tree.unlink(path[-1], b"other")
+        await two.tree.lookup(ROOT_INODE, b"moved")
+        await two.tree.unlink(path[-1], b"other")
+        for folder in reversed(path[1:-1]):
+            await two.tree.remove_directory(folder, b"folder")
+        await two.tree.remove_directory(ROOT_INODE, b"moved")
+        await quiet(one, two)
+        assert await names_in(one, ROOT_INODE) == [b"deep"]
