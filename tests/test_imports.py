@@ -36,9 +36,9 @@ ROOMS: dict[str, set[str]] = {
     "metrics": {"errors", "options", "volume.api"},
     "target": DOOR | {"remote"},
     "connectors": BASE | {"usrbio.client"},
-    "bench": {"errors", "sizes", "usrbio.client", "cluster", "policy"},
+    "bench": {"errors", "sizes", "usrbio.client", "connectors", "cluster", "policy"},
     "cluster": {"errors", "sizes"},
-    "cli": DOOR | {"fs", "usrbio", "metrics", "target", "bench", "slab", "remote", "policy", "cluster"},
+    "cli": DOOR | {"fs", "usrbio", "metrics", "target", "connectors", "bench", "slab", "remote", "policy", "cluster"},
 }
 """room -> what it may import of this package, beside itself and the version in kvfuse/__init__.py"""
 

@@ -3,82 +3,33 @@
 from __future__ import annotations
 
 import os
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from errno import ECANCELED, EDQUOT, EIO, EMSGSIZE, ENOENT, ENOSPC, ETIMEDOUT
 from functools import partial
 from time import monotonic
-from typing import NamedTuple, TypedDict
 
 import numpy as np
-import numpy.typing as npt
 
-from kvfuse.errors import Disconnected
 from kvfuse.usrbio.client.client import DEADLINE_S, Client, connect
 from kvfuse.usrbio.client.iov import Iov, bytes_of
 from kvfuse.usrbio.client.key_area import Found
+from kvfuse.usrbio.client.lanes import GRACE_S, Lane, Lanes, Sizes, Terms
 from kvfuse.usrbio.client.ring import Ring
 from kvfuse.usrbio.client.session import Bytes
 from kvfuse.usrbio.client.tokens import Token, find_tokens
 from kvfuse.usrbio.protocol.costs import Costs, decode_costs
-from kvfuse.usrbio.protocol.queues import Entries
-from kvfuse.usrbio.protocol.wire import CQE, Op, Priority
+from kvfuse.usrbio.protocol.wire import Op, Priority
 
 Key = bytes | str
 """1 to 255 bytes; text is its UTF-8"""
-Sizes = npt.NDArray[np.int64]
 
 MISSES = frozenset({ENOENT, ETIMEDOUT, ECANCELED, EIO})
 """a get that ends so is a miss"""
 NOT_STORED = frozenset({ENOSPC, EDQUOT, ETIMEDOUT, ECANCELED, EIO})
 """a put of a batch that ends so is answered with False"""
-GRACE_S = 1.0
-"""what the daemon may take beyond a deadline to say that it passed"""
-SCRATCH_SIZE_MAX = 64 << 20
-"""bytes that are bounced in one submission, unless a single block has more"""
-SCRATCH_ALIGNMENT = 64
 KEYS_MAX = 4000
 """keys in one entry: as many of the longest fit the aux area of a ring"""
-
-
-class _Terms(TypedDict):
-    """Keyword arguments of every entry."""
-
-    priority: Priority
-    timeout: float
-
-
-class _Part(NamedTuple):
-    """Where the bytes of one buffer are, for the daemon."""
-
-    iov: Iov
-    offset: int
-    array: Bytes
-    is_bounced: bool
-
-
-class _Lane:
-    """A ring, and memory for buffers that the daemon cannot map. One caller has it at a time."""
-
-    def __init__(self, client: Client, entries: int) -> None:
-        self.ring: Ring = client.ring(entries, ops=(Op.GET, Op.PUT, Op.EXISTS, Op.DELETE, Op.PREFETCH))
-        self._client = client
-        self._scratch: Iov | None = None
-
-    def scratch(self, size: int) -> Iov:
-        """At least ``size`` bytes."""
-        if self._scratch is None or self._scratch.size < size:
-            old, self._scratch = self._scratch, None  # the larger one may be refused
-            if old is not None:
-                old.close()
-            self._scratch = self._client.iov(1 << max(size - 1, 4095).bit_length())
-        return self._scratch
-
-    def close(self) -> None:
-        self.ring.close()
-        if self._scratch is not None:
-            self._scratch.close()
 
 
 class BlockStore(AbstractContextManager["BlockStore"]):
@@ -94,13 +45,14 @@ class BlockStore(AbstractContextManager["BlockStore"]):
 
     def __init__(
         self, mount: str | os.PathLike[str] | Client, namespace: str | os.PathLike[str],
-        *, create: bool = True, deadline: float = DEADLINE_S, entries: int = 256, priority: Priority = Priority.NORMAL,
-        token: Token = None, descriptor: Mapping[str, str | int] | None = None,
+        *, create: bool = True, deadline: float = DEADLINE_S, grace: float = GRACE_S, entries: int = 256,
+        priority: Priority = Priority.NORMAL, token: Token = None, descriptor: Mapping[str, str | int] | None = None,
     ) -> None:  # fmt: skip
         """``mount``: a client, or a path inside the mount. ``create``: a folder that is absent is made, see
-        `Client.namespace`. ``token``: see `connect`; a client that is given shows it, too. FileNotFoundError for no
-        such mount or, without ``create``, folder, or where it needs another token; FileExistsError where its blocks
-        have another ``descriptor`` (see `Client.namespace`); Disconnected."""
+        `Client.namespace`. ``grace``: seconds that the daemon may take beyond a deadline to say that it passed.
+        ``token``: see `connect`; a client that is given shows it, too. FileNotFoundError for no such mount or, without
+        ``create``, folder, or where it needs another token; FileExistsError where its blocks have another
+        ``descriptor`` (see `Client.namespace`); Disconnected."""
         self.client = mount if isinstance(mount, Client) else connect(mount, token=token)
         self._owns_client = self.client is not mount
         if token is not None and not self._owns_client:
@@ -108,10 +60,8 @@ class BlockStore(AbstractContextManager["BlockStore"]):
                 self.client.show_token(shown)
         self._deadline = deadline
         self._entries = entries
-        self._terms = _Terms(priority=priority, timeout=deadline)
-        self._idle: list[_Lane] = []
-        self._lock = threading.Lock()
-        self._closed = False
+        self._terms = Terms(priority=priority, timeout=deadline)
+        self._lanes = Lanes(self.client, entries, grace)
         try:
             self.namespace = self.client.namespace(namespace, create, descriptor=descriptor)
         except BaseException:
@@ -167,7 +117,7 @@ class BlockStore(AbstractContextManager["BlockStore"]):
         found: list[memoryview | None] = [None] * len(encoded)
         left = list(range(len(encoded)))
         give_up = monotonic() + self._deadline
-        with self._lane() as lane:
+        with self._lanes.take() as lane:
             while left and monotonic() < give_up:
                 elsewhere: dict[int, int] = {}
                 for start in range(0, len(left), self._entries):
@@ -200,37 +150,68 @@ class BlockStore(AbstractContextManager["BlockStore"]):
         """How many blocks from the first on are there without a gap."""
         encoded = _encode(keys)
         total = 0
-        with self._lane() as lane:
+        with self._lanes.take() as lane:
             for start in range(0, len(encoded), KEYS_MAX):
                 window = encoded[start : start + KEYS_MAX]
                 lane.ring.prep_exists(self.namespace, window, prefix=True, **self._terms)
-                result = int(self._finish(lane.ring, 1)["result"][0])
+                result = int(lane.finish(1, self._deadline)["result"][0])
                 total += max(result, 0)
                 _raise_unless(np.array([result]), MISSES)
                 if result < len(window):
                     break
         return total
 
+    # -- many blocks of one memory -------------------------------------------------------------------
+
+    def get_at(
+        self, keys: Sequence[bytes], memory: Iov | Bytes, offsets: Sequence[int], sizes: Sequence[int],
+        *, deadline: float | None = None,
+    ) -> Sizes:  # fmt: skip
+        """Get each block to ``memory[offset:]``, where it has room for ``size`` bytes; at most ``entries`` of them.
+
+        The size of each, or -errno: ENOENT for a block that is absent, EMSGSIZE for a larger one. ``deadline``:
+        seconds, None: that of the store. Disconnected.
+        """
+        return self._move_at(Op.GET, keys, memory, offsets, sizes, deadline)
+
+    def put_at(
+        self, keys: Sequence[bytes], memory: Iov | Bytes, offsets: Sequence[int], sizes: Sequence[int],
+        *, deadline: float | None = None,
+    ) -> Sizes:  # fmt: skip
+        """Put each block from ``memory[offset:][:size]``. Results as of `get_at`; -ECANCELED: it was not admitted."""
+        return self._move_at(Op.PUT, keys, memory, offsets, sizes, deadline)
+
+    def _move_at(
+        self, op: Op, keys: Sequence[bytes], memory: Iov | Bytes, offsets: Sequence[int], sizes: Sequence[int],
+        deadline: float | None,
+    ) -> Sizes:  # fmt: skip
+        terms = self._terms if deadline is None else Terms(priority=self._terms["priority"], timeout=deadline)
+        with self._lanes.take() as lane:
+            if isinstance(memory, Iov):
+                return lane.move_at(op, self.namespace, keys, memory, offsets, sizes, terms)
+            arrays = [memory[offset : offset + size] for offset, size in zip(offsets, sizes, strict=True)]
+            return lane.move(op, self.namespace, list(keys), arrays, terms)
+
     # -- how -----------------------------------------------------------------------------------------
 
     def _ask(self, keys: Sequence[Key], prepare: Callable[..., Found]) -> Found:
         encoded = _encode(keys)
         answers: list[Found] = []
-        with self._lane() as lane:
+        with self._lanes.take() as lane:
             for start in range(0, len(encoded), KEYS_MAX):
                 answers.append(prepare(lane.ring, self.namespace, encoded[start : start + KEYS_MAX], **self._terms))
-                _raise_unless(self._finish(lane.ring, 1)["result"], MISSES)
+                _raise_unless(lane.finish(1, self._deadline)["result"], MISSES)
         return np.concatenate(answers)
 
     def _get_views(
-        self, lane: _Lane, keys: list[bytes], numbers: list[int], found: list[memoryview | None],
+        self, lane: Lane, keys: list[bytes], numbers: list[int], found: list[memoryview | None],
         elsewhere: dict[int, int],
     ) -> None:  # fmt: skip
         """Fill in what is in shared memory, and what is empty; note the sizes of other blocks. By their ``numbers``."""
         nowhere, order = [None] * len(numbers), np.arange(len(numbers))
         asked = [keys[number] for number in numbers]
         lane.ring.prep_gets(nowhere, 0, self.namespace, asked, 0, order, view=True, **self._terms)
-        completions = self._finish(lane.ring, len(numbers))
+        completions = lane.finish(len(numbers), self._deadline)
         for place, (number, result) in enumerate(zip(numbers, completions["result"].tolist(), strict=True)):
             if result == 0:
                 found[number] = memoryview(b"")
@@ -241,11 +222,11 @@ class BlockStore(AbstractContextManager["BlockStore"]):
         _raise_unless(completions["result"], MISSES | {EMSGSIZE})
 
     def _get_copies(
-        self, lane: _Lane, keys: list[bytes], sizes: dict[int, int], found: list[memoryview | None]
+        self, lane: Lane, keys: list[bytes], sizes: dict[int, int], found: list[memoryview | None]
     ) -> list[int]:
         """Fill in blocks of these sizes. The numbers of those that a larger one has taken the place of by now."""
         buffers = [np.empty(size, np.uint8) for size in sizes.values()]
-        results = self._move_on(lane, Op.GET, [keys[number] for number in sizes], buffers)
+        results = lane.move(Op.GET, self.namespace, [keys[number] for number in sizes], buffers, self._terms)
         _raise_unless(results, MISSES | {EMSGSIZE})
         for number, buffer, result in zip(sizes, buffers, results.tolist(), strict=True):
             if result >= 0:
@@ -253,101 +234,14 @@ class BlockStore(AbstractContextManager["BlockStore"]):
         return [number for number, result in zip(sizes, results.tolist(), strict=True) if result == -EMSGSIZE]
 
     def _move(self, op: Op, keys: Sequence[Key], buffers: Sequence[object]) -> Sizes:
-        with self._lane() as lane:
-            return self._move_on(lane, op, _encode(keys), list(map(bytes_of, buffers)))
-
-    def _move_on(self, lane: _Lane, op: Op, keys: list[bytes], arrays: list[Bytes]) -> Sizes:
-        """Put or get, as many at a time as the ring and the scratch memory hold. Results as of the completions."""
-        if len(keys) != len(arrays):
-            raise ValueError(f"{len(keys)} keys and {len(arrays)} buffers")
-        if op is Op.GET and not all(array.flags.writeable for array in arrays):
-            raise ValueError("a block cannot be got into a read-only buffer")
-        results: Sizes = np.zeros(len(keys), np.int64)
-        start = 0
-        while start < len(keys):
-            parts = self._plan(lane, arrays[start : start + self._entries])
-            end = start + len(parts)
-            results[start:end] = self._move_parts(lane.ring, op, keys[start:end], parts)
-            start = end
-        return results
-
-    def _plan(self, lane: _Lane, arrays: list[Bytes]) -> list[_Part]:
-        """Where the first of the arrays are, or their stand-ins: as many as may be bounced at once, at least one."""
-        located = [self.client.locate(array) for array in arrays]
-        offsets: list[int] = []
-        end = 0
-        for array, place in zip(arrays, located, strict=True):
-            size = 0 if place is not None else -(-len(array) // SCRATCH_ALIGNMENT) * SCRATCH_ALIGNMENT
-            if offsets and end + size > SCRATCH_SIZE_MAX:
-                break
-            offsets.append(end)
-            end += size
-        scratch = lane.scratch(end)
-        return [
-            _Part(scratch, offset, array, True) if place is None else _Part(*place, array, False)
-            for array, place, offset in zip(arrays, located, offsets, strict=False)
-        ]
-
-    def _move_parts(self, ring: Ring, op: Op, keys: list[bytes], parts: list[_Part]) -> Sizes:
-        iovs = [part.iov for part in parts]
-        offsets = [part.offset for part in parts]
-        sizes = [len(part.array) for part in parts]
-        numbers = np.arange(len(keys))
-        if op is Op.PUT:
-            for part in parts:
-                if part.is_bounced:
-                    part.iov.array[part.offset : part.offset + len(part.array)] = part.array
-            ring.prep_puts(iovs, offsets, self.namespace, keys, sizes, numbers, **self._terms)
-        else:
-            ring.prep_gets(iovs, offsets, self.namespace, keys, sizes, numbers, **self._terms)
-        results: Sizes = self._finish(ring, len(keys))["result"]
-        if op is Op.GET:
-            for part, size in zip(parts, results.tolist(), strict=True):
-                if part.is_bounced and size > 0:
-                    part.array[:size] = part.iov.array[part.offset : part.offset + size]
-        return results
-
-    def _finish(self, ring: Ring, count: int) -> Entries:
-        """Submit, and the completions of all ``count`` entries by their number. Disconnected."""
-        ring.submit()
-        completions = np.zeros(count, CQE)
-        missing = count
-        give_up = monotonic() + self._deadline + GRACE_S
-        while missing:
-            rows = ring.wait(missing, max(give_up - monotonic(), 0))
-            if not len(rows):
-                self.client.session.close()  # the daemon may still write: nobody may take it for silent
-                raise Disconnected(f"the daemon left calls unanswered beyond their deadline of {self._deadline:g} s")
-            completions[rows["user_data"]] = rows
-            missing -= len(rows)
-        return completions
-
-    @contextmanager
-    def _lane(self) -> Iterator[_Lane]:
-        """An idle lane, or a new one. It is idle again afterwards, unless something of it is still under way."""
-        try:
-            lane = self._idle.pop()
-        except IndexError:
-            lane = _Lane(self.client, self._entries)
-        try:
-            yield lane
-        finally:
-            with self._lock:
-                is_usable = not self._closed and lane.ring.in_flight == 0
-                if is_usable:
-                    self._idle.append(lane)
-            if not is_usable:
-                lane.close()
+        with self._lanes.take() as lane:
+            return lane.move(op, self.namespace, _encode(keys), list(map(bytes_of, buffers)), self._terms)
 
     # -- the end -------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Give back rings and memory; the client, too, if the store made it. Calls under way end first."""
-        with self._lock:
-            self._closed = True
-            lanes, self._idle = self._idle, []
-        for lane in lanes:
-            lane.close()
+        self._lanes.close()
         self.namespace.close()
         if self._owns_client:
             self.client.close()

@@ -55,6 +55,15 @@ class Client(AbstractContextManager["Client"]):
         """Memory that is there already: a SharedMemory, the descriptor of shared memory, an array, a CPU tensor, any
         writable buffer. Shared memory is used in place if this process has a descriptor of it; other
         memory is copied from and to (``Iov.in_place`` says which)."""
+        iov = self.share(buffer)
+        if iov is None:
+            array = bytes_of(buffer)
+            mirror, part = new_memory(len(array), read_only=not array.flags.writeable)
+            iov = self._add_iov(array, part, mirror)
+        return iov
+
+    def share(self, buffer: object) -> Iov | None:
+        """As `wrap`, for what can be used in place; None for other memory."""
         if isinstance(buffer, int):
             return self._add_iov(*map_descriptor(buffer))
         array = bytes_of(buffer)
@@ -62,8 +71,7 @@ class Client(AbstractContextManager["Client"]):
         if part is not None:
             with suppress(OSError):  # mapped from a file of a disk: the daemon takes only memory
                 return self._add_iov(array, part)
-        mirror, part = new_memory(len(array), read_only=not array.flags.writeable)
-        return self._add_iov(array, part, mirror)
+        return None
 
     def locate(self, array: Bytes) -> tuple[Iov, int] | None:
         """(iov, offset) of bytes that lie in an iov used in place, else None."""

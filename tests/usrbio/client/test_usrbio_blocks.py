@@ -289,7 +289,7 @@ def test_threads_share_a_store(store: BlockStore) -> None:
     for thread in threads:
         thread.join()
     assert not failures
-    assert 1 <= len(store._idle) <= 6
+    assert 1 <= len(store._lanes.idle) <= 6
 
 
 def test_past_its_deadline_a_get_is_a_miss(client: Client) -> None:

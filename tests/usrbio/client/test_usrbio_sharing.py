@@ -14,8 +14,9 @@ from mounting import KvfuseMount, wait_until
 from ring_calls import PATIENCE_S, done
 from ring_lab import stats
 
-from kvfuse.usrbio.client import BlockStore, Client, Op, connect
+from kvfuse.usrbio.client import BlockStore, Client, connect
 from kvfuse.usrbio.client.iov import Iov
+from kvfuse.usrbio.client.lanes import Lane
 from kvfuse.usrbio.client.session import Session
 
 pytestmark = pytest.mark.engines("lmdb+file")
@@ -133,14 +134,14 @@ def test_a_block_that_grows_while_it_is_got_is_there(
     with BlockStore(client, "growing") as store:
         path = Path(store.namespace.path) / "key"
         path.write_bytes(b"x" * 1000)  # not in shared memory: its size is asked for first
-        move_on, sizes = store._move_on, [5000, 300_000]
+        move, sizes = Lane.move, [5000, 300_000]
 
-        def after_it_grew(lane: Any, op: Op, *arguments: Any) -> Any:
+        def after_it_grew(lane: Lane, *arguments: Any) -> Any:
             if sizes:
                 path.write_bytes(os.urandom(sizes.pop(0)))
-            return move_on(lane, op, *arguments)
+            return move(lane, *arguments)
 
-        monkeypatch.setattr(store, "_move_on", after_it_grew)
+        monkeypatch.setattr(Lane, "move", after_it_grew)
         view = store.get("key")
         assert view is not None
         assert view == path.read_bytes()

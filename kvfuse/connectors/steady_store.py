@@ -1,0 +1,203 @@
+"""A namespace as engines want it: a fault is a miss, at once, and the store comes back by itself. See `SteadyStore`."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from errno import EMSGSIZE, errorcode
+from time import monotonic
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from kvfuse.connectors.link import DAEMON_SHARE, DescriptorMismatch, Link, Region, Target
+from kvfuse.usrbio.client import BlockStore, Costs, Disconnected
+
+__all__ = ["Counters", "DescriptorMismatch", "Region", "SteadyStore"]
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Found = npt.NDArray[np.bool_]
+Sizes = npt.NDArray[np.int64]
+
+MISS = -1
+DEADLINE_S = 2.0
+
+
+@dataclass
+class Counters:
+    """What a store did since it was made. Blocks, unless said otherwise."""
+
+    asked: int = 0
+    """keys of `exists` and `longest_prefix`"""
+    found: int = 0
+    got: int = 0
+    missed: int = 0
+    got_bytes: int = 0
+    stored: int = 0
+    stored_bytes: int = 0
+    not_stored: int = 0
+    failures: Counter[str] = field(default_factory=Counter)
+    """blocks that were not got, stored or asked for, by reason: ``away`` (no daemon), ``deadline``, an errno's name"""
+
+
+class SteadyStore:
+    """Blocks of one namespace of a mount, for one engine. Safe to use from any number of threads.
+
+    No call raises or waits longer than ``deadline`` seconds: blocks that cannot be had by then are misses. Without a
+    daemon every call is a miss at once, while a thread connects again; registered memory stays registered. A child of
+    a fork connects by itself.
+    """
+
+    def __init__(
+        self, mount: str | os.PathLike[str], namespace: str, *, descriptor: Mapping[str, str | int],
+        deadline: float = DEADLINE_S, token: str | None = None, entries: int = 256,
+    ) -> None:  # fmt: skip
+        """``descriptor``: what the blocks are, see `Client.namespace`. ``entries``: blocks under way in one call.
+
+        DescriptorMismatch where the namespace has others. A mount that is not there yet is no error.
+        """
+        self.counters = Counters()
+        self._lock = threading.Lock()
+        self._link = Link(Target(os.fspath(mount), namespace, dict(descriptor), deadline, token, entries))
+        self._link.tried.wait(deadline)
+        if self._link.mismatch is not None:
+            self.close()
+            raise self._link.mismatch
+
+    @property
+    def is_up(self) -> bool:
+        """A daemon answered last time."""
+        return self._link.store is not None and self._link.pid == os.getpid()
+
+    @property
+    def reason(self) -> str:
+        """Why the store is away, or was the last time."""
+        return self._link.reason
+
+    def register(self, memory: object) -> Region:
+        """Memory that blocks are to be got into or put from: an array, a CPU tensor, a SharedMemory, the descriptor of
+        shared memory. The daemon copies straight into shared memory of which this process has a descriptor."""
+        region = Region(memory)
+        self._link.add(region)
+        return region
+
+    def forget(self, region: Region) -> None:
+        """Returns when the daemon touches the memory no more."""
+        self._link.remove(region)
+
+    # -- what engines ask ----------------------------------------------------------------------------
+
+    def exists(self, keys: Sequence[bytes]) -> Found:
+        """Which blocks are there."""
+        found = self._call(len(keys), lambda store: store.exists(keys), np.zeros(len(keys), np.bool_))
+        self._count(asked=len(keys), found=int(found.sum()))
+        return found
+
+    def longest_prefix(self, keys: Sequence[bytes]) -> int:
+        """How many blocks from the first on are there without a gap."""
+        count = self._call(len(keys), lambda store: store.longest_prefix(keys), 0)
+        self._count(asked=len(keys), found=count)
+        return count
+
+    def costs(self, keys: Sequence[bytes]) -> Costs | None:
+        """Where blocks are and when they are expected, see `BlockStore.costs`. None: nobody answers."""
+        return self._call(len(keys), lambda store: store.costs(keys), None)
+
+    def get(self, keys: Sequence[bytes], region: Region, offsets: Sequence[int], sizes: Sequence[int]) -> Sizes:
+        """Have each block copied to ``region.array[offset:]``, where it has room for ``size`` bytes.
+
+        The size of each block, `MISS` for those that are not there whole. Of a miss the room may have any bytes; but
+        nobody writes there any more.
+        """
+        results = self._move(BlockStore.get_at, keys, region, offsets, sizes)
+        is_got = results >= 0
+        got = int(is_got.sum())
+        self._count(got=got, missed=len(keys) - got, got_bytes=int(results[is_got].sum()))
+        return np.maximum(results, MISS)
+
+    def put(self, keys: Sequence[bytes], region: Region, offsets: Sequence[int], sizes: Sequence[int]) -> Found:
+        """Store each block from ``region.array[offset:][:size]``. Which are stored."""
+        stored: Found = self._move(BlockStore.put_at, keys, region, offsets, sizes) >= 0
+        count = int(stored.sum())
+        self._count(
+            stored=count, not_stored=len(keys) - count, stored_bytes=int(np.asarray(sizes, np.int64)[stored].sum())
+        )
+        return stored
+
+    def delete(self, keys: Sequence[bytes]) -> Found:
+        """Which blocks were there, and are gone."""
+        return self._call(len(keys), lambda store: store.delete_many(keys), np.zeros(len(keys), np.bool_))
+
+    def prefetch(self, keys: Sequence[bytes]) -> Found:
+        """Which blocks are in shared memory now, brought there if need be."""
+        return self._call(len(keys), lambda store: store.prefetch(keys), np.zeros(len(keys), np.bool_))
+
+    def close(self) -> None:
+        """Every call is a miss from here on."""
+        self._link.close()
+
+    # -- how -----------------------------------------------------------------------------------------
+
+    def _move(
+        self, move: Callable[..., Sizes], keys: Sequence[bytes], region: Region,
+        offsets: Sequence[int], sizes: Sequence[int],
+    ) -> Sizes:  # fmt: skip
+        """Put or get as many at a time as a ring has entries; results as of `BlockStore.get_at`."""
+        target = self._link.target
+        give_up, entries = monotonic() + target.deadline, target.entries
+        results: Sizes = np.full(len(keys), MISS, np.int64)
+        for start in range(0, len(keys), entries):
+            left = give_up - monotonic()
+            window = slice(start, start + entries)
+            count = len(keys[window])
+            if left <= 0:
+                self._fail("deadline", len(keys) - start)
+                break
+
+            def move_window(store: BlockStore, window: slice = window, left: float = left) -> Sizes:
+                where = region.array if region.iov is None else region.iov
+                return move(store, keys[window], where, offsets[window], sizes[window], deadline=left * DAEMON_SHARE)
+
+            nothing: Sizes = np.full(count, MISS, np.int64)
+            results[window] = self._call(count, move_window, nothing)
+        for result, count in Counter(results[results < MISS].tolist()).items():
+            self._fail(errorcode.get(-result, str(-result)), 0 if -result == EMSGSIZE else count)
+        return results
+
+    def _call(self, count: int, call: Callable[[BlockStore], T], nothing: T) -> T:
+        """What ``call`` answers, or ``nothing``."""
+        link = self._link
+        if link.pid != os.getpid():
+            self._lock = threading.Lock()
+            link.begin()
+        store = link.store
+        if store is None:
+            self._fail("away", count)
+            return nothing
+        try:
+            return call(store)
+        except Disconnected as error:
+            link.lose(store, str(error))
+            self._fail("away", count)
+        except OSError as error:
+            self._fail(errorcode.get(error.errno or 0, "error"), count)
+        except Exception:
+            log.exception("a call to %s failed", link.target.namespace)
+            self._fail("error", count)
+        return nothing
+
+    def _count(self, **counts: int) -> None:
+        with self._lock:
+            for name, count in counts.items():
+                setattr(self.counters, name, getattr(self.counters, name) + count)
+
+    def _fail(self, reason: str, count: int) -> None:
+        with self._lock:
+            self.counters.failures[reason] += count

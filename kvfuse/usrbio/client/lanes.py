@@ -1,0 +1,182 @@
+"""Rings of a block store, and how a batch goes through one. See `Lanes`."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from time import monotonic
+from typing import NamedTuple, TypedDict
+
+import numpy as np
+import numpy.typing as npt
+
+from kvfuse.errors import Disconnected
+from kvfuse.usrbio.client.client import Client
+from kvfuse.usrbio.client.files import Namespace
+from kvfuse.usrbio.client.iov import Iov
+from kvfuse.usrbio.client.ring import Ring
+from kvfuse.usrbio.client.session import Bytes
+from kvfuse.usrbio.protocol.queues import Entries
+from kvfuse.usrbio.protocol.wire import CQE, Op, Priority
+
+Sizes = npt.NDArray[np.int64]
+
+GRACE_S = 1.0
+"""what the daemon may take beyond a deadline to say that it passed"""
+SCRATCH_SIZE_MAX = 64 << 20
+"""bytes that are bounced in one submission, unless a single block has more"""
+SCRATCH_ALIGNMENT = 64
+
+
+class Terms(TypedDict):
+    """Keyword arguments of every entry."""
+
+    priority: Priority
+    timeout: float
+
+
+class _Part(NamedTuple):
+    """Where the bytes of one buffer are, for the daemon."""
+
+    iov: Iov
+    offset: int
+    array: Bytes
+    is_bounced: bool
+
+
+class Lane:
+    """A ring, and memory for buffers that the daemon cannot map. One caller has it at a time."""
+
+    def __init__(self, client: Client, entries: int, grace: float) -> None:
+        self.ring: Ring = client.ring(entries, ops=(Op.GET, Op.PUT, Op.EXISTS, Op.DELETE, Op.PREFETCH))
+        self._client = client
+        self._entries = entries
+        self._grace = grace
+        self._scratch: Iov | None = None
+
+    def close(self) -> None:
+        self.ring.close()
+        if self._scratch is not None:
+            self._scratch.close()
+
+    def finish(self, count: int, deadline: float) -> Entries:
+        """Submit, and the completions of all ``count`` entries by their number. Disconnected."""
+        ring = self.ring
+        ring.submit()
+        completions = np.zeros(count, CQE)
+        missing = count
+        give_up = monotonic() + deadline + self._grace
+        while missing:
+            rows = ring.wait(missing, max(give_up - monotonic(), 0))
+            if not len(rows):
+                self._client.session.close()  # the daemon may still write: nobody may take it for silent
+                raise Disconnected(f"the daemon left calls unanswered beyond their deadline of {deadline:g} s")
+            completions[rows["user_data"]] = rows
+            missing -= len(rows)
+        return completions
+
+    def move_at(
+        self, op: Op, namespace: Namespace, keys: Sequence[bytes], iov: Iov, offsets: Sequence[int],
+        sizes: Sequence[int], terms: Terms,
+    ) -> Sizes:  # fmt: skip
+        """Put or get blocks of one iov, as many as the ring has entries at most. Results as of the completions."""
+        prepare = self.ring.prep_gets if op is Op.GET else self.ring.prep_puts
+        prepare([iov] * len(keys), offsets, namespace, keys, sizes, np.arange(len(keys)), **terms)
+        results: Sizes = self.finish(len(keys), terms["timeout"])["result"]
+        return results
+
+    def move(self, op: Op, namespace: Namespace, keys: list[bytes], arrays: list[Bytes], terms: Terms) -> Sizes:
+        """Put or get, as many at a time as the ring and the scratch memory hold. Results as of the completions."""
+        if len(keys) != len(arrays):
+            raise ValueError(f"{len(keys)} keys and {len(arrays)} buffers")
+        if op is Op.GET and not all(array.flags.writeable for array in arrays):
+            raise ValueError("a block cannot be got into a read-only buffer")
+        results: Sizes = np.zeros(len(keys), np.int64)
+        start = 0
+        while start < len(keys):
+            parts = self._plan(arrays[start : start + self._entries])
+            end = start + len(parts)
+            results[start:end] = self._move_parts(op, namespace, keys[start:end], parts, terms)
+            start = end
+        return results
+
+    def _plan(self, arrays: list[Bytes]) -> list[_Part]:
+        """Where the first of the arrays are, or their stand-ins: as many as may be bounced at once, at least one."""
+        located = [self._client.locate(array) for array in arrays]
+        offsets: list[int] = []
+        end = 0
+        for array, place in zip(arrays, located, strict=True):
+            size = 0 if place is not None else -(-len(array) // SCRATCH_ALIGNMENT) * SCRATCH_ALIGNMENT
+            if offsets and end + size > SCRATCH_SIZE_MAX:
+                break
+            offsets.append(end)
+            end += size
+        scratch = self._scratch_of(end)
+        return [
+            _Part(scratch, offset, array, True) if place is None else _Part(*place, array, False)
+            for array, place, offset in zip(arrays, located, offsets, strict=False)
+        ]
+
+    def _scratch_of(self, size: int) -> Iov:
+        """At least ``size`` bytes."""
+        if self._scratch is None or self._scratch.size < size:
+            old, self._scratch = self._scratch, None  # the larger one may be refused
+            if old is not None:
+                old.close()
+            self._scratch = self._client.iov(1 << max(size - 1, 4095).bit_length())
+        return self._scratch
+
+    def _move_parts(self, op: Op, namespace: Namespace, keys: list[bytes], parts: list[_Part], terms: Terms) -> Sizes:
+        iovs = [part.iov for part in parts]
+        offsets = [part.offset for part in parts]
+        sizes = [len(part.array) for part in parts]
+        if op is Op.PUT:
+            for part in parts:
+                if part.is_bounced:
+                    part.iov.array[part.offset : part.offset + len(part.array)] = part.array
+        prepare = self.ring.prep_gets if op is Op.GET else self.ring.prep_puts
+        prepare(iovs, offsets, namespace, keys, sizes, np.arange(len(keys)), **terms)
+        results: Sizes = self.finish(len(keys), terms["timeout"])["result"]
+        if op is Op.GET:
+            for part, size in zip(parts, results.tolist(), strict=True):
+                if part.is_bounced and size > 0:
+                    part.array[:size] = part.iov.array[part.offset : part.offset + size]
+        return results
+
+
+class Lanes:
+    """The lanes of one store: those that are idle, and those that callers have. For any number of threads."""
+
+    def __init__(self, client: Client, entries: int, grace: float) -> None:
+        self._client = client
+        self._entries = entries
+        self._grace = grace
+        self.idle: list[Lane] = []
+        self._lock = threading.Lock()
+        self._closed = False
+
+    @contextmanager
+    def take(self) -> Iterator[Lane]:
+        """An idle lane, or a new one. It is idle again afterwards, unless something of it is still under way."""
+        try:
+            lane = self.idle.pop()
+        except IndexError:
+            lane = Lane(self._client, self._entries, self._grace)
+        try:
+            yield lane
+        finally:
+            with self._lock:
+                is_usable = not self._closed and lane.ring.in_flight == 0
+                if is_usable:
+                    self.idle.append(lane)
+            if not is_usable:
+                lane.close()
+
+    def close(self) -> None:
+        """Give back rings and memory. Calls under way end first."""
+        with self._lock:
+            self._closed = True
+            lanes, self.idle = self.idle, []
+        for lane in lanes:
+            lane.close()
