@@ -36,7 +36,7 @@ ROOMS: dict[str, set[str]] = {
     "metrics": {"errors", "options", "volume.api"},
     "target": DOOR | {"remote"},
     "connectors": BASE | {"usrbio.client"},
-    "bench": {"errors", "sizes", "usrbio.client", "connectors", "cluster", "policy"},
+    "bench": {"errors", "sizes", "usrbio.client", "usrbio.hf3fs", "connectors", "cluster", "policy"},
     "cluster": {"errors", "sizes"},
     "cli": DOOR | {"fs", "usrbio", "metrics", "target", "connectors", "bench", "slab", "remote", "policy", "cluster"},
 }

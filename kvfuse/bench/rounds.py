@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 Side = Callable[[int], float]
 """Measures once; told the round's number, 0 for the warm-up."""
 RowsSide = Callable[[int], Mapping[str, float]]
 """Measures several things at once: name of a row -> value."""
+Row = TypeVar("Row", bound=Hashable)
+"""names one of several things that are measured at once"""
 
 
 @dataclass(frozen=True)
@@ -98,22 +100,24 @@ def alternate(sides: Mapping[str, Side], round_count: int) -> list[Measured]:
     A first round warms up (memory that the machine hands out for the first time is slow) and does not count.
     """
 
-    def with_one_row(side: Side) -> RowsSide:
+    def with_one_row(side: Side) -> Callable[[int], Mapping[str, float]]:
         return lambda number: {"": side(number)}
 
     return alternate_rows({name: with_one_row(side) for name, side in sides.items()}, round_count)[""]
 
 
-def alternate_rows(sides: Mapping[str, RowsSide], round_count: int) -> dict[str, list[Measured]]:
+def alternate_rows(
+    sides: Mapping[str, Callable[[int], Mapping[Row, float]]], round_count: int
+) -> dict[Row, list[Measured]]:
     """As ``alternate``, for sides that measure several things at once: what each row has, in the order of the sides."""
-    results: dict[str, dict[str, list[float]]] = {name: {} for name in sides}
+    results: dict[str, dict[Row, list[float]]] = {name: {} for name in sides}
     order = list(sides)
     for number in range(round_count + 1):
         for name in order if number % 2 else reversed(order):
             for row, value in sides[name](number).items():
                 if number > 0:
                     results[name].setdefault(row, []).append(value)
-    rows: dict[str, list[Measured]] = {}
+    rows: dict[Row, list[Measured]] = {}
     for name, values in results.items():
         for row, rounds in values.items():
             rows.setdefault(row, []).append(Measured(name, rounds))

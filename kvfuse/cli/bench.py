@@ -2,63 +2,31 @@
 
 from __future__ import annotations
 
-import json
-import os
-import platform
 from collections.abc import Callable, Iterable
-from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
 
 import click
 from click.core import ParameterSource
 from rich.console import Console
 
-from kvfuse import __version__
 from kvfuse.bench.cluster import CLUSTER_BENCHES
 from kvfuse.bench.cluster_mounts import ClusterSetting, cluster_servers
 from kvfuse.bench.rings import RING_BENCHES, RingSetting
 from kvfuse.bench.rounds import Conditions, Figure
 from kvfuse.bench.suite import BENCHES, LARGE_BENCHES, Setting, scratch_folders
 from kvfuse.cli import Failure
+from kvfuse.cli.bench_engines import engines
 from kvfuse.cli.console import print_table
-from kvfuse.errors import KvfuseError
-
-MEMORY_FOLDER = Path("/dev/shm")
-
-_Command = TypeVar("_Command", bound=Callable[..., Any])
-
-
-def measuring_options(names: Iterable[str]) -> Callable[[_Command], _Command]:
-    """The options that both sets of benchmarks have; ``names`` of one set."""
-    folder = click.Path(exists=True, file_okay=False, path_type=Path)
-    options = (
-        click.option("--only", multiple=True, type=click.Choice(list(names)), help="Run this one; may be repeated."),
-        click.option("--quick", is_flag=True, help="A tenth of the work: a look, no figures to publish."),
-        click.option("--rounds", "round_count", type=click.IntRange(1), default=3, show_default=True),
-        click.option(
-            "--folder",
-            type=folder,
-            default=Path("/var/tmp"),
-            show_default=True,
-            help="Volumes are made below it: the disk to measure.",
-        ),
-        click.option(
-            "--output",
-            type=click.Path(file_okay=False, path_type=Path),
-            default=Path("bench-results"),
-            show_default=True,
-            help="Folder for the JSON result.",
-        ),
-    )
-
-    def add(command: _Command) -> _Command:
-        for option in reversed(options):
-            command = option(command)
-        return command
-
-    return add
+from kvfuse.cli.measuring import (
+    MEMORY_FOLDER,
+    measure_each,
+    measuring_options,
+    number_of,
+    result_of,
+    show,
+    write_result,
+)
 
 
 @click.group(invoke_without_command=True)
@@ -125,7 +93,7 @@ def cluster(only: tuple[str, ...], quick: bool, round_count: int, folder: Path, 
     with (
         Console(stderr=True).status("cluster") as status,
         scratch_folders(folder, MEMORY_FOLDER) as (disk, _),
-        cluster_servers(disk, partial(_show, status.update, "cluster")) as servers,
+        cluster_servers(disk, partial(show, status.update, "cluster")) as servers,
     ):
         status.stop()
 
@@ -144,26 +112,12 @@ def _run(
     output: Path,
 ) -> None:
     """Each benchmark in fresh folders; then the table and the JSON file. Failure if one could not run."""
-    console = Console(stderr=True)
-    figures: list[Figure] = []
-    failures: dict[str, str] = {}
-    for name in names:
-        with console.status(name) as status, scratch_folders(folder, MEMORY_FOLDER) as (volumes, memory):
-            show = partial(_show, status.update, name)
-            try:
-                figures += measure(name, Conditions(volumes, memory, round_count, 0.1 if quick else 1.0, show))
-            except (KvfuseError, OSError) as error:
-                failures[name] = str(error)
-                console.print(f"[red]{name}:[/] {error}", highlight=False, soft_wrap=True)
+    figures, failures = measure_each(names, measure, quick=quick, round_count=round_count, folder=folder)
     _print_figures(figures, failures)
-    path = write_result(output, figures, failures, quick)
-    console.print(f"written to {path}", highlight=False)
+    path = write_result(output, result_of(figures, failures, quick))
+    Console(stderr=True).print(f"written to {path}", highlight=False)
     if failures:
         raise Failure(f"could not run: {', '.join(failures)}")
-
-
-def _show(update: Callable[[str], None], name: str, text: str) -> None:
-    update(f"{name}: {text}")
 
 
 def _print_figures(figures: list[Figure], failures: Iterable[str]) -> None:
@@ -176,21 +130,17 @@ def _print_figures(figures: list[Figure], failures: Iterable[str]) -> None:
 
 def _row(figure: Figure, beside: list[str]) -> tuple[str, ...]:
     """One figure as people read it."""
-    others = {other.name: _number(other.value) for other in figure.others}
-    reference = f"{_number(figure.reference.value)} {figure.reference.name}" if figure.reference else ""
+    others = {other.name: number_of(other.value) for other in figure.others}
+    reference = f"{number_of(figure.reference.value)} {figure.reference.name}" if figure.reference else ""
     return (
         figure.name,
-        f"{_number(figure.measured.value)} {figure.unit}".strip(),
+        f"{number_of(figure.measured.value)} {figure.unit}".strip(),
         reference,
         "" if figure.ratio is None else f"{figure.ratio:.2f}",
         *(others.get(name, "") for name in beside),
         _target(figure),
         {None: "", True: "met", False: "missed"}[figure.met],
     )
-
-
-def _number(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.2f}"
 
 
 def _target(figure: Figure) -> str:
@@ -200,28 +150,4 @@ def _target(figure: Figure) -> str:
     return ", ".join(parts)
 
 
-def write_result(output: Path, figures: list[Figure], failures: dict[str, str], quick: bool) -> Path:
-    """The JSON file of a run, named by its time."""
-    now = datetime.now().astimezone()
-    result = {
-        "time": now.isoformat(timespec="seconds"),
-        "version": __version__,
-        "quick": quick,
-        "machine": _machine(),
-        "figures": [figure.to_json() for figure in figures],
-        "failures": failures,
-    }
-    output.mkdir(parents=True, exist_ok=True)
-    path = output / f"{now:%Y-%m-%d-%H%M%S}.json"
-    path.write_text(json.dumps(result, indent=2) + "\n")
-    return path
-
-
-def _machine() -> dict[str, Any]:
-    return {
-        "kernel": platform.release(),
-        "architecture": platform.machine(),
-        "cpus": os.cpu_count(),
-        "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
-        "python": platform.python_version(),
-    }
+bench.add_command(engines)
