@@ -38,6 +38,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "events": ("kvfuse.cli.events:events", "Which blocks of a folder are there, and each change."),
     "info": ("kvfuse.cli.info:info", "Where the bytes of a file lie."),
     "namespace": ("kvfuse.cli.namespace:namespace", "Folders with a policy of their own: caches, quotas."),
+    "connectors": ("kvfuse.cli.connectors:connectors", "Adapters of inference engines: list, configure, check."),
     "format": ("kvfuse.cli.format:format_command", "Make a volume."),
     "fsck": ("kvfuse.cli.fsck:fsck", "Check a volume; repair or rebuild it."),
     "config": ("kvfuse.cli.config:config_command", "Effective options, and where each came from."),
