@@ -76,22 +76,28 @@ class Mooncake:
 
 
 @contextlib.contextmanager
-def mooncake_store(python: Path, segment_size: int, buffer_size: int) -> Iterator[Mooncake]:
+def mooncake_store(python: Path, segment_size: int, buffer_size: int, *, over_tcp: bool = False) -> Iterator[Mooncake]:
     """Mooncake of the environment of the interpreter ``python``, ended with the block.
 
-    The client keeps its blocks in a segment of ``segment_size`` bytes and moves them from and to a buffer of
-    ``buffer_size``. KvfuseError where it does not start.
+    The client keeps its blocks in a segment of ``segment_size`` bytes of its own memory, or ``over_tcp`` of another
+    process, and moves them from and to a buffer of ``buffer_size``. KvfuseError where it does not start.
     """
     rpc_port, metrics_port = _free_ports(2)
     master = [str(python.parent / MASTER), f"--rpc_port={rpc_port}", "--rpc_address=127.0.0.1"]
     master += [f"--metrics_port={metrics_port}", "--metrics_host=127.0.0.1"]
-    # -I: modules of this folder must not take the place of others
-    client = [str(python), "-I", str(PROGRAM), f"127.0.0.1:{rpc_port}"]
-    client += [str(max(size, MEMORY_SIZE_MIN)) for size in (segment_size, buffer_size)]
-    with tempfile.TemporaryFile() as log, _running(master, log, log) as master_process:
-        _wait_for_port(rpc_port, master_process)
-        with _running(client, subprocess.PIPE, log) as process:
-            yield Mooncake(process, log)
+    with contextlib.ExitStack() as stack:
+        log = stack.enter_context(tempfile.TemporaryFile())
+        _wait_for_port(rpc_port, stack.enter_context(_running(master, log, log)))
+
+        def start(segment: int, buffer: int) -> Mooncake:
+            # -I: modules of this folder must not take the place of others
+            client = [str(python), "-I", str(PROGRAM), f"127.0.0.1:{rpc_port}", str(segment), str(buffer)]
+            return Mooncake(stack.enter_context(_running(client, subprocess.PIPE, log)), log)
+
+        segment_size, buffer_size = max(segment_size, MEMORY_SIZE_MIN), max(buffer_size, MEMORY_SIZE_MIN)
+        if over_tcp:
+            start(segment_size, MEMORY_SIZE_MIN)
+        yield start(0 if over_tcp else segment_size, buffer_size)
 
 
 @contextlib.contextmanager

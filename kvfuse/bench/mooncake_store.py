@@ -1,8 +1,8 @@
 """Mooncake's store doing what the ring benchmarks do: a program of its own, for the interpreter of its environment.
 
-Arguments: the address of a running mooncake_master, bytes of the store's
-segment, bytes of the caller's buffer. Takes one JSON request a line on stdin and answers each with one JSON
-line on stdout: {"seconds": [...]} or {"error": "..."}.
+Arguments: the address of a running mooncake_master, bytes of the store's segment (0: other clients keep
+the blocks, in their memory), bytes of the caller's buffer. Takes one JSON request a line on stdin and
+answers each with one JSON line on stdout: {"seconds": [...]} or {"error": "..."}.
 
     {"operation": "load", "size": S, "count": N}          blocks 0..N-1 of S bytes
     {"operation": "get", "size": S, "count": N, "depth": D, "seconds": T}     of those, in batches
@@ -36,7 +36,7 @@ class Failed(Exception):
 
 
 class Store:
-    """A client that keeps its blocks in a segment in its own memory: the shortest way Mooncake has."""
+    """A client. One that keeps its blocks in a segment of its own memory has the shortest way that there is."""
 
     def __init__(self, master: str, segment_size: int, buffer_size: int) -> None:
         self.store: Any = importlib.import_module("mooncake.store").MooncakeDistributedStore()

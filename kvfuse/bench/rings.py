@@ -48,6 +48,15 @@ NOTES = {
     "view": "mapped, its first byte read, given back; memcpy: what a copy would take",
     "put": "new blocks, bursts of 128 MiB; written through and removed between the rounds",
 }
+MOONCAKE_TARGETS = {"Mooncake": 0.8, "Mooncake TCP": 1.5}
+"""of what it moves within one process, and from another one, in the same rounds"""
+MOONCAKE_CELLS = {
+    Cell(operation, size, depth)
+    for operation in ("get", "put")
+    for size in (64 * KIB, MIB, 2 * MIB)
+    for depth in (8, 64)
+}
+"""with a row of their own for each of these"""
 MEDIAN_TARGETS = {Cell("read", 4 * KIB, 1): 60.0, Cell("exists", 4 * KIB, KEYS_PER_CALL): 1000.0}
 """microseconds of a batch"""
 
@@ -58,7 +67,7 @@ class RingSetting(Conditions):
 
     mooncake: Path | None = None
     """interpreter of an environment that has Mooncake"""
-    sizes: tuple[int, ...] = (4 * KIB, 64 * KIB, MIB, 4 * MIB, 16 * MIB)
+    sizes: tuple[int, ...] = (4 * KIB, 64 * KIB, MIB, 2 * MIB, 4 * MIB, 16 * MIB)
     depths: tuple[int, ...] = (1, 8, 64, 256)
     set_size: int = 256 * MIB
     """bytes that every side walks over, so that no cache holds them"""
@@ -79,13 +88,16 @@ def _volume(setting: RingSetting) -> Iterator[Daemon]:
 
 
 @contextlib.contextmanager
-def _mooncake(setting: RingSetting) -> Iterator[Mooncake | None]:
-    if setting.mooncake is None:
-        yield None
-    else:
-        sizes = MOONCAKE_SEGMENTS * setting.set_size, setting.set_size
-        with mooncake_store(setting.mooncake, *sizes) as store:
-            yield store
+def _mooncakes(setting: RingSetting) -> Iterator[dict[str, Mooncake]]:
+    """Mooncake's store, if there is one: with its blocks in the client's own process, and in another one."""
+    with contextlib.ExitStack() as stack:
+        stores = {}
+        if setting.mooncake is not None:
+            sizes = MOONCAKE_SEGMENTS * setting.set_size, setting.set_size
+            for name, over_tcp in (("Mooncake", False), ("Mooncake TCP", True)):
+                store = mooncake_store(setting.mooncake, *sizes, over_tcp=over_tcp)
+                stores[name] = stack.enter_context(store)
+        yield stores
 
 
 @dataclass
@@ -96,7 +108,7 @@ class References:
     source: Bytes
     target: Bytes
     memory_file: int
-    mooncake: Mooncake | None
+    mooncakes: dict[str, Mooncake]
 
     def timings(self, cell: Cell, work: Work) -> dict[str, Timing]:
         """Those that do the same as ``cell``; memcpy first."""
@@ -108,8 +120,8 @@ class References:
         elif cell.operation in ("write", "put"):
             batches["tmpfs pwrite"] = file_writes(self.memory_file, self.source, cell.size, cell.depth)
         timings = {name: self._timing(batch) for name, batch in batches.items()}
-        if self.mooncake is not None and cell.operation in ("get", "put", "exists"):
-            timings["Mooncake"] = self._mooncake_timing(self.mooncake, cell, work)
+        if cell.operation in ("get", "put", "exists"):
+            timings |= {name: self._mooncake_timing(store, cell, work) for name, store in self.mooncakes.items()}
         return timings
 
     def _timing(self, batch: Batch) -> Timing:
@@ -123,18 +135,17 @@ class References:
     @contextlib.contextmanager
     def blocks(self, size: int, count: int) -> Iterator[None]:
         """Mooncake has ``count`` blocks of ``size`` bytes."""
-        if self.mooncake is None:
-            yield
-            return
-        self.mooncake.ask("load", size=size, count=count)
+        for store in self.mooncakes.values():
+            store.ask("load", size=size, count=count)
         yield
-        self.mooncake.ask("drop")
+        for store in self.mooncakes.values():
+            store.ask("drop")
 
 
 @contextlib.contextmanager
 def _references(setting: RingSetting, pattern: Bytes) -> Iterator[References]:
-    with memory_file(setting.memory, pattern) as descriptor, _mooncake(setting) as mooncake:
-        yield References(setting, pattern, pattern.copy(), descriptor, mooncake)
+    with memory_file(setting.memory, pattern) as descriptor, _mooncakes(setting) as mooncakes:
+        yield References(setting, pattern, pattern.copy(), descriptor, mooncakes)
 
 
 def bench_operation(operation: str, setting: RingSetting) -> list[Figure]:
@@ -177,6 +188,10 @@ def _bench_cell(cell: Cell, work: Work, setting: RingSetting, references: Refere
     if (target := MEDIAN_TARGETS.get(cell)) is not None:
         median = next(other for other in figure.others if other.name == "batch median us")
         yield Figure(f"{cell.name}: median", "us", median, None, target, less_is_better=True)
+    if cell in MOONCAKE_CELLS:
+        for other in figure.others:
+            if (ratio := MOONCAKE_TARGETS.get(other.name)) is not None:
+                yield Figure(f"{cell.name}: of {other.name}", cell.unit, figure.measured, other, ratio_target=ratio)
 
 
 def bench_exists(setting: RingSetting) -> list[Figure]:

@@ -25,6 +25,8 @@ from kvfuse.bench.ringwork import ring_session
 from kvfuse.errors import KvfuseError
 from kvfuse.sizes import KIB, MIB
 
+pytestmark = pytest.mark.engines("lmdb+file")  # about calls: below the mount one pair is enough
+
 SIZE = 256 * KIB
 
 

@@ -152,8 +152,9 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return python
 
 
-def test_the_store_does_what_it_is_asked(environment: Path) -> None:
-    with mooncake_store(environment, 4 * SET_SIZE, SET_SIZE) as store:
+@pytest.mark.parametrize("over_tcp", [False, True])
+def test_the_store_does_what_it_is_asked(environment: Path, over_tcp: bool) -> None:
+    with mooncake_store(environment, 4 * SET_SIZE, SET_SIZE, over_tcp=over_tcp) as store:
         assert store.ask("load", size=4096, count=100) == []
         for operation in ("get", "exists"):
             times = store.ask(operation, size=4096, count=100, depth=50, seconds=0.0)
@@ -244,7 +245,10 @@ def test_get_beside_everything(setting: RingSetting, environment: Path) -> None:
     figures = {figure.name: figure for figure in bench_operation("get", replace(setting, mooncake=environment))}
     assert list(figures) == [
         *(f"get 4KiB, {depth} at once" for depth in (1, 8, 256)),
-        *(f"get 1MiB, {depth} at once" for depth in (1, 8)),
+        "get 1MiB, 1 at once",
+        "get 1MiB, 8 at once",
+        "get 1MiB, 8 at once: of Mooncake",
+        "get 1MiB, 8 at once: of Mooncake TCP",
         "get 4MiB, 1 at once",
     ]
     figure = figures["get 1MiB, 8 at once"]
@@ -252,14 +256,14 @@ def test_get_beside_everything(setting: RingSetting, environment: Path) -> None:
     assert figure.reference is not None
     assert figure.reference.name == "memcpy"
     names = [other.name for other in figure.others]
-    assert names == ["batch median us", "batch 99 % us", "tmpfs pread", "Mooncake"]
+    assert names == ["batch median us", "batch 99 % us", "tmpfs pread", "Mooncake", "Mooncake TCP"]
     assert all(other.value > 0 for other in (figure.measured, figure.reference, *figure.others))
     assert list(setting.volumes.iterdir()) == list(setting.memory.iterdir()) == []
 
 
 def test_targets_are_of_cells_that_are_measured() -> None:
     setting = RingSetting(Path(), Path())
-    for cell in [*rings.RATIO_TARGETS, *rings.TARGETS]:
+    for cell in [*rings.RATIO_TARGETS, *rings.TARGETS, *rings.MOONCAKE_CELLS]:
         assert cell.operation in RING_BENCHES
         assert cell.size in setting.sizes
         assert cell.depth in setting.depths
