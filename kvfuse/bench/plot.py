@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvfuse.bench.cachereplay import CacheReplay
+from kvfuse.bench.hosts import HostsReplay
 from kvfuse.bench.simulate import Tally
 from kvfuse.errors import ConfigError
 
@@ -85,6 +87,32 @@ def plot(results: Sequence[Tally], path: Path) -> None:
     written.set(title="Written over capacity", ylabel="thousand blocks written", ylim=(0, None))
     _over_time(by_time, results)
     by_capacity.legend()
+    _save(figure, path)
+
+
+def plot_hosts(result: HostsReplay, path: Path) -> None:
+    """A PNG: blocks that each host found over time, and how many requests had their first token by when."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(15, 5), layout="constrained")
+    *hits, times = figure.subplots(1, 3)
+    for number, axes in enumerate(hits):
+        served = result.of(number)
+        minutes = [one.arrival_ms / 60_000 for one in served]
+        found = [list(accumulate(one.own for one in served)), list(accumulate(one.others for one in served))]
+        axes.stackplot(minutes, found, labels=["written by itself", "written by the other host"])
+        axes.plot(minutes, list(accumulate(one.alone for one in served)), "k--", label="a cache of this host alone")
+        name = f"Host {'AB'[number]}: blocks found"
+        axes.set(title=name, xlabel="minutes of traffic", ylabel="blocks", ylim=(0, None))
+        axes.legend(loc="upper left")
+    ways = {"all computed": result.computed, "a cache of each host": result.alone, "the shared volume": result.shared}
+    for name, seconds in ways.items():
+        ordered = sorted(map(seconds, result.served))
+        times.plot(ordered, [(place + 1) / len(ordered) for place in range(len(ordered))], label=name)
+    title = f"Time to first token, computing {result.prefill:,.0f} tokens/s"
+    times.set(title=title, xlabel="seconds", ylabel="share of requests", xscale="log", ylim=(0, 1))
+    times.grid(alpha=0.3)
+    times.legend()
     _save(figure, path)
 
 
