@@ -50,7 +50,7 @@ def engines(
 
     answers, failures = measure_each(only or NAMES, measure, quick=quick, round_count=round_count, folder=folder)
     results = [one for one in answers if isinstance(one, Result)]
-    result = result_of([one.to_figure() for one in results], failures, quick)
+    result = result_of([figure for one in results for figure in one.to_figures()], failures, quick)
     result["refused"] = {one.title: one.reason for one in answers if isinstance(one, Refused)}
     if as_json:
         print_json(result)
@@ -79,6 +79,7 @@ def _ratios(one: Result) -> Sequence[str]:
     ours, reference = one.ours, one.reference or ""
     targets = [f"≥ {one.target:g}x"] if one.target is not None else []
     targets += [f"≥ {one.least:,.0f}/s"] if one.least is not None else []
+    targets += [f"CPU ≤ {one.processor:g}x"] if one.processor is not None else []
     return (
         f"{one.title}: {one.phase}",
         ours,
@@ -87,7 +88,7 @@ def _ratios(one: Result) -> Sequence[str]:
         _times(one.ratio(ours, TMPFS, one.metric)),
         _times(one.ratio(ours, reference, PROCESSOR)),
         ", ".join(targets),
-        {None: "", True: "met", False: "missed"}[one.to_figure().met],
+        {None: "", True: "met", False: "missed"}[one.met],
     )
 
 

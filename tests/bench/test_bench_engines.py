@@ -17,13 +17,24 @@ from mounting import KvfuseMount
 from kvfuse.bench.daemons import Daemon
 from kvfuse.bench.engines import compare
 from kvfuse.bench.engines.blocks import CALLS, MEMCPY, RING, STORE, TOGETHER, BlockCalls
-from kvfuse.bench.engines.compare import PATTERNS, TMPFS, EngineSetting, Pattern, Refused, bench_engine, bench_pattern
+from kvfuse.bench.engines.compare import (
+    PATTERNS,
+    TMPFS,
+    EngineSetting,
+    Pattern,
+    Refused,
+    Result,
+    bench_engine,
+    bench_pattern,
+)
 from kvfuse.bench.engines.files import sglang_file
 from kvfuse.bench.engines.kernel_queues import IoUring, LinuxAio, Transfer
-from kvfuse.bench.engines.measuring import DAEMON, OPERATIONS, PROCESSOR, RATE, Memory, Meter, new_array
+from kvfuse.bench.engines.measuring import DAEMON, OPERATIONS, PROCESSOR, RATE, Memory, Meter
 from kvfuse.bench.ringwork import ring_session
+from kvfuse.bench.rounds import Measured
 from kvfuse.errors import KvfuseError
 from kvfuse.sizes import KIB, MIB
+from kvfuse.usrbio.client.iov import new_memory
 
 pytestmark = pytest.mark.engines("lmdb+file")  # about calls: below the mount one pair is enough
 
@@ -56,10 +67,14 @@ def test_a_pattern_on_every_side(setting: EngineSetting, daemon: Daemon, pattern
     assert {"write", "read"} <= results.keys()
     assert pattern.targets.keys() <= results.keys()
     for result in results.values():
-        assert result.sides.keys() >= {compare.FILES, TMPFS, result.reference}
-        assert (compare.RINGS in result.sides) == (pattern.rings is not None)
         assert all(metrics[OPERATIONS].value > 0 for metrics in result.sides.values())
-    figure = results["write"].to_figure()
+    for phase in ("write", "read"):
+        sides = results[phase].sides
+        assert sides.keys() >= {compare.FILES, TMPFS, results[phase].reference}
+        assert (compare.RINGS in sides) == (pattern.rings is not None)
+        assert (compare.ADAPTER in sides) == (pattern.adapter is not None)
+    figure, *more = results["write"].to_figures()
+    assert [one.unit for one in more] == [PROCESSOR] * (pattern.adapter is not None)
     assert figure.unit == RATE
     assert figure.ratio is not None
     assert figure.ratio > 0
@@ -75,12 +90,25 @@ def test_processor_time_of_the_daemon_counts_only_where_there_is_one(setting: En
 
 
 def test_wrong_bytes_are_noticed(tmp_path: Path) -> None:
-    memory = Memory(4 * KIB, 8)
-    sglang_file(tmp_path, Meter(), memory)
-    memory.check()
-    memory.loaded(3)[17] ^= 1
-    with pytest.raises(KvfuseError, match="block 3 of 4096 bytes is not what was written"):
+    with Memory(4 * KIB, 8) as memory:
+        sglang_file(tmp_path, Meter(), memory)
         memory.check()
+        memory.loaded(3)[17] ^= 1
+        with pytest.raises(KvfuseError, match="block 3 of 4096 bytes is not what was written"):
+            memory.check()
+
+
+def test_all_that_is_wanted_of_a_result_has_to_be_met() -> None:
+    def side(rate: float, processor: float) -> dict[str, Measured]:
+        return {RATE: Measured("", [rate]), OPERATIONS: Measured("", [1.0]), PROCESSOR: Measured("", [processor])}
+
+    result = Result(
+        "some", "read", {compare.ADAPTER: side(2.0, 1.2), "ext4": side(1.0, 1.0)}, "ext4", 1.5, processor=1.3
+    )
+    assert result.met
+    assert not result._replace(target=2.5).met
+    assert not result._replace(processor=1.1).met
+    assert result._replace(target=None, processor=None).met is None
 
 
 def test_what_the_kernel_refuses_is_named(setting: EngineSetting, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,7 +125,7 @@ def test_what_the_kernel_refuses_is_named(setting: EngineSetting, monkeypatch: p
 
 @pytest.mark.parametrize("queue", [LinuxAio, IoUring])
 def test_a_queue_goes_round_its_ring(tmp_path: Path, queue: type[LinuxAio] | type[IoUring]) -> None:
-    content, found = new_array(48 * KIB), new_array(48 * KIB)
+    (content, _), (found, _) = new_memory(48 * KIB), new_memory(48 * KIB)
     content[:] = np.arange(len(content)) % 251
     try:
         opened = queue(4)
@@ -167,7 +195,7 @@ def test_the_command_writes_tables_and_json(tmp_path: Path) -> None:
         assert words_of_table in done.stdout
     (path,) = (tmp_path / "bench-results").iterdir()
     figures = {figure["name"].split(": ")[1] for figure in json.loads(path.read_text())["figures"]}
-    assert figures == {"96 absent", "write", "96 exist", "read"}
+    assert figures == {"96 absent", "write", "96 exist", "read", "read again"}
     done = run_bench([*command, "--size", "none"], cwd=tmp_path)
     assert done.returncode == 2
     assert "'none' is not a size" in done.stderr

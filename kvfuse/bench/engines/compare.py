@@ -16,19 +16,20 @@ import numpy as np
 
 from kvfuse.bench.batches import Cell
 from kvfuse.bench.daemons import Daemon, kvfuse_mount
+from kvfuse.bench.engines.adapters import adapter
 from kvfuse.bench.engines.blocks import CALLS, MEMCPY, RING, STORE, TOGETHER, BlockCalls, CallSides
 from kvfuse.bench.engines.files import lmcache_fs, lmcache_native, sglang_file, vllm_fs
 from kvfuse.bench.engines.kernel_queues import IoUring, LinuxAio
-from kvfuse.bench.engines.measuring import OPERATIONS, RATE, Memory, Meter
+from kvfuse.bench.engines.measuring import OPERATIONS, PROCESSOR, RATE, Memory, Meter
 from kvfuse.bench.engines.nixl import DEPTH, nixl_posix
-from kvfuse.bench.engines.slots import kvbm_disk, lmcache_hf3fs, sglang_hf3fs_files, sglang_hf3fs_rings
+from kvfuse.bench.engines.slots import BATCH_PAGES, kvbm_disk, lmcache_hf3fs, sglang_hf3fs_files, sglang_hf3fs_rings
 from kvfuse.bench.mountpoint import mount_of
 from kvfuse.bench.ringwork import KEYS_PER_CALL, ring_session
 from kvfuse.bench.rounds import Conditions, Figure, Measured, alternate_rows
 from kvfuse.errors import KvfuseError
 from kvfuse.sizes import KIB, MIB, format_size
 
-FILES, RINGS, TMPFS = "kvfuse files", "kvfuse rings", "tmpfs"
+FILES, RINGS, ADAPTER, TMPFS = "kvfuse files", "kvfuse rings", "kvfuse adapter", "tmpfs"
 CALL_SECONDS = 0.25
 """of each side of a block call in a round"""
 CALLS_SIZE_MIN = 8 * MIB
@@ -57,8 +58,10 @@ class Pattern(NamedTuple):
     files: Run
     rings: Run | None = None
     """the same through rings, where the engine can use them"""
+    adapter: Run | None = None
+    """the same by the engine's adapter"""
     targets: Mapping[str, float] = {}
-    """phase -> ratio to the disk that is wanted, of rings where there are any"""
+    """phase -> ratio to the disk that is wanted: of the adapter, or of rings, where there are any"""
     probe: Callable[[], None] = lambda: None
     """KvfuseError where this machine does not allow it"""
 
@@ -76,11 +79,13 @@ class Result(NamedTuple):
     """of that ratio"""
     least: float | None = None
     """operations/s that are wanted"""
+    processor: float | None = None
+    """the most processor time for each GB that is wanted, as a ratio to the reference's"""
 
     @property
     def ours(self) -> str:
         """The side of which something is wanted: what the engine would use."""
-        return next(name for name in (RINGS, STORE, FILES, RING) if name in self.sides)
+        return next(name for name in (ADAPTER, RINGS, STORE, FILES, RING) if name in self.sides)
 
     @property
     def metric(self) -> str:
@@ -94,8 +99,23 @@ class Result(NamedTuple):
             return None
         return pair[0].value / pair[1].value
 
-    def to_figure(self) -> Figure:
-        """As the other benchmarks keep them; all else in the others."""
+    @property
+    def met(self) -> bool | None:
+        """All that is wanted; None: nothing is."""
+        wanted = [figure.met for figure in self.to_figures() if figure.met is not None]
+        return all(wanted) if wanted else None
+
+    def to_figures(self) -> list[Figure]:
+        """As the other benchmarks keep them; all else in the others of the first."""
+        figures = [self._speed()]
+        if self.processor is not None and self.reference is not None:
+            ours, reference = (self.sides[side][PROCESSOR] for side in (self.ours, self.reference))
+            name = f"{self.title}: {self.phase}: processor time"
+            target = self.processor
+            figures += [Figure(name, PROCESSOR, ours, reference, ratio_target=target, less_is_better=True)]
+        return figures
+
+    def _speed(self) -> Figure:
         metric = self.metric
         reference = self.sides[self.reference][metric] if self.reference else None
         others = tuple(
@@ -118,6 +138,8 @@ class Refused(NamedTuple):
 HF3FS_TARGETS = {"write": 0.8, "read": 0.8}
 FILE_TARGETS = {"write": 0.5, "read": 0.7}
 DIRECT_TARGETS = {"write": 1.0, "read": 1.0}
+ADAPTER_TARGETS = {"write": 1.0, "read again": 1.0}
+ADAPTER_PROCESSOR = 1.3
 
 
 def _probe(queue: Callable[[int], LinuxAio | IoUring]) -> None:
@@ -127,7 +149,7 @@ def _probe(queue: Callable[[int], LinuxAio | IoUring]) -> None:
 
 PATTERNS: dict[str, tuple[Pattern, ...]] = {
     "sglang-hf3fs": (
-        Pattern("SGLang hf3fs, 1 MiB pages", MIB, sglang_hf3fs_files, sglang_hf3fs_rings, HF3FS_TARGETS),
+        Pattern("SGLang hf3fs, 1 MiB pages", MIB, sglang_hf3fs_files, sglang_hf3fs_rings, targets=HF3FS_TARGETS),
     ),
     "sglang-file": (Pattern("SGLang file, 1 MiB", MIB, sglang_file, targets=FILE_TARGETS),),
     "lmcache-fs": (
@@ -138,7 +160,7 @@ PATTERNS: dict[str, tuple[Pattern, ...]] = {
             targets=DIRECT_TARGETS,
         ),
     ),
-    "lmcache-hf3fs": (Pattern("LMCache hf3fs, 2 MiB", 2 * MIB, lmcache_fs, lmcache_hf3fs, HF3FS_TARGETS),),
+    "lmcache-hf3fs": (Pattern("LMCache hf3fs, 2 MiB", 2 * MIB, lmcache_fs, lmcache_hf3fs, targets=HF3FS_TARGETS),),
     "vllm-fs": (
         Pattern("vLLM fs tier, 2 MiB", 2 * MIB, vllm_fs, targets=FILE_TARGETS),
         Pattern("vLLM fs tier, 8 MiB", 8 * MIB, vllm_fs, targets=FILE_TARGETS),
@@ -150,6 +172,14 @@ PATTERNS: dict[str, tuple[Pattern, ...]] = {
         Pattern(
             "NIXL POSIX, io_uring, 1 MiB", MIB, partial(nixl_posix, queue=IoUring), probe=partial(_probe, IoUring)
         ),
+    ),
+    "adapters": (
+        Pattern("vLLM fs tier without O_DIRECT, 2 MiB", 2 * MIB, partial(vllm_fs, direct=False),
+                adapter=partial(adapter, batch=16), targets=ADAPTER_TARGETS),
+        Pattern("LMCache fs_native, 2 MiB", 2 * MIB, lmcache_native,
+                adapter=partial(adapter, batch=8), targets=ADAPTER_TARGETS),
+        Pattern("SGLang file, 1 MiB", MIB, sglang_file,
+                adapter=partial(adapter, batch=BATCH_PAGES), targets=ADAPTER_TARGETS),
     ),
     "kvbm-disk": (Pattern("KVBM disk file, 2 MiB", 2 * MIB, kvbm_disk),),
 }  # fmt: skip
@@ -209,19 +239,24 @@ def file_system(folder: Path) -> str:
 def bench_pattern(pattern: Pattern, setting: EngineSetting, daemon: Daemon) -> Iterator[Result]:
     """Its phases, on the mount of ``daemon`` and on the others."""
     block_size = min(pattern.block_size, max(4 * KIB, setting.bytes_moved // (4 * KIB) * (4 * KIB)))
-    memory = Memory(block_size, max(1, setting.bytes_moved // block_size))
     disk = file_system(setting.volumes)
     disk = disk if disk != TMPFS else "disk"
-    sides = {FILES: partial(_round, pattern.files, memory, daemon.mountpoint, daemon.pid)}
-    if pattern.rings is not None:
-        sides[RINGS] = partial(_round, pattern.rings, memory, daemon.mountpoint, daemon.pid)
-    sides[disk] = partial(_round, pattern.files, memory, setting.volumes, None)
-    sides[TMPFS] = partial(_round, pattern.files, memory, setting.memory, None)
     title = pattern.title
     if block_size != pattern.block_size:
         title += f" (blocks of {format_size(block_size)})"
-    for phase, measured in _alternate(sides, setting.round_count).items():
-        yield Result(title, phase, measured, disk, pattern.targets.get(phase))
+    with Memory(block_size, max(1, setting.bytes_moved // block_size)) as memory:
+        ours = {FILES: pattern.files, RINGS: pattern.rings, ADAPTER: pattern.adapter}
+        sides = {
+            name: partial(_round, run, memory, daemon.mountpoint, daemon.pid)
+            for name, run in ours.items()
+            if run is not None
+        }
+        sides[disk] = partial(_round, pattern.files, memory, setting.volumes, None)
+        sides[TMPFS] = partial(_round, pattern.files, memory, setting.memory, None)
+        for phase, measured in _alternate(sides, setting.round_count).items():
+            target = pattern.targets.get(phase)
+            processor = ADAPTER_PROCESSOR if target is not None and ADAPTER in measured else None
+            yield Result(title, phase, measured, disk if disk in measured else None, target, processor=processor)
 
 
 _numbers = itertools.count()

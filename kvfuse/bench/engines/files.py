@@ -14,6 +14,8 @@ from pathlib import Path
 from kvfuse.bench.engines.measuring import Memory, Meter
 from kvfuse.errors import KvfuseError
 
+READS = ("read", "read again")
+"""phases: blocks that were just written, and then all of them once more"""
 VLLM_THREADS = 16
 """that store, and as many that load"""
 NATIVE_THREADS = 4
@@ -71,9 +73,10 @@ def sglang_file(folder: Path, meter: Meter, memory: Memory) -> None:
         for index in range(memory.count):
             phase.run(partial(store, index))
     _ask(meter, f"{EXISTS_COUNT} exist", [paths[index % memory.count] for index in range(EXISTS_COUNT)], EXISTS_COUNT)
-    with meter.phase("read") as phase:
-        for index in range(memory.count):
-            phase.run(partial(load, index))
+    for name in READS:
+        with meter.phase(name) as phase:
+            for index in range(memory.count):
+                phase.run(partial(load, index))
 
 
 def _ask(meter: Meter, name: str, paths: list[str], expected: int) -> None:
@@ -142,7 +145,7 @@ def lmcache_native(folder: Path, meter: Meter, memory: Memory, *, direct: bool =
         return _read(paths[index], memory.loaded(index), flag)
 
     with ThreadPoolExecutor(NATIVE_THREADS) as pool:
-        _write_then_read(meter, memory.count, pool, pool, store, load)
+        _write_and_read(meter, memory.count, pool, pool, store, load)
 
 
 def _read(path: str, target: memoryview, flag: int) -> int:
@@ -156,9 +159,9 @@ def _read(path: str, target: memoryview, flag: int) -> int:
 # -- vLLM's fs tier -----------------------------------------------------------------------------------
 
 
-def vllm_fs(folder: Path, meter: Meter, memory: Memory) -> None:
+def vllm_fs(folder: Path, meter: Meter, memory: Memory, *, direct: bool = True) -> None:
     """Folders by hash, O_DIRECT where it is offered, an exclusive temporary name, one write, rename; one readv."""
-    flag = os.O_DIRECT if offers_direct(folder) else 0
+    flag = os.O_DIRECT if direct and offers_direct(folder) else 0
     paths = [f"{folder}/{index % 16:03x}/{index:02x}/{index:032x}.bin" for index in range(memory.count)]
     numbers = count()
 
@@ -177,10 +180,10 @@ def vllm_fs(folder: Path, meter: Meter, memory: Memory) -> None:
             os.close(descriptor)
 
     with ThreadPoolExecutor(VLLM_THREADS) as storing, ThreadPoolExecutor(VLLM_THREADS) as loading:
-        _write_then_read(meter, memory.count, storing, loading, store, load)
+        _write_and_read(meter, memory.count, storing, loading, store, load)
 
 
-def _write_then_read(
+def _write_and_read(
     meter: Meter,
     number: int,
     storing: ThreadPoolExecutor,
@@ -191,5 +194,6 @@ def _write_then_read(
     """All blocks by the threads of two pools."""
     with meter.phase("write") as phase:
         phase.spread(storing, [partial(store, index) for index in range(number)])
-    with meter.phase("read") as phase:
-        phase.spread(loading, [partial(load, index) for index in range(number)])
+    for name in READS:
+        with meter.phase(name) as phase:
+            phase.spread(loading, [partial(load, index) for index in range(number)])

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from mmap import mmap
 
 import numpy as np
 
 from kvfuse.bench.daemons import cpu_seconds_of
-from kvfuse.bench.references import Bytes
 from kvfuse.errors import KvfuseError
+from kvfuse.usrbio.client.iov import new_memory
 
 RATE = "GB/s"
 OPERATIONS = "operations/s"
@@ -109,15 +109,19 @@ class Meter:
         return 0.0 if self._daemon is None else cpu_seconds_of(self._daemon)
 
 
-class Memory:
-    """An engine's own memory: what its blocks hold, and where they come back to. Aligned to pages."""
+class Memory(AbstractContextManager["Memory"]):
+    """An engine's own memory: what its blocks hold, and where they come back to.
+
+    It is shared memory, as pools of engines are, and so aligned to pages.
+    """
 
     def __init__(self, block_size: int, count: int, seed: int = 0) -> None:
         """Of ``count`` blocks."""
         self.block_size = block_size
         self.count = count
-        self.source = new_array(block_size * count)
-        self.target = new_array(block_size * count)
+        self.source, source = new_memory(block_size * count)
+        self.target, target = new_memory(block_size * count)
+        self._descriptors = source.descriptor, target.descriptor
         self.source[:] = np.random.default_rng(seed).integers(0, 256, len(self.source), np.uint8)
 
     @property
@@ -142,7 +146,6 @@ class Memory:
             wrong = int(np.flatnonzero(self.source != self.target)[0])
             raise KvfuseError(f"block {wrong // self.block_size} of {self.block_size} bytes is not what was written")
 
-
-def new_array(size: int) -> Bytes:
-    """Of anonymous memory, aligned to pages, as direct I/O wants it."""
-    return np.frombuffer(mmap(-1, size), np.uint8)
+    def __exit__(self, *_: object) -> None:
+        for descriptor in self._descriptors:
+            os.close(descriptor)
