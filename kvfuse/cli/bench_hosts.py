@@ -30,7 +30,7 @@ HOSTS: dict[int | None, str] = {**{number: f"host {'AB'[number]}" for number in 
 
 @click.command()
 @click.argument("mounts", nargs=-1, type=click.Path(exists=True, file_okay=False, path_type=Path))
-@click.option("--trace", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="JSON lines; see below.")
+@click.option("--trace", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="JSON lines; see above.")
 @click.option(
     "--share",
     type=click.FloatRange(0, 1, min_open=True),

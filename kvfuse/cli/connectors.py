@@ -113,7 +113,7 @@ def connectors() -> None:
     """
 
 
-@connectors.command(name="list")
+@connectors.command(name="list", short_help="Which engines have an adapter, and what is installed.")
 def list_command() -> None:
     """Which engines there are adapters for, and what is installed in this Python environment."""
     rows = []

@@ -30,6 +30,7 @@ from kvfuse.bench.engines.compare import (
 from kvfuse.bench.engines.files import sglang_file
 from kvfuse.bench.engines.kernel_queues import IoUring, LinuxAio, Transfer
 from kvfuse.bench.engines.measuring import DAEMON, OPERATIONS, PROCESSOR, RATE, Memory, Meter
+from kvfuse.bench.engines.slots import require_shared_memory
 from kvfuse.bench.ringwork import ring_session
 from kvfuse.bench.rounds import Measured
 from kvfuse.errors import KvfuseError
@@ -118,6 +119,11 @@ def test_what_the_kernel_refuses_is_named(setting: EngineSetting, monkeypatch: p
     monkeypatch.setitem(PATTERNS, "nixl-posix", (PATTERNS["nixl-posix"][0]._replace(probe=refuse),))
     (refused,) = bench_engine("nixl-posix", setting)
     assert refused == Refused("NIXL POSIX, linux-aio, 1 MiB", "io_uring_setup: Operation not permitted")
+
+
+def test_too_little_shared_memory_is_said_before_it_is_used() -> None:
+    with pytest.raises(KvfuseError, match=r"it needs 256TiB in /dev/shm, which has "):
+        require_shared_memory(1 << 40)
 
 
 # -- the kernel's queues ----------------------------------------------------------------------------

@@ -22,7 +22,15 @@ from kvfuse.bench.engines.files import lmcache_fs, lmcache_native, sglang_file, 
 from kvfuse.bench.engines.kernel_queues import IoUring, LinuxAio
 from kvfuse.bench.engines.measuring import OPERATIONS, PROCESSOR, RATE, Memory, Meter
 from kvfuse.bench.engines.nixl import DEPTH, nixl_posix
-from kvfuse.bench.engines.slots import BATCH_PAGES, kvbm_disk, lmcache_hf3fs, sglang_hf3fs_files, sglang_hf3fs_rings
+from kvfuse.bench.engines.slots import (
+    BATCH_PAGES,
+    kvbm_disk,
+    lmcache_hf3fs,
+    require_shared_memory,
+    sglang_hf3fs_files,
+    sglang_hf3fs_rings,
+)
+from kvfuse.bench.models import MODELS
 from kvfuse.bench.mountpoint import mount_of
 from kvfuse.bench.ringwork import KEYS_PER_CALL, ring_session
 from kvfuse.bench.rounds import Conditions, Figure, Measured, alternate_rows
@@ -147,9 +155,19 @@ def _probe(queue: Callable[[int], LinuxAio | IoUring]) -> None:
         pass
 
 
+MLA_PAGE_SIZE = MODELS["deepseek-v3"].block_size(64)
+"""bytes of a page of 64 tokens, all layers together"""
+
+
+def _hf3fs_pattern(title: str, page_size: int) -> Pattern:
+    probe = partial(require_shared_memory, page_size)
+    return Pattern(title, page_size, sglang_hf3fs_files, sglang_hf3fs_rings, targets=HF3FS_TARGETS, probe=probe)
+
+
 PATTERNS: dict[str, tuple[Pattern, ...]] = {
     "sglang-hf3fs": (
-        Pattern("SGLang hf3fs, 1 MiB pages", MIB, sglang_hf3fs_files, sglang_hf3fs_rings, targets=HF3FS_TARGETS),
+        _hf3fs_pattern("SGLang hf3fs, 1 MiB pages", MIB),
+        _hf3fs_pattern("SGLang hf3fs, page_first MLA", MLA_PAGE_SIZE),
     ),
     "sglang-file": (Pattern("SGLang file, 1 MiB", MIB, sglang_file, targets=FILE_TARGETS),),
     "lmcache-fs": (

@@ -18,7 +18,8 @@ import numpy as np
 
 from kvfuse.bench.engines.files import HEADER, block_names, whole
 from kvfuse.bench.engines.measuring import Memory, Meter
-from kvfuse.sizes import MIB
+from kvfuse.errors import KvfuseError
+from kvfuse.sizes import MIB, format_size
 from kvfuse.usrbio import hf3fs
 
 BATCH_PAGES = 96
@@ -31,6 +32,14 @@ Move = Callable[[range], int]
 
 
 # -- SGLang's hf3fs backend: one file a rank -------------------------------------------------------------
+
+
+def require_shared_memory(page_size: int) -> None:
+    """KvfuseError unless there is room for what all jobs have of it: a container's 64 MiB are not enough."""
+    needed = 2 * JOBS * GROUP_ENTRIES * page_size
+    found = os.statvfs("/dev/shm")
+    if (free := found.f_bavail * found.f_frsize) < needed:
+        raise KvfuseError(f"it needs {format_size(needed)} in /dev/shm, which has {format_size(free)}")
 
 
 def sglang_hf3fs_files(folder: Path, meter: Meter, memory: Memory) -> None:
