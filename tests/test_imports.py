@@ -16,13 +16,15 @@ from kvfuse.volume.api import BlockApi, FileApi, InodeApi, RingApi
 
 PACKAGE = Path(kvfuse.__file__).parent
 
-BASE = {"errors", "checksum", "sizes"}
+BASE = {"errors", "checksum", "sizes", "keys", "blockindex"}
 DOOR = BASE | {"options", "errnos", "mounttable", "credentials", "volume"}
 
 ROOMS: dict[str, set[str]] = {
     "errors": set(),
     "errnos": {"errors"},
     "sizes": set(),
+    "keys": set(),
+    "blockindex": {"errors", "_native"},
     "mounttable": set(),
     "checksum": {"errors"},
     "credentials": set(),

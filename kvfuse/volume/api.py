@@ -23,7 +23,8 @@ from kvfuse.volume.views.content_map import ContentMap
 from kvfuse.volume.views.gates import Gate, Gates
 from kvfuse.volume.views.measures import Measures
 from kvfuse.volume.views.news import Watch
-from kvfuse.volume.views.tier import SharedTier, TierBlock
+from kvfuse.volume.views.resident import Touches
+from kvfuse.volume.views.tier import ReadClass, SharedTier, TierBlock
 from kvfuse.volume.views.uses import Uses
 
 ROOT_INODE = 1
@@ -309,6 +310,19 @@ class RingApi(VolumeApi, Protocol):
 
     @property
     def blocks(self) -> BlockApi: ...
+    @property
+    def search(self) -> SearchApi: ...
+
+
+class SearchApi(Protocol):
+    """What clients need to search for blocks in shared memory by themselves."""
+
+    def open(self, readers: ReadClass) -> Touches | None:
+        """The index of a read class, for one connection more, which gives it back to `Residents.leave`. None: there are
+        too many."""
+
+    def is_judged(self, directory: int) -> bool:
+        """`BlockApi.exists` may find that a block which is there is not worth reading."""
 
 
 class BlockApi(Protocol):

@@ -175,6 +175,8 @@ class Parts:
             orphans.free_removed_files,
         ]
         reports = Reports(core, records, member, leases.shares)
+        core.tier.residents.hold(member.seconds_left)
+        member.on_change = core.tier.residents.hold
         elsewhere: list[Source] = [RoomElsewhere(core, leases.shares, orphans, reports).await_other_hosts]
         record_sources = [orphans.free_removed_files]
         self.space = Space(core, sources, record_sources, nameless.store_removals, elsewhere=elsewhere)

@@ -13,6 +13,7 @@ After a fork the child makes a client of its own.
 from __future__ import annotations
 
 from kvfuse.errors import Disconnected
+from kvfuse.keys import file_name, key_of
 from kvfuse.usrbio.client.block_store import BlockStore
 from kvfuse.usrbio.client.client import Client, connect
 from kvfuse.usrbio.client.files import File, Namespace
@@ -20,7 +21,6 @@ from kvfuse.usrbio.client.following import Follower, News
 from kvfuse.usrbio.client.iov import Iov
 from kvfuse.usrbio.client.ring import Ring
 from kvfuse.usrbio.protocol.costs import Costs, Tier, decode_costs
-from kvfuse.usrbio.protocol.keys import file_name, key_of
 from kvfuse.usrbio.protocol.wire import CQE, Flag, NewsKind, Op, Priority
 
 __all__ = [

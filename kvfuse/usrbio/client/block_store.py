@@ -12,9 +12,10 @@ from time import monotonic
 import numpy as np
 
 from kvfuse.usrbio.client.client import DEADLINE_S, Client, connect
-from kvfuse.usrbio.client.iov import Iov, bytes_of
+from kvfuse.usrbio.client.iov import Iov, address_of, bytes_of
 from kvfuse.usrbio.client.key_area import Found
 from kvfuse.usrbio.client.lanes import GRACE_S, Lane, Lanes, Sizes, Terms
+from kvfuse.usrbio.client.resident import Addresses, ResidentBlocks
 from kvfuse.usrbio.client.ring import Ring
 from kvfuse.usrbio.client.session import Bytes
 from kvfuse.usrbio.client.tokens import Token, find_tokens
@@ -68,6 +69,7 @@ class BlockStore(AbstractContextManager["BlockStore"]):
             if self._owns_client:
                 self.client.close()
             raise
+        self._resident = ResidentBlocks(self.client, self.namespace)
 
     # -- one block -----------------------------------------------------------------------------------
 
@@ -107,7 +109,16 @@ class BlockStore(AbstractContextManager["BlockStore"]):
 
     def get_many_into(self, keys: Sequence[Key], buffers: Sequence[object]) -> Sizes:
         """The size of each block, -1 for a miss. OSError EMSGSIZE if one is larger than its buffer."""
-        results = self._move(Op.GET, keys, buffers)
+        encoded, arrays = _encode(keys), list(map(bytes_of, buffers))
+        targets = np.fromiter(map(address_of, arrays), np.uint64, len(arrays))
+        rooms = np.fromiter((len(array) if array.flags.writeable else -1 for array in arrays), np.int64, len(arrays))
+
+        def ask(rows: list[int]) -> Sizes:
+            with self._lanes.take() as lane:
+                asked, rest = [encoded[row] for row in rows], [arrays[row] for row in rows]
+                return lane.move(Op.GET, self.namespace, asked, rest, self._terms)
+
+        results = self._get(encoded, targets, rooms, ask)
         _raise_unless(results, MISSES)
         return np.maximum(results, -1)
 
@@ -127,7 +138,14 @@ class BlockStore(AbstractContextManager["BlockStore"]):
 
     def exists(self, keys: Sequence[Key]) -> Found:
         """Which blocks are there."""
-        return self._ask(keys, Ring.prep_exists) if len(keys) else np.zeros(0, np.bool_)
+        encoded = _encode(keys)
+        found = self._resident.exists(encoded) if encoded else np.zeros(0, np.bool_)
+        if found is None:
+            return self._ask(encoded, Ring.prep_exists)
+        rows = np.flatnonzero(~found).tolist()
+        if rows:
+            found[rows] = self._ask([encoded[row] for row in rows], Ring.prep_exists)
+        return found
 
     def costs(self, keys: Sequence[Key]) -> Costs:
         """Which tier has each block, and when it and all before it are expected, if they are got now in this order.
@@ -149,7 +167,11 @@ class BlockStore(AbstractContextManager["BlockStore"]):
     def longest_prefix(self, keys: Sequence[Key]) -> int:
         """How many blocks from the first on are there without a gap."""
         encoded = _encode(keys)
-        total = 0
+        found = self._resident.exists(encoded) if encoded else None
+        total = int(found.argmin()) if found is not None and not found.all() else 0
+        if found is not None and found.all():
+            return len(encoded)
+        encoded = encoded[total:]
         with self._lanes.take() as lane:
             for start in range(0, len(encoded), KEYS_MAX):
                 window = encoded[start : start + KEYS_MAX]
@@ -172,7 +194,17 @@ class BlockStore(AbstractContextManager["BlockStore"]):
         The size of each, or -errno: ENOENT for a block that is absent, EMSGSIZE for a larger one. ``deadline``:
         seconds, None: that of the store. Disconnected.
         """
-        return self._move_at(Op.GET, keys, memory, offsets, sizes, deadline)
+        array = memory.array if isinstance(memory, Iov) else memory
+        starts, rooms = np.asarray(offsets, np.int64), np.asarray(sizes, np.int64)
+        if len(starts) and (starts.min() < 0 or rooms.min() < 0 or (starts + rooms).max() > len(array)):
+            raise ValueError("a block reaches beyond the memory that it is to be got into")
+        targets = starts.astype(np.uint64) + np.uint64(address_of(array))
+
+        def ask(rows: list[int]) -> Sizes:
+            asked = [keys[row] for row in rows]
+            return self._move_at(Op.GET, asked, memory, starts[rows].tolist(), rooms[rows].tolist(), deadline)
+
+        return self._get(keys, targets, rooms, ask)
 
     def put_at(
         self, keys: Sequence[bytes], memory: Iov | Bytes, offsets: Sequence[int], sizes: Sequence[int],
@@ -191,6 +223,18 @@ class BlockStore(AbstractContextManager["BlockStore"]):
                 return lane.move_at(op, self.namespace, keys, memory, offsets, sizes, terms)
             arrays = [memory[offset : offset + size] for offset, size in zip(offsets, sizes, strict=True)]
             return lane.move(op, self.namespace, list(keys), arrays, terms)
+
+    def _get(self, keys: Sequence[bytes], targets: Addresses, rooms: Sizes, ask: Callable[[list[int]], Sizes]) -> Sizes:
+        """Get what is in shared memory; ``ask`` the daemon for the rest, by rows. Results as of the completions."""
+        if len(keys) != len(targets):
+            raise ValueError(f"{len(keys)} keys and {len(targets)} buffers")
+        results = self._resident.get(keys, targets, rooms) if len(keys) else np.zeros(0, np.int64)
+        if results is None:
+            return ask(list(range(len(keys))))
+        rows = np.flatnonzero(results < 0).tolist()
+        if rows:
+            results[rows] = ask(rows)
+        return results
 
     # -- how -----------------------------------------------------------------------------------------
 

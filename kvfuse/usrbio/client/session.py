@@ -156,18 +156,23 @@ class Session:
 
     def view(self, arena: int, offset: int, size: int, pin: int) -> memoryview:
         """Read-only bytes of an arena. ``pin`` goes to `unpins` when the last reference to them is gone."""
-        bytes_ = self._arenas.get(arena)
-        if bytes_ is None:
-            try:
-                bytes_ = self._arenas[arena] = self._map_arena(arena)
-            except BaseException:
-                self.unpins.append(pin)
-                raise
+        try:
+            bytes_ = self.arena(arena)
+        except BaseException:
+            self.unpins.append(pin)
+            raise
         if offset + size > len(bytes_):
             raise self.broken(f"a view of {size} bytes at {offset} of an arena of {len(bytes_)}")
         exporter = bytes_[offset : offset + size]
         self._views[pin] = weakref.ref(exporter, partial(self._unpin, pin))
         return exporter.data
+
+    def arena(self, number: int) -> Bytes:
+        """All memory of an arena in which this client has a view, or of an index that it has. OSError, Disconnected."""
+        bytes_ = self._arenas.get(number)
+        if bytes_ is None:
+            bytes_ = self._arenas[number] = self._map_arena(number)
+        return bytes_
 
     def _map_arena(self, arena: int) -> Bytes:
         reply, (descriptor,) = self.request(Request.MAP_ARENA, arena)

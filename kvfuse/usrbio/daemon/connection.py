@@ -49,6 +49,7 @@ COSTS = {
     Request.DROP_FILE: 2,
     Request.OPEN_NAMESPACE: 4,
     Request.DESCRIBE: 16,
+    Request.MAP_INDEX: 16,
 }
 """of a message for the event loop, beside its answer, in calls"""
 
@@ -259,14 +260,18 @@ class Connection:
         )
         return (namespaces.add(namespace), ino), []
 
+    def _namespace(self, handle: int) -> Namespace:
+        namespace = self.registered.namespaces.get(handle)
+        if namespace is None:
+            raise errors.BadHandle(f"{handle} is no namespace")
+        return namespace
+
     async def _close_namespace(self, values: tuple[int, ...]) -> Answer:
         self.registered.namespaces.remove(values[0])
         return (), []
 
     async def _follow(self, values: tuple[int, ...]) -> Answer:
-        namespace = self.registered.namespaces.get(values[0])
-        if namespace is None:
-            raise errors.BadHandle(f"{values[0]} is no namespace")
+        namespace = self._namespace(values[0])
         follower = Follower(self._limits.volume, self._admission, self._stream, namespace.ino, self._audience.pause)
         await follower.check()
         self.registered.namespaces.account.take("user_followers")
@@ -278,14 +283,15 @@ class Connection:
         return (), []
 
     async def _describe(self, values: tuple[int, ...], descriptor: str) -> Answer:
-        namespace = self.registered.namespaces.get(values[0])
-        if namespace is None:
-            raise errors.BadHandle(f"{values[0]} is no namespace")
+        namespace = self._namespace(values[0])
         await self._admission.describe(namespace, descriptor)
         return (), []
 
+    async def _map_index(self, values: tuple[int, ...]) -> Answer:
+        return await self._calls.indexes.open(self._namespace(values[0]), values[1])
+
     async def _map_arena(self, values: tuple[int, ...]) -> Answer:
-        if values[0] not in self.registered.pins.arenas:
+        if values[0] not in self.registered.pins.arenas and not self._calls.indexes.may_map(values[0]):
             raise errors.PermissionDenied(f"the client has no view in arena {values[0]}")
         descriptor = self._limits.volume.tier.arena_descriptor(values[0])
         return (os.fstat(descriptor).st_size,), [descriptor]
@@ -294,6 +300,7 @@ class Connection:
 
     async def _reap(self) -> None:
         things = self.registered
+        self._calls.indexes.close()
         for ring in things.rings.values():
             ring.loop.stop()
         for ring in things.rings.values():

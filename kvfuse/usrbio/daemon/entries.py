@@ -15,6 +15,7 @@ from contextlib import contextmanager
 import numpy as np
 import numpy.typing as npt
 
+from kvfuse.keys import KEY_SIZE_MAX, file_name, file_names
 from kvfuse.usrbio.daemon import reads
 from kvfuse.usrbio.daemon.call import PIECE, Answer, Call, Entry, Refused, Ring, Short
 from kvfuse.usrbio.daemon.client_memory import Iov
@@ -30,12 +31,10 @@ from kvfuse.usrbio.daemon.penalty import MALFORMED
 from kvfuse.usrbio.daemon.registered import Registered
 from kvfuse.usrbio.daemon.registry import Namespace
 from kvfuse.usrbio.daemon.weights import weight_of
-from kvfuse.usrbio.protocol.keys import file_name, file_names
 from kvfuse.usrbio.protocol.queues import Entries
 from kvfuse.usrbio.protocol.wire import (
     CQE_STRUCT,
     FILE_OPS,
-    KEY_SIZE_MAX,
     KEYS_MAX,
     LENGTH_MAX,
     SQE_STRUCT,

@@ -29,6 +29,7 @@ from kvfuse.usrbio.daemon.call_memory import Share
 from kvfuse.usrbio.daemon.client_memory import Iov
 from kvfuse.usrbio.daemon.deadlines import Deadlines
 from kvfuse.usrbio.daemon.file_calls import FileCalls
+from kvfuse.usrbio.daemon.indexes import Indexes
 from kvfuse.usrbio.daemon.peer import Peer
 from kvfuse.usrbio.daemon.registry import OpenFile
 from kvfuse.usrbio.protocol.wire import Op
@@ -76,6 +77,7 @@ class Calls:
     def __post_init__(self) -> None:
         files = self.files = FileCalls(self.volume, self._finish, self._drop_content)
         self.admission = Admission(self.volume, self.peer)
+        self.indexes = Indexes(self.volume, self.admission)
         blocks = BlockCalls(self.volume, self.admission, self._finish, files.read_here)
         self._deadlines: Deadlines[Call] = Deadlines(self.nursery, _expire)
         self._handlers: dict[int, Callable[[Call], Awaitable[None]]] = {

@@ -17,17 +17,28 @@ import stat
 import struct
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Protocol, Self
 
 import trio
 
 from kvfuse.credentials import Capability, process_status, shares_user_namespace
-from kvfuse.volume.api import Attributes, Binding, Caller
+from kvfuse.volume.api import Attributes, Caller
 
 SO_PEERGROUPS = 59
 SO_PEERPIDFD = 77
 GROUPS_MAX = 256
 """what `getsockopt` takes"""
+
+
+class Owned(Protocol):
+    """What permissions are found by."""
+
+    @property
+    def uid(self) -> int: ...
+    @property
+    def gid(self) -> int: ...
+    @property
+    def mode(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -58,7 +69,7 @@ class Powers:
         uids, gids = (_mapped(Path(f"/proc/{pid}", name).read_text()) for name in ("uid_map", "gid_map"))
         return cls(int(fields["CapEff"], 16), is_ours, uids, gids)
 
-    def has(self, capability: Capability, inode: Attributes | Binding | None = None) -> bool:
+    def has(self, capability: Capability, inode: Owned | None = None) -> bool:
         """Whether it counts for the inode; None: for all that the daemon has."""
         if not self.capabilities >> capability & 1:
             return False
@@ -113,7 +124,7 @@ class Peer:
     def caller(self) -> Caller:
         return Caller(self.uid, self.gid, self.pid, self.powers.has(Capability.FSETID), self.groups)
 
-    def may(self, inode: Attributes | Binding, wanted: int) -> bool:
+    def may(self, inode: Owned, wanted: int) -> bool:
         """Whether the kernel would grant the permission bits ``wanted`` (4 read, 2 write, 1 search)."""
         if self.uid == inode.uid:
             granted = inode.mode >> 6
@@ -123,7 +134,7 @@ class Peer:
             granted = inode.mode
         return wanted & ~granted & 7 == 0 or self._may_override(inode, wanted)
 
-    def _may_override(self, inode: Attributes | Binding, wanted: int) -> bool:
+    def _may_override(self, inode: Owned, wanted: int) -> bool:
         """As the kernel's ``generic_permission`` after the permission bits refused."""
         is_directory = stat.S_ISDIR(inode.mode)
         reads = not wanted & 2 if is_directory else wanted == 4

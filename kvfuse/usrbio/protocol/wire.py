@@ -19,6 +19,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from kvfuse.keys import KEY_SIZE_MAX
+
 VERSION = 1
 MAGIC = int.from_bytes(b"KVFRING1", "little")
 SOCKET_PATH = ".kvfuse/control.sock"
@@ -27,7 +29,6 @@ SOCKET_PATH = ".kvfuse/control.sock"
 PAGE = 4096
 ENTRIES_MAX = 1 << 16
 AUX_SIZE_MAX = 64 << 20
-KEY_SIZE_MAX = 255
 KEYS_MAX = 1 << 16
 """in one entry"""
 LENGTH_MAX = 1 << 30
@@ -229,13 +230,22 @@ class Request(IntEnum):
     CLOSE_NAMESPACE = 9
     """(handle)"""
     MAP_ARENA = 10
-    """(arena) of a view that this client got -> (size), a read-only descriptor"""
+    """(arena) of a view that this client got, or of an index that it has -> (size), a read-only descriptor"""
     FOLLOW = 11
     """(handle of a namespace); after the reply the daemon sends news of its blocks, and takes no more requests"""
     SHOW_TOKEN = 12
     """the token of a namespace, as the text behind the message, for all that the connection does from here on"""
     DESCRIBE = 13
     """(handle of a namespace), and what its blocks are, a JSON object, as the text behind the message"""
+    MAP_INDEX = 14
+    """(handle of a namespace, number) -> (size, IndexFlag), descriptors: the index, read-only; a page for touches"""
+
+
+class IndexFlag(IntFlag):
+    """What MAP_INDEX says beside the size."""
+
+    JUDGED = 1
+    """the daemon may find that blocks are there but not worth reading: EXISTS is its to answer, unless all are here"""
 
 
 class NewsKind(IntEnum):

@@ -167,6 +167,7 @@ class Core:
 
     def __post_init__(self) -> None:
         self.dentries = Dentries(max(NAMES_MAX, self.nodes.count_max))
+        self._share_residents()
         self.caches = self.namespaces.caches
         """namespace -> books of those that are caches; empty where no file is ever evicted"""
         self.slabs.ledger = self.namespaces.accounts
@@ -196,7 +197,15 @@ class Core:
         self.reads.threads, self.reads.speeds = former.reads.threads, former.reads.speeds
         self.tier = self.nodes.tier = former.tier
         self.tier.clear()
+        self._share_residents()
         former.tier = SharedTier(0)
+
+    def _share_residents(self) -> None:
+        """Let whoever changes what names mean, and what people may do, tell clients that look for themselves."""
+        residents = self.tier.residents
+        residents.end()
+        self.dentries.residents = residents
+        self.namespaces.gates.on_change = residents.end
 
     # -- places in the segments ----------------------------------------------------------------------
 
@@ -287,8 +296,9 @@ class Core:
             cache.read(node.parent, [node.name], self.tier_of)
 
     def take_uses(self) -> None:
-        """Tell the caches which blocks ring threads read."""
-        for directory, names in self.namespaces.uses.take():
+        """Tell the caches which blocks ring threads, and clients by themselves, read."""
+        self.tier.residents.sample()
+        for directory, names in (*self.namespaces.uses.take(), *self.tier.residents.take_uses()):
             node = self.nodes.get(directory)
             cache = self.caches.get(node.namespace) if node is not None else None
             if cache is not None:

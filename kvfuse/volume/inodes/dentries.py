@@ -28,6 +28,7 @@ from kvfuse.volume.inodes.stored_names import StoredNames
 from kvfuse.volume.inodes.vanishing import VanishingNames
 from kvfuse.volume.store import schema
 from kvfuse.volume.views.content_map import ContentMap
+from kvfuse.volume.views.resident import Residents
 
 NAMES_MAX = 32_768
 """Number of entries kept; more if `cache.nodes` is larger."""
@@ -109,6 +110,8 @@ class Dentries:
         self._directories: dict[int, StoredNames] = {}
         self._reading: dict[int, set[bytes]] = {}
         """directory of which a page is being read -> names that changed meanwhile: their rows may be stale"""
+        self.residents = Residents(lambda ino: None)
+        """clients find blocks there by their names"""
         self._bound: dict[int, set[Binding]] = {}
         """inode -> bindings of its names, and of the names in it"""
 
@@ -143,6 +146,8 @@ class Dentries:
             dentry = self._names[parent, name] = Dentry()
         elif dentry.binding is not None and dentry.binding.ino != ino:
             self._unbind(dentry)
+        if parent in self.residents.by_directory:
+            self.residents.name_changes(parent, name, ino)
         dentry.ino, dentry.version, dentry.record = ino, version, None
         self.noted += 1
         if self._reading and parent in self._reading:
@@ -157,6 +162,7 @@ class Dentries:
     def clear(self) -> None:
         """Forget the stored state of all names. Pending changes stay."""
         self.unbind_all()
+        self.residents.end()
         self._directories.clear()
         self._names = {place: dentry for place, dentry in self._names.items() if dentry.change is not None}
         for dentry in self._names.values():

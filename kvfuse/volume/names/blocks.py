@@ -29,6 +29,7 @@ from kvfuse.volume.names.listing import Listing
 from kvfuse.volume.names.lookup import Lookup
 from kvfuse.volume.names.outlook import Outlook
 from kvfuse.volume.names.pages import LEARN_ROWS
+from kvfuse.volume.names.own_search import OwnSearch
 from kvfuse.volume.names.plans import Plan
 from kvfuse.volume.names.promotion import Promotion
 from kvfuse.volume.namespaces.cache import Cache
@@ -79,6 +80,7 @@ class Blocks:
         self.counters = BlockCounters()
         self.outlook = Outlook(self.core)
         self.promotion = Promotion(self.core, self.reader)
+        self.search = OwnSearch(self.core)
 
     def start(self) -> None:
         """Connect the tier to the event loop: call it there, once, before any use of the tier."""
@@ -234,7 +236,7 @@ class Blocks:
         namespace = self.core.namespaces.all.get(node.namespace)
         is_wanted = namespace is None or namespace.settings.tiers in ("all", "dram")
         if is_wanted and isinstance(data, TierBlock) and data.read_class == _read_class(node):
-            self.core.tier.keep(node.ino, data)
+            self.core.tier.keep(node.ino, data, name)
         self.counters.puts += 1
         self.counters.put_bytes += len(content)
         if self.names.publish_waits(folder, node):

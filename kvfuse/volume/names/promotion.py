@@ -31,7 +31,7 @@ class Promotion:
         await self.reader.read_into(node, 0, block.buffer.data)
         if not (binding.valid and binding.map.version == version and _is_quiet(node)):
             return False
-        self.core.tier.keep(node.ino, block)
+        self.core.tier.keep(node.ino, block, binding.name)
         if node.map is not None:
             for index in list(node.map.rows):
                 node.map.hide(index)

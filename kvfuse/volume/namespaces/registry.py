@@ -117,6 +117,8 @@ class Namespaces:
                 former, self.measures[number].limiters = self.measures[number].limiters, found
                 if former and former != found:
                     former[0].change()
+                if former != found:
+                    self.gates.ask_again()
 
     def weight(self, number: int) -> float:
         """Of a namespace beside others that wait for the same."""
@@ -131,6 +133,7 @@ class Namespaces:
     def clear(self, number: int, bound: int) -> None:
         """All files of a cache with inode numbers below ``bound`` are gone from here on."""
         self.cleared[number] = bound
+        self.gates.ask_again()
         if (cache := self.caches.get(number)) is not None:
             cache.clear()
         self.news.clear(number)

@@ -57,6 +57,8 @@ class Member:
         self._writes: set[trio.CancelScope] = set()
         """under way: they end with the lease"""
         self._renewing = trio.CancelScope(shield=True)
+        self.on_change: Callable[[float], None] = lambda seconds: None
+        """called with the seconds for which the lease holds for sure from now on, when they change"""
 
     @classmethod
     async def join(
@@ -86,6 +88,11 @@ class Member:
     def alive(self) -> bool:
         """The lease holds for sure, whatever the way to the record store does."""
         return not self.lost.is_set() and trio.current_time() < self._alive_until
+
+    @property
+    def seconds_left(self) -> float:
+        """for which the lease holds for sure"""
+        return 0.0 if self.lost.is_set() else max(0.0, self._alive_until - trio.current_time())
 
     @property
     def fence(self) -> dict[bytes, int]:
@@ -123,12 +130,14 @@ class Member:
 
     def lose(self) -> None:
         """The lease is gone."""
+        self.on_change(0.0)
         self.lost.set()
         self._heard.set()
 
     def _renewed(self, asked: float) -> None:
         """The store renewed the lease after ``asked``."""
         self._alive_until = asked + self.lease.ttl
+        self.on_change(self.seconds_left)
         self._heard.set()
         self._heard = trio.Event()
         for scope in self._writes:

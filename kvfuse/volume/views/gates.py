@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import os
+from collections.abc import Callable
 from typing import NamedTuple
 
 TOKEN_SIZE_MIN = 16
@@ -79,6 +80,8 @@ class Gates:
         self.epoch = 0
         """grows before anybody is let in, or kept out, who was not before: what was found earlier holds no more"""
         self._own: dict[int, _Own] = {}
+        self.on_change: Callable[[], None] = lambda: None
+        """called when ``epoch`` has changed"""
 
     def put(self, number: int, above: int | None, lock: str, descriptor: str = "") -> None:
         """A namespace is there, or is another. ``above``: the number of the one that it is in; None: as before."""
@@ -94,11 +97,17 @@ class Gates:
     def owner_changes(self, folder: int) -> None:
         """The owner, the group or the mode of a folder is about to change."""
         if folder in self.all:
-            self.epoch += 1
+            self.ask_again()
 
     def end(self) -> None:
         """These hold no more: others take their place."""
         self.epoch = ENDED
+        self.on_change()
+
+    def ask_again(self) -> None:
+        """Whatever was found out of namespaces holds no more."""
+        self.epoch += 1
+        self.on_change()
 
     def _build(self) -> None:
         if not self.all and not any(own.lock or own.descriptor for own in self._own.values()):
@@ -106,7 +115,7 @@ class Gates:
         built = {number: self._gate(number) for number in self._own}
         gates = {number: gate for number, gate in built.items() if gate is not None}
         if gates != self.all:
-            self.epoch += 1
+            self.ask_again()
             self.all = gates
 
     def _gate(self, number: int) -> Gate | None:

@@ -27,6 +27,7 @@ from kvfuse.errors import NotFound
 from kvfuse.policy.hot import Recent
 from kvfuse.volume.views.arenas import Arena, Kind, Memory, ReadClass, TierBlock
 from kvfuse.volume.views.placement import ANYWHERE, Placement
+from kvfuse.volume.views.resident import Residents
 
 __all__ = ["ReadClass", "SharedTier", "TierBlock", "TierStatistics"]
 
@@ -79,10 +80,16 @@ class SharedTier:
         """inodes that were read, or evicted, lately, and have no block"""
         self._arenas: dict[int, Arena] = {}
         self._returned: deque[tuple[Arena, int]] = deque()
-        self._numbers = itertools.count(1)
         self._clock = itertools.count(1)
+        """also numbers the arenas"""
         self._used_bytes = self._kept_bytes = 0
         self._counters = _Counters()
+
+        def note_use(ino: int) -> None:
+            if (block := self.kept.get(ino)) is not None:
+                block.note_use()
+
+        self.residents = Residents(note_use)
 
     # -- blocks --------------------------------------------------------------------------------------
 
@@ -105,8 +112,11 @@ class SharedTier:
             self.on_eviction()
         return block
 
-    def keep(self, ino: int, block: TierBlock) -> None:
-        """``block`` holds all bytes of file ``ino``: it can be found until room is needed, or it is dropped."""
+    def keep(self, ino: int, block: TierBlock, name: bytes = b"") -> None:
+        """``block`` holds all bytes of file ``ino``: it can be found until room is needed, or it is dropped.
+
+        ``name``: the only one of the file, in the directory of the block's read class; "": clients do not find it.
+        """
         arena = block.home
         with self._lock:
             if ino in self.kept:
@@ -114,6 +124,8 @@ class SharedTier:
             if arena.kind.retired:
                 return
             self.kept[ino] = block
+            block.name = name
+            self.residents.show(name, ino, block)
             arena.kind.kept.add(ino, block)
             self._kept_bytes += block.size
             arena.kept_count += 1
@@ -153,6 +165,7 @@ class SharedTier:
 
     def retire(self, directory: int | None) -> None:
         """Nothing is added to the arenas of a directory (None: of all) any more: others may use it than until now."""
+        self.residents.end(directory)
         with self._lock:
             for key, kind in list(self._kinds.items()):
                 if directory in (None, kind.read_class.directory):
@@ -164,6 +177,21 @@ class SharedTier:
             for arena in list(self._arenas.values()):
                 if arena.kind.retired and not arena.leased_count:
                     self._give_back(arena)
+
+    def blocks_of(self, readers: ReadClass) -> list[tuple[bytes, int, TierBlock]]:
+        """(name, inode, block) of the blocks of a read class; a name may mean something else by now."""
+        with self._lock:
+            kinds = [kind for (_, own), kind in self._kinds.items() if own == readers]
+            return [(self.kept[ino].name, ino, self.kept[ino]) for kind in kinds for ino in kind.kept]
+
+    def read_classes(self, directory: int) -> list[ReadClass]:
+        """Of the blocks of a directory that are there now."""
+        with self._lock:
+            return list({readers: None for _, readers in self._kinds if readers.directory == directory})
+
+    def read_class_of(self, arena: int) -> ReadClass | None:
+        found = self._arenas.get(arena)
+        return found.kind.read_class if found is not None else None
 
     def arena_descriptor(self, arena: int) -> int:
         """A new descriptor of an arena, which can only be read, for a client of its read class. NotFound."""
@@ -202,6 +230,7 @@ class SharedTier:
     def _forget(self, ino: int) -> None:
         block = self.kept.pop(ino, None)
         if block is not None:
+            self.residents.hide(ino)
             block.home.kind.kept.remove(ino)
             block.home.kept_count -= 1
             self._kept_bytes -= block.size
@@ -242,13 +271,14 @@ class SharedTier:
             if len(self._arenas) >= ARENAS_MAX or self._used_bytes + first > self.capacity:
                 return None
             memory = Memory(size, self._placement)
-        arena = Arena(next(self._numbers), kind, memory, self._returned)
+        arena = Arena(next(self._clock), kind, memory, self._returned)
         kind.arenas.append(arena)
         self._arenas[arena.number] = arena
         return arena
 
     def _make_room(self, kind: Kind) -> tuple[Arena, int] | None:
         """Evict what is used least: blocks of this kind, or a whole arena of another one."""
+        self.residents.sample()
         evictions_left = EVICTIONS_MAX
         while evictions_left:
             ino = kind.kept.next_to_go()

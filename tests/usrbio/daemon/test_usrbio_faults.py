@@ -248,7 +248,7 @@ def test_a_daemon_that_stands_still_makes_nobody_wait_beyond_his_deadline(mount:
             with pytest.raises(TimeoutError):
                 client.iov(4096)
             with pytest.raises(Disconnected):  # it must not be taken for a miss: the daemon may still write
-                store.get_into(b"a", np.zeros(1, np.uint8))
+                store.get_into(b"absent", np.zeros(1, np.uint8))
             assert time.monotonic() - started < 0.3 + 0.3 + 0.3 + 1.0 + 3 * NOTICE_S
         assert ring.wait(1, PATIENCE_S)["user_data"].tolist() == [5]  # nothing is lost
         client.iov(4096).close()

@@ -17,7 +17,7 @@ import pytest
 
 from kvfuse.usrbio.client.key_area import Spans
 from kvfuse.usrbio.client.tickets import Tickets
-from kvfuse.usrbio.protocol.keys import file_name, file_names, key_of
+from kvfuse.keys import file_name, file_names, key_of
 from kvfuse.usrbio.protocol.queues import Bell, Queue, RingMemory
 from kvfuse.usrbio.protocol.wire import (
     CQE,

@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import hashlib
 
-from kvfuse.usrbio.protocol.wire import KEY_SIZE_MAX
-
+KEY_SIZE_MAX = 255
 NAME_MAX = 255
 ESCAPE = b"%"
 HASHED = b"%~"

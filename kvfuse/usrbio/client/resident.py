@@ -1,0 +1,182 @@
+"""Blocks in shared memory, found and copied without the daemon (`kvfuse/blockindex` says why that is right)."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from mmap import PROT_READ, mmap
+from time import monotonic
+
+import numpy as np
+import numpy.typing as npt
+
+from kvfuse.blockindex import ABSENT, ARENA, HEADER_SIZE, TOUCHES_MAX, TOUCHES_SIZE, UNMAPPED, Numbers, Table
+from kvfuse.errors import Disconnected, EngineError
+from kvfuse.usrbio.client.client import Client
+from kvfuse.usrbio.client.files import Namespace
+from kvfuse.usrbio.client.iov import address_of
+from kvfuse.usrbio.client.session import Session, close_all
+from kvfuse.usrbio.protocol.wire import IndexFlag, Request
+
+Found = npt.NDArray[np.bool_]
+Addresses = npt.NDArray[np.uint64]
+
+TABLES_MAX = 4
+"""one for each owner and mode of blocks in a folder"""
+LOOK_SECONDS = 5.0
+"""after which a client that misses blocks asks whether there is another index"""
+
+
+class _Mapped:
+    """One index, the arenas of its blocks, and the page where reads of them are noted."""
+
+    def __init__(self, session: Session, namespace: Namespace, number: int) -> None:
+        """OSError: there is none. Disconnected, EngineError."""
+        reply, descriptors = session.request(Request.MAP_INDEX, namespace.handle, number)
+        try:
+            self.table = Table(np.frombuffer(mmap(descriptors[0], reply.values[0], prot=PROT_READ), np.uint8))
+            touches = np.frombuffer(mmap(descriptors[1], TOUCHES_SIZE), np.uint8)
+        finally:
+            close_all(descriptors)
+        self.is_judged = bool(reply.values[1] & IndexFlag.JUDGED)
+        self._session = session
+        self._count = touches[:8].view(np.uint64).data
+        self._touched: npt.NDArray[np.uint32] = touches[HEADER_SIZE:].view(np.uint32)
+        self._lock = threading.Lock()
+        self._arenas = np.zeros(0, ARENA)
+        self._refused: set[int] = set()
+
+    def touch(self, slots: Numbers) -> None:
+        """Note that blocks were read."""
+        slots = slots[-TOUCHES_MAX:]
+        if not len(slots):
+            return
+        with self._lock:
+            count = self._count[0]
+            start = count % TOUCHES_MAX
+            first = slots[: TOUCHES_MAX - start]
+            self._touched[start : start + len(first)] = first
+            if len(first) < len(slots):
+                self._touched[: len(slots) - len(first)] = slots[len(first) :]
+            self._count[0] = count + len(slots)
+
+    def get(self, keys: Sequence[bytes], targets: Addresses, rooms: Numbers) -> Numbers:
+        """The length of each block that was copied, below 0 for others."""
+        slots, results = self.table.get(keys, self._arenas, targets, rooms)
+        if UNMAPPED in results and self._map_arenas(slots[results == UNMAPPED]):
+            slots, results = self.table.get(keys, self._arenas, targets, rooms)
+        if not self.table.holds():
+            results[:] = ABSENT
+        else:
+            self.touch(slots[results >= 0])
+        return results
+
+    def exists(self, keys: Sequence[bytes]) -> Found:
+        slots = self.table.find(keys)
+        if not self.table.holds():
+            return np.zeros(len(keys), np.bool_)
+        found = slots >= 0
+        self.touch(slots[found])
+        return found
+
+    def _map_arenas(self, slots: Numbers) -> bool:
+        """Map the arenas that blocks are in. False: there are no more."""
+        numbers = set(self.table.slots["arena"][slots].tolist()) - self._refused
+        rows = []
+        for number in numbers - set(self._arenas["number"].tolist()):
+            try:
+                memory = self._session.arena(number)
+            except OSError:  # it went meanwhile; numbers are not used again
+                self._refused.add(number)
+                continue
+            rows.append((number, address_of(memory), len(memory)))
+        if rows:
+            with self._lock:
+                self._arenas = np.concatenate([self._arenas, np.array(rows, ARENA)])
+        return bool(rows)
+
+
+class ResidentBlocks:
+    """Of one namespace; for any number of threads. Whatever it does not find, the daemon is asked.
+
+    Tables that ended are mapped anew in a thread of their own: callers do not wait for the daemon here.
+    """
+
+    def __init__(self, client: Client, namespace: Namespace) -> None:
+        self._client = client
+        self._namespace = namespace
+        self._mapped: tuple[Session | None, list[_Mapped]] = None, []
+        """tables, and of which connection they are"""
+        self._looked_at = 0.0
+        self._turn = threading.Lock()
+        """of who maps tables"""
+        if self._turn.acquire():
+            self._map(client.session)
+
+    def get(self, keys: Sequence[bytes], targets: Addresses, rooms: Numbers) -> Numbers | None:
+        """Copy blocks to ``targets`` (addresses), where there is room for so many bytes.
+
+        The length of each, below 0 for those that the daemon has to be asked for, whose room has any bytes then. None:
+        there is no index.
+        """
+        results: Numbers | None = None
+        for mapped in self._present():
+            if results is None:
+                results = mapped.get(keys, targets, rooms)
+                continue
+            left = np.flatnonzero(results < 0)
+            if not len(left):
+                break
+            results[left] = mapped.get([keys[row] for row in left.tolist()], targets[left], rooms[left])
+        if results is not None and (results < 0).any():
+            self._look_again()
+        return results
+
+    def exists(self, keys: Sequence[bytes]) -> Found | None:
+        """Which blocks are there for sure. None: ask the daemon about all."""
+        found: Found | None = None
+        is_judged = False
+        for mapped in self._present():
+            there = mapped.exists(keys)
+            found = there if found is None else found | there
+            is_judged |= mapped.is_judged
+        if found is None or found.all():
+            return found
+        self._look_again()
+        return None if is_judged else found
+
+    def _present(self) -> list[_Mapped]:
+        """The tables of the present connection; none where it has ended."""
+        session, (mapped_of, tables) = self._client.session, self._mapped
+        if session.has_ended:
+            return []
+        if session is not mapped_of:
+            self._map_soon(session)
+            return []
+        if not tables:
+            self._look_again()
+        elif any(mapped.table.has_ended for mapped in tables):
+            self._map_soon(session)
+        return tables
+
+    def _look_again(self) -> None:
+        """Blocks are missing: there may be others by now, of other owners."""
+        if self._looked_at + LOOK_SECONDS < monotonic():
+            self._map_soon(self._client.session)
+
+    def _map_soon(self, session: Session) -> None:
+        if self._turn.acquire(blocking=False):  # else another thread does it
+            threading.Thread(target=self._map, args=(session,), name="kvfuse-index", daemon=True).start()
+
+    def _map(self, session: Session) -> None:
+        """Map all tables. Who calls it has the turn."""
+        try:
+            tables: list[_Mapped] = []
+            try:
+                while len(tables) < TABLES_MAX and self._namespace.handle:
+                    tables.append(_Mapped(session, self._namespace, len(tables)))
+            except (OSError, Disconnected, EngineError):
+                pass  # there are no more, or it is not for this client
+            self._mapped, self._looked_at = (session, tables), monotonic()
+        finally:
+            self._turn.release()

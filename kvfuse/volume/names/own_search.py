@@ -1,0 +1,32 @@
+"""Lets clients search for blocks by themselves: which blocks the index of a read class shows when it is opened."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvfuse.volume.inodes.core import Core
+from kvfuse.volume.views.resident import Touches
+from kvfuse.volume.views.tier import ReadClass
+
+
+@dataclass
+class OwnSearch:
+    """Of one membership (`api.SearchApi`). Event loop only."""
+
+    core: Core
+
+    def open(self, readers: ReadClass) -> Touches | None:
+        rows = [row for row in self.core.tier.blocks_of(readers) if self._means(readers.directory, *row[:2])]
+        return self.core.tier.residents.open(readers, rows)
+
+    def is_judged(self, directory: int) -> bool:
+        folder = self.core.nodes.get(directory)
+        namespace = self.core.namespaces.all.get(folder.namespace) if folder is not None else None
+        return namespace is None or bool(namespace.settings.recompute_rate)
+
+    def _means(self, directory: int, name: bytes, ino: int) -> bool:
+        """The name means the inode now. One that is not in memory has the name that it had: nobody uses it."""
+        folder, node = self.core.nodes.get(directory), self.core.nodes.peek(ino)
+        if folder is None or ino < self.core.namespaces.cleared.get(folder.namespace, 0):
+            return False
+        return node is None or (node.nlink > 0 and node.parent == directory and node.name == name)

@@ -1,0 +1,331 @@
+"""Indexes of blocks in the shared-memory tier, for clients that find and copy blocks themselves (`kvfuse/blockindex`).
+
+There is an index for each read class that some client asked for. A block is in it while the tier keeps it and its name
+means it: the tier says so when it keeps or drops a block, the table of names when a name changes, and whoever changes
+what people may do ends indexes. All of that is before the change. Any thread may call, and waits for a short lock.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+
+import numpy as np
+import numpy.typing as npt
+
+from kvfuse.blockindex import (
+    BUCKET,
+    BUCKETS_MAX,
+    ENDED,
+    FIELDS,
+    HEADER,
+    HEADER_SIZE,
+    LIVE,
+    MAGIC,
+    MULTIPLIERS_OFFSET,
+    STATE,
+    SUMS,
+    TOUCHES_MAX,
+    TOUCHES_SIZE,
+    VALID_UNTIL,
+    VERSION,
+    WORDS_MAX,
+    Table,
+    fingerprints_of,
+    places,
+)
+from kvfuse.keys import HASHED, key_of
+from kvfuse.volume.views.arenas import ReadClass, TierBlock
+
+BUCKETS_MIN = 512
+FULL = 0.75
+"""of the slots: then a table of twice as many takes the place of this one"""
+INDEXES_MAX = 256
+"""each takes a descriptor"""
+USES_MAX = 1 << 12
+"""samples that wait for somebody to take them"""
+TIER_DRAM = 1
+"""as in answers of EXISTS with COSTS"""
+_SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | 0x0010  # F_SEAL_FUTURE_WRITE
+
+
+class _Memory:
+    """One memfd with a table, which others can only read."""
+
+    def __init__(self, buckets: int, directory: int) -> None:
+        fingerprints, slots, size = places(buckets)
+        self.descriptor = os.memfd_create("kvfuse-index", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(self.descriptor, size)
+            memory = np.frombuffer(mmap.mmap(self.descriptor, size), np.uint8)
+            fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, _SEALS)
+            os.fchmod(self.descriptor, 0o400)
+        except BaseException:
+            os.close(self.descriptor)
+            raise
+        weakref.finalize(self, os.close, self.descriptor)
+        HEADER.pack_into(memory.data, 0, MAGIC, VERSION, buckets, fingerprints, slots, size, directory)
+        random = os.urandom(SUMS * WORDS_MAX * 8)
+        memory[MULTIPLIERS_OFFSET : MULTIPLIERS_OFFSET + len(random)] = np.frombuffer(random, np.uint8)
+        memory[:HEADER_SIZE].view(np.uint64)[STATE] = LIVE
+        self.table = Table(memory)
+        self.fields = self.table.slots.view(np.uint8).data
+
+
+class BlockIndex:
+    """The table of one read class. `Residents` has it, and calls it under its lock."""
+
+    def __init__(self, readers: ReadClass, buckets: int, valid_until: int) -> None:
+        self.readers = readers
+        self.user_count = 0
+        """connections that have it"""
+        self.names: dict[int, bytes] = {}
+        """slot -> file name"""
+        self._slots: dict[bytes, int] = {}
+        self._inos: dict[int, int] = {}
+        """slot -> inode"""
+        self._memory = _Memory(buckets, readers.directory)
+        self._table = self._memory.table
+        self.extend_to(valid_until)
+
+    @property
+    def size(self) -> int:
+        return len(self._table.memory)
+
+    @property
+    def buckets(self) -> int:
+        return int(self._table.buckets)
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def descriptor(self) -> int:
+        """A new one, which can only be read."""
+        return os.open(f"/proc/self/fd/{self._memory.descriptor}", os.O_RDONLY | os.O_CLOEXEC)
+
+    def extend_to(self, valid_until: int) -> None:
+        self._table.words[VALID_UNTIL] = valid_until
+
+    def end(self) -> None:
+        self._table.words[STATE] = ENDED
+        self._slots.clear()
+        self._inos.clear()
+        self.names.clear()
+
+    def ino_of(self, name: bytes) -> int:
+        """0: it is not in the table."""
+        slot = self._slots.get(name)
+        return 0 if slot is None else self._inos[slot]
+
+    def ino_at(self, slot: int) -> int:
+        return self._inos[slot]
+
+    def show(self, name: bytes, ino: int, block: TierBlock) -> bool:
+        """The block can be found, if its name has a key. False: there is no place for it."""
+        key = key_of(name) if not name.startswith(HASHED) else None
+        if key is None:
+            return True
+        self.hide(name)
+        table = self._table
+        wanted = fingerprints_of(table.multipliers, [key])
+        slot = self._place(wanted[0])
+        if slot < 0 or len(self._slots) >= FULL * BUCKET * self.buckets:
+            return False
+        start, version = 64 * slot + 8, table.versions[8 * slot]
+        FIELDS.pack_into(self._memory.fields, start, block.arena, TIER_DRAM, block.offset, block.size, 0, 0, ino)
+        table.fingerprints[slot] = wanted[0]
+        _order()
+        table.versions[8 * slot] = version + 1
+        self._slots[name], self._inos[slot], self.names[slot] = slot, ino, name
+        return True
+
+    def _place(self, wanted: np.ndarray[tuple[int], np.dtype[np.uint64]]) -> int:
+        """A free slot of the emptier of two buckets; -1: both are full."""
+        mask, best = self.buckets - 1, (0, -1)
+        for half in (0, 1):
+            first = (int(wanted[half]) & mask) * BUCKET
+            free = [slot for slot in range(first, first + BUCKET) if slot not in self._inos]
+            best = max(best, (len(free), free[0] if free else -1))
+        return best[1]
+
+    def hide(self, name: bytes) -> None:
+        """The name does not mean that block any more, or its bytes are about to change."""
+        slot = self._slots.pop(name, None)
+        if slot is None:
+            return
+        table = self._table
+        table.versions[8 * slot] = table.versions[8 * slot] + 1
+        _order()
+        table.fingerprints[slot] = 0
+        del self._inos[slot], self.names[slot]
+
+
+class Touches:
+    """A page that one client writes: the slots of an index whose blocks it read. A hint: it may write anything."""
+
+    def __init__(self, index: BlockIndex) -> None:
+        self.index = index
+        self.descriptor = os.memfd_create("kvfuse-touches", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(self.descriptor, TOUCHES_SIZE)
+            fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+            memory = np.frombuffer(mmap.mmap(self.descriptor, TOUCHES_SIZE), np.uint8)
+        except BaseException:
+            os.close(self.descriptor)
+            raise
+        weakref.finalize(self, os.close, self.descriptor)
+        self._count: npt.NDArray[np.uint64] = memory[:8].view(np.uint64)
+        self._slots: npt.NDArray[np.uint32] = memory[HEADER_SIZE:].view(np.uint32)
+        self._seen = 0
+
+    def take(self) -> list[int]:
+        """Slots that were written since the last call, each once; of many the last ones."""
+        count = int(self._count[0])
+        new, self._seen = min((count - self._seen) % (1 << 64), TOUCHES_MAX), count
+        return list(dict.fromkeys(self._slots[np.arange(count - new, count) % TOUCHES_MAX].tolist())) if new else []
+
+
+class Residents:
+    """All indexes of a volume. `SharedTier` has it.
+
+    ``note_use``: the block of an inode was read.
+    """
+
+    def __init__(self, note_use: Callable[[int], None]) -> None:
+        self._note_use = note_use
+        self._touches: set[Touches] = set()
+        self._uses: deque[tuple[int, list[bytes]]] = deque(maxlen=USES_MAX)
+        self.by_directory: dict[int, dict[ReadClass, BlockIndex]] = {}
+        """to be looked at without the lock; replaced, never changed"""
+        self._shown: dict[int, tuple[BlockIndex, bytes]] = {}
+        """inode -> where its block is shown"""
+        self._valid_until = 0
+        self._lock = threading.Lock()
+
+    def open(self, readers: ReadClass, blocks: Iterable[tuple[bytes, int, TierBlock]]) -> Touches | None:
+        """The index of a read class, for one connection more, in a page for its touches. ``blocks`` (name, inode,
+        block): what it shows if it is new. None: there are too many indexes."""
+        with self._lock:
+            index = self.by_directory.get(readers.directory, {}).get(readers)
+            if index is None:
+                if sum(map(len, self.by_directory.values())) >= INDEXES_MAX:
+                    return None
+                index = self._make(readers, BUCKETS_MIN, blocks)
+            touches = Touches(index)
+            index.user_count += 1
+            self._touches.add(touches)
+            return touches
+
+    def leave(self, touches: Touches) -> None:
+        """A connection has them no more."""
+        with self._lock:
+            index = touches.index
+            self._touches.discard(touches)
+            index.user_count -= 1
+            if not index.user_count and self.by_directory.get(index.readers.directory, {}).get(index.readers) is index:
+                self._end(index)
+
+    def show(self, name: bytes, ino: int, block: TierBlock) -> None:
+        """The tier keeps the block of a file, which has this name alone."""
+        readers = block.read_class
+        if readers.directory not in self.by_directory:
+            return
+        with self._lock:
+            index = self.by_directory.get(readers.directory, {}).get(readers)
+            if index is None:
+                return
+            self._shown[ino] = index, name
+            if not index.show(name, ino, block):
+                self._end(index)  # clients that ask again find a larger one
+
+    def hide(self, ino: int) -> None:
+        """The bytes of a file, or its memory, are about to change."""
+        if ino in self._shown:
+            with self._lock:
+                shown = self._shown.pop(ino, None)
+                if shown is not None and shown[0].ino_of(shown[1]) == ino:
+                    shown[0].hide(shown[1])
+
+    def name_changes(self, directory: int, name: bytes, ino: int) -> None:
+        """A name is about to mean this inode; 0: none, or that is not known."""
+        for index in self.by_directory.get(directory, {}).values():
+            with self._lock:
+                shown = index.ino_of(name)
+                if shown and shown != ino:
+                    self._shown.pop(shown, None)
+                    index.hide(name)
+
+    def sample(self) -> None:
+        """Note which blocks clients read by themselves."""
+        with self._lock:
+            for touches in self._touches:
+                index = touches.index
+                found = [(name, index.ino_at(slot)) for slot in touches.take() if (name := index.names.get(slot))]
+                for _, ino in found:
+                    self._note_use(ino)
+                if found:
+                    self._uses.append((index.readers.directory, [name for name, _ in found]))
+
+    def take_uses(self) -> Iterator[tuple[int, list[bytes]]]:
+        """(directory, names) of what was sampled since the last call."""
+        while self._uses:
+            yield self._uses.popleft()
+
+    def end(self, directory: int | None = None) -> None:
+        """Other people may use a directory (None: any) than until now: clients ask again."""
+        with self._lock:
+            for index in [
+                index for number, found in self.by_directory.items() if directory in (None, number)
+                for index in found.values()
+            ]:  # fmt: skip
+                self._end(index)
+
+    def hold(self, seconds: float) -> None:
+        """Of a shared volume: what indexes say holds for so long from now on, and no longer."""
+        with self._lock:
+            self._valid_until = max(1, time.monotonic_ns() + int(seconds * 1e9)) if seconds > 0 else 1
+            for found in self.by_directory.values():
+                for index in found.values():
+                    index.extend_to(self._valid_until)
+
+    # -- under the lock ------------------------------------------------------------------------------
+
+    def _make(self, readers: ReadClass, buckets: int, blocks: Iterable[tuple[bytes, int, TierBlock]]) -> BlockIndex:
+        """A new index that shows these blocks, in the place of any former one."""
+        rows = list(blocks)
+        while BUCKET * buckets * FULL / 2 < len(rows) and buckets < BUCKETS_MAX:
+            buckets *= 2
+        index = BlockIndex(readers, buckets, self._valid_until)
+        for name, ino, block in rows:
+            if index.show(name, ino, block):
+                self._shown[ino] = index, name
+        self._set(readers, index)
+        return index
+
+    def _end(self, index: BlockIndex) -> None:
+        index.end()
+        self._set(index.readers, None)
+        for ino in [ino for ino, shown in self._shown.items() if shown[0] is index]:
+            del self._shown[ino]
+
+    def _set(self, readers: ReadClass, index: BlockIndex | None) -> None:
+        found = {key: other for key, other in self.by_directory.get(readers.directory, {}).items() if key != readers}
+        if index is not None:
+            found[readers] = index
+        others = {number: rows for number, rows in self.by_directory.items() if number != readers.directory}
+        self.by_directory = {**others, readers.directory: found} if found else others
+
+
+_turnstile = threading.Lock()
+
+
+def _order() -> None:
+    """Stores before it are seen before those behind it."""
+    with _turnstile:
+        pass
