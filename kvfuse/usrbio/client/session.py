@@ -168,10 +168,11 @@ class Session:
         return exporter.data
 
     def arena(self, number: int) -> Bytes:
-        """All memory of an arena in which this client has a view, or of an index that it has. OSError, Disconnected."""
+        """All memory of an arena in which this client has a view, or of an index that it has. It stays mapped as long as
+        the session is held. OSError, Disconnected."""
         bytes_ = self._arenas.get(number)
         if bytes_ is None:
-            bytes_ = self._arenas[number] = self._map_arena(number)
+            bytes_ = self._arenas.setdefault(number, self._map_arena(number))  # another thread may have been faster
         return bytes_
 
     def _map_arena(self, arena: int) -> Bytes:

@@ -28,8 +28,8 @@ from kvfuse.volume.names.changes import Names
 from kvfuse.volume.names.listing import Listing
 from kvfuse.volume.names.lookup import Lookup
 from kvfuse.volume.names.outlook import Outlook
-from kvfuse.volume.names.pages import LEARN_ROWS
 from kvfuse.volume.names.own_search import OwnSearch
+from kvfuse.volume.names.pages import LEARN_ROWS
 from kvfuse.volume.names.plans import Plan
 from kvfuse.volume.names.promotion import Promotion
 from kvfuse.volume.namespaces.cache import Cache

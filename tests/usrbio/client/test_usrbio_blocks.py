@@ -310,6 +310,7 @@ def test_a_daemon_that_says_nothing_is_no_hang(mount: KvfuseMount) -> None:
         BlockStore(client, "silent", deadline=0.1) as hasty,
     ):
         store.put("key", b"x" * 1000)
+        hasty.get_into("key", bytearray(1000))  # it has the block's arena
         hasty.get_into("absent", bytearray(1000))  # it has its ring, and memory, from here on
         with stopped(mount.pid):
             started = time.monotonic()

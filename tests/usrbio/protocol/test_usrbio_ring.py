@@ -15,9 +15,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kvfuse.keys import file_name, file_names, key_of
 from kvfuse.usrbio.client.key_area import Spans
 from kvfuse.usrbio.client.tickets import Tickets
-from kvfuse.keys import file_name, file_names, key_of
 from kvfuse.usrbio.protocol.queues import Bell, Queue, RingMemory
 from kvfuse.usrbio.protocol.wire import (
     CQE,
