@@ -84,7 +84,12 @@ class BlockStore(AbstractContextManager["BlockStore"]):
 
     def get_into(self, key: Key, buffer: object) -> int | None:
         """The size of the block, which stands at the start of ``buffer`` now; None for a miss."""
-        (size,) = self.get_many_into([key], [buffer]).tolist()
+        array = bytes_of(buffer)
+        if array.flags.writeable:
+            found = self._resident.get_one(key.encode() if isinstance(key, str) else key, array)
+            if found is not None:
+                return found
+        (size,) = self.get_many_into([key], [array]).tolist()
         return None if size < 0 else int(size)
 
     def get(self, key: Key) -> memoryview | None:

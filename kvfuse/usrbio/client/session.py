@@ -168,8 +168,10 @@ class Session:
         return exporter.data
 
     def arena(self, number: int) -> Bytes:
-        """All memory of an arena in which this client has a view, or of an index that it has. It stays mapped as long as
-        the session is held. OSError, Disconnected."""
+        """All memory of an arena in which this client has a view, or of an index that it has.
+
+        It stays mapped as long as the session is held. OSError, Disconnected.
+        """
         bytes_ = self._arenas.get(number)
         if bytes_ is None:
             bytes_ = self._arenas.setdefault(number, self._map_arena(number))  # another thread may have been faster
