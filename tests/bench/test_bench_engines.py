@@ -183,6 +183,13 @@ def test_readers_at_once(calls: BlockCalls) -> None:
             assert phase.client_seconds > 0
 
 
+@pytest.mark.parametrize("scale", [0.0, 0.1, 0.37, 1.0])
+def test_calls_walk_over_whole_blocks(setting: EngineSetting, scale: float) -> None:
+    size = replace(setting, size=256 * MIB, scale=scale).calls_size
+    assert size > 0
+    assert all(size % cell.size == 0 for cell in (*CALLS, *TOGETHER))
+
+
 def test_targets_are_of_calls_that_are_measured() -> None:
     assert {*compare.CALL_TARGETS, *compare.LEAST} <= set(CALLS)
 

@@ -19,8 +19,9 @@ from kvfuse.bench.timing import Batch, time_batches
 from kvfuse.connectors.steady_store import SteadyStore
 from kvfuse.errors import KvfuseError
 from kvfuse.sizes import KIB, MIB
+from kvfuse.usrbio.client import BlockStore
 
-STORE, RING, MEMCPY = "kvfuse store", "kvfuse ring", "memcpy"
+STORE, SINGLE, RING, MEMCPY = "kvfuse store", "kvfuse get_into", "kvfuse ring", "memcpy"
 DEADLINE_S = 60.0
 """of the store: nothing here is to be a miss"""
 
@@ -71,6 +72,8 @@ class BlockCalls:
             if isinstance(work, BlockWork) and cell.operation != "view":
                 calls = stack.enter_context(contextlib.closing(StoreCalls(session, work)))
                 batches[STORE] = calls.checked(cell)
+                if cell.operation == "get" and depth == 1:
+                    batches[SINGLE] = calls.singles(cell)
             batches[RING] = work.batch(depth)
             if cell.operation not in LISTS:
                 batches[MEMCPY] = memcpy(session.pattern, self._target, cell.size, depth)
@@ -112,9 +115,11 @@ class StoreCalls:
         )
         self._region = self._store.register(session.iov.array)
         self._numbers = itertools.count()
+        self._block_store = BlockStore(session.client, work.folder)
 
     def close(self) -> None:
         self._store.close()
+        self._block_store.close()
 
     def checked(self, cell: Cell) -> Batch:
         """The batches of a call, the first of which moved the right bytes."""
@@ -137,6 +142,18 @@ class StoreCalls:
         def batch(number: int) -> None:
             row = number % len(key_rows)
             _all(self._store.get(key_rows[row], self._region, places[row], sizes) == cell.size)
+
+        return batch
+
+    def singles(self, cell: Cell) -> Batch:
+        """Gets of one block each, by the call for one block."""
+        keys = [key for (key,) in self._work.key_rows(1)]
+        places = list(self._session.iov.array[: len(keys) * cell.size].reshape(-1, cell.size))
+
+        def batch(number: int) -> None:
+            row = number % len(keys)
+            if self._block_store.get_into(keys[row], places[row]) != cell.size:
+                raise KvfuseError("a block was not moved")
 
         return batch
 

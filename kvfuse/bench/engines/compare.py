@@ -17,7 +17,7 @@ import numpy as np
 from kvfuse.bench.batches import Cell
 from kvfuse.bench.daemons import Daemon, kvfuse_mount
 from kvfuse.bench.engines.adapters import adapter
-from kvfuse.bench.engines.blocks import CALLS, MEMCPY, RING, STORE, TOGETHER, BlockCalls, CallSides
+from kvfuse.bench.engines.blocks import CALLS, MEMCPY, RING, SINGLE, STORE, TOGETHER, BlockCalls, CallSides
 from kvfuse.bench.engines.files import lmcache_fs, lmcache_native, sglang_file, vllm_fs
 from kvfuse.bench.engines.kernel_queues import IoUring, LinuxAio
 from kvfuse.bench.engines.measuring import OPERATIONS, PROCESSOR, RATE, Memory, Meter
@@ -40,7 +40,7 @@ from kvfuse.sizes import KIB, MIB, format_size
 FILES, RINGS, ADAPTER, TMPFS = "kvfuse files", "kvfuse rings", "kvfuse adapter", "tmpfs"
 CALL_SECONDS = 0.25
 """of each side of a block call in a round"""
-CALLS_SIZE_MIN = 8 * MIB
+CALLS_SIZE_STEP = 8 * MIB
 
 Run = Callable[[Path, Meter, Memory], None]
 """One round of a pattern in an empty folder."""
@@ -56,6 +56,11 @@ class EngineSetting(Conditions):
     def bytes_moved(self) -> int:
         """Scaled."""
         return max(1, int(self.size * self.scale))
+
+    @property
+    def calls_size(self) -> int:
+        """Bytes that block calls walk over: whole blocks of any size."""
+        return max(1, self.bytes_moved // CALLS_SIZE_STEP) * CALLS_SIZE_STEP
 
 
 class Pattern(NamedTuple):
@@ -93,7 +98,7 @@ class Result(NamedTuple):
     @property
     def ours(self) -> str:
         """The side of which something is wanted: what the engine would use."""
-        return next(name for name in (ADAPTER, RINGS, STORE, FILES, RING) if name in self.sides)
+        return next(name for name in (ADAPTER, RINGS, SINGLE, STORE, FILES, RING) if name in self.sides)
 
     @property
     def metric(self) -> str:
@@ -313,8 +318,7 @@ def _alternate(
 
 
 def _bench_calls(setting: EngineSetting) -> Iterator[Result]:
-    size = max(CALLS_SIZE_MIN, setting.bytes_moved)
-    pattern = np.random.default_rng(0).integers(0, 256, size, np.uint8)
+    pattern = np.random.default_rng(0).integers(0, 256, setting.calls_size, np.uint8)
     with _volume(setting) as daemon, ring_session(daemon.mountpoint, pattern) as session:
         calls = BlockCalls(session, CALL_SECONDS * setting.scale)
         for cell in CALLS:
@@ -331,7 +335,7 @@ def _bench_calls(setting: EngineSetting) -> Iterator[Result]:
 def _bench_call(call: CallSides, daemon: Daemon, round_count: int) -> Result:
     def side(name: str, run: Callable[[Meter], None]) -> Callable[[int], Meter]:
         def measure(_number: int) -> Meter:
-            meter = Meter(daemon.pid if name in (STORE, RING) else None)
+            meter = Meter(daemon.pid if name != MEMCPY else None)
             run(meter)
             return meter
 
