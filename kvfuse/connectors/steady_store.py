@@ -110,21 +110,27 @@ class SteadyStore:
         """Where blocks are and when they are expected, see `BlockStore.costs`. None: nobody answers."""
         return self._call(len(keys), lambda store: store.costs(keys), None)
 
-    def get(self, keys: Sequence[bytes], region: Region, offsets: Sequence[int], sizes: Sequence[int]) -> Sizes:
+    def get(
+        self, keys: Sequence[bytes], region: Region, offsets: Sequence[int], sizes: Sequence[int],
+        *, deadline: float | None = None,
+    ) -> Sizes:  # fmt: skip
         """Have each block copied to ``region.array[offset:]``, where it has room for ``size`` bytes.
 
         The size of each block, `MISS` for those that are not there whole. Of a miss the room may have any bytes; but
-        nobody writes there any more.
+        nobody writes there any more. ``deadline``: seconds, where less than that of the store is left.
         """
-        results = self._move(BlockStore.get_at, keys, region, offsets, sizes)
+        results = self._move(BlockStore.get_at, keys, region, offsets, sizes, deadline)
         is_got = results >= 0
         got = int(is_got.sum())
         self._count(got=got, missed=len(keys) - got, got_bytes=int(results[is_got].sum()))
         return np.maximum(results, MISS)
 
-    def put(self, keys: Sequence[bytes], region: Region, offsets: Sequence[int], sizes: Sequence[int]) -> Found:
-        """Store each block from ``region.array[offset:][:size]``. Which are stored."""
-        stored: Found = self._move(BlockStore.put_at, keys, region, offsets, sizes) >= 0
+    def put(
+        self, keys: Sequence[bytes], region: Region, offsets: Sequence[int], sizes: Sequence[int],
+        *, deadline: float | None = None,
+    ) -> Found:  # fmt: skip
+        """Store each block from ``region.array[offset:][:size]``. Which are stored. ``deadline`` as of `get`."""
+        stored: Found = self._move(BlockStore.put_at, keys, region, offsets, sizes, deadline) >= 0
         count = int(stored.sum())
         self._count(
             stored=count, not_stored=len(keys) - count, stored_bytes=int(np.asarray(sizes, np.int64)[stored].sum())
@@ -147,11 +153,11 @@ class SteadyStore:
 
     def _move(
         self, move: Callable[..., Sizes], keys: Sequence[bytes], region: Region,
-        offsets: Sequence[int], sizes: Sequence[int],
+        offsets: Sequence[int], sizes: Sequence[int], deadline: float | None,
     ) -> Sizes:  # fmt: skip
         """Put or get as many at a time as a ring has entries; results as of `BlockStore.get_at`."""
         target = self._link.target
-        give_up, entries = monotonic() + target.deadline, target.entries
+        give_up, entries = monotonic() + (target.deadline if deadline is None else deadline), target.entries
         results: Sizes = np.full(len(keys), MISS, np.int64)
         for start in range(0, len(keys), entries):
             left = give_up - monotonic()

@@ -1,0 +1,16 @@
+"""SGLang: a `dynamic` backend of its hierarchical cache, ``KvfuseHiCache``. See docs/engines-sglang.md."""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["KvfuseHiCache"]
+
+
+def __getattr__(name: str) -> Any:
+    """The backend's class, which needs SGLang."""
+    if name == "KvfuseHiCache":
+        from kvfuse.connectors.sglang.backend import KvfuseHiCache
+
+        return KvfuseHiCache
+    raise AttributeError(f"{__name__} has no {name}")

@@ -1,0 +1,48 @@
+"""How SGLang is started with its cache in a mount."""
+
+from __future__ import annotations
+
+import json
+from importlib.metadata import PackageNotFoundError, version
+
+PACKAGE = "sglang"
+VERSIONS = "0.5.23 (older ones with batch_exists_v2 may do)"
+TESTED = (0, 5, 23)
+
+
+def extra_config(mount: str, namespace: str) -> dict[str, str | int]:
+    """What --hicache-storage-backend-extra-config has."""
+    return {
+        "backend_name": "kvfuse", "module_path": "kvfuse.connectors.sglang", "class_name": "KvfuseHiCache",
+        "interface_v1": 1, "allocator": "shm", "mount": mount, "namespace": namespace,
+    }  # fmt: skip
+
+
+def flags(mount: str, namespace: str) -> list[str]:
+    """The arguments of ``sglang.launch_server`` beside the model's."""
+    return [
+        "--enable-hierarchical-cache",
+        "--hicache-mem-layout", "page_first",
+        "--hicache-io-backend", "kernel",
+        "--hicache-storage-backend", "dynamic",
+        "--hicache-storage-backend-extra-config", json.dumps(extra_config(mount, namespace)),
+    ]  # fmt: skip
+
+
+def configuration(mount: str, namespace: str) -> str:
+    """The flags and JSON for the engine."""
+    words = flags(mount, namespace)
+    words[-1] = f"'{words[-1]}'"
+    starts = [number for number, word in enumerate(words) if word.startswith("--")]
+    lines = (" ".join(words[start:end]) for start, end in zip(starts, [*starts[1:], len(words)], strict=True))
+    return "python -m sglang.launch_server --model-path MODEL \\\n  " + " \\\n  ".join(lines) + "\n"
+
+
+def check_engine() -> list[str]:
+    """Advice about the installed engine."""
+    try:
+        found = version(PACKAGE)
+    except PackageNotFoundError:
+        return []
+    numbers = tuple(int(part) for part in found.split(".")[:3] if part.isdigit())
+    return [f"{found} is older than what the adapter is tested with ({VERSIONS})"] if numbers < TESTED else []
