@@ -25,6 +25,7 @@ from kvfuse.bench.daemons import kvfuse_mount
 from kvfuse.bench.replay import ReplayPlan, engine_key, engine_keys
 from kvfuse.bench.traffic import Request
 from kvfuse.cluster.etcd import EtcdServers
+from kvfuse.cluster.process import wait_until
 from kvfuse.cluster.volumes import SETTINGS
 from kvfuse.connectors.steady_store import SteadyStore
 from kvfuse.errors import KvfuseError
@@ -35,6 +36,8 @@ WINDOW_SIZE_MAX = 32 * MIB
 """bytes that are got or put in one call"""
 WINDOW_BLOCKS_MAX = 64
 DEADLINE_S = 10.0
+SEEN_SECONDS_MAX = 2.0
+"""until the other host has to have what one has stored. In the traffic more time passes before it is asked"""
 WRONG_NAMED_MAX = 20
 HOST_COUNT = 2
 
@@ -122,6 +125,8 @@ class HostsReplay:
     wrong: list[str] = field(default_factory=list)
     """the first wrong blocks"""
     wrong_count: int = 0
+    unseen: int = 0
+    """requests whose blocks the other host did not have `SEEN_SECONDS_MAX` later"""
     failures: dict[str, int] = field(default_factory=dict)
     """blocks that the stores could not get or put, by reason"""
     seconds: float = 0.0
@@ -217,14 +222,15 @@ class _Run:
         keys = list(engine_keys(request, self._result.plan))
         alone = sum(1 for _ in itertools.takewhile(host.seen.__contains__, keys))
         own, others, seconds = self._load(host, keys)
-        stored = 0
+        stored: list[bytes] = []
         for window in _windows(keys[own + others :], host.window):
-            done = host.put(window, self._result.stored)
-            self._writers.update(dict.fromkeys(done, host.number))
-            stored += len(done)
+            stored += host.put(window, self._result.stored)
+        self._writers.update(dict.fromkeys(stored, host.number))
+        if not wait_until(lambda: are_seen(self._hosts, [*stored[:1], *stored[-1:]]), SEEN_SECONDS_MAX):
+            self._result.unseen += 1
         host.seen.update(keys)
         arrival, tokens = request.arrival_ms, request.prompt_tokens
-        return Served(host.number, arrival, tokens, len(keys), own, others, alone, seconds, stored)
+        return Served(host.number, arrival, tokens, len(keys), own, others, alone, seconds, len(stored))
 
     def _load(self, host: Host, keys: Sequence[bytes]) -> tuple[int, int, float]:
         """(own, the other's, seconds) of the blocks at the start of ``keys`` that are there."""
@@ -284,12 +290,17 @@ def replay_on_hosts(
     return result
 
 
+def are_seen(hosts: Sequence[Host], keys: Sequence[bytes]) -> bool:
+    """All hosts have these blocks."""
+    return not keys or all(host.store.exists(keys).all() for host in hosts)
+
+
 def _require_one_volume(hosts: Sequence[Host], plan: ReplayPlan) -> None:
     """What the first host stores the others have."""
     key = engine_key(-1, plan)
     first = hosts[0]
     if not first.put([key], Moved()):
         raise KvfuseError("the first host cannot store a block")
-    if not all(host.store.exists([key]).all() for host in hosts):
+    if not wait_until(lambda: are_seen(hosts, [key]), SEEN_SECONDS_MAX):
         raise KvfuseError("what one host stores another one does not see: are these mounts of one shared volume?")
     first.store.delete([key])

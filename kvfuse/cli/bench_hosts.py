@@ -158,6 +158,8 @@ def _hit_rows(result: HostsReplay) -> Iterator[tuple[str, ...]]:
         yield f"GB/s, {name}", "", "", "n/a" if rate is None else f"{rate:.2f}"
     yield "seconds", "", "", f"{result.seconds:,.0f}"
     yield "wrong", "", "", f"{result.wrong_count:,}"
+    if result.unseen:
+        yield "requests whose blocks the other host did not see", "", "", f"{result.unseen:,}"
     for reason, count in result.failures.items():
         yield f"not answered: {reason}", "", "", f"{count:,}"
 
@@ -195,5 +197,6 @@ def to_json(result: HostsReplay) -> dict[str, object]:
             "stored": result.rate(result.stored),
         },
         "wrong": result.wrong_count,
+        "unseen": result.unseen,
         "failures": result.failures,
     }
