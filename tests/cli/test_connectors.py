@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from cli_lab import Place
 from click.testing import CliRunner, Result
+from places import ROOT
 
 import kvfuse.connectors
 from kvfuse.cli import cli, connectors
@@ -55,6 +56,7 @@ def test_every_adapter_says_how_it_is_configured() -> None:
         assert "llama" in text
         assert config.PACKAGE
         assert config.VERSIONS
+        assert name == "toy" or (ROOT / "docs" / f"engines-{name}.md").exists(), "the page that 'list' names"
 
 
 def test_an_engine_that_nobody_knows() -> None:
