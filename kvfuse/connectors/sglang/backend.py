@@ -16,8 +16,9 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolTransferRes
 from kvfuse.connectors.sglang import policies
 from kvfuse.connectors.sglang.identity import descriptor
 from kvfuse.connectors.sglang.metrics import Transfers
-from kvfuse.connectors.sglang.pages import GatheredPages, PoolPages, Staging
+from kvfuse.connectors.sglang.pages import GatheredPages, PoolPages
 from kvfuse.connectors.sglang.pools import PoolForm, is_replicated
+from kvfuse.connectors.staging import Staging
 from kvfuse.connectors.steady_store import DEADLINE_S, SteadyStore
 
 log = logging.getLogger(__name__)

@@ -14,11 +14,11 @@ from kvfuse.connectors.sglang.pages import (
     GatheredPages,
     PagesInPlace,
     PoolPages,
-    Staging,
     lie_within,
     pool_buffers,
     registered,
 )
+from kvfuse.connectors.staging import Staging
 from kvfuse.connectors.steady_store import SteadyStore
 
 MHA_POOL = "MHATokenToKVPoolHost"

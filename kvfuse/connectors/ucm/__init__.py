@@ -1,0 +1,16 @@
+"""UCM (unified cache management): a store of its `UcmKVStoreBaseV1`, ``KvfuseStore``. See docs/engines-ucm.md."""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["KvfuseStore"]
+
+
+def __getattr__(name: str) -> Any:
+    """The store's class, which needs UCM."""
+    if name == "KvfuseStore":
+        from kvfuse.connectors.ucm.store import KvfuseStore
+
+        return KvfuseStore
+    raise AttributeError(f"{__name__} has no {name}")

@@ -1,0 +1,50 @@
+"""How UCM is configured to keep its blocks in a mount."""
+
+from __future__ import annotations
+
+import json
+from importlib.metadata import PackageNotFoundError, version
+
+PACKAGE = "uc-manager"
+VERSIONS = "0.5 and newer (UcmKVStoreBaseV1 with lookup_on_prefix and load_data)"
+TESTED = (0, 5)
+
+VLLM_FLAG = '{"kv_connector": "UCMConnector", "kv_connector_module_path": "ucm.integration.vllm.ucm_connector",\n'
+VLLM_FLAG += '   "kv_role": "kv_both", "kv_connector_extra_config": {"UCM_CONFIG_FILE": "ucm.yaml"}}'
+
+
+def connector(mount: str, namespace: str) -> dict[str, object]:
+    """The one entry of ``ucm_connectors``."""
+    return {
+        "ucm_connector_name": "KvfuseStore",
+        "ucm_connector_module_path": "kvfuse.connectors.ucm",
+        "ucm_connector_config": {"mount": mount, "namespace": namespace},
+    }
+
+
+def configuration(mount: str, namespace: str) -> str:
+    """The YAML file, and vLLM's flag that names it."""
+    entry = connector(mount, namespace)
+    own = entry["ucm_connector_config"]
+    return f"""\
+# ucm.yaml
+ucm_connectors:
+  - ucm_connector_name: {json.dumps(entry["ucm_connector_name"])}
+    ucm_connector_module_path: {json.dumps(entry["ucm_connector_module_path"])}
+    ucm_connector_config: {json.dumps(own)}
+use_layerwise: true
+enable_event_sync: false
+
+# vllm serve MODEL --kv-transfer-config \\
+#  '{VLLM_FLAG.replace(chr(10), chr(10) + "# ")}'
+"""
+
+
+def check_engine() -> list[str]:
+    """Advice about the installed engine."""
+    try:
+        found = version(PACKAGE)
+    except PackageNotFoundError:
+        return []
+    numbers = tuple(int(part) for part in found.split(".")[:2] if part.isdigit())
+    return [f"{found} has no UcmKVStoreBaseV1 as the adapter needs it ({VERSIONS})"] if numbers < TESTED else []
