@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
+import select
 import threading
+import weakref
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from time import monotonic
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +26,8 @@ Bytes = npt.NDArray[np.uint8]
 
 RETRY_S, RETRY_S_MAX = 0.02, 1.0
 """between attempts to connect"""
+SETTLING_S = 1.0
+"""from a new connection on, in which the daemon ends what it did for the one before"""
 DAEMON_SHARE = 0.8
 """of a deadline: the rest is for the daemon to say that it passed"""
 
@@ -42,6 +48,27 @@ class Region:
 
     def part(self, offset: int, size: int) -> Bytes:
         return self.array[offset : offset + size]
+
+
+class Daemon:
+    """The process that serves a connection, known even when it has ended and its number is another's."""
+
+    def __init__(self, pid: int) -> None:
+        """``pid``: 0 where it is in no sight, as from another container."""
+        self._descriptor = -1
+        with suppress(OSError):
+            self._descriptor = os.pidfd_open(pid) if pid else -1
+        if self._descriptor >= 0:
+            weakref.finalize(self, os.close, self._descriptor)
+
+    @property
+    def has_ended(self) -> bool:
+        """False, too, where nobody can say."""
+        if self._descriptor < 0:
+            return False
+        poll = select.poll()
+        poll.register(self._descriptor, select.POLLIN)
+        return bool(poll.poll(0))
 
 
 @dataclass(frozen=True)
@@ -82,6 +109,10 @@ class Link:
         self.mismatch: DescriptorMismatch | None = None
         self._last: BlockStore | None = None
         """what connected last, with all that is registered"""
+        self._daemon: Daemon | None = None
+        """that of the connection; without one the last that was lost"""
+        self._silent_at = 0.0
+        """when nobody writes any more on account of calls of connections that were lost"""
         self._lock = threading.Lock()
         self.tried, self._lost = threading.Event(), threading.Event()
         threading.Thread(target=self._keep_connected, name="kvfuse-connect", daemon=True).start()
@@ -101,9 +132,17 @@ class Link:
     def lose(self, store: BlockStore, reason: str) -> None:
         """A call found that there is no daemon any more."""
         if self.store is store:
-            self.store, self.reason = None, reason
+            self.store, self.reason, self._silent_at = None, reason, math.inf
             log.warning("%s: the daemon is gone (%s): misses until it is back", self.target.mount, reason)
             self._lost.set()
+
+    @property
+    def is_silent(self) -> bool:
+        """See `SteadyStore.is_silent`."""
+        if self._silent_at <= monotonic():
+            return True
+        daemon = self._daemon
+        return self.store is None and daemon is not None and daemon.has_ended
 
     def close(self) -> None:
         self._closed = True
@@ -157,6 +196,10 @@ class Link:
                 _register(store, region)
             self.mismatch = None
             self.connections += 1
+            if self._silent_at == math.inf:
+                ended = self._daemon is not None and self._daemon.has_ended
+                self._silent_at = 0.0 if ended else monotonic() + SETTLING_S
+            self._daemon = Daemon(store.client.session.daemon_pid)
             self.store = None if self._closed else store
 
     def _new_store(self) -> BlockStore:

@@ -81,6 +81,15 @@ class SteadyStore:
         """Why the store is away, or was the last time."""
         return self._link.reason
 
+    @property
+    def is_silent(self) -> bool:
+        """Nobody writes into registered memory any more on account of calls that are over.
+
+        False after a daemon left a `get` unanswered, until it has ended or serves this store again: one that hung in
+        the middle of copying goes on where it was.
+        """
+        return self._link.is_silent
+
     def register(self, memory: object) -> Region:
         """Memory that blocks are to be got into or put from: an array, a CPU tensor, a SharedMemory, the descriptor of
         shared memory. The daemon copies straight into shared memory of which this process has a descriptor."""
@@ -117,7 +126,8 @@ class SteadyStore:
         """Have each block copied to ``region.array[offset:]``, where it has room for ``size`` bytes.
 
         The size of each block, `MISS` for those that are not there whole. Of a miss the room may have any bytes; but
-        nobody writes there any more. ``deadline``: seconds, where less than that of the store is left.
+        nobody writes there any more, unless the daemon went away meanwhile: see `is_silent`. ``deadline``: seconds,
+        where less than that of the store is left.
         """
         results = self._move(BlockStore.get_at, keys, region, offsets, sizes, deadline)
         is_got = results >= 0

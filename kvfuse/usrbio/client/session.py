@@ -31,6 +31,7 @@ from kvfuse.usrbio.protocol.wire import DESCRIPTORS_MAX, MESSAGE_SIZE_MAX, SOCKE
 
 Bytes = npt.NDArray[np.uint8]
 _TIMEVAL = struct.Struct("ll")
+_PEER = struct.Struct("iII")  # ucred: pid, uid, gid
 
 
 def find_mount(path: str | os.PathLike[str]) -> Path:
@@ -151,6 +152,15 @@ class Session:
             return os.dup(self._socket.fileno())
         except OSError:
             raise Disconnected("the connection is closed") from None
+
+    @property
+    def daemon_pid(self) -> int:
+        """The process that listens; 0 where it cannot be seen from here, or the connection is closed."""
+        try:
+            credentials = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
+        except OSError:
+            return 0
+        return int(_PEER.unpack(credentials)[0])
 
     # -- pinned views --------------------------------------------------------------------------------
 

@@ -1,0 +1,240 @@
+"""vLLM's own tiering manager over its own shared region, driven by a test through `engine_host`."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib
+import shlex
+import uuid
+from typing import Any
+
+import numpy as np
+from engine_host import serve
+from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext, make_offload_key
+from vllm.v1.kv_offload.config import (
+    OffloadingCacheConfig,
+    OffloadingConfig,
+    OffloadingGroupConfig,
+    OffloadingModelConfig,
+    OffloadingParallelConfig,
+)
+from vllm.v1.kv_offload.tiering.base import TransferJob
+from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
+
+ROW = 64 << 10
+CHUNKS = 48
+"""of the host pool"""
+
+
+def keys_of(seed: int, count: int, group: int = 0) -> list[Any]:
+    return [make_offload_key(hashlib.sha256(f"{seed} {number}".encode()).digest(), group) for number in range(count)]
+
+
+def known(cls: Any, **fields: Any) -> Any:
+    """What this version of vLLM has of these fields."""
+    return cls(**{name: value for name, value in fields.items() if name in cls.__dataclass_fields__})
+
+
+class Engine:
+    """One scheduler process. Chunks are made of their keys and a ``salt``, and compared when they come back."""
+
+    def start(self, mount: str, namespace: str, **change: Any) -> None:
+        """``change``: ``model``, ``dtype``, ``ranks`` (own, all), ``groups``, ``events``; else options of the tier."""
+        own, ranks = change.pop("ranks", (0, 1))
+        groups, events = change.pop("groups", 1), change.pop("events", False)
+        model = known(
+            OffloadingModelConfig, name=change.pop("model", "meta/Llama 3"), dtype=change.pop("dtype", "bfloat16")
+        )
+        parallel = known(
+            OffloadingParallelConfig, rank=own, world_size=ranks, tp_size=ranks, pp_size=1, pcp_size=1, dcp_size=1,
+            data_parallel_index=0, data_parallel_size=1, data_parallel_rank_local=None, is_parallelism_agnostic=False,
+        )  # fmt: skip
+        tier = {
+            "type": "KvfuseTier", "module_path": "kvfuse.connectors.vllm", "mount": mount, "namespace": namespace,
+            "enable_kv_events": events, **change,
+        }  # fmt: skip
+        self.config = known(
+            OffloadingConfig, groups=tuple(
+                known(OffloadingGroupConfig, tokens_per_block=16, layer_names=(f"layer.{group}",), group_id=group)
+                for group in range(groups)
+            ), worker_kv_bytes_per_block=ROW // ranks, enable_kv_cache_events=events,
+            extra_config={"cpu_bytes_to_use": CHUNKS * ROW, "secondary_tiers": [tier]},
+            engine_id=uuid.uuid4().hex, model=model, parallel=parallel,
+            cache=OffloadingCacheConfig(tokens_per_hash=16, blocks_per_chunk=1), kv_cache_layout="NHD",
+        )  # fmt: skip
+        self.spec = TieringOffloadingSpec(self.config)
+        self.manager: Any = self.spec.get_manager()
+        (self.tier,) = self.manager.secondary_tiers
+        self.view = np.asarray(self.manager.primary_tier.get_kv_memoryview()).view(np.uint8)
+        self.requests = 0
+        self.events: list[Any] = []
+
+    # -- as the scheduler calls ----------------------------------------------------------------------
+
+    def store(self, seed: int, count: int, salt: str = "", group: int = 0) -> None:
+        """As if the processor had computed the chunks. They go on to the tier."""
+        keys, context = keys_of(seed, count, group), self._new_request()
+        prepared = self.manager.prepare_store(keys, context)
+        slots = dict(zip(prepared.keys_to_store, self._slots(prepared.store_spec), strict=True))
+        for key, slot in slots.items():
+            self.view[slot] = self._bytes(key, salt)
+        if slots:
+            self.manager.complete_store(list(slots), context)
+        self._end(context)
+
+    def load(self, seed: int, count: int, salt: str = "", group: int = 0) -> int:
+        """Chunks of the longest prefix that the engine found and has, byte for byte; it steps until it knows."""
+        keys, context = keys_of(seed, count, group), self._new_request()
+        found = self._prefix(keys, context)
+        while found is None:
+            self._step()
+            found = self._prefix(keys, context)
+        slots = self._slots(self.manager.prepare_load(keys[:found], context)) if found else []
+        for key, slot in zip(keys, slots, strict=False):
+            assert bytes(self.view[slot]) == bytes(self._bytes(key, salt)), "another chunk's bytes"
+        if found:
+            self.manager.complete_load(keys[:found], context)
+        self._end(context)
+        return found
+
+    def lookup(self, seed: int, count: int) -> list[str]:
+        """What the first look at each chunk says."""
+        context = self._new_request()
+        answers = [self.manager.lookup(key, context).name for key in keys_of(seed, count)]
+        self._end(context)
+        return answers
+
+    def forget(self) -> None:
+        """All chunks of the host pool."""
+        self.manager.reset_cache()
+        getattr(self.manager, "on_reset_flushed", lambda: None)()
+
+    def store_at_once(self, jobs: int, count: int) -> list[bool]:
+        """Stores of more than fits, without a pause."""
+        for number in range(jobs):
+            job = known(
+                TransferJob, job_id=number, keys=keys_of(1000 + number, count), is_promotion=False,
+                req_context=ReqContext("shed"), chunk_ids=np.arange(count), block_ids=np.arange(count),
+            )  # fmt: skip
+            self.tier.submit_store(job)
+        self.tier.drain_jobs()
+        return [result.success for result in sorted(self.tier.get_finished_jobs(), key=lambda result: result.job_id)]
+
+    def begin_load(self, seed: int, count: int) -> None:
+        """A job of the tier alone."""
+        job = known(
+            TransferJob, job_id=-1, keys=keys_of(seed, count), is_promotion=True, req_context=ReqContext("alone"),
+            chunk_ids=np.arange(count), block_ids=np.arange(count),
+        )  # fmt: skip
+        self.tier.submit_load(job)
+
+    def finished(self) -> list[tuple[bool, int]]:
+        """(success, chunks that were loaded of one that was none) of jobs that are over since."""
+        return [(result.success, len(result.successful_keys or ())) for result in self.tier.get_finished_jobs()]
+
+    # -- what a test looks at ------------------------------------------------------------------------
+
+    def is_up(self) -> bool:
+        return bool(self.tier.store.is_up)
+
+    def in_place(self) -> bool:
+        """The daemon maps the region."""
+        (region,) = self.tier.store._link._regions
+        return region.iov is not None and region.iov.in_place
+
+    def stats(self) -> dict[str, int]:
+        """Since the last call, by name without its prefix."""
+        stats = self.manager.get_stats()
+        reduced = {} if stats is None else stats.reduce()
+        prefix = "vllm:kvfuse_"
+        return {name.removeprefix(prefix): value for name, value in reduced.items() if name.startswith(prefix)}
+
+    def definitions(self) -> list[str]:
+        return sorted(type(self.spec).build_metric_definitions(self.config.extra_config))
+
+    def news(self) -> list[tuple[bool, str, str, int]]:
+        """Events of the tier so far: removed, medium, locality, chunks."""
+        self.events += [
+            (event.removed, event.medium.value, event.locality.value, len(event.keys))
+            for event in self.manager.take_events()
+            if event.medium.value == "STORAGE"
+        ]
+        return self.events
+
+    def name(self, seed: int, number: int) -> str:
+        """Of the file of a chunk."""
+        from kvfuse.usrbio.client import file_name
+
+        return file_name(self.tier._name(keys_of(seed, number + 1)[number])).decode()
+
+    def parse(self, flags: str) -> dict[str, Any]:
+        """By vLLM's own parser: what is in its configuration of KV transfer."""
+        import vllm.platforms
+        from vllm.platforms.cpu import CpuPlatform
+
+        vllm.platforms._current_platform = CpuPlatform()  # there is no other here
+        from vllm.config import KVTransferConfig
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+        parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+        config = parser.parse_args(shlex.split(flags)).kv_transfer_config
+        assert isinstance(config, KVTransferConfig)
+        extra = dict(config.kv_connector_extra_config)
+        factory = importlib.import_module("vllm.v1.kv_offload.tiering.factory").SecondaryTierFactory
+        (tier,) = extra["secondary_tiers"]
+        found = {"connector": config.kv_connector, "role": config.kv_role, "spec": extra["spec_name"]}
+        return found | {
+            "mount": tier["mount"], "namespace": tier["namespace"], "class": factory.get_tier_class(tier).__name__,
+        }  # fmt: skip
+
+    def advice(self) -> list[str]:
+        from kvfuse.connectors.vllm.config import check_engine
+
+        return check_engine()
+
+    def close(self) -> None:
+        self.view = None  # type: ignore[assignment]
+        with contextlib.suppress(BufferError):
+            self.manager.shutdown()
+
+    # -- how -----------------------------------------------------------------------------------------
+
+    def _new_request(self) -> Any:
+        self.requests += 1
+        context = ReqContext(f"request {self.requests}")
+        self.manager.on_new_request(context)
+        return context
+
+    def _prefix(self, keys: list[Any], context: Any) -> int | None:
+        """As vLLM's scheduler looks for it."""
+        hits, is_deferred = 0, False
+        for key in keys:
+            result = self.manager.lookup(key, context)
+            if result is LookupResult.MISS:
+                break
+            is_deferred |= result is not LookupResult.HIT
+            hits += 1
+        return None if is_deferred else hits
+
+    def _step(self) -> None:
+        self.manager.on_schedule_end(ScheduleEndContext(new_req_ids=[], preempted_req_ids=[]))
+
+    def _end(self, context: Any) -> None:
+        """Until what it stored is stored."""
+        self.manager.on_request_finished(context)
+        self._step()
+        while self.manager._transfer_jobs:
+            self.tier.drain_jobs()
+            self._step()
+
+    def _slots(self, spec: Any) -> list[int]:
+        return [int(slot) for slot in (spec.chunk_ids if hasattr(spec, "chunk_ids") else spec.block_ids)]
+
+    def _bytes(self, key: bytes, salt: str) -> Any:
+        return np.frombuffer(hashlib.shake_128(key + salt.encode()).digest(ROW), np.uint8)
+
+
+if __name__ == "__main__":
+    serve(Engine)
