@@ -142,6 +142,37 @@ def test_ranks_of_mla_share_what_one_of_them_stores(host: EngineHost, mount: Kvf
         assert second.load(pages) == elsewhere.load(pages) == [True] * PAGES
 
 
+def test_engines_with_several_numbers_of_ranks_share_heads(host: EngineHost, mount: KvfuseMount) -> None:
+    pages = hashes()
+    options = {"layout": "page_head", "tp_lcm": 2}
+    with (
+        started(host, mount, "lcm", **options) as whole,
+        started(host, mount, "lcm", tp=(0, 2), **options) as first,
+        started(host, mount, "lcm", tp=(1, 2), **options) as second,
+    ):
+        whole.store(pages)
+        halves = zip(first.heads(pages), second.heads(pages), strict=True)
+        assert [[*one, *other] for one, other in halves] == whole.heads(pages)
+        more = hashes(seed=1)
+        first.store(more, seed=1)
+        assert whole.exists(more) == 0
+        second.store(more, seed=2)
+        assert whole.exists(more) == PAGES
+
+
+def test_side_pools_of_an_anchor_without_bytes(host: EngineHost, mount: KvfuseMount) -> None:
+    """As with DeepSeek V4: the pool of the KV pages has indices alone, side pools have all bytes."""
+    pages = hashes(8)
+    with started(host, mount, "anchor", kind="logical") as engine:
+        engine.add_side_pool("swa")
+        engine.add_side_pool("indexer", "mla")
+        assert engine.exists(pages) == 8
+        engine.store_v2("swa", pages[4:6])
+        engine.store_v2("indexer", pages[:7])
+        answer = engine.exists_v2(pages, {"swa": ("trailing_pages", 2), "indexer": ("all_pages", 8)})
+        assert answer == (6, {"kv": 8, "swa": 6, "indexer": 7}, [6])
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [

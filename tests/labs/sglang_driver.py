@@ -55,6 +55,7 @@ from sglang.srt.mem_cache.hicache_storage import (  # noqa: E402
     PoolName,
     PoolTransfer,
 )
+from sglang.srt.mem_cache.memory_pool_host import LogicalHostPool  # noqa: E402
 from sglang.srt.mem_cache.pool_host.base import host_memory_budget_scope  # noqa: E402
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost  # noqa: E402
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost  # noqa: E402
@@ -66,9 +67,11 @@ TOKENS = 40 * PAGE
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def new_pool(kind: str, layout: str, allocator: str = "default", dtype: str = "bfloat16") -> Any:
-    """A host pool as HiCache makes it. ``kind``: mha or mla."""
-    shape = (PAGE, HEADS, WIDTH) if kind == "mha" else (PAGE, 1, 2 * HEADS * WIDTH)
+def new_pool(kind: str, layout: str, allocator: str = "default", dtype: str = "bfloat16", heads: int = HEADS) -> Any:
+    """A host pool as HiCache makes it. ``kind``: mha, mla, or logical (indices alone)."""
+    if kind == "logical":
+        return LogicalHostPool(TOKENS, PAGE, layout)
+    shape = (PAGE, heads, WIDTH) if kind == "mha" else (PAGE, 1, 2 * HEADS * WIDTH)
     layers = [tuple(torch.zeros(shape, dtype=DTYPES[dtype]) for _ in range(LAYERS)) for _ in range(2)]
     pointers = [torch.tensor([layer.data_ptr() for layer in some], dtype=torch.uint64) for some in layers]
     common: dict[str, Any] = {"page_size": PAGE, "dtype": DTYPES[dtype], "device": torch.device("cpu")}
@@ -82,7 +85,7 @@ def new_pool(kind: str, layout: str, allocator: str = "default", dtype: str = "b
                 k=layers[0], v=layers[1], k_data_ptrs=pointers[0], v_data_ptrs=pointers[1],
                 layout=info.KVBufferLayout.NHD,
             )  # fmt: skip
-            device = info.MHABufferInfo(buffers=buffers, head_num=HEADS, head_dim=WIDTH, v_head_dim=WIDTH, **common)
+            device = info.MHABufferInfo(buffers=buffers, head_num=heads, head_dim=WIDTH, v_head_dim=WIDTH, **common)
             return MHATokenToKVPoolHost(device, TOKENS / PAGE, 0, PAGE, layout, **options)
         width = 2 * HEADS * WIDTH
         mla = info.MLABufferInfo(
@@ -107,17 +110,18 @@ class Engine:
     def start(
         self, mount: str, namespace: str, *, kind: str = "mha", layout: str = "page_first", allocator: str = "shm",
         dtype: str = "bfloat16", model: str = "meta/Llama 3", tp: tuple[int, int] = (0, 1),
-        pp: tuple[int, int] = (0, 1), extra: dict[str, Any] | None = None, file: str = "",
+        pp: tuple[int, int] = (0, 1), tp_lcm: int | None = None, extra: dict[str, Any] | None = None, file: str = "",
     ) -> None:  # fmt: skip
         """``tp``, ``pp``: (rank, size). ``file``: the folder of SGLang's own file backend, to be asked the same."""
         from kvfuse.connectors.sglang.config import extra_config
 
-        self.pool = new_pool(kind, layout, allocator, dtype)
+        self.pool = new_pool(kind, layout, allocator, dtype, HEADS // tp[1] if tp_lcm else HEADS)
         self.sides: dict[str, Any] = {}
         config = HiCacheStorageConfig(
             tp_rank=tp[0], tp_size=tp[1], pp_rank=pp[0], pp_size=pp[1], attn_cp_rank=0, attn_cp_size=1,
             is_mla_model=kind == "mla", enable_storage_metrics=True, is_page_first_layout=layout == "page_first",
-            model_name=model, extra_config=extra_config(mount, namespace) | (extra or {}),
+            model_name=model, tp_lcm_size=tp_lcm, should_split_heads=(tp_lcm or 0) > tp[1],
+            extra_config=extra_config(mount, namespace) | (extra or {}),
         )  # fmt: skip
         self.backend = StorageBackendFactory.create_backend("dynamic", config, self.pool)
         self.backend.register_mem_pool_host(self.pool)
@@ -160,6 +164,14 @@ class Engine:
         self._compare(self.pool, hashes, indices, loaded, seed)
         self.pool.free(indices)
         return loaded
+
+    def heads(self, hashes: list[str]) -> list[list[bytes]]:
+        """Of each page in the layout page_head that is loaded now: the bytes of each head."""
+        indices = self.pool.alloc(len(hashes) * PAGE)
+        assert all(self.backend.batch_get_v1(hashes, indices))
+        pages = [self.pool.get_data_page(start, flat=False).view(torch.uint8) for start in indices[::PAGE].tolist()]
+        self.pool.free(indices)
+        return [[page[:, :, head].numpy().tobytes() for head in range(page.shape[2])] for page in pages]
 
     # -- v2 ------------------------------------------------------------------------------------------
 

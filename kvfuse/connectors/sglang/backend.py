@@ -148,7 +148,8 @@ class KvfuseHiCache(HiCacheStorage):  # type: ignore[misc]
         pages = self._pools.get(name)
         if pages is None:
             return [name == KV] * len(keys)
-        if is_replicated(self._config, name, pages.pool) and not self._config.is_storage_writer:
+        is_writer = getattr(self._config, "is_storage_writer", self._config.tp_rank == 0)
+        if is_replicated(self._config, name, pages.pool) and not is_writer:
             return [True] * len(keys)  # another rank stores the same bytes
         with self._transfers.backup.timed(pages.page_size) as done:
             stored = self._safely(lambda: pages.put(keys, indices, give_up).tolist(), [False] * len(keys))

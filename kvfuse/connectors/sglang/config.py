@@ -6,8 +6,9 @@ import json
 from importlib.metadata import PackageNotFoundError, version
 
 PACKAGE = "sglang"
-VERSIONS = "0.5.23 (older ones with batch_exists_v2 may do)"
-TESTED = (0, 5, 23)
+VERSIONS = "0.5.10 and newer, tested with 0.5.23"
+OLDEST = (0, 5, 10)
+"""that has batch_exists_v2"""
 
 
 def extra_config(mount: str, namespace: str) -> dict[str, str | int]:
@@ -45,4 +46,4 @@ def check_engine() -> list[str]:
     except PackageNotFoundError:
         return []
     numbers = tuple(int(part) for part in found.split(".")[:3] if part.isdigit())
-    return [f"{found} is older than what the adapter is tested with ({VERSIONS})"] if numbers < TESTED else []
+    return [f"{found} is too old for the adapter, which is for {VERSIONS}"] if numbers < OLDEST else []
