@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from engine_host import Engine, EngineError, EngineHost
-from mounting import KvfuseMount, temporary_mount, wait_until
+from mounting import KvfuseMount, stopped, temporary_mount, wait_until
 
 from kvfuse.connectors.sglang.config import configuration, extra_config, flags
 
@@ -244,6 +244,18 @@ def test_clear_removes_all_pages(host: EngineHost, mount: KvfuseMount) -> None:
         assert engine.store(pages) == [True] * PAGES
         engine.close()
         assert engine.exists(pages) == 0
+
+
+def test_no_call_raises_nor_waits_for_a_daemon_that_hangs(host: EngineHost, own_mount: KvfuseMount) -> None:
+    pages = hashes()
+    with started(host, own_mount, "hangs", extra={"deadline": 1.0}) as engine:
+        wait_until(lambda: all(engine.store(pages)), "a store within the deadline")
+        assert engine.misuse(pages) == [NOTHING, NOTHING, NOTHING, NOTHING, 0]
+        with stopped(own_mount.pid):
+            assert engine.load(pages) == NOTHING
+            assert engine.store(hashes(seed=1)) == NOTHING
+            assert engine.exists(pages) == 0
+        wait_until(lambda: all(engine.load(pages)), "the engine to connect again")
 
 
 def test_a_restart_keeps_pages_and_a_killed_daemon_comes_back(host: EngineHost, own_mount: KvfuseMount) -> None:

@@ -13,7 +13,7 @@ import pytest
 from engine_host import Engine, EngineError, EngineHost
 from mounting import KvfuseMount, temporary_mount, wait_until
 
-from kvfuse.connectors.ucm.config import configuration, connector
+from kvfuse.connectors.ucm.config import TRANSFER, configuration, connector
 
 WORDS = ["capacity=256MiB,cache,admission=all"]
 BLOCKS = 8
@@ -224,9 +224,9 @@ def test_the_configuration_and_the_example_are_as_ucm_reads_them(host: EngineHos
     words = subprocess.check_output([example, "--tp", "2"], env=environment | {"CONFIG": str(shown)}, text=True)
     assert words.startswith("serve llama --kv-transfer-config {")
     assert words.endswith("} --tp 2\n")
-    assert json.loads(words[words.index("{") : words.rindex("}") + 1])["kv_connector_extra_config"] == {
-        "UCM_CONFIG_FILE": str(shown)
-    }
+    transfer = TRANSFER | {"kv_connector_extra_config": {"UCM_CONFIG_FILE": str(shown)}}
+    assert json.loads(words[words.index("{") : words.rindex("}") + 1]) == transfer
+    assert json.dumps(TRANSFER) in configuration("/mnt/kv", "here")
     with host.engine() as engine:
         first, second = engine.parse(str(printed)), engine.parse(str(shown))
     assert first == second

@@ -165,6 +165,16 @@ class Engine:
         self.pool.free(indices)
         return loaded
 
+    def misuse(self, hashes: list[str]) -> list[Any]:
+        """Answers to calls that are wrong themselves."""
+        indices = torch.arange(3)
+        unknown = [PoolTransfer(PoolName.MAMBA, host_indices=indices, keys=hashes)]
+        return [
+            self.backend.batch_get_v1(hashes, indices), self.backend.batch_set_v1(hashes, indices),
+            self.backend.batch_get_v2(unknown)["mamba"], self.backend.batch_set_v2(unknown)["mamba"],
+            self.backend.batch_exists_v2(hashes, unknown).kv_hit_pages,
+        ]  # fmt: skip
+
     def heads(self, hashes: list[str]) -> list[list[bytes]]:
         """Of each page in the layout page_head that is loaded now: the bytes of each head."""
         indices = self.pool.alloc(len(hashes) * PAGE)

@@ -65,7 +65,7 @@ class KvfuseHiCache(HiCacheStorage):  # type: ignore[misc]
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: str) -> None:
         """A side pool."""
-        name = str(host_pool_name)
+        name = _text(host_pool_name)
         if name != KV:
             self._add_pool(name, host_pool)
 
@@ -99,11 +99,11 @@ class KvfuseHiCache(HiCacheStorage):  # type: ignore[misc]
 
     def batch_get_v2(self, transfers: Sequence[Any], extra_info: Any = None) -> dict[str, list[bool]]:
         give_up = self._give_up()
-        return {one.name: self._get(str(one.name), one.keys or [], one.host_indices, give_up) for one in transfers}
+        return {one.name: self._get(_text(one.name), one.keys or [], one.host_indices, give_up) for one in transfers}
 
     def batch_set_v2(self, transfers: Sequence[Any], extra_info: Any = None) -> dict[str, list[bool]]:
         give_up = self._give_up()
-        return {one.name: self._put(str(one.name), one.keys or [], one.host_indices, give_up) for one in transfers}
+        return {one.name: self._put(_text(one.name), one.keys or [], one.host_indices, give_up) for one in transfers}
 
     def _hits(self, keys: Sequence[str], transfers: Sequence[Any]) -> Any:
         """One question for the blocks of all pools."""
@@ -113,7 +113,7 @@ class KvfuseHiCache(HiCacheStorage):  # type: ignore[misc]
             asked.append((kv, keys))
         for transfer in transfers:
             own = (transfer.keys or ()) if transfer.hit_policy == policies.BLOCK_GROUPS else keys
-            asked.append((self._pools[str(transfer.name)], own))
+            asked.append((self._pools[_text(transfer.name)], own))
         found = self.store.exists([key for pages, hashes in asked for key in pages.keys(hashes)])
         ends = np.cumsum([len(hashes) * len(pages.tags) for pages, hashes in asked])[:-1]
         there = [pages.of_pages(part) for (pages, _), part in zip(asked, np.split(found, ends), strict=True)]
@@ -125,7 +125,7 @@ class KvfuseHiCache(HiCacheStorage):  # type: ignore[misc]
                 covered = policies.group_pages(own_pages, transfer)
             else:
                 own = policies.restorable_lengths(
-                    own_pages[:kv_pages], str(transfer.hit_policy.value), len(transfer.keys or ())
+                    own_pages[:kv_pages], _text(transfer.hit_policy), len(transfer.keys or ())
                 )
                 covered = policies.longest(own)
                 lengths &= own
@@ -226,6 +226,11 @@ class KvfuseHiCache(HiCacheStorage):  # type: ignore[misc]
             log.info("kvfuse: %s", self.store.counters)
             self.store.close()
             self._staging.close()
+
+
+def _text(name: Any) -> str:
+    """Of a name that is text or an enumeration's."""
+    return str(getattr(name, "value", name))
 
 
 def _result(kv_pages: int, hits: dict[Any, int], lengths: list[int]) -> Any:

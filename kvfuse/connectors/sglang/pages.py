@@ -54,8 +54,7 @@ class PoolPages(ABC):
         """Which pages stand at their ``indices`` of the pool now. ``give_up``: of the monotonic clock."""
         keys = self.keys(hashes)
         got = self._get(keys, self._checked(hashes, indices), give_up)
-        if not got.all():
-            self.doubtful.add([key for key, is_got in zip(keys, got.tolist(), strict=True) if not is_got])
+        self._doubt(keys, got)
         return self.of_pages(got)
 
     def put(self, hashes: Sequence[str], indices: torch.Tensor, give_up: float) -> Pages:
@@ -70,6 +69,11 @@ class PoolPages(ABC):
             there[absent] = self.of_pages(self._put(new_keys, chosen, give_up))
             self.doubtful.forget(new_keys)
         return there
+
+    def _doubt(self, keys: Sequence[bytes], got: Pages) -> None:
+        """Have those that were not got be replaced by the next put; but not since there was no daemon."""
+        if self.store.is_up:
+            self.doubtful.add([key for key, is_got in zip(keys, got.tolist(), strict=True) if not is_got])
 
     def _checked(self, hashes: Sequence[str], indices: torch.Tensor) -> torch.Tensor:
         """ValueError: these are not the indices of so many pages."""
@@ -151,7 +155,7 @@ class GatheredPages(PoolPages):
             targets[number].view(-1).copy_(part.view(targets[number].dtype))
 
         got = self._move_out(keys, take, give_up)
-        self.doubtful.add([key for key, is_got in zip(keys, got.tolist(), strict=True) if not is_got])
+        self._doubt(keys, got)
         return got
 
     def put_from(self, hashes: Sequence[str], values: Sequence[torch.Tensor], give_up: float) -> Pages:

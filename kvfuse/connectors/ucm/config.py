@@ -9,8 +9,11 @@ PACKAGE = "uc-manager"
 VERSIONS = "0.5 and newer (UcmKVStoreBaseV1 with lookup_on_prefix and load_data)"
 TESTED = (0, 5)
 
-VLLM_FLAG = '{"kv_connector": "UCMConnector", "kv_connector_module_path": "ucm.integration.vllm.ucm_connector",\n'
-VLLM_FLAG += '   "kv_role": "kv_both", "kv_connector_extra_config": {"UCM_CONFIG_FILE": "ucm.yaml"}}'
+TRANSFER = {
+    "kv_connector": "UCMConnector", "kv_connector_module_path": "ucm.integration.vllm.ucm_connector",
+    "kv_role": "kv_both", "kv_connector_extra_config": {"UCM_CONFIG_FILE": "ucm.yaml"},
+}  # fmt: skip
+"""vLLM's --kv-transfer-config"""
 
 
 def connector(mount: str, namespace: str) -> dict[str, object]:
@@ -35,8 +38,7 @@ ucm_connectors:
 use_layerwise: true
 enable_event_sync: false
 
-# vllm serve MODEL --kv-transfer-config \\
-#  '{VLLM_FLAG.replace(chr(10), chr(10) + "# ")}'
+# vllm serve MODEL --kv-transfer-config '{json.dumps(TRANSFER)}'
 """
 
 

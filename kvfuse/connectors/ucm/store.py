@@ -211,7 +211,8 @@ class KvfuseStore(UcmKVStoreBaseV1):  # type: ignore[misc]
                         copier.scatter(address_of(region.array) + offset, rows[number], sizes)
                     else:
                         missed.append(keys[number])
-        self._doubtful.add(missed)
+        if self.store.is_up:
+            self._doubtful.add(missed)
         return len(missed)
 
     def _dump(
