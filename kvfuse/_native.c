@@ -1,12 +1,16 @@
 /* What is worth doing without the interpreter: finding blocks in an index and copying them (blockindex.py, which has
-   the same in Python, and says what the layout is and why a copy that was kept is right). */
+   the same in Python, and says what the layout is and why a copy that was kept is right), and writing many pieces of
+   memory to files (rowwriter.py). */
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
+#include <errno.h>
 #include <stdint.h>
 #include <string.h>
+#include <sys/uio.h>
 
 enum { HEADER = 4096, MULTIPLIERS = 128, SUMS = 4, BUCKET = 8, SLOT = 64, KEY_MAX = 255 };
+enum { PIECES = 256 };
 enum { ABSENT = -1, UNMAPPED = -2, TOO_LARGE = -3 };
 
 typedef struct {
@@ -266,14 +270,76 @@ static PyObject *get(PyObject *self, PyObject *args)
     Py_RETURN_NONE;
 }
 
+typedef struct {
+    int64_t descriptor, offset;
+    uint64_t address;
+    int64_t length;
+} Row;
+
+/* Write rows, runs of neighbours in one system call each. How many were written before one failed: then *error. */
+static Py_ssize_t write_all(const Row *rows, Py_ssize_t count, int *error)
+{
+    struct iovec pieces[PIECES];
+    Py_ssize_t done = 0;
+    *error = 0;
+    while (done < count) {
+        const Row *first = rows + done;
+        int64_t end = first->offset;
+        int used = 0;
+        for (; used < PIECES && done + used < count; used++) {
+            const Row *row = first + used;
+            if (row->descriptor != first->descriptor || row->offset != end)
+                break;
+            pieces[used].iov_base = (void *)(uintptr_t)row->address;
+            pieces[used].iov_len = (size_t)row->length;
+            end += row->length;
+        }
+        struct iovec *left = pieces;
+        int64_t offset = first->offset;
+        while (offset < end) {
+            ssize_t written = pwritev((int)first->descriptor, left, used - (int)(left - pieces), offset);
+            if (written < 0 && errno == EINTR)
+                continue;
+            if (written <= 0) {
+                *error = written ? errno : EIO;
+                return done + (left - pieces);
+            }
+            offset += written;
+            while (left < pieces + used && (size_t)written >= left->iov_len)
+                written -= (ssize_t)(left++)->iov_len;
+            if (written) {
+                left->iov_base = (char *)left->iov_base + written;
+                left->iov_len -= (size_t)written;
+            }
+        }
+        done += used;
+    }
+    return done;
+}
+
+static PyObject *write_rows(PyObject *self, PyObject *args)
+{
+    Py_buffer rows;
+    Py_ssize_t done;
+    int error;
+    if (!PyArg_ParseTuple(args, "y*", &rows))
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    done = write_all(rows.buf, rows.len / (Py_ssize_t)sizeof(Row), &error);
+    Py_END_ALLOW_THREADS
+    PyBuffer_Release(&rows);
+    return Py_BuildValue("ni", done, error);
+}
+
 static PyMethodDef methods[] = {
     {"fingerprints", fingerprints, METH_VARARGS, "fingerprints(multipliers, keys, out)"},
     {"find", find, METH_VARARGS, "find(table, keys, numbers)"},
     {"get", get, METH_VARARGS, "get(table, keys, arenas, targets, rooms, numbers, results)"},
+    {"write_rows", write_rows, METH_VARARGS, "write_rows(rows) -> (rows that were written, errno of the next)"},
     {NULL, NULL, 0, NULL},
 };
 
-static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "kvfuse._native", "See blockindex.py.", -1, methods,
+static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "kvfuse._native", "See blockindex.py and rowwriter.py.", -1, methods,
                                     NULL, NULL, NULL, NULL};
 
 PyMODINIT_FUNC PyInit__native(void)

@@ -1,4 +1,4 @@
-"""See blockindex.py. Buffers are numpy arrays, contiguous."""
+"""See blockindex.py and rowwriter.py. Buffers are numpy arrays, contiguous."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,3 +8,4 @@ def find(table: Any, keys: Sequence[bytes], numbers: Any) -> None: ...
 def get(
     table: Any, keys: Sequence[bytes], arenas: Any, targets: Any, rooms: Any, numbers: Any, results: Any
 ) -> None: ...
+def write_rows(rows: Any) -> tuple[int, int]: ...

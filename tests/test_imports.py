@@ -17,7 +17,7 @@ from kvfuse.volume.api import BlockApi, FileApi, InodeApi, RingApi
 PACKAGE = Path(kvfuse.__file__).parent
 
 BASE = {"errors", "checksum", "sizes", "keys", "blockindex"}
-DOOR = BASE | {"options", "errnos", "mounttable", "credentials", "volume"}
+DOOR = BASE | {"rowwriter", "options", "errnos", "mounttable", "credentials", "volume"}
 
 ROOMS: dict[str, set[str]] = {
     "errors": set(),
@@ -25,6 +25,7 @@ ROOMS: dict[str, set[str]] = {
     "sizes": set(),
     "keys": set(),
     "blockindex": {"errors", "_native"},
+    "rowwriter": {"_native"},
     "mounttable": set(),
     "checksum": {"errors"},
     "credentials": set(),

@@ -11,14 +11,15 @@ it returned. *Publishing* (strict or relaxed) only says when other hosts, and a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
+from kvfuse.remote.segments.api import Target
 from kvfuse.volume.views.content_map import ContentMap
 from kvfuse.volume.views.gates import Gate, Gates
 from kvfuse.volume.views.measures import Measures
@@ -26,6 +27,8 @@ from kvfuse.volume.views.news import Watch
 from kvfuse.volume.views.resident import Touches
 from kvfuse.volume.views.tier import ReadClass, SharedTier, TierBlock
 from kvfuse.volume.views.uses import Uses
+
+Numbers: TypeAlias = npt.NDArray[np.int64]
 
 ROOT_INODE = 1
 FIRST_INODE = 1024
@@ -160,6 +163,21 @@ class ReadingThread(Protocol):
         """
 
 
+class Places(NamedTuple):
+    """Where bytes of some writes belong. Columns, a number for each of them, in the order of their places."""
+
+    numbers: Numbers
+    """which writes, of those that were asked for"""
+    segments: Numbers
+    offsets: Numbers
+    """in the segment, bytes"""
+    targets: Mapping[int, Target]
+    """by segment"""
+
+
+SlotSource: TypeAlias = Sequence[memoryview] | Callable[[Places], Awaitable[None]]
+
+
 class TreeApi(Protocol):
     """What names mean, and changes of them. ``async`` operations may wait; each says what for in its room."""
 
@@ -225,10 +243,11 @@ class FileApi(Protocol[H]):
         NoSpace, FileTooLarge. ``by_kernel``: short only where the file grows, and by a handle that is not direct.
         """
 
-    async def write_in_slots(self, handle: H, writes: Sequence[tuple[int, memoryview]]) -> list[bool]:
-        """Many small writes (offset, data) in one call of the engine, as far as nothing else is to be done for them.
+    async def write_in_slots(self, handle: H, offsets: Numbers, lengths: Numbers, source: SlotSource) -> Numbers:
+        """Many writes in one go, where bytes have slots that change in place, with nothing else to be done for them.
 
-        Says which were done; the others are `write`'s.
+        ``source``: the bytes of each; or who writes them, while their places are kept. It is not called where there are
+        none, or the engine lets nobody else write. Returns the numbers of those that were done; others are `write`'s.
         """
 
     async def flush(self, handle: H) -> None:

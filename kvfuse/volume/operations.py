@@ -10,15 +10,13 @@ import logging
 import os
 import stat
 from bisect import bisect_left
-from collections.abc import Sequence
-from itertools import compress
 from time import perf_counter
 from typing import Any, TypeVar
 
 import trio
 
 from kvfuse import errors
-from kvfuse.volume.api import Caller, Changes, DirEntry
+from kvfuse.volume.api import Caller, Changes, DirEntry, Numbers, SlotSource
 from kvfuse.volume.content.in_place import has_unsealed
 from kvfuse.volume.content.refresh import is_quiet
 from kvfuse.volume.inodes import privileges
@@ -287,14 +285,15 @@ class Files:
             raise errors.NoSpace(f"inode {node.ino}: room for {written} of {len(data)} bytes")
         return written
 
-    async def write_in_slots(self, handle: FileHandle, writes: Sequence[tuple[int, memoryview]]) -> list[bool]:
+    async def write_in_slots(
+        self, handle: FileHandle, offsets: Numbers, lengths: Numbers, source: SlotSource
+    ) -> Numbers:
         node = await self._current(handle)
         await self._lose_privileges(node, handle.caller)
-        written = await self._writer.write_in_slots(node, writes)
-        written_bytes = sum(len(data) for _, data in compress(writes, written))
-        self._core.counters.writes += sum(written)
-        self._core.counters.written_bytes += written_bytes
-        self._core.namespaces.measures[node.namespace].written_bytes += written_bytes
+        written = await self._writer.in_place.write_in_slots(node, offsets, lengths, source)
+        self._core.counters.writes += len(written)
+        self._core.counters.written_bytes += (byte_count := int(lengths[written].sum()))
+        self._core.namespaces.measures[node.namespace].written_bytes += byte_count
         return written
 
     async def _lose_privileges(self, node: Node, caller: Caller) -> None:

@@ -25,6 +25,7 @@ from kvfuse.usrbio.daemon.peer import Peer
 from kvfuse.usrbio.daemon.pins import Pinned, Pins
 from kvfuse.usrbio.daemon.registry import Namespace, OpenFile
 from kvfuse.usrbio.daemon.ring_thread import RingThread
+from kvfuse.usrbio.daemon.write_batches import Batch
 from kvfuse.usrbio.protocol.queues import Entries, RingMemory
 from kvfuse.usrbio.protocol.wire import SQE, Layout, Op
 from kvfuse.volume.views.content_map import ContentMap, MapRow, Source
@@ -47,12 +48,16 @@ class Registered:
     doorman: Doorman = field(default_factory=lambda: Doorman(Interpreter()))
     user: User = field(default_factory=User)
     calls: list[Call] = field(default_factory=list)
+    batches: list[Batch] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
     at_start: Callable[[], object] = lambda: None
 
     def start(self, calls: list[Call]) -> None:
         self.calls += calls
         self.at_start()
+
+    def start_writes(self, batch: Batch) -> None:
+        self.batches.append(batch)
 
     def in_loop(self, function: Callable[[], object]) -> None:
         function()

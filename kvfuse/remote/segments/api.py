@@ -20,9 +20,10 @@ This file is the whole contract; every engine and decorator passes the one confo
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -39,6 +40,20 @@ class Transfer(NamedTuple):
     segment: int
     offset: int
     buffer: Buffer
+
+
+class Target(Protocol):
+    """Where another thread writes bytes of a segment by itself, as long as `SegmentStore.writing` keeps it."""
+
+    descriptor: int
+    start: int
+    """of the segment in the file, in bytes"""
+
+    def wrote(self) -> None:
+        """After a write, before anybody hears of it: a later ``sync`` vouches for it."""
+
+    def error(self, error: OSError, offset: int) -> Exception:
+        """What a write of the engine would have raised for this error at ``offset`` of the file."""
 
 
 class SegmentInfo(NamedTuple):
@@ -132,6 +147,11 @@ class SegmentStore(ABC):
         writes. The copied bytes count if the guard is intact afterwards; without one they cannot fail.
         """
         return None
+
+    @contextmanager
+    def writing(self, segments: set[int]) -> Iterator[Mapping[int, Target]]:
+        """Where threads may write to these segments in the body, by number; empty where this engine does all itself."""
+        yield {}
 
     def identity(self) -> bytes:
         """This client's identity for `fence`; b"" where no client can be fenced."""

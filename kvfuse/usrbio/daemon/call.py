@@ -21,7 +21,7 @@ from kvfuse.usrbio.daemon.client_memory import Iov
 from kvfuse.usrbio.daemon.interpreter import Interpreter, Seat
 from kvfuse.usrbio.daemon.jobs import Jobs
 from kvfuse.usrbio.daemon.registry import Namespace, OpenFile
-from kvfuse.usrbio.protocol.queues import Bell, RingMemory
+from kvfuse.usrbio.protocol.queues import Bell, Entries, RingMemory
 from kvfuse.usrbio.protocol.wire import CQE, CQE_STRUCT, Word
 
 PIECE = 4 << 20
@@ -131,6 +131,9 @@ class Ring(Protocol):
     jobs: Jobs
     turns: Interpreter
     seat: Seat
+
+    def serve_copied(self, rows: Entries, taken_at: float) -> None:
+        """Serve entries again, from copies of the bytes of those that write. For its thread."""
 
 
 class Completions:

@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from kvfuse.keys import KEY_SIZE_MAX, file_name, file_names
 from kvfuse.usrbio.daemon import reads
+from kvfuse.usrbio.daemon.batch_finder import BatchFinder
 from kvfuse.usrbio.daemon.call import PIECE, Answer, Call, Entry, Refused, Ring, Short
 from kvfuse.usrbio.daemon.client_memory import Iov
 from kvfuse.usrbio.daemon.columns import (
@@ -37,6 +38,7 @@ from kvfuse.usrbio.protocol.wire import (
     FILE_OPS,
     KEYS_MAX,
     LENGTH_MAX,
+    SQE,
     SQE_STRUCT,
     Flag,
     Op,
@@ -94,6 +96,7 @@ class EntryServer:
         self.lines = Lines(self.serve)
         """entries that were taken and wait"""
         self._columns = ColumnReads(ring, registered)
+        self._batches = BatchFinder(ring, registered)
         self._asked: dict[Namespace, list[bytes]] = {}
         """names of blocks of caches that were asked for in the batch that is being served"""
         self._served: dict[Histogram, int] = {}
@@ -106,13 +109,18 @@ class EntryServer:
     def close(self) -> None:
         """Let go of memory: the garbage collector takes the rest, as the ring's thread and this know each other."""
         self._aux_area = self._aux_area[:0].copy()
-        del self._columns
+        del self._columns, self._batches
 
     # -- serving -------------------------------------------------------------------------------------
 
-    def serve(self, rows: Entries, taken_at: float) -> Entries:
-        """Serve entries taken from the queue at ``taken_at`` (monotonic seconds). Return those that wait for memory."""
+    def serve(self, rows: Entries, taken_at: float, *, in_place: bool = True) -> Entries:
+        """Serve entries taken from the queue at ``taken_at`` (monotonic seconds). Return those that wait for memory.
+
+        ``in_place``: writes may go straight to where the file's bytes are.
+        """
         self.count += len(rows)
+        if in_place and self._op_mask >> Op.WRITE & 1 and (rows["op"] == Op.WRITE).any():
+            rows = self._batches.serve(rows, taken_at)
         if len(rows) >= COLUMNS_MIN:
             rows = self._without_overlaps(rows)
             if self._op_mask >> Op.READ & 1:
@@ -154,6 +162,8 @@ class EntryServer:
 
     def serve_one(self, entry: Entry, taken_at: float) -> bool:
         """As `serve`, of an entry that came alone. False: it has to wait for memory."""
+        if entry.op == Op.WRITE:
+            return not len(self.serve(np.frombuffer(SQE_STRUCT.pack(*entry), SQE), taken_at))
         calls: list[Call] = []
         try:
             answer = self._answer(entry, taken_at, calls)

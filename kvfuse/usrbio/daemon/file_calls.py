@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import trio
 
 from kvfuse import errors
@@ -31,7 +32,7 @@ class FileCalls:
     async def read(self, call: Call) -> None:
         """Have the ring's thread read once the content map shows the range; otherwise read here."""
         offset, length = call.entry.offset, call.entry.length
-        async with self._using(call) as file:
+        async with self.using(call.file) as file:
             end = min(offset + length, file.map.size)
             if file.measures.limiters:
                 await file.measures.throttle(max(0, end - offset))
@@ -58,7 +59,7 @@ class FileCalls:
     async def write(self, call: Call) -> None:
         written = 0
         data = call.data
-        async with self._using(call) as file:
+        async with self.using(call.file) as file:
             if file.measures.limiters:
                 await file.measures.throttle(len(data))
             try:
@@ -74,12 +75,15 @@ class FileCalls:
 
     async def write_together(self, calls: Sequence[Call]) -> list[bool]:
         """Do small writes of one file together where possible. For each call: whether it was done."""
-        async with self._using(calls[0]) as file:
-            writes = [(call.entry.offset, call.data) for call in calls]
-            return await self.volume.files.write_in_slots(file.handle, writes)
+        offsets = np.array([call.entry.offset for call in calls])
+        lengths = np.array([len(call.data) for call in calls])
+        async with self.using(calls[0].file) as file:
+            done = await self.volume.files.write_in_slots(file.handle, offsets, lengths, [call.data for call in calls])
+        chosen = set(done.tolist())
+        return [number in chosen for number in range(len(calls))]
 
     async def fsync(self, call: Call) -> None:
-        async with self._using(call) as file:
+        async with self.using(call.file) as file:
             await self.volume.files.fsync(file.handle)
         call.ring.completions.complete(call, 0)
 
@@ -90,9 +94,8 @@ class FileCalls:
             await self.volume.files.release(file.handle)
 
     @asynccontextmanager
-    async def _using(self, call: Call) -> AsyncIterator[OpenFile]:
+    async def using(self, file: OpenFile | None) -> AsyncIterator[OpenFile]:
         """The file of a call, kept open meanwhile. BadHandle: it was dropped."""
-        file = call.file
         assert file is not None
         if file.dropped:
             raise errors.BadHandle("the file is no longer registered")

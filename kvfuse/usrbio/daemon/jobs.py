@@ -31,6 +31,10 @@ class Jobs:
         """Let the ring's thread call ``job``, which may wait, soon. False, and it will not, if the ring has ended."""
         return self._append(self.here, job)
 
+    def run_in_turn(self, job: Callable[[], None]) -> bool:
+        """As `run_here`, of a job that never waits: the thread has its turn meanwhile."""
+        return self._append(self.in_turn, job)
+
     def _append(self, jobs: deque[Callable[[], None]], job: Callable[[], None]) -> bool:
         with self._lock:
             if self.stopped:

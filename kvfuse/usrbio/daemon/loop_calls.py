@@ -32,6 +32,7 @@ from kvfuse.usrbio.daemon.file_calls import FileCalls
 from kvfuse.usrbio.daemon.indexes import Indexes
 from kvfuse.usrbio.daemon.peer import Peer
 from kvfuse.usrbio.daemon.registry import OpenFile
+from kvfuse.usrbio.daemon.write_batches import Batch, WriteBatches
 from kvfuse.usrbio.protocol.wire import Op
 from kvfuse.volume.api import KernelCache, RingApi
 
@@ -76,6 +77,9 @@ class Calls:
 
     def __post_init__(self) -> None:
         files = self.files = FileCalls(self.volume, self._finish, self._drop_content)
+        self.batches = WriteBatches(
+            files, self.nursery, self.share, lambda ino: self._drop(self.kernel.drop_content, ino)
+        )
         self.admission = Admission(self.volume, self.peer)
         self.indexes = Indexes(self.volume, self.admission)
         blocks = BlockCalls(self.volume, self.admission, self._finish, files.read_here)
@@ -201,6 +205,8 @@ class Calls:
     def _cancel(self, call: Call) -> None:
         completions = call.ring.completions
         found = self._under_way.get((call.ring, call.entry.offset))
+        if not found and self.batches.cancel(call):
+            return
         if not found or found[0].ended:
             completions.complete(call, -errno.ENOENT)
             return
@@ -210,17 +216,21 @@ class Calls:
     async def settled(self, ring: Ring, iov: Iov) -> None:
         """Return when nothing that is under way for a ring can write into the iov any more."""
         await ring.jobs.ask(lambda: True)  # what the thread served before is a call of ours now
+        self.batches.let_go(ring, iov)
         for call in self._of(ring):
             if call.iov is iov:
                 call.cancel()
                 ring.completions.give_up(call, errno.ECANCELED)
         for call in self.queued(ring):
-            if call.iov is iov:
+            if call.iov is iov and isinstance(call, Batch):
+                call.cancel()
+            elif call.iov is iov:
                 ring.completions.give_up(call, errno.ECANCELED)
         await ring.jobs.ask(lambda: True)  # and it is not at one of those any more
 
     def end(self, ring: Ring) -> None:
         """Cancel what is under way for a ring that has stopped."""
+        self.batches.let_go(ring)
         for call in self._of(ring):
             call.cancel()
 

@@ -19,6 +19,7 @@ from kvfuse.usrbio.daemon.loop_calls import Calls
 from kvfuse.usrbio.daemon.peer import Peer
 from kvfuse.usrbio.daemon.pins import Pins
 from kvfuse.usrbio.daemon.registry import Namespace, OpenFile, Table
+from kvfuse.usrbio.daemon.write_batches import Batch
 from kvfuse.volume.views.tier import ReadClass, TierBlock
 
 log = logging.getLogger(__name__)
@@ -60,6 +61,10 @@ class Registered:
     def start(self, calls: list[Call]) -> None:
         """In the event loop: do these calls of a ring."""
         self._desk.put(self._user_key, calls, self._calls.start)
+
+    def start_writes(self, batch: Batch) -> None:
+        """In the event loop: do these writes."""
+        self._desk.put(self._user_key, [batch], lambda _: self._calls.batches.start(batch))
 
     def cancel(self, call: Call) -> None:
         """In the event loop: end the call that ``call`` wants to cancel."""

@@ -23,7 +23,7 @@ from kvfuse.usrbio.daemon.jobs import Jobs
 from kvfuse.usrbio.daemon.lines import TURN_ENTRIES
 from kvfuse.usrbio.daemon.penalty import BOUND, Penalty
 from kvfuse.usrbio.daemon.registered import Registered
-from kvfuse.usrbio.protocol.queues import Bell, RingMemory
+from kvfuse.usrbio.protocol.queues import Bell, Entries, RingMemory
 from kvfuse.usrbio.protocol.wire import SQE, SQE_STRUCT, Layout, Op, Word
 
 log = logging.getLogger(__name__)
@@ -136,6 +136,11 @@ class RingThread:
         finally:
             jobs.is_reading = False
             self.turns.give(self.seat)
+
+    def serve_copied(self, rows: Entries, taken_at: float) -> None:
+        """Serve entries again, which were counted before; see `call.Ring`."""
+        self.server.count -= len(rows)
+        self.server.lines.add(self.server.serve(rows, taken_at, in_place=False), taken_at)
 
     def _drop_turn(self) -> None:
         """Give back the turn with which the thread woke up, where it has not used it."""

@@ -8,13 +8,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
 from kvfuse.checksum import granule_checksums
 from kvfuse.remote.segments.api import Transfer
+from kvfuse.volume.api import Numbers, Places, SlotSource
 from kvfuse.volume.commit.journal import Journal
 from kvfuse.volume.inodes.chunk import FRESH, Chunk
 from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.inodes.node import Node, locked
 from kvfuse.volume.slots.heads import HeaderWriter
+from kvfuse.volume.views import clock
+
+NO_PLACE = -1, 0, -1
 
 
 @dataclass
@@ -39,7 +46,55 @@ class InPlaceWriter:
             await self.core.segments.write(transfers)
         if growth > 0:
             node.resize(index, extents[-1], extents[-1].length + growth)
+        if node.map is not None:
+            node.map.is_in_place = True
         return True
+
+    async def write_in_slots(self, node: Node, offsets: Numbers, lengths: Numbers, source: SlotSource) -> Numbers:
+        """Write where the bytes have unsealed slots; see `api.FileApi`. Of writes that overlap only the first is done.
+
+        EngineError: each of them may have been written or not.
+        """
+        async with locked(node):
+            numbers, segments, places = self._places(node, offsets, lengths)
+            if node.map is not None:
+                node.map.is_in_place = len(numbers) == len(offsets)
+            if not len(numbers):
+                return numbers
+            with self.core.segments.writing(set(segments.tolist())) as targets, self.core.reads.reading():
+                if callable(source) and not targets:
+                    return numbers[:0]
+                for index in np.unique(offsets[numbers] // node.chunk_size).tolist():
+                    node.changing(index)
+                node.mtime = node.ctime = clock.now()
+                self.journal.pending.touch(node)
+                if callable(source):
+                    await source(Places(numbers, segments, places, targets))
+                else:
+                    rows = zip(segments.tolist(), places.tolist(), numbers.tolist(), strict=True)
+                    await self.core.segments.write([Transfer(*row[:2], source[row[2]]) for row in rows])
+        return numbers
+
+    def _places(self, node: Node, offsets: Numbers, lengths: Numbers) -> tuple[Numbers, Numbers, Numbers]:
+        """(numbers, segments, offsets there) of writes into slots that may be written to as they are, in file order."""
+        order = np.argsort(offsets, kind="stable")
+        starts, sizes = offsets[order], lengths[order]
+        if bool((starts[1:] < (starts + sizes)[:-1]).any()):
+            order = order[_apart(starts.tolist(), sizes.tolist())]
+            starts, sizes = offsets[order], lengths[order]
+        indices, inverse = np.unique(starts // node.chunk_size, return_inverse=True)
+        rows = np.array([self._slot(node, index) for index in indices.tolist()], np.int64).reshape(-1, 3)[inverse]
+        starts %= node.chunk_size
+        fits = np.flatnonzero(starts + sizes <= rows[:, 2])
+        return order[fits], rows[fits, 0], rows[fits, 1] + starts[fits]
+
+    def _slot(self, node: Node, index: int) -> tuple[int, int, int]:
+        """(segment, offset, bytes) of a chunk's first extent, as far as it may be written to; else `NO_PLACE`."""
+        chunk = node.chunks.get(index)
+        if chunk is None or chunk.staged is not None or not chunk.extents or chunk.extents[0].checksums:
+            return NO_PLACE
+        extent = chunk.extents[0]
+        return *self.core.locate(extent.addr), min(extent.length, node.size - index * node.chunk_size)
 
     def _transfers(self, chunk: Chunk, start: int, data: bytes | memoryview) -> list[Transfer]:
         """What writes ``data``, and zeros from the chunk's end up to there, into the slots of its extents."""
@@ -103,6 +158,16 @@ class InPlaceWriter:
                     node.chunk_changed(index)
                     self.journal.pending.touch(node)
                     await self.headers.write_header(node, index, extent)
+
+
+def _apart(starts: list[int], sizes: list[int]) -> npt.NDArray[np.intp]:
+    """Of ordered ranges: indices of those that do not overlap one that was chosen before."""
+    chosen, reach = [], 0
+    for number, (start, size) in enumerate(zip(starts, sizes, strict=True)):
+        if start >= reach:
+            chosen.append(number)
+            reach = start + size
+    return np.array(chosen, np.intp)
 
 
 def has_unsealed(node: Node) -> bool:

@@ -10,14 +10,12 @@ node's lock; a write that only stages needs no lock but waits while somebody hol
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from kvfuse.checksum import GRANULE_SIZE
 from kvfuse.errors import FileTooLarge, NoSpace
-from kvfuse.remote.segments.api import Transfer
 from kvfuse.volume.api import FILE_SIZE_MAX
 from kvfuse.volume.commit.journal import Journal
 from kvfuse.volume.commit.pending import Pending
@@ -160,41 +158,6 @@ class Writer:
                     raise
         self.staging.note_change(node)
         return written
-
-    async def write_in_slots(self, node: Node, writes: Sequence[tuple[int, memoryview]]) -> list[bool]:
-        """Write (offset, data) at once where the bytes have unsealed slots; which were written, the others not at all.
-
-        Of those that overlap only the first is. EngineError: each of them may have been written or not.
-        """
-        written = [False] * len(writes)
-        async with locked(node):
-            transfers: list[Transfer] = []
-            reach = 0
-            for number in sorted(range(len(writes)), key=lambda number: writes[number][0]):
-                offset, data = writes[number]
-                transfer = self._transfer_in_slot(node, offset, data) if offset >= reach else None
-                if transfer is not None:
-                    transfers.append(transfer)
-                    written[number] = True
-                    reach = offset + len(data)
-            for index in {offset // node.chunk_size for (offset, _), done in zip(writes, written, strict=True) if done}:
-                node.changing(index)
-            if transfers:
-                with self.core.reads.reading():
-                    await self.core.segments.write(transfers)
-                self.staging.note_change(node)
-        return written
-
-    def _transfer_in_slot(self, node: Node, offset: int, data: memoryview) -> Transfer | None:
-        """What writes the bytes into a slot that may be written to as it is; None where more has to be done."""
-        index, start = divmod(offset, node.chunk_size)
-        chunk = node.chunks.get(index)
-        if chunk is None or chunk.staged is not None or not chunk.extents:
-            return None
-        extent = chunk.extents[0]
-        if extent.checksums or start + len(data) > extent.length or offset + len(data) > node.size:
-            return None
-        return Transfer(*self.core.locate(extent.addr + start), data)
 
     async def _write_parts(self, node: Node, offset: int, data: bytes | memoryview, mark: int | None) -> int:
         """Under the lock: write chunk by chunk; how many bytes had room. NoSpace when not even the first had."""

@@ -115,6 +115,7 @@ class ContentMap:
         "chunk_size",
         "has_copies",
         "ino",
+        "is_in_place",
         "notes_reads",
         "read_at",
         "read_log",
@@ -135,6 +136,8 @@ class ContentMap:
 
         self.has_copies = False
         """rows are of a block of the shared-memory tier: one block for the whole file, so they go together"""
+        self.is_in_place = False
+        """the last write changed bytes in their slots: a hint for who has some to write"""
         self.read_log = read_log
         self.notes_reads = read_log is not None
         """whoever reads calls `note_read`"""

@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import errno
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import trio
 import trio.testing
@@ -25,7 +26,7 @@ from kvfuse.usrbio.daemon.loop_calls import Calls
 from kvfuse.usrbio.daemon.peer import Peer
 from kvfuse.usrbio.daemon.registry import Namespace, OpenFile
 from kvfuse.usrbio.protocol.wire import Flag, Op
-from kvfuse.volume.api import ROOT_INODE, Caller
+from kvfuse.volume.api import ROOT_INODE, Caller, Numbers
 from kvfuse.volume.inodes.handle import FileHandle
 from kvfuse.volume.views.content_map import ContentMap
 from kvfuse.volume.views.gates import Gates
@@ -40,8 +41,8 @@ class StuckVolume:
     def __init__(self) -> None:
         self.files = self
 
-    async def write_in_slots(self, handle: object, writes: Sequence[tuple[int, memoryview]]) -> list[bool]:
-        return [False, True]
+    async def write_in_slots(self, handle: object, offsets: Numbers, lengths: Numbers, source: object) -> Numbers:
+        return np.array([1])
 
     async def write(self, handle: object, offset: int, data: memoryview) -> int:
         await trio.sleep_forever()

@@ -123,6 +123,23 @@ class SegmentFile:
             self._mapping.madvise(mmap.MADV_DONTNEED)
 
 
+class ThreadTarget:
+    """A segment's file for threads that write to it; see `api.Target`."""
+
+    def __init__(self, file: SegmentFile, unsynced: set[SegmentFile]) -> None:
+        self.descriptor = file.fd
+        self.start = file.start
+        self._file = file
+        self._unsynced = unsynced
+
+    def wrote(self) -> None:
+        self._unsynced.add(self._file)
+
+    def error(self, error: OSError, offset: int) -> Exception:
+        """EFAULT is the memory's, not the file's."""
+        return error if error.errno == errno.EFAULT else engine_error(error, self._file.path, offset)
+
+
 class Run:
     """Neighbouring transfers of one file, done by one system call. ``advance`` leaves the rest."""
 

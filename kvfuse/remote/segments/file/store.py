@@ -24,7 +24,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
@@ -36,7 +36,7 @@ import trio
 
 from kvfuse.errors import EngineError, ReadOnly
 from kvfuse.remote.mapguard import GuardedMap
-from kvfuse.remote.segments.api import SegmentInfo, SegmentLimits, SegmentStore, Transfer
+from kvfuse.remote.segments.api import SegmentInfo, SegmentLimits, SegmentStore, Target, Transfer
 from kvfuse.remote.segments.file import fileio
 from kvfuse.remote.segments.file.direct import BLOCK_SIZE
 from kvfuse.remote.segments.file.fileio import Run, SegmentFile
@@ -154,11 +154,24 @@ class FileSegments(SegmentStore):
             finally:
                 self._unsynced.update(run.file for run in runs if not run.file.retired)
 
+    @contextlib.contextmanager
+    def writing(self, segments: set[int]) -> Iterator[Mapping[int, Target]]:
+        files = [self._files[segment] for segment in segments if segment in self._files]
+        if self._read_only or self._closed or self._direct or len(files) < len(segments):
+            yield {}
+            return
+        with contextlib.ExitStack() as in_use:
+            for file in files:
+                in_use.enter_context(file)
+            yield {file.segment: fileio.ThreadTarget(file, self._unsynced) for file in files}
+
     async def sync(self) -> None:
         self.counters.syncs += 1
         async with self._sync_lock:  # a later call waits for an earlier one: it may vouch for the same writes
-            files = list(self._unsynced)
-            self._unsynced.clear()
+            files = []
+            while self._unsynced:  # one by one: threads add some
+                files.append(self._unsynced.pop())
+            files = [file for file in files if not file.retired]
             with contextlib.ExitStack() as in_use:
                 for file in files:
                     in_use.enter_context(file)

@@ -1,0 +1,179 @@
+"""Writes of a batch that change bytes of one file in their slots, together: their bytes go from the iov to the segment.
+
+The ring's thread finds them (`batch_finder`). The event loop says where their bytes belong, and keeps the places and
+the file's lock while the ring's thread writes there, and until then (`WriteBatches`). The thread then has the kernel
+drop what it knew of the file, and posts the completions. Writes that need more than that go back to the ring's
+thread, which copies their bytes and makes a call of each. So do those whose batch waits when one of them is cancelled
+or late.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+import trio
+
+from kvfuse.errnos import errno_of
+from kvfuse.rowwriter import write_rows
+from kvfuse.usrbio.daemon.call import Call, Ring
+from kvfuse.usrbio.daemon.call_memory import Share
+from kvfuse.usrbio.daemon.client_memory import Iov
+from kvfuse.usrbio.daemon.file_calls import FileCalls
+from kvfuse.usrbio.protocol.queues import Entries
+from kvfuse.volume.api import Places
+
+log = logging.getLogger(__name__)
+
+Numbers = npt.NDArray[np.int64]
+
+
+@dataclass(eq=False, slots=True)
+class Batch(Call):
+    """Writes of one file from one iov. ``entry``: the first, as long as all. ``deadline``: of the most urgent one."""
+
+    rows: Entries = field(kw_only=True)
+    taken_at: float = 0.0
+    done: npt.NDArray[np.bool_] = field(kw_only=True)
+    """which are completed, or about to be. The ring's thread sets it while the event loop waits for it"""
+    cancels: list[Call] = field(default_factory=list)
+    """of some of the writes"""
+
+    def columns(self) -> tuple[Numbers, Numbers, Numbers]:
+        """(offset in the file, offset in the iov, length) of each."""
+        words = self.rows.view(np.int64).reshape(-1, 8)
+        return words[:, 2].copy(), words[:, 3], words[:, 4].copy()
+
+
+@dataclass
+class WriteBatches:
+    """The batches of one connection, in the event loop. ``drop_content``: has the kernel drop an inode's bytes, waits.
+
+    ``nursery``: their tasks run in it, and end with it.
+    """
+
+    files: FileCalls
+    nursery: trio.Nursery
+    share: Share
+    drop_content: Callable[[int], None]
+    _under_way: set[Batch] = field(default_factory=set)
+
+    def start(self, batch: Batch) -> None:
+        if batch.ring.completions.stopped:
+            self.share.give(batch.size, batch.weight)
+        else:
+            self._under_way.add(batch)
+            self.nursery.start_soon(self._run, batch)
+
+    def cancel(self, call: Call) -> bool:
+        """Have the write that ``call`` names cancelled, and the call completed. False: it is in no batch."""
+        for batch in self._under_way:
+            if batch.ring is call.ring and ((batch.rows["user_data"] == call.entry.offset) & ~batch.done).any():
+                batch.cancels.append(call)
+                batch.cancel()
+                return True
+        return False
+
+    def let_go(self, ring: Ring, iov: Iov | None = None) -> None:
+        """Cancel batches of a ring that did not begin to write, all or those from ``iov``."""
+        for batch in self._under_way:
+            if batch.ring is ring and (iov is None or batch.iov is iov):
+                batch.cancel()
+
+    async def _run(self, batch: Batch) -> None:
+        assert batch.scope is not None
+        assert batch.file is not None
+        if batch.deadline < float("inf"):
+            batch.scope.deadline = trio.current_time() + batch.deadline - time.monotonic()
+        offsets, _, lengths = batch.columns()
+        try:
+            with batch.scope:
+                async with self.files.using(batch.file) as file:
+                    source = partial(self._write, batch)
+                    await self.files.volume.files.write_in_slots(file.handle, offsets, lengths, source)
+        except Exception as error:
+            _fail(batch, error)
+        finally:
+            self._under_way.discard(batch)
+            self.share.give(batch.size, batch.weight)
+            self._answer_cancels(batch)
+        if not batch.done.all():
+            batch.ring.jobs.run_in_turn(partial(batch.ring.serve_copied, batch.rows[~batch.done], batch.taken_at))
+
+    def _answer_cancels(self, batch: Batch) -> None:
+        completions = batch.ring.completions
+        for call in batch.cancels:
+            found = np.flatnonzero((batch.rows["user_data"] == call.entry.offset) & ~batch.done)[:1]
+            batch.done[found] = True
+            if len(found):
+                completions.post([call.entry.offset], [-errno.ECANCELED])
+            completions.complete(call, 0 if len(found) else -errno.ENOENT)
+
+    async def _write(self, batch: Batch, places: Places) -> None:
+        """Have the ring's thread write; the kernel and the client hear of it soon."""
+        await trio.lowlevel.checkpoint_if_cancelled()  # from here on nobody can stop it
+        with trio.CancelScope(shield=True):
+            await batch.ring.jobs.ask(partial(self._write_now, batch, places))
+
+    def _write_now(self, batch: Batch, places: Places) -> bool:
+        """In the ring's thread. Nothing is done where the client punched out memory meanwhile."""
+        ring, numbers = batch.ring, places.numbers
+        results = batch.columns()[2][numbers]
+        assert batch.iov is not None
+        if not batch.iov.is_there(int(results.sum())):
+            return False
+        with ring.turns.copying(ring.seat):
+            written, number = _write_rows(batch, places)
+        for target in places.targets.values():
+            target.wrote()
+        if written < len(numbers):
+            results[written:] = -number
+        batch.done[numbers] = True
+        return ring.jobs.run_here(partial(self._complete, batch, numbers, results))
+
+    def _complete(self, batch: Batch, numbers: Numbers, results: Numbers) -> None:
+        """In the ring's thread, which may wait for the kernel; the event loop may go on."""
+        assert batch.file is not None
+        self.drop_content(batch.file.ino)
+        batch.ring.completions.post(batch.rows["user_data"][numbers], results)
+
+
+def _write_rows(batch: Batch, places: Places) -> tuple[int, int]:
+    """As `rowwriter.write_rows`, to these places; with the errno that clients get."""
+    assert batch.iov is not None
+    _, iov_offsets, lengths = batch.columns()
+    segments, targets = places.segments.tolist(), places.targets
+    rows = np.empty((len(segments), 4), np.int64)
+    rows[:, 0] = [targets[segment].descriptor for segment in segments]
+    rows[:, 1] = places.offsets + [targets[segment].start for segment in segments]
+    rows[:, 2] = iov_offsets[places.numbers] + batch.iov.bytes.ctypes.data
+    rows[:, 3] = lengths[places.numbers]
+    written, number = write_rows(rows)
+    if number:
+        error = targets[segments[written]].error(OSError(number, os.strerror(number)), int(rows[written, 1]))
+        log.warning("a ring's write failed: %s", error)
+        return written, _errno(error)
+    return written, 0
+
+
+def _errno(error: Exception) -> int:
+    number = error.errno if isinstance(error, OSError) else errno_of(error)
+    return number or errno.EIO
+
+
+def _fail(batch: Batch, error: Exception) -> None:
+    """Complete with the error what is not completed."""
+    if not isinstance(error, OSError) and errno_of(error) is None:
+        log.error("a batch of writes failed", exc_info=error)
+    assert batch.file is not None
+    batch.file.measures.failed(error, is_read=False)
+    left = batch.rows["user_data"][~batch.done]
+    batch.done[:] = True
+    batch.ring.completions.post(left, np.full(len(left), -_errno(error)))
