@@ -78,6 +78,14 @@ def test_pages_go_from_one_engine_to_another(
         assert first.counters()["stored"] == PAGES * first.form()["blocks"]  # what was there is not stored again
 
 
+def test_a_pool_that_shows_copies_of_its_pages(host: EngineHost, mount: KvfuseMount) -> None:
+    options = {"layout": "layer_first", "copies": True}
+    with started(host, mount, "copies", **options) as first, started(host, mount, "copies", **options) as second:
+        pages = hashes()
+        first.store(pages)
+        assert second.load(pages) == [True] * PAGES
+
+
 def test_a_gap_in_a_prefix_ends_it(host: EngineHost, mount: KvfuseMount) -> None:
     with started(host, mount, "gap") as engine:
         pages = hashes()

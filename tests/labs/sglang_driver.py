@@ -110,12 +110,17 @@ class Engine:
     def start(
         self, mount: str, namespace: str, *, kind: str = "mha", layout: str = "page_first", allocator: str = "shm",
         dtype: str = "bfloat16", model: str = "meta/Llama 3", tp: tuple[int, int] = (0, 1),
-        pp: tuple[int, int] = (0, 1), tp_lcm: int | None = None, extra: dict[str, Any] | None = None, file: str = "",
+        pp: tuple[int, int] = (0, 1), tp_lcm: int | None = None, copies: bool = False,
+        extra: dict[str, Any] | None = None, file: str = "",
     ) -> None:  # fmt: skip
-        """``tp``, ``pp``: (rank, size). ``file``: the folder of SGLang's own file backend, to be asked the same."""
+        """``tp``, ``pp``: (rank, size). ``copies``: the pool shows copies of its pages alone.
+        ``file``: the folder of SGLang's own file backend, to be asked the same."""
         from kvfuse.connectors.sglang.config import extra_config
 
         self.pool = new_pool(kind, layout, allocator, dtype, HEADS // tp[1] if tp_lcm else HEADS)
+        if copies:
+            show = self.pool.get_data_page
+            self.pool.get_data_page = lambda index, flat=True: show(index, flat).clone()
         self.sides: dict[str, Any] = {}
         config = HiCacheStorageConfig(
             tp_rank=tp[0], tp_size=tp[1], pp_rank=pp[0], pp_size=pp[1], attn_cp_rank=0, attn_cp_size=1,

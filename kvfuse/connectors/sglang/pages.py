@@ -146,6 +146,7 @@ class GatheredPages(PoolPages):
         self._dtype = empty.dtype
         self._staging = staging
         super().__init__(store, pool, [tag], empty.numel() * empty.element_size())
+        self._shows_pages = self._are_views()
 
     def get_to(self, hashes: Sequence[str], targets: Sequence[torch.Tensor], give_up: float) -> Pages:
         """Which pages stand in these tensors now."""
@@ -178,7 +179,11 @@ class GatheredPages(PoolPages):
         starts = indices[:: self.page_tokens].tolist()
 
         def take(number: int, part: torch.Tensor) -> None:
-            self.pool.set_from_flat_data_page(starts[number], part)
+            if self._shows_pages:
+                page = self._page(starts[number])
+                np.copyto(page, part.view(torch.uint8).numpy().reshape(page.shape))
+            else:
+                self.pool.set_from_flat_data_page(starts[number], part)
 
         return self._move_out(keys, take, give_up)
 
@@ -186,8 +191,11 @@ class GatheredPages(PoolPages):
         starts = indices[:: self.page_tokens].tolist()
 
         def fill(number: int, part: torch.Tensor) -> None:
-            page = self.pool.get_data_page(starts[number], flat=False)
-            part.view(page.shape).copy_(page)
+            if self._shows_pages:
+                page = self._page(starts[number])
+                np.copyto(part.view(torch.uint8).numpy().reshape(page.shape), page)
+            else:
+                part.copy_(self.pool.get_data_page(starts[number], flat=True))
 
         return self._move_in(keys, fill, give_up)
 
@@ -226,6 +234,19 @@ class GatheredPages(PoolPages):
         for start in range(0, count, step):
             numbers = list(range(start, min(start + step, count)))
             yield numbers, [place * self.page_size for place in range(len(numbers))]
+
+    def _page(self, start: int) -> Any:
+        """The page where it stands in the pool, as bytes: numpy copies these without threads that wait for each
+        other, which costs much on a busy host."""
+        return self.pool.get_data_page(start, flat=False).view(torch.uint8).numpy()
+
+    def _are_views(self) -> bool:
+        """Whether the pool shows its pages, rather than copies of them."""
+        try:
+            page = self._page(0)
+        except (NotImplementedError, RuntimeError, ValueError, TypeError, AttributeError):
+            return False
+        return page.nbytes == self.page_size and lie_within([page.ctypes.data], [1], pool_buffers(self.pool))
 
     def _part(self, region: Region, offset: int) -> torch.Tensor:
         return torch.from_numpy(region.part(offset, self.page_size)).view(self._dtype)
