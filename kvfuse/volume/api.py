@@ -330,7 +330,22 @@ class RingApi(VolumeApi, Protocol):
     @property
     def blocks(self) -> BlockApi: ...
     @property
+    def ready(self) -> ReadyApi: ...
+    @property
     def search(self) -> SearchApi: ...
+
+
+class ReadyApi(Protocol):
+    """Puts of new blocks that need no wait, many at once."""
+
+    def put(
+        self, directory: int, rows: Sequence[tuple[bytes, memoryview | TierBlock]], caller: Caller, mode: int,
+        may: Callable[[Attributes], bool],
+    ) -> list[bool]:  # fmt: skip
+        """Store (name, bytes) as `BlockApi.put` does, where the name means nothing and nothing has to be waited for.
+
+        Which are stored; the others are left to that. ``may``: the caller may make names in a directory.
+        """
 
 
 class SearchApi(Protocol):

@@ -36,7 +36,7 @@ class Volume:
         self.inodes = Inodes(parts)
         self.files = Files(parts, self.inodes, self._background)
         self.tree = Tree(parts, self.files)
-        self.blocks, self.search = parts.blocks, parts.blocks.search
+        self.blocks, self.ready, self.search = parts.blocks, parts.blocks.ready, parts.blocks.search
         self.gates = parts.core.namespaces.gates
         if parts.coherence is not None:
             self.sections["coherence"] = parts.coherence.statistics

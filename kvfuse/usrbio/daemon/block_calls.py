@@ -108,6 +108,27 @@ class BlockCalls:
         old = await self.volume.blocks.put(namespace.ino, name, call.data, self.peer.caller(), namespace.mode)
         self.finish(Done(call, entry.length, directory=namespace.ino, names=[(name, old)]))
 
+    def put_together(self, calls: Sequence[Call]) -> list[bool]:
+        """Do puts of one namespace that need no wait; which are done. The others are left to `put`."""
+        namespace, volume = calls[0].namespace, self.volume
+        assert namespace is not None
+        is_known = namespace.epoch == namespace.gates.epoch and not (namespace.is_absent or namespace.read_only)
+        if not is_known or namespace.measures.limiters:
+            return [False] * len(calls)
+        ready = [call for call in calls if call.data is not None and not call.ended]
+
+        def may(folder: Attributes) -> bool:
+            return namespace.has_token or self.peer.may(folder, 3)
+
+        rows = [(call.names[0], call.data) for call in ready]
+        stored = volume.ready.put(namespace.ino, rows, self.peer.caller(), namespace.mode, may)
+        done = set[Call]()
+        for call, is_stored in zip(ready, stored, strict=True):
+            if is_stored:
+                done.add(call)
+                self.finish(Done(call, call.entry.length, directory=namespace.ino, names=[(call.names[0], 0)]))
+        return [call in done for call in calls]
+
     async def exists(self, call: Call) -> None:
         namespace = await self._check(call, 1)
         names, answers = list(call.names), bytearray()

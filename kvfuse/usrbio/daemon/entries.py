@@ -148,7 +148,8 @@ class EntryServer:
                 done.append(CQE_STRUCT.pack(entry.user_data, *answer))
             kept_size += entry.length
             is_wanted = self._turns.is_wanted(self._ring.seat)
-            if is_wanted or (entry.length >= LARGE and (entry.op != Op.PUT or kept_size >= PUTS_SIZE)):
+            is_put = entry.op == Op.PUT
+            if kept_size >= PUTS_SIZE or (not is_put and (is_wanted or entry.length >= LARGE)):
                 self._pass_on(done, calls)
                 done, calls, kept_size = [], [], 0
             if is_wanted:

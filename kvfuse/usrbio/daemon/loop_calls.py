@@ -40,6 +40,8 @@ log = logging.getLogger(__name__)
 
 PUTS_SECONDS = 1e-3
 """how long puts that need no wait keep the event loop"""
+PUTS_TOGETHER = 32
+"""done in one go, which takes about as long"""
 BESIDE_READERS = 0.25
 """of that, where callers of other namespaces read"""
 
@@ -82,7 +84,7 @@ class Calls:
         )
         self.admission = Admission(self.volume, self.peer)
         self.indexes = Indexes(self.volume, self.admission)
-        blocks = BlockCalls(self.volume, self.admission, self._finish, files.read_here)
+        blocks = self._blocks = BlockCalls(self.volume, self.admission, self._finish, files.read_here)
         self._deadlines: Deadlines[Call] = Deadlines(self.nursery, _expire)
         self._handlers: dict[int, Callable[[Call], Awaitable[None]]] = {
             Op.READ: files.read,
@@ -164,6 +166,10 @@ class Calls:
                 turn_end -= PUTS_SECONDS * (1 - BESIDE_READERS)
             with trio.CancelScope() as scope:
                 while self._puts and self._runner is runner and not scope.cancel_called:
+                    if self._put_together() and time.perf_counter() > turn_end:
+                        break
+                    if not self._puts:
+                        break
                     call = self._puts.popleft()
                     call.scope = scope
                     runner.busy = True
@@ -185,6 +191,26 @@ class Calls:
             self._runner = None
         self.share.give(0, runner.weight)
         self._see_to_puts()
+
+    def _put_together(self) -> bool:
+        """Do the first puts, if they are of one namespace and need no wait. False: the next one is to be done alone."""
+        ready: list[Call] = []
+        while self._puts and len(ready) < PUTS_TOGETHER and not self._puts[0].is_alone:
+            if ready and self._puts[0].namespace is not ready[0].namespace:
+                break
+            ready.append(self._puts.popleft())
+        try:
+            done = self._blocks.put_together(ready) if ready else []
+        except Exception:
+            log.exception("puts together failed")
+            done = [False] * len(ready)
+        for call, is_done in zip(reversed(ready), reversed(done), strict=True):
+            if is_done:
+                self._ended(call)
+            else:
+                call.is_alone = True
+                self._puts.appendleft(call)
+        return True in done
 
     async def _at_a_wait(self) -> None:
         """Runs once the task that does puts waits: post the kept calls, and start a task for the other puts."""

@@ -32,6 +32,7 @@ from kvfuse.volume.names.own_search import OwnSearch
 from kvfuse.volume.names.pages import LEARN_ROWS
 from kvfuse.volume.names.plans import Plan
 from kvfuse.volume.names.promotion import Promotion
+from kvfuse.volume.names.ready_puts import BlockCounters, ReadyPuts
 from kvfuse.volume.namespaces.cache import Cache
 from kvfuse.volume.namespaces.settings import ROOT
 from kvfuse.volume.slots.flusher import Flusher
@@ -54,16 +55,6 @@ DELETE_PEERS = 128
 
 
 @dataclass
-class BlockCounters:
-    puts: int = 0
-    put_bytes: int = 0
-    deletes: int = 0
-    asked: int = 0
-    """names in calls of ``exists``"""
-    prefetches: int = 0
-
-
-@dataclass
 class Blocks:
     """The blocks of one membership, for the event loop only. `Parts` has it."""
 
@@ -81,6 +72,7 @@ class Blocks:
         self.outlook = Outlook(self.core)
         self.promotion = Promotion(self.core, self.reader)
         self.search = OwnSearch(self.core)
+        self.ready = ReadyPuts(self.core, self.journal, self.flusher, self.names, self.counters)
 
     def start(self) -> None:
         """Connect the tier to the event loop: call it there, once, before any use of the tier."""
@@ -124,7 +116,7 @@ class Blocks:
         """The cache that a directory is in, and which admits the block. NotAdmitted, NotADirectory, Stale."""
         namespace = (await self.lookup.directory(directory)).namespace
         cache = self.core.caches.get(namespace)
-        if cache is not None and not cache.admits(directory, name, self.core.has_spare_room(namespace, size)):
+        if cache is not None and not cache.admits(directory, [name], self.core.has_spare_room(namespace, size))[0]:
             raise errors.NotAdmitted(f"{name!r} is not stored: the cache is full of blocks that are worth more")
         return cache
 

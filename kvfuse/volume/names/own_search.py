@@ -25,8 +25,8 @@ class OwnSearch:
         return namespace is None or bool(namespace.settings.recompute_rate)
 
     def _means(self, directory: int, name: bytes, ino: int) -> bool:
-        """The name means the inode now. One that is not in memory has the name that it had: nobody uses it."""
+        """The name means the inode now, for sure: one that is not in memory may have been renamed before it left."""
         folder, node = self.core.nodes.get(directory), self.core.nodes.peek(ino)
         if folder is None or ino < self.core.namespaces.cleared.get(folder.namespace, 0):
             return False
-        return node is None or (node.nlink > 0 and node.parent == directory and node.name == name)
+        return node is not None and node.nlink > 0 and node.parent == directory and node.name == name

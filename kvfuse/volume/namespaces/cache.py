@@ -317,11 +317,13 @@ class Cache:
 
     # -- decisions ---------------------------------------------------------------------------------------
 
-    def admits(self, directory: int, name: bytes, has_room: bool) -> bool:
-        """The block is worth storing. ``has_room``: without an eviction."""
-        key = block_key(directory, name)
-        admitted = key in self.policy or self.policy.admits([key], self.clock(), has_room)[0]
-        self.counters["refused"] += not admitted
+    def admits(self, directory: int, names: Sequence[bytes], has_room: bool) -> list[bool]:
+        """Which blocks of a chain are worth storing. ``has_room``: without an eviction."""
+        keys = [block_key(directory, name) for name in names]
+        absent = [key for key in keys if key not in self.policy]
+        answers = dict(zip(absent, self.policy.admits(absent, self.clock(), has_room), strict=True)) if absent else {}
+        admitted = [answers.get(key, True) for key in keys]
+        self.counters["refused"] += admitted.count(False)
         return admitted
 
     def candidates(self, size: int) -> list[Candidate]:
