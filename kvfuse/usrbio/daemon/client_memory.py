@@ -17,6 +17,7 @@ from contextlib import contextmanager
 import numpy as np
 import numpy.typing as npt
 
+from kvfuse.checksum import granule_checksums
 from kvfuse.usrbio.daemon.charges import Charge
 from kvfuse.usrbio.daemon.page_owners import faults
 
@@ -29,6 +30,8 @@ HELD_SIZE = 4 << 30
 """Bytes of memory into which small copies are made without letting go of the interpreter lock."""
 SLOW_SECONDS = 0.01
 """No small copy takes as long, unless its memory was punched out meanwhile: that takes about 0.2 s for each GiB."""
+SMALL = 64 << 10
+"""Bytes up to which a copy is made without letting go of the interpreter lock: doing so costs more."""
 TINY = 1024
 """bytes that numpy copies with the lock"""
 LOOK_BYTES = 1 << 20
@@ -117,6 +120,11 @@ class Iov:
             np.copyto(target, self.bytes[offset : offset + len(target)])
         elif os.preadv(self.descriptor, [target.data], offset) != len(target):  # brings no page into being
             raise OSError(errno.EFAULT, "the memory was truncated")
+
+    def read_checked(self, offset: int, target: Bytes) -> bytes:
+        """As `read`; the checksums of the copy's granules."""
+        self.read(offset, target)
+        return granule_checksums(target.data)
 
     def write(self, offset: int, data: memoryview) -> None:
         """Copy ``data`` to ``offset``. OSError EFAULT, if the memory went away; see `filling`."""

@@ -9,8 +9,9 @@ from __future__ import annotations
 import errno
 import time
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +20,7 @@ from kvfuse.keys import KEY_SIZE_MAX, file_name, file_names
 from kvfuse.usrbio.daemon import reads
 from kvfuse.usrbio.daemon.batch_finder import BatchFinder
 from kvfuse.usrbio.daemon.call import PIECE, Answer, Call, Entry, Refused, Ring, Short
-from kvfuse.usrbio.daemon.client_memory import Iov
+from kvfuse.usrbio.daemon.client_memory import SMALL, Bytes, Iov
 from kvfuse.usrbio.daemon.columns import (
     COLUMNS_MIN,
     OFFSET_MAX,
@@ -47,6 +48,8 @@ from kvfuse.usrbio.protocol.wire import (
 )
 from kvfuse.volume.views.content_map import ContentMap
 from kvfuse.volume.views.measures import Histogram
+
+T = TypeVar("T")
 
 LARGE = 256 << 10
 """Bytes of an operation from which it is not kept back for those behind it."""
@@ -247,7 +250,7 @@ class EntryServer:
                 raise Refused(errno.EBADF)
             if entry.op == Op.WRITE:
                 with self._reserved(call, entry.length):
-                    self._copy(call, np.empty(entry.length, np.uint8), iov)
+                    self._copy(call, np.empty(entry.length, np.uint8), iov, iov.read)
             else:
                 if not iov.writable:
                     raise Refused(errno.EACCES)
@@ -263,7 +266,7 @@ class EntryServer:
 
     def _read(self, content: ContentMap, offset: int, length: int, iov: Iov, iov_offset: int) -> int:
         """`reads.read`, where others work meanwhile if it is much."""
-        if length <= reads.SMALL and iov.holds_lock:
+        if length <= SMALL and iov.holds_lock:
             began = time.perf_counter()
             result = reads.read(content, offset, length, iov, iov_offset)
             iov.note_copy(time.perf_counter() - began)
@@ -312,16 +315,17 @@ class EntryServer:
             call.size = call.weight = 0
             raise
 
-    def _copy(self, call: Call, buffer: npt.NDArray[np.uint8], iov: Iov) -> None:
-        """The bytes of an entry, which the client may change from now on. OSError."""
-        if len(buffer) <= reads.SMALL and iov.holds_lock:
+    def _copy(self, call: Call, buffer: npt.NDArray[np.uint8], iov: Iov, read: Callable[[int, Bytes], T]) -> T:
+        """The bytes of an entry, which the client may change from now on. What ``read`` answers. OSError."""
+        if len(buffer) <= SMALL and iov.holds_lock:
             began = time.perf_counter()
-            iov.read(call.entry.iov_offset, buffer)
+            answer = read(call.entry.iov_offset, buffer)
             iov.note_copy(time.perf_counter() - began)
         else:
             with self._turns.copying(self._ring.seat):
-                iov.read(call.entry.iov_offset, buffer)
+                answer = read(call.entry.iov_offset, buffer)
         call.data = buffer.data
+        return answer
 
     # keys
 
@@ -365,8 +369,10 @@ class EntryServer:
         assert call.iov is not None
         length, iov, call.iov = call.entry.length, call.iov, None
         block = self._registered.allocate(call.namespace, length)
-        self._copy(call, np.empty(length, np.uint8) if block is None else block.buffer, iov)
-        call.data = call.data if block is None else block
+        buffer = np.empty(length, np.uint8) if block is None else block.buffer
+        checksums = self._copy(call, buffer, iov, iov.read_checked)
+        if block is not None:
+            block.checksums, call.data = checksums, block
 
     def _serve_get(self, entry: Entry, deadline: float, calls: list[Call]) -> Answer | None:
         namespace = self._namespace(entry)

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvfuse.checksum import GRANULE_SIZE, crc32c
-from kvfuse.usrbio.daemon.client_memory import LOOK_BYTES, TINY, Iov
+from kvfuse.usrbio.daemon.client_memory import LOOK_BYTES, SMALL, TINY, Iov
 from kvfuse.volume.views.content_map import ContentMap, MapRow, Source
 
 Numbers = npt.NDArray[np.int64]
@@ -25,8 +25,6 @@ Numbers = npt.NDArray[np.int64]
 ASK = -1 << 31
 """A result: the event loop has to do it."""
 PAGE = 4096
-SMALL = 64 << 10
-"""Bytes up to which a copy is made without letting go of the interpreter lock: doing so costs more."""
 TABLE_GRANULES_MAX = 1 << 19
 """Granules that the tables of one ring may have together: 128 GiB of files, 9 MiB of memory."""
 

@@ -81,7 +81,7 @@ class Staged:
     not copied. Slots are allocated at the write, which so fails on a full volume.
     """
 
-    __slots__ = ("dropped", "length", "pieces", "slots", "unsure", "writing")
+    __slots__ = ("checked", "dropped", "length", "pieces", "slots", "unsure", "writing")
 
     def __init__(self) -> None:
         self.pieces: list[bytes | bytearray | memoryview] = []
@@ -89,6 +89,8 @@ class Staged:
 
         A buffer into which an engine read is never a bytearray here: a traceback's frame may still have views of it.
         """
+        self.checked: tuple[object, bytes] | None = None
+        """a piece, and the checksums of its granules, which its writer has made; of no use if it is not the only one"""
         self.length = 0
         self.slots: list[Slot] = []
         self.writing = False

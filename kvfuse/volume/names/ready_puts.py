@@ -139,7 +139,7 @@ class _Maker:
         self._pending.touch(node)
         self._pending.set_name(folder.ino, name, node, False)
         core.metadata.reserve(node, metadata_budget.new_inode(name))
-        self._stage(node, data.buffer.data if isinstance(data, TierBlock) else data, slots)
+        self._stage(node, data, slots)
         if self._cache is not None:
             self._cache.named(folder.ino, name)
             size = sum([slot.size for slot in slots])
@@ -149,9 +149,12 @@ class _Maker:
         self.count += 1
         self.size += node.size
 
-    def _stage(self, node: Node, content: memoryview, slots: list[Slot]) -> None:
+    def _stage(self, node: Node, data: memoryview | TierBlock, slots: list[Slot]) -> None:
         staged, chunk = Staged(), Chunk()
+        content = data.buffer.data if isinstance(data, TierBlock) else data
         staged.pieces, staged.length, staged.slots = [content], len(content), slots
+        if isinstance(data, TierBlock) and data.checksums:
+            staged.checked = content, data.checksums
         node.size = staged.length
         node.chunks[0] = chunk
         self._flusher.stage(node, chunk, staged)

@@ -387,7 +387,7 @@ class Flusher:
             if length <= 0:
                 break
             parts = [memoryview(pieces[0])[offset : offset + length]] if len(pieces) == 1 else pieces
-            checksums = b"".join([granule_checksums(part) for part in parts])
+            checksums = _known_checksums(staged, length) or b"".join([granule_checksums(part) for part in parts])
             generation = self.core.generations.next()
             extents.append(Extent(slot.addr, slot.size, length, generation, checksums, FRESH, slot.owner))
             part_addr = slot.addr
@@ -460,3 +460,11 @@ def in_fair_order(core: Core, chunks: Sequence[tuple[Node, int]]) -> list[tuple[
         ends[node.namespace] = start + size / core.namespaces.weight(node.namespace)
         starts.append(start)
     return [chunks[number] for number in sorted(range(len(chunks)), key=starts.__getitem__)]
+
+
+def _known_checksums(staged: Staged, length: int) -> bytes:
+    """Those that the writer made, of an extent with all of the bytes; empty: it made none, or wrote more since."""
+    if staged.checked is None or len(staged.pieces) != 1 or length != staged.length:
+        return b""
+    piece, checksums = staged.checked
+    return checksums if staged.pieces[0] is piece and len(staged.pieces[0]) == length else b""

@@ -132,7 +132,7 @@ class _Lease:
 class TierBlock:
     """``size`` bytes of an arena. Written by whoever allocated it, before anybody else sees it; then never again."""
 
-    __slots__ = ("buffer", "home", "kept_at", "name", "offset", "size", "uses")
+    __slots__ = ("buffer", "checksums", "home", "kept_at", "name", "offset", "size", "uses")
 
     def __init__(self, arena: Arena, slot: int, size: int) -> None:
         self.buffer: Bytes = np.asarray(_Lease(arena, slot, size))
@@ -142,6 +142,8 @@ class TierBlock:
         self.kept_at = 0
         self.uses = 0
         self.home = arena
+        self.checksums = b""
+        """of its granules, as `granule_checksums` has them; empty: nobody has made them"""
         self.name = b""
         """of its file, in the directory of the read class"""
 

@@ -40,6 +40,7 @@ from kvfuse.blockindex import (
     fingerprints_of,
     places,
 )
+from kvfuse.checksum import extent_checksum
 from kvfuse.keys import HASHED, key_of
 from kvfuse.volume.views.arenas import ReadClass, TierBlock
 
@@ -137,8 +138,9 @@ class BlockIndex:
         slot = self._place(wanted[0])
         if slot < 0 or len(self._slots) >= FULL * BUCKET * self.buckets:
             return False
+        checksum = (extent_checksum(block.checksums, block.size), 1) if block.checksums else (0, 0)
         start, version = 64 * slot + 8, table.versions[8 * slot]
-        FIELDS.pack_into(self._memory.fields, start, block.arena, TIER_DRAM, block.offset, block.size, 0, 0, ino)
+        FIELDS.pack_into(self._memory.fields, start, block.arena, TIER_DRAM, block.offset, block.size, *checksum, ino)
         table.fingerprints[slot] = wanted[0]
         _order()
         table.versions[8 * slot] = version + 1
