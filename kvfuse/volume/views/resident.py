@@ -14,7 +14,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -36,6 +36,8 @@ from kvfuse.blockindex import (
     VALID_UNTIL,
     VERSION,
     WORDS_MAX,
+    Fingerprints,
+    Numbers,
     Table,
     fingerprints_of,
     places,
@@ -49,11 +51,19 @@ FULL = 0.75
 """of the slots: then a table of twice as many takes the place of this one"""
 INDEXES_MAX = 256
 """each takes a descriptor"""
+SAMPLE_SECONDS = 0.05
+"""between looks at what clients read by themselves"""
+SAMPLE_SLOTS, PAGE_SLOTS = 8192, 1024
+"""looked at in one go: of all clients, of one page; what clients write beyond is not seen"""
 USES_MAX = 1 << 12
 """samples that wait for somebody to take them"""
 TIER_DRAM = 1
 """as in answers of EXISTS with COSTS"""
 _SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | 0x0010  # F_SEAL_FUTURE_WRITE
+
+
+Shown = tuple[bytes, int, TierBlock]
+"""name, inode, block"""
 
 
 class _Memory:
@@ -124,6 +134,43 @@ class BlockIndex:
         slot = self._slots.get(name)
         return 0 if slot is None else self._inos[slot]
 
+    def show_first(self, rows: Sequence[Shown]) -> list[Shown]:
+        """Show blocks in an empty table, many at once; which of them found a place."""
+        keys = [key_of(name) if not name.startswith(HASHED) else None for name, _, _ in rows]
+        rows = [row for row, key in zip(rows, keys, strict=True) if key is not None]
+        wanted = fingerprints_of(self._table.multipliers, [key for key in keys if key is not None])
+        slots, free = np.full(len(rows), -1, np.int64), np.zeros(self.buckets, np.int64)
+        for half in (0, 1):  # each in its first bucket where that has room, else in the second
+            left = np.flatnonzero(slots < 0)
+            buckets = (wanted[left, half] & np.uint64(self.buckets - 1)).astype(np.int64)
+            order = np.argsort(buckets, kind="stable")
+            ordered = buckets[order]
+            starts = np.searchsorted(ordered, ordered)  # of the run of its bucket
+            places_in = free[ordered] + np.arange(len(ordered)) - starts
+            fits = places_in < BUCKET
+            slots[left[order[fits]]] = ordered[fits] * BUCKET + places_in[fits]
+            np.add.at(free, ordered[fits], 1)
+        shown = np.flatnonzero(slots >= 0)
+        placed = [rows[row] for row in shown.tolist()]
+        self._fill(slots[shown], wanted[shown], placed)
+        return placed
+
+    def _fill(self, slots: Numbers, wanted: Fingerprints, rows: Sequence[Shown]) -> None:
+        table = self._table.slots
+        blocks = [block for _, _, block in rows]
+        table["arena"][slots] = [block.arena for block in blocks]
+        table["tier"][slots] = TIER_DRAM
+        table["offset"][slots] = [block.offset for block in blocks]
+        table["length"][slots] = [block.size for block in blocks]
+        table["generation"][slots] = [ino for _, ino, _ in rows]
+        self._table.fingerprints[slots] = wanted
+        _order()
+        table["version"][slots] = 1
+        numbers = slots.tolist()
+        names, inos = [name for name, _, _ in rows], [ino for _, ino, _ in rows]
+        self.names, self._inos = dict(zip(numbers, names, strict=True)), dict(zip(numbers, inos, strict=True))
+        self._slots = dict(zip(names, numbers, strict=True))
+
     def ino_at(self, slot: int) -> int:
         return self._inos[slot]
 
@@ -189,7 +236,7 @@ class Touches:
     def take(self) -> list[int]:
         """Slots that were written since the last call, each once; of many the last ones."""
         count = int(self._count[0])
-        new, self._seen = min((count - self._seen) % (1 << 64), TOUCHES_MAX), count
+        new, self._seen = min((count - self._seen) % (1 << 64), PAGE_SLOTS), count
         return list(dict.fromkeys(self._slots[np.arange(count - new, count) % TOUCHES_MAX].tolist())) if new else []
 
 
@@ -201,7 +248,9 @@ class Residents:
 
     def __init__(self, note_use: Callable[[int], None]) -> None:
         self._note_use = note_use
-        self._touches: set[Touches] = set()
+        self._touches: deque[Touches] = deque()
+        """in the order in which they are looked at"""
+        self._sampled_at = 0.0
         self._uses: deque[tuple[int, list[bytes]]] = deque(maxlen=USES_MAX)
         self.by_directory: dict[int, dict[ReadClass, BlockIndex]] = {}
         """to be looked at without the lock; replaced, never changed"""
@@ -210,28 +259,25 @@ class Residents:
         self._valid_until = 0
         self._lock = threading.Lock()
 
-    def open(self, readers: ReadClass, blocks: Iterable[tuple[bytes, int, TierBlock]]) -> Touches | None:
+    def open(self, readers: ReadClass, blocks: Iterable[Shown]) -> Touches | None:
         """The index of a read class, for one connection more, in a page for its touches. ``blocks`` (name, inode,
         block): what it shows if it is new. None: there are too many indexes."""
         with self._lock:
             index = self.by_directory.get(readers.directory, {}).get(readers)
             if index is None:
-                if sum(map(len, self.by_directory.values())) >= INDEXES_MAX:
+                if not self._has_room():
                     return None
-                index = self._make(readers, BUCKETS_MIN, blocks)
+                index = self._make(readers, blocks)
             touches = Touches(index)
             index.user_count += 1
-            self._touches.add(touches)
+            self._touches.append(touches)
             return touches
 
     def leave(self, touches: Touches) -> None:
         """A connection has them no more."""
         with self._lock:
-            index = touches.index
-            self._touches.discard(touches)
-            index.user_count -= 1
-            if not index.user_count and self.by_directory.get(index.readers.directory, {}).get(index.readers) is index:
-                self._end(index)
+            self._touches.remove(touches)
+            touches.index.user_count -= 1
 
     def show(self, name: bytes, ino: int, block: TierBlock) -> None:
         """The tier keeps the block of a file, which has this name alone."""
@@ -264,15 +310,27 @@ class Residents:
                     index.hide(name)
 
     def sample(self) -> None:
-        """Note which blocks clients read by themselves."""
+        """Note which blocks clients read by themselves. Does nothing where it was called a moment before."""
+        now = time.monotonic()
+        if not self._touches or now < self._sampled_at + SAMPLE_SECONDS:
+            return
         with self._lock:
-            for touches in self._touches:
-                index = touches.index
-                found = [(name, index.ino_at(slot)) for slot in touches.take() if (name := index.names.get(slot))]
-                for _, ino in found:
-                    self._note_use(ino)
-                if found:
-                    self._uses.append((index.readers.directory, [name for name, _ in found]))
+            self._sampled_at, left = now, SAMPLE_SLOTS
+            for touches in list(self._touches):
+                self._touches.rotate(-1)
+                left -= self._note(touches)
+                if left <= 0:
+                    break
+
+    def _note(self, touches: Touches) -> int:
+        """Under the lock; how many slots."""
+        index, slots = touches.index, touches.take()
+        found = [(name, index.ino_at(slot)) for slot in slots if (name := index.names.get(slot))]
+        for _, ino in found:
+            self._note_use(ino)
+        if found:
+            self._uses.append((index.readers.directory, [name for name, _ in found]))
+        return len(slots)
 
     def take_uses(self) -> Iterator[tuple[int, list[bytes]]]:
         """(directory, names) of what was sampled since the last call."""
@@ -298,15 +356,24 @@ class Residents:
 
     # -- under the lock ------------------------------------------------------------------------------
 
-    def _make(self, readers: ReadClass, buckets: int, blocks: Iterable[tuple[bytes, int, TierBlock]]) -> BlockIndex:
+    def _has_room(self) -> bool:
+        """For one index more; one that nobody has goes for it."""
+        indexes = [index for found in self.by_directory.values() for index in found.values()]
+        if len(indexes) < INDEXES_MAX:
+            return True
+        unused = next((index for index in indexes if not index.user_count), None)
+        if unused is not None:
+            self._end(unused)
+        return unused is not None
+
+    def _make(self, readers: ReadClass, blocks: Iterable[Shown]) -> BlockIndex:
         """A new index that shows these blocks, in the place of any former one."""
-        rows = list(blocks)
+        rows, buckets = list(blocks), BUCKETS_MIN
         while BUCKET * buckets * FULL / 2 < len(rows) and buckets < BUCKETS_MAX:
             buckets *= 2
         index = BlockIndex(readers, buckets, self._valid_until)
-        for name, ino, block in rows:
-            if index.show(name, ino, block):
-                self._shown[ino] = index, name
+        for name, ino, _ in index.show_first(rows):
+            self._shown[ino] = index, name
         self._set(readers, index)
         return index
 

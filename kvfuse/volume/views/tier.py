@@ -27,7 +27,7 @@ from kvfuse.errors import NotFound
 from kvfuse.policy.hot import Recent
 from kvfuse.volume.views.arenas import Arena, Kind, Memory, ReadClass, TierBlock
 from kvfuse.volume.views.placement import ANYWHERE, Placement
-from kvfuse.volume.views.resident import Residents
+from kvfuse.volume.views.resident import Residents, Shown
 
 __all__ = ["ReadClass", "SharedTier", "TierBlock", "TierStatistics"]
 
@@ -178,7 +178,7 @@ class SharedTier:
                 if arena.kind.retired and not arena.leased_count:
                     self._give_back(arena)
 
-    def blocks_of(self, readers: ReadClass) -> list[tuple[bytes, int, TierBlock]]:
+    def blocks_of(self, readers: ReadClass) -> list[Shown]:
         """(name, inode, block) of the blocks of a read class; a name may mean something else by now."""
         with self._lock:
             kinds = [kind for (_, own), kind in self._kinds.items() if own == readers]
