@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 import click
 
 import kvfuse
+from kvfuse import blockindex
 from kvfuse.cli import checks
 from kvfuse.cli.console import print_json, print_table
 from kvfuse.cli.version import installed_version
@@ -120,6 +121,15 @@ def check_checksums() -> Iterator[Finding]:
     else:
         remedy = f"{sys.executable} -m pip install --force-reinstall google-crc32c"
         yield Finding("CRC32C", WARN, f"in software ({implementation}): reads and writes will be slow", remedy)
+
+
+def check_native() -> Iterator[Finding]:
+    """The part in C, with which clients find and copy blocks: several times as fast as the same in Python."""
+    if blockindex.native is not None:
+        yield Finding("native part", OK, "is there")
+    else:
+        remedy = f"apt-get install gcc python3-dev, and {sys.executable} -m pip install --force-reinstall kvfuse"
+        yield Finding("native part", WARN, "was not built: look-ups and small gets are slower", remedy)
 
 
 def check_read_ahead() -> Iterator[Finding]:
@@ -243,6 +253,7 @@ CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
     check_fusermount,
     check_python,
     check_checksums,
+    check_native,
     check_read_ahead,
     check_limits,
     check_helpers,
