@@ -71,15 +71,15 @@ class Guarding:
             self._process.wait()
 
 
-def open_switch(device: int) -> int:
-    """The descriptor of the file that aborts the mount with this st_dev when "1" is written to it. OSError.
+def open_switch(device: int, name: str = "abort", flags: int = os.O_WRONLY) -> int:
+    """The descriptor of a control file of the mount with this st_dev; "1" written to ``abort`` ends it. OSError.
 
     Small systems do not mount the control file system, and nobody else need see it: then root has a mount of it that
     has no place, for as long as the opening takes. Where even that fails, the error is that of the usual place.
     """
-    name = f"{os.minor(device)}/abort"
+    name = f"{os.minor(device)}/{name}"
     try:
-        return os.open(CONNECTIONS / name, os.O_WRONLY)
+        return os.open(CONNECTIONS / name, flags)
     except FileNotFoundError:
         libc = ctypes.CDLL(None)
         context = libc.syscall(FSOPEN, b"fusectl", CLOSE_ON_EXEC)
@@ -93,6 +93,6 @@ def open_switch(device: int) -> int:
         if mount < 0:
             raise
         try:
-            return os.open(name, os.O_WRONLY, dir_fd=mount)
+            return os.open(name, flags, dir_fd=mount)
         finally:
             os.close(mount)

@@ -23,7 +23,7 @@ import kvfuse
 from kvfuse.errors import MountError
 from kvfuse.fs.control import when_cancelled
 from kvfuse.fs.doors import Door, Doors, Service, running
-from kvfuse.fs.guarding import Guarding
+from kvfuse.fs.guarding import Guarding, open_switch
 from kvfuse.fs.kernel import FuseKernelCache
 from kvfuse.fs.ops import KvfuseOperations
 from kvfuse.fs.takeover import checked, is_dead_mount, libc, takeover, unmount
@@ -49,6 +49,8 @@ MS_REMOUNT = 32
 """of mount(2)"""
 SHARED_ATTR_SECONDS = 1.0
 """for which the kernel may show attributes that another host changed, where it could not be told"""
+BACKGROUND = 64
+"""requests; the kernel's own bound is 12"""
 END_SECONDS = 20.0
 """for each step of the way out, so that a daemon that is told to end does"""
 
@@ -231,6 +233,7 @@ async def _announce(session: _Session, on_ready: Callable[[], None], nursery: tr
     status = await trio.to_thread.run_sync(os.stat, session.mountpoint)
     if session.options.read_ahead:
         _set_read_ahead(status.st_dev, session.options.read_ahead)
+    _set_background(status.st_dev)
     if session.doors:
         nursery.start_soon(session.doors.run, status.st_dev)
         await session.doors.opened.wait()
@@ -262,6 +265,19 @@ def _set_read_ahead(device: int, size: int) -> None:
         knob.write_text(str(size // 1024))
     except OSError as error:
         log.info("read-ahead stays as it is: %s", error)
+
+
+def _set_background(device: int) -> None:
+    """How many requests that nobody waits for the kernel sends at a time: read-ahead, write-back, asynchronous I/O."""
+    try:
+        for name, count in (("max_background", BACKGROUND), ("congestion_threshold", BACKGROUND * 3 // 4)):
+            knob = open_switch(device, name)
+            try:
+                os.write(knob, b"%d" % count)
+            finally:
+                os.close(knob)
+    except OSError as error:
+        log.info("the kernel sends few requests in the background: %s", error)
 
 
 async def _end_when_told(stop: trio.Event, session: _Session, scope: trio.CancelScope) -> None:

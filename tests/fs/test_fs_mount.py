@@ -12,6 +12,7 @@ import pytest
 from mounting import KvfuseMount, wait_until
 from posix_calls import fails, opened
 
+from kvfuse.fs.guarding import open_switch
 from kvfuse.fs.mount import kernel_options
 from kvfuse.options.options import MountOptions
 
@@ -36,6 +37,9 @@ def test_the_mount_table_names_the_volume(mount: KvfuseMount) -> None:
     assert "rw" in options.split(",")
     knob = Path(f"/sys/class/bdi/{device}/read_ahead_kb")
     assert int(knob.read_text()) == (1024 if may_write(knob) else 128)
+    control = open_switch(os.makedev(*map(int, device.split(":"))), "max_background", os.O_RDONLY)
+    assert int(os.read(control, 10)) == 64
+    os.close(control)
 
 
 def may_write(path: Path) -> bool:
