@@ -181,6 +181,25 @@ def test_side_pools_of_an_anchor_without_bytes(host: EngineHost, mount: KvfuseMo
         assert answer == (6, {"kv": 8, "swa": 6, "indexer": 7}, [6])
 
 
+def test_states_of_mamba_belong_to_each_rank_even_with_mla(host: EngineHost, mount: KvfuseMount) -> None:
+    pages = hashes()
+    with (
+        started(host, mount, "mamba", kind="mla", tp=(0, 2)) as first,
+        started(host, mount, "mamba", kind="mla", tp=(1, 2)) as second,
+    ):
+        for engine in (first, second):
+            engine.add_side_pool("mamba", "mamba")
+            assert len(engine.names(pages[:1], "mamba")) == 3
+        first.store(pages)
+        assert first.store_v2("mamba", pages[3:5], seed=1) == [True] * 2
+        policies = {"mamba": ("trailing_pages", 1)}
+        assert first.exists_v2(pages, policies) == (5, {"kv": PAGES, "mamba": 5}, [4, 5])
+        assert second.exists_v2(pages, policies) == (0, {"kv": PAGES}, [])
+        assert second.store_v2("mamba", pages[3:5], seed=2) == [True] * 2
+        assert first.load_v2("mamba", pages[4:6], seed=1) == [True, False]
+        assert second.load_v2("mamba", pages[4:6], seed=2) == [True, False]
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [

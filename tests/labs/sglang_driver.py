@@ -57,6 +57,7 @@ from sglang.srt.mem_cache.hicache_storage import (  # noqa: E402
 )
 from sglang.srt.mem_cache.memory_pool_host import LogicalHostPool  # noqa: E402
 from sglang.srt.mem_cache.pool_host.base import host_memory_budget_scope  # noqa: E402
+from sglang.srt.mem_cache.pool_host.mamba import MambaPoolHost  # noqa: E402
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost  # noqa: E402
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost  # noqa: E402
 from sglang.srt.mem_cache.storage import StorageBackendFactory  # noqa: E402
@@ -68,9 +69,16 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def new_pool(kind: str, layout: str, allocator: str = "default", dtype: str = "bfloat16", heads: int = HEADS) -> Any:
-    """A host pool as HiCache makes it. ``kind``: mha, mla, or logical (indices alone)."""
+    """A host pool as HiCache makes it. ``kind``: mha, mla, mamba, or logical (indices alone)."""
     if kind == "logical":
         return LogicalHostPool(TOKENS, PAGE, layout)
+    if kind == "mamba":
+        temporal, conv = torch.zeros(LAYERS, 2, 4, 16), torch.zeros(LAYERS, 2, 3, 32, dtype=torch.bfloat16)
+        states = info.MambaStateBufferInfo(temporal=temporal, conv=(conv, conv.clone()))
+        with host_memory_budget_scope(1 << 30):
+            return MambaPoolHost(
+                states, 20, 0, device_capacity=2, pin_memory=False, allocator_type=allocator, layout=layout
+            )
     shape = (PAGE, heads, WIDTH) if kind == "mha" else (PAGE, 1, 2 * HEADS * WIDTH)
     layers = [tuple(torch.zeros(shape, dtype=DTYPES[dtype]) for _ in range(LAYERS)) for _ in range(2)]
     pointers = [torch.tensor([layer.data_ptr() for layer in some], dtype=torch.uint64) for some in layers]
@@ -203,7 +211,7 @@ class Engine:
 
     def load_v2(self, pool: str, hashes: list[str], seed: int = 0) -> list[bool]:
         host = self.sides[pool]
-        indices = host.alloc(len(hashes) * PAGE)
+        indices = host.alloc(len(hashes) * host.page_size)
         transfer = PoolTransfer(PoolName(pool), host_indices=indices, keys=hashes)
         loaded = self.backend.batch_get_v2([transfer])[pool]
         self._compare(host, hashes, indices, loaded, seed)
@@ -295,13 +303,13 @@ class Engine:
         ).view(like.dtype)
 
     def _filled(self, pool: Any, hashes: list[str], seed: int) -> torch.Tensor:
-        indices = pool.alloc(len(hashes) * PAGE)
-        for page_hash, start in zip(hashes, indices[::PAGE].tolist(), strict=True):
+        indices = pool.alloc(len(hashes) * pool.page_size)
+        for page_hash, start in zip(hashes, indices[:: pool.page_size].tolist(), strict=True):
             pool.set_from_flat_data_page(start, self._page(pool, page_hash, seed))
         return indices
 
     def _compare(self, pool: Any, hashes: list[str], indices: torch.Tensor, loaded: list[bool], seed: int) -> None:
-        for page_hash, start, is_loaded in zip(hashes, indices[::PAGE].tolist(), loaded, strict=True):
+        for page_hash, start, is_loaded in zip(hashes, indices[:: pool.page_size].tolist(), loaded, strict=True):
             page = pool.get_data_page(start).view(torch.uint8)
             assert not is_loaded or torch.equal(page, self._page(pool, page_hash, seed).view(torch.uint8)), page_hash
 
