@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
-from mounting import KvfuseMount, stopped, temporary_mount, wait_until
+from mounting import KvfuseMount, stop_process, stopped, temporary_mount, wait_until
 
 from kvfuse.connectors.link import Region
 from kvfuse.connectors.steady_store import DescriptorMismatch, SteadyStore
@@ -130,6 +131,23 @@ def test_a_daemon_that_hangs_costs_one_deadline(mount: KvfuseMount) -> None:
         assert not store.put(KEYS, region, OFFSETS, SIZES).any()
     wait_until(lambda: store.is_up, "the store to come back")
     assert_gets(store, region, SIZES)
+    store.close()
+
+
+@pytest.mark.parametrize("goes_on", [True, False], ids=["goes on", "is killed"])
+def test_a_daemon_that_hangs_is_silent_when_it_is_over_with_it(mount: KvfuseMount, goes_on: bool) -> None:
+    store = SteadyStore(mount.point, "llama", descriptor=LLAMA, deadline=0.5)
+    region = store.register(shared_memory(COUNT * SIZE))
+    assert store.is_silent
+    stop_process(mount.pid)
+    assert store.get(KEYS, region, OFFSETS, SIZES).tolist() == [-1] * COUNT
+    assert not store.is_silent  # it may go on where it was
+    if goes_on:
+        os.kill(mount.pid, signal.SIGCONT)
+    else:
+        mount.kill()
+    wait_until(lambda: store.is_silent, "the end of what the daemon did")
+    assert store.is_up is goes_on
     store.close()
 
 

@@ -7,20 +7,23 @@ import hashlib
 import importlib
 import shlex
 import uuid
+from types import SimpleNamespace as Some
 from typing import Any
 
 import numpy as np
 from engine_host import serve
 from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext, make_offload_key
-from vllm.v1.kv_offload.config import (
-    OffloadingCacheConfig,
-    OffloadingConfig,
-    OffloadingGroupConfig,
-    OffloadingModelConfig,
-    OffloadingParallelConfig,
-)
-from vllm.v1.kv_offload.tiering.base import TransferJob
+from vllm.v1.kv_offload.tiering import base as tiering
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
+
+from kvfuse.connectors.vllm import register
+
+try:
+    from vllm.v1.kv_offload import config as vllm_config
+except ImportError:  # before 0.26
+    vllm_config = None
+TransferJob = getattr(tiering, "TransferJob", None) or tiering.JobMetadata  # before 0.29
+register()
 
 ROW = 64 << 10
 CHUNKS = 48
@@ -36,6 +39,49 @@ def known(cls: Any, **fields: Any) -> Any:
     return cls(**{name: value for name, value in fields.items() if name in cls.__dataclass_fields__})
 
 
+def new_spec(extra: Any, model: str, dtype: str, own: int, ranks: int, groups: int, events: bool) -> Any:
+    """Of the configuration that a scheduler makes of vLLM's own."""
+    of = vllm_config
+    parallel = known(
+        of.OffloadingParallelConfig, rank=own, world_size=ranks, tp_size=ranks, pp_size=1, pcp_size=1, dcp_size=1,
+        data_parallel_index=0, data_parallel_size=1, data_parallel_rank_local=None, is_parallelism_agnostic=False,
+    )  # fmt: skip
+    all_groups = tuple(
+        known(of.OffloadingGroupConfig, tokens_per_block=16, layer_names=(f"layer.{group}",), group_id=group)
+        for group in range(groups)
+    )
+    config = known(
+        of.OffloadingConfig, groups=all_groups, worker_kv_bytes_per_block=ROW // ranks, extra_config=extra,
+        enable_kv_cache_events=events, engine_id=uuid.uuid4().hex, parallel=parallel, kv_cache_layout="NHD",
+        model=known(of.OffloadingModelConfig, name=model, dtype=dtype),
+        cache=of.OffloadingCacheConfig(tokens_per_hash=16, blocks_per_chunk=1),
+    )  # fmt: skip
+    return TieringOffloadingSpec(config)
+
+
+def old_spec(extra: Any, model: str, dtype: str, own: int, ranks: int, groups: int, events: bool) -> Any:
+    """Of 0.25: a spec has vLLM's own configurations, of which it uses this."""
+    parallel = dict.fromkeys(
+        ("decode_context_parallel_size", "prefill_context_parallel_size", "pipeline_parallel_size"), 1
+    )
+    engine = Some(
+        kv_transfer_config=Some(kv_connector_extra_config=extra), kv_events_config=Some(enable_kv_cache_events=events),
+        parallel_config=Some(rank=own, world_size=ranks, tensor_parallel_size=ranks, **parallel),
+        model_config=Some(model=model, dtype=dtype, revision=None), instance_id=uuid.uuid4().hex,
+        cache_config=Some(
+            cache_dtype="auto", block_size=16, hash_block_size=16, enable_prefix_caching=True,
+            prefix_caching_hash_algo="sha256",
+        ),
+    )  # fmt: skip
+    caches = Some(
+        kv_cache_groups=[
+            Some(kv_cache_spec=Some(block_size=16), layer_names=[f"layer.{group}"]) for group in range(groups)
+        ],
+        num_blocks=1, kv_cache_tensors=[Some(size=ROW // ranks, block_stride=0)],
+    )  # fmt: skip
+    return TieringOffloadingSpec(engine, caches)
+
+
 class Engine:
     """One scheduler process. Chunks are made of their keys and a ``salt``, and compared when they come back."""
 
@@ -43,27 +89,14 @@ class Engine:
         """``change``: ``model``, ``dtype``, ``ranks`` (own, all), ``groups``, ``events``; else options of the tier."""
         own, ranks = change.pop("ranks", (0, 1))
         groups, events = change.pop("groups", 1), change.pop("events", False)
-        model = known(
-            OffloadingModelConfig, name=change.pop("model", "meta/Llama 3"), dtype=change.pop("dtype", "bfloat16")
-        )
-        parallel = known(
-            OffloadingParallelConfig, rank=own, world_size=ranks, tp_size=ranks, pp_size=1, pcp_size=1, dcp_size=1,
-            data_parallel_index=0, data_parallel_size=1, data_parallel_rank_local=None, is_parallelism_agnostic=False,
-        )  # fmt: skip
+        model, dtype = change.pop("model", "meta/Llama 3"), change.pop("dtype", "bfloat16")
         tier = {
             "type": "KvfuseTier", "module_path": "kvfuse.connectors.vllm", "mount": mount, "namespace": namespace,
             "enable_kv_events": events, **change,
         }  # fmt: skip
-        self.config = known(
-            OffloadingConfig, groups=tuple(
-                known(OffloadingGroupConfig, tokens_per_block=16, layer_names=(f"layer.{group}",), group_id=group)
-                for group in range(groups)
-            ), worker_kv_bytes_per_block=ROW // ranks, enable_kv_cache_events=events,
-            extra_config={"cpu_bytes_to_use": CHUNKS * ROW, "secondary_tiers": [tier]},
-            engine_id=uuid.uuid4().hex, model=model, parallel=parallel,
-            cache=OffloadingCacheConfig(tokens_per_hash=16, blocks_per_chunk=1), kv_cache_layout="NHD",
-        )  # fmt: skip
-        self.spec = TieringOffloadingSpec(self.config)
+        self.extra = {"cpu_bytes_to_use": CHUNKS * ROW, "secondary_tiers": [tier]}
+        make = old_spec if vllm_config is None else new_spec
+        self.spec = make(self.extra, model, dtype, own, ranks, groups, events)
         self.manager: Any = self.spec.get_manager()
         (self.tier,) = self.manager.secondary_tiers
         self.view = np.asarray(self.manager.primary_tier.get_kv_memoryview()).view(np.uint8)
@@ -131,7 +164,10 @@ class Engine:
 
     def finished(self) -> list[tuple[bool, int]]:
         """(success, chunks that were loaded of one that was none) of jobs that are over since."""
-        return [(result.success, len(result.successful_keys or ())) for result in self.tier.get_finished_jobs()]
+        return [
+            (result.success, len(getattr(result, "successful_keys", None) or ()))
+            for result in self.tier.get_finished_jobs()
+        ]
 
     # -- what a test looks at ------------------------------------------------------------------------
 
@@ -151,15 +187,15 @@ class Engine:
         return {name.removeprefix(prefix): value for name, value in reduced.items() if name.startswith(prefix)}
 
     def definitions(self) -> list[str]:
-        return sorted(type(self.spec).build_metric_definitions(self.config.extra_config))
+        return sorted(type(self.spec).build_metric_definitions(self.extra))
 
     def news(self) -> list[tuple[bool, str, str, int]]:
         """Events of the tier so far: removed, medium, locality, chunks."""
-        self.events += [
-            (event.removed, event.medium.value, event.locality.value, len(event.keys))
-            for event in self.manager.take_events()
-            if event.medium.value == "STORAGE"
-        ]
+        takes = hasattr(tiering.SecondaryTierManager, "take_events")  # since 0.26
+        for event in self.manager.take_events() if takes else self.tier.take_events():
+            medium, locality = (getattr(part, "value", part) for part in (event.medium, getattr(event, "locality", "")))
+            if medium == "STORAGE":
+                self.events.append((event.removed, medium, locality or "REMOTE", len(event.keys)))
         return self.events
 
     def name(self, seed: int, number: int) -> str:

@@ -6,7 +6,7 @@ import json
 from importlib.metadata import version
 
 PACKAGE = "vllm"
-VERSIONS = "0.28 and newer (0.25 to 0.27: register the tier in code)"
+VERSIONS = "0.25 and newer"
 MODULE = "kvfuse.connectors.vllm"
 TIER = "KvfuseTier"
 
@@ -23,18 +23,24 @@ def configuration(mount: str, namespace: str) -> str:
     return f"--kv-transfer-config '{json.dumps(transfer_config(mount, namespace), indent=2)}'\n"
 
 
+def installed() -> tuple[int, int]:
+    """Of vLLM; (0, 0): a version that is made otherwise."""
+    try:
+        major, minor = version(PACKAGE).split(".")[:2]
+        return int(major), int(minor)
+    except ValueError:
+        return 0, 0
+
+
+def finds_modules() -> bool:
+    """This vLLM loads tiers by ``module_path``; otherwise they are registered."""
+    return not (0, 25) <= installed() < (0, 28)
+
+
 def check_engine() -> list[str]:
     """Advice about the vLLM that is installed."""
-    found = version(PACKAGE)
-    try:
-        major, minor = (int(part) for part in found.split(".")[:2])
-    except ValueError:
-        return [f"vLLM {found} is none that this adapter knows: it was tried with 0.33."]
-    if (major, minor) < (0, 25):
-        return [f"vLLM {found} has no secondary tiers that look-ups may wait for: update to 0.28 or newer."]
-    if (major, minor) < (0, 28):
-        return [
-            f"vLLM {found} does not load tiers by module_path: call SecondaryTierFactory.register_tier("
-            f"'{TIER}', '{MODULE}', '{TIER}') in a plug-in of yours, or update to 0.28 or newer."
-        ]
+    if installed() == (0, 0):
+        return [f"vLLM {version(PACKAGE)} is no release that this adapter knows; it was tried with 0.33."]
+    if installed() < (0, 25):
+        return [f"vLLM {version(PACKAGE)} has no secondary tiers as this adapter is one: update to 0.25 or newer."]
     return []

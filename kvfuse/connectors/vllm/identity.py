@@ -85,14 +85,13 @@ def _old_facts(spec: Any) -> dict[str, Any]:
     engine, groups = spec.vllm_config, spec.kv_cache_config.kv_cache_groups
     parallel, cache = engine.parallel_config, engine.cache_config
     dtype = engine.model_config.dtype if cache.cache_dtype == "auto" else cache.cache_dtype
-    factor = getattr(spec, "block_size_factor", 1)
-    tokens = [group.kv_cache_spec.block_size for group in groups]
+    tokens = spec.gpu_block_size
     return {
         "model": engine.model_config.model,
         "dtype": str(dtype).removeprefix("torch."),
         "layout": "direct",
-        "chunk_tokens": tokens[0] * factor,
-        "hash_tokens": getattr(spec, "hash_block_size", tokens[0]),
+        "chunk_tokens": tokens[0] * spec.block_size_factor,
+        "hash_tokens": spec.hash_block_size,
         "groups": _digest([(count, list(group.layer_names)) for count, group in zip(tokens, groups, strict=True)]),
         "sizes": {name: getattr(parallel, LONG_SIZES[name], 1) for name in PARALLEL_SIZES},
         "rank": parallel.rank,
