@@ -45,7 +45,7 @@ ROOMS: dict[str, set[str]] = {
 }
 """room -> what it may import of this package, beside itself and the version in kvfuse/__init__.py"""
 
-OF_ENGINES = {"sglang", "torch", "ucm", "vllm"}
+OF_ENGINES = {"lmcache", "sglang", "torch", "ucm", "vllm"}
 """what adapters import, in the environments of their engines"""
 
 INNER: dict[str, list[set[str]]] = {

@@ -90,6 +90,11 @@ class SteadyStore:
         """
         return self._link.is_silent
 
+    @property
+    def mismatch(self) -> DescriptorMismatch | None:
+        """Why the namespace must not be used, where the mount came after the start."""
+        return self._link.mismatch
+
     def register(self, memory: object) -> Region:
         """Memory that blocks are to be got into or put from: an array, a CPU tensor, a SharedMemory, the descriptor of
         shared memory. The daemon copies straight into shared memory of which this process has a descriptor."""

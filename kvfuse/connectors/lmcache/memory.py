@@ -1,0 +1,97 @@
+"""The memory of LMCache's objects: a pool that the daemon maps, and whatever lies elsewhere."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvfuse.connectors.steady_store import Region, SteadyStore
+from kvfuse.usrbio.client.iov import address_of
+
+SHM = "/dev/shm/"
+
+
+class _Memory:
+    """Bytes at an address, for numpy."""
+
+    def __init__(self, address: int, size: int) -> None:
+        self.__array_interface__ = {"data": (address, False), "shape": (size,), "typestr": "|u1", "version": 3}
+
+
+class Pool:
+    """LMCache's pool in the processor's memory, and blocks moved between its objects and a store."""
+
+    def __init__(self, store: SteadyStore, address: int, size: int) -> None:
+        """``size`` 0: there is no pool."""
+        self._store = store
+        self._descriptor = _descriptor_of(address) if size else None
+        self._region = store.register(memory_at(address, size)) if size else None
+
+    @property
+    def is_shared(self) -> bool:
+        """The daemon copies from and to it."""
+        return self._region is not None and self._region.iov is not None
+
+    def get(self, keys: Sequence[bytes], objects: Sequence[Any], deadline: float) -> npt.NDArray[np.int64]:
+        """Fill objects. Bytes of each, -1: a miss; a block may be smaller than the object that it is to fill."""
+        results: npt.NDArray[np.int64] = self._move(self._store.get, keys, objects, deadline)
+        return results
+
+    def put(self, keys: Sequence[bytes], objects: Sequence[Any], deadline: float) -> npt.NDArray[np.bool_]:
+        """Which objects are stored."""
+        stored: npt.NDArray[np.bool_] = self._move(self._store.put, keys, objects, deadline)
+        return stored
+
+    def close(self) -> None:
+        if self._region is not None:
+            self._store.forget(self._region)
+            self._region = None
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def _move(self, move: Callable[..., Any], keys: Sequence[bytes], objects: Sequence[Any], deadline: float) -> Any:
+        sizes = sizes_of(objects)
+        addresses = np.fromiter((one.data_ptr for one in objects), np.int64, len(objects))
+        region = self._around(int(addresses.min()), int((addresses + sizes).max()))
+        offsets = addresses - address_of(region.array)
+        return move(keys, region, offsets.tolist(), sizes.tolist(), deadline=max(deadline, 0))
+
+    def _around(self, start: int, end: int) -> Region:
+        """What has all bytes from ``start`` to ``end``: the pool, or memory that is copied once more."""
+        pool = self._region
+        if pool is not None and address_of(pool.array) <= start and end <= address_of(pool.array) + len(pool.array):
+            return pool
+        return Region(memory_at(start, end - start))
+
+
+def sizes_of(objects: Sequence[Any]) -> npt.NDArray[np.int64]:
+    """Bytes of each."""
+    return np.fromiter((one.get_size() for one in objects), np.int64, len(objects))
+
+
+def memory_at(address: int, size: int) -> npt.NDArray[np.uint8]:
+    """The bytes there, which must live as long."""
+    return np.asarray(_Memory(address, size))
+
+
+def _descriptor_of(address: int) -> int | None:
+    """Of the shared memory that is mapped there, for the daemon to get; LMCache keeps none. None: it is not shared."""
+    with suppress(OSError), open("/proc/self/maps") as rows:
+        for row in rows:
+            words = row.split(maxsplit=5)
+            start, end = (int(bound, 16) for bound in words[0].split("-"))
+            if start <= address < end:
+                path = words[5].rstrip("\n") if len(words) > 5 else ""
+                if not path.startswith(SHM):
+                    return None
+                descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+                if os.fstat(descriptor).st_ino == int(words[4]):
+                    return descriptor
+                os.close(descriptor)
+    return None
