@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib
+import os
 import shlex
 import uuid
 from types import SimpleNamespace as Some
@@ -98,6 +99,7 @@ class Engine:
         make = old_spec if vllm_config is None else new_spec
         self.spec = make(self.extra, model, dtype, own, ranks, groups, events)
         self.manager: Any = self.spec.get_manager()
+        os.unlink(self.spec._scheduler_mmap.mmap_path)  # vLLM's file would outlive a process that is killed
         (self.tier,) = self.manager.secondary_tiers
         self.view = np.asarray(self.manager.primary_tier.get_kv_memoryview()).view(np.uint8)
         self.requests = 0
