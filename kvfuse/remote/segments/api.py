@@ -48,6 +48,8 @@ class Target(Protocol):
     descriptor: int
     start: int
     """of the segment in the file, in bytes"""
+    address: int
+    """at which the file is mapped, for the kernel alone to write to: it says EFAULT where others get a signal. Or 0"""
 
     def wrote(self) -> None:
         """After a write, before anybody hears of it: a later ``sync`` vouches for it."""

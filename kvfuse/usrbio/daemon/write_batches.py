@@ -149,15 +149,19 @@ def _write_rows(batch: Batch, places: Places) -> tuple[int, int]:
     """As `rowwriter.write_rows`, to these places; with the errno that clients get."""
     assert batch.iov is not None
     _, iov_offsets, lengths = batch.columns()
-    segments, targets = places.segments.tolist(), places.targets
-    rows = np.empty((len(segments), 4), np.int64)
-    rows[:, 0] = [targets[segment].descriptor for segment in segments]
-    rows[:, 1] = places.offsets + [targets[segment].start for segment in segments]
-    rows[:, 2] = iov_offsets[places.numbers] + batch.iov.bytes.ctypes.data
+    targets = [places.targets[segment] for segment in places.segments.tolist()]
+    starts = iov_offsets[places.numbers]
+    rows = np.empty((len(targets), 7), np.int64)
+    rows[:, 0] = [target.descriptor for target in targets]
+    rows[:, 1] = places.offsets + [target.start for target in targets]
+    rows[:, 2] = starts + batch.iov.bytes.ctypes.data
     rows[:, 3] = lengths[places.numbers]
+    rows[:, 4], rows[:, 5] = batch.iov.descriptor, starts
+    rows[:, 6] = [target.address for target in targets]
+    rows[:, 6] += np.where(rows[:, 6] > 0, rows[:, 1], 0)
     written, number = write_rows(rows)
     if number:
-        error = targets[segments[written]].error(OSError(number, os.strerror(number)), int(rows[written, 1]))
+        error = targets[written].error(OSError(number, os.strerror(number)), int(rows[written, 1]))
         log.warning("a ring's write failed: %s", error)
         return written, _errno(error)
     return written, 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import mmap
 import os
 import random
 import time
@@ -332,7 +333,7 @@ def test_rows_are_written_until_one_fails(
         rows = []
         for _ in range(rng.choice([1, 5, 600])):
             part, start, length = rng.randrange(2), rng.randrange(90_000), rng.randrange(1, 300)
-            rows.append((descriptors[part], len(wanted[part]), memory.ctypes.data + start, length))
+            rows.append((descriptors[part], len(wanted[part]), memory.ctypes.data + start, length, -1, 0, 0))
             wanted[part] += memory[start : start + length].tobytes()
             if rng.random() < 0.1:
                 wanted[part] += bytes(10)
@@ -341,7 +342,38 @@ def test_rows_are_written_until_one_fails(
             found = os.pread(descriptor, len(wanted[part]) + 1, 0)
             assert found == wanted[part][: len(found)]
             assert not any(wanted[part][len(found) :])
-        bad = np.array([*rows, (-1, 0, memory.ctypes.data, 10), rows[0]])
+        bad = np.array([*rows, (-1, 0, memory.ctypes.data, 10, -1, 0, 0), rows[0]])
         assert write(bad) == (len(rows), errno.EBADF)
         for descriptor in descriptors:
             os.close(descriptor)
+
+
+@pytest.mark.skipif(rowwriter.native is None, reason="built without a compiler")
+def test_short_rows_go_through_the_map_of_the_file(rng: random.Random, tmp_path: Any) -> None:
+    """Where its pages, and the memory, are there; in any case the file has the bytes at the end."""
+    size = 64 * KIB
+    source = shared(size, sealed=False)
+    memory = np.frombuffer(mmap.mmap(source, size), np.uint8)
+    memory[:] = np.frombuffer(rng.randbytes(size), np.uint8)
+    file = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
+    os.pwrite(file, bytes(size), 0)
+    mapped = np.frombuffer(mmap.mmap(file, size), np.uint8)
+    wanted = bytearray(size)
+    for number in range(60):
+        offset, start, length = rng.randrange(50_000), rng.randrange(50_000), rng.randrange(1, 14_000)
+        if number % 10 == 9:  # the pages leave memory
+            os.fsync(file)
+            os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+        row = file, offset, memory.ctypes.data + start, length, source, start, mapped.ctypes.data + offset
+        assert rowwriter.write_rows(np.array([row])) == (1, 0)
+        wanted[offset : offset + length] = memory[start : start + length].tobytes()
+        assert os.pread(file, size, 0) == wanted
+    os.ftruncate(source, 4096)
+    gone = file, 0, memory.ctypes.data + 8192, 100, source, 8192, mapped.ctypes.data
+    assert rowwriter.write_rows(np.array([gone])) == (0, errno.EFAULT)
+    os.ftruncate(file, 8192)  # the map has no such page any more: a signal for whoever touches it
+    row = file, 20_000, memory.ctypes.data, 100, source, 0, mapped.ctypes.data + 20_000
+    assert rowwriter.write_rows(np.array([row])) == (1, 0)
+    assert os.pread(file, 100, 20_000) == memory[:100].tobytes()
+    for descriptor in (source, file):
+        os.close(descriptor)

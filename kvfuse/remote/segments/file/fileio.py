@@ -51,6 +51,7 @@ class SegmentFile:
         self._use_count = 0
         self._mapping: mmap.mmap | None = None
         self._mapping_address = 0
+        self._written: tuple[mmap.mmap | None, int] | None = None
 
     @classmethod
     def open(cls, path: Path, segment: int, *, is_direct: bool, read_only: bool) -> Self:
@@ -72,7 +73,7 @@ class SegmentFile:
 
     def _close_if_unused(self) -> None:
         if self.retired and not self._use_count and not self.closed.is_set():
-            self._mapping = None  # unmapped with the last view of it
+            self._mapping = self._written = None  # unmapped with the last view of it
             os.close(self.fd)
             self.closed.set()
 
@@ -117,6 +118,16 @@ class SegmentFile:
         weakref.finalize(guard, os.close, fd)
         return fd, np.frombuffer(memory, np.uint8), guard
 
+    def written_address(self) -> int:
+        """Where the file is mapped to be written to by the kernel. 0 where the system refuses."""
+        if self._written is None:
+            try:
+                memory = mmap.mmap(self.fd, self.size)
+                self._written = memory, direct.address_of(memory)
+            except (OSError, ValueError):
+                self._written = None, 0
+        return self._written[1]
+
     def drop_mapped_pages(self) -> None:
         """The mapped pages stop counting as this process's memory; views that are still held fault them in."""
         if self._mapping is not None:
@@ -126,9 +137,10 @@ class SegmentFile:
 class ThreadTarget:
     """A segment's file for threads that write to it; see `api.Target`."""
 
-    def __init__(self, file: SegmentFile, unsynced: set[SegmentFile]) -> None:
+    def __init__(self, file: SegmentFile, unsynced: set[SegmentFile], address: int) -> None:
         self.descriptor = file.fd
         self.start = file.start
+        self.address = address
         self._file = file
         self._unsynced = unsynced
 

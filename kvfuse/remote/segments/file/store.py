@@ -163,7 +163,11 @@ class FileSegments(SegmentStore):
         with contextlib.ExitStack() as in_use:
             for file in files:
                 in_use.enter_context(file)
-            yield {file.segment: fileio.ThreadTarget(file, self._unsynced) for file in files}
+            are_mapped = self._places.are_mappable
+            yield {
+                file.segment: fileio.ThreadTarget(file, self._unsynced, file.written_address() if are_mapped else 0)
+                for file in files
+            }
 
     async def sync(self) -> None:
         self.counters.syncs += 1
