@@ -86,13 +86,15 @@ def test_news_are_what_has_changed_in_the_end(tmp_path: Path) -> None:
         news._present = set()  # as at the start of a connection
         for kind, names in hear:
             news._hear(News(kind, names))
-        assert news.take() == [(False, [b"a", b"c"])]  # b came and went
+        assert news.take(9) == [(False, [b"a", b"c"])]  # b came and went
         news._hear(News(NewsKind.REMOVED, [b"a"]))
         news._hear(News(NewsKind.STORED, [b"a"]))
-        assert news.take() == []
+        assert news.take(9) == []
         news._hear(News(NewsKind.CLEARED, []))
-        ((removed, keys),) = news.take()
+        ((removed, keys),) = news.take(9)
         assert (removed, sorted(keys)) == (True, [b"a", b"c"])
+        news._hear(News(NewsKind.STORED, [b"d", b"e", b"f"]))
+        assert [news.take(2) for _ in range(3)] == [[(False, [b"d", b"e"])], [(False, [b"f"])], []]
     finally:
         news.close()
 
@@ -104,7 +106,7 @@ def test_news_of_a_new_connection_are_the_difference(tmp_path: Path) -> None:
             news._present = set()
             news._hear(News(NewsKind.PRESENT, present))
             news._hear(News(NewsKind.READY, []))
-            last = news.take()
+            last = news.take(9)
         assert last == [(True, [b"a"]), (False, [b"c"])]
     finally:
         news.close()

@@ -6,6 +6,7 @@ import logging
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 
 from kvfuse.usrbio.client import Disconnected, Follower, News, NewsKind, key_of
@@ -34,10 +35,11 @@ class BlockNews:
         self._thread = threading.Thread(target=self._follow, name="kvfuse-news", daemon=True)
         self._thread.start()
 
-    def take(self) -> list[tuple[bool, Sequence[bytes]]]:
-        """(removed, keys) since the last time."""
+    def take(self, limit: int) -> list[tuple[bool, Sequence[bytes]]]:
+        """(removed, keys) since the last time; of at most ``limit`` keys, others the next time."""
         with self._lock:
-            changed, self._changed = self._changed, {}
+            taken = list(islice(self._changed, limit))
+            changed = {key: self._changed.pop(key) for key in taken}
         gone = [key for key, removed in changed.items() if removed]
         come = [key for key, removed in changed.items() if not removed]
         return [(removed, keys) for removed, keys in ((True, gone), (False, come)) if keys]

@@ -33,6 +33,9 @@ DEADLINE_S = 5.0
 BACKLOG_SHARE = 0.25
 """of the host pool may wait to be stored"""
 
+EVENT_KEYS = 2000
+"""chunks told in one step: vLLM makes an event of each"""
+
 
 class KvfuseTier(_tiering.SecondaryTierManager):  # type: ignore[misc]
     """Chunks of a namespace of a kvfuse mount. Copied between it and vLLM's own shared memory, without a stop.
@@ -75,7 +78,7 @@ class KvfuseTier(_tiering.SecondaryTierManager):  # type: ignore[misc]
         self._stats = metrics.Stats()
         locality_of = getattr(_base, "Locality", str)
         self.locality = locality_of(locality) if locality is not None else None
-        self._news = self._follow(mount, namespace, token) if self._wants_events(enable_kv_events) else None
+        self._news = BlockNews(mount, namespace, token) if self._wants_events(enable_kv_events) else None
         log.info("kvfuse: blocks of %s/%s, %s", mount, namespace, dict(self._identity.descriptor))
 
     # -- look-ups ------------------------------------------------------------------------------------
@@ -173,7 +176,7 @@ class KvfuseTier(_tiering.SecondaryTierManager):  # type: ignore[misc]
 
     def take_events(self) -> Iterator[Any]:
         """What was stored and removed in the namespace, by whomever; at first all that is there."""
-        for removed, names in self._news.take() if self._news is not None else ():
+        for removed, names in self._news.take(EVENT_KEYS) if self._news is not None else ():
             if keys := [key for name in names if (key := self._key(name)) is not None]:
                 yield self._event(keys, removed)
 
@@ -189,9 +192,6 @@ class KvfuseTier(_tiering.SecondaryTierManager):  # type: ignore[misc]
         if enable_kv_events and not is_on:
             log.warning("enable_kv_events of the tier has no effect: vLLM's own kv_events_config is off")
         return enable_kv_events and is_on
-
-    def _follow(self, mount: str, namespace: str, token: str | None) -> BlockNews:
-        return BlockNews(mount, namespace, token)
 
     # -- counters ------------------------------------------------------------------------------------
 
