@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from engine_host import Engine, EngineError, EngineHost
-from mounting import KvfuseMount, temporary_mount, wait_until
+from mounting import KvfuseMount, stopped, temporary_mount, wait_until
 
 from kvfuse.connectors.lmcache.config import PLUGIN, configuration, engine_config, server_flags
 
@@ -131,6 +131,29 @@ def test_a_server_goes_on_without_a_daemon_and_finds_its_chunks_after_it(
             assert engine.prefetch(NAMES) == (8, 8)
             store(engine, [f"new {end.__name__}"])
         assert engine.status()["failures"]["away"] > 0
+
+
+def test_memory_that_a_hung_daemon_may_still_write_is_not_used_for_something_else(
+    host: EngineHost, own_mount: KvfuseMount
+) -> None:
+    mount = own_mount
+    with server(host, mount, "hung", deadline=0.5) as engine:
+        store(engine, NAMES)
+        engine.forget()
+        assert engine.load_and_free(NAMES) == (8, 0)
+        mount.unmount()  # so that nothing is in memory afterwards, and the daemon is asked
+        assert engine.look_up(NAMES) == [False] * 8
+        mount.mount()
+        wait_until(engine.is_up, "the server to connect again")
+        with stopped(mount.pid):
+            loaded, used = engine.load_and_free(NAMES)
+            assert loaded == 0
+            assert used > 0
+            assert engine.load_and_free(NAMES) == (0, used)  # nobody was asked
+        wait_until(lambda: bool(engine.used() == 0), "the memory to be given back")
+        wait_until(engine.is_up, "the server to connect again")
+        assert engine.prefetch(NAMES) == (8, 8)
+        engine.close_server()
 
 
 def test_a_mount_that_comes_after_the_server(host: EngineHost, tmp_path: Path) -> None:

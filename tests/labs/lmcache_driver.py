@@ -134,6 +134,21 @@ class Engine:
             select.select([adapter.get_load_event_fd()], [], [], 0.05)
         return [bool(bitmap.test(row)) for row in range(len(keys))]
 
+    def load_and_free(self, names: list[str]) -> tuple[int, int]:
+        """(chunks that were loaded, bytes of L1 that are in use after their memory was given back)."""
+        (manager,) = self.manager._l1_managers_by_id.values()
+        _, objects = manager._memory_manager.allocate(self.layout, len(names))
+        number = self.adapter.submit_load_task(self._object_keys(names, 0, 1), objects)
+        while (bitmap := self.adapter.query_load_result(number)) is None:
+            select.select([self.adapter.get_load_event_fd()], [], [], 0.05)
+        manager._memory_manager.free(objects)
+        return bitmap.popcount(), self.used()
+
+    def used(self) -> int:
+        """Bytes of L1."""
+        (manager,) = self.manager._l1_managers_by_id.values()
+        return int(manager._memory_manager.get_memory_usage()[0])
+
     def _objects_elsewhere(self, count: int) -> list[TensorMemoryObj]:
         shape = torch.Size(SHAPE)
         size = shape.numel() * self.dtype.itemsize

@@ -64,7 +64,7 @@ class RawChunks:
                 return self._connector.reshape_partial_chunk(one, size)
         except ValueError as error:
             log.warning("kvfuse: a chunk is no chunk: %s", error)
-        one.ref_count_down()
+        self._pool.held.release(one.ref_count_down)
         return None
 
     def put(self, names: Sequence[bytes], objects: Sequence[Any], give_up: float) -> list[bool]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
@@ -14,6 +15,8 @@ from kvfuse.connectors.steady_store import Region, SteadyStore
 from kvfuse.usrbio.client.iov import address_of
 
 SHM = "/dev/shm/"
+PAUSE_S = 0.05
+"""between looks at whether a daemon is silent"""
 
 
 class _Memory:
@@ -31,6 +34,7 @@ class Pool:
         self._store = store
         self._descriptor = _descriptor_of(address) if size else None
         self._region = store.register(memory_at(address, size)) if size else None
+        self.held = Held(store)
 
     @property
     def is_shared(self) -> bool:
@@ -48,6 +52,7 @@ class Pool:
         return stored
 
     def close(self) -> None:
+        self.held.close()
         if self._region is not None:
             self._store.forget(self._region)
             self._region = None
@@ -68,6 +73,47 @@ class Pool:
         if pool is not None and address_of(pool.array) <= start and end <= address_of(pool.array) + len(pool.array):
             return pool
         return Region(memory_at(start, end - start))
+
+
+class Held:
+    """Memory that a hung daemon may still write into: it is given back when that cannot be any more."""
+
+    def __init__(self, store: SteadyStore) -> None:
+        self._store = store
+        self._releases: list[Callable[[], None]] = []
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def __len__(self) -> int:
+        return len(self._releases)
+
+    def release(self, release: Callable[[], None]) -> None:
+        """Call it at once, or as soon as the store is silent."""
+        if self._store.is_silent:
+            release()
+            return
+        with self._changed:
+            self._releases.append(release)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._wait, name="kvfuse-held", daemon=True)
+                self._thread.start()
+
+    def close(self) -> None:
+        """What is held stays held."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+
+    def _wait(self) -> None:
+        with self._changed:
+            while not (self._store.is_silent or self._closed):
+                self._changed.wait(PAUSE_S)
+            self._thread = None
+            releases, self._releases = self._releases, []
+        if not self._closed:
+            for release in releases:
+                release()
 
 
 def sizes_of(objects: Sequence[Any]) -> npt.NDArray[np.int64]:

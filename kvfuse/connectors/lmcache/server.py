@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from time import monotonic
 from typing import Any
 
@@ -141,11 +142,22 @@ class KvfuseL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         if rows:
             names, targets = [identity.object_key(keys[row]) for row in rows], [objects[row] for row in rows]
             loaded[rows] = self._pool.get(names, targets, left(give_up)) == sizes_of(targets)
-            if self.store.is_up:
+            if not self.store.is_silent:
+                self._keep([one for one, row in zip(targets, rows, strict=True) if not loaded[row]])
+            elif self.store.is_up:
                 self._doubtful.add([name for name, row in zip(names, rows, strict=True) if not loaded[row]])
         if loaded.any():
             self._notify_keys_accessed([keys[row] for row in np.flatnonzero(loaded).tolist()])
         return bitmap_of(loaded)
+
+    def _keep(self, objects: Sequence[Any]) -> None:
+        """Let LMCache not use memory for something else that a hung daemon may still write into.
+
+        LMCache does not free objects that are not valid; so that is done here, when the daemon has ended.
+        """
+        for one in objects:
+            one.invalidate()
+            self._pool.held.release(partial(_free, one))
 
     def _are_allowed(self, keys: Sequence[ObjectKey], objects: Sequence[Any]) -> Found:
         """Which objects are in the form that the namespace's blocks of their model, group and rank have."""
@@ -188,6 +200,12 @@ class KvfuseL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         self._layouts.close()
         self.store.close()
         log.info("kvfuse: %s", self.store.counters)
+
+
+def _free(one: Any) -> None:
+    if one.parent_allocator is not None:
+        one.valid = True
+        one.parent_allocator.free(one)
 
 
 def bitmap_of(found: Found) -> Bitmap:
