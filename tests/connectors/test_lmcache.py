@@ -336,6 +336,11 @@ def test_the_basic_check_of_an_engine(host: EngineHost, mount: KvfuseMount, tmp_
     assert said.count(" 100.0% |") == 4, said
 
 
+def test_keys_are_not_mistaken_for_each_other(host: EngineHost) -> None:
+    with host.engine() as engine:
+        assert engine.different_keys() == 6 + 12
+
+
 # -- configuration -----------------------------------------------------------------------------------
 
 

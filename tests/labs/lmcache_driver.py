@@ -286,6 +286,17 @@ class Engine:
 
         return [engine_key(key) for key in self._engine_keys(names)]
 
+    def different_keys(self) -> int:
+        """Of how many of these keys LMCache's own text is the same, or nearly."""
+        from kvfuse.connectors.lmcache.identity import engine_key
+
+        tags: list[dict[str, str]] = [{}, {"lmcache.tag.a": "1@b%2"}, {"lmcache.tag.a": "1", "lmcache.tag.b": "2"}]
+        keys = [CacheEngineKey("m", 2, rank, 7, torch.float16, one) for rank in range(2) for one in tags]
+        layers = [layer for key in keys for layer in key.split_layers(2)]
+        names = {engine_key(key) for key in [*keys, *layers]}
+        assert len({len(name) for name in names}) == 1
+        return len(names)
+
     def remove(self, name: str) -> bool:
         return bool(self.remote.remove(self._engine_keys([name])[0]))
 

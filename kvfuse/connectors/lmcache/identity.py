@@ -32,8 +32,15 @@ def object_key(key: Any) -> bytes:
 
 
 def engine_key(key: Any) -> bytes:
-    """Of a ``CacheEngineKey`` or ``LayerCacheEngineKey``: all that its own text has, its rank and layer included."""
-    return digest(key.to_string())
+    """Of a ``CacheEngineKey`` or ``LayerCacheEngineKey``, its rank, tags and layer included.
+
+    Not of its own text, in which tags of a request can look like other ones.
+    """
+    parts = (
+        key.model_name, key.world_size, key.worker_id, key.chunk_hash_hex, str(key.dtype), key.tags,
+        getattr(key, "layer_id", None),
+    )  # fmt: skip
+    return digest(json.dumps(parts, default=str))
 
 
 def digest(text: str) -> bytes:

@@ -22,7 +22,7 @@ class Layouts:
 
     def __init__(self, mount: str, namespace: str, deadline: float, token: str | None) -> None:
         self._mount, self._folder = mount, f"{namespace}.layouts"
-        self._deadline, self._token = deadline, token
+        self._deadline, self._token = deadline / 2, token  # it comes on top of that of a task
         self._known: dict[tuple[str, str], bool] = {}
         self._checks: dict[tuple[str, str], SteadyStore] = {}
         self._lock = threading.Lock()
