@@ -184,6 +184,20 @@ def test_the_fault_injecting_adapter(host: EngineHost, mount: KvfuseMount) -> No
         assert other.prefetch(NAMES) == (8, 8)
 
 
+def test_encrypted_chunks(host: EngineHost, mount: KvfuseMount, tmp_path: Path) -> None:
+    (tmp_path / "key").write_bytes(bytes(range(32)))
+    serde = {"type": "aesgcm", "master_key_path": str(tmp_path / "key")}
+    with (
+        server(host, mount, "secret", serde=serde) as first,
+        server(host, mount, "secret", serde=serde) as second,
+        server(host, mount, "secret") as plain,
+    ):
+        assert plain.prefetch(NAMES) == (0, 0)
+        store(first, NAMES)
+        assert second.prefetch(NAMES) == (8, 8)
+        assert plain.prefetch(NAMES)[1] == 0
+
+
 def test_chunks_in_another_form_are_neither_found_nor_stored(host: EngineHost, mount: KvfuseMount) -> None:
     """The server learns of a model's dtype when an engine comes, not before."""
     with server(host, mount, "form") as first, server(host, mount, "form", dtype="float16") as other:

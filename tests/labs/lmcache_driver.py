@@ -68,23 +68,26 @@ class Engine:
     # -- the server ----------------------------------------------------------------------------------
 
     def start_server(
-        self, mount: str, namespace: str, *, fault: dict[str, Any] | None = None, dtype: str = "bfloat16",
+        self, mount: str, namespace: str, *, fault: dict[str, Any] | None = None,
+        serde: dict[str, Any] | None = None, dtype: str = "bfloat16",
         **params: Any,
     ) -> None:  # fmt: skip
-        """``fault``: what LMCache's fault-injecting adapter does."""
+        """``fault``: what LMCache's fault-injecting adapter does; ``serde``: what changes chunks on their way."""
         from kvfuse.connectors.lmcache.config import l2_adapter
 
         spec: Any = l2_adapter(mount, namespace)
         spec["adapter_params"] |= params
         if fault is not None:
             spec = {"type": "fault_inject", "inner": spec, **fault}
+        if serde is not None:
+            spec["serde"] = serde
         arguments = ["--l1-size-gb", L1_GB, "--eviction-policy", "LRU", "--no-l1-use-lazy"]
         arguments += ["--shm-name", f"kvfuse_test_{os.getpid()}", "--l2-adapter", json.dumps(spec)]
         sys.argv[1:] = ["server", *arguments]
         self.manager = StorageManager(parse_args_to_config(parsed(arguments)))
         _unlink_pools()
         adapter: Any = self.manager.l2_adapters()[0][1]
-        self.adapter = getattr(adapter, "_inner", adapter)
+        self.adapter = getattr(adapter, "_inner", adapter)  # of a fault or a serde
         self.dtype = getattr(torch, dtype)
         self.layout = MemoryLayoutDesc([torch.Size(SHAPE)], [self.dtype])
 
