@@ -156,6 +156,19 @@ def test_memory_that_a_hung_daemon_may_still_write_is_not_used_for_something_els
         engine.close_server()
 
 
+def test_a_store_that_a_hung_daemon_may_still_read_has_not_ended(host: EngineHost, own_mount: KvfuseMount) -> None:
+    mount = own_mount
+    with server(host, mount, "late", deadline=0.5) as engine:
+        store(engine, NAMES)
+        with stopped(mount.pid):
+            engine.store(["late"])
+            wait_until(lambda: not engine.is_up(), "the deadline")
+            assert engine.stores_under_way() == 1
+        wait_until(lambda: bool(engine.stores_under_way() == 0), "the end of the store")
+        wait_until(engine.is_up, "the server to connect again")
+        store(engine, ["next"])
+
+
 def test_a_mount_that_comes_after_the_server(host: EngineHost, tmp_path: Path) -> None:
     mount = KvfuseMount(tmp_path, WORDS)
     try:

@@ -147,6 +147,10 @@ class Engine:
         manager._memory_manager.free(objects)
         return bitmap.popcount(), self.used()
 
+    def stores_under_way(self) -> int:
+        (status,) = self.manager.report_status()["store_controllers"].values()
+        return int(status["in_flight_task_count"])
+
     def used(self) -> int:
         """Bytes of L1."""
         (manager,) = self.manager._l1_managers_by_id.values()

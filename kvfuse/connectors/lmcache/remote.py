@@ -172,7 +172,15 @@ class KvfuseConnector(RemoteConnector):  # type: ignore[misc]
         if rows:
             new = [names[row] for row in rows]
             stored = self._chunks.put(new, [objects[row] for row in rows], give_up)
+            self._keep([objects[row] for row in rows])
             self._doubtful.forget([name for name, is_stored in zip(new, stored, strict=True) if is_stored])
+
+    def _keep(self, objects: Sequence[Any]) -> None:
+        """As long as a daemon that hangs may still read them."""
+        if not self.store.is_silent:
+            for one in objects:
+                one.ref_count_up()
+                self._pool.held.release(one.ref_count_down)
 
     # -- the rest ------------------------------------------------------------------------------------
 

@@ -20,9 +20,11 @@ _numbers = itertools.count()
 class Tasks(Generic[T]):
     """Tasks of one kind. Results are kept until they are asked for."""
 
-    def __init__(self, name: str, threads: int, notifier: Any) -> None:
-        """``notifier``: LMCache's EventNotifier."""
-        self._notifier = notifier
+    def __init__(
+        self, name: str, threads: int, notifier: Any, hold: Callable[[Callable[[], None]], None] | None = None
+    ) -> None:
+        """``notifier``: LMCache's EventNotifier. ``hold`` is given the end of each task, to call it when it may be."""
+        self._notifier, self._hold = notifier, hold
         self._threads = ThreadPoolExecutor(threads, f"kvfuse-{name}")
         self._results: dict[int, T] = {}
         self._lock = threading.Lock()
@@ -45,7 +47,10 @@ class Tasks(Generic[T]):
             except Exception:  # an engine that goes on without its cache is better than one that does not
                 log.exception("kvfuse: a task failed")
             finally:
-                self._end(number, result)
+                if self._hold is not None:
+                    self._hold(lambda: self._end(number, result))
+                else:
+                    self._end(number, result)
 
         try:
             self._threads.submit(work)
