@@ -5,35 +5,16 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from engine_host import Engine, EngineError, EngineHost
-from mounting import KvfuseMount, stopped, temporary_mount, wait_until
+from engine_mounts import WORDS, damage
+from mounting import KvfuseMount, stopped, wait_until
 
 from kvfuse.connectors.lmcache.config import PLUGIN, configuration, engine_config, server_flags
 
-WORDS = ["capacity=256MiB,cache,admission=all"]
 NAMES = [f"chunk {number}" for number in range(8)]
-
-
-@pytest.fixture(scope="module")
-def host() -> Iterator[EngineHost]:
-    with EngineHost("lmcache", "lmcache_driver.py") as host:
-        yield host
-
-
-@pytest.fixture(scope="module")
-def mount() -> Iterator[KvfuseMount]:
-    with temporary_mount(WORDS) as mount:
-        yield mount
-
-
-@pytest.fixture
-def own_mount() -> Iterator[KvfuseMount]:
-    with temporary_mount(WORDS) as mount:
-        yield mount
 
 
 def server(host: EngineHost, mount: KvfuseMount, namespace: str, **options: object) -> Engine:
@@ -53,19 +34,6 @@ def store(engine: Engine, names: list[str], rank: int = 0, ranks: int = 1) -> No
     wanted = engine.stored() + len(names)
     engine.store(names, rank, ranks)
     wait_until(lambda: bool(engine.stored() == wanted), "the controller to store chunks")
-
-
-def damage(mount: KvfuseMount, namespace: str, name: bytes) -> None:
-    """Change bytes of a block below the volume; unmounts, and mounts again."""
-    path = mount.point / namespace / os.fsdecode(name)
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-    place = json.loads(os.getxattr(path, "kvfuse.info"))["extents"][0]
-    mount.unmount()
-    with (mount.volume / "segments" / f"{place['segment']:08x}.seg").open("r+b") as segment:
-        segment.seek(place["offset"] + 100)
-        segment.write(b"damaged bytes")
-    mount.mount()
 
 
 # -- the server --------------------------------------------------------------------------------------
@@ -96,6 +64,7 @@ def test_an_evicted_chunk_ends_the_prefix_and_a_damaged_one_fails_its_load(
         assert second.prefetch(NAMES) == (5, 5)
         second.forget()
         damage(mount, "gap", names[2])
+        mount.mount()
         wait_until(lambda: bool(second.look_up(NAMES[:1]) == [True]), "the server to connect again")
         assert second.look_up(NAMES) == [True] * 5 + [False] + [True] * 2
         assert second.prefetch(NAMES)[1] == 2
@@ -283,6 +252,7 @@ def test_a_damaged_chunk_is_a_miss_until_it_is_stored_again(host: EngineHost, ow
     with in_process(host, mount, "damage") as engine:
         engine.put(NAMES)
         damage(mount, "damage", engine.engine_names(NAMES)[2])
+        mount.mount()
         wait_until(lambda: bool(engine.get(NAMES[:1]) == [True]), "the engine to connect again")
         assert engine.get_prefix(NAMES) == 2
         assert engine.get(NAMES) == [True] * 2 + [False] + [True] * 5

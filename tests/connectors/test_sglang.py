@@ -8,47 +8,22 @@ import random
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from engine_host import Engine, EngineError, EngineHost
-from mounting import KvfuseMount, stopped, temporary_mount, wait_until
+from engine_host import EngineError, EngineHost
+from engine_mounts import WORDS, damage, started
+from mounting import KvfuseMount, stopped, wait_until
 
 from kvfuse.connectors.sglang.config import configuration, extra_config, flags
 
-WORDS = ["capacity=256MiB,cache,admission=all"]
 PAGES = 12
 NOTHING = [False] * PAGES
-
-
-@pytest.fixture(scope="module")
-def host() -> Iterator[EngineHost]:
-    with EngineHost("sglang", "sglang_driver.py") as host:
-        yield host
-
-
-@pytest.fixture(scope="module")
-def mount() -> Iterator[KvfuseMount]:
-    with temporary_mount(WORDS) as mount:
-        yield mount
-
-
-@pytest.fixture
-def own_mount() -> Iterator[KvfuseMount]:
-    with temporary_mount(WORDS) as mount:
-        yield mount
 
 
 def hashes(count: int = PAGES, seed: int = 0) -> list[str]:
     rng = random.Random(seed)
     return [rng.randbytes(32).hex() for _ in range(count)]
-
-
-def started(host: EngineHost, mount: KvfuseMount, namespace: str, **options: object) -> Engine:
-    engine = host.engine()
-    engine.start(str(mount.point), namespace, **options)
-    return engine
 
 
 @pytest.mark.parametrize("kind", ["mha", "mla"])
@@ -102,16 +77,7 @@ def test_a_damaged_block_is_a_miss_until_it_is_stored_again(host: EngineHost, ow
     pages = hashes()
     with started(host, mount, "damage") as engine:
         engine.store(pages)
-        path = mount.point / "damage" / os.fsdecode(engine.names(pages)[2 * 4])
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
-        (extent,) = json.loads(os.getxattr(path, "kvfuse.info"))["extents"]
-        mount.unmount()
-        with (mount.volume / "segments" / f"{extent['segment']:08x}.seg").open("r+b") as segment:
-            segment.seek(extent["offset"] + 100)
-            byte = segment.read(1)
-            segment.seek(extent["offset"] + 100)
-            segment.write(bytes([byte[0] ^ 1]))
+        damage(mount, "damage", engine.names(pages)[2 * 4])
         assert engine.exists(pages) == 0
         mount.mount()
         wait_until(engine.is_up, "the engine to connect again")

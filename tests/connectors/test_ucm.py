@@ -6,47 +6,22 @@ import hashlib
 import json
 import os
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from engine_host import Engine, EngineError, EngineHost
-from mounting import KvfuseMount, temporary_mount, wait_until
+from engine_host import EngineError, EngineHost
+from engine_mounts import WORDS, damage, started
+from mounting import KvfuseMount, wait_until
 
 from kvfuse.connectors.ucm.config import TRANSFER, configuration, connector
 
-WORDS = ["capacity=256MiB,cache,admission=all"]
 BLOCKS = 8
 TENSOR = 16 << 10
-
-
-@pytest.fixture(scope="module")
-def host() -> Iterator[EngineHost]:
-    with EngineHost("ucm", "ucm_driver.py") as host:
-        yield host
-
-
-@pytest.fixture(scope="module")
-def mount() -> Iterator[KvfuseMount]:
-    with temporary_mount(WORDS) as mount:
-        yield mount
-
-
-@pytest.fixture
-def own_mount() -> Iterator[KvfuseMount]:
-    with temporary_mount(WORDS) as mount:
-        yield mount
 
 
 def block_ids(count: int = BLOCKS, rank: int = 0) -> list[bytes]:
     """As UCM's RequestHasher makes them: of another rank, others."""
     return [hashlib.md5(f"{rank} {number}".encode()).digest() for number in range(count)]
-
-
-def started(host: EngineHost, mount: KvfuseMount, namespace: str, **options: object) -> Engine:
-    engine = host.engine()
-    engine.start(str(mount.point), namespace, **options)
-    return engine
 
 
 @pytest.mark.parametrize("device", [-1, 0], ids=["host", "device"])
@@ -97,15 +72,8 @@ def test_a_damaged_block_fails_its_load_until_it_is_stored_again(host: EngineHos
     ids = block_ids()
     with started(host, mount, "damage") as worker:
         worker.dump(ids)
-        path = mount.point / "damage" / os.fsdecode(worker.names(ids[2])[0])
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
-        place = json.loads(os.getxattr(path, "kvfuse.info"))["extents"][0]
-        mount.unmount()
+        damage(mount, "damage", worker.names(ids[2])[0])
         assert worker.lookup(ids)[1] == -1
-        with (mount.volume / "segments" / f"{place['segment']:08x}.seg").open("r+b") as segment:
-            segment.seek(place["offset"] + 100)
-            segment.write(b"damaged bytes")
         mount.mount()
         wait_until(worker.is_up, "the worker to connect again")
         assert worker.load(ids[:2]) == ""

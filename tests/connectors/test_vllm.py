@@ -2,47 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from engine_host import Engine, EngineError, EngineHost
-from mounting import KvfuseMount, stop_process, stopped, temporary_mount, wait_until
+from engine_mounts import WORDS, damage, started
+from mounting import KvfuseMount, stop_process, stopped, wait_until
 
 from kvfuse.connectors.vllm.config import configuration
 
-WORDS = ["capacity=256MiB,cache,admission=all"]
 COUNT = 12
 SEED = 7
-
-
-@pytest.fixture(scope="module")
-def host() -> Iterator[EngineHost]:
-    with EngineHost("vllm", "vllm_driver.py") as host:
-        yield host
-
-
-@pytest.fixture(scope="module")
-def mount() -> Iterator[KvfuseMount]:
-    with temporary_mount(WORDS) as mount:
-        yield mount
-
-
-@pytest.fixture
-def own_mount() -> Iterator[KvfuseMount]:
-    with temporary_mount(WORDS) as mount:
-        yield mount
-
-
-def started(host: EngineHost, mount: KvfuseMount, namespace: str, **options: object) -> Engine:
-    engine = host.engine()
-    engine.start(str(mount.point), namespace, **options)
-    return engine
 
 
 def test_chunks_go_from_one_engine_to_another(host: EngineHost, mount: KvfuseMount) -> None:
@@ -78,16 +52,7 @@ def test_a_damaged_chunk_is_a_miss_until_it_is_stored_again(host: EngineHost, ow
     mount = own_mount
     with started(host, mount, "damage") as engine:
         engine.store(SEED, COUNT)
-        path = mount.point / "damage" / engine.name(SEED, 4)
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
-        (extent,) = json.loads(os.getxattr(path, "kvfuse.info"))["extents"]
-        mount.unmount()
-        with (mount.volume / "segments" / f"{extent['segment']:08x}.seg").open("r+b") as segment:
-            segment.seek(extent["offset"] + 100)
-            byte = segment.read(1)
-            segment.seek(extent["offset"] + 100)
-            segment.write(bytes([byte[0] ^ 1]))
+        damage(mount, "damage", engine.name(SEED, 4))
         engine.forget()
         assert engine.load(SEED, COUNT) == 0
         mount.mount()
