@@ -45,6 +45,8 @@ class Staging:
     def __init__(self, store: SteadyStore) -> None:
         self._store = store
         self._idle: list[Region] = []
+        self._late: list[Region] = []
+        """a daemon that hangs may still write there"""
         self._descriptors: list[int] = []
         self._lock = threading.Lock()
 
@@ -52,6 +54,8 @@ class Staging:
     def taken(self, size: int) -> Iterator[Region]:
         """Memory of at least ``size`` bytes."""
         with self._lock:
+            if self._late and self._store.is_silent:
+                self._idle, self._late = self._idle + self._late, []
             fitting = [region for region in self._idle if len(region.array) >= size]
             region = fitting[0] if fitting else None
             if region is not None:
@@ -61,7 +65,7 @@ class Staging:
             yield region
         finally:
             with self._lock:
-                self._idle.append(region)
+                (self._idle if self._store.is_silent else self._late).append(region)
 
     def _new(self, size: int) -> Region:
         array, part = new_memory(size)
@@ -71,6 +75,6 @@ class Staging:
 
     def close(self) -> None:
         with self._lock:
-            self._idle.clear()
+            self._idle, self._late = [], []
             while self._descriptors:
                 os.close(self._descriptors.pop())

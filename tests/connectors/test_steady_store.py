@@ -13,6 +13,7 @@ import pytest
 from mounting import KvfuseMount, stop_process, stopped, temporary_mount, wait_until
 
 from kvfuse.connectors.link import Region
+from kvfuse.connectors.staging import Staging
 from kvfuse.connectors.steady_store import DescriptorMismatch, SteadyStore
 
 WORDS = ["capacity=64MiB,cache,admission=all"]
@@ -168,3 +169,23 @@ def test_the_child_of_a_fork_connects_by_itself(mount: KvfuseMount) -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert_gets(store, region, SIZES)
     store.close()
+
+
+def test_staging_memory_that_a_hung_daemon_may_still_write_waits_until_it_is_silent(mount: KvfuseMount) -> None:
+    store = SteadyStore(mount.point, "llama", descriptor=LLAMA, deadline=0.5)
+    staging = Staging(store)
+    with staging.taken(SIZE) as first:
+        pass
+    with staging.taken(SIZE) as again:
+        assert again is first
+        with stopped(mount.pid):
+            assert store.get(KEYS[:1], first, [0], [SIZE]).tolist() == [-1]
+            with staging.taken(SIZE) as second:
+                assert second is not first
+            with staging.taken(SIZE) as third:
+                assert third is not second  # it was given back meanwhile, but not to anybody else
+    wait_until(lambda: store.is_silent, "the end of what the daemon did")
+    with staging.taken(SIZE) as one, staging.taken(SIZE) as two, staging.taken(SIZE) as three:
+        assert {id(one), id(two), id(three)} == {id(first), id(second), id(third)}
+    store.close()
+    staging.close()
