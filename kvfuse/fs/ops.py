@@ -17,6 +17,7 @@ import logging
 import os
 import reprlib
 import stat
+from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
@@ -58,6 +59,7 @@ def answered(handler: Handler[P, R]) -> Handler[P, R]:
 
     @functools.wraps(handler)
     async def answer(self: KvfuseOperations, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        self.requests[handler.__name__] += 1
         try:
             return await handler(self, *args, **kwargs)
         except Exception as error:
@@ -101,14 +103,20 @@ class KvfuseOperations(pyfuse3.Operations):
         self.absences = Kept(negative_timeout)
         self._file_info = FileInfo()
         self.unexpected_error_count = 0
+        self.requests: Counter[str] = Counter()
+        """how many of each kind the kernel sent; a batch of forgets is one"""
 
     def admit_binder(self, pid: int) -> None:
         """Process ``pid``, as requests show it, may make the control socket. From any thread."""
         self._virtual.binder = pid
 
-    def stats(self) -> dict[str, int]:
+    def stats(self) -> dict[str, int | dict[str, int]]:
         """The door's own counters and gauges."""
-        return {"open_handle_count": len(self._handles), "unexpected_error_count": self.unexpected_error_count}
+        return {
+            "open_handle_count": len(self._handles),
+            "unexpected_error_count": self.unexpected_error_count,
+            "requests": dict(self.requests),
+        }
 
     def _reply(self, attributes: Attributes, directory: int | None = None) -> EntryAttributes:
         """``directory``: of the name that this answers for, if it does; else nobody reads how long to keep the name."""
