@@ -355,9 +355,6 @@ class SearchApi(Protocol):
         """The index of a read class, for one connection more, which gives it back to `Residents.leave`. None: there are
         too many."""
 
-    def is_judged(self, directory: int) -> bool:
-        """`BlockApi.exists` may find that a block which is there is not worth reading."""
-
 
 class BlockApi(Protocol):
     """Whole files by (directory, name). One block is one file, whoever made it."""

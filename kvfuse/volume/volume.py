@@ -67,6 +67,7 @@ class Volume:
 
     def stats(self) -> dict[str, Any]:
         core = self.parts.core
+        core.take_uses(at_once=True)
         slabs = core.slabs.statistics()
         return {
             "volume": core.superblock.volume_id.hex(),

@@ -145,12 +145,7 @@ class BlockStore(AbstractContextManager["BlockStore"]):
         """Which blocks are there."""
         encoded = _encode(keys)
         found = self._resident.exists(encoded) if encoded else np.zeros(0, np.bool_)
-        if found is None:
-            return self._ask(encoded, Ring.prep_exists)
-        rows = np.flatnonzero(~found).tolist()
-        if rows:
-            found[rows] = self._ask([encoded[row] for row in rows], Ring.prep_exists)
-        return found
+        return found if found is not None else self._ask(encoded, Ring.prep_exists)
 
     def costs(self, keys: Sequence[Key]) -> Costs:
         """Which tier has each block, and when it and all before it are expected, if they are got now in this order.
@@ -172,11 +167,9 @@ class BlockStore(AbstractContextManager["BlockStore"]):
     def longest_prefix(self, keys: Sequence[Key]) -> int:
         """How many blocks from the first on are there without a gap."""
         encoded = _encode(keys)
-        found = self._resident.exists(encoded) if encoded else None
-        total = int(found.argmin()) if found is not None and not found.all() else 0
-        if found is not None and found.all():
+        if encoded and self._resident.exists(encoded) is not None:
             return len(encoded)
-        encoded = encoded[total:]
+        total = 0
         with self._lanes.take() as lane:
             for start in range(0, len(encoded), KEYS_MAX):
                 window = encoded[start : start + KEYS_MAX]

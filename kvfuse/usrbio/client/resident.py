@@ -16,7 +16,7 @@ from kvfuse.usrbio.client.client import Client
 from kvfuse.usrbio.client.files import Namespace
 from kvfuse.usrbio.client.iov import address_of
 from kvfuse.usrbio.client.session import Bytes, Session, close_all
-from kvfuse.usrbio.protocol.wire import IndexFlag, Request
+from kvfuse.usrbio.protocol.wire import Request
 
 Found = npt.NDArray[np.bool_]
 Addresses = npt.NDArray[np.uint64]
@@ -38,7 +38,6 @@ class _Mapped:
             touches = np.frombuffer(mmap(descriptors[1], TOUCHES_SIZE), np.uint8)
         finally:
             close_all(descriptors)
-        self.is_judged = bool(reply.values[1] & IndexFlag.JUDGED)
         self._session = session
         self._count = touches[:8].view(np.uint64).data
         self._touched: npt.NDArray[np.uint32] = touches[HEADER_SIZE:].view(np.uint32)
@@ -82,14 +81,6 @@ class _Mapped:
             self._touched[count % TOUCHES_MAX] = slots[0]
             self._count[0] = count + 1
         return size
-
-    def exists(self, keys: Sequence[bytes]) -> Found:
-        slots = self.table.find(keys)
-        if not self.table.holds():
-            return np.zeros(len(keys), np.bool_)
-        found = slots >= 0
-        self.touch(slots[found])
-        return found
 
     def _map_arenas(self, slots: Numbers) -> bool:
         """Map the arenas that blocks are in. False: there are no more."""
@@ -154,17 +145,18 @@ class ResidentBlocks:
         return None
 
     def exists(self, keys: Sequence[bytes]) -> Found | None:
-        """Which blocks are there for sure. None: ask the daemon about all."""
-        found: Found | None = None
-        is_judged = False
-        for mapped in self._present():
-            there = mapped.exists(keys)
-            found = there if found is None else found | there
-            is_judged |= mapped.is_judged
-        if found is None or found.all():
-            return found
-        self._look_again()
-        return None if is_judged else found
+        """True for each block, if all are here. None: ask the daemon about all of them.
+
+        A cache learns from the order in which blocks are asked for, also from those that are absent.
+        """
+        tables = self._present()
+        slots = [mapped.table.find(keys) for mapped in tables]
+        if not tables or not (np.max(slots, axis=0) >= 0).all() or not all(mapped.table.holds() for mapped in tables):
+            self._look_again()
+            return None
+        for mapped, found in zip(tables, slots, strict=True):
+            mapped.touch(found[found >= 0])
+        return np.ones(len(keys), np.bool_)
 
     def _present(self) -> list[_Mapped]:
         """The tables of the present connection; none where it has ended."""

@@ -10,7 +10,6 @@ from typing import NamedTuple
 from kvfuse import errors
 from kvfuse.usrbio.daemon.admission import Admission
 from kvfuse.usrbio.daemon.registry import Namespace
-from kvfuse.usrbio.protocol.wire import IndexFlag
 from kvfuse.volume.api import RingApi
 from kvfuse.volume.views.resident import Touches
 from kvfuse.volume.views.tier import ReadClass
@@ -31,7 +30,7 @@ class Indexes:
         self.peer = self.admission.peer
 
     async def open(self, namespace: Namespace, number: int) -> tuple[tuple[int, ...], list[int]]:
-        """(size, flags), and descriptors of an index and of the page for touches of it.
+        """(size), and descriptors of an index and of the page for touches of it.
 
         ``number`` 0: that of the blocks that this client puts; from 1 on those of other owners and modes. NotFound:
         there are no more. PermissionDenied: the client may not find out every name. NotSupported: somebody has to
@@ -48,8 +47,7 @@ class Indexes:
         if touches is None:
             raise errors.InvalidArgument("the daemon has as many indexes of blocks as it may have")
         self._opened[readers] = touches
-        flags = IndexFlag.JUDGED if self.volume.search.is_judged(namespace.ino) else IndexFlag(0)
-        return (touches.index.size, int(flags)), [touches.index.descriptor(), os.dup(touches.descriptor)]
+        return (touches.index.size,), [touches.index.descriptor(), os.dup(touches.descriptor)]
 
     def may_map(self, arena: int) -> bool:
         """The client has an index of the blocks in an arena."""

@@ -238,14 +238,7 @@ class Request(IntEnum):
     DESCRIBE = 13
     """(handle of a namespace), and what its blocks are, a JSON object, as the text behind the message"""
     MAP_INDEX = 14
-    """(handle of a namespace, number) -> (size, IndexFlag), descriptors: the index, read-only; a page for touches"""
-
-
-class IndexFlag(IntFlag):
-    """What MAP_INDEX says beside the size."""
-
-    JUDGED = 1
-    """the daemon may find that blocks are there but not worth reading: EXISTS is its to answer, unless all are here"""
+    """(handle of a namespace, number) -> (size), descriptors: the index, read-only; a page for touches"""
 
 
 class NewsKind(IntEnum):

@@ -295,9 +295,9 @@ class Core:
         if cache is not None:
             cache.read(node.parent, [node.name], self.tier_of)
 
-    def take_uses(self) -> None:
-        """Tell the caches which blocks ring threads, and clients by themselves, read."""
-        self.tier.residents.sample()
+    def take_uses(self, *, at_once: bool = False) -> None:
+        """Tell the caches which blocks ring threads, and clients by themselves, read; ``at_once``: up to now."""
+        self.tier.residents.sample(at_once=at_once)
         for directory, names in (*self.namespaces.uses.take(), *self.tier.residents.take_uses()):
             node = self.nodes.get(directory)
             cache = self.caches.get(node.namespace) if node is not None else None

@@ -170,6 +170,7 @@ class Keeper:
         if cache is None:
             raise errors.InvalidArgument("only a cache has a clock")
         try:
+            self.names.core.take_uses(at_once=True)
             cache.clock.advance(msgspec.convert(seconds, Seconds, strict=False))
         except msgspec.ValidationError:
             raise errors.InvalidArgument(f"a clock advances by seconds, 0 to 1e9, not {seconds!r}") from None

@@ -19,11 +19,6 @@ class OwnSearch:
         rows = [row for row in self.core.tier.blocks_of(readers) if self._means(readers.directory, *row[:2])]
         return self.core.tier.residents.open(readers, rows)
 
-    def is_judged(self, directory: int) -> bool:
-        folder = self.core.nodes.get(directory)
-        namespace = self.core.namespaces.all.get(folder.namespace) if folder is not None else None
-        return namespace is None or bool(namespace.settings.recompute_rate)
-
     def _means(self, directory: int, name: bytes, ino: int) -> bool:
         """The name means the inode now, for sure: one that is not in memory may have been renamed before it left."""
         folder, node = self.core.nodes.get(directory), self.core.nodes.peek(ino)

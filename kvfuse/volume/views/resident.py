@@ -309,10 +309,10 @@ class Residents:
                     self._shown.pop(shown, None)
                     index.hide(name)
 
-    def sample(self) -> None:
-        """Note which blocks clients read by themselves. Does nothing where it was called a moment before."""
+    def sample(self, *, at_once: bool = False) -> None:
+        """Note which blocks clients read by themselves. Does nothing, unless ``at_once``, a moment after a call."""
         now = time.monotonic()
-        if not self._touches or now < self._sampled_at + SAMPLE_SECONDS:
+        if not self._touches or (now < self._sampled_at + SAMPLE_SECONDS and not at_once):
             return
         with self._lock:
             self._sampled_at, left = now, SAMPLE_SLOTS
