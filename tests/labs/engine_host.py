@@ -77,12 +77,13 @@ class EngineHost(AbstractContextManager["EngineHost"]):
     """The process that has imported the engine. ``driver``: a file of tests/labs."""
 
     def __init__(self, engine: str, driver: str) -> None:
+        python = engine_python(engine)
         self._folder = tempfile.TemporaryDirectory(prefix="kvfuse-engine-")
         self._address = os.path.join(self._folder.name, "calls")
         environment = os.environ | {"PYTHONPATH": f"{ROOT}:{LABS}", "PYTHONWARNINGS": "ignore"}
         self._log = open(os.path.join(self._folder.name, "log"), "wb")  # noqa: SIM115
         self._process = subprocess.Popen(
-            [engine_python(engine), str(LABS / driver), self._address],
+            [python, str(LABS / driver), self._address],
             env=environment, stdout=subprocess.PIPE, stderr=self._log, start_new_session=True,
         )  # fmt: skip
         assert self._process.stdout is not None

@@ -7,6 +7,7 @@ import random
 from contextlib import suppress
 from functools import partial
 
+import numpy as np
 import pytest
 import trio
 import trio.testing
@@ -180,8 +181,8 @@ class Walk:
             offset = self.rng.choice(OFFSETS)
             data = file.begin_write(offset, 1000)
             file.sizes[-1] = len(file.data)
-            (done,) = await self.volume.files.write_in_slots(handle, [(offset, memoryview(data))])
-            if done:
+            where = np.array([offset]), np.array([len(data)])
+            if len(await self.volume.files.write_in_slots(handle, *where, [memoryview(data)])):
                 file.wrote(offset, data)
 
     async def truncate(self) -> None:

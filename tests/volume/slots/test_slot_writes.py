@@ -7,6 +7,7 @@ import random
 from collections.abc import Sequence
 from itertools import pairwise
 
+import numpy as np
 import pytest
 from volume_lab import CALLER, MIB, Chaos, Disk, check, lab_options, opened
 
@@ -31,7 +32,10 @@ async def test_batches_of_writes_do_what_single_writes_do(rng: random.Random) ->
                 length = rng.choice([1, 100, 4096, 70_000])
                 offset = rng.randrange(max(1, len(content) - length // 2))
                 writes.append((offset, memoryview(rng.randbytes(length))))
-            done = await volume.files.write_in_slots(handle, writes)
+            offsets, sources = [offset for offset, _ in writes], [data for _, data in writes]
+            where = np.array(offsets), np.array([len(data) for data in sources])
+            numbers = await volume.files.write_in_slots(handle, *where, sources)
+            done = np.isin(np.arange(len(writes)), numbers).tolist()
             for number, (offset, data) in enumerate(writes):
                 if done[number]:
                     content[offset : offset + len(data)] = data
