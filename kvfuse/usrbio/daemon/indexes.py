@@ -51,7 +51,7 @@ class Indexes:
 
     def may_map(self, arena: int) -> bool:
         """The client has an index of the blocks in an arena."""
-        return self.volume.tier.read_class_of(arena) in self._opened
+        return self.volume.tier.read_classes().get(arena) in self._opened
 
     def close(self) -> None:
         for touches in self._opened.values():
@@ -72,7 +72,8 @@ class Indexes:
         if not number:
             readers = [own]
         else:
-            readers = [own, *(other for other in self.volume.tier.read_classes(namespace.ino) if other != own)]
+            found = dict.fromkeys(self.volume.tier.read_classes().values())
+            readers = [own, *(other for other in found if other.directory == namespace.ino and other != own)]
         readers = [other for other in readers if namespace.has_token or self._may_read(other)]
         if number >= len(readers):
             raise errors.NotFound("the folder has no more indexes of blocks")

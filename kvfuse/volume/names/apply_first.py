@@ -252,6 +252,8 @@ class ApplyFirst:
                 continue
             if crosses:
                 node.forget_copy()
+            elif node.ino in self.core.tier.kept:
+                self.core.tier.renamed(node.ino)
             node.parent, node.name = end.directory.ino, end.name
             node.ctime = clock.now()
             self.core.places.set(node.ino, node.parent, node.name)

@@ -157,6 +157,13 @@ class SharedTier:
             with self._lock:
                 self._forget(ino)
 
+    def renamed(self, ino: int) -> None:
+        """The file has another name in its directory: clients do not find it by that, nor by the former one."""
+        with self._lock:
+            self.residents.hide(ino)
+            if (block := self.kept.get(ino)) is not None:
+                block.name = b""
+
     def clear(self) -> None:
         """Any file may have changed."""
         with self._lock:
@@ -184,14 +191,10 @@ class SharedTier:
             kinds = [kind for (_, own), kind in self._kinds.items() if own == readers]
             return [(self.kept[ino].name, ino, self.kept[ino]) for kind in kinds for ino in kind.kept]
 
-    def read_classes(self, directory: int) -> list[ReadClass]:
-        """Of the blocks of a directory that are there now."""
+    def read_classes(self) -> dict[int, ReadClass]:
+        """Arena -> whose blocks it has."""
         with self._lock:
-            return list({readers: None for _, readers in self._kinds if readers.directory == directory})
-
-    def read_class_of(self, arena: int) -> ReadClass | None:
-        found = self._arenas.get(arena)
-        return found.kind.read_class if found is not None else None
+            return {number: arena.kind.read_class for number, arena in self._arenas.items()}
 
     def arena_descriptor(self, arena: int) -> int:
         """A new descriptor of an arena, which can only be read, for a client of its read class. NotFound."""
