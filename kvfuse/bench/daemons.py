@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -45,6 +46,16 @@ def kvfuse_mount(volume: Path, mountpoint: Path, *words: str) -> Iterator[Daemon
     command = [sys.executable, "-m", "kvfuse.cli", "mount", "--foreground", str(volume), str(mountpoint), *options]
     with _mounted(command, mountpoint) as daemon:
         yield daemon
+
+
+@contextlib.contextmanager
+def fresh_volume(folder: Path) -> Iterator[Daemon]:
+    """A new volume of 8 GiB in a folder, mounted; the folder is gone afterwards."""
+    try:
+        with kvfuse_mount(folder / "volume", folder / "mnt", "capacity=8GiB") as daemon:
+            yield daemon
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextlib.contextmanager

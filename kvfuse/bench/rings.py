@@ -6,7 +6,6 @@ Each is one function from ``RingSetting`` to figures. ``docs/benchmarks.md`` say
 from __future__ import annotations
 
 import contextlib
-import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -17,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from kvfuse.bench.batches import LISTS, Cell, Timing, compare
-from kvfuse.bench.daemons import Daemon, cpu_seconds_of, kvfuse_mount
+from kvfuse.bench.daemons import cpu_seconds_of, fresh_volume
 from kvfuse.bench.mooncake import Mooncake, mooncake_store
 from kvfuse.bench.references import Bytes, file_reads, file_writes, memcpy, memory_file
 from kvfuse.bench.ringwork import KEYS_PER_CALL, OPERATIONS, Session, Work, connect_when_open, ring_session
@@ -74,17 +73,6 @@ class RingSetting(Conditions):
 
     def time(self, batch: Batch, count_max: int = sys.maxsize) -> list[float]:
         return time_batches(batch, SECONDS * self.scale, count_max)
-
-
-@contextlib.contextmanager
-def _volume(setting: RingSetting) -> Iterator[Daemon]:
-    """A fresh volume, mounted; gone afterwards."""
-    folder = setting.volumes / "volume"
-    try:
-        with kvfuse_mount(folder / "volume", folder / "mnt", "capacity=8GiB") as daemon:
-            yield daemon
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextlib.contextmanager
@@ -153,7 +141,7 @@ def bench_operation(operation: str, setting: RingSetting) -> list[Figure]:
     pattern = np.random.default_rng(0).integers(0, 256, setting.set_size, np.uint8)
     figures: list[Figure] = []
     with (
-        _volume(setting) as daemon,
+        fresh_volume(setting.volumes / "volume") as daemon,
         ring_session(daemon.mountpoint, pattern) as session,
         _references(setting, pattern) as references,
     ):
@@ -204,7 +192,7 @@ def bench_exists(setting: RingSetting) -> list[Figure]:
 def bench_idle(setting: RingSetting) -> list[Figure]:
     """CPU of a daemon with idle rings, beside the same without any."""
     seconds = max(IDLE_SECONDS_MIN, IDLE_SECONDS * setting.scale)
-    with _volume(setting) as daemon:
+    with fresh_volume(setting.volumes / "volume") as daemon:
 
         def alone(_round: int) -> float:
             return _cpu_share(daemon.pid, seconds)

@@ -209,7 +209,7 @@ class SteadyStore:
             self._fail("away", count)
         except OSError as error:
             self._fail(errorcode.get(error.errno or 0, "error"), count)
-        except Exception:
+        except Exception:  # whatever it is, the engine goes on: for it the blocks are not there
             log.exception("a call to %s failed", link.target.namespace)
             self._fail("error", count)
         return nothing

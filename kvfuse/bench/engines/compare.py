@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 import shutil
@@ -15,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvfuse.bench.batches import Cell
-from kvfuse.bench.daemons import Daemon, kvfuse_mount
+from kvfuse.bench.daemons import Daemon, fresh_volume
 from kvfuse.bench.engines.adapters import adapter
 from kvfuse.bench.engines.blocks import CALLS, MEMCPY, RING, SINGLE, STORE, TOGETHER, BlockCalls, CallSides
 from kvfuse.bench.engines.files import lmcache_fs, lmcache_native, sglang_file, vllm_fs
@@ -229,7 +228,7 @@ def bench_engine(name: str, setting: EngineSetting) -> Iterator[Result | Refused
     if name == BLOCK_CALLS:
         yield from _bench_calls(setting)
         return
-    with _volume(setting) as daemon:
+    with fresh_volume(setting.volumes / "volume") as daemon:
         for pattern in PATTERNS[name]:
             setting.progress(pattern.title)
             try:
@@ -238,17 +237,6 @@ def bench_engine(name: str, setting: EngineSetting) -> Iterator[Result | Refused
                 yield Refused(pattern.title, str(error))
             else:
                 yield from bench_pattern(pattern, setting, daemon)
-
-
-@contextlib.contextmanager
-def _volume(setting: EngineSetting) -> Iterator[Daemon]:
-    """A fresh volume, mounted; gone afterwards."""
-    folder = setting.volumes / "volume"
-    try:
-        with kvfuse_mount(folder / "volume", folder / "mnt", "capacity=8GiB") as daemon:
-            yield daemon
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def file_system(folder: Path) -> str:
@@ -319,7 +307,7 @@ def _alternate(
 
 def _bench_calls(setting: EngineSetting) -> Iterator[Result]:
     pattern = np.random.default_rng(0).integers(0, 256, setting.calls_size, np.uint8)
-    with _volume(setting) as daemon, ring_session(daemon.mountpoint, pattern) as session:
+    with fresh_volume(setting.volumes / "volume") as daemon, ring_session(daemon.mountpoint, pattern) as session:
         calls = BlockCalls(session, CALL_SECONDS * setting.scale)
         for cell in CALLS:
             with calls.of(cell) as one:

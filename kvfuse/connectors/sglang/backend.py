@@ -163,7 +163,7 @@ class KvfuseHiCache(HiCacheStorage):  # type: ignore[misc]
         """What ``call`` answers, or ``nothing``: the engine goes on without a cache, whatever it is."""
         try:
             return call()
-        except Exception:
+        except Exception:  # whatever it is, the engine goes on without these pages
             log.exception("kvfuse: a call failed, as if nothing were there")
             return nothing
 

@@ -187,7 +187,7 @@ class KvfuseStore(UcmKVStoreBaseV1):  # type: ignore[misc]
                 if not self.is_checked:
                     return len(keys) if move == self._load else 0
                 return move(keys, rows, sizes, copier, event, give_up) if keys else 0
-            except Exception:
+            except Exception:  # whatever it is, the engine goes on: loads say that they failed
                 log.exception("kvfuse: blocks are neither loaded nor stored")
                 return len(keys) if move == self._load else 0
             finally:

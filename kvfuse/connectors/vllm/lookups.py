@@ -96,7 +96,7 @@ class Lookups:
             return
         try:
             found = self._find([key for key, _ in wanted])
-        except Exception:
+        except Exception:  # whatever it is, the scheduler goes on: all are misses
             log.exception("%d keys could not be looked up", len(wanted))
             found = [False] * len(wanted)
         for (_, asked), is_found in zip(wanted, found, strict=True):

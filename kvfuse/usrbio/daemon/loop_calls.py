@@ -201,7 +201,7 @@ class Calls:
             ready.append(self._puts.popleft())
         try:
             done = self._blocks.put_together(ready) if ready else []
-        except Exception:
+        except Exception:  # each is done alone then, also those that are stored by now: again, with the same bytes
             log.exception("puts together failed")
             done = [False] * len(ready)
         for call, is_done in zip(reversed(ready), reversed(done), strict=True):
