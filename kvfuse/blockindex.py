@@ -199,7 +199,7 @@ _turnstile = threading.Lock()
 
 
 def fence() -> None:
-    """Loads before it are done before those behind it: what precedes a release is done before the next acquire."""
+    """Accesses before it are done before those behind it: what precedes a release is done before the next acquire."""
     for _ in range(2):
         with _turnstile:
             pass

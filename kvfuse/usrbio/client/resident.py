@@ -57,7 +57,7 @@ class _Mapped:
             self._touched[start : start + len(first)] = first
             if len(first) < len(slots):
                 self._touched[: len(slots) - len(first)] = slots[len(first) :]
-            self._count[0] = count + len(slots)
+            self._count[0] = (count + len(slots)) % (1 << 64)
 
     def get(self, keys: Sequence[bytes], targets: Addresses, rooms: Numbers) -> Numbers:
         """The length of each block that was copied, below 0 for others."""
@@ -79,7 +79,7 @@ class _Mapped:
         with self._lock:
             count = self._count[0]
             self._touched[count % TOUCHES_MAX] = slots[0]
-            self._count[0] = count + 1
+            self._count[0] = (count + 1) % (1 << 64)
         return size
 
     def _map_arenas(self, slots: Numbers) -> bool:

@@ -39,6 +39,7 @@ from kvfuse.blockindex import (
     Fingerprints,
     Numbers,
     Table,
+    fence,
     fingerprints_of,
     places,
 )
@@ -164,7 +165,7 @@ class BlockIndex:
         table["length"][slots] = [block.size for block in blocks]
         table["generation"][slots] = [ino for _, ino, _ in rows]
         self._table.fingerprints[slots] = wanted
-        _order()
+        fence()
         table["version"][slots] = 1
         numbers = slots.tolist()
         names, inos = [name for name, _, _ in rows], [ino for _, ino, _ in rows]
@@ -189,7 +190,7 @@ class BlockIndex:
         start, version = 64 * slot + 8, table.versions[8 * slot]
         FIELDS.pack_into(self._memory.fields, start, block.arena, TIER_DRAM, block.offset, block.size, *checksum, ino)
         table.fingerprints[slot] = wanted[0]
-        _order()
+        fence()
         table.versions[8 * slot] = version + 1
         self._slots[name], self._inos[slot], self.names[slot] = slot, ino, name
         return True
@@ -210,7 +211,7 @@ class BlockIndex:
             return
         table = self._table
         table.versions[8 * slot] = table.versions[8 * slot] + 1
-        _order()
+        fence()
         table.fingerprints[slot] = 0
         del self._inos[slot], self.names[slot]
 
@@ -237,7 +238,8 @@ class Touches:
         """Slots that were written since the last call, each once; of many the last ones."""
         count = int(self._count[0])
         new, self._seen = min((count - self._seen) % (1 << 64), PAGE_SLOTS), count
-        return list(dict.fromkeys(self._slots[np.arange(count - new, count) % TOUCHES_MAX].tolist())) if new else []
+        first = (count - new) % TOUCHES_MAX  # the count is the client's: any number
+        return list(dict.fromkeys(self._slots[(first + np.arange(new)) % TOUCHES_MAX].tolist()))
 
 
 class Residents:
@@ -389,12 +391,3 @@ class Residents:
             found[readers] = index
         others = {number: rows for number, rows in self.by_directory.items() if number != readers.directory}
         self.by_directory = {**others, readers.directory: found} if found else others
-
-
-_turnstile = threading.Lock()
-
-
-def _order() -> None:
-    """Stores before it are seen before those behind it."""
-    with _turnstile:
-        pass

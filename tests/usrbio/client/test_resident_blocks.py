@@ -262,6 +262,20 @@ def test_reads_by_clients_are_uses(mount: KvfuseMount, name: str) -> None:
         wait_until(lambda: asked() >= len(keys), "the reads to be known")
 
 
+@pytest.mark.parametrize("count", [0, 1, 1 << 32, (1 << 63) + 5, (1 << 64) - 1])
+def test_a_client_may_write_anything_into_its_page(mount: KvfuseMount, name: str, count: int) -> None:
+    with BlockStore(mount.point, name) as store:
+        store.put(b"a", b"1")
+        assert found(store, [b"a"]) == [b"1"]
+        (mapped,) = store._resident._mapped[1]
+        mapped._touched[:] = np.random.default_rng(count & 0xFF).integers(0, 1 << 32, len(mapped._touched))
+        mapped._count[0] = count
+        (mount.point / ".kvfuse" / "stats").read_text()  # the daemon looks at the page
+        assert not store.exists([b"absent"]).any()
+        assert store.exists([b"a"]).all()
+        mount.check_unexpected_errors()
+
+
 def test_a_damaged_header_is_no_table() -> None:
     memory = np.zeros(blockindex.HEADER_SIZE, np.uint8)
     with pytest.raises(Exception, match="no index of blocks"):
