@@ -74,6 +74,7 @@ async def ring_client(volume: Volume, size: int) -> AsyncIterator[RingClient]:
         limits = Limits(volume, kernel, 0, doorman, UsrbioOptions())
         account = limits.accounts.open(peer)
         async with trio.open_nursery() as nursery:
+            nursery.start_soon(limits.desk.run)
             share = Share(limits.pool, account.key, limits.under_way)
             connection = Connection(limits, nobody, peer, account, nobody, nobody, nursery, share)
             connection.registered.namespaces[NAMESPACE] = Namespace(ROOT_INODE, 0o644, 0)

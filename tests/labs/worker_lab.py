@@ -23,6 +23,7 @@ from kvfuse.usrbio.daemon.doorman import Doorman
 from kvfuse.usrbio.daemon.interpreter import Interpreter, User
 from kvfuse.usrbio.daemon.peer import Peer
 from kvfuse.usrbio.daemon.pins import Pinned, Pins
+from kvfuse.usrbio.daemon.put_batches import PutBatch
 from kvfuse.usrbio.daemon.registry import Namespace, OpenFile
 from kvfuse.usrbio.daemon.ring_thread import RingThread
 from kvfuse.usrbio.daemon.write_batches import Batch
@@ -49,6 +50,7 @@ class Registered:
     user: User = field(default_factory=User)
     calls: list[Call] = field(default_factory=list)
     batches: list[Batch] = field(default_factory=list)
+    puts: list[PutBatch] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
     at_start: Callable[[], object] = lambda: None
 
@@ -58,6 +60,9 @@ class Registered:
 
     def start_writes(self, batch: Batch) -> None:
         self.batches.append(batch)
+
+    def start_puts(self, batch: PutBatch) -> None:
+        self.puts.append(batch)
 
     def in_loop(self, function: Callable[[], object]) -> None:
         function()

@@ -1,15 +1,17 @@
-"""Finds writes in a ring's entries that may be done together where their bytes are: see `write_batches.py`."""
+"""Finds what may be done together in a ring's entries: writes where their bytes are (`write_batches`), and puts."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import numpy as np
 import trio
 
 from kvfuse.usrbio.daemon.call import Entry, Ring
-from kvfuse.usrbio.daemon.client_memory import Iov
+from kvfuse.usrbio.daemon.client_memory import Bytes, Iov
 from kvfuse.usrbio.daemon.columns import LOW_HALF, OFFSET_MAX, TIMEOUT_US_MAX, as_words, same
+from kvfuse.usrbio.daemon.put_finder import PutFinder
 from kvfuse.usrbio.daemon.registered import Registered
 from kvfuse.usrbio.daemon.write_batches import Batch
 from kvfuse.usrbio.protocol.queues import Entries
@@ -19,27 +21,64 @@ BATCH_SIZE = 16 << 10
 """bytes that the task of a batch takes, about"""
 
 
+def without(rows: Entries, op: Op, begin: Callable[[Entries, float], int], taken_at: float) -> Entries:
+    """The entries that are left when ``begin`` took those of ``op`` of one kind (priority, handle, iov) together.
+
+    ``begin``: gets entries of one kind, taken at ``taken_at`` (monotonic seconds); returns how many of the first ones
+    it took care of.
+    """
+    words = as_words(rows)
+    kinds = words[:, 0], words[:, 1] & LOW_HALF
+    if same(kinds[0]) and same(kinds[1]):
+        return rows[begin(rows, taken_at) :]
+    left = np.ones(len(rows), bool)
+    groups: dict[tuple[int, int], list[int]] = {}
+    for number, kind in enumerate(zip(kinds[0].tolist(), kinds[1].tolist(), strict=True)):
+        groups.setdefault(kind, []).append(number)
+    for numbers in groups.values():
+        if rows["op"][numbers[0]] == op:
+            left[numbers[: begin(rows[numbers], taken_at)]] = False
+    return rows[left]
+
+
 class BatchFinder:
-    """Takes writes out of a ring's entries that may be done as batches. The ring's thread owns it."""
+    """Takes writes and puts out of a ring's entries that may be done as batches. The ring's thread owns it.
+
+    ``op_mask``: bit n allows operation n.
+    """
+
+    def __init__(self, ring: Ring, registered: Registered, aux: Bytes, op_mask: int) -> None:
+        self._writes = WriteFinder(ring, registered)
+        self._puts = PutFinder(ring, registered, aux)
+        self._op_mask = op_mask
+
+    def close(self) -> None:
+        """Let go of the ring's memory."""
+        self._puts.close()
+
+    def serve(self, rows: Entries, taken_at: float, *, in_place: bool) -> Entries:
+        """Give the event loop batches of entries taken at ``taken_at`` (monotonic seconds). Returns the others.
+
+        ``in_place``: writes may go straight to where the file's bytes are.
+        """
+        ops = rows["op"]
+        if in_place and self._op_mask >> Op.WRITE & 1 and (ops == Op.WRITE).any():
+            rows = without(rows, Op.WRITE, self._writes.begin, taken_at)
+        if self._op_mask >> Op.PUT & 1 and np.count_nonzero(ops == Op.PUT) > 1:
+            rows = without(rows, Op.PUT, self._puts.begin, taken_at)
+        return rows
+
+
+class WriteFinder:
+    """Takes writes in place. `BatchFinder` owns it."""
 
     def __init__(self, ring: Ring, registered: Registered) -> None:
         self._ring = ring
         self._registered = registered
 
-    def serve(self, rows: Entries, taken_at: float) -> Entries:
-        """Give the event loop batches of entries taken at ``taken_at`` (monotonic seconds). Returns the others."""
-        words = as_words(rows)
-        kinds = words[:, 0], words[:, 1] & LOW_HALF
-        if same(kinds[0]) and same(kinds[1]):
-            return rows[:0] if self._begin(rows, taken_at) else rows
-        left = np.ones(len(rows), bool)
-        groups: dict[tuple[int, int], list[int]] = {}
-        for number, kind in enumerate(zip(kinds[0].tolist(), kinds[1].tolist(), strict=True)):
-            groups.setdefault(kind, []).append(number)
-        for numbers in groups.values():
-            if rows["op"][numbers[0]] == Op.WRITE:
-                left[numbers] = not self._begin(rows[numbers], taken_at)
-        return rows[left]
+    def begin(self, rows: Entries, taken_at: float) -> int:
+        """Start a batch of entries of one op, handle and iov. How many are taken care of: all of them or none."""
+        return len(rows) if self._begin(rows, taken_at) else 0
 
     def _begin(self, rows: Entries, taken_at: float) -> bool:
         """Start a batch of entries of one op, file and iov. False where they are not all plain writes in place."""

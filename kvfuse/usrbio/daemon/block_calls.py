@@ -9,6 +9,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import compress
 from typing import Any
 
 import trio
@@ -110,24 +111,26 @@ class BlockCalls:
 
     def put_together(self, calls: Sequence[Call]) -> list[bool]:
         """Do puts of one namespace that need no wait; which are done. The others are left to `put`."""
-        namespace, volume = calls[0].namespace, self.volume
+        namespace = calls[0].namespace
         assert namespace is not None
+        ready = [call for call in calls if call.data is not None and not call.ended]
+        done = set[Call]()
+        stored = self.put_ready(namespace, [(call.names[0], call.data) for call in ready])
+        for call in compress(ready, stored):
+            done.add(call)
+            self.finish(Done(call, call.entry.length, directory=namespace.ino, names=[(call.names[0], 0)]))
+        return [call in done for call in calls]
+
+    def put_ready(self, namespace: Namespace, rows: Sequence[tuple[bytes, Any]]) -> list[bool]:
+        """Store the (name, bytes) that need no wait: which."""
         is_known = namespace.epoch == namespace.gates.epoch and not (namespace.is_absent or namespace.read_only)
         if not is_known or namespace.measures.limiters:
-            return [False] * len(calls)
-        ready = [call for call in calls if call.data is not None and not call.ended]
+            return [False] * len(rows)
 
         def may(folder: Attributes) -> bool:
             return namespace.has_token or self.peer.may(folder, 3)
 
-        rows = [(call.names[0], call.data) for call in ready]
-        stored = volume.ready.put(namespace.ino, rows, self.peer.caller(), namespace.mode, may)
-        done = set[Call]()
-        for call, is_stored in zip(ready, stored, strict=True):
-            if is_stored:
-                done.add(call)
-                self.finish(Done(call, call.entry.length, directory=namespace.ino, names=[(call.names[0], 0)]))
-        return [call in done for call in calls]
+        return self.volume.ready.put(namespace.ino, rows, self.peer.caller(), namespace.mode, may)
 
     async def exists(self, call: Call) -> None:
         namespace = await self._check(call, 1)

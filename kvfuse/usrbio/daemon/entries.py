@@ -30,6 +30,8 @@ from kvfuse.usrbio.daemon.columns import (
 )
 from kvfuse.usrbio.daemon.lines import Lines
 from kvfuse.usrbio.daemon.penalty import MALFORMED
+from kvfuse.usrbio.daemon.put_batches import CALL_SIZE
+from kvfuse.usrbio.daemon.put_finder import PUTS_SIZE
 from kvfuse.usrbio.daemon.registered import Registered
 from kvfuse.usrbio.daemon.registry import Namespace
 from kvfuse.usrbio.daemon.weights import weight_of
@@ -53,12 +55,8 @@ T = TypeVar("T")
 
 LARGE = 256 << 10
 """Bytes of an operation from which it is not kept back for those behind it."""
-PUTS_SIZE = 4 << 20
-"""Bytes of puts from which they are not: to pass on a few together costs less than it wins to begin with the first"""
 NAMES_PER_TURN = 1024
 """Keys that are looked at before others may work."""
-CALL_SIZE = 8 << 10
-"""Bytes that the task of a call takes, about."""
 KEY_SIZE = 100
 """Bytes that a key takes beside its own, about."""
 OPS = frozenset(map(int, Op))
@@ -99,7 +97,7 @@ class EntryServer:
         self.lines = Lines(self.serve)
         """entries that were taken and wait"""
         self._columns = ColumnReads(ring, registered)
-        self._batches = BatchFinder(ring, registered)
+        self._batches = BatchFinder(ring, registered, aux, op_mask)
         self._asked: dict[Namespace, list[bytes]] = {}
         """names of blocks of caches that were asked for in the batch that is being served"""
         self._served: dict[Histogram, int] = {}
@@ -112,6 +110,7 @@ class EntryServer:
     def close(self) -> None:
         """Let go of memory: the garbage collector takes the rest, as the ring's thread and this know each other."""
         self._aux_area = self._aux_area[:0].copy()
+        self._batches.close()
         del self._columns, self._batches
 
     # -- serving -------------------------------------------------------------------------------------
@@ -122,8 +121,8 @@ class EntryServer:
         ``in_place``: writes may go straight to where the file's bytes are.
         """
         self.count += len(rows)
-        if in_place and self._op_mask >> Op.WRITE & 1 and (rows["op"] == Op.WRITE).any():
-            rows = self._batches.serve(rows, taken_at)
+        if len(rows) > 1 or rows["op"][0] == Op.WRITE:
+            rows = self._batches.serve(rows, taken_at, in_place=in_place)
         if len(rows) >= COLUMNS_MIN:
             rows = self._without_overlaps(rows)
             if self._op_mask >> Op.READ & 1:

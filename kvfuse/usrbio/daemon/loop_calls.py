@@ -31,6 +31,7 @@ from kvfuse.usrbio.daemon.deadlines import Deadlines
 from kvfuse.usrbio.daemon.file_calls import FileCalls
 from kvfuse.usrbio.daemon.indexes import Indexes
 from kvfuse.usrbio.daemon.peer import Peer
+from kvfuse.usrbio.daemon.put_batches import PutBatch, PutBatches, complete
 from kvfuse.usrbio.daemon.registry import OpenFile
 from kvfuse.usrbio.daemon.write_batches import Batch, WriteBatches
 from kvfuse.usrbio.protocol.wire import Op
@@ -85,6 +86,7 @@ class Calls:
         self.admission = Admission(self.volume, self.peer)
         self.indexes = Indexes(self.volume, self.admission)
         blocks = self._blocks = BlockCalls(self.volume, self.admission, self._finish, files.read_here)
+        self.puts = PutBatches(blocks, self.share, self.start, self._tell_puts)
         self._deadlines: Deadlines[Call] = Deadlines(self.nursery, _expire)
         self._handlers: dict[int, Callable[[Call], Awaitable[None]]] = {
             Op.READ: files.read,
@@ -329,6 +331,18 @@ class Calls:
             if row.found is not None:
                 ring.completions.answer_keys(row.call, row.found)
         ring.completions.complete_many([(row.call, row.result) for row in rows if row.found is None])
+
+    def _tell_puts(self, batch: PutBatch, numbers: list[int]) -> None:
+        """Have the kernel drop that the names of these puts were absent, then complete them."""
+
+        def tell() -> None:
+            directory = _directory(batch)
+            for number in numbers:
+                self._drop(self.kernel.drop_name, directory, batch.names[number], 0)
+            self._drop(self.kernel.drop_attributes, directory)
+            complete(batch, numbers)
+
+        self._off_loop(batch.ring, tell)
 
     def _drop(self, drop: Callable[..., None], *arguments: object) -> None:
         """Data that the kernel refuses to drop expires: the change is done, and its call completes all the same."""

@@ -18,6 +18,7 @@ from kvfuse.usrbio.daemon.limits import Limits
 from kvfuse.usrbio.daemon.loop_calls import Calls
 from kvfuse.usrbio.daemon.peer import Peer
 from kvfuse.usrbio.daemon.pins import Pins
+from kvfuse.usrbio.daemon.put_batches import PutBatch
 from kvfuse.usrbio.daemon.registry import Namespace, OpenFile, Table
 from kvfuse.usrbio.daemon.write_batches import Batch
 from kvfuse.volume.views.tier import ReadClass, TierBlock
@@ -65,6 +66,10 @@ class Registered:
     def start_writes(self, batch: Batch) -> None:
         """In the event loop: do these writes."""
         self._desk.put(self._user_key, [batch], lambda _: self._calls.batches.start(batch))
+
+    def start_puts(self, batch: PutBatch) -> None:
+        """In the event loop: do these puts."""
+        self._desk.put(self._user_key, [batch], lambda _: self._calls.puts.start(batch))
 
     def cancel(self, call: Call) -> None:
         """In the event loop: end the call that ``call`` wants to cancel."""

@@ -62,7 +62,7 @@ class ReadyPuts:
         if folder is None or not self._is_open(folder) or not may(folder):
             return done
         maker = _Maker(self, folder, caller, mode)
-        admitted = self._admitted(folder, rows)
+        admitted = self._admitted(folder, rows) if self.core.caches else [True] * len(rows)
         for index, (name, data) in enumerate(rows):
             if not (admitted[index] and self._is_free(directory, name) and maker.fits(name, data)):
                 continue

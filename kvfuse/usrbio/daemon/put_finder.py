@@ -1,0 +1,146 @@
+"""Finds puts in a ring's entries that may be done together, and copies their bytes: see `put_batches.py`."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+
+from kvfuse.keys import KEY_SIZE_MAX, file_names
+from kvfuse.usrbio.daemon.call import Entry, Ring
+from kvfuse.usrbio.daemon.client_memory import SMALL, Bytes, Iov
+from kvfuse.usrbio.daemon.columns import TIMEOUT_US_MAX, as_words
+from kvfuse.usrbio.daemon.put_batches import CALL_SIZE, PutBatch
+from kvfuse.usrbio.daemon.registered import Registered
+from kvfuse.usrbio.daemon.registry import Namespace
+from kvfuse.usrbio.protocol.queues import Entries
+from kvfuse.usrbio.protocol.wire import LENGTH_MAX, SQE_STRUCT, Priority
+from kvfuse.volume.views.tier import TierBlock
+
+PUTS_SIZE = 4 << 20
+"""Bytes of puts that are passed on together: to begin with the first ones wins more than to do all at once."""
+PUTS_MAX = 64
+"""Puts that are passed on together: the event loop takes about a millisecond for them."""
+_HIGH_HALF = np.uint64(32)
+
+
+class PutFinder:
+    """Takes puts out of a ring's entries that may be done as batches. The ring's thread owns it."""
+
+    def __init__(self, ring: Ring, registered: Registered, aux: Bytes) -> None:
+        self._ring = ring
+        self._registered = registered
+        self._aux = aux
+
+    def close(self) -> None:
+        """Let go of the ring's memory."""
+        self._aux = self._aux[:0].copy()
+
+    def begin(self, rows: Entries, taken_at: float) -> int:
+        """Start batches of entries of one op, handle and iov. How many of the first ones are taken care of."""
+        entry = Entry._make(SQE_STRUCT.unpack(rows[:1].tobytes()))
+        namespace, iov = self._registered.namespaces.get(entry.handle), self._registered.iovs.get(entry.iov)
+        if entry.flags or entry.priority > Priority.LOW or namespace is None or iov is None:
+            return 0
+        if namespace.read_only or not namespace.may_put or namespace.waits or namespace.measures.limiters:
+            return 0
+        if not self._are_plain(rows, iov):
+            return 0
+        lengths = rows["length"].tolist()
+        start = 0
+        while start < len(rows):
+            end, size = start, 0
+            while end < len(rows) and end - start < PUTS_MAX and (end == start or size + lengths[end] <= PUTS_SIZE):
+                size += lengths[end]
+                end += 1
+            taken = self._start(rows[start:end], size, taken_at, namespace, iov)
+            start += taken
+            if start < end:
+                break
+        return start
+
+    def _are_plain(self, rows: Entries, iov: Iov) -> bool:
+        """All their ranges lie in the iov and the aux area, and none is empty."""
+        words = as_words(rows)
+        key_lengths, iov_offsets, lengths, key_offsets = (
+            words[:, 1] >> _HIGH_HALF,
+            words[:, 3],
+            words[:, 4],
+            words[:, 5],
+        )
+        aux_size = len(self._aux)
+        return (
+            int(lengths.min()) > 0
+            and int(lengths.max()) <= min(iov.size, LENGTH_MAX)
+            and int(iov_offsets.max()) <= iov.size  # or the sum may have wrapped
+            and int((iov_offsets + lengths).max()) <= iov.size
+            and int(key_lengths.min()) >= 1
+            and int(key_lengths.max()) <= KEY_SIZE_MAX
+            and int(key_offsets.max()) <= aux_size
+            and int((key_offsets + key_lengths).max()) <= aux_size
+            and int(words[:, 7].max()) <= TIMEOUT_US_MAX
+        )
+
+    def _start(self, rows: Entries, size: int, taken_at: float, namespace: Namespace, iov: Iov) -> int:
+        """Start one batch of as many of the entries as could be copied: how many."""
+        deadline = float("inf")
+        timeouts_us = rows["timeout_us"]
+        if timeouts_us.any():
+            deadline = taken_at + int(timeouts_us[timeouts_us > 0].min()) / 1e6
+        size += len(rows) * CALL_SIZE
+        if time.monotonic() > deadline or not self._registered.share.take(size):
+            return 0
+        copied: list[Bytes | TierBlock] = []
+        try:
+            names = self._names(rows)
+            self._copy(rows, namespace, iov, copied)
+        except OSError:  # of the one behind those that were copied: it is served alone, and answered with the error
+            rows = rows[: len(copied)]
+            rest = size - sum(rows["length"].tolist()) - len(rows) * CALL_SIZE
+            self._registered.share.give(rest)
+            size -= rest
+        except BaseException:
+            self._registered.share.give(size)
+            raise
+        if copied:
+            entry = Entry._make(SQE_STRUCT.unpack(rows[:1].tobytes()))._replace(length=size)
+            self._registered.start_puts(
+                PutBatch(
+                    self._ring, entry, deadline, namespace=namespace, names=names[: len(rows)], size=size,
+                    rows=rows, taken_at=taken_at, blocks=[_data_of(one) for one in copied],
+                )
+            )  # fmt: skip
+        return len(copied)
+
+    def _names(self, rows: Entries) -> list[bytes]:
+        """The file names of their keys, which the client may change from now on."""
+        starts, lengths = rows["key_offset"].tolist(), rows["key_length"].tolist()
+        first, last = min(starts), max([start + length for start, length in zip(starts, lengths, strict=True)])
+        if last - first > 2 * sum(lengths):
+            keys = [self._aux[start : start + length].tobytes() for start, length in zip(starts, lengths, strict=True)]
+        else:
+            text = self._aux[first:last].tobytes()
+            keys = [text[start - first : start - first + length] for start, length in zip(starts, lengths, strict=True)]
+        return file_names(keys)
+
+    def _copy(self, rows: Entries, namespace: Namespace, iov: Iov, copied: list[Bytes | TierBlock]) -> None:
+        """Copy the bytes of each, into the tier where that has room. OSError: those before it are in ``copied``."""
+        turns, seat, registered = self._ring.turns, self._ring.seat, self._registered
+        for offset, length in zip(rows["iov_offset"].tolist(), rows["length"].tolist(), strict=True):
+            block = registered.allocate(namespace, length)
+            buffer = np.empty(length, np.uint8) if block is None else block.buffer
+            if length <= SMALL and iov.holds_lock:
+                began = time.perf_counter()
+                checksums = iov.read_checked(offset, buffer)
+                iov.note_copy(time.perf_counter() - began)
+            else:
+                with turns.copying(seat):
+                    checksums = iov.read_checked(offset, buffer)
+            if block is not None:
+                block.checksums = checksums
+            copied.append(buffer if block is None else block)
+            turns.pause(seat)
+
+
+def _data_of(copied: Bytes | TierBlock) -> memoryview | TierBlock:
+    return copied if isinstance(copied, TierBlock) else copied.data
