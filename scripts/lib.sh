@@ -86,7 +86,7 @@ ensure_python() {
 ensure_venv() {
     local venv=${KVFUSE_VENV:-$ROOT/.venv} stamp
     PY=$venv/bin/python
-    stamp=$venv/.kvfuse-$(cat "$ROOT/pyproject.toml" "$ROOT/kvfuse/_native.c" | cksum | cut -d' ' -f1)
+    stamp=$venv/.kvfuse-$(cat "$ROOT/pyproject.toml" "$ROOT/kvfuse/_native.c" "$ROOT/kvfuse/_fusewire.c" | cksum | cut -d' ' -f1)
     [ -e "$stamp" ] && [ -x "$PY" ] && return 0
     if [ ! -x "$PY" ]; then
         ensure_python

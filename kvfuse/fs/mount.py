@@ -20,10 +20,11 @@ import pyfuse3
 import trio
 
 import kvfuse
+from kvfuse import fusewire
 from kvfuse.errors import MountError
 from kvfuse.fs.control import when_cancelled
 from kvfuse.fs.doors import Door, Doors, Service, running
-from kvfuse.fs.guarding import Guarding, open_switch
+from kvfuse.fs.guarding import Guarding
 from kvfuse.fs.kernel import FuseKernelCache
 from kvfuse.fs.ops import KvfuseOperations
 from kvfuse.fs.takeover import checked, is_dead_mount, libc, takeover, unmount
@@ -47,10 +48,10 @@ PUBLIC_STATS = "pid", "space", "volume", "uptime", "metadata", "capacity", "slab
 """what `df` tells, and what every user needs"""
 MS_REMOUNT = 32
 """of mount(2)"""
+ALLOWING = frozenset({"allow_other", "allow_root"})
+"""flags for the kernel"""
 SHARED_ATTR_SECONDS = 1.0
 """for which the kernel may show attributes that another host changed, where it could not be told"""
-BACKGROUND = 64
-"""requests; the kernel's own bound is 12"""
 END_SECONDS = 20.0
 """for each step of the way out, so that a daemon that is told to end does"""
 
@@ -83,6 +84,7 @@ async def serve(
                     scope.shield = True
                     words = kernel_options(options.mount, source or Path(options.title))
                     operations = make_operations(volume, options)
+                    fusewire.configure(is_shared=options.is_shared)
                     kernel = FuseKernelCache(volume.kernel_knows, operations.names, operations.absences)
                     volume.tell(kernel)
                     opened = Doors(doors, volume, kernel, mountpoint, operations.admit_binder)
@@ -107,8 +109,10 @@ def kernel_options(options: MountOptions, source: Path) -> set[str]:
     ascii_only = str(source).encode("ascii", "replace").decode()  # pyfuse3 passes nothing else on
     shown = ascii_only.replace("\\", "\\\\").replace(",", "\\,")
     words = {f"fsname={shown}", "subtype=kvfuse"}
+    is_for_root = os.geteuid() == 0 and not options.allow_other and not ALLOWING & set(options.flags)
+    checks = options.default_permissions
     switches = {
-        "default_permissions": options.default_permissions,
+        "default_permissions": not is_for_root if checks is None else checks,
         "allow_other": options.allow_other,
         "ro": options.read_only,
         "noatime": options.atime == "noatime",
@@ -233,7 +237,6 @@ async def _announce(session: _Session, on_ready: Callable[[], None], nursery: tr
     status = await trio.to_thread.run_sync(os.stat, session.mountpoint)
     if session.options.read_ahead:
         _set_read_ahead(status.st_dev, session.options.read_ahead)
-    _set_background(status.st_dev)
     if session.doors:
         nursery.start_soon(session.doors.run, status.st_dev)
         await session.doors.opened.wait()
@@ -265,19 +268,6 @@ def _set_read_ahead(device: int, size: int) -> None:
         knob.write_text(str(size // 1024))
     except OSError as error:
         log.info("read-ahead stays as it is: %s", error)
-
-
-def _set_background(device: int) -> None:
-    """How many requests that nobody waits for the kernel sends at a time: read-ahead, write-back, asynchronous I/O."""
-    try:
-        for name, count in (("max_background", BACKGROUND), ("congestion_threshold", BACKGROUND * 3 // 4)):
-            knob = open_switch(device, name)
-            try:
-                os.write(knob, b"%d" % count)
-            finally:
-                os.close(knob)
-    except OSError as error:
-        log.info("the kernel sends few requests in the background: %s", error)
 
 
 async def _end_when_told(stop: trio.Event, session: _Session, scope: trio.CancelScope) -> None:

@@ -24,7 +24,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 import pyfuse3
 from pyfuse3 import EntryAttributes, FileInfo, FUSEError, ReaddirToken, RequestContext, SetattrFields, StatvfsData
 
-from kvfuse import errors
+from kvfuse import errors, fusewire
 from kvfuse.credentials import Capability, Credentials
 from kvfuse.errnos import errno_of
 from kvfuse.fs.kernel import LISTING_SECONDS, Kept
@@ -116,6 +116,7 @@ class KvfuseOperations(pyfuse3.Operations):
             "open_handle_count": len(self._handles),
             "unexpected_error_count": self.unexpected_error_count,
             "requests": dict(self.requests),
+            "wire": fusewire.counts(),
         }
 
     def _reply(self, attributes: Attributes, directory: int | None = None) -> EntryAttributes:
@@ -143,10 +144,12 @@ class KvfuseOperations(pyfuse3.Operations):
 
     def _reply_open(self, handle: Handle) -> FileInfo:
         """O_DIRECT needs no ``direct_io``: the kernel bypasses its cache for that descriptor alone, keeps it coherent
-        with the others, and still lets the file be mapped."""
+        with the others, and still lets the file be mapped. With `fusewire`, direct writes go on side by side, too."""
         self._handles[handle.id] = handle
         info = self._file_info
-        info.fh = handle.id
+        info.fh = handle.id | fusewire.marks(
+            direct=handle.direct, close_is_awaited=self._volume.files.is_close_awaited(handle)
+        )
         info.keep_cache = handle.cache_valid
         info.direct_io = False
         return info
@@ -297,8 +300,9 @@ class KvfuseOperations(pyfuse3.Operations):
     @answered
     async def open(self, inode: int, flags: int, ctx: RequestContext) -> FileInfo:
         if is_virtual(inode):
-            reader = Reader.of(ctx.uid, ctx.pid)
-            return FileInfo(fh=self._virtual.open(inode, flags, reader), direct_io=True, keep_cache=False)
+            handle = self._virtual.open(inode, flags, Reader.of(ctx.uid, ctx.pid))
+            marks = fusewire.marks(direct=False, close_is_awaited=False)
+            return FileInfo(fh=handle | marks, direct_io=True, keep_cache=False)
         return self._reply_open(await self._volume.files.open(inode, flags, Caller(ctx.uid, ctx.gid, ctx.pid)))
 
     @answered

@@ -25,7 +25,7 @@ FOLDER_NAME = VIRTUAL_NAME
 SOCKET_NAME = b"control.sock"
 FOLDER_INODE = ROOT_INODE + 1
 FIRST_FILE_INODE = FOLDER_INODE + 1
-FIRST_HANDLE = 1 << 62
+FIRST_HANDLE = 1 << 61
 """Handles of virtual files count up from here: a volume's handles never get that far."""
 
 

@@ -91,6 +91,7 @@ UNSET: dict[str, str] = {
     "cache.disk_path": "nowhere",
     "cache.disk_size": "all of a device",
     "publish.mode": "strict where the record store is shared, else relaxed",
+    "mount.default_permissions": "where users other than root may come in",
     "usrbio.user_iov_size": "128 times the memory that the daemon may have",
     "usrbio.user_charged_size": "an eighth of the memory that the daemon may have",
     "metrics.listen": "nowhere",

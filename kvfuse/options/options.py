@@ -258,12 +258,15 @@ class MountOptions(_Section, frozen=True):
     negative_timeout: Seconds = 1.0
     read_ahead: ReadAheadBytes = MIB
     allow_other: bool = False
+    """users but the one who mounted it may come in"""
     read_only: bool = False
     atime: Literal["relatime", "strictatime", "noatime"] = "relatime"
     """which reads move access times, as in mount(8)"""
     diratime: bool = True
     """also those of directories"""
-    default_permissions: bool = True
+    default_permissions: bool | None = None
+    """the kernel checks who may do what, for which it asks about a folder after each change there; None: where anybody
+    but root may come in"""
     keep_awake: bool = True
     """keep idle processors awake while requests follow each other, if the daemon may"""
     flags: tuple[KernelFlag, ...] = ()

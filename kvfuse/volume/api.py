@@ -124,6 +124,8 @@ class Handle(Protocol):
     """never 0, unique in this process"""
     cache_valid: bool
     """what the kernel cached of the content at an earlier open is still true"""
+    direct: bool
+    """opened with O_DIRECT"""
 
     @property
     def size(self) -> int:
@@ -249,6 +251,9 @@ class FileApi(Protocol[H]):
         ``source``: the bytes of each; or who writes them, while their places are kept. It is not called where there are
         none, or the engine lets nobody else write. Returns the numbers of those that were done; others are `write`'s.
         """
+
+    def is_close_awaited(self, handle: H) -> bool:
+        """`flush` may have something to do, or to tell, by what is known when the file is opened."""
 
     async def flush(self, handle: H) -> None:
         """A descriptor was closed: with strict publishing, returns after the commit."""

@@ -73,11 +73,12 @@ def test_sigterm_unmounts_and_keeps_what_was_written(mount: KvfuseMount) -> None
 def test_sigterm_under_open_and_mapped_files_keeps_what_was_written(mount: KvfuseMount) -> None:
     """The daemon goes although the mount is in use: written pages reach the volume, later calls fail."""
     path = mount.point / "file"
-    with fails(errno.ENOTCONN), opened(path, os.O_CREAT | os.O_RDWR) as fd:  # even the close fails
+    with fails(errno.ENOTCONN), opened(path, os.O_CREAT | os.O_RDWR) as fd:
         os.ftruncate(fd, MIB)
         with mmap.mmap(fd, MIB) as mapped:
             mapped[5000:5007] = b"written"
             mount.terminate()
+        os.fsync(fd)
     mount.mount()
     assert path.read_bytes() == b"written".rjust(5007, b"\0").ljust(MIB, b"\0")
 
@@ -103,6 +104,7 @@ def test_a_file_unlinked_while_open_is_gone_after_the_mount_ended(mount: KvfuseM
         os.fsync(fd)
         os.unlink(mount.point / "file")
         mount.terminate()
+        os.fsync(fd)
     mount.mount()
     assert os.listdir(mount.point) == []
     wait_until(lambda: os.statvfs(mount.point).f_bfree == before, "the return of its space")
@@ -127,7 +129,9 @@ def test_read_only(mount: KvfuseMount) -> None:
 @pytest.mark.parametrize(
     ("options", "wanted", "unwanted"),
     [
-        (MountOptions(), {"default_permissions", "subtype=kvfuse"}, {"ro", "noatime", "allow_other"}),
+        (MountOptions(), {"subtype=kvfuse"}, {"ro", "noatime", "allow_other", "default_permissions"}),
+        (MountOptions(allow_other=True), {"allow_other", "default_permissions"}, set()),
+        (MountOptions(default_permissions=True), {"default_permissions"}, {"allow_other"}),
         (
             MountOptions(read_only=True, atime="noatime", allow_other=True),
             {"ro", "noatime", "allow_other"},

@@ -1,0 +1,272 @@
+/* What stands between pyfuse3 and libfuse; see fusewire.py.
+
+pyfuse3 asks the dynamic linker for libfuse's functions. Loaded before it, for all to see, this module is asked first:
+it has four of them, under their own names, and each ends in a call of libfuse's. All are called with Python's lock held, by
+the one thread that answers the kernel; that lock also guards the state here. */
+
+#define PY_SSIZE_T_CLEAN
+#define _GNU_SOURCE
+#define FUSE_USE_VERSION 30
+
+#include <Python.h>
+#include <dlfcn.h>
+#include <errno.h>
+#include <fuse_lowlevel.h>
+#include <linux/fuse.h>
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#define CAPABILITY "security.capability"
+#define MARK_SHIFT 62 /* the bits of a handle that `fusewire.py` marks */
+#define HANDLE_MASK ((1ull << MARK_SHIFT) - 1)
+#define MARK_NO_FLUSH (1ull << 63)
+#define MARK_DIRECT (1ull << 62)
+#define PLAIN_COUNT (1u << 16)
+#define NO_FLUSH (1u << 5)
+#define PARALLEL_DIRECT_WRITES (1u << 6)
+#define INIT_EXT (1u << 30)
+
+static int (*receive_buf)(struct fuse_session *, struct fuse_buf *);
+static void (*process_buf)(struct fuse_session *, const struct fuse_buf *);
+static int (*reply_buf)(fuse_req_t, const char *, size_t);
+static int (*session_fd)(struct fuse_session *);
+
+static struct {
+    uint64_t wanted, unwanted;     /* flags of INIT's answer, flags2 in the upper half */
+    uint16_t background;           /* 0: the kernel's own bound */
+    uint64_t answered;             /* flags as they went to the kernel */
+    int knows_plain;               /* nobody else sets attributes of files */
+    uint64_t plain[PLAIN_COUNT];   /* inodes that were made here and never got an attribute, each at its own place */
+    unsigned long long capability_count;
+} wire;
+
+static uint64_t *place_of(uint64_t ino)
+{
+    return &wire.plain[(ino * 0x9E3779B97F4A7C15ull) >> 48];
+}
+
+static void forget_plain(uint64_t ino)
+{
+    uint64_t *place = place_of(ino);
+    if (*place == ino)
+        *place = 0;
+}
+
+/* -- requests ---------------------------------------------------------------------------------- */
+
+static const struct fuse_in_header *header_of(const struct fuse_buf *buf, size_t size)
+{
+    return buf->flags & FUSE_BUF_IS_FD || size < sizeof(struct fuse_in_header) ? NULL : buf->mem;
+}
+
+/* The kernel asks for this attribute before each write. What pyfuse3 needs 20 us for takes 1 us here. */
+static int answers_itself(struct fuse_session *se, const struct fuse_buf *buf, size_t size)
+{
+    const struct fuse_in_header *in = header_of(buf, size);
+    const size_t name_at = sizeof(*in) + sizeof(struct fuse_getxattr_in);
+    if (!in || in->opcode != FUSE_GETXATTR || size < name_at + sizeof(CAPABILITY) || *place_of(in->nodeid) != in->nodeid)
+        return 0;
+    if (memcmp((const char *)buf->mem + name_at, CAPABILITY, sizeof(CAPABILITY)) != 0)
+        return 0;
+    struct fuse_out_header out = {.len = sizeof(out), .error = -ENODATA, .unique = in->unique};
+    if (write(session_fd(se), &out, sizeof(out)) < 0 && errno != ENOENT) /* who asked was killed */
+        return 0;
+    wire.capability_count++;
+    return 1;
+}
+
+__attribute__((visibility("default"))) int fuse_session_receive_buf(struct fuse_session *se, struct fuse_buf *buf)
+{
+    int size = receive_buf(se, buf);
+    if (size == -EAGAIN || (size > 0 && answers_itself(se, buf, size)))
+        return -EINTR; /* pyfuse3 waits for the next one */
+    return size;
+}
+
+static void forget_all(const struct fuse_in_header *in, size_t size)
+{
+    const struct fuse_batch_forget_in *batch = (const void *)(in + 1);
+    const struct fuse_forget_one *one = (const void *)(batch + 1);
+    if (size < sizeof(*in) + sizeof(*batch))
+        return;
+    size_t room = (size - sizeof(*in) - sizeof(*batch)) / sizeof(*one);
+    for (size_t index = 0; index < batch->count && index < room; index++)
+        forget_plain(one[index].nodeid);
+}
+
+static void change_answer(const struct fuse_init_in *asked, char *answer, size_t size)
+{
+    struct fuse_init_out *out = (void *)(answer + sizeof(struct fuse_out_header));
+    if (size < sizeof(struct fuse_out_header) + sizeof(*out) || ((struct fuse_out_header *)answer)->error)
+        return;
+    uint64_t offered = asked->flags | (asked->flags & INIT_EXT ? (uint64_t)asked->flags2 << 32 : 0);
+    uint64_t flags = (out->flags | (uint64_t)out->flags2 << 32 | (wire.wanted & offered)) & ~wire.unwanted;
+    if (flags >> 32)
+        flags |= INIT_EXT;
+    out->flags = (uint32_t)flags;
+    out->flags2 = (uint32_t)(flags >> 32);
+    if (wire.background) {
+        out->max_background = wire.background;
+        out->congestion_threshold = (uint16_t)(wire.background / 4 * 3);
+    }
+    wire.answered = flags;
+}
+
+/* libfuse answers INIT with the flags that it knows, and writes to its descriptor: a socket of ours meanwhile. */
+static int process_init(struct fuse_session *se, const struct fuse_buf *buf, const struct fuse_init_in *asked)
+{
+    char answer[4096];
+    int ends[2], fd = session_fd(se), kernel = dup(fd);
+    if (kernel < 0)
+        return 0;
+    if (socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, ends) < 0) {
+        close(kernel);
+        return 0;
+    }
+    dup2(ends[1], fd);
+    process_buf(se, buf);
+    ssize_t size = recv(ends[0], answer, sizeof(answer), MSG_DONTWAIT);
+    dup3(kernel, fd, O_CLOEXEC);
+    close(kernel);
+    close(ends[0]);
+    close(ends[1]);
+    if (size > 0) {
+        change_answer(asked, answer, size);
+        if (write(fd, answer, size) < 0)
+            PySys_WriteStderr("kvfuse: the kernel refuses INIT's answer: %s\n", strerror(errno));
+    }
+    return 1;
+}
+
+__attribute__((visibility("default"))) void fuse_session_process_buf(struct fuse_session *se, const struct fuse_buf *buf)
+{
+    const struct fuse_in_header *in = header_of(buf, buf->size);
+    if (in && in->opcode == FUSE_INIT && buf->size >= sizeof(*in) + sizeof(struct fuse_init_in)
+        && process_init(se, buf, (const void *)(in + 1)))
+        return;
+    if (in && (in->opcode == FUSE_SETXATTR || in->opcode == FUSE_FORGET))
+        forget_plain(in->nodeid);
+    else if (in && in->opcode == FUSE_BATCH_FORGET)
+        forget_all(in, buf->size);
+    process_buf(se, buf);
+}
+
+/* -- answers ----------------------------------------------------------------------------------- */
+
+static struct fuse_open_out opened(const struct fuse_file_info *fi)
+{
+    struct fuse_open_out out = {.fh = fi->fh & HANDLE_MASK};
+    out.open_flags = (fi->direct_io ? FOPEN_DIRECT_IO : 0) | (fi->keep_cache ? FOPEN_KEEP_CACHE : 0)
+        | (fi->nonseekable ? FOPEN_NONSEEKABLE : 0) | (fi->fh & MARK_NO_FLUSH ? NO_FLUSH : 0)
+        | (fi->fh & MARK_DIRECT ? FOPEN_DIRECT_IO | PARALLEL_DIRECT_WRITES : 0);
+    return out;
+}
+
+static void split(double seconds, uint64_t *whole, uint32_t *nanoseconds)
+{
+    double kept = seconds < 0 ? 0 : seconds < 1e9 ? seconds : 1e9;
+    *whole = (uint64_t)kept;
+    *nanoseconds = (uint32_t)((kept - floor(kept)) * 1e9);
+}
+
+static struct fuse_entry_out entry_of(const struct fuse_entry_param *e)
+{
+    struct fuse_entry_out out = {.nodeid = e->ino, .generation = e->generation};
+    split(e->entry_timeout, &out.entry_valid, &out.entry_valid_nsec);
+    split(e->attr_timeout, &out.attr_valid, &out.attr_valid_nsec);
+    out.attr.ino = e->attr.st_ino;
+    out.attr.mode = e->attr.st_mode;
+    out.attr.nlink = e->attr.st_nlink;
+    out.attr.uid = e->attr.st_uid;
+    out.attr.gid = e->attr.st_gid;
+    out.attr.rdev = e->attr.st_rdev;
+    out.attr.size = e->attr.st_size;
+    out.attr.blksize = e->attr.st_blksize;
+    out.attr.blocks = e->attr.st_blocks;
+    out.attr.atime = e->attr.st_atim.tv_sec;
+    out.attr.mtime = e->attr.st_mtim.tv_sec;
+    out.attr.ctime = e->attr.st_ctim.tv_sec;
+    out.attr.atimensec = e->attr.st_atim.tv_nsec;
+    out.attr.mtimensec = e->attr.st_mtim.tv_nsec;
+    out.attr.ctimensec = e->attr.st_ctim.tv_nsec;
+    return out;
+}
+
+__attribute__((visibility("default"))) int fuse_reply_open(fuse_req_t req, const struct fuse_file_info *fi)
+{
+    struct fuse_open_out out = opened(fi);
+    return reply_buf(req, (const char *)&out, sizeof(out));
+}
+
+__attribute__((visibility("default"))) int fuse_reply_create(
+    fuse_req_t req, const struct fuse_entry_param *e, const struct fuse_file_info *fi)
+{
+    struct {
+        struct fuse_entry_out entry;
+        struct fuse_open_out open;
+    } out = {entry_of(e), opened(fi)};
+    if (wire.knows_plain && fi->fh & HANDLE_MASK)
+        *place_of(e->ino) = e->ino;
+    return reply_buf(req, (const char *)&out, sizeof(out));
+}
+
+/* -- for Python --------------------------------------------------------------------------------- */
+
+static PyObject *configure(PyObject *self, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"wanted", "unwanted", "background", "knows_plain", NULL};
+    unsigned long long wanted, unwanted;
+    unsigned short background;
+    int knows_plain;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "$KKHp", names, &wanted, &unwanted, &background, &knows_plain))
+        return NULL;
+    memset(&wire, 0, sizeof(wire));
+    wire.wanted = wanted;
+    wire.unwanted = unwanted;
+    wire.background = background;
+    wire.knows_plain = knows_plain;
+    Py_RETURN_NONE;
+}
+
+static PyObject *counts(PyObject *self, PyObject *none)
+{
+    return Py_BuildValue("{s:K,s:K}", "flags", (unsigned long long)wire.answered, "capability", wire.capability_count);
+}
+
+static PyMethodDef methods[] = {
+    {"configure", (PyCFunction)(void (*)(void))configure, METH_VARARGS | METH_KEYWORDS, "See fusewire.py."},
+    {"counts", counts, METH_NOARGS, "See fusewire.py."},
+    {NULL, NULL, 0, NULL},
+};
+
+static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "kvfuse._fusewire", "See fusewire.py.", -1, methods,
+                                    NULL, NULL, NULL, NULL};
+
+static int find(void *library, const char *name, void *function)
+{
+    void *found = dlsym(library, name);
+    if (!found) {
+        PyErr_Format(PyExc_ImportError, "libfuse has no %s", name);
+        return 0;
+    }
+    memcpy(function, &found, sizeof(found));
+    return 1;
+}
+
+PyMODINIT_FUNC PyInit__fusewire(void)
+{
+    void *library = dlopen("libfuse3.so.3", RTLD_NOW | RTLD_LOCAL);
+    if (!library)
+        library = dlopen("libfuse3.so.4", RTLD_NOW | RTLD_LOCAL);
+    if (!library) {
+        PyErr_SetString(PyExc_ImportError, "there is no libfuse3");
+        return NULL;
+    }
+    if (!find(library, "fuse_session_receive_buf", &receive_buf) || !find(library, "fuse_session_process_buf", &process_buf)
+        || !find(library, "fuse_reply_buf", &reply_buf) || !find(library, "fuse_session_fd", &session_fd))
+        return NULL;
+    return PyModule_Create(&module);
+}

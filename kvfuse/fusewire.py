@@ -1,0 +1,78 @@
+"""Between pyfuse3 and the kernel: what libfuse of this machine does not say, or says too slowly.
+
+``_fusewire.c`` has four of libfuse's functions, and is loaded before pyfuse3: so the dynamic linker finds it first.
+With it the daemon
+
+* answers INIT with flags of its own: requests in the background, no guesses of the kernel's when content changed (it is
+  told), mappings of files that are open with O_DIRECT;
+* says of each open file whether its closes are to be announced (`NO_FLUSH`), and lets its direct writes go on side by
+  side (`DIRECT`): `marks` go with the handle as far as ``_fusewire``;
+* answers in C what the kernel asks before each write: whether the file has ``security.capability``. A file that was
+  made here and never got an attribute has none.
+
+Without it - it was not built, or pyfuse3 was there first - everything works, with more requests.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from types import ModuleType
+
+NO_FLUSH = 1 << 63
+DIRECT = 1 << 62
+"""marks of handles"""
+BACKGROUND = 64
+"""requests that nobody waits for - read-ahead, asynchronous I/O - at a time; the kernel's own bound is 12"""
+
+AUTO_INVAL_DATA = 1 << 12
+"""flags of INIT: the kernel drops its pages of a file whose mtime it finds changed, be it by its own writes"""
+DIRECT_IO_ALLOW_MMAP = 1 << 36
+
+DIRECT_KERNEL = 6, 18
+"""the first one on which it was seen that a page read beside a direct write does not stay in the cache"""
+
+
+def _kernel() -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", os.uname().release)[:2])
+
+
+def _load() -> ModuleType | None:
+    """``_fusewire``, before pyfuse3 and for all to see."""
+    if "pyfuse3" in sys.modules:
+        return None
+    flags = sys.getdlopenflags()
+    sys.setdlopenflags(flags | os.RTLD_GLOBAL)
+    try:
+        from kvfuse import _fusewire as module
+    except ImportError:  # no compiler, or no headers of libfuse, at the installation
+        return None
+    finally:
+        sys.setdlopenflags(flags)
+    return module
+
+
+_wire = _load()
+is_there = _wire is not None
+_writes_side_by_side = _kernel() >= DIRECT_KERNEL
+
+
+def marks(*, direct: bool, close_is_awaited: bool) -> int:
+    """What a handle carries to `_fusewire`, which takes it off. 0 where that is not there."""
+    if _wire is None:
+        return 0
+    return (DIRECT if direct and _writes_side_by_side else 0) | (0 if close_is_awaited else NO_FLUSH)
+
+
+def configure(*, is_shared: bool) -> None:
+    """Before a mount. ``is_shared``: other hosts may give attributes to files that were made here."""
+    if _wire is not None:
+        _wire.configure(
+            wanted=DIRECT_IO_ALLOW_MMAP, unwanted=AUTO_INVAL_DATA, background=BACKGROUND, knows_plain=not is_shared
+        )
+
+
+def counts() -> dict[str, int]:
+    """``flags`` of INIT's answer; ``capability``: requests that were answered in C."""
+    return dict(_wire.counts()) if _wire is not None else {}

@@ -1,0 +1,174 @@
+"""What stands between pyfuse3 and the kernel: fewer requests, and never at the price of a byte or an attribute."""
+
+from __future__ import annotations
+
+import errno
+import json
+import mmap
+import os
+import signal
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from mounting import temporary_mount
+from posix_calls import fails, opened
+
+from kvfuse import fusewire
+
+WORDS = ("volume.capacity=64MiB", "volume.segment_size=16MiB", "entry_timeout=3600", "attr_timeout=3600")
+WITHOUT_WIRE = (sys.executable, "-c", "import pyfuse3; from kvfuse.cli import main; main()", "mount", "--foreground")
+"""pyfuse3 was there first"""
+CAPABILITY = "security.capability"
+CAP_CHOWN = bytes.fromhex("0100000201000000000000000000000000000000")
+SIZE = 1 << 16
+
+
+@pytest.fixture(scope="module")
+def point() -> Iterator[Path]:
+    with temporary_mount(WORDS) as mount:
+        yield mount.point
+
+
+def door(point: Path) -> dict[str, dict[str, int]]:
+    return dict(json.loads((point / ".kvfuse/stats").read_text())["fs"])
+
+
+def sent(point: Path) -> Counter[str]:
+    return Counter(door(point)["requests"])
+
+
+def store(path: Path, content: bytes) -> None:
+    with opened(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY) as fd:
+        assert os.write(fd, content) == len(content)
+
+
+def test_it_is_there_where_the_tests_run(point: Path) -> None:
+    assert fusewire.is_there, "not built: headers of libfuse or a compiler are missing"
+    flags = door(point)["wire"]["flags"]
+    assert flags
+    assert not flags & fusewire.AUTO_INVAL_DATA
+
+
+def test_what_was_just_written_is_read_from_the_kernels_pages(point: Path) -> None:
+    content = os.urandom(SIZE)
+    paths = [point / f"written{number}" for number in range(8)]
+    for path in paths:
+        store(path, content)
+        os.stat(path)
+    first, second = sent(point), sent(point)
+    for path in paths:
+        assert path.read_bytes() == content
+    assert (sent(point) - second)["read"] == (second - first)["read"], "besides those for the counters"
+
+
+def test_only_closes_that_somebody_waits_for_are_announced(point: Path) -> None:
+    relaxed, strict = point / "relaxed", point / "strict"
+    for folder in (relaxed, strict):
+        folder.mkdir()
+    os.setxattr(strict, "user.kvfuse.publish", b"strict")
+    before = sent(point)
+    store(relaxed / "file", bytes(10))
+    (relaxed / "file").read_bytes()
+    between = sent(point)
+    assert (between - before)["flush"] == 0
+    store(strict / "file", bytes(10))
+    (strict / "file").read_bytes()
+    assert (sent(point) - between)["flush"] == 1
+
+
+def test_a_write_still_takes_a_capability_away(point: Path) -> None:
+    path = point / "program"
+    store(path, b"made here")
+    os.setxattr(path, CAPABILITY, CAP_CHOWN)
+    asked = door(point)["wire"]["capability"]
+    with opened(path, os.O_WRONLY) as fd:
+        os.write(fd, b"changed")
+    assert door(point)["wire"]["capability"] == asked, "answered in C what only the volume knows"
+    with fails(errno.ENODATA):
+        os.getxattr(path, CAPABILITY)
+
+
+def test_a_file_of_before_is_asked_for() -> None:
+    with temporary_mount(WORDS) as mount:
+        store(mount.point / "old", b"old")
+        os.setxattr(mount.point / "old", CAPABILITY, CAP_CHOWN)
+        mount.unmount()
+        mount.mount()
+        with opened(mount.point / "old", os.O_WRONLY) as fd:
+            os.write(fd, b"new")
+        with fails(errno.ENODATA):
+            os.getxattr(mount.point / "old", CAPABILITY)
+
+
+def test_many_files_get_in_each_others_way_without_harm(point: Path) -> None:
+    """The table of inodes has few places: who lost his is asked for as without it."""
+    folder = point / "many"
+    folder.mkdir()
+    for number in range(64):
+        store(folder / f"{number}", b"x")
+        if number % 2:
+            os.setxattr(folder / f"{number}", CAPABILITY, CAP_CHOWN)
+    for number in range(64):
+        with opened(folder / f"{number}", os.O_WRONLY) as fd:
+            os.write(fd, b"y")
+        assert os.listxattr(folder / f"{number}") == []
+
+
+@contextmanager
+def readers(path: Path, count: int) -> Iterator[None]:
+    """Processes that read a page of the file for ever."""
+    pids = []
+    for _ in range(count):
+        pid = os.fork()
+        if not pid:
+            fd = os.open(path, os.O_RDONLY)
+            while True:
+                os.pread(fd, mmap.PAGESIZE, 0)
+        pids.append(pid)
+    try:
+        yield
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+
+
+def test_direct_writes_are_seen_by_readers_of_pages(point: Path) -> None:
+    path = point / "direct"
+    page = mmap.mmap(-1, mmap.PAGESIZE)
+    with opened(path, os.O_CREAT | os.O_RDWR | os.O_DIRECT) as fd:
+        os.pwrite(fd, page, 0)
+        with readers(path, 2), opened(path, os.O_RDONLY) as beside:
+            for number in range(2000):
+                page[:] = bytes([number % 251]) * mmap.PAGESIZE
+                os.pwrite(fd, page, 0)
+                assert os.pread(beside, 1, 0)[0] == number % 251
+
+
+def test_a_file_that_is_open_for_direct_writes_can_be_mapped(point: Path) -> None:
+    page = mmap.mmap(-1, mmap.PAGESIZE)
+    page[:5] = b"first"
+    with opened(point / "mapped", os.O_CREAT | os.O_RDWR | os.O_DIRECT) as fd:
+        os.pwrite(fd, page, 0)
+        with mmap.mmap(fd, mmap.PAGESIZE) as mapped:
+            assert mapped[:5] == b"first"
+            mapped[:5] = b"other"
+            mapped.flush()
+        os.preadv(fd, [page], 0)
+    assert page[:5] == b"other"
+
+
+def test_everything_works_without_it() -> None:
+    with temporary_mount(WORDS, command=WITHOUT_WIRE) as mount:
+        assert door(mount.point)["wire"] == {}
+        folder = mount.point / "folder"
+        folder.mkdir()
+        store(folder / "file.tmp", b"content")
+        os.rename(folder / "file.tmp", folder / "file")
+        assert (folder / "file").read_bytes() == b"content"
+        assert (mount.point / ".kvfuse/version").read_bytes()
+        assert sent(mount.point)["flush"] > 0
