@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
-from itertools import takewhile
 from typing import NamedTuple
 
 from kvfuse.policy.pace import Pace
@@ -43,7 +42,7 @@ class Chains:
     def ask(self, keys: Sequence[int], now: float, present: Container[int]) -> bool:
         """Note the absent ones of a chain; whether the chain follows an earlier one."""
         gaps = self._seen.ask(keys, now) if self._seen and keys else [NEVER] * len(keys)
-        known = sum(1 for _ in takewhile(NEVER.__ne__, gaps))
+        known = gaps.index(NEVER) if NEVER in gaps else len(gaps)
         follows = known > 1 or (known == len(keys) == 1)
         if follows:
             self._pace.add(gaps[known - 1])

@@ -14,11 +14,13 @@ requests is added to the shortest distances (SHARDS-adj), since that is where su
 from __future__ import annotations
 
 import heapq
+import math
+from array import array
 from collections.abc import Sequence
 
 import numpy as np
 
-from kvfuse.policy.seen import mix, mix_one
+from kvfuse.policy.seen import SMALL_BATCH, mix, mix_one
 
 FOLLOWED_MAX = 16_384
 """keys; some 250 bytes each. The error is about 1 % of all requests, and falls with the root of it"""
@@ -29,7 +31,6 @@ _STEPS = 8
 """bins of distances for each doubling"""
 _BINS = 48 * _STEPS
 _HASHES = 1 << 64
-_NEVER = -1
 
 
 class HitEstimate:
@@ -39,11 +40,15 @@ class HitEstimate:
         self._followed_max = followed_max
         self._threshold = _HASHES - 1
         """the largest hash that is followed"""
-        self._rows: dict[int, int] = {}
-        self._last_use = np.full(followed_max, _NEVER, dtype=np.int64)
+        self._last_use: dict[int, int] = {}
+        """followed key -> moment of its last use; moments count the uses of followed keys"""
+        self._keys = array("Q", bytes(16 * followed_max))
+        """moment -> key that was used then"""
+        self._is_last = np.zeros(2 * followed_max, dtype=np.bool_)
+        """moment -> that was the last use of its key"""
+        self._now = 0
         self._largest: list[tuple[int, int]] = []
         """heap of (- hash, key)"""
-        self._clock = 0
         self._requests = 0
         self._sampled = 0.0
         self._bins = np.zeros(_BINS)
@@ -51,19 +56,20 @@ class HitEstimate:
     def ask(self, keys: Sequence[int]) -> None:
         """Blocks were asked for, present or not: a chain, root first."""
         self._requests += len(keys)
-        hashes = mix(keys)
-        followed = np.flatnonzero(hashes <= np.uint64(self._threshold)).tolist()
+        followed = self._followed(keys)
         weight = _HASHES / (self._threshold + 1)
         self._sampled += weight * len(followed)
-        for index in followed:
-            self._count(keys[index], weight)
-        for index in reversed(followed):  # the root is the most recent, as in the policies
-            self._touch(keys[index], int(hashes[index]))
+        for key, _ in followed:
+            if (moment := self._last_use.get(key)) is not None:
+                distance = weight * np.count_nonzero(self._is_last[moment + 1 : self._now])
+                self._bins[min(int(_bin_of(distance)), _BINS - 1)] += weight
+        for key, hashed in reversed(followed):  # the root is the most recent, as in the policies
+            self._touch(key, hashed)
 
     def stored(self, key: int) -> None:
         """A block was stored. One that nobody had asked for can be hit from now on: not all who store look before."""
-        if key not in self._rows:
-            self._touch(key, mix_one(key))
+        if key not in self._last_use and (hashed := mix_one(key)) <= self._threshold:
+            self._touch(key, hashed)
 
     def hit_ratio(self, blocks: float) -> float:
         """Hits of a cache of so many blocks among all requests so far; of an endless one where it is infinite."""
@@ -80,35 +86,47 @@ class HitEstimate:
         """Factor of ``FACTORS`` -> hit ratio of so many times ``capacity_blocks``."""
         return {factor: self.hit_ratio(factor * capacity_blocks) for factor in FACTORS}
 
-    def _count(self, key: int, weight: float) -> None:
-        row = self._rows.get(key)
-        if row is not None:
-            distance = weight * np.count_nonzero(self._last_use > self._last_use[row])
-            self._bins[min(int(_bin_of(distance)), _BINS - 1)] += weight
+    def _followed(self, keys: Sequence[int]) -> list[tuple[int, int]]:
+        """(key, its hash) of those that are followed."""
+        if len(keys) < SMALL_BATCH:
+            return [(key, hashed) for key in keys if (hashed := mix_one(key)) <= self._threshold]
+        hashes = mix(keys)
+        places = np.flatnonzero(hashes <= np.uint64(self._threshold))
+        return list(zip([keys[place] for place in places.tolist()], hashes[places].tolist(), strict=True))
 
     def _touch(self, key: int, hashed: int) -> None:
-        if hashed > self._threshold:
+        """A followed key is used, or becomes one."""
+        former = self._last_use.pop(key, None)
+        if former is not None:
+            self._is_last[former] = False
+        elif not self._has_place(key, hashed):
             return
-        row = self._rows.get(key)
-        if row is None:
-            row = self._row_for(key, hashed)
-        if row != _NEVER:
-            self._last_use[row] = self._clock
-            self._clock += 1
+        if self._now == len(self._is_last):
+            self._count_anew()
+        self._last_use[key], self._keys[self._now], self._is_last[self._now] = self._now, key, True
+        self._now += 1
 
-    def _row_for(self, key: int, hashed: int) -> int:
-        """A row for a new key, of another one if need be; _NEVER if the key itself is dropped."""
-        if len(self._rows) < self._followed_max:
+    def _has_place(self, key: int, hashed: int) -> bool:
+        """A new key may be followed, if need be instead of another one."""
+        if hashed > self._threshold:
+            return False
+        if len(self._largest) < self._followed_max:
             heapq.heappush(self._largest, (-hashed, key))
-            row = self._rows[key] = len(self._rows)
-            return row
+            return True
         largest, dropped = heapq.heappushpop(self._largest, (-hashed, key))
         self._threshold = -largest - 1
-        if dropped == key:
-            return _NEVER
-        row = self._rows[key] = self._rows.pop(dropped)
-        return row
+        if dropped != key:
+            self._is_last[self._last_use.pop(dropped)] = False
+        return dropped != key
+
+    def _count_anew(self) -> None:
+        """Number the last uses from 0: half of all moments or more are none any more."""
+        keys = [self._keys[moment] for moment in np.flatnonzero(self._is_last).tolist()]
+        self._last_use = dict(zip(keys, range(len(keys)), strict=True))
+        self._keys[: len(keys)] = array("Q", keys)
+        self._now = len(keys)
+        self._is_last[: self._now], self._is_last[self._now :] = True, False
 
 
 def _bin_of(distance: float) -> float:
-    return _STEPS * float(np.log2(1 + distance))
+    return _STEPS * math.log2(1 + distance)

@@ -23,7 +23,7 @@ _WORD = (1 << 64) - 1
 _HALF_WORD = (1 << 32) - 1
 NEVER = -1
 """seconds since a key was asked for that was not"""
-_SMALL_BATCH = 8
+SMALL_BATCH = 8
 """keys: fewer are looked up faster one by one"""
 
 
@@ -64,7 +64,7 @@ class SeenKeys:
     def ask(self, keys: Sequence[int], now: float) -> list[int]:
         """Whole seconds since each of ``keys`` was last asked for, or NEVER; from now on all of them were."""
         second = int(now) & _HALF_WORD
-        if len(keys) < _SMALL_BATCH:
+        if len(keys) < SMALL_BATCH:
             return [self._ask_one(mix_one(key), second) for key in keys]
         hashes = mix(keys)
         marks = (hashes & np.uint64(_HALF_WORD)) | np.uint64(1)  # 0 is an empty place

@@ -52,7 +52,7 @@ def test_memory_is_fixed() -> None:
     estimate = HitEstimate(100)
     for start in range(0, 10_000, 50):
         estimate.ask(range(start, start + 50))
-    assert len(estimate._rows) == len(estimate._largest) == 100
+    assert len(estimate._last_use) == len(estimate._largest) == 100
     assert estimate.hit_ratio(1e9) == pytest.approx(0.0, abs=0.2)
 
 
