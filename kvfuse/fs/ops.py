@@ -57,16 +57,18 @@ Handler = Callable[Concatenate["KvfuseOperations", P], Coroutine[Any, Any, R]]
 def answered(handler: Handler[P, R]) -> Handler[P, R]:
     """Wrap a handler so that nothing but FUSEError (and a cancellation) leaves it."""
 
+    kind = handler.__name__
+
     @functools.wraps(handler)
     async def answer(self: KvfuseOperations, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        self.requests[handler.__name__] += 1
+        self.requests[kind] += 1
         try:
             return await handler(self, *args, **kwargs)
         except Exception as error:
             number = errno_of(error)
             if number is None:
                 self.unexpected_error_count += 1
-                log.exception("%s%s failed", handler.__name__, reprlib.repr(args))  # not a megabyte of what was written
+                log.exception("%s%s failed", kind, reprlib.repr(args))  # not a megabyte of what was written
                 number = errno.EIO
             raise FUSEError(number) from None
 

@@ -51,7 +51,7 @@ class HitEstimate:
         """heap of (- hash, key)"""
         self._requests = 0
         self._sampled = 0.0
-        self._bins = np.zeros(_BINS)
+        self._bins = [0.0] * _BINS
 
     def ask(self, keys: Sequence[int]) -> None:
         """Blocks were asked for, present or not: a chain, root first."""
@@ -77,9 +77,9 @@ class HitEstimate:
             return 0.0
         reach = min(_bin_of(blocks), _BINS)
         whole = int(reach)
-        hits = float(self._bins[:whole].sum())
+        hits = sum(self._bins[:whole])
         if whole < _BINS:
-            hits += (reach - whole) * float(self._bins[whole])
+            hits += (reach - whole) * self._bins[whole]
         return min(1.0, max(0.0, (hits + self._requests - self._sampled) / self._requests))
 
     def ratios(self, capacity_blocks: float) -> dict[float, float]:

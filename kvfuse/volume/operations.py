@@ -24,6 +24,7 @@ from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.inodes.handle import FileHandle
 from kvfuse.volume.inodes.node import Node, check_remembered
 from kvfuse.volume.names.listing import Listing
+from kvfuse.volume.names.lookup import DOTS
 from kvfuse.volume.namespaces.settings import ROOT
 from kvfuse.volume.parts import Parts
 from kvfuse.volume.store import schema
@@ -95,8 +96,7 @@ class Inodes:
         return await keeper.describe(await self._lookups.current(ino), descriptor, may_pin=may_pin)
 
     async def gate(self, ino: int) -> Gate | None:
-        node = await self._lookups.current(ino)
-        return self._core.namespaces.gates.all.get(node.namespace)
+        return self._core.namespaces.gates.all.get((await self._lookups.current(ino)).namespace)
 
     async def read_symlink(self, ino: int) -> bytes:
         node = await self._lookups.current(ino)
@@ -184,7 +184,7 @@ class Files:
         elif caller.is_kernel:
             self._access.opened(handle)
         if self._core.caches and caller.is_kernel and handle.readable:
-            self._core.read_in_cache(node)
+            self._core.namespaces.uses.note(node.parent, (node.name,))
         return handle
 
     def begin(self, node: Node, flags: int, caller: Caller) -> FileHandle:
@@ -389,15 +389,15 @@ class Tree:
         self._access, self._files = parts.mapper.access, files
 
     async def lookup(self, parent: int, name: bytes) -> Node:
-        try:
-            node = await self._lookups.by_name(parent, name)
-        except errors.NotFound:
-            if self._core.caches:
-                self._core.looked_in_cache(await self._lookups.directory(parent), name, is_there=False)
-            raise
-        if self._core.caches and node.is_file:
-            self._core.looked_in_cache(node, name, is_there=True)
-        return self._lookups.count_lookup(node)
+        core, lookups = self._core, self._lookups
+        core.counters.lookups += 1
+        node = (await (lookups.find_dots if name in DOTS else lookups.find_for_kernel)(parent, name)).node
+        if core.caches and (node is None or node.is_file):
+            core.looked_in_cache(node or await lookups.directory(parent), name, is_there=node is not None)
+        if node is None:
+            core.counters.absent_lookups += 1
+            raise errors.NotFound(name)
+        return lookups.count_lookup(node)
 
     def forget(self, ino: int, count: int) -> None:
         if not self._core.places.forget(ino, count):

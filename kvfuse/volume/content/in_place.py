@@ -171,4 +171,8 @@ def _apart(starts: list[int], sizes: list[int]) -> npt.NDArray[np.intp]:
 
 
 def has_unsealed(node: Node) -> bool:
-    return any(not extent.checksums for chunk in node.chunks.values() for extent in chunk.extents)
+    for chunk in node.chunks.values():
+        for extent in chunk.extents:
+            if not extent.checksums:
+                return True
+    return False

@@ -28,6 +28,7 @@ from kvfuse.volume.inodes.metadata_budget import Metadata
 from kvfuse.volume.inodes.node import Node, Nodes
 from kvfuse.volume.inodes.places import Places
 from kvfuse.volume.inodes.sharing import Alone, Shared
+from kvfuse.volume.namespaces.cache import Cache
 from kvfuse.volume.namespaces.registry import Namespaces
 from kvfuse.volume.namespaces.uses import Use
 from kvfuse.volume.store.numbers import NumberRange
@@ -246,25 +247,23 @@ class Core:
 
         ``directory``, ``name``: which of its names; if not given, the last one that it was found by.
         """
-        cache = self.caches.get(node.namespace)
-        if cache is not None and node.nlink:
-            size, addr = node.slots()
-            slab = max(addr, 0) // self.geometry.slab_size
-            if self.shared and addr >= 0 and not self.slabs.holds(slab):
-                return  # it is on another host's books
-            cache.stored(directory or node.parent, name or node.name, size, slab)
-            self.namespaces.changed.set()
+        self._tell_cache(Cache.stored, node, directory or node.parent, name or node.name)
 
     def closed_in_cache(self, node: Node) -> None:
         """The last writer of the file closed it: soon it may be evicted."""
+        self._tell_cache(Cache.closed, node, node.parent, node.name)
+
+    def _tell_cache(
+        self, news: Callable[[Cache, int, bytes, int, int], None], node: Node, parent: int, name: bytes
+    ) -> None:
+        """With the bytes of its slots and the first one's slab, unless the file is on another host's books."""
         cache = self.caches.get(node.namespace)
         if cache is not None and node.nlink:
             size, addr = node.slots()
             slab = max(addr, 0) // self.geometry.slab_size
-            if self.shared and addr >= 0 and not self.slabs.holds(slab):
-                return
-            cache.closed(node.parent, node.name, size, slab)
-            self.namespaces.changed.set()
+            if not self.shared or addr < 0 or self.slabs.holds(slab):
+                news(cache, parent, name, size, slab)
+                self.namespaces.changed.set()
 
     def changed_elsewhere(self, directory: int, name: bytes, entry: InodeRecord | int | None) -> None:
         """Another host changed what a name means. ``entry``: the inode, or its number; None: nothing any more.
@@ -289,14 +288,11 @@ class Core:
         if cache is not None:
             cache.looked(node.parent if is_there else node.ino, name, self.tier_of, is_there=is_there)
 
-    def read_in_cache(self, node: Node) -> None:
-        """Somebody is about to read the file."""
-        cache = self.caches.get(node.namespace)
-        if cache is not None:
-            cache.read(node.parent, [node.name], self.tier_of)
-
     def take_uses(self, *, at_once: bool = False) -> None:
-        """Tell the caches which blocks ring threads, and clients by themselves, read; ``at_once``: up to now."""
+        """Tell the caches which blocks were read: through files, by ring threads, and by clients themselves.
+
+        ``at_once``: also what clients read just now.
+        """
         self.tier.residents.sample(at_once=at_once)
         for directory, names in (*self.namespaces.uses.take(), *self.tier.residents.take_uses()):
             node = self.nodes.get(directory)

@@ -230,9 +230,12 @@ class Node:
         size, first = 512 * self.far_blocks, -1
         for index, chunk in self.chunks.items():
             if index < schema.INLINE_CHUNKS:
-                slots = [extent.slot for extent in chunk.extents] + (chunk.staged.slots if chunk.staged else [])
-                size += sum([slot.size for slot in slots])
-                first = slots[0].addr if slots and first < 0 else first
+                for extent in chunk.extents:
+                    size += extent.slot_size
+                    first = extent.addr if first < 0 else first
+                for slot in chunk.staged.slots if chunk.staged is not None else ():
+                    size += slot.size
+                    first = slot.addr if first < 0 else first
         return size, first
 
     def chunk_changed(self, index: int) -> None:

@@ -26,6 +26,8 @@ from kvfuse.volume.inodes.node import Node
 from kvfuse.volume.names.pages import Learning
 from kvfuse.volume.store import schema
 
+DOTS = b".", b".."
+"""names that each directory has, and the store does not"""
 SWEEP_SECONDS = 10.0
 """How long a call that removes a directory waits for the next cleared files to be removed."""
 
@@ -153,18 +155,12 @@ class Lookup(ABC):
 
     # -- for the kernel ------------------------------------------------------------------------------
 
-    async def by_name(self, parent: int, name: bytes) -> Node:
-        """The inode of a name that the kernel looks up, also of "." and "..". NotFound; see `find_for_kernel`."""
-        self.core.counters.lookups += 1
-        if name == b".":
-            return await self.directory(parent)
+    async def find_dots(self, parent: int, name: bytes) -> Found:
+        """The inode of one of `DOTS`. Stale, NotADirectory."""
+        node = await self.directory(parent)
         if name == b"..":
-            return await self.node((await self.directory(parent)).parent or ROOT_INODE)
-        node = (await self.find_for_kernel(parent, name)).node
-        if node is None:
-            self.core.counters.absent_lookups += 1
-            raise errors.NotFound(name)
-        return node
+            node = await self.node(node.parent or ROOT_INODE)
+        return Found(node, True, None, self.journal.pending.epoch)
 
     @abstractmethod
     async def find_for_kernel(self, parent: int, name: bytes) -> Found:

@@ -301,13 +301,12 @@ class Cache:
     def _count(self, keys: list[int], used: Collection[int] = ()) -> None:
         """``used``: those of them that are on the books of other hosts."""
         counters, policy, fresh = self.counters, self.policy, self._fresh
-        present = sum([key in policy or key in fresh or key in used for key in keys])
+        absent = [key for key in keys if key not in policy and key not in fresh and key not in used]
         counters["asked"] += len(keys)
-        counters["present"] += present
-        for key in keys if present < len(keys) else ():
-            if key not in policy and key not in fresh and key not in used:
-                reason = self._evicted.get(key)
-                counters["absent" if reason is None else f"missed_{reason}"] += 1
+        counters["present"] += len(keys) - len(absent)
+        for key in absent:
+            reason = self._evicted.get(key)
+            counters["absent" if reason is None else f"missed_{reason}"] += 1
         self.estimate.ask(keys)
         now = self.clock()
         for key in keys:

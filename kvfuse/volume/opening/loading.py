@@ -127,7 +127,7 @@ async def _read_namespaces(records: RecordStore, overrides: Mapping[str, Any]) -
     """All namespaces. InvalidArgument of ``overrides``."""
     settings = await _read_settings(records)
     above = await _read_above(records, list(settings))
-    namespaces = Namespaces(settings, trio.current_time, above, overrides=overrides)
+    namespaces = Namespaces(settings, trio.lowlevel.current_clock().current_time, above, overrides=overrides)
     async for rows, _ in ScanPages(records, schema.CLEARED_PREFIX):
         for row in rows:
             number, (bound, is_swept) = schema.key_inode(row.key), schema.decode_cleared(row.value)

@@ -40,7 +40,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterable
-from functools import partial
+from functools import lru_cache, partial
 from hashlib import blake2b
 from stat import S_ISREG
 from typing import NamedTuple, TypeVar
@@ -56,6 +56,9 @@ INLINE_CHUNKS = 8
 
 COOKIE_MIN = 16
 """Cookies below are for "." and ".."."""
+
+NAMES_HASHED = 1 << 12
+"""Names whose hashes are kept: of one that is stored its cache and its record ask some ten times."""
 
 _V = TypeVar("_V")
 _T = TypeVar("_T")
@@ -285,6 +288,7 @@ def split_use_key(key: bytes) -> tuple[int, int]:
     return number, client
 
 
+@lru_cache(NAMES_HASHED)
 def name_hash(name: bytes) -> int:
     """The cookie of a name: COOKIE_MIN .. 2**63 - 1, spread evenly."""
     value = int.from_bytes(blake2b(name, digest_size=8).digest(), "big") >> 1

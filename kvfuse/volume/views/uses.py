@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 
 class Uses:
-    """Uses of blocks that other threads saw, until the event loop takes them. `note` is for any thread."""
+    """Uses of blocks, until the event loop takes them: many at once cost it little. `note` is for any thread."""
 
     NOTED_MAX = 1 << 14
 
