@@ -23,6 +23,10 @@ non-temporal stores of a large copy, too; on aarch64 the release and the acquire
 client's fence (`ldar`, `dmb ishld`) the loads. So the client, which read the byte before it read the version again,
 sees the new version. Fields and fingerprint are written while the version is even, so they are those of that version.
 
+**Absent keys.** A table has a filter of the names of its directory: four bits of each, by the quarters of its
+fingerprint. The daemon sets them before a name means anything, and clears none. Once all names are in it, the table
+is *complete*: a key of which a bit is missing has no block, of nobody. A key whose bits are all there may have one.
+
 **Fingerprints** have 128 bits: four sums modulo 2^64 of products of the key's 32-bit words (and its length) with
 random numbers of the table, of each of which the upper 32 bits are taken. Such a hash is strongly universal: two keys
 that do not depend on the numbers have the same fingerprint with a probability of 2^-128.
@@ -55,13 +59,16 @@ Fingerprints = npt.NDArray[np.uint64]
 
 MAGIC = int.from_bytes(b"KVFINDX1", "little")
 HEADER_SIZE = 4096
-HEADER = struct.Struct("<QIIQQQQ")
-"""magic, version, buckets, then byte offsets: fingerprints, slots, end of the mapping; read class, of the directory"""
-VERSION = 1
+HEADER = struct.Struct("<QIIQQQQQQ")
+"""magic, version, buckets, byte offsets: fingerprints, slots, end of the mapping; inode of the directory; offset of the
+filter, and how many bits it has"""
+VERSION = 2
 BUCKET = 8
 BUCKETS_MAX = 1 << 24
-STATE, VALID_UNTIL = 8, 9
-"""words of the header: `LIVE` or `ENDED`; CLOCK_MONOTONIC nanoseconds up to which the table holds, 0: no limit"""
+FILTER_BITS_MIN, FILTER_BITS_MAX = 1 << 16, 1 << 32
+STATE, VALID_UNTIL, COMPLETE = 8, 9, 10
+"""words of the header: `LIVE` or `ENDED`; CLOCK_MONOTONIC nanoseconds up to which the table holds, 0: no limit; 1: the
+filter has all names"""
 LIVE, ENDED = 1, 2
 MULTIPLIERS_OFFSET = 128
 SUMS = 4
@@ -85,7 +92,11 @@ FIELDS = struct.Struct("<IIQQIIQ")
 
 TOUCHES_MAX = 8192
 """slots (u32) in a page of touches, in turn; before them, in a page of its own, how many were ever written (u64)"""
-TOUCHES_SIZE = HEADER_SIZE + 4 * TOUCHES_MAX
+MISSES_MAX, MISS_SIZE = 4096, 256
+"""rows, behind the slots: keys that were asked for and are absent, in turn, each a byte of length and the key; how many
+were ever written is the second word (u64) of the first page"""
+MISSES_OFFSET = HEADER_SIZE + 4 * TOUCHES_MAX
+TOUCHES_SIZE = MISSES_OFFSET + MISSES_MAX * MISS_SIZE
 
 ABSENT = -1
 """no such key in the table, or what was there was overtaken"""
@@ -106,12 +117,15 @@ class Table:
 
     def __init__(self, memory: Bytes) -> None:
         self.memory = memory
-        magic, version, self.buckets, fingerprints, slots, size, self.directory = HEADER.unpack(
+        magic, version, self.buckets, fingerprints, slots, size, self.directory, bitmap, bits = HEADER.unpack(
             memory[: HEADER.size].tobytes()
         )
         count = self.buckets * BUCKET
         is_sound = magic == MAGIC and version == VERSION and 0 < self.buckets <= BUCKETS_MAX
-        if not is_sound or self.buckets & (self.buckets - 1) or (fingerprints, slots, size) != places(self.buckets):
+        is_sound &= FILTER_BITS_MIN <= bits <= FILTER_BITS_MAX and not (
+            bits & (bits - 1) or self.buckets & (self.buckets - 1)
+        )
+        if not is_sound or (fingerprints, slots, bitmap, size) != places(self.buckets, bits):
             raise EngineError(f"no index of blocks of version {VERSION}")
         if len(memory) != size:
             raise EngineError(f"an index of {size} bytes in a mapping of {len(memory)}")
@@ -119,8 +133,9 @@ class Table:
         end = MULTIPLIERS_OFFSET + SUMS * WORDS_MAX * 8
         self.multipliers: Fingerprints = memory[MULTIPLIERS_OFFSET:end].view(np.uint64).reshape(WORDS_MAX, SUMS).copy()
         self.fingerprints: Fingerprints = memory[fingerprints:slots].view(np.uint64).reshape(count, 2)
-        self.slots: Any = memory[slots:size].view(SLOT)
-        self.versions = memory[slots:size].view(np.uint64).data
+        self.slots: Any = memory[slots:bitmap].view(SLOT)
+        self.filter: Bytes = memory[bitmap:size]
+        self.versions = memory[slots:bitmap].view(np.uint64).data
         """every eighth is the version of a slot"""
 
     @property
@@ -150,6 +165,19 @@ class Table:
             is_block = (self.slots["version"][slots] & np.uint64(1)).astype(bool)
             numbers[rows[is_block]] = slots[is_block]
         return numbers
+
+    def lacks(self, keys: Sequence[bytes]) -> npt.NDArray[np.bool_]:
+        """The keys that certainly have no block. All keys have 1 to 255 bytes. The caller asks `holds` afterwards."""
+        if not self.words[COMPLETE]:
+            return np.zeros(len(keys), np.bool_)
+        places_in, bits = self.bits_of(fingerprints_of(self.multipliers, keys))
+        lacking: npt.NDArray[np.bool_] = (self.filter[places_in] & bits != bits).any(1)
+        return lacking
+
+    def bits_of(self, fingerprints: Fingerprints) -> tuple[Numbers, Bytes]:
+        """(bytes of the filter, their bits): four for each row."""
+        places_in = fingerprints.view("<u4").astype(np.int64) & (8 * len(self.filter) - 1)
+        return places_in >> 3, np.left_shift(1, places_in & 7).astype(np.uint8)
 
     def get(
         self, keys: Sequence[bytes], arenas: npt.NDArray[np.void], targets: npt.NDArray[np.uint64], rooms: Numbers
@@ -205,11 +233,12 @@ def fence() -> None:
             pass
 
 
-def places(buckets: int) -> tuple[int, int, int]:
-    """Where fingerprints and slots begin, and the table ends, in bytes."""
+def places(buckets: int, filter_bits: int) -> tuple[int, int, int, int]:
+    """Where fingerprints, slots and filter begin, and the table ends, in bytes."""
     count = buckets * BUCKET
     slots = HEADER_SIZE + 16 * count
-    return HEADER_SIZE, slots, slots + SLOT.itemsize * count
+    bitmap = slots + SLOT.itemsize * count
+    return HEADER_SIZE, slots, bitmap, bitmap + filter_bits // 8
 
 
 def fingerprints_of(multipliers: Fingerprints, keys: Sequence[bytes]) -> Fingerprints:

@@ -360,6 +360,12 @@ class SearchApi(Protocol):
         """The index of a read class, for one connection more, which gives it back to `Residents.leave`. None: there are
         too many."""
 
+    async def read_names(self, readers: ReadClass) -> None:
+        """Have the index say which keys have no block: all names of its directory are read for it, if nobody did yet.
+
+        Nothing where there are too many, or other hosts may make some.
+        """
+
 
 class BlockApi(Protocol):
     """Whole files by (directory, name). One block is one file, whoever made it."""

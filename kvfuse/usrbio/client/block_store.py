@@ -167,8 +167,8 @@ class BlockStore(AbstractContextManager["BlockStore"]):
     def longest_prefix(self, keys: Sequence[Key]) -> int:
         """How many blocks from the first on are there without a gap."""
         encoded = _encode(keys)
-        if encoded and self._resident.exists(encoded) is not None:
-            return len(encoded)
+        if encoded and (known := self._resident.longest_prefix(encoded)) is not None:
+            return known
         total = 0
         with self._lanes.take() as lane:
             for start in range(0, len(encoded), KEYS_MAX):

@@ -4,13 +4,26 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from itertools import compress
 from mmap import PROT_READ, mmap
 from time import monotonic
 
 import numpy as np
 import numpy.typing as npt
 
-from kvfuse.blockindex import ABSENT, ARENA, HEADER_SIZE, TOUCHES_MAX, TOUCHES_SIZE, UNMAPPED, Numbers, Table
+from kvfuse.blockindex import (
+    ABSENT,
+    ARENA,
+    HEADER_SIZE,
+    MISS_SIZE,
+    MISSES_MAX,
+    MISSES_OFFSET,
+    TOUCHES_MAX,
+    TOUCHES_SIZE,
+    UNMAPPED,
+    Numbers,
+    Table,
+)
 from kvfuse.errors import Disconnected, EngineError
 from kvfuse.usrbio.client.client import Client
 from kvfuse.usrbio.client.files import Namespace
@@ -40,7 +53,9 @@ class _Mapped:
             close_all(descriptors)
         self._session = session
         self._count = touches[:8].view(np.uint64).data
-        self._touched: npt.NDArray[np.uint32] = touches[HEADER_SIZE:].view(np.uint32)
+        self._touched: npt.NDArray[np.uint32] = touches[HEADER_SIZE:MISSES_OFFSET].view(np.uint32)
+        self._miss_count = touches[8:16].view(np.uint64).data
+        self._missed = touches[MISSES_OFFSET:].reshape(MISSES_MAX, MISS_SIZE)
         self._lock = threading.Lock()
         self._arenas = np.zeros(0, ARENA)
         self._refused: set[int] = set()
@@ -58,6 +73,20 @@ class _Mapped:
             if len(first) < len(slots):
                 self._touched[: len(slots) - len(first)] = slots[len(first) :]
             self._count[0] = (count + len(slots)) % (1 << 64)
+
+    def miss(self, keys: Sequence[bytes]) -> None:
+        """Note that blocks were asked for, and are absent: a cache learns from it."""
+        keys = keys[-MISSES_MAX:]
+        lengths = np.fromiter(map(len, keys), np.int64, len(keys))
+        with self._lock:
+            count = self._miss_count[0]
+            places_in = (count + np.arange(len(keys))) % MISSES_MAX
+            for length in np.unique(lengths).tolist():
+                rows = np.flatnonzero(lengths == length)
+                same = np.frombuffer(b"".join([keys[row] for row in rows.tolist()]), np.uint8)
+                self._missed[places_in[rows], 0] = length
+                self._missed[places_in[rows], 1 : 1 + length] = same.reshape(len(rows), length)
+            self._miss_count[0] = (count + len(keys)) % (1 << 64)
 
     def get(self, keys: Sequence[bytes], targets: Addresses, rooms: Numbers) -> Numbers:
         """The length of each block that was copied, below 0 for others."""
@@ -145,18 +174,34 @@ class ResidentBlocks:
         return None
 
     def exists(self, keys: Sequence[bytes]) -> Found | None:
-        """True for each block, if all are here. None: ask the daemon about all of them.
+        """Which blocks there are, if each is either here or certainly nowhere. None: ask the daemon about all of them.
 
         A cache learns from the order in which blocks are asked for, also from those that are absent.
         """
+        return self._search(keys, only_first=False)
+
+    def longest_prefix(self, keys: Sequence[bytes]) -> int | None:
+        """How many blocks from the first on are here, if the next one is certainly nowhere. None: as for `exists`."""
+        found = self._search(keys, only_first=True)
+        return None if found is None else len(keys) if found.all() else int(found.argmin())
+
+    def _search(self, keys: Sequence[bytes], *, only_first: bool) -> Found | None:
+        """Which blocks are here; None: one that is not may be elsewhere. ``only_first``: the first one, that is."""
         tables = self._present()
+        if not tables:
+            return None
         slots = [mapped.table.find(keys) for mapped in tables]
-        if not tables or not (np.max(slots, axis=0) >= 0).all() or not all(mapped.table.holds() for mapped in tables):
+        found: Found = np.max(slots, axis=0) >= 0
+        missing = [keys[row] for row in np.flatnonzero(~found).tolist()]
+        absent = tables[0].table.lacks(missing) if missing else found[:0]
+        if not absent[: 1 if only_first else None].all() or not all(mapped.table.holds() for mapped in tables):
             self._look_again()
             return None
-        for mapped, found in zip(tables, slots, strict=True):
-            mapped.touch(found[found >= 0])
-        return np.ones(len(keys), np.bool_)
+        for mapped, here in zip(tables, slots, strict=True):
+            mapped.touch(here[here >= 0])
+        if missing:
+            tables[0].miss(list(compress(missing, absent)))
+        return found
 
     def _present(self) -> list[_Mapped]:
         """The tables of the present connection; none where it has ended."""

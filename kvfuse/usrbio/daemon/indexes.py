@@ -7,6 +7,8 @@ import stat
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import trio
+
 from kvfuse import errors
 from kvfuse.usrbio.daemon.admission import Admission
 from kvfuse.usrbio.daemon.registry import Namespace
@@ -24,6 +26,7 @@ class Indexes:
 
     volume: RingApi
     admission: Admission
+    nursery: trio.Nursery
     _opened: dict[ReadClass, Touches] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -47,6 +50,7 @@ class Indexes:
         if touches is None:
             raise errors.InvalidArgument("the daemon has as many indexes of blocks as it may have")
         self._opened[readers] = touches
+        self.nursery.start_soon(self.volume.search.read_names, readers)
         return (touches.index.size,), [touches.index.descriptor(), os.dup(touches.descriptor)]
 
     def may_map(self, arena: int) -> bool:

@@ -84,7 +84,7 @@ class Calls:
             files, self.nursery, self.share, lambda ino: self._drop(self.kernel.drop_content, ino)
         )
         self.admission = Admission(self.volume, self.peer)
-        self.indexes = Indexes(self.volume, self.admission)
+        self.indexes = Indexes(self.volume, self.admission, self.nursery)
         blocks = self._blocks = BlockCalls(self.volume, self.admission, self._finish, files.read_here)
         self.puts = PutBatches(blocks, self.share, self.start, self._tell_puts)
         self._deadlines: Deadlines[Call] = Deadlines(self.nursery, _expire)

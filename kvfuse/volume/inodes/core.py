@@ -294,11 +294,12 @@ class Core:
         ``at_once``: also what clients read just now.
         """
         self.tier.residents.sample(at_once=at_once)
-        for directory, names in (*self.namespaces.uses.take(), *self.tier.residents.take_uses()):
+        in_rings = [(directory, names, True) for directory, names in self.namespaces.uses.take()]
+        for directory, names, are_there in (*in_rings, *self.tier.residents.take_uses()):
             node = self.nodes.get(directory)
             cache = self.caches.get(node.namespace) if node is not None else None
             if cache is not None:
-                cache.read(directory, names, self.tier_of)
+                (cache.read if are_there else cache.asked)(directory, names, self.tier_of)
 
     def is_there(self, directory: int, name: bytes) -> bool:
         """The name is known to mean something."""

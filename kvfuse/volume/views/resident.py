@@ -22,12 +22,17 @@ import numpy.typing as npt
 from kvfuse.blockindex import (
     BUCKET,
     BUCKETS_MAX,
+    COMPLETE,
     ENDED,
     FIELDS,
+    FILTER_BITS_MIN,
     HEADER,
     HEADER_SIZE,
     LIVE,
     MAGIC,
+    MISS_SIZE,
+    MISSES_MAX,
+    MISSES_OFFSET,
     MULTIPLIERS_OFFSET,
     STATE,
     SUMS,
@@ -44,7 +49,7 @@ from kvfuse.blockindex import (
     places,
 )
 from kvfuse.checksum import extent_checksum
-from kvfuse.keys import HASHED, key_of
+from kvfuse.keys import HASHED, file_names, key_of
 from kvfuse.volume.views.arenas import ReadClass, TierBlock
 
 BUCKETS_MIN = 512
@@ -55,9 +60,12 @@ INDEXES_MAX = 256
 SAMPLE_SECONDS = 0.05
 """between looks at what clients read by themselves"""
 SAMPLE_SLOTS, PAGE_SLOTS = 8192, 1024
-"""looked at in one go: of all clients, of one page; what clients write beyond is not seen"""
+"""looked at in one go, slots and misses alike: of all clients, of one page; what clients write beyond is not seen"""
 USES_MAX = 1 << 12
 """samples that wait for somebody to take them"""
+NAME_BITS, NAME_BITS_MIN = 64, 8
+"""of a filter for each name: at first, and at last, when a larger table takes the place of this one. With 8 bits 3 % of
+the absent names are asked of the daemon"""
 TIER_DRAM = 1
 """as in answers of EXISTS with COSTS"""
 _SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | 0x0010  # F_SEAL_FUTURE_WRITE
@@ -70,8 +78,8 @@ Shown = tuple[bytes, int, TierBlock]
 class _Memory:
     """One memfd with a table, which others can only read."""
 
-    def __init__(self, buckets: int, directory: int) -> None:
-        fingerprints, slots, size = places(buckets)
+    def __init__(self, buckets: int, filter_bits: int, directory: int) -> None:
+        fingerprints, slots, bitmap, size = places(buckets, filter_bits)
         self.descriptor = os.memfd_create("kvfuse-index", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(self.descriptor, size)
@@ -82,7 +90,8 @@ class _Memory:
             os.close(self.descriptor)
             raise
         weakref.finalize(self, os.close, self.descriptor)
-        HEADER.pack_into(memory.data, 0, MAGIC, VERSION, buckets, fingerprints, slots, size, directory)
+        where = fingerprints, slots, size, directory, bitmap, filter_bits
+        HEADER.pack_into(memory.data, 0, MAGIC, VERSION, buckets, *where)
         random = os.urandom(SUMS * WORDS_MAX * 8)
         memory[MULTIPLIERS_OFFSET : MULTIPLIERS_OFFSET + len(random)] = np.frombuffer(random, np.uint8)
         memory[:HEADER_SIZE].view(np.uint64)[STATE] = LIVE
@@ -93,7 +102,7 @@ class _Memory:
 class BlockIndex:
     """The table of one read class. `Residents` has it, and calls it under its lock."""
 
-    def __init__(self, readers: ReadClass, buckets: int, valid_until: int) -> None:
+    def __init__(self, readers: ReadClass, buckets: int, filter_bits: int, valid_until: int) -> None:
         self.readers = readers
         self.user_count = 0
         """connections that have it"""
@@ -102,8 +111,14 @@ class BlockIndex:
         self._slots: dict[bytes, int] = {}
         self._inos: dict[int, int] = {}
         """slot -> inode"""
-        self._memory = _Memory(buckets, readers.directory)
+        self._memory = _Memory(buckets, filter_bits, readers.directory)
         self._table = self._memory.table
+        self.name_count = 0
+        """in the filter"""
+        self.is_read = False
+        """somebody reads, or has read, all names of the directory for the filter"""
+        self._has_hashes = False
+        """a name is a hash of its key: which bits it has is not known"""
         self.extend_to(valid_until)
 
     @property
@@ -129,6 +144,22 @@ class BlockIndex:
         self._slots.clear()
         self._inos.clear()
         self.names.clear()
+
+    def add_names(self, names: Sequence[bytes]) -> bool:
+        """The names may mean something from now on. False: there are too many for the filter."""
+        keys = [key for name in names if (key := key_of(name)) is not None]
+        if any(name.startswith(HASHED) for name in names):
+            self._has_hashes, self._table.words[COMPLETE] = True, 0
+        if keys:
+            table = self._table
+            where, bits = table.bits_of(fingerprints_of(table.multipliers, keys))
+            self.name_count += int(np.count_nonzero((table.filter[where] & bits != bits).any(1)))
+            np.bitwise_or.at(table.filter, where, bits)
+        return self.name_count * NAME_BITS_MIN <= 8 * len(self._table.filter)
+
+    def complete(self) -> None:
+        """The filter has all names."""
+        self._table.words[COMPLETE] = not self._has_hashes
 
     def ino_of(self, name: bytes) -> int:
         """0: it is not in the table."""
@@ -230,16 +261,27 @@ class Touches:
             os.close(self.descriptor)
             raise
         weakref.finalize(self, os.close, self.descriptor)
-        self._count: npt.NDArray[np.uint64] = memory[:8].view(np.uint64)
-        self._slots: npt.NDArray[np.uint32] = memory[HEADER_SIZE:].view(np.uint32)
-        self._seen = 0
+        self._counts: npt.NDArray[np.uint64] = memory[:16].view(np.uint64)
+        self._slots: npt.NDArray[np.uint32] = memory[HEADER_SIZE:MISSES_OFFSET].view(np.uint32)
+        self._misses = memory[MISSES_OFFSET:].reshape(MISSES_MAX, MISS_SIZE)
+        self._seen = [0, 0]
 
     def take(self) -> list[int]:
         """Slots that were written since the last call, each once; of many the last ones."""
-        count = int(self._count[0])
-        new, self._seen = min((count - self._seen) % (1 << 64), PAGE_SLOTS), count
-        first = (count - new) % TOUCHES_MAX  # the count is the client's: any number
-        return list(dict.fromkeys(self._slots[(first + np.arange(new)) % TOUCHES_MAX].tolist()))
+        return list(dict.fromkeys(self._slots[self._new(0, TOUCHES_MAX)].tolist()))
+
+    def take_misses(self) -> list[bytes]:
+        """Keys that were missed since the last call, likewise."""
+        rows = self._misses[self._new(1, MISSES_MAX)]
+        keys = [row[1 : 1 + row[0]].tobytes() for row in rows]  # of a copy: the page is the client's
+        return [key for key in dict.fromkeys(keys) if key]
+
+    def _new(self, which: int, places_max: int) -> Numbers:
+        """Places that were written since the last call, in order."""
+        count = int(self._counts[which])
+        new, self._seen[which] = min((count - self._seen[which]) % (1 << 64), PAGE_SLOTS), count
+        first = (count - new) % places_max  # the count is the client's: any number
+        return (first + np.arange(new)) % places_max
 
 
 class Residents:
@@ -253,12 +295,14 @@ class Residents:
         self._touches: deque[Touches] = deque()
         """in the order in which they are looked at"""
         self._sampled_at = 0.0
-        self._uses: deque[tuple[int, list[bytes]]] = deque(maxlen=USES_MAX)
+        self._uses: deque[tuple[int, list[bytes], bool]] = deque(maxlen=USES_MAX)
         self.by_directory: dict[int, dict[ReadClass, BlockIndex]] = {}
         """to be looked at without the lock; replaced, never changed"""
         self._shown: dict[int, tuple[BlockIndex, bytes]] = {}
         """inode -> where its block is shown"""
         self._valid_until = 0
+        self._filter_bits: dict[int, int] = {}
+        """directory -> what its next index needs, where that is not the least"""
         self._lock = threading.Lock()
 
     def open(self, readers: ReadClass, blocks: Iterable[Shown]) -> Touches | None:
@@ -306,6 +350,8 @@ class Residents:
         """A name is about to mean this inode; 0: none, or that is not known."""
         for index in self.by_directory.get(directory, {}).values():
             with self._lock:
+                if ino:
+                    self._add_names(index, [name])
                 shown = index.ino_of(name)
                 if shown and shown != ino:
                     self._shown.pop(shown, None)
@@ -326,18 +372,44 @@ class Residents:
 
     def _note(self, touches: Touches) -> int:
         """Under the lock; how many slots."""
-        index, slots = touches.index, touches.take()
+        index, slots, missed = touches.index, touches.take(), touches.take_misses()
         found = [(name, index.ino_at(slot)) for slot in slots if (name := index.names.get(slot))]
         for _, ino in found:
             self._note_use(ino)
         if found:
-            self._uses.append((index.readers.directory, [name for name, _ in found]))
-        return len(slots)
+            self._uses.append((index.readers.directory, [name for name, _ in found], True))
+        if missed:
+            self._uses.append((index.readers.directory, file_names(missed), False))
+        return len(slots) + len(missed)
 
-    def take_uses(self) -> Iterator[tuple[int, list[bytes]]]:
-        """(directory, names) of what was sampled since the last call."""
+    def take_uses(self) -> Iterator[tuple[int, list[bytes], bool]]:
+        """(directory, names, whether they were there) of what was sampled since the last call."""
         while self._uses:
             yield self._uses.popleft()
+
+    # -- the names of a directory --------------------------------------------------------------------
+
+    def begin_names(self, readers: ReadClass) -> BlockIndex | None:
+        """The index of a read class, if nobody has read all names of its directory for it yet: the caller does."""
+        with self._lock:
+            index = self.by_directory.get(readers.directory, {}).get(readers)
+            if index is None or index.is_read:
+                return None
+            index.is_read = True
+            return index
+
+    def add_names(self, index: BlockIndex, names: Sequence[bytes]) -> bool:
+        """More names of its directory. False: it has ended."""
+        with self._lock:
+            self._add_names(index, names)
+            return self.by_directory.get(index.readers.directory, {}).get(index.readers) is index
+
+    def end_names(self, index: BlockIndex, *, are_all: bool) -> None:
+        """All names were added, or they could not be read."""
+        with self._lock:
+            index.is_read = are_all
+            if are_all:
+                index.complete()
 
     def end(self, directory: int | None = None) -> None:
         """Other people may use a directory (None: any) than until now: clients ask again."""
@@ -373,11 +445,21 @@ class Residents:
         rows, buckets = list(blocks), BUCKETS_MIN
         while BUCKET * buckets * FULL / 2 < len(rows) and buckets < BUCKETS_MAX:
             buckets *= 2
-        index = BlockIndex(readers, buckets, self._valid_until)
+        index = BlockIndex(
+            readers, buckets, self._filter_bits.get(readers.directory, FILTER_BITS_MIN), self._valid_until
+        )
         for name, ino, _ in index.show_first(rows):
             self._shown[ino] = index, name
         self._set(readers, index)
         return index
+
+    def _add_names(self, index: BlockIndex, names: Sequence[bytes]) -> None:
+        if not index.add_names(names):
+            bits = FILTER_BITS_MIN
+            while bits < NAME_BITS * index.name_count:
+                bits *= 2
+            self._filter_bits = {**dict(list(self._filter_bits.items())[-INDEXES_MAX:]), index.readers.directory: bits}
+            self._end(index)
 
     def _end(self, index: BlockIndex) -> None:
         index.end()

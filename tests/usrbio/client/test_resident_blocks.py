@@ -294,3 +294,114 @@ def test_the_native_part_and_numpy_agree(seed: int) -> None:
     finally:
         blockindex.native = native
     assert len(np.unique(by_native, axis=0)) == len(set(keys))
+
+
+# -- absent blocks ---------------------------------------------------------------------------------
+
+
+def knows_absent(store: BlockStore, keys: list[bytes]) -> bool:
+    """The client answers by itself that these blocks are not there."""
+    answer = store._resident.exists(keys)
+    assert answer is None or not answer.any()
+    return answer is not None
+
+
+def test_what_is_absent_is_known_without_the_daemon(mount: KvfuseMount, name: str, way: str) -> None:
+    keys = [b"%07d" % number for number in range(100)]
+    with BlockStore(mount.point, name) as store:
+        wait_until(lambda: knows_absent(store, keys), "the names of the folder")
+        assert store.put_many(keys[:40], [b"x"] * 40).all()
+        with stopped(mount.pid):
+            assert store._resident.exists(keys) is not None
+            assert store.exists(keys).tolist() == [True] * 40 + [False] * 60
+            assert store.longest_prefix(keys) == 40
+            assert store.longest_prefix(keys[40:]) == 0
+            assert store.longest_prefix(keys[:40]) == 40
+
+
+def test_names_of_any_door_and_of_before_are_not_absent(mount: KvfuseMount, name: str, way: str) -> None:
+    folder = mount.point / name
+    folder.mkdir()
+    (folder / "before").write_bytes(b"1")
+    with BlockStore(mount.point, name) as store:
+        wait_until(lambda: knows_absent(store, [b"other"]), "the names of the folder")
+        (folder / "file").write_bytes(b"2")
+        (folder / "old").write_bytes(b"3")
+        os.rename(folder / "old", folder / "renamed")
+        os.link(folder / "file", folder / "link")
+        for key in (b"before", b"file", b"renamed", b"link"):
+            assert not knows_absent(store, [key]), key
+            assert store.exists([key]).all()
+        assert store.delete(b"file")
+        assert not store.exists([b"file"]).any()
+
+
+def test_a_name_that_hides_its_key_makes_the_index_ask(mount: KvfuseMount, name: str) -> None:
+    long = bytes(range(200))
+    with BlockStore(mount.point, name) as first:
+        first.put(long, b"x")
+        with BlockStore(mount.point, name) as store:
+            assert store.exists([long]).all()
+            assert not knows_absent(store, [b"other"])
+
+
+def test_more_names_than_a_filter_has_room_for(mount: KvfuseMount, name: str) -> None:
+    keys = [b"%06d" % number for number in range(12_000)]
+    absent = [b"no%06d" % number for number in range(1000)]
+    with BlockStore(mount.point, name) as store:
+        for start in range(0, len(keys), 1000):
+            part = keys[start : start + 1000]
+            assert store.put_many(part, [b"x"] * len(part)).all()
+        assert store.exists(keys).all()
+        assert not store.exists(absent).any()
+        wait_until(lambda: store._resident.exists(absent[:1]) is not None, "a larger filter")
+        kept = [key for key in absent if store._resident.exists([key]) is None]
+        assert len(kept) < len(absent) // 10
+
+
+def test_what_a_client_missed_is_in_the_books(mount: KvfuseMount, name: str) -> None:
+    def figures() -> int:
+        rows = json.loads((mount.point / ".kvfuse/stats").read_text())["namespaces"]
+        return int(next(row for row in rows if row["path"] == f"/{name}")["cache"]["absent"])
+
+    keys = [b"%05d" % number for number in range(500)] + [b"of another length"]
+    with BlockStore(mount.point, name, descriptor={"model": "m"}) as store:
+        wait_until(lambda: knows_absent(store, [b"first"]), "the names of the folder")
+        before = figures()
+        assert knows_absent(store, keys)
+        assert figures() - before == len(keys)
+
+
+def test_the_page_of_misses_may_have_anything(mount: KvfuseMount, name: str) -> None:
+    """A client writes what it likes: the daemon goes on, and counts no more than it looks at."""
+    with BlockStore(mount.point, name) as store:
+        wait_until(lambda: knows_absent(store, [b"first"]), "the names of the folder")
+        mapped = store._resident._mapped[1][0]
+        mapped._missed[:] = np.frombuffer(os.urandom(mapped._missed.size), np.uint8).reshape(mapped._missed.shape)
+        mapped._miss_count[0] = (1 << 64) - 5
+        json.loads((mount.point / ".kvfuse/stats").read_text())
+        store.put(b"key", b"value")
+        assert bytes(store.get(b"key") or b"") == b"value"
+
+
+def test_what_was_acknowledged_is_never_absent(mount: KvfuseMount, name: str) -> None:
+    """Names come while the index is made, while the folder's names are read for it, and later."""
+    for folder in (f"{name}{number}" for number in range(6)):
+        with BlockStore(mount.point, folder) as writer:
+            keys = [b"%04d" % number for number in range(300)]
+            writer.put_many(keys[:100], [b"x"] * 100)
+            acknowledged: list[bytes] = []
+
+            def put(writer: BlockStore = writer, keys: list[bytes] = keys, done: list[bytes] = acknowledged) -> None:
+                for key in keys[100:]:
+                    writer.put(key, b"x")
+                    done.append(key)
+
+            thread = threading.Thread(target=put)
+            thread.start()
+            with BlockStore(mount.point, folder) as reader:
+                while thread.is_alive():
+                    known = acknowledged[-3:]
+                    assert reader.exists([*known, b"absent"]).tolist() == [*[True] * len(known), False]
+                thread.join()
+                assert reader.exists(keys).all()

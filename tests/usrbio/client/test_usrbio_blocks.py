@@ -168,7 +168,7 @@ def test_a_view_stays_what_it_was(store: BlockStore, rng: random.Random) -> None
         store.put(f"other-{number}", rng.randbytes(500_000))
     assert bytes(view) == array.tobytes() == old
     view.release()
-    store.exists(["key"])
+    store.prefetch(["key"])
     for number in range(50):
         store.put(f"other-{number}", rng.randbytes(500_000))
     assert array.tobytes() == old, "an array over the view holds it"
