@@ -184,7 +184,7 @@ def test_pins_go_back_when_views_die(store: BlockStore, client: Client) -> None:
     gc.collect()
     assert len(client.session._views) == len(half)
     assert len(client.session.unpins) == 5
-    assert not store.exists(["absent"]).any()
+    assert not store.prefetch(["absent"]).any()
     assert not client.session.unpins
     del half
 
