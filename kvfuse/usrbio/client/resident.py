@@ -77,16 +77,15 @@ class _Mapped:
     def miss(self, keys: Sequence[bytes]) -> None:
         """Note that blocks were asked for, and are absent: a cache learns from it."""
         keys = keys[-MISSES_MAX:]
-        lengths = np.fromiter(map(len, keys), np.int64, len(keys))
+        lengths = set(map(len, keys))
         with self._lock:
-            count = self._miss_count[0]
-            places_in = (count + np.arange(len(keys))) % MISSES_MAX
-            for length in np.unique(lengths).tolist():
-                rows = np.flatnonzero(lengths == length)
-                same = np.frombuffer(b"".join([keys[row] for row in rows.tolist()]), np.uint8)
-                self._missed[places_in[rows], 0] = length
-                self._missed[places_in[rows], 1 : 1 + length] = same.reshape(len(rows), length)
-            self._miss_count[0] = (count + len(keys)) % (1 << 64)
+            for length in lengths:
+                same = keys if len(lengths) == 1 else [key for key in keys if len(key) == length]
+                count = self._miss_count[0]
+                places_in = (count + np.arange(len(same))) % MISSES_MAX
+                self._missed[places_in, 0] = length
+                self._missed[places_in, 1 : 1 + length] = np.frombuffer(b"".join(same), np.uint8).reshape(-1, length)
+                self._miss_count[0] = (count + len(same)) % (1 << 64)
 
     def get(self, keys: Sequence[bytes], targets: Addresses, rooms: Numbers) -> Numbers:
         """The length of each block that was copied, below 0 for others."""
@@ -192,7 +191,7 @@ class ResidentBlocks:
             return None
         slots = [mapped.table.find(keys) for mapped in tables]
         found: Found = np.max(slots, axis=0) >= 0
-        missing = [keys[row] for row in np.flatnonzero(~found).tolist()]
+        missing = list(compress(keys, (~found).tolist())) if found.any() else keys
         absent = tables[0].table.lacks(missing) if missing else found[:0]
         if not absent[: 1 if only_first else None].all() or not all(mapped.table.holds() for mapped in tables):
             self._look_again()
@@ -200,7 +199,7 @@ class ResidentBlocks:
         for mapped, here in zip(tables, slots, strict=True):
             mapped.touch(here[here >= 0])
         if missing:
-            tables[0].miss(list(compress(missing, absent)))
+            tables[0].miss(missing if absent.all() else list(compress(missing, absent.tolist())))
         return found
 
     def _present(self) -> list[_Mapped]:
