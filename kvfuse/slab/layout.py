@@ -134,11 +134,15 @@ class Geometry:
         segment, index = divmod(slab, self.segment_slabs)
         return segment, PAGE_SIZE + index * self.head_size
 
-    def locate_header(self, addr: int, slot_size: int) -> tuple[int, int]:
-        """(segment, file offset) of the header of the slot at ``addr``; ``header_stride`` bytes are its own."""
+    def locate_header(self, addr: int, slot_size: int, stride: int = 0) -> tuple[int, int]:
+        """(segment, file offset) of the header of the slot at ``addr``; ``header_stride`` bytes are its own.
+
+        ``stride``: those, where they are at hand.
+        """
         slab, slot_offset = divmod(addr, self.slab_size)
-        segment, head_offset = self.locate_head(slab)
-        return segment, head_offset + slot_offset // slot_size * self.header_stride(slot_size)
+        segment, index = divmod(slab, self.segment_slabs)
+        head_offset = PAGE_SIZE + index * self.head_size
+        return segment, head_offset + slot_offset // slot_size * (stride or self.header_stride(slot_size))
 
     def header_stride(self, slot_size: int) -> int:
         """Bytes from one slot's header to the next: a multiple of 64, more than 64 for slots above 4 KiB."""
@@ -336,7 +340,7 @@ def pack_header(
     descriptor_length: int = 0,
 ) -> bytes:
     """The 64 bytes of a slot's header: a row of dtype SLOT_HEADER."""
-    fields = _HEADER_FIELDS.pack(
+    return pack_header_fields(
         HEADER_MAGIC,
         FORMAT_VERSION,
         state,
@@ -352,7 +356,12 @@ def pack_header(
         descriptor_length,
         slot_size // PAGE_SIZE,
     )
-    return fields + _CHECKSUM.pack(extend(0, fields))
+
+
+def pack_header_fields(*fields: int | bytes) -> bytes:
+    """`pack_header` of all fields but the last one of SLOT_HEADER, in its order: for many, by position."""
+    packed = _HEADER_FIELDS.pack(*fields)
+    return packed + _CHECKSUM.pack(extend(0, packed))
 
 
 def parse_headers(table: Buffer, stride: int, count: int) -> tuple[npt.NDArray[np.void], npt.NDArray[np.bool_]]:

@@ -6,7 +6,7 @@ Every operation changes memory at once and marks its changes here. Nothing in th
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -80,10 +80,10 @@ class Load:
         self.work.set()
         self.urgent.set()
 
-    def add(self, uid: int) -> None:
-        """Count a changed inode or name of this user."""
-        self._new_count += 1
-        self._counts[uid] = self._counts.get(uid, 0) + 1
+    def add(self, uid: int, count: int = 1) -> None:
+        """Count changed inodes and names of this user."""
+        self._new_count += count
+        self._counts[uid] = self._counts.get(uid, 0) + count
         self.work.set()
         if self._new_count >= self._batch_max:
             self.urgent.set()
@@ -101,6 +101,12 @@ class Load:
     def is_crowded(self, uid: int) -> bool:
         """The user has used up its share of changes that may wait for a commit."""
         return self._counts.get(uid, 0) * len(self._counts) > self._crowd_max or self._loose_size > CROWD_SIZE
+
+    def room(self, uid: int) -> int:
+        """Changes that the user may add before it `is_crowded`."""
+        if self._loose_size > CROWD_SIZE:
+            return 0
+        return max(0, self._crowd_max // len(self._counts.keys() | {uid}) - self._counts.get(uid, 0) + 1)
 
     @property
     def is_full(self) -> bool:
@@ -152,6 +158,19 @@ class Pending:
         if node.aside and (node.forced or not node.writers):
             self.reconsider(node)
         self.load.work.set()
+
+    def add_new(self, parent: int, nodes: Sequence[Node]) -> None:
+        """New files of one user in one directory, under names that mean nothing: `touch` and `set_name` of each."""
+        changes = [NameChange(parent, node.name, node, False, None, False, 0) for node in nodes]
+        self.dentries.put_new(parent, changes)
+        serial = self.serial
+        for node in nodes:
+            serial += 1
+            node.changed = node.named = True
+            self.dirty[node] = serial
+        self.serial = serial
+        self.names.update(dict.fromkeys(changes))
+        self.load.add(nodes[0].uid, 2 * len(nodes))
 
     def touch_times(self, directory: Node) -> None:
         """Mark changed times of a directory: their put expects no version, so it cannot conflict."""

@@ -12,14 +12,13 @@ from dataclasses import dataclass
 from stat import S_IFREG, S_IMODE, S_ISGID, S_ISVTX
 from time import perf_counter
 
-from kvfuse import errors
 from kvfuse.slab.allocator import Slot
 from kvfuse.volume.api import NAME_MAX, VIRTUAL_NAME, Caller
 from kvfuse.volume.commit.journal import Journal
-from kvfuse.volume.inodes import metadata_budget, privileges
+from kvfuse.volume.inodes import privileges
 from kvfuse.volume.inodes.chunk import Chunk, Staged
 from kvfuse.volume.inodes.core import Core
-from kvfuse.volume.inodes.dentries import ABSENT
+from kvfuse.volume.inodes.metadata_budget import FILE_WEIGHT
 from kvfuse.volume.inodes.node import Node
 from kvfuse.volume.names.changes import Names
 from kvfuse.volume.slots.flusher import Flusher
@@ -40,7 +39,7 @@ class BlockCounters:
     prefetches: int = 0
 
 
-_NO_FILE = frozenset({b".", b"..", VIRTUAL_NAME})
+_NO_FILE = frozenset({b"", b".", b"..", VIRTUAL_NAME})
 
 
 @dataclass
@@ -62,19 +61,15 @@ class ReadyPuts:
         if folder is None or not self._is_open(folder) or not may(folder):
             return done
         maker = _Maker(self, folder, caller, mode)
-        admitted = self._admitted(folder, rows) if self.core.caches else [True] * len(rows)
-        for index, (name, data) in enumerate(rows):
-            if not (admitted[index] and self._is_free(directory, name) and maker.fits(name, data)):
-                continue
-            try:
-                slots = self.core.slabs.allocate(size_of(data), folder.namespace)
-            except errors.NoSpace:
-                break
-            maker.make(name, data, slots)
-            done[index] = True
-        maker.finish(perf_counter() - began)
-        self.counters.puts += maker.count
-        self.counters.put_bytes += maker.size
+        sizes = [data.size if isinstance(data, TierBlock) else len(data) for _, data in rows]
+        numbers = self._ready(maker, rows, sizes)
+        slots = self.core.slabs.allocate_many([sizes[number] for number in numbers], folder.namespace)
+        if slots:
+            numbers = numbers[: len(slots)]
+            maker.make([rows[number] for number in numbers], slots)
+            for number in numbers:
+                done[number] = True
+            maker.count(perf_counter() - began, len(slots), sum([sizes[number] for number in numbers]))
         return done
 
     def _is_open(self, folder: Node) -> bool:
@@ -83,20 +78,41 @@ class ReadyPuts:
         is_own = self.names.executor is self.names.memory and not self.core.read_only
         return is_plain and is_own and not self.core.namespaces.cleared and not self.names.lookup.is_strict(folder)
 
-    def _admitted(self, folder: Node, rows: Sequence[Row]) -> Sequence[bool]:
+    def _ready(self, maker: _Maker, rows: Sequence[Row], sizes: Sequence[int]) -> list[int]:
+        """Numbers of rows for which there is memory, and room for records, and whose legal names mean nothing."""
+        names, folder, flusher = [name for name, _ in rows], maker.folder, self.flusher
+        free = self.core.dentries.are_absent(folder.ino, names)
+        admitted = self._admitted(folder, names, sum(sizes)) if self.core.caches else free
+        count_max = self._room(folder, names, maker.uid)
+        staged = flusher.staged_bytes if not flusher.line.places else flusher.staging_size + 1
+        found: list[int] = []
+        seen = set(_NO_FILE)
+        for number, name in enumerate(names):
+            if staged > flusher.staging_size or len(found) >= count_max:
+                break
+            is_legal = len(name) <= NAME_MAX and name not in seen and b"/" not in name and b"\0" not in name
+            if free[number] and admitted[number] and is_legal and 0 < sizes[number] <= maker.chunk_size:
+                found.append(number)
+                seen.add(name)
+                staged += sizes[number]
+        return found
+
+    def _room(self, folder: Node, names: Sequence[bytes], uid: int) -> int:
+        """So many files may be made in a folder; fewer than there may where not all of ``names`` have room."""
+        core, count = self.core, len(names)
+        count = min(count, (self.journal.pending.load.room(uid) + 1) // 2)  # a file and its name are two changes
+        accounts = core.namespaces.accounts
+        if folder.namespace or accounts.root_blocks:
+            count = min(count, accounts.files_left(folder.namespace))
+        while count and not core.metadata.fits(count * FILE_WEIGHT + sum(map(len, names[:count]))):
+            count //= 2
+        return count
+
+    def _admitted(self, folder: Node, names: Sequence[bytes], size: int) -> Sequence[bool]:
         cache = self.core.caches.get(folder.namespace)
         if cache is None:
-            return [True] * len(rows)
-        size = sum([size_of(data) for _, data in rows])
-        has_room = self.core.has_spare_room(folder.namespace, size)
-        return cache.admits(folder.ino, [name for name, _ in rows], has_room)
-
-    def _is_free(self, directory: int, name: bytes) -> bool:
-        """A legal name that means nothing."""
-        dentries = self.core.dentries
-        if not name or len(name) > NAME_MAX or name in _NO_FILE or b"/" in name or b"\0" in name:
-            return False
-        return dentries.find(directory, name) is ABSENT and (directory, name) not in dentries.vanishing.places
+            return [True] * len(names)
+        return cache.admits(folder.ino, names, self.core.has_spare_room(folder.namespace, size))
 
 
 class _Maker:
@@ -104,80 +120,69 @@ class _Maker:
 
     def __init__(self, puts: ReadyPuts, folder: Node, caller: Caller, mode: int) -> None:
         self._core, self._pending, self._flusher = puts.core, puts.journal.pending, puts.flusher
-        self._folder = folder
-        self._uid = caller.uid
+        self._counters = puts.counters
+        self.folder = folder
+        self.uid = caller.uid
         self._gid = folder.gid if folder.mode & S_ISGID else caller.gid
         self._mode = privileges.mode_of_new(folder, S_IFREG | S_IMODE(mode), caller)
-        self._chunk_size = self._core.chunk_size_in(folder)
-        self._cache = self._core.caches.get(folder.namespace)
-        self._readers = ReadClass(folder.ino, self._uid, self._gid, self._mode & 0o444)
-        self._keeps = self._core.namespaces.may_keep(folder.namespace, "dram")
+        self.chunk_size = self._core.chunk_size_in(folder)
         self._now = clock.now()
-        self.count = self.size = 0
 
-    def fits(self, name: bytes, data: memoryview | TierBlock) -> bool:
-        """There is memory for the bytes, and room for the records."""
-        core, flusher, namespace = self._core, self._flusher, self._folder.namespace
-        if flusher.staged_bytes > flusher.staging_size or flusher.line.places:
-            return False
-        if not 0 < size_of(data) <= self._chunk_size or self._pending.load.is_crowded(self._uid):
-            return False
-        accounts = core.namespaces.accounts
-        if (namespace or accounts.root_blocks) and accounts.is_full(namespace):
-            return False
-        return core.metadata.fits(metadata_budget.new_inode(name))
+    def make(self, rows: Sequence[Row], slots: Sequence[list[Slot]]) -> None:
+        """``slots``: allocated for each of ``rows``."""
+        core, folder = self._core, self.folder
+        nodes = [self._node(name) for name, _ in rows]
+        core.file_count += len(nodes)
+        if folder.namespace:
+            core.namespaces.accounts.add_files(folder.namespace, len(nodes))
+        self._pending.add_new(folder.ino, nodes)
+        for node, (_, data), taken in zip(nodes, rows, slots, strict=True):
+            self._stage(node, data, taken)
+        cache = core.caches.get(folder.namespace)
+        if cache is not None:
+            slab_size = core.geometry.slab_size
+            sizes = [sum([size for _, size, _ in taken]) for taken in slots]
+            cache.stored_new(folder.ino, [name for name, _ in rows], sizes, [one[0].addr // slab_size for one in slots])
+            core.namespaces.changed.set()
+        if core.namespaces.may_keep(folder.namespace, "dram"):  # where clients may find them
+            readers = ReadClass(folder.ino, self.uid, self._gid, self._mode & 0o444)
+            for node, (name, data) in zip(nodes, rows, strict=True):
+                if isinstance(data, TierBlock) and data.read_class == readers:
+                    core.tier.keep(node.ino, data, name)
 
-    def make(self, name: bytes, data: memoryview | TierBlock, slots: list[Slot]) -> None:
-        core, folder = self._core, self._folder
-        node = Node(core.inodes.next(), self._mode, self._uid, self._gid, self._chunk_size)
+    def _node(self, name: bytes) -> Node:
+        core, folder = self._core, self.folder
+        node = Node(core.inodes.next(), self._mode, self.uid, self._gid, self.chunk_size)
         node.parent, node.name, node.namespace = folder.ino, name, folder.namespace
         node.atime = node.mtime = node.ctime = self._now
-        core.nodes.add(node)
-        core.file_count += 1
-        if node.namespace:
-            core.namespaces.accounts.add_files(node.namespace, 1)
-        self._pending.touch(node)
-        self._pending.set_name(folder.ino, name, node, False)
-        core.metadata.reserve(node, metadata_budget.new_inode(name))
-        self._stage(node, data, slots)
-        if self._cache is not None:
-            self._cache.named(folder.ino, name)
-            size = sum([slot.size for slot in slots])
-            self._cache.stored(folder.ino, name, size, slots[0].addr // core.geometry.slab_size)
-        if self._keeps and isinstance(data, TierBlock) and data.read_class == self._readers:
-            core.tier.keep(node.ino, data, name)
-        self.count += 1
-        self.size += node.size
+        core.metadata.reserve(node, FILE_WEIGHT + len(name))
+        return core.nodes.add(node)
 
     def _stage(self, node: Node, data: memoryview | TierBlock, slots: list[Slot]) -> None:
         staged, chunk = Staged(), Chunk()
-        content = data.buffer.data if isinstance(data, TierBlock) else data
-        staged.pieces, staged.length, staged.slots = [content], len(content), slots
-        if isinstance(data, TierBlock) and data.checksums:
-            staged.checked = content, data.checksums
-        node.size = staged.length
+        if isinstance(data, TierBlock):
+            content = data.buffer.data
+            if data.checksums:
+                staged.checked = content, data.checksums
+        else:
+            content = data
+        node.size = staged.length = len(content)
+        staged.pieces, staged.slots = [content], slots
         node.chunks[0] = chunk
         self._flusher.stage(node, chunk, staged)
         if staged.length == node.chunk_size and self._flusher.is_half_full:
             self._flusher.chunk_is_full(node, 0)
 
-    def finish(self, seconds: float) -> None:
-        """All of them took so long."""
-        if not self.count:
-            return
-        core, folder = self._core, self._folder
+    def count(self, seconds: float, count: int, size: int) -> None:
+        """So many files, of ``size`` bytes together, took so long."""
+        core, folder = self._core, self.folder
         folder.mtime = folder.ctime = self._now
         self._pending.touch_times(folder)
-        core.counters.creates += self.count
-        if self._cache is not None:
-            core.namespaces.changed.set()
+        core.counters.creates += count
+        self._counters.puts += count
+        self._counters.put_bytes += size
         measures = core.namespaces.measures[folder.namespace]
         times = measures.seconds["put"]
-        times.counts[bisect_left(times.bounds, seconds)] += self.count
-        times.sum += seconds * self.count
-        measures.written_bytes += self.size
-
-
-def size_of(data: memoryview | TierBlock) -> int:
-    """Bytes of a block."""
-    return data.size if isinstance(data, TierBlock) else len(data)
+        times.counts[bisect_left(times.bounds, seconds)] += count
+        times.sum += seconds * count
+        measures.written_bytes += size

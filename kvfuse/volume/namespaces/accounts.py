@@ -183,6 +183,12 @@ class Accounts:
             return True
         return any(account.files >= account.most.files for account in self._chain(owner, meets=True))
 
+    def files_left(self, owner: int) -> int:
+        """How many more files a namespace may have."""
+        left = [account.most.files - account.files for account in self._chain(owner, meets=True)]
+        left += [self.root_blocks - self.use_of_all().files] if self.root_blocks > 0 else []
+        return max(0, min(left, default=UNBOUNDED))
+
     def check_file(self, owner: int) -> None:
         """QuotaExceeded where `is_full`."""
         for account in self._chain(owner, meets=True):

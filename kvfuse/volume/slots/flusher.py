@@ -327,13 +327,14 @@ class Flusher:
         """The transfers of a batch."""
         writes: list[Transfer] = []
         heads: list[Head] = []
+        folders: dict[int, bytes] = {}
         prepared_size = 0
         of = self.core.namespaces.measures[items[0].node.namespace]
         part = BESIDE_READERS if len(of.readers) > (of in of.readers) and of.is_beside_readers() else 1
         for item in items:
             if len(heads) * part >= PREPARED_CHUNKS or prepared_size * part >= PREPARED_BYTES:
                 writes += transfers(self.core.superblock, heads)
-                heads, prepared_size = [], 0
+                heads, folders, prepared_size = [], {}, 0
                 await trio.lowlevel.checkpoint()
             prepared_size += item.staged.length
             item.identity = identity_of(item.node)
@@ -341,7 +342,7 @@ class Flusher:
             item.extents = packed or self._plan_extents(item.staged, writes)
             offset = 0
             for extent in item.extents:
-                heads.append(self.headers.head(item.node, item.chunk_index, offset, extent))
+                heads.append(self.headers.head(item.node, item.chunk_index, offset, extent, folders))
                 offset += extent.length
         return writes + transfers(self.core.superblock, heads)
 
@@ -378,6 +379,8 @@ class Flusher:
     def _plan_extents(self, staged: Staged, writes: list[Transfer]) -> list[Extent]:
         """The extents that will hold the staged bytes; adds what is to be written to ``writes``."""
         pieces = staged.pieces
+        if len(pieces) == len(staged.slots) == 1 and 0 < staged.length == len(pieces[0]) <= staged.slots[0].size:
+            return [self._plan_whole(staged, pieces[0], writes)]
         if len(pieces) > 1 and (len(staged.slots) > 1 or any(len(piece) % GRANULE_SIZE for piece in pieces[:-1])):
             pieces = staged.pieces = [b"".join(pieces)]
         extents: list[Extent] = []
@@ -401,6 +404,14 @@ class Flusher:
             self.cancel(staged, spare)
             staged.slots = staged.slots[: len(extents)]
         return extents
+
+    def _plan_whole(self, staged: Staged, piece: bytes | bytearray | memoryview, writes: list[Transfer]) -> Extent:
+        """The same for one piece and one slot, as blocks have."""
+        (addr, slot_size, owner), length, checked = staged.slots[0], staged.length, staged.checked
+        data = memoryview(piece)
+        checksums = checked[1] if checked is not None and checked[0] is piece else granule_checksums(data)
+        writes.append(Transfer(*self.core.locate(addr), data))
+        return Extent(addr, slot_size, length, self.core.generations.next(), checksums, FRESH, owner)
 
     def cancel(self, staged: Staged, slots: list[Slot]) -> None:
         """Free allocated slots of staged bytes; a grace later if a failed write may still reach them."""

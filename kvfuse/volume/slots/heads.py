@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from operator import itemgetter
 from typing import NamedTuple
 
 import msgspec
@@ -104,37 +105,58 @@ def fingerprint(superblock: Superblock, ino: int, chunk: int) -> bytes:
 
 
 def transfers(superblock: Superblock, heads: Sequence[Head]) -> list[Transfer]:
-    """The transfers that write these heads."""
+    """The transfers that write these heads; those that are neighbours in their table are one."""
     geometry, now = superblock.geometry, int(time.time())
-    made = []
+    made: list[Transfer] = []
+    headers: list[tuple[int, int, bytes]] = []
+    strides = {slot_size: geometry.header_stride(slot_size) for slot_size in {head.slot_size for head in heads}}
     for head in heads:
-        stride, description, place = geometry.header_stride(head.slot_size), head.description, layout.DESCRIPTOR_NONE
+        stride, description, place = strides[head.slot_size], head.description, layout.DESCRIPTOR_NONE
         if description and len(description) <= stride - layout.HEADER_SIZE:
             place = layout.DESCRIPTOR_BEHIND_HEADER
         elif description and len(description) <= head.slot_size - head.reach:
             # Clear of bytes to which records may still refer, as before an uncommitted cut, and of writes in place.
             place = layout.DESCRIPTOR_AT_SLOT_END
-        header = layout.pack_header(
-            state=head.state,
-            length=head.length,
-            slot_size=head.slot_size,
-            generation=head.generation,
-            fingerprint=fingerprint(superblock, head.ino, head.chunk),
-            inode=head.ino,
-            chunk=head.chunk,
-            piece_offset=head.piece_offset,
-            checksum=head.checksum,
-            time=now,
-            descriptor_length=len(description) if place else 0,
-            descriptor_place=place,
-        )
+        header = _header(superblock, head, place, now)
         if place == layout.DESCRIPTOR_BEHIND_HEADER:  # up to the next header: neighbours become one write
             header = (header + description).ljust(stride, b"\0")
         elif place == layout.DESCRIPTOR_AT_SLOT_END:
             segment, offset = geometry.locate(head.addr)
             made.append(Transfer(segment, offset + head.slot_size - len(description), description))
-        made.append(Transfer(*geometry.locate_header(head.addr, head.slot_size), header))
-    return made
+        headers.append((*geometry.locate_header(head.addr, head.slot_size, stride), header))
+    return made + _joined(headers)
+
+
+def _header(superblock: Superblock, head: Head, place: int, now: int) -> bytes:
+    """``place``: of its description. ``now``: seconds."""
+    return layout.pack_header_fields(
+        layout.HEADER_MAGIC,
+        layout.FORMAT_VERSION,
+        head.state,
+        place,
+        head.length,
+        head.generation,
+        fingerprint(superblock, head.ino, head.chunk),
+        head.ino,
+        head.chunk,
+        head.piece_offset,
+        head.checksum,
+        now,
+        len(head.description) if place else 0,
+        head.slot_size // layout.PAGE_SIZE,
+    )
+
+
+def _joined(headers: list[tuple[int, int, bytes]]) -> list[Transfer]:
+    """Of (segment, offset, bytes); neighbours in one transfer. Of two for one place the later one stays behind."""
+    runs: list[tuple[int, int, list[bytes]]] = []
+    last, end = -1, 0
+    for segment, offset, header in sorted(headers, key=itemgetter(0, 1)):
+        if offset != end or segment != last:
+            runs.append((segment, offset, []))
+        runs[-1][2].append(header)
+        last, end = segment, offset + len(header)
+    return [Transfer(segment, offset, b"".join(parts)) for segment, offset, parts in runs]
 
 
 @dataclass
@@ -146,8 +168,13 @@ class HeaderWriter:
     def __post_init__(self) -> None:
         self._describing = trio.Lock()
 
-    def head(self, node: Node, index: int, offset: int, extent: Extent) -> Head:
-        """The head for an extent at ``offset`` bytes of chunk ``index``; only the first one describes the file."""
+    def head(
+        self, node: Node, index: int, offset: int, extent: Extent, folders: dict[int, bytes] | None = None
+    ) -> Head:
+        """The head for an extent at ``offset`` bytes of chunk ``index``; only the first one describes the file.
+
+        ``folders``: inode -> path, with a slash, of those that were asked for since the caller waited last.
+        """
         return Head(
             extent.addr,
             extent.slot_size,
@@ -159,11 +186,16 @@ class HeaderWriter:
             offset,
             state_of(extent),
             extent.reach,
-            b"" if offset or not node.nlink else self._description(node),
+            b"" if offset or not node.nlink else self._description(node, {} if folders is None else folders),
         )
 
-    def _description(self, node: Node) -> bytes:
-        path, stored = self.core.path_of(node), node.stored_length()
+    def _description(self, node: Node, folders: dict[int, bytes]) -> bytes:
+        above = folders.get(node.parent)
+        if above is None:
+            folder = self.core.nodes.get(node.parent)
+            path = self.core.path_of(folder) if folder is not None else b""
+            above = folders[node.parent] = path + b"/" if path else b""
+        path, stored = above + node.name if node.name else self.core.path_of(node), node.stored_length()
         return encode_description(
             Description(path, node.mode, node.uid, node.gid, node.size, node.mtime, node.chunk_size, stored)
         )
@@ -171,16 +203,17 @@ class HeaderWriter:
     async def describe(self, nodes: Sequence[Node]) -> None:
         """Rewrite the headers of files that were renamed, or changed size, owner or mode, since. EngineError."""
         async with self._describing:
-            heads = [self.head(node, 0, 0, node.chunks[0].extents[0]) for node in nodes if self._is_out_of_date(node)]
+            changed = [node for node in nodes if identity_of(node) != node.described and self._may_describe(node)]
+            heads = [self.head(node, 0, 0, node.chunks[0].extents[0]) for node in changed]
             if heads:
                 await self._write(heads)
 
-    def _is_out_of_date(self, node: Node) -> bool:
-        """The header of the first extent must and may be rewritten. Marks it as written."""
-        identity, chunk = identity_of(node), node.chunks.get(0)
-        if identity == node.described or chunk is None or not chunk.extents:
+    def _may_describe(self, node: Node) -> bool:
+        """The header of the first extent, which is out of date, may be rewritten. Marks it as written."""
+        chunk = node.chunks.get(0)
+        if chunk is None or not chunk.extents:
             return False
-        node.described = identity
+        node.described = identity_of(node)
         extent, slabs = chunk.extents[0], self.core.slabs
         is_ours = slabs.holds(self.core.geometry.slab_of(extent.addr)) and slabs.is_durable(extent.addr)
         if extent.state != FRESH and not is_ours:
