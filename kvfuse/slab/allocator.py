@@ -193,9 +193,14 @@ class Allocator:
 
     def commit(self, slots: Iterable[Slot]) -> None:
         """Allocated slots enter the durable image."""
-        for slab, index, _ in self._checked(slots, ALLOCATED):
+        slabs, shift, mask, dirty = self._slabs, self._slab_shift, self._offset_mask, self._dirty
+        for slot in slots:
+            slab = slabs.get(slot.addr >> shift)
+            index, rest = divmod(slot.addr & mask, slab.slot_size) if slab is not None else (0, 1)
+            if slab is None or rest or index >= len(slab.states) or slab.states[index] != ALLOCATED:
+                slab, index, _ = next(self._checked([slot], ALLOCATED))  # says what is wrong
             slab.states[index] = DURABLE
-            self._dirty.add(slab.index)
+            dirty.add(slab.index)
 
     def release(self, slots: Iterable[Slot]) -> None:
         """Durable slots leave the durable image; they are pending."""

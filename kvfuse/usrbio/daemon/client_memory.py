@@ -84,6 +84,7 @@ class Iov:
         access = mmap.PROT_READ | (mmap.PROT_WRITE if self.writable else 0)
         self._mapping = mmap.mmap(descriptor, size, prot=access)
         self.bytes: Bytes = np.frombuffer(self._mapping, np.uint8)
+        self.address: int = self.bytes.ctypes.data
         self.view = memoryview(self._mapping)
         self.rows: Bytes = self.bytes[: size - size % 4096].reshape(-1, 4096)
         """the whole pages"""

@@ -6,9 +6,11 @@ import time
 
 import numpy as np
 
+from kvfuse.checksum import CHECKSUM_SIZE, GRANULE_SIZE
 from kvfuse.keys import KEY_SIZE_MAX, file_names
+from kvfuse.rowcopier import copy_rows
 from kvfuse.usrbio.daemon.call import Entry, Ring
-from kvfuse.usrbio.daemon.client_memory import SMALL, Bytes, Iov
+from kvfuse.usrbio.daemon.client_memory import Bytes, Iov
 from kvfuse.usrbio.daemon.columns import TIMEOUT_US_MAX, as_words
 from kvfuse.usrbio.daemon.put_batches import CALL_SIZE, PutBatch
 from kvfuse.usrbio.daemon.registered import Registered
@@ -125,21 +127,43 @@ class PutFinder:
 
     def _copy(self, rows: Entries, namespace: Namespace, iov: Iov, copied: list[Bytes | TierBlock]) -> None:
         """Copy the bytes of each, into the tier where that has room. OSError: those before it are in ``copied``."""
-        turns, seat, registered = self._ring.turns, self._ring.seat, self._registered
-        for offset, length in zip(rows["iov_offset"].tolist(), rows["length"].tolist(), strict=True):
-            block = registered.allocate(namespace, length)
-            buffer = np.empty(length, np.uint8) if block is None else block.buffer
-            if length <= SMALL and iov.holds_lock:
-                began = time.perf_counter()
-                checksums = iov.read_checked(offset, buffer)
-                iov.note_copy(time.perf_counter() - began)
-            else:
-                with turns.copying(seat):
-                    checksums = iov.read_checked(offset, buffer)
-            if block is not None:
-                block.checksums = checksums
-            copied.append(buffer if block is None else block)
-            turns.pause(seat)
+        offsets, lengths = rows["iov_offset"].tolist(), rows["length"].tolist()
+        blocks = self._registered.allocate_many(namespace, lengths)
+        targets = [
+            np.empty(length, np.uint8) if block is None else block
+            for block, length in zip(blocks, lengths, strict=True)
+        ]
+        if iov.is_sealed and iov.is_there(sum(lengths)):
+            self._copy_together(iov, offsets, targets, lengths)
+            copied += targets
+            return
+        for offset, target in zip(offsets, targets, strict=True):
+            with self._ring.turns.copying(self._ring.seat):
+                if isinstance(target, TierBlock):
+                    target.checksums = iov.read_checked(offset, target.buffer)
+                else:
+                    iov.read(offset, target)
+            copied.append(target)
+
+    def _copy_together(
+        self, iov: Iov, offsets: list[int], targets: list[Bytes | TierBlock], lengths: list[int]
+    ) -> None:
+        """From memory that is all there, and stays."""
+        memory = iov.bytes  # keeps the mapping
+        copies = np.empty((len(targets), 3), np.int64)
+        copies[:, 0] = offsets
+        copies[:, 0] += iov.address
+        copies[:, 1] = [one.address if isinstance(one, TierBlock) else one.ctypes.data for one in targets]
+        copies[:, 2] = lengths
+        with self._ring.turns.copying(self._ring.seat):
+            checksums = copy_rows(copies)
+        del memory
+        start = 0
+        for target, length in zip(targets, lengths, strict=True):
+            end = start - (-length // GRANULE_SIZE) * CHECKSUM_SIZE
+            if isinstance(target, TierBlock):
+                target.checksums = checksums[start:end]
+            start = end
 
 
 def _data_of(copied: Bytes | TierBlock) -> memoryview | TierBlock:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -81,14 +81,19 @@ class Registered:
             self._token.run_sync_soon(function)
 
     def allocate(self, namespace: Namespace, size: int) -> TierBlock | None:
-        """A block of the tier for a new file of the namespace, or None.
+        """A block of the tier for a new file of the namespace, or None."""
+        return self.allocate_many(namespace, [size])[0]
 
-        Not where the user's calls under way could hold too much of the tier: their blocks cannot be evicted.
+    def allocate_many(self, namespace: Namespace, sizes: Sequence[int]) -> list[TierBlock | None]:
+        """As `allocate`, for many new files.
+
+        None where the user's calls under way could hold too much of the tier: their blocks cannot be evicted.
         """
         if self.share.user_size > TIER_PART * self._tier.capacity:
-            return None
-        read_class = ReadClass(namespace.ino, self._peer.uid, namespace.gid, namespace.mode & 0o444)
-        return self._tier.allocate(size, read_class) if size else None
+            return [None] * len(sizes)
+        readers = ReadClass(namespace.ino, self._peer.uid, namespace.gid, namespace.mode & 0o444)
+        allocate = self._tier.allocate
+        return [allocate(size, readers) if size else None for size in sizes]
 
     def failed(self, reason: str) -> None:
         """The client broke its ring: disconnect it."""

@@ -14,6 +14,7 @@ from kvfuse.volume.commit.batch import NOTHING, Batch, Draft
 from kvfuse.volume.commit.planner import Planner
 from kvfuse.volume.disk.tier import DiskTier
 from kvfuse.volume.inodes.chunk import COMMITTED, FRESH, RESTED, Extent
+from kvfuse.volume.inodes.dentries import settle_all
 from kvfuse.volume.inodes.node import Node
 from kvfuse.volume.namespaces.uses import changes_of
 from kvfuse.volume.store import schema
@@ -217,10 +218,11 @@ class Settling:
         pending.loose.sent = {}
         for directory in draft.times:
             directory.times_changed = directory in pending.times
+        epoch = pending.epoch
         for node in draft.nodes:
             node.committing = False
             node.stored = True
-            node.stored_epoch = pending.epoch
+            node.stored_epoch = epoch
         for note in self._terms.before_settle:
             note(batch)
         if draft.vanished:
@@ -228,8 +230,7 @@ class Settling:
             for place in places:
                 self.core.dentries.note_stored(*place, is_stored=False)
             self.core.dentries.vanishing.remove(places)
-        for change in draft.names:
-            self.core.dentries.settle(change, batch.version, puts=change not in batch.untouched)
+        settle_all(self.core.dentries, draft.names, batch.version, batch.untouched)
         for place in draft.vacated:
             if (later := self.core.dentries.get(*place).change) is not None:
                 later.stored, later.version, later.leaves = False, 0, None

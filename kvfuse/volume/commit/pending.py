@@ -15,7 +15,7 @@ import trio
 from kvfuse.slab.allocator import Slot
 from kvfuse.volume.commit.late import Aside, Late, Ties, is_held, settlers
 from kvfuse.volume.commit.loose import LooseRecords
-from kvfuse.volume.inodes.dentries import NameChange
+from kvfuse.volume.inodes.dentries import NameChange, put_new
 from kvfuse.volume.inodes.node import Node, check_remembered
 
 if TYPE_CHECKING:
@@ -162,7 +162,7 @@ class Pending:
     def add_new(self, parent: int, nodes: Sequence[Node]) -> None:
         """New files of one user in one directory, under names that mean nothing: `touch` and `set_name` of each."""
         changes = [NameChange(parent, node.name, node, False, None, False, 0) for node in nodes]
-        self.dentries.put_new(parent, changes)
+        put_new(self.dentries, parent, changes)
         serial = self.serial
         for node in nodes:
             serial += 1

@@ -27,6 +27,7 @@ class Planner:
         self.core = pending.core
         self._terms = terms
         self._limits = pending.core.records.limits
+        self._slab_size = self.core.geometry.slab_size
 
     def draft_all(self, late: Late) -> Draft:
         """A draft of all changes but those of late inodes."""
@@ -39,7 +40,10 @@ class Planner:
         for node in pending.gone:
             self._draft_gone(draft, node)
         for change in pending.names:
-            if change.moved is None or not is_held(change.moved, late):
+            named = change.node
+            if change.moved is None and named is not None and not (named.own_record or named.aside or named in late):
+                draft.names.append(change)  # of a new file: the inode's record is the name's
+            elif change.moved is None or not is_held(change.moved, late):
                 self._draft_name(draft, change, late)
         for directory in pending.times:
             self._draft_times(draft, directory)
@@ -57,8 +61,7 @@ class Planner:
         draft.vanished.update(vanishing)
         draft.deletes.update(vanishing)
         draft.namespaces.update([namespace for namespace, _ in vanishing.values()])
-        slab_size = self.core.geometry.slab_size
-        draft.slabs.update([slot.addr // slab_size for _, slots in vanishing.values() for slot in slots])
+        draft.slabs.update([slot.addr // self._slab_size for _, slots in vanishing.values() for slot in slots])
 
     def _draft_node(self, draft: Draft, node: Node, *, bequeaths: bool = False) -> None:
         draft.nodes.append(node)
@@ -79,8 +82,8 @@ class Planner:
                     draft.puts[key] = schema.encode_chunk(tuple([extent.record() for extent in chunk.extents]))
                 else:
                     draft.deletes.add(key)
-            if node.born:
-                self._draft_slabs(draft, node.born)
+            for extent in node.born:
+                draft.slabs.add(extent.addr // self._slab_size)
             if node.dead and not (bequeaths and self._terms.bequeath(draft, node)):
                 self._draft_dead(draft, node.dead)
         if node.extra:
@@ -101,8 +104,7 @@ class Planner:
 
     def _draft_slabs(self, draft: Draft, extents: list[Extent]) -> None:
         """Draft the records of slabs in which slots become durable or are freed."""
-        slab_size = self.core.geometry.slab_size
-        draft.slabs.update([extent.addr // slab_size for extent in extents])
+        draft.slabs.update([extent.addr // self._slab_size for extent in extents])
 
     def _draft_name(self, draft: Draft, change: NameChange, late: Late) -> None:
         """Draft a change of a name; only the deletion of the stored record if ``node`` is committed later."""

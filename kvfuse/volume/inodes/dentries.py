@@ -14,7 +14,7 @@ bindings end.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from itertools import islice
 from types import MappingProxyType
@@ -126,17 +126,6 @@ class Dentries:
                 return ABSENT
         return dentry
 
-    def are_absent(self, parent: int, names: Sequence[bytes]) -> list[bool]:
-        """For each name: it means nothing, neither here nor in the store."""
-        directory = self._directories.get(parent)
-        if directory is None or not directory.complete:
-            return [False] * len(names)
-        known, going, absent = self._names, self.vanishing.places, []
-        for name, is_stored in zip(names, directory.contain(names), strict=True):
-            dentry = None if is_stored else known.get((parent, name), UNKNOWN)
-            absent.append(dentry is not None and not (dentry.ino or dentry.change) and (parent, name) not in going)
-        return absent
-
     def get(self, parent: int, name: bytes) -> Dentry:
         """The entry of a name; UNKNOWN if it has none."""
         return self._names.get((parent, name)) or UNKNOWN
@@ -204,24 +193,6 @@ class Dentries:
         previous, dentry.change = dentry.change, change
         self.changes.setdefault(parent, {})[name] = change
         return previous
-
-    def put_new(self, parent: int, changes: Sequence[NameChange]) -> None:
-        """Apply changes to names that mean nothing and have no change: `put_change` of each."""
-        known, of_folder = self._names, self.changes.setdefault(parent, {})
-        is_plain = parent not in self.residents.by_directory and parent not in self._reading
-        if not is_plain or len(known) + len(changes) > self._room:
-            for change in changes:
-                self.put_change(change)
-            return
-        for change in changes:
-            name, node = change.name, change.node
-            of_folder[name] = change
-            dentry = known.get((parent, name))
-            if dentry is None:
-                dentry = known[parent, name] = Dentry()
-            dentry.ino, dentry.version, dentry.record = node.ino if node is not None else 0, 0, None
-            dentry.change = change
-        self.noted += len(changes)
 
     def settle(self, change: NameChange, version: int, *, puts: bool) -> None:
         """Note that a commit of ``version`` stored a change. ``puts``: it put or deleted the name's record.
@@ -347,6 +318,51 @@ class Dentries:
             bound.remove(binding)
             if not bound:
                 del self._bound[ino]
+
+
+def are_absent(dentries: Dentries, parent: int, names: Sequence[bytes]) -> list[bool]:
+    """For each name: it means nothing, neither here nor in the store."""
+    directory = dentries._directories.get(parent)
+    if directory is None or not directory.complete:
+        return [False] * len(names)
+    known, going, absent = dentries._names, dentries.vanishing.places, []
+    for name, is_stored in zip(names, directory.contain(names), strict=True):
+        dentry = None if is_stored else known.get((parent, name), UNKNOWN)
+        absent.append(dentry is not None and not (dentry.ino or dentry.change) and (parent, name) not in going)
+    return absent
+
+
+def put_new(dentries: Dentries, parent: int, changes: Sequence[NameChange]) -> None:
+    """Apply changes to names that mean nothing and have no change: `put_change` of each."""
+    known, of_folder = dentries._names, dentries.changes.setdefault(parent, {})
+    is_plain = parent not in dentries.residents.by_directory and parent not in dentries._reading
+    if not is_plain or len(known) + len(changes) > dentries._room:
+        for change in changes:
+            dentries.put_change(change)
+        return
+    for change in changes:
+        name, node = change.name, change.node
+        of_folder[name] = change
+        dentry = known.get((parent, name))
+        if dentry is None:
+            dentry = known[parent, name] = Dentry()
+        dentry.ino, dentry.version, dentry.record = node.ino if node is not None else 0, 0, None
+        dentry.change = change
+    dentries.noted += len(changes)
+
+
+def settle_all(dentries: Dentries, changes: Sequence[NameChange], version: int, untouched: Set[NameChange]) -> None:
+    """`settle` of each; ``untouched``: those whose records the commit neither put nor deleted."""
+    for change in changes:
+        node, dentry = change.node, dentries._names.get((change.parent, change.name), UNKNOWN)
+        if version or untouched or node is None or dentry.change is not change or dentries._reading:
+            dentries.settle(change, version, puts=change not in untouched)
+            continue
+        stored = dentries._directories.get(change.parent)
+        if stored is not None:
+            stored.hashes.add(hash(change.name))
+        dentry.record = None
+        dentries._end_change(dentry, change)
 
 
 _NONE: Mapping[bytes, NameChange] = MappingProxyType({})

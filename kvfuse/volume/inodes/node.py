@@ -314,8 +314,11 @@ class Node:
 
     def record(self) -> schema.InodeRecord:
         """The record to store: without bytes that are not in slots yet."""
-        inline = []
-        for index in range(min(max(self.chunks, default=-1) + 1, schema.INLINE_CHUNKS)):
+        inline: list[tuple[schema.ExtentRecord, ...]] = []
+        first = self.chunks.get(0) if len(self.chunks) == 1 else None
+        if first is not None and first.extents:
+            inline.append(tuple([extent.record() for extent in first.extents]))
+        for index in () if inline else range(min(max(self.chunks, default=-1) + 1, schema.INLINE_CHUNKS)):
             chunk = self.chunks.get(index)  # also behind the size, see `flushed_size`
             inline.append(tuple([extent.record() for extent in chunk.extents]) if chunk else ())
         while inline and not inline[-1]:

@@ -18,9 +18,12 @@ from kvfuse.volume.commit.journal import Journal
 from kvfuse.volume.inodes import privileges
 from kvfuse.volume.inodes.chunk import Chunk, Staged
 from kvfuse.volume.inodes.core import Core
+from kvfuse.volume.inodes.dentries import are_absent
 from kvfuse.volume.inodes.metadata_budget import FILE_WEIGHT
 from kvfuse.volume.inodes.node import Node
 from kvfuse.volume.names.changes import Names
+from kvfuse.volume.namespaces.accounts import files_left
+from kvfuse.volume.namespaces.cache import stored_new
 from kvfuse.volume.slots.flusher import Flusher
 from kvfuse.volume.views import clock
 from kvfuse.volume.views.tier import ReadClass, TierBlock
@@ -81,7 +84,7 @@ class ReadyPuts:
     def _ready(self, maker: _Maker, rows: Sequence[Row], sizes: Sequence[int]) -> list[int]:
         """Numbers of rows for which there is memory, and room for records, and whose legal names mean nothing."""
         names, folder, flusher = [name for name, _ in rows], maker.folder, self.flusher
-        free = self.core.dentries.are_absent(folder.ino, names)
+        free = are_absent(self.core.dentries, folder.ino, names)
         admitted = self._admitted(folder, names, sum(sizes)) if self.core.caches else free
         count_max = self._room(folder, names, maker.uid)
         staged = flusher.staged_bytes if not flusher.line.places else flusher.staging_size + 1
@@ -103,7 +106,7 @@ class ReadyPuts:
         count = min(count, (self.journal.pending.load.room(uid) + 1) // 2)  # a file and its name are two changes
         accounts = core.namespaces.accounts
         if folder.namespace or accounts.root_blocks:
-            count = min(count, accounts.files_left(folder.namespace))
+            count = min(count, files_left(accounts, folder.namespace))
         while count and not core.metadata.fits(count * FILE_WEIGHT + sum(map(len, names[:count]))):
             count //= 2
         return count
@@ -142,7 +145,9 @@ class _Maker:
         if cache is not None:
             slab_size = core.geometry.slab_size
             sizes = [sum([size for _, size, _ in taken]) for taken in slots]
-            cache.stored_new(folder.ino, [name for name, _ in rows], sizes, [one[0].addr // slab_size for one in slots])
+            stored_new(
+                cache, folder.ino, [name for name, _ in rows], sizes, [one[0].addr // slab_size for one in slots]
+            )
             core.namespaces.changed.set()
         if core.namespaces.may_keep(folder.namespace, "dram"):  # where clients may find them
             readers = ReadClass(folder.ino, self.uid, self._gid, self._mode & 0o444)
@@ -155,6 +160,7 @@ class _Maker:
         node = Node(core.inodes.next(), self._mode, self.uid, self._gid, self.chunk_size)
         node.parent, node.name, node.namespace = folder.ino, name, folder.namespace
         node.atime = node.mtime = node.ctime = self._now
+        node.recent = False  # what is stored and never looked at leaves memory first
         core.metadata.reserve(node, FILE_WEIGHT + len(name))
         return core.nodes.add(node)
 

@@ -183,12 +183,6 @@ class Accounts:
             return True
         return any(account.files >= account.most.files for account in self._chain(owner, meets=True))
 
-    def files_left(self, owner: int) -> int:
-        """How many more files a namespace may have."""
-        left = [account.most.files - account.files for account in self._chain(owner, meets=True)]
-        left += [self.root_blocks - self.use_of_all().files] if self.root_blocks > 0 else []
-        return max(0, min(left, default=UNBOUNDED))
-
     def check_file(self, owner: int) -> None:
         """QuotaExceeded where `is_full`."""
         for account in self._chain(owner, meets=True):
@@ -265,3 +259,10 @@ class Accounts:
     def _forget_gone(self, account: Account) -> None:
         if not account.size and not account.files:
             self.all.pop(account.number, None)
+
+
+def files_left(accounts: Accounts, owner: int) -> int:
+    """How many more files a namespace may have."""
+    left = [account.most.files - account.files for account in accounts._chain(owner, meets=True)]
+    left += [accounts.root_blocks - accounts.use_of_all().files] if accounts.root_blocks > 0 else []
+    return max(0, min(left, default=UNBOUNDED))

@@ -138,6 +138,24 @@ def used_elsewhere(cache: Cache, keys: Sequence[int]) -> int:
     return len(own)
 
 
+def stored_new(
+    cache: Cache, directory: int, names: Sequence[bytes], sizes: Sequence[int], slabs: Sequence[int]
+) -> None:
+    """Files were made whole under names that meant nothing: `named` and `stored` of each."""
+    now, policy = cache.clock(), cache.policy
+    for name, size, slab in zip(names, sizes, slabs, strict=True):
+        key = block_key(directory, name)
+        for known in (cache._looked, cache._fresh, cache._evicted):
+            if known:
+                known.pop(key, None)
+        cache.counters["stored"] += key not in policy
+        policy.added(key, max(size, 1), now, directory << _SLAB_BITS | slab)
+        cache.estimate.stored(key)
+        cache._asked.discard(key)  # as in `stored`
+        if cache.news.watches:
+            cache.news.tell(directory, Change.STORED, name)
+
+
 class Cache:
     """The books of one cache. For the event loop alone. Times are seconds of ``clock``, which never runs backwards."""
 
@@ -204,21 +222,6 @@ class Cache:
         if self.news.watches:
             self.news.tell(directory, Change.STORED, name)
         self._asked.discard(key)  # who asked before did not find it: a read is another use
-
-    def stored_new(self, directory: int, names: Sequence[bytes], sizes: Sequence[int], slabs: Sequence[int]) -> None:
-        """Files were made whole under names that meant nothing: `named` and `stored` of each."""
-        now, policy = self.clock(), self.policy
-        for name, size, slab in zip(names, sizes, slabs, strict=True):
-            key = block_key(directory, name)
-            for known in (self._looked, self._fresh, self._evicted):
-                if known:
-                    known.pop(key, None)
-            self.counters["stored"] += key not in policy
-            policy.added(key, max(size, 1), now, directory << _SLAB_BITS | slab)
-            self.estimate.stored(key)
-            self._asked.discard(key)  # as in `stored`
-            if self.news.watches:
-                self.news.tell(directory, Change.STORED, name)
 
     def gone(self, directory: int, name: bytes, *, is_told: bool = True) -> None:
         """A name means no file any more, or one that is not on the books yet.

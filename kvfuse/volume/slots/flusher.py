@@ -380,7 +380,7 @@ class Flusher:
         """The extents that will hold the staged bytes; adds what is to be written to ``writes``."""
         pieces = staged.pieces
         if len(pieces) == len(staged.slots) == 1 and 0 < staged.length == len(pieces[0]) <= staged.slots[0].size:
-            return [self._plan_whole(staged, pieces[0], writes)]
+            return [_plan_whole(self.core, staged, pieces[0], writes)]
         if len(pieces) > 1 and (len(staged.slots) > 1 or any(len(piece) % GRANULE_SIZE for piece in pieces[:-1])):
             pieces = staged.pieces = [b"".join(pieces)]
         extents: list[Extent] = []
@@ -404,14 +404,6 @@ class Flusher:
             self.cancel(staged, spare)
             staged.slots = staged.slots[: len(extents)]
         return extents
-
-    def _plan_whole(self, staged: Staged, piece: bytes | bytearray | memoryview, writes: list[Transfer]) -> Extent:
-        """The same for one piece and one slot, as blocks have."""
-        (addr, slot_size, owner), length, checked = staged.slots[0], staged.length, staged.checked
-        data = memoryview(piece)
-        checksums = checked[1] if checked is not None and checked[0] is piece else granule_checksums(data)
-        writes.append(Transfer(*self.core.locate(addr), data))
-        return Extent(addr, slot_size, length, self.core.generations.next(), checksums, FRESH, owner)
 
     def cancel(self, staged: Staged, slots: list[Slot]) -> None:
         """Free allocated slots of staged bytes; a grace later if a failed write may still reach them."""
@@ -479,3 +471,12 @@ def _known_checksums(staged: Staged, length: int) -> bytes:
         return b""
     piece, checksums = staged.checked
     return checksums if staged.pieces[0] is piece and len(staged.pieces[0]) == length else b""
+
+
+def _plan_whole(core: Core, staged: Staged, piece: bytes | bytearray | memoryview, writes: list[Transfer]) -> Extent:
+    """As `Flusher._plan_extents`, for one piece and one slot, as blocks have."""
+    (addr, slot_size, owner), length, checked = staged.slots[0], staged.length, staged.checked
+    data = memoryview(piece)
+    checksums = checked[1] if checked is not None and checked[0] is piece else granule_checksums(data)
+    writes.append(Transfer(*core.locate(addr), data))
+    return Extent(addr, slot_size, length, core.generations.next(), checksums, FRESH, owner)

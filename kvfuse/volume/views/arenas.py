@@ -158,6 +158,11 @@ class TierBlock:
         return self.home.number
 
     @property
+    def address(self) -> int:
+        """Of its first byte, here."""
+        return self.home.memory.address + self.offset
+
+    @property
     def source(self) -> Source:
         """The arena, for `MapRow`."""
         return self.home.source

@@ -170,6 +170,7 @@ async def test_memory_that_cannot_be_read_fails_its_put_alone(tmp_path: Path, mo
                 raise OSError(errno.EFAULT, "the memory went away")
             return read(offset, target)
 
+        monkeypatch.setattr(iov, "is_sealed", False)
         monkeypatch.setattr(iov, "read_checked", read_checked)
         assert await lab.run(rows) == [SIZE] * 9 + [-errno.EFAULT] + [SIZE] * (COUNT - 10)
         lab.expect(names[:9] + names[10:], np.delete(rows, 9))
