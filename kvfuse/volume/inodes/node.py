@@ -356,7 +356,10 @@ class Node:
         """Bytes in slots or staged; 0 if not all chunks are in memory."""
         if self.flags & schema.FLAG_CHUNK_RECORDS and not self.complete:
             return 0
-        return sum([chunk.staged.length if chunk.staged else chunk.length for chunk in self.chunks.values()])
+        length = 0
+        for chunk in self.chunks.values():
+            length += chunk.staged.length if chunk.staged is not None else chunk.length
+        return length
 
     @classmethod
     def from_record(cls, record: schema.InodeRecord) -> Node:

@@ -55,10 +55,10 @@ class _Item:
     chunk_index: int
     chunk: Chunk
     staged: Staged
+    extents: list[Extent]
+    """in which it is written"""
     packed: Packed | None = None
     """its bytes compressed, for a slot that is smaller than the one that it has"""
-    extents: list[Extent] = field(default_factory=list)
-    """in which it is written"""
     identity: tuple[int, bytes, int, int, int, int] | None = None
     """of the file, as the headers describe it; see `identity_of`"""
 
@@ -309,12 +309,13 @@ class Flusher:
         while chunks and size < size_max and len(items) < BATCH_CHUNKS:
             node, index = chunks.popleft()
             chunk = node.chunks.get(index)
-            if chunk is not None and chunk.staged is not None:
-                size += chunk.staged.length
-                chunk.staged.writing = True
-                chunk.writing = chunk.staged
-                items.append(_Item(node, index, chunk, chunk.staged))
-                namespace = spaces.get(node.namespace)
+            staged = chunk.staged if chunk is not None else None
+            if chunk is not None and staged is not None:
+                size += staged.length
+                staged.writing = True
+                chunk.writing = staged
+                items.append(_Item(node, index, chunk, staged, []))
+                namespace = spaces.get(node.namespace) if spaces else None
                 if namespace is not None and namespace.settings.compression != "none":
                     tried.append(items[-1])
         if tried:

@@ -30,6 +30,9 @@ from kvfuse.volume.store import schema
 
 log = logging.getLogger(__name__)
 
+FINGERPRINT_SIZE = 16
+"""bytes"""
+
 
 class Description(msgspec.Struct, array_like=True, frozen=True):
     """The file that a slot belongs to, with all that a rebuild needs to restore it."""
@@ -101,7 +104,7 @@ def state_of(extent: Extent | schema.ExtentRecord) -> int:
 
 def fingerprint(superblock: Superblock, ino: int, chunk: int) -> bytes:
     """128 bits that identify a file's chunk in this volume."""
-    return blake2b(schema.chunk_key(ino, chunk), digest_size=16, key=superblock.volume_id).digest()
+    return blake2b(schema.chunk_key(ino, chunk), digest_size=FINGERPRINT_SIZE, key=superblock.volume_id).digest()
 
 
 def transfers(superblock: Superblock, heads: Sequence[Head]) -> list[Transfer]:
@@ -110,6 +113,7 @@ def transfers(superblock: Superblock, heads: Sequence[Head]) -> list[Transfer]:
     made: list[Transfer] = []
     headers: list[tuple[int, int, bytes]] = []
     strides = {slot_size: geometry.header_stride(slot_size) for slot_size in {head.slot_size for head in heads}}
+    hashed = blake2b(digest_size=FINGERPRINT_SIZE, key=superblock.volume_id)
     for head in heads:
         stride, description, place = strides[head.slot_size], head.description, layout.DESCRIPTOR_NONE
         if description and len(description) <= stride - layout.HEADER_SIZE:
@@ -117,7 +121,7 @@ def transfers(superblock: Superblock, heads: Sequence[Head]) -> list[Transfer]:
         elif description and len(description) <= head.slot_size - head.reach:
             # Clear of bytes to which records may still refer, as before an uncommitted cut, and of writes in place.
             place = layout.DESCRIPTOR_AT_SLOT_END
-        header = _header(superblock, head, place, now)
+        header = _header(head, place, now, hashed.copy())
         if place == layout.DESCRIPTOR_BEHIND_HEADER:  # up to the next header: neighbours become one write
             header = (header + description).ljust(stride, b"\0")
         elif place == layout.DESCRIPTOR_AT_SLOT_END:
@@ -127,24 +131,14 @@ def transfers(superblock: Superblock, heads: Sequence[Head]) -> list[Transfer]:
     return made + _joined(headers)
 
 
-def _header(superblock: Superblock, head: Head, place: int, now: int) -> bytes:
-    """``place``: of its description. ``now``: seconds."""
+def _header(head: Head, place: int, now: int, hashed: blake2b) -> bytes:
+    """``place``: of its description. ``now``: seconds. ``hashed``: of the volume, as in `fingerprint`."""
+    _, slot_size, length, generation, _, ino, chunk, piece_offset, state, _, description = head
+    hashed.update(schema.chunk_key(ino, chunk))
     return layout.pack_header_fields(
-        layout.HEADER_MAGIC,
-        layout.FORMAT_VERSION,
-        head.state,
-        place,
-        head.length,
-        head.generation,
-        fingerprint(superblock, head.ino, head.chunk),
-        head.ino,
-        head.chunk,
-        head.piece_offset,
-        head.checksum,
-        now,
-        len(head.description) if place else 0,
-        head.slot_size // layout.PAGE_SIZE,
-    )
+        layout.HEADER_MAGIC, layout.FORMAT_VERSION, state, place, length, generation, hashed.digest(), ino, chunk,
+        piece_offset, head.checksum, now, len(description) if place else 0, slot_size // layout.PAGE_SIZE,
+    )  # fmt: skip
 
 
 def _joined(headers: list[tuple[int, int, bytes]]) -> list[Transfer]:
