@@ -21,7 +21,7 @@ except ImportError:  # it was built without a compiler
     native = None
 
 Numbers = npt.NDArray[np.int64]
-IS_NATIVE = native is not None and bool(native.COPIES)
+IS_NATIVE = bool(getattr(native, "COPIES", False))
 """The processor has an instruction for checksums, and this program was built with a compiler."""
 
 
