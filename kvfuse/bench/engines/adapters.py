@@ -13,15 +13,19 @@ from kvfuse.bench.mountpoint import mount_of
 from kvfuse.connectors.steady_store import Region, SteadyStore
 from kvfuse.errors import KvfuseError
 
+NAMESPACE = "blocks"
 KEY_SIZE = 32
 DEADLINE_S = 60.0
 """nothing here is to be a miss"""
 
 
 def adapter(folder: Path, meter: Meter, memory: Memory, *, batch: int) -> None:
-    """Put and get ``batch`` blocks a call. 96 names asked for in one call, before and after."""
+    """Put and get ``batch`` blocks a call. 96 names asked for in one call, before and after.
+
+    All rounds have one namespace, as an engine has: the tier's memory, which belongs to it, is warm from the second on.
+    """
     mount = mount_of(folder)
-    namespace = str((folder / "blocks").relative_to(mount))
+    namespace = str((folder.parent / NAMESPACE).relative_to(mount))
     keys, absent = _keys("block", memory.count), _keys("absent", EXISTS_COUNT)
     with closing(SteadyStore(mount, namespace, descriptor={"made by": "bench engines"}, deadline=DEADLINE_S)) as store:
         source, target = store.register(memory.source), store.register(memory.target)
@@ -36,6 +40,7 @@ def adapter(folder: Path, meter: Meter, memory: Memory, *, batch: int) -> None:
             with meter.phase(name) as phase:
                 for blocks in batches:
                     phase.run(partial(_get, store, keys, target, blocks, memory.block_size), len(blocks))
+        store.delete(keys)
 
 
 def _keys(kind: str, count: int) -> list[bytes]:
