@@ -184,7 +184,7 @@ class Files:
         elif caller.is_kernel:
             self._access.opened(handle)
         if self._core.caches and caller.is_kernel and handle.readable:
-            self._core.namespaces.uses.note(node.parent, (node.name,))
+            self._core.opened_in_cache(node)
         return handle
 
     def begin(self, node: Node, flags: int, caller: Caller) -> FileHandle:

@@ -198,6 +198,7 @@ class ApplyFirst:
 
     def tell_caches(self, plan: Plan) -> None:
         """Names that lost their file, and files that were renamed or linked."""
+        self.core.tell_uses()
         for end, meant in zip(plan.ends, plan.means, strict=True):
             was, directory = end.found.node, end.directory
             cache = self.core.caches.get(directory.namespace)

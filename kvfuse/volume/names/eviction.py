@@ -254,6 +254,7 @@ class Evictor:
     async def _evict_from(self, cache: Cache, size: int) -> int:
         """How many files went."""
         count = 0
+        self.core.tell_uses()
         while count == 0 and (candidates := cache.candidates(size)):
             count = await self._evict(cache, candidates, "room")
         return count

@@ -12,14 +12,21 @@ class Uses:
     NOTED_MAX = 1 << 14
 
     def __init__(self) -> None:
-        self._noted: deque[tuple[int, Sequence[bytes]]] = deque()
+        self._noted: deque[tuple[int, Sequence[bytes], int | None]] = deque()
 
-    def note(self, directory: int, names: Sequence[bytes]) -> None:
-        """Blocks of one request were read. Forgotten where nobody takes them for long."""
+    def note(self, directory: int, names: Sequence[bytes], namespace: int | None = None) -> None:
+        """Blocks of one request were read. Forgotten where nobody takes them for long.
+
+        ``namespace``: theirs; None: that of the directory.
+        """
         if len(self._noted) < self.NOTED_MAX:
-            self._noted.append((directory, names))
+            self._noted.append((directory, names, namespace))
 
-    def take(self) -> Iterable[tuple[int, Sequence[bytes]]]:
+    def __len__(self) -> int:
+        """Requests."""
+        return len(self._noted)
+
+    def take(self) -> Iterable[tuple[int, Sequence[bytes], int | None]]:
         """What was noted since the last call."""
         while self._noted:
             yield self._noted.popleft()
