@@ -85,6 +85,7 @@ class Requests:
         """what waits took lately, in seconds"""
         self._slept = 0
         """waits since the last one awake"""
+        self._is_watched = False
 
     async def wait(self, descriptor: int) -> None:
         """`trio.lowlevel.wait_readable`, but the other tasks may not get a turn where a request comes at once.
@@ -113,12 +114,21 @@ class Requests:
 
     async def _sleep(self, descriptor: int) -> None:
         """Until there is a request."""
-        if self._wakefulness.is_kept:
-            with trio.move_on_after(LINGER_SECONDS):
-                await trio.lowlevel.wait_readable(descriptor)
-                return
-            self._wakefulness.end()
+        if self._wakefulness.is_kept and not self._is_watched:
+            self._is_watched = True
+            trio.lowlevel.spawn_system_task(self._watch)
         await trio.lowlevel.wait_readable(descriptor)
+
+    async def _watch(self) -> None:
+        """While processors are kept awake: end that when no request came for a while. A timer of each wait costs more
+        than most requests do.
+        """
+        while self._wakefulness.is_kept:
+            before = self._turn_began
+            await trio.sleep(LINGER_SECONDS)
+            if self._turn_began == before:
+                self._wakefulness.end()
+        self._is_watched = False
 
     def _comes_soon(self, began: float) -> bool:
         """Look for a request for a while, if that pays. Each look lets threads run."""

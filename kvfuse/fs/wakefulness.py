@@ -26,7 +26,7 @@ SHORT_SECONDS = 0.002
 BUSY_WAITS = 64
 """So many waits in a row that were that short: there is work every moment."""
 LINGER_SECONDS = 0.02
-"""how long to go on when there is none"""
+"""how long to go on, at least, when there is none"""
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ class Wakefulness:
         self._short_waits = 0
         """in a row"""
         self.is_kept = False
-        """A thread that waits longer than ``LINGER_SECONDS`` from now calls `end`."""
+        """A thread that waits longer than ``LINGER_SECONDS`` from now, or twice as long, calls `end`."""
         if wanted:
             self._open(device)
 
