@@ -53,11 +53,21 @@ def crc32c(buffer: Buffer, value: int = 0) -> int:
     return extend(value, buffer if isinstance(buffer, bytes) else np.frombuffer(buffer, np.uint8))
 
 
-def granule_checksums(buffer: Buffer) -> bytes:
-    """The checksums of every started granule of ``buffer``: 4 bytes each, little endian."""
-    data = np.frombuffer(buffer, np.uint8)
-    starts = range(0, len(data), GRANULE_SIZE)
-    checksums = [extend(0, data[start : start + GRANULE_SIZE]) for start in starts]
+def granule_checksums(*buffers: Buffer) -> bytes:
+    """The checksums of every started granule of buffers that follow each other: 4 bytes each, little endian."""
+    checksums, room = [0], GRANULE_SIZE
+    for buffer in buffers:
+        data, start = np.frombuffer(buffer, np.uint8), 0
+        while start < len(data):
+            if not room:
+                checksums.append(0)
+                room = GRANULE_SIZE
+            part = data[start : start + room]
+            checksums[-1] = extend(checksums[-1], part)
+            start += len(part)
+            room -= len(part)
+    if len(checksums) == 1 and room == GRANULE_SIZE:
+        return b""
     return b"".join([checksum.to_bytes(CHECKSUM_SIZE, "little") for checksum in checksums])
 
 

@@ -1,6 +1,7 @@
 """CRC32C of buffers, granules and concatenations, against crcmod and the check value of the standard."""
 
 import random
+from itertools import pairwise
 
 import crcmod.predefined
 import numpy as np
@@ -49,6 +50,8 @@ def test_granules_and_the_extent_from_them(length: int) -> None:
     starts = range(0, length, GRANULE_SIZE)
     expected = [reference(DATA[start : min(start + GRANULE_SIZE, length)]) for start in starts]
     assert granules == b"".join(value.to_bytes(4, "little") for value in expected)
+    cuts = [0, *sorted(random.Random(length).choices(range(length + 1), k=5)), length]
+    assert granule_checksums(*[DATA[low:high] for low, high in pairwise(cuts)]) == granules
     assert extent_checksum(granules, length) == reference(DATA[:length])
 
 

@@ -232,7 +232,11 @@ class Reader:
         """Fill ``target`` from one chunk, or with zeros where there is none."""
         chunk = await self.chunks.load_chunk(node, index)
         if chunk is not None and chunk.staged is not None:
-            target[:] = chunk.staged.read(start, start + len(target))
+            done = 0
+            for part in chunk.staged.parts(start, start + len(target)):
+                target[done : done + len(part)] = part
+                done += len(part)
+            _clear(target[done:])
         elif chunk is not None:
             await self.read_chunk(node, index, chunk, start, target)
         else:

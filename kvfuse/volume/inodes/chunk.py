@@ -113,8 +113,8 @@ class Staged:
         return piece
 
     def append(self, data: bytes | memoryview) -> None:
-        last = self.pieces[-1] if self.pieces else None
-        if len(data) < PIECE_SIZE_MIN and last is not None:
+        last = self.pieces[-1] if self.pieces else b""
+        if len(data) < PIECE_SIZE_MIN and (isinstance(last, bytearray) or 0 < len(last) < PIECE_SIZE_MIN):
             if not isinstance(last, bytearray):
                 last = self.pieces[-1] = bytearray(last)
             last += data
@@ -141,25 +141,27 @@ class Staged:
         twin.length = self.length
         return twin
 
-    def read(self, start: int, end: int) -> bytes | bytearray | memoryview:
-        """Bytes from ``start`` to before ``end`` (both within the chunk), zeros behind the staged length."""
-        if not self.pieces:
-            return bytes(end - start)
-        piece = self.pieces[0] if len(self.pieces) == 1 else self.flat_copy()
-        if end <= self.length:
-            # A view of a bytearray would forbid its growth until the reply is sent.
-            return piece[start:end] if isinstance(piece, bytearray) else memoryview(piece)[start:end]
-        return bytes(piece[start:end]).ljust(end - start, b"\0")
+    def parts(self, start: int, end: int) -> list[memoryview]:
+        """Views of the bytes from ``start`` to before ``end``, as far as there are any; for now: see ``pieces``."""
+        parts, position = [], 0
+        for piece in self.pieces:
+            part = memoryview(piece)[max(0, start - position) : max(0, end - position)]
+            if part:
+                parts.append(part)
+            position += len(piece)
+        return parts
 
-    def flat_copy(self) -> bytes | bytearray:
-        """The bytes in one buffer, which replaces the pieces if these may change."""
-        if self.writing:
-            return b"".join(self.pieces)
-        return self.flat()
+    def read(self, start: int, end: int) -> bytes | memoryview:
+        """Bytes from ``start`` to before ``end`` (both within the chunk), zeros behind the staged length."""
+        parts = self.parts(start, end)
+        # A view of a bytearray would forbid its growth until the reply is sent.
+        if len(parts) == 1 and end <= self.length and not isinstance(parts[0].obj, bytearray):
+            return parts[0]
+        return b"".join(parts).ljust(end - start, b"\0")
 
 
 PIECE_SIZE_MIN = 64 << 10
-"""Smaller appends are gathered in one buffer instead of being kept as pieces."""
+"""Smaller appends that follow each other are gathered in one buffer instead of being kept as pieces."""
 
 
 class Chunk:

@@ -382,16 +382,14 @@ class Flusher:
         pieces = staged.pieces
         if len(pieces) == len(staged.slots) == 1 and 0 < staged.length == len(pieces[0]) <= staged.slots[0].size:
             return [_plan_whole(self.core, staged, pieces[0], writes)]
-        if len(pieces) > 1 and (len(staged.slots) > 1 or any(len(piece) % GRANULE_SIZE for piece in pieces[:-1])):
-            pieces = staged.pieces = [b"".join(pieces)]
         extents: list[Extent] = []
         offset = 0
         for slot in staged.slots:
             length = min(slot.size, staged.length - offset)
             if length <= 0:
                 break
-            parts = [memoryview(pieces[0])[offset : offset + length]] if len(pieces) == 1 else pieces
-            checksums = _known_checksums(staged, length) or b"".join([granule_checksums(part) for part in parts])
+            parts = staged.parts(offset, offset + length)
+            checksums = granule_checksums(*parts)
             generation = self.core.generations.next()
             extents.append(Extent(slot.addr, slot.size, length, generation, checksums, FRESH, slot.owner))
             part_addr = slot.addr
@@ -441,13 +439,14 @@ class Flusher:
 
     def _keep_copies(self, disk: DiskTier, item: _Item) -> None:
         """Have the disk tier keep what was stored. A bytearray may change: of that, a copy."""
-        pieces_written = [item.packed.data] if item.packed is not None else item.staged.pieces
-        staged = [bytes(piece) if isinstance(piece, bytearray) else piece for piece in pieces_written]
-        pieces = [memoryview(piece) for piece in staged]
+        pieces = [item.packed.data] if item.packed is not None else item.staged.pieces
+        if len(item.extents) > 1 or any(len(piece) % GRANULE_SIZE for piece in pieces[:-1]):
+            pieces = [b"".join(pieces)]
+        views = [memoryview(bytes(piece) if isinstance(piece, bytearray) else piece) for piece in pieces]
         start = 0
         for extent in item.extents:
             low = 0
-            for part in [pieces[0][start : start + extent.length]] if len(pieces) == 1 else pieces:
+            for part in [views[0][start : start + extent.length]] if len(views) == 1 else views:
                 disk.keep(Stretch.around(extent, low, low + len(part)), part)
                 low += len(part)
             start += extent.length
@@ -464,14 +463,6 @@ def in_fair_order(core: Core, chunks: Sequence[tuple[Node, int]]) -> list[tuple[
         ends[node.namespace] = start + size / core.namespaces.weight(node.namespace)
         starts.append(start)
     return [chunks[number] for number in sorted(range(len(chunks)), key=starts.__getitem__)]
-
-
-def _known_checksums(staged: Staged, length: int) -> bytes:
-    """Those that the writer made, of an extent with all of the bytes; empty: it made none, or wrote more since."""
-    if staged.checked is None or len(staged.pieces) != 1 or length != staged.length:
-        return b""
-    piece, checksums = staged.checked
-    return checksums if staged.pieces[0] is piece and len(staged.pieces[0]) == length else b""
 
 
 def _plan_whole(core: Core, staged: Staged, piece: bytes | bytearray | memoryview, writes: list[Transfer]) -> Extent:

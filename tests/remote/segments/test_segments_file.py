@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -286,6 +287,30 @@ async def test_aligned_direct_transfers_need_no_bounce_buffer(
     assert [calls.count for calls in bounced] == [0, 0]
     await direct_store.write([Transfer(1, 4096, view[1:])])
     assert [calls.count for calls in bounced] == [0, 1]
+
+
+async def test_neighbours_share_a_bounce_buffer(
+    direct_store: FileSegments, rng: random.Random, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pieces of any size are one direct write, and do not change what is around them."""
+    written = Calls(monkeypatch, direct, "write_fully")
+    image = bytearray(rng.randbytes(3 * MIB))
+    await direct_store.write([Transfer(1, 0, bytes(image))])
+    for _ in range(20):
+        written.count = 0
+        start = end = rng.randrange(MIB)
+        batch = []
+        for size in rng.choices([1, 4095, 4096, 70_000, 300_001], k=rng.randrange(1, 6)):
+            data = rng.randbytes(size)
+            batch.append(Transfer(1, end, data))
+            image[end : end + size] = data
+            end += size
+        await direct_store.write(rng.sample(batch, len(batch)))
+        assert written.count == -(-(end - start // 4096 * 4096) // MIB)
+        back = bytearray(len(image))
+        cuts = [0, *sorted(rng.choices(range(len(image)), k=4)), len(image)]
+        await direct_store.read([Transfer(1, low, memoryview(back)[low:high]) for low, high in pairwise(cuts)])
+        assert back == image
 
 
 async def test_direct_segments_are_whole_blocks(direct_store: FileSegments, tmp_path: Path) -> None:

@@ -10,12 +10,16 @@ from __future__ import annotations
 import mmap
 import os
 import threading
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 
 BLOCK_SIZE = 4096
 BOUNCE_SIZE = 1 << 20
+SPARE_MAX = 4
+"""bounce buffers that are kept for the next transfers"""
 
 
 def address_of(view: memoryview | mmap.mmap) -> int:
@@ -45,19 +49,41 @@ def write_fully(fd: int, view: memoryview, offset: int) -> None:
         done += os.pwritev(fd, [view[done:]], offset + done)
 
 
-def read(fd: int, view: memoryview, offset: int) -> None:
-    """Fill ``view`` through a bounce buffer."""
-    with mmap.mmap(-1, BOUNCE_SIZE) as memory, memoryview(memory) as bounce:
-        for start, stop, block_start, block_stop in _chunks(offset, offset + view.nbytes):
+@contextmanager
+def _bounce() -> Iterator[memoryview]:
+    """Aligned memory for one transfer. A few are kept: the first touch of new memory costs more than a copy."""
+    try:
+        memory = _spare.pop()
+    except IndexError:
+        memory = mmap.mmap(-1, BOUNCE_SIZE)
+    try:
+        with memoryview(memory) as bounce:
+            yield bounce
+    finally:
+        _spare.append(memory)
+
+
+_spare: deque[mmap.mmap] = deque(maxlen=SPARE_MAX)
+
+
+def read(fd: int, views: Sequence[memoryview], offset: int) -> None:
+    """Fill views that follow each other through a bounce buffer."""
+    left, end = deque(views), offset + sum([view.nbytes for view in views])
+    with _bounce() as bounce:
+        for start, stop, block_start, block_stop in _chunks(offset, end):
             with bounce[: block_stop - block_start] as blocks:
                 read_fully(fd, blocks, block_start)
-                view[start - offset : stop - offset] = blocks[start - block_start : stop - block_start]
+                position = start - block_start
+                for part in _first(left, stop - start):
+                    part[:] = blocks[position : position + len(part)]
+                    position += len(part)
 
 
-def write(fd: int, view: memoryview, offset: int, block_lock: threading.Lock) -> None:
-    """Write ``view`` through a bounce buffer, leaving the rest of its first and last block as it was."""
-    with mmap.mmap(-1, BOUNCE_SIZE) as memory, memoryview(memory) as bounce, block_lock:
-        for start, stop, block_start, block_stop in _chunks(offset, offset + view.nbytes):
+def write(fd: int, views: Sequence[memoryview], offset: int, block_lock: threading.Lock) -> None:
+    """Write views that follow each other through a bounce buffer, leaving the rest of its first and last block."""
+    left, end = deque(views), offset + sum([view.nbytes for view in views])
+    with _bounce() as bounce, block_lock:
+        for start, stop, block_start, block_stop in _chunks(offset, end):
             with bounce[: block_stop - block_start] as blocks:
                 if start != block_start:
                     with blocks[:BLOCK_SIZE] as first:
@@ -65,8 +91,22 @@ def write(fd: int, view: memoryview, offset: int, block_lock: threading.Lock) ->
                 if stop != block_stop:
                     with blocks[-BLOCK_SIZE:] as last:
                         read_fully(fd, last, block_stop - BLOCK_SIZE)
-                blocks[start - block_start : stop - block_start] = view[start - offset : stop - offset]
+                position = start - block_start
+                for part in _first(left, stop - start):
+                    blocks[position : position + len(part)] = part
+                    position += len(part)
                 write_fully(fd, blocks, block_start)
+
+
+def _first(left: deque[memoryview], length: int) -> Iterator[memoryview]:
+    """The first ``length`` bytes of ``left``, which has the rest then."""
+    while length:
+        view = left.popleft()
+        if len(view) > length:
+            left.appendleft(view[length:])
+            view = view[:length]
+        length -= len(view)
+        yield view
 
 
 def _chunks(offset: int, end: int) -> Iterator[tuple[int, int, int, int]]:

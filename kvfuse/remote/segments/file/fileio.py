@@ -171,8 +171,7 @@ class Run:
             offset != self.offset + self.length
             or file is not self.file
             or len(self.views) >= IOV_MAX
-            or self.bounces
-            or (file.is_direct and not direct.is_aligned(offset, view))
+            or (file.is_direct and not self.bounces and not direct.is_aligned(offset, view))
         ):
             return False
         self.views.append(view)
@@ -210,7 +209,7 @@ def read_runs(runs: Sequence[Run]) -> None:
     for run in runs:
         with translated(run.file.path, run.offset):
             if run.bounces:
-                direct.read(run.file.fd, run.views[0], run.offset)
+                direct.read(run.file.fd, run.views, run.offset)
                 continue
             while run.length:
                 byte_count = os.preadv(run.file.fd, run.views, run.offset)
@@ -223,7 +222,7 @@ def write_runs(runs: Sequence[Run]) -> None:
     for run in runs:
         with translated(run.file.path, run.offset):
             if run.bounces:
-                direct.write(run.file.fd, run.views[0], run.offset, run.file.block_lock)
+                direct.write(run.file.fd, run.views, run.offset, run.file.block_lock)
                 continue
             while run.length:
                 run.advance(os.pwritev(run.file.fd, run.views, run.offset))
