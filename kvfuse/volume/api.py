@@ -352,6 +352,12 @@ class ReadyApi(Protocol):
         Which are stored; the others are left to that. ``may``: the caller may make names in a directory.
         """
 
+    def is_crowded(self, caller: Caller) -> bool:
+        """So many changes of the caller wait for a commit that more of them are not made without a wait."""
+
+    async def settled(self) -> None:
+        """Return when a commit had what is pending now. EngineError."""
+
 
 class SearchApi(Protocol):
     """What clients need to search for blocks in shared memory by themselves."""

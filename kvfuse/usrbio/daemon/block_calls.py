@@ -132,6 +132,14 @@ class BlockCalls:
 
         return self.volume.ready.put(namespace.ino, rows, self.peer.caller(), namespace.mode, may)
 
+    def is_crowded(self) -> bool:
+        """Too many changes of the peer's user wait for a commit: puts wait for it, too."""
+        return self.volume.ready.is_crowded(self.peer.caller())
+
+    async def settled(self) -> None:
+        """Return when a commit had what is pending now. EngineError."""
+        await self.volume.ready.settled()
+
     async def exists(self, call: Call) -> None:
         namespace = await self._check(call, 1)
         names, answers = list(call.names), bytearray()

@@ -86,7 +86,7 @@ class Calls:
         self.admission = Admission(self.volume, self.peer)
         self.indexes = Indexes(self.volume, self.admission, self.nursery)
         blocks = self._blocks = BlockCalls(self.volume, self.admission, self._finish, files.read_here)
-        self.puts = PutBatches(blocks, self.share, self.start, self._tell_puts)
+        self.puts = PutBatches(blocks, self.share, self.nursery, self.start, self._tell_puts)
         self._deadlines: Deadlines[Call] = Deadlines(self.nursery, _expire)
         self._handlers: dict[int, Callable[[Call], Awaitable[None]]] = {
             Op.READ: files.read,
@@ -233,7 +233,7 @@ class Calls:
     def _cancel(self, call: Call) -> None:
         completions = call.ring.completions
         found = self._under_way.get((call.ring, call.entry.offset))
-        if not found and self.batches.cancel(call):
+        if not found and (self.batches.cancel(call) or self.puts.cancel(call)):
             return
         if not found or found[0].ended:
             completions.complete(call, -errno.ENOENT)

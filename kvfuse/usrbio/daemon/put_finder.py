@@ -22,7 +22,7 @@ from kvfuse.volume.views.tier import TierBlock
 PUTS_SIZE = 4 << 20
 """Bytes of puts that are passed on together: to begin with the first ones wins more than to do all at once."""
 PUTS_MAX = 64
-"""Puts that are passed on together: the event loop takes about a millisecond for them."""
+"""Puts of a batch: the event loop takes one or two milliseconds for them."""
 _HIGH_HALF = np.uint64(32)
 
 
@@ -49,17 +49,32 @@ class PutFinder:
         if not self._are_plain(rows, iov):
             return 0
         lengths = rows["length"].tolist()
-        start = 0
-        while start < len(rows):
-            end, size = start, 0
-            while end < len(rows) and end - start < PUTS_MAX and (end == start or size + lengths[end] <= PUTS_SIZE):
-                size += lengths[end]
-                end += 1
-            taken = self._start(rows[start:end], size, taken_at, namespace, iov)
-            start += taken
-            if start < end:
-                break
+        batches: list[PutBatch] = []
+        start = kept_size = 0
+        try:
+            while start < len(rows):
+                end, size = start, 0
+                while end < len(rows) and end - start < PUTS_MAX and (end == start or size + lengths[end] <= PUTS_SIZE):
+                    size += lengths[end]
+                    end += 1
+                taken = self._make(rows[start:end], size, taken_at, namespace, iov, batches)
+                start += taken
+                kept_size += size
+                if start < end:
+                    break
+                if kept_size >= PUTS_SIZE:
+                    kept_size = self._pass_on(batches)
+                self._ring.turns.pause(self._ring.seat)
+        finally:
+            self._pass_on(batches)
         return start
+
+    def _pass_on(self, batches: list[PutBatch]) -> int:
+        """Nothing is kept then."""
+        for batch in batches:
+            self._registered.start_puts(batch)
+        batches.clear()
+        return 0
 
     def _are_plain(self, rows: Entries, iov: Iov) -> bool:
         """All their ranges lie in the iov and the aux area, and none is empty."""
@@ -83,8 +98,10 @@ class PutFinder:
             and int(words[:, 7].max()) <= TIMEOUT_US_MAX
         )
 
-    def _start(self, rows: Entries, size: int, taken_at: float, namespace: Namespace, iov: Iov) -> int:
-        """Start one batch of as many of the entries as could be copied: how many."""
+    def _make(
+        self, rows: Entries, size: int, taken_at: float, namespace: Namespace, iov: Iov, batches: list[PutBatch]
+    ) -> int:
+        """Add a batch of as many of the entries as could be copied: how many."""
         deadline = float("inf")
         timeouts_us = rows["timeout_us"]
         if timeouts_us.any():
@@ -106,7 +123,7 @@ class PutFinder:
             raise
         if copied:
             entry = Entry._make(SQE_STRUCT.unpack(rows[:1].tobytes()))._replace(length=size)
-            self._registered.start_puts(
+            batches.append(
                 PutBatch(
                     self._ring, entry, deadline, namespace=namespace, names=names[: len(rows)], size=size,
                     rows=rows, taken_at=taken_at, blocks=[_data_of(one) for one in copied],

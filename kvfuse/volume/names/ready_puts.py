@@ -75,6 +75,12 @@ class ReadyPuts:
             maker.count(perf_counter() - began, len(slots), sum([sizes[number] for number in numbers]))
         return done
 
+    def is_crowded(self, caller: Caller) -> bool:
+        return self.journal.pending.load.is_crowded(caller.uid)
+
+    async def settled(self) -> None:
+        await self.journal.commit()
+
     def _is_open(self, folder: Node) -> bool:
         """Files may be made there without a wait."""
         is_plain = folder.is_directory and folder.nlink > 0 and not folder.forgotten and not folder.mode & S_ISVTX

@@ -12,10 +12,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import trio
 import trio.testing
+from mounting import PATIENCE_S
 from ring_trips import NAMESPACE, RingClient, ring_client
 from worker_lab import IOV, entries
 
+from kvfuse.errors import EngineError
 from kvfuse.options.options import CacheOptions, MountOptions, Options, PublishOptions, VolumeOptions
 from kvfuse.usrbio.protocol.queues import Entries
 from kvfuse.usrbio.protocol.wire import Op
@@ -197,3 +200,99 @@ async def test_a_ring_that_stops_leaves_nothing_behind(tmp_path: Path) -> None:
         lab.client.thread.stop()
         await trio.testing.wait_all_tasks_blocked()
         assert lab.client.thread._registered.share._held == 0
+
+
+class Commits:
+    """Commits of a volume that a test holds up, or has fail."""
+
+    def __init__(self, volume: Volume, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.journal = volume.parts.journal
+        self.commit = self.journal.commit
+        self.go = trio.Event()
+        self.count = self.failures_left = 0
+        volume.parts.journal.pending.load._crowd_max = 20
+        monkeypatch.setattr(self.journal, "commit", self._commit)
+
+    async def _commit(self) -> None:
+        self.count += 1
+        await self.go.wait()
+        if self.failures_left:
+            self.failures_left -= 1
+            raise EngineError("the store does not answer")
+        await self.commit()
+
+
+async def test_puts_wait_together_for_a_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where too many changes wait for one: nobody stores the rest one by one."""
+    async with lab_in(tmp_path) as lab:
+        commits = Commits(lab.volume, monkeypatch)
+        commits.go.set()
+        monkeypatch.setattr(lab.volume.blocks, "put", None)
+        names = [b"block-%d" % index for index in range(COUNT)]
+        rows = lab.puts(names)
+        assert await lab.run(rows) == [SIZE] * COUNT
+        assert 1 <= commits.count <= 3
+        lab.expect(names, rows)
+        monkeypatch.undo()
+        await lab.check()
+
+
+async def test_a_put_that_waits_with_others_is_cancelled_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with lab_in(tmp_path) as lab:
+        commits = Commits(lab.volume, monkeypatch)
+        names = [b"block-%d" % index for index in range(COUNT)]
+        rows = lab.puts(names)
+        cancels = entries(2, op=Op.CANCEL, offset=[rows["user_data"][-2], 9999], user_data=[1000, 1001], length=0)
+        async with trio.open_nursery() as nursery:
+            results: list[int] = []
+
+            async def run() -> None:
+                results.extend(await lab.run(np.concatenate([rows, cancels])))
+
+            nursery.start_soon(run)
+            with trio.fail_after(PATIENCE_S):
+                while not commits.count:
+                    await trio.lowlevel.checkpoint()
+            for _ in range(100):
+                await trio.lowlevel.checkpoint()
+            commits.go.set()
+        assert results == [*[SIZE] * (COUNT - 2), -errno.ECANCELED, SIZE, 0, -errno.ENOENT]
+        lab.expect(names[:-2] + names[-1:], np.delete(rows, COUNT - 2))
+        monkeypatch.undo()
+        await lab.check()
+        assert await lab.volume.blocks.exists(ROOT_INODE, [names[-2]]) == [False]
+
+
+@pytest.mark.parametrize("failures", [1, 1000])
+async def test_puts_whose_commit_fails_are_answered_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failures: int
+) -> None:
+    async with lab_in(tmp_path) as lab:
+        commits = Commits(lab.volume, monkeypatch)
+        commits.failures_left = failures
+        commits.go.set()
+        names = [b"block-%d" % index for index in range(COUNT)]
+        rows = lab.puts(names)
+        results = await lab.run(rows)
+        assert set(results) <= {SIZE, -errno.EIO}
+        assert results[:5] == [SIZE] * 5
+        assert (results[-1] == -errno.EIO) == (failures > COUNT)
+        monkeypatch.undo()
+        assert lab.client.thread._registered.share._held == 0
+
+
+async def test_puts_that_wait_end_with_their_ring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with lab_in(tmp_path) as lab:
+        commits = Commits(lab.volume, monkeypatch)
+        ring = lab.client.ring
+        ring.sq.write(lab.puts([b"block-%d" % index for index in range(COUNT)]))
+        ring.sq.publish(COUNT)
+        lab.client.thread.step()
+        await trio.testing.wait_all_tasks_blocked()
+        assert commits.count
+        lab.client.thread.stop()
+        commits.go.set()
+        with trio.fail_after(PATIENCE_S):
+            while lab.client.thread._registered.share._held:
+                await trio.testing.wait_all_tasks_blocked(0.001)
+        monkeypatch.undo()
