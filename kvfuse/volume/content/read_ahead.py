@@ -51,6 +51,8 @@ class _Part:
     error: KvfuseError | None = None
     is_whole: bool = False
     """its bytes are there, and right"""
+    data: memoryview | None = None
+    """its bytes, from the disk tier; None: the window has them"""
 
 
 class _Window:
@@ -70,6 +72,18 @@ class _Window:
         """bytes that nobody was given yet"""
         self.reach = 0
         """up to where they were given"""
+
+    def between(self, low: int, high: int) -> memoryview:
+        """Bytes that are there. A copy, where some came from the disk tier and one part has not all of them."""
+        starts = range(low // PART_SIZE * PART_SIZE, high, PART_SIZE)
+        own = [part.data if (part := self.parts[start // PART_SIZE]) is not None else None for start in starts]
+        if not any(data is not None for data in own):
+            return self.bytes[low:high]
+        found = [
+            (data if data is not None else self.bytes[start : start + PART_SIZE])[max(0, low - start) : high - start]
+            for start, data in zip(starts, own, strict=True)
+        ]
+        return found[0] if len(found) == 1 else memoryview(b"".join(found))
 
     def is_intact(self, number: int) -> bool:
         """The bytes of a part are those that its checksums promise."""
@@ -139,7 +153,7 @@ class Fetcher:
         window.reach = max(window.reach, offset + length)
         if window.rest <= 0 and self._windows.get(key) is window:
             self._drop(key)
-        return window.bytes[offset : offset + length]
+        return window.between(offset, offset + length)
 
     async def _wait_for(self, part: _Part) -> None:
         """A reader needs the part."""
@@ -192,7 +206,7 @@ class Fetcher:
                     await self._read(extent, start, target)
                     part.is_whole = window.is_intact(index)
                 else:
-                    part.is_whole = await self._read_near(self.core.disk, extent, window, index, target)
+                    part.is_whole = await self._read_near(self.core.disk, extent, window, index, part)
         except KvfuseError as error:
             part.error = error
         except ValueError as error:
@@ -205,9 +219,9 @@ class Fetcher:
         with self.core.reads.reading(), self.core.reads.speeds.remote.reading(len(target)):
             await self.core.segments.read([Transfer(*self.core.locate(extent.addr + start), target)])
 
-    async def _read_near(self, disk: DiskTier, extent: Extent, window: _Window, index: int, target: memoryview) -> bool:
+    async def _read_near(self, disk: DiskTier, extent: Extent, window: _Window, index: int, part: _Part) -> bool:
         """From the disk tier where it has the bytes, else from the engine. Whether they are right. EngineError."""
-        start = window.low + index * PART_SIZE
+        start, target = window.low + index * PART_SIZE, window.bytes[index * PART_SIZE : (index + 1) * PART_SIZE]
         stretch = Stretch.around(extent, start, start + len(target))
         if stretch.checksums != window.checksums or (data := await disk.read(stretch)) is None:
             began = trio.current_time()
@@ -217,7 +231,7 @@ class Fetcher:
                 wanted = self.core.namespaces.may_keep(window.node.namespace, "disk")
                 disk.offer(stretch, target, trio.current_time() - began, wanted=wanted)
             return is_whole
-        target[:] = data
+        part.data = data
         return True
 
     def _drop(self, key: Key) -> None:

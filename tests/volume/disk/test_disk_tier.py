@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
 
+import numpy as np
 import pytest
 import trio
 from disk_lab import engine_reads, filled, held_disk, segment_files, tier_of, tier_options, wait_for, with_tier
@@ -20,6 +21,7 @@ from kvfuse.remote.segments.api import Transfer
 from kvfuse.remote.segments.file.store import FileSegments
 from kvfuse.slab.layout import HEADER_SIZE
 from kvfuse.volume.api import ROOT_INODE
+from kvfuse.volume.content import read_ahead
 from kvfuse.volume.disk import tier as tier_module
 from kvfuse.volume.disk.copies import Stretch
 from kvfuse.volume.disk.folder import opened_folder
@@ -96,6 +98,42 @@ async def test_a_second_read_asks_no_engine_also_after_a_restart(
             assert await read(volume, name) == data
         assert engine_reads(volume) == before
         assert tier_of(volume).statistics()["local_share"] == 1
+
+
+async def test_what_the_tier_gives_is_shown_where_it_is(
+    disk: Disk, options: Options, rng: random.Random, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a copy, where one read of the tier has all of it; gathered, also with what the engine gave, where not."""
+    data = rng.randbytes(4 * MIB)
+    async with with_tier(disk, options) as volume:
+        await store_and_read(volume, {b"block": data})
+        tier, given = tier_of(volume), list[memoryview]()
+        tier_read = tier.read
+
+        async def read_some(stretch: Stretch) -> memoryview | None:
+            found = await tier_read(stretch) if rng.random() < 0.7 else None
+            if found is not None:
+                given.append(found)
+            return found
+
+        monkeypatch.setattr(tier, "read", read_some)
+        monkeypatch.setattr(read_ahead, "PART_SIZE", 256 * KIB)  # so that a chunk comes in several
+        in_place = gathered = 0
+        for _ in range(40):
+            handle = await open_path(volume, b"block")
+            end = 0
+            while end < len(data):
+                size = rng.choice([128 * KIB, MIB, 3 * MIB // 2])
+                shown = memoryview(await volume.files.read(handle, end, size))
+                assert shown == data[end : end + size]
+                is_own = any(np.shares_memory(np.frombuffer(shown, np.uint8), own) for own in given)
+                in_place += is_own
+                gathered += bool(given) and not is_own
+                end += len(shown)
+            await volume.files.release(handle)
+            given.clear()
+        assert in_place > 10 < gathered
+    await check_disk(disk)
 
 
 async def test_what_this_host_stores_may_be_kept_too(tmp_path: Path, rng: random.Random) -> None:
