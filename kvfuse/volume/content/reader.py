@@ -41,21 +41,24 @@ class Extents(ABC):
 
     @abstractmethod
     async def read(
-        self, node: Node, offset: int, extent: Extent, start: int, length: int, *, may_view: bool = True
+        self, node: Node, offset: int, extent: Extent, start: int, length: int, target: memoryview | None = None
     ) -> bytes | bytearray | memoryview | None:
         """Bytes that begin at ``start`` of an extent and at ``offset`` of the file, verified when first touched.
 
-        None where the file has other bytes there by now.
+        ``target``: memory of that length for a caller who looks at the bytes himself, and may get no view of a segment.
+        It is the answer if they were read into it; else its content is of no use. None where the file has other bytes
+        there by now.
         """
 
     async def read_plain(
-        self, node: Node, offset: int, extent: Extent, start: int, length: int, *, may_view: bool = True
+        self, node: Node, offset: int, extent: Extent, start: int, length: int, target: memoryview | None = None
     ) -> bytes | bytearray | memoryview | None:
         """As `read`, of the file's bytes, which may be packed in the slot."""
         if not extent.packing:
-            return await self.read(node, offset, extent, start, length, may_view=may_view)
+            return await self.read(node, offset, extent, start, length, target)
         found = find_frames(extent.packing, start, start + length)
-        packed = await self.read(node, offset, extent, found.low, found.frames[-1][1], may_view=may_view)
+        size = found.frames[-1][1]
+        packed = await self.read(node, offset, extent, found.low, size, np.empty(size, np.uint8).data)
         if packed is None:
             return None
         plain = np.empty(found.start + length, np.uint8).data
@@ -82,10 +85,15 @@ class Extents(ABC):
         for read in reads:
             await read()
 
-    async def read_slot(self, extent: Extent, low: int, high: int) -> memoryview:
-        """What the engine has there of the extent's slot, which nobody else gets meanwhile."""
+    async def read_slot(self, extent: Extent, low: int, high: int, target: memoryview | None = None) -> memoryview:
+        """What the engine has there of the extent's slot, in memory that nobody else gets meanwhile.
+
+        ``target``: that memory, if it is as long.
+        """
         segment, place = self.core.locate(extent.addr)
-        buffer = np.empty(high - low, np.uint8).data
+        buffer = target
+        if buffer is None or len(buffer) != high - low:
+            buffer = np.empty(high - low, np.uint8).data
         demand = self.core.reads.demand
         demand.calls += 1
         try:
@@ -153,7 +161,7 @@ class OwnExtents(Extents):
         """of segments that can be mapped: each is mapped once"""
 
     async def read(
-        self, node: Node, offset: int, extent: Extent, start: int, length: int, *, may_view: bool = True
+        self, node: Node, offset: int, extent: Extent, start: int, length: int, target: memoryview | None = None
     ) -> bytes | bytearray | memoryview | None:
         core = self.core
         segment, place = core.locate(extent.addr)
@@ -163,16 +171,16 @@ class OwnExtents(Extents):
             needed = ((2 << (last - first)) - 1) << first & ~extent.verified
             if needed:
                 low, high = first * GRANULE_SIZE, min((last + 1) * GRANULE_SIZE, extent.length)
-        view = core.segments.view(segment, place + low, high - low) if may_view and not needed else None
+        view = core.segments.view(segment, place + low, high - low) if target is None and not needed else None
         if view is not None:
             return view
         checksums = extent.checksums
-        buffer = await self.read_slot(extent, low, high)  # meanwhile it may be unsealed, replaced or shortened
+        buffer = await self.read_slot(extent, low, high, target)  # meanwhile it may be unsealed, replaced or shortened
         if not is_current(node, offset, extent) or extent.checksums is not checksums:
             return None
         if checksums:
             self.verify(node, extent, buffer, low)
-        return buffer[start - low : start - low + length]
+        return buffer if buffer is target else buffer[start - low : start - low + length]
 
     def row(self, extent: Extent) -> MapRow | None:
         if extent.packing:
@@ -259,9 +267,10 @@ class Reader:
     async def _read_piece(self, node: Node, offset: int, extent: Extent, start: int, target: memoryview) -> None:
         """Fill ``target`` with what begins at ``start`` of an extent, at ``offset`` of the file."""
         if is_current(node, offset, extent):
-            data = await self.extents.read_plain(node, offset, extent, start, len(target), may_view=False)
+            data = await self.extents.read_plain(node, offset, extent, start, len(target), target)
             if data is not None:
-                target[:] = data
+                if data is not target:
+                    target[:] = data
                 return
         count = await self.read_into(node, offset, target)
         _clear(target[count:])

@@ -33,11 +33,12 @@ class SharedExtents(Extents):
         self.fetcher = Fetcher(core)
 
     async def read(
-        self, node: Node, offset: int, extent: Extent, start: int, length: int, *, may_view: bool = True
+        self, node: Node, offset: int, extent: Extent, start: int, length: int, target: memoryview | None = None
     ) -> bytes | bytearray | memoryview | None:
         """As there, but verified each time: bytes that are wrong may be those of a slot's next life.
 
-        Then the inode is read anew once. Meanwhile it may change.
+        Then the inode is read anew once. Meanwhile it may change. ``target`` is not used: what was fetched has
+        memory of its own.
         """
         checksums = extent.checksums
 

@@ -79,3 +79,38 @@ async def test_staged_bytes_are_read_where_they_are(rng: random.Random) -> None:
         assert address_of(memoryview(shown)) == address_of(memoryview(pieces[0])) + 4096
         del shown
         await volume.files.release(handle)
+
+
+async def test_what_is_gathered_is_read_where_it_belongs(rng: random.Random, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A read over several chunks: the engine fills the reply, but for chunks of which it shows a part of a granule."""
+    options = lab_options(capacity=32 * MIB)
+    async with opened(Disk.format(options), options) as volume:
+        handle, _ = await volume.tree.create(ROOT_INODE, b"file", 0o644, CALLER, os.O_RDWR)
+        content = bytearray(rng.randbytes(4 * MIB))
+        await volume.files.write(handle, 0, bytes(content))
+        await volume.files.fsync(handle)
+        segments, filled = volume.parts.core.segments, list[memoryview]()
+        read = segments.read
+
+        async def watch(batch: Sequence[Transfer]) -> None:
+            filled.extend(memoryview(transfer.buffer) for transfer in batch)
+            await read(batch)
+
+        monkeypatch.setattr(segments, "read", watch)
+        for is_sealed in (True, False):
+            for _ in range(30):
+                start = rng.randrange(MIB - 1) // (256 << 10) * (256 << 10)
+                length = rng.choice([2 * MIB, 3 * MIB - (256 << 10), 3 * MIB - 4096])
+                shown = memoryview(await volume.files.read(handle, start, length))
+                assert shown == content[start : start + length]
+                straight = sum(len(buffer) for buffer in filled if buffer.obj is shown.obj)
+                is_whole = not is_sealed or length % (256 << 10) == 0
+                assert straight >= (length if is_whole else length - MIB)
+                filled.clear()
+            if is_sealed:
+                for index in range(4):
+                    patch = rng.randbytes(4096)
+                    await volume.files.write(handle, index * MIB + 5000, patch)
+                    content[index * MIB + 5000 : index * MIB + 9096] = patch
+        del shown
+        await volume.files.release(handle)
