@@ -26,7 +26,7 @@ from kvfuse.bench.replay import ReplayPlan, engine_key, engine_keys
 from kvfuse.bench.traffic import Request
 from kvfuse.cluster.etcd import EtcdServers
 from kvfuse.cluster.process import wait_until
-from kvfuse.cluster.volumes import SETTINGS
+from kvfuse.cluster.volumes import SETTINGS, records_conf
 from kvfuse.connectors.steady_store import SteadyStore
 from kvfuse.errors import KvfuseError
 from kvfuse.sizes import MIB, format_size
@@ -41,21 +41,6 @@ SEEN_SECONDS_MAX = 2.0
 WRONG_NAMED_MAX = 20
 HOST_COUNT = 2
 
-MOUNT_CONF = """\
-[volume]
-name = "{name}"
-capacity = "{capacity}"
-
-[records]
-engine = "etcd"
-endpoints = {endpoints}
-operations_max = {settings.operations_max}
-request_size_max = "{request_size_max}"
-
-[segments]
-path = {segments}
-"""
-
 
 @contextmanager
 def two_mounts(folder: Path, capacity: int) -> Iterator[list[Path]]:
@@ -64,16 +49,9 @@ def two_mounts(folder: Path, capacity: int) -> Iterator[list[Path]]:
     with ExitStack() as stack:
         stack.callback(etcd.stop)
         conf = folder / "two-hosts.conf"
-        conf.write_text(
-            MOUNT_CONF.format(
-                name=conf.stem,
-                capacity=format_size(capacity),
-                endpoints=json.dumps(etcd.endpoints),
-                settings=SETTINGS,
-                request_size_max=format_size(SETTINGS.request_size_max),
-                segments=json.dumps(str(folder / "segments")),
-            )
-        )
+        segments = json.dumps(str(folder / "segments"))
+        records = records_conf(conf.stem, format_size(capacity), etcd)
+        conf.write_text(f"{records}\n[segments]\npath = {segments}\n")
         yield [stack.enter_context(kvfuse_mount(conf, folder / f"host-{name}")).mountpoint for name in "ab"]
 
 

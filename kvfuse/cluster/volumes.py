@@ -11,7 +11,7 @@ from kvfuse.sizes import MIB, format_size
 SETTINGS = EtcdSettings(operations_max=4096, request_size_max=8 * MIB)
 """more than etcd's defaults, as docs/engines.md recommends: fewer commits where many names change at once"""
 
-MOUNT_CONF = """\
+RECORDS = """\
 [volume]
 name = "{name}"
 capacity = "{capacity}"
@@ -21,7 +21,8 @@ engine = "etcd"
 endpoints = {endpoints}
 operations_max = {etcd.settings.operations_max}
 request_size_max = "{request_size_max}"
-
+"""
+SEGMENTS = """
 [segments]
 engine = "rados"
 conf_file = "{ceph.conf_file}"
@@ -30,13 +31,17 @@ pool = "{ceph.settings.pool}"
 """
 
 
-def mount_conf(name: str, capacity: str, etcd: EtcdServers, ceph: CephServers) -> str:
-    """Of the volume ``name``, made with ``capacity`` at its first mount."""
-    return MOUNT_CONF.format(
+def records_conf(name: str, capacity: str, etcd: EtcdServers) -> str:
+    """All but where the segments of the volume ``name`` are, which is made with ``capacity`` at its first mount."""
+    return RECORDS.format(
         name=name,
         capacity=capacity,
         endpoints=json.dumps(etcd.endpoints),
         request_size_max=format_size(etcd.settings.request_size_max),
         etcd=etcd,
-        ceph=ceph,
     )
+
+
+def mount_conf(name: str, capacity: str, etcd: EtcdServers, ceph: CephServers) -> str:
+    """As `records_conf`, with the segments in Ceph."""
+    return records_conf(name, capacity, etcd) + SEGMENTS.format(ceph=ceph)
