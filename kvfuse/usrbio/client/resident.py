@@ -191,7 +191,9 @@ class ResidentBlocks:
             return None
         slots = [mapped.table.find(keys) for mapped in tables]
         found: Found = np.max(slots, axis=0) >= 0
-        missing = list(compress(keys, (~found).tolist())) if found.any() else keys
+        missing: Sequence[bytes] = keys
+        if found.any():
+            missing = () if found.all() else list(compress(keys, (~found).tolist()))
         absent = tables[0].table.lacks(missing) if missing else found[:0]
         if not absent[: 1 if only_first else None].all() or not all(mapped.table.holds() for mapped in tables):
             self._look_again()
