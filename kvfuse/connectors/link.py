@@ -190,7 +190,7 @@ class Link:
                 store.client.close()
                 return
             self._last = store
-        store.exists([b"\0"])  # has a ring ready, and sees that it is served
+        store.prefetch([b"\0"])  # has a ring ready, and sees that it is served
         with self._lock:
             for region in self._regions:
                 _register(store, region)
