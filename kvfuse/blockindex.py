@@ -92,11 +92,12 @@ FIELDS = struct.Struct("<IIQQIIQ")
 
 TOUCHES_MAX = 8192
 """slots (u32) in a page of touches, in turn; before them, in a page of its own, how many were ever written (u64)"""
-MISSES_MAX, MISS_SIZE = 4096, 256
-"""rows, behind the slots: keys that were asked for and are absent, in turn, each a byte of length and the key; how many
-were ever written is the second word (u64) of the first page"""
-MISSES_OFFSET = HEADER_SIZE + 4 * TOUCHES_MAX
-TOUCHES_SIZE = MISSES_OFFSET + MISSES_MAX * MISS_SIZE
+ASKED_MAX, ASKED_SIZE = 4096, 256
+"""rows, behind the slots: keys of questions that the client answered itself, as not all of the blocks were there, in
+turn, each a byte of length and the key; before each question a row of length 0. How many rows were ever written is the
+second word (u64) of the first page"""
+ASKED_OFFSET = HEADER_SIZE + 4 * TOUCHES_MAX
+TOUCHES_SIZE = ASKED_OFFSET + ASKED_MAX * ASKED_SIZE
 
 ABSENT = -1
 """no such key in the table, or what was there was overtaken"""

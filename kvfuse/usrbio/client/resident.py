@@ -14,10 +14,10 @@ import numpy.typing as npt
 from kvfuse.blockindex import (
     ABSENT,
     ARENA,
+    ASKED_MAX,
+    ASKED_OFFSET,
+    ASKED_SIZE,
     HEADER_SIZE,
-    MISS_SIZE,
-    MISSES_MAX,
-    MISSES_OFFSET,
     TOUCHES_MAX,
     TOUCHES_SIZE,
     UNMAPPED,
@@ -53,9 +53,9 @@ class _Mapped:
             close_all(descriptors)
         self._session = session
         self._count = touches[:8].view(np.uint64).data
-        self._touched: npt.NDArray[np.uint32] = touches[HEADER_SIZE:MISSES_OFFSET].view(np.uint32)
-        self._miss_count = touches[8:16].view(np.uint64).data
-        self._missed = touches[MISSES_OFFSET:].reshape(MISSES_MAX, MISS_SIZE)
+        self._touched: npt.NDArray[np.uint32] = touches[HEADER_SIZE:ASKED_OFFSET].view(np.uint32)
+        self._asked_count = touches[8:16].view(np.uint64).data
+        self._asked = touches[ASKED_OFFSET:].reshape(ASKED_MAX, ASKED_SIZE)
         self._lock = threading.Lock()
         self._arenas = np.zeros(0, ARENA)
         self._refused: set[int] = set()
@@ -74,18 +74,20 @@ class _Mapped:
                 self._touched[: len(slots) - len(first)] = slots[len(first) :]
             self._count[0] = (count + len(slots)) % (1 << 64)
 
-    def miss(self, keys: Sequence[bytes]) -> None:
-        """Note that blocks were asked for, and are absent: a cache learns from it."""
-        keys = keys[-MISSES_MAX:]
-        lengths = set(map(len, keys))
+    def ask(self, keys: Sequence[bytes]) -> None:
+        """Note that blocks were asked for, of which some are absent: a cache learns from it."""
+        keys = keys[: ASKED_MAX - 1]
+        lengths = np.fromiter(map(len, keys), np.int64, len(keys))
         with self._lock:
-            for length in lengths:
-                same = keys if len(lengths) == 1 else [key for key in keys if len(key) == length]
-                count = self._miss_count[0]
-                places_in = (count + np.arange(len(same))) % MISSES_MAX
-                self._missed[places_in, 0] = length
-                self._missed[places_in, 1 : 1 + length] = np.frombuffer(b"".join(same), np.uint8).reshape(-1, length)
-                self._miss_count[0] = (count + len(same)) % (1 << 64)
+            count = self._asked_count[0]
+            places_in = (count + 1 + np.arange(len(keys))) % ASKED_MAX
+            self._asked[count % ASKED_MAX, 0] = 0
+            self._asked[places_in, 0] = lengths
+            for length in set(lengths.tolist()):
+                same = lengths == length
+                text = b"".join(keys if same.all() else compress(keys, same.tolist()))
+                self._asked[places_in[same], 1 : 1 + length] = np.frombuffer(text, np.uint8).reshape(-1, length)
+            self._asked_count[0] = (count + 1 + len(keys)) % (1 << 64)
 
     def get(self, keys: Sequence[bytes], targets: Addresses, rooms: Numbers) -> Numbers:
         """The length of each block that was copied, below 0 for others."""
@@ -198,10 +200,11 @@ class ResidentBlocks:
         if not absent[: 1 if only_first else None].all() or not all(mapped.table.holds() for mapped in tables):
             self._look_again()
             return None
-        for mapped, here in zip(tables, slots, strict=True):
-            mapped.touch(here[here >= 0])
         if missing:
-            tables[0].miss(missing if absent.all() else list(compress(missing, absent.tolist())))
+            tables[0].ask(keys)
+        else:
+            for mapped, here in zip(tables, slots, strict=True):
+                mapped.touch(here[here >= 0])
         return found
 
     def _present(self) -> list[_Mapped]:

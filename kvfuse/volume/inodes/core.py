@@ -307,12 +307,12 @@ class Core:
                 cache.read(directory, names, self.tier_of)
 
     def take_uses(self, *, at_once: bool = False) -> None:
-        """`tell_uses`, and what clients read, or missed, by themselves; ``at_once``: up to now."""
+        """`tell_uses`, and what clients read, or asked for, by themselves; ``at_once``: up to now."""
         self.tell_uses()
         self.tier.residents.sample(at_once=at_once)
-        for directory, names, are_there in self.tier.residents.take_uses():
+        for directory, names, is_read in self.tier.residents.take_uses():
             if (cache := self._cache_in(directory)) is not None:
-                (cache.read if are_there else cache.asked)(directory, names, self.tier_of)
+                (cache.read if is_read else cache.asked)(directory, names, self.tier_of)
 
     def _cache_in(self, directory: int) -> Cache | None:
         """The books of a directory's namespace, as far as memory knows which that is."""

@@ -116,6 +116,8 @@ class Blocks:
         """The cache that a directory is in, and which admits the block. NotAdmitted, NotADirectory, Stale."""
         namespace = (await self.lookup.directory(directory)).namespace
         cache = self.core.caches.get(namespace)
+        if cache is not None and self.core.tier.residents.has_asked:  # for this block, maybe
+            self.core.take_uses(at_once=True)
         if cache is not None and not cache.admits(directory, [name], self.core.has_spare_room(namespace, size))[0]:
             raise errors.NotAdmitted(f"{name!r} is not stored: the cache is full of blocks that are worth more")
         return cache

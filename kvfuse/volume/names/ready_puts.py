@@ -121,6 +121,8 @@ class ReadyPuts:
         cache = self.core.caches.get(folder.namespace)
         if cache is None:
             return [True] * len(names)
+        if self.core.tier.residents.has_asked:  # for these blocks, maybe
+            self.core.take_uses(at_once=True)
         return cache.admits(folder.ino, names, self.core.has_spare_room(folder.namespace, size))
 
 

@@ -20,6 +20,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvfuse.blockindex import (
+    ASKED_MAX,
+    ASKED_OFFSET,
+    ASKED_SIZE,
     BUCKET,
     BUCKETS_MAX,
     COMPLETE,
@@ -30,9 +33,6 @@ from kvfuse.blockindex import (
     HEADER_SIZE,
     LIVE,
     MAGIC,
-    MISS_SIZE,
-    MISSES_MAX,
-    MISSES_OFFSET,
     MULTIPLIERS_OFFSET,
     STATE,
     SUMS,
@@ -60,7 +60,7 @@ INDEXES_MAX = 256
 SAMPLE_SECONDS = 0.05
 """between looks at what clients read by themselves"""
 SAMPLE_SLOTS, PAGE_SLOTS = 8192, 1024
-"""looked at in one go, slots and misses alike: of all clients, of one page; what clients write beyond is not seen"""
+"""looked at in one go, slots and keys alike: of all clients, of one page; what clients write beyond is not seen"""
 USES_MAX = 1 << 12
 """samples that wait for somebody to take them"""
 NAME_BITS, NAME_BITS_MIN = 64, 8
@@ -261,20 +261,29 @@ class Touches:
             os.close(self.descriptor)
             raise
         weakref.finalize(self, os.close, self.descriptor)
-        self._counts: npt.NDArray[np.uint64] = memory[:16].view(np.uint64)
-        self._slots: npt.NDArray[np.uint32] = memory[HEADER_SIZE:MISSES_OFFSET].view(np.uint32)
-        self._misses = memory[MISSES_OFFSET:].reshape(MISSES_MAX, MISS_SIZE)
+        self._counts = memory[:16].view(np.uint64).data
+        self._slots: npt.NDArray[np.uint32] = memory[HEADER_SIZE:ASKED_OFFSET].view(np.uint32)
+        self._asked = memory[ASKED_OFFSET:].reshape(ASKED_MAX, ASKED_SIZE)
         self._seen = [0, 0]
 
     def take(self) -> list[int]:
         """Slots that were written since the last call, each once; of many the last ones."""
         return list(dict.fromkeys(self._slots[self._new(0, TOUCHES_MAX)].tolist()))
 
-    def take_misses(self) -> list[bytes]:
-        """Keys that were missed since the last call, likewise."""
-        rows = self._misses[self._new(1, MISSES_MAX)]
-        keys = [row[1 : 1 + row[0]].tobytes() for row in rows]  # of a copy: the page is the client's
-        return [key for key in dict.fromkeys(keys) if key]
+    @property
+    def has_asked(self) -> bool:
+        """`take_asked` has something."""
+        return bool(self._counts[1] != self._seen[1])
+
+    def take_asked(self) -> list[list[bytes]]:
+        """The keys of each question since the last call; of many the last ones."""
+        questions: list[list[bytes]] = [[]]
+        for row in self._asked[self._new(1, ASKED_MAX)]:  # a copy: the page is the client's
+            if length := int(row[0]):
+                questions[-1].append(row[1 : 1 + length].tobytes())
+            else:
+                questions.append([])
+        return [keys for keys in questions if keys]
 
     def _new(self, which: int, places_max: int) -> Numbers:
         """Places that were written since the last call, in order."""
@@ -372,18 +381,22 @@ class Residents:
 
     def _note(self, touches: Touches) -> int:
         """Under the lock; how many slots."""
-        index, slots, missed = touches.index, touches.take(), touches.take_misses()
+        index, slots, asked = touches.index, touches.take(), touches.take_asked()
         found = [(name, index.ino_at(slot)) for slot in slots if (name := index.names.get(slot))]
         for _, ino in found:
             self._note_use(ino)
         if found:
             self._uses.append((index.readers.directory, [name for name, _ in found], True))
-        if missed:
-            self._uses.append((index.readers.directory, file_names(missed), False))
-        return len(slots) + len(missed)
+        self._uses.extend([(index.readers.directory, file_names(keys), False) for keys in asked])
+        return len(slots) + sum(map(len, asked))
+
+    @property
+    def has_asked(self) -> bool:
+        """Clients have asked themselves for blocks, and not all were there: before these are stored, caches hear it."""
+        return any(touches.has_asked for touches in self._touches)
 
     def take_uses(self) -> Iterator[tuple[int, list[bytes], bool]]:
-        """(directory, names, whether they were there) of what was sampled since the last call."""
+        """(directory, names, whether they were read) of what was sampled since the last call."""
         while self._uses:
             yield self._uses.popleft()
 

@@ -372,13 +372,13 @@ def test_what_a_client_missed_is_in_the_books(mount: KvfuseMount, name: str) -> 
         assert figures() - before == len(keys)
 
 
-def test_the_page_of_misses_may_have_anything(mount: KvfuseMount, name: str) -> None:
+def test_the_page_of_what_was_asked_may_have_anything(mount: KvfuseMount, name: str) -> None:
     """A client writes what it likes: the daemon goes on, and counts no more than it looks at."""
     with BlockStore(mount.point, name) as store:
         wait_until(lambda: knows_absent(store, [b"first"]), "the names of the folder")
         mapped = store._resident._mapped[1][0]
-        mapped._missed[:] = np.frombuffer(os.urandom(mapped._missed.size), np.uint8).reshape(mapped._missed.shape)
-        mapped._miss_count[0] = (1 << 64) - 5
+        mapped._asked[:] = np.frombuffer(os.urandom(mapped._asked.size), np.uint8).reshape(mapped._asked.shape)
+        mapped._asked_count[0] = (1 << 64) - 5
         json.loads((mount.point / ".kvfuse/stats").read_text())
         store.put(b"key", b"value")
         assert bytes(store.get(b"key") or b"") == b"value"
