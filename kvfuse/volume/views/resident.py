@@ -385,9 +385,10 @@ class Residents:
         found = [(name, index.ino_at(slot)) for slot in slots if (name := index.names.get(slot))]
         for _, ino in found:
             self._note_use(ino)
+        # Who reads has asked before: then it is one use, not two.
+        self._uses.extend([(index.readers.directory, file_names(keys), False) for keys in asked])
         if found:
             self._uses.append((index.readers.directory, [name for name, _ in found], True))
-        self._uses.extend([(index.readers.directory, file_names(keys), False) for keys in asked])
         return len(slots) + sum(map(len, asked))
 
     @property
