@@ -46,7 +46,7 @@ RENAME_EXCHANGE = 2
 
 
 class Caller(NamedTuple):
-    """Who asks. Permission bits are checked by the kernel (``default_permissions``); this is for ownership."""
+    """Who asks. Permission bits are checked by the kernel, where any but root may come in; this is for ownership."""
 
     uid: int
     gid: int
