@@ -166,8 +166,8 @@ class BlockIndex:
         slot = self._slots.get(name)
         return 0 if slot is None else self._inos[slot]
 
-    def show_first(self, rows: Sequence[Shown]) -> list[Shown]:
-        """Show blocks in an empty table, many at once; which of them found a place."""
+    def show_first(self, rows: Sequence[Shown]) -> bool:
+        """Show blocks in an empty table, many at once. False: some found no place."""
         keys = [key_of(name) if not name.startswith(HASHED) else None for name, _, _ in rows]
         rows = [row for row, key in zip(rows, keys, strict=True) if key is not None]
         wanted = fingerprints_of(self._table.multipliers, [key for key in keys if key is not None])
@@ -183,9 +183,8 @@ class BlockIndex:
             slots[left[order[fits]]] = ordered[fits] * BUCKET + places_in[fits]
             np.add.at(free, ordered[fits], 1)
         shown = np.flatnonzero(slots >= 0)
-        placed = [rows[row] for row in shown.tolist()]
-        self._fill(slots[shown], wanted[shown], placed)
-        return placed
+        self._fill(slots[shown], wanted[shown], [rows[row] for row in shown.tolist()])
+        return len(shown) == len(rows)
 
     def _fill(self, slots: Numbers, wanted: Fingerprints, rows: Sequence[Shown]) -> None:
         table = self._table.slots
@@ -205,6 +204,10 @@ class BlockIndex:
 
     def ino_at(self, slot: int) -> int:
         return self._inos[slot]
+
+    def shown(self) -> list[tuple[bytes, int]]:
+        """(name, inode) of all blocks."""
+        return [(name, self._inos[slot]) for name, slot in self._slots.items()]
 
     def show(self, name: bytes, ino: int, block: TierBlock) -> bool:
         """The block can be found, if its name has a key. False: there is no place for it."""
@@ -459,11 +462,12 @@ class Residents:
         rows, buckets = list(blocks), BUCKETS_MIN
         while BUCKET * buckets * FULL / 2 < len(rows) and buckets < BUCKETS_MAX:
             buckets *= 2
-        index = BlockIndex(
-            readers, buckets, self._filter_bits.get(readers.directory, FILTER_BITS_MIN), self._valid_until
-        )
-        for name, ino, _ in index.show_first(rows):
-            self._shown[ino] = index, name
+        bits = self._filter_bits.get(readers.directory, FILTER_BITS_MIN)
+        index = BlockIndex(readers, buckets, bits, self._valid_until)
+        while not index.show_first(rows) and buckets < BUCKETS_MAX:
+            buckets *= 2
+            index = BlockIndex(readers, buckets, bits, self._valid_until)
+        self._shown |= {ino: (index, name) for name, ino in index.shown()}
         self._set(readers, index)
         return index
 
