@@ -208,7 +208,7 @@ __attribute__((visibility("default"))) int fuse_reply_create(
         struct fuse_entry_out entry;
         struct fuse_open_out open;
     } out = {entry_of(e), opened(fi)};
-    if (wire.knows_plain && fi->fh & HANDLE_MASK)
+    if ((wire.knows_plain || fi->fh & MARK_NO_FLUSH) && fi->fh & HANDLE_MASK) /* in relaxed folders others are heard */
         *place_of(e->ino) = e->ino;
     return reply_buf(req, (const char *)&out, sizeof(out));
 }
@@ -231,6 +231,15 @@ static PyObject *configure(PyObject *self, PyObject *args, PyObject *kwargs)
     Py_RETURN_NONE;
 }
 
+static PyObject *forget(PyObject *self, PyObject *ino)
+{
+    uint64_t number = PyLong_AsUnsignedLongLong(ino);
+    if (PyErr_Occurred())
+        return NULL;
+    forget_plain(number);
+    Py_RETURN_NONE;
+}
+
 static PyObject *counts(PyObject *self, PyObject *none)
 {
     return Py_BuildValue("{s:K,s:K}", "flags", (unsigned long long)wire.answered, "capability", wire.capability_count);
@@ -238,6 +247,7 @@ static PyObject *counts(PyObject *self, PyObject *none)
 
 static PyMethodDef methods[] = {
     {"configure", (PyCFunction)(void (*)(void))configure, METH_VARARGS | METH_KEYWORDS, "See fusewire.py."},
+    {"forget", forget, METH_O, "See fusewire.py."},
     {"counts", counts, METH_NOARGS, "See fusewire.py."},
     {NULL, NULL, 0, NULL},
 };

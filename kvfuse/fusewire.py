@@ -8,7 +8,8 @@ With it the daemon
 * says of each open file whether its closes are to be announced (`NO_FLUSH`), and lets its direct writes go on side by
   side (`DIRECT`): `marks` go with the handle as far as ``_fusewire``;
 * answers in C what the kernel asks before each write: whether the file has ``security.capability``. A file that was
-  made here and never got an attribute has none.
+  made here and never got an attribute has none. On shared volumes that holds in relaxed folders, until this host hears
+  that another one changed the file (`forget`).
 
 Without it - it was not built, or pyfuse3 was there first - everything works, with more requests.
 """
@@ -66,11 +67,18 @@ def marks(*, direct: bool, close_is_awaited: bool) -> int:
 
 
 def configure(*, is_shared: bool) -> None:
-    """Before a mount. ``is_shared``: other hosts may give attributes to files that were made here."""
+    """Before a mount. ``is_shared``: other hosts may give attributes to files that were made here, which counts at once
+    in folders where closes are awaited."""
     if _wire is not None:
         _wire.configure(
             wanted=DIRECT_IO_ALLOW_MMAP, unwanted=AUTO_INVAL_DATA, background=BACKGROUND, knows_plain=not is_shared
         )
+
+
+def forget(ino: int) -> None:
+    """Another host changed the file: it may have attributes. With Python's lock held, as always: for any thread."""
+    if _wire is not None:
+        _wire.forget(ino)
 
 
 def counts() -> dict[str, int]:

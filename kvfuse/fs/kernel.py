@@ -17,6 +17,7 @@ from collections.abc import Callable
 
 import pyfuse3
 
+from kvfuse import fusewire
 from kvfuse.errors import EngineError
 
 DIRECTORIES_MAX = 4096
@@ -66,10 +67,12 @@ class FuseKernelCache:
         self._absences = absences
 
     def drop_content(self, ino: int) -> None:
+        fusewire.forget(ino)
         if self._knows(ino):
             _notify(pyfuse3.invalidate_inode, ino, False)
 
     def drop_attributes(self, ino: int) -> None:
+        fusewire.forget(ino)
         if self._knows(ino):
             _notify(pyfuse3.invalidate_inode, ino, True)
 

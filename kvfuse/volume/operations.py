@@ -304,8 +304,8 @@ class Files:
             self._journal.pending.touch(node, forced=True)
 
     def is_close_awaited(self, handle: FileHandle) -> bool:
-        folder, lookups = self._core.nodes.get(handle.node.parent), self._lookups
-        return handle.writable and not (folder and lookups.is_memory_newest and not lookups.is_strict(folder))
+        folder = self._core.nodes.get(handle.node.parent)
+        return handle.writable and (folder is None or self._lookups.is_strict(folder))
 
     async def flush(self, handle: FileHandle) -> None:
         node = await self._current(handle) if handle.writable else handle.node

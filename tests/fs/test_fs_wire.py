@@ -8,16 +8,18 @@ import mmap
 import os
 import signal
 import sys
+import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from mounting import temporary_mount
+from mounting import KvfuseMount, shared_conf, temporary_mount, wait_until
 from posix_calls import fails, opened
 
 from kvfuse import fusewire
+from kvfuse.cluster.etcd import EtcdServers
 
 WORDS = ("volume.capacity=64MiB", "volume.segment_size=16MiB", "entry_timeout=3600", "attr_timeout=3600")
 WITHOUT_WIRE = (sys.executable, "-c", "import pyfuse3; from kvfuse.cli import main; main()", "mount", "--foreground")
@@ -172,3 +174,55 @@ def test_everything_works_without_it() -> None:
         assert (folder / "file").read_bytes() == b"content"
         assert (mount.point / ".kvfuse/version").read_bytes()
         assert sent(mount.point)["flush"] > 0
+
+
+@pytest.fixture(scope="module")
+def two_mounts(etcd: EtcdServers) -> Iterator[tuple[Path, Path]]:
+    """Of one volume of two hosts, with a relaxed folder."""
+    with tempfile.TemporaryDirectory(prefix="kvfuse-wire-") as base:
+        source = shared_conf(Path(base), etcd)
+        (Path(base) / "two").mkdir()
+        with temporary_mount(source=source) as one:
+            two = KvfuseMount(Path(base) / "two", source=source)
+            try:
+                two.mount()
+                (one.point / "relaxed").mkdir()
+                os.setxattr(one.point / "relaxed", "user.kvfuse.publish", b"relaxed")
+                yield one.point, two.point
+                two.unmount()
+            finally:
+                two.remove()
+
+
+def test_a_relaxed_block_of_a_shared_volume_is_six_requests(two_mounts: tuple[Path, Path]) -> None:
+    one, _ = two_mounts
+    folder = one / "relaxed"
+    store(folder / "first.tmp", bytes(SIZE))
+    first, second = sent(one), sent(one)
+    for number in range(8):
+        store(folder / f"{number}.tmp", bytes(SIZE))
+        os.rename(folder / f"{number}.tmp", folder / f"{number}")
+    kinds = sent(one) - second - (second - first)
+    assert not kinds["flush"] + kinds["getxattr"], kinds
+    assert kinds["write"] == kinds["create"] == kinds["rename"] == kinds["release"] == 8, kinds
+
+
+def test_a_strict_close_of_a_shared_volume_is_announced(two_mounts: tuple[Path, Path]) -> None:
+    one, two = two_mounts
+    before = sent(one)
+    store(one / "strict", b"whole")
+    assert (two / "strict").read_bytes() == b"whole"
+    assert (sent(one) - before)["flush"] == (sent(one) - before)["getxattr"] == 1
+
+
+def test_a_write_takes_away_the_capability_that_another_host_gave(two_mounts: tuple[Path, Path]) -> None:
+    one, two = two_mounts
+    path = one / "relaxed" / "program"
+    store(path, b"made here")
+    wait_until((two / "relaxed" / "program").exists, "the file on the other host")
+    os.setxattr(two / "relaxed" / "program", CAPABILITY, CAP_CHOWN)
+    wait_until(lambda: CAPABILITY in os.listxattr(path), "news of the attribute")
+    with opened(path, os.O_WRONLY) as fd:
+        os.write(fd, b"changed")
+    with fails(errno.ENODATA):
+        os.getxattr(path, CAPABILITY)
