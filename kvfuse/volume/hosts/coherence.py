@@ -101,6 +101,7 @@ class Coherence:
                     await self._watch()
                 except EngineError as error:
                     log.warning("the watch of other hosts' changes broke, it is begun anew: %s", error)
+                self.core.tier.residents.doubt_names()
                 self.lookup.is_watched = False
                 await trio.sleep(RETRY_SECONDS * random.uniform(0.5, 1.0))
 
@@ -149,6 +150,8 @@ class Coherence:
     def _take_entry(self, change: Change, is_own: bool) -> None:
         core = self.core
         parent, _, name = schema.split_entry_key(change.key)
+        if change.value is not None:
+            core.tier.residents.names_come(parent, [name])
         core.dentries.note_stored(parent, name, change.value is not None)
         if change.value is None and core.namespaces.cleared:
             self.namespaces.clearing.heard_removal()

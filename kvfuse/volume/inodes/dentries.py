@@ -332,6 +332,11 @@ def are_absent(dentries: Dentries, parent: int, names: Sequence[bytes]) -> list[
     return absent
 
 
+def all_places(dentries: Dentries) -> list[tuple[int, bytes]]:
+    """(directory, name) of all entries."""
+    return list(dentries._names)
+
+
 def put_new(dentries: Dentries, parent: int, changes: Sequence[NameChange]) -> None:
     """Apply changes to names that mean nothing and have no change: `put_change` of each."""
     known, of_folder = dentries._names, dentries.changes.setdefault(parent, {})

@@ -7,6 +7,7 @@ from bisect import bisect_left
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass
+from itertools import compress
 from stat import S_ISREG
 from time import perf_counter
 from typing import Any
@@ -71,7 +72,7 @@ class Blocks:
         self.counters = BlockCounters()
         self.outlook = Outlook(self.core)
         self.promotion = Promotion(self.core, self.reader)
-        self.search = OwnSearch(self.core)
+        self.search = OwnSearch(self.core, self.lookup)
         self.ready = ReadyPuts(self.core, self.journal, self.flusher, self.names, self.counters)
 
     def start(self) -> None:
@@ -174,6 +175,7 @@ class Blocks:
                 if epoch != pending.epoch:
                     continue
                 found = [row is not None and not self._is_cleared(row.value) for row in rows]
+                self.core.tier.residents.names_come(directory, list(compress(names, found)))
             if changes := dentries.changes_in(directory):
                 for index, name in enumerate(names):
                     if (change := changes.get(name)) is not None:

@@ -80,7 +80,7 @@ class Names:
         if node.is_directory:
             node.own_record = True
             node.nlink = 2
-            node.flags = directory.flags & (schema.FLAG_STRICT | schema.FLAG_RELAXED)
+            node.flags = directory.flags & schema.PUBLISH_FLAGS
         return node
 
     async def plan_replacement(self, parent: int, name: bytes, mode: int, caller: Caller) -> Plan:

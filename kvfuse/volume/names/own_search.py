@@ -7,18 +7,21 @@ from dataclasses import dataclass
 
 import trio
 
-from kvfuse.errors import EngineError
+from kvfuse.errors import EngineError, OperationError
 from kvfuse.volume.inodes.core import Core
+from kvfuse.volume.inodes.dentries import all_places
+from kvfuse.volume.names.lookup import Lookup
 from kvfuse.volume.store import schema
 from kvfuse.volume.store.sealed import ScanPages
-from kvfuse.volume.views.resident import Touches
+from kvfuse.volume.views.name_filter import NAMES_MAX
+from kvfuse.volume.views.resident import BlockIndex, Touches
 from kvfuse.volume.views.tier import ReadClass
 
 log = logging.getLogger(__name__)
 
 PAGE_ROWS = 1000
-NAMES_MAX = 1 << 18
-"""of a directory; to read more takes too long"""
+PLACES_AT_ONCE = 8192
+"""of the table of names, looked at in one go"""
 
 
 @dataclass
@@ -26,31 +29,62 @@ class OwnSearch:
     """Of one membership (`api.SearchApi`). Event loop only."""
 
     core: Core
+    lookup: Lookup
 
     def open(self, readers: ReadClass) -> Touches | None:
         rows = [row for row in self.core.tier.blocks_of(readers) if self._means(readers.directory, *row[:2])]
         return self.core.tier.residents.open(readers, rows)
 
     async def read_names(self, readers: ReadClass) -> None:
-        """While names are read, those that come are noted by the table of names (`Dentries.note`)."""
+        """While names are read, those that come are noted by the table of names (`Dentries.note`).
+
+        **Names of other hosts**, where no lookup asks the store, as the watch tells it all: a name whose event came
+        before the index began to take names was committed before, so the scan sees it, or its end. Events that come
+        later add it, as do answers of the store that overtake the watch, each before a lookup could find it by them.
+        What lookups could find before, and may find until the watch tells of its end, is in the table of names. When
+        the watch breaks, filters are given up before the first lookup asks; before lookups trust the next one all
+        indexes end. When the folder is made strict its indexes end: the index keeps its node, and so it hears that.
+        """
         residents, directory = self.core.tier.residents, readers.directory
-        if self.core.client or (index := residents.begin_names(readers)) is None:
-            return
-        are_all, count = False, 0
         try:
-            goes_on = residents.add_names(index, list(self.core.dentries.changes_in(directory)))
-            async for rows, damaged in ScanPages(self.core.records, schema.entry_prefix(directory), PAGE_ROWS):
-                names = [schema.split_entry_key(key)[2] for key in (*(row.key for row in rows), *damaged)]
-                count += len(names)
-                if not goes_on or count > NAMES_MAX:
-                    return
-                goes_on = residents.add_names(index, names)
-                await trio.lowlevel.checkpoint()
-            are_all = True
+            folder = await self.lookup.directory(directory)
+        except OperationError:
+            return  # whoever asks for a block gets this error
+        if self.lookup.asks(directory) or (index := residents.begin_names(readers, folder)) is None:
+            return
+        are_all = False
+        try:
+            are_all = await self._add_known(index, directory) and await self._add_stored(index, directory)
         except EngineError as error:
             log.warning("clients ask for every block of folder %d that they do not see: %s", directory, error)
         finally:
             residents.end_names(index, are_all=are_all)
+
+    async def _add_known(self, index: BlockIndex, directory: int) -> bool:
+        """Add names of which the store may not say that they are there. False: the index has ended."""
+        residents, dentries = self.core.tier.residents, self.core.dentries
+        goes_on = residents.add_names(index, list(dentries.changes_in(directory)))
+        if self.lookup.is_memory_newest:
+            return goes_on
+        places = all_places(dentries)
+        for start in range(0, len(places), PLACES_AT_ONCE):
+            here = [name for parent, name in places[start : start + PLACES_AT_ONCE] if parent == directory]
+            goes_on = residents.add_names(index, here)
+            await trio.lowlevel.checkpoint()
+        return goes_on
+
+    async def _add_stored(self, index: BlockIndex, directory: int) -> bool:
+        """False: the index has ended, or there are too many names. EngineError."""
+        residents, count = self.core.tier.residents, 0
+        async for rows, damaged in ScanPages(self.core.records, schema.entry_prefix(directory), PAGE_ROWS):
+            names = [schema.split_entry_key(key)[2] for key in (*(row.key for row in rows), *damaged)]
+            count += len(names)
+            if count > NAMES_MAX:
+                residents.doubt_names(index)
+            if not residents.add_names(index, names):
+                return False
+            await trio.lowlevel.checkpoint()
+        return True
 
     def _means(self, directory: int, name: bytes, ino: int) -> bool:
         """The name means the inode now.

@@ -103,9 +103,13 @@ class Shelf:
         return not stored.complete and len(stored.hashes) < SHELVED_MAX
 
     def keep(self, directory: int, rows: list[Record], changed: set[bytes]) -> None:
-        """Keep the records of a page. ``changed``: names that changed while it was read."""
-        for row in rows:
-            name = schema.split_entry_key(row.key)[2]
+        """Keep the records of a page. ``changed``: names that changed while it was read.
+
+        The watch may not have told of some of these names yet.
+        """
+        names = [schema.split_entry_key(row.key)[2] for row in rows]
+        self.core.tier.residents.names_come(directory, names)
+        for name, row in zip(names, rows, strict=True):
             if name not in changed:
                 self.core.dentries.shelve(directory, name, Versioned(row.value, row.version))
 

@@ -13,6 +13,7 @@ from kvfuse import errors
 from kvfuse.slab.layout import PAGE_SIZE
 from kvfuse.volume.api import Caller
 from kvfuse.volume.commit.journal import Journal
+from kvfuse.volume.content.refresh import publishing_changes
 from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.inodes.metadata_budget import NOT_STORED, Stored, weight
 from kvfuse.volume.inodes.node import Node
@@ -35,7 +36,6 @@ CAPABILITY = b"security.capability"
 """File capabilities of a program; a change of the program's bytes removes them."""
 
 _PUBLISH_FLAGS = {b"strict": schema.FLAG_STRICT, b"relaxed": schema.FLAG_RELAXED}
-_PUBLISH_MASK = schema.FLAG_STRICT | schema.FLAG_RELAXED
 
 
 class Setting(NamedTuple):
@@ -56,11 +56,17 @@ def _set_publish(core: Core, node: Node, value: bytes) -> None:
     flag = _PUBLISH_FLAGS.get(value)
     if flag is None:
         raise errors.InvalidArgument(f"user.kvfuse.publish must be 'strict' or 'relaxed', not {value!r}")
-    node.flags = node.flags & ~_PUBLISH_MASK | flag
+    _put_publish(core, node, flag)
 
 
 def _clear_publish(core: Core, node: Node) -> None:
-    node.flags &= ~_PUBLISH_MASK
+    _put_publish(core, node, 0)
+
+
+def _put_publish(core: Core, node: Node, flag: int) -> None:
+    flags = node.flags & ~schema.PUBLISH_FLAGS | flag
+    publishing_changes(core, node, flags)
+    node.flags = flags
 
 
 def _get_chunk_size(core: Core, node: Node) -> bytes | None:

@@ -208,6 +208,7 @@ FLAG_STRICT = 4
 """A directory that publishes strictly."""
 FLAG_RELAXED = 8
 """A directory that publishes relaxed. Neither flag: as the mount's options say."""
+PUBLISH_FLAGS = FLAG_STRICT | FLAG_RELAXED
 FLAG_LEAVING = 16
 """In a shared volume a host is about to remove the directory. A host that puts a name into it clears the flag first."""
 

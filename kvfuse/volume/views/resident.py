@@ -25,7 +25,6 @@ from kvfuse.blockindex import (
     ASKED_SIZE,
     BUCKET,
     BUCKETS_MAX,
-    COMPLETE,
     ENDED,
     FIELDS,
     FILTER_BITS_MIN,
@@ -51,6 +50,7 @@ from kvfuse.blockindex import (
 from kvfuse.checksum import extent_checksum
 from kvfuse.keys import HASHED, file_names, key_of
 from kvfuse.volume.views.arenas import ReadClass, TierBlock
+from kvfuse.volume.views.name_filter import NameFilter
 
 BUCKETS_MIN = 512
 FULL = 0.75
@@ -63,9 +63,6 @@ SAMPLE_SLOTS, PAGE_SLOTS = 8192, 1024
 """looked at in one go, slots and keys alike: of all clients, of one page; what clients write beyond is not seen"""
 USES_MAX = 1 << 12
 """samples that wait for somebody to take them"""
-NAME_BITS, NAME_BITS_MIN = 64, 8
-"""of a filter for each name: at first, and at last, when a larger table takes the place of this one. With 8 bits 3 % of
-the absent names are asked of the daemon"""
 TIER_DRAM = 1
 """as in answers of EXISTS with COSTS"""
 _SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | 0x0010  # F_SEAL_FUTURE_WRITE
@@ -113,12 +110,7 @@ class BlockIndex:
         """slot -> inode"""
         self._memory = _Memory(buckets, filter_bits, readers.directory)
         self._table = self._memory.table
-        self.name_count = 0
-        """in the filter"""
-        self.is_read = False
-        """somebody reads, or has read, all names of the directory for the filter"""
-        self._has_hashes = False
-        """a name is a hash of its key: which bits it has is not known"""
+        self.filter = NameFilter(self._table)
         self.extend_to(valid_until)
 
     @property
@@ -141,25 +133,10 @@ class BlockIndex:
 
     def end(self) -> None:
         self._table.words[STATE] = ENDED
+        self.filter.give_up()
         self._slots.clear()
         self._inos.clear()
         self.names.clear()
-
-    def add_names(self, names: Sequence[bytes]) -> bool:
-        """The names may mean something from now on. False: there are too many for the filter."""
-        keys = [key for name in names if (key := key_of(name)) is not None]
-        if any(name.startswith(HASHED) for name in names):
-            self._has_hashes, self._table.words[COMPLETE] = True, 0
-        if keys:
-            table = self._table
-            where, bits = table.bits_of(fingerprints_of(table.multipliers, keys))
-            self.name_count += int(np.count_nonzero((table.filter[where] & bits != bits).any(1)))
-            np.bitwise_or.at(table.filter, where, bits)
-        return self.name_count * NAME_BITS_MIN <= 8 * len(self._table.filter)
-
-    def complete(self) -> None:
-        """The filter has all names."""
-        self._table.words[COMPLETE] = not self._has_hashes
 
     def ino_of(self, name: bytes) -> int:
         """0: it is not in the table."""
@@ -369,6 +346,12 @@ class Residents:
                     self._shown.pop(shown, None)
                     index.hide(name)
 
+    def names_come(self, directory: int, names: Sequence[bytes]) -> None:
+        """Names may mean something from now on: another host has made them. Before anything here believes it."""
+        for index in self.by_directory.get(directory, {}).values():
+            with self._lock:
+                self._add_names(index, names)
+
     def sample(self, *, at_once: bool = False) -> None:
         """Note which blocks clients read by themselves. Does nothing, unless ``at_once``, a moment after a call."""
         now = time.monotonic()
@@ -406,27 +389,39 @@ class Residents:
 
     # -- the names of a directory --------------------------------------------------------------------
 
-    def begin_names(self, readers: ReadClass) -> BlockIndex | None:
-        """The index of a read class, if nobody has read all names of its directory for it yet: the caller does."""
+    def begin_names(self, readers: ReadClass, folder: object) -> BlockIndex | None:
+        """The index of a read class, if nobody has read all names of its directory for it yet: the caller does.
+
+        ``folder``: stays in memory as long as they are known.
+        """
         with self._lock:
             index = self.by_directory.get(readers.directory, {}).get(readers)
-            if index is None or index.is_read:
+            if index is None or index.filter.is_begun:
                 return None
-            index.is_read = True
+            index.filter.begin(folder)
             return index
 
     def add_names(self, index: BlockIndex, names: Sequence[bytes]) -> bool:
-        """More names of its directory. False: it has ended."""
+        """More names of its directory. False: it does not take them any more."""
         with self._lock:
             self._add_names(index, names)
-            return self.by_directory.get(index.readers.directory, {}).get(index.readers) is index
+            return index.filter.takes
 
     def end_names(self, index: BlockIndex, *, are_all: bool) -> None:
         """All names were added, or they could not be read."""
         with self._lock:
-            index.is_read = are_all
             if are_all:
-                index.complete()
+                index.filter.complete()
+            else:
+                index.filter.fail()
+
+    def doubt_names(self, index: BlockIndex | None = None) -> None:
+        """Nobody tells of new names any more: what is absent is not known until an index (None: each) has ended."""
+        with self._lock:
+            for found in self.by_directory.values() if index is None else [{index.readers: index}]:
+                for other in found.values():
+                    other.filter.give_up()
+            fence()
 
     def end(self, directory: int | None = None) -> None:
         """Other people may use a directory (None: any) than until now: clients ask again."""
@@ -472,16 +467,15 @@ class Residents:
         return index
 
     def _add_names(self, index: BlockIndex, names: Sequence[bytes]) -> None:
-        if not index.add_names(names):
-            bits = FILTER_BITS_MIN
-            while bits < NAME_BITS * index.name_count:
-                bits *= 2
-            self._filter_bits = {**dict(list(self._filter_bits.items())[-INDEXES_MAX:]), index.readers.directory: bits}
+        if not index.filter.add(names):
+            kept = list(self._filter_bits.items())[-INDEXES_MAX:]
+            self._filter_bits = {**dict(kept), index.readers.directory: index.filter.bits_wanted}
             self._end(index)
 
     def _end(self, index: BlockIndex) -> None:
         index.end()
-        self._set(index.readers, None)
+        if self.by_directory.get(index.readers.directory, {}).get(index.readers) is index:
+            self._set(index.readers, None)
         for ino in [ino for ino, shown in self._shown.items() if shown[0] is index]:
             del self._shown[ino]
 
