@@ -74,6 +74,10 @@ async def _serve(effective: Effective, point: Path, announce: Callable[[], None]
     options = effective.options
     doors: list[Door] = [partial(serve_rings, options=options.usrbio)] if options.usrbio.enabled else []
     services: list[Service] = []
+    if options.is_shared and (options.peer.listen is not None or options.peer.reads):
+        from kvfuse.peer.service import serve_peers
+
+        services.append(partial(serve_peers, options=options.peer))
     if options.metrics.listen is not None:
         from kvfuse.metrics.server import serve_metrics
 

@@ -94,6 +94,7 @@ UNSET: dict[str, str] = {
     "mount.default_permissions": "where users other than root may come in",
     "usrbio.user_iov_size": "128 times the memory that the daemon may have",
     "usrbio.user_charged_size": "an eighth of the memory that the daemon may have",
+    "peer.listen": "nowhere",
     "metrics.listen": "nowhere",
     "log.file": "log, in the volume's folder, or /var/log/kvfuse-NAME.log; in the foreground stderr",
 }

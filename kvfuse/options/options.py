@@ -35,6 +35,7 @@ Seconds = Annotated[float, Meta(ge=0, le=1e9, description="a number of seconds, 
 DeadlineSeconds = Annotated[float, Meta(ge=0.1, le=3600, description="a number of seconds, 0.1 to 3600")]
 LeaseSeconds = Annotated[float, Meta(ge=2, le=3600, description="a number of seconds, 2 to 3600")]
 Count = Annotated[int, Meta(ge=1, le=1 << 40, description="a whole number, 1 or more")]
+PeerConnections = Annotated[int, Meta(ge=1, le=16, description="a whole number, 1 to 16")]
 FileCount = Annotated[int, Meta(ge=0, le=1 << 62, description="a number of files, or 0 for any number")]
 RateBytes = Annotated[int, Meta(ge=0, le=1 << 62, description='a size such as "200MB"; 0: no limit')]
 Node = Annotated[int, Meta(ge=0, le=1023, description="the number of a NUMA node of this host")]
@@ -302,6 +303,24 @@ class UsrbioOptions(_Section, frozen=True):
     daemon may have"""
 
 
+class PeerOptions(_Section, frozen=True):
+    """Hosts of a shared volume that read from each other."""
+
+    listen: ListenAddress | None = None
+    """HOST:PORT where other hosts may read what this one has in its tiers; None: nowhere"""
+    advertise: tuple[Word, ...] = ()
+    """HOST or HOST:PORT by which others reach it, one for each network card; empty: as ``listen`` says, or this host's
+    name"""
+    reads: bool = True
+    """hosts that listen are asked before the segments"""
+    connections: PeerConnections = 2
+    """to each other host"""
+    deadline: DeadlineSeconds = 1.0
+    """seconds for a read, and without a byte"""
+    in_flight: Bytes = 64 * MIB
+    """bytes that one other host may have on their way to it"""
+
+
 class ScrubOptions(_Section, frozen=True):
     """Verifying, in the background, all that is stored."""
 
@@ -336,6 +355,7 @@ class Options(_Section, frozen=True):
     namespace: NamespaceOptions = msgspec.field(default_factory=NamespaceOptions)
     mount: MountOptions = msgspec.field(default_factory=MountOptions)
     usrbio: UsrbioOptions = msgspec.field(default_factory=UsrbioOptions)
+    peer: PeerOptions = msgspec.field(default_factory=PeerOptions)
     scrub: ScrubOptions = msgspec.field(default_factory=ScrubOptions)
     metrics: MetricsOptions = msgspec.field(default_factory=MetricsOptions)
     log: LogOptions = msgspec.field(default_factory=LogOptions)

@@ -338,6 +338,8 @@ class RingApi(VolumeApi, Protocol):
     def ready(self) -> ReadyApi: ...
     @property
     def search(self) -> SearchApi: ...
+    @property
+    def near(self) -> NearApi: ...
 
 
 class ReadyApi(Protocol):
@@ -433,11 +435,15 @@ class BlockApi(Protocol):
         those of one directory), are being written, cannot be read, or for which there is no room.
         """
 
-    async def bring_near(self, binding: Binding) -> bool:
-        """A block that memory does not have was asked for: read it into the shared-memory tier if it was lately, too.
 
-        Whether it is there now. OperationError: it cannot be read.
-        """
+class NearApi(Protocol):
+    """Brings blocks into the shared-memory tier that were asked for. OperationError: one cannot be read."""
+
+    async def from_neighbours(self, binding: Binding) -> bool:
+        """If another host may have it; whether it is there now."""
+
+    async def if_wanted(self, binding: Binding) -> bool:
+        """If it was asked for lately, too; whether it is there now."""
 
 
 class KernelCache(Protocol):

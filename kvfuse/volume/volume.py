@@ -10,12 +10,14 @@ from typing import Any
 
 import trio
 
-from kvfuse.volume.api import ROOT_INODE, KernelCache, Space
+from kvfuse.volume.api import ROOT_INODE, KernelCache, NearApi, Space
+from kvfuse.volume.hosts.neighbourhood import Neighbourhood
 from kvfuse.volume.namespaces.registry import Namespace
 from kvfuse.volume.namespaces.settings import ROOT
 from kvfuse.volume.namespaces.uses import Use
 from kvfuse.volume.operations import Files, Inodes, Tree
 from kvfuse.volume.parts import Parts
+from kvfuse.volume.views.neighbours import Neighbours
 
 
 class Volume:
@@ -38,13 +40,24 @@ class Volume:
         self.tree = Tree(parts, self.files)
         self.blocks, self.ready, self.search = parts.blocks, parts.blocks.ready, parts.blocks.search
         self.gates = parts.core.namespaces.gates
-        if parts.coherence is not None:
+        self.neighbourhood: Neighbourhood | None = None
+        """this host among those that share the volume"""
+        if parts.coherence is not None and parts.leases is not None:
+            self.neighbourhood = Neighbourhood(parts.core, parts.coherence.member, parts.leases.view)
             self.sections["coherence"] = parts.coherence.statistics
             self.sections["reports"] = parts.coherence.giving.reports.statistics
 
     def tell(self, kernel: KernelCache) -> None:
         """Who is told of what other hosts change."""
         self.parts.core.kernel.connect(kernel)
+
+    @property
+    def near(self) -> NearApi:
+        return self.blocks.promotion
+
+    def connect(self, neighbours: Neighbours | None) -> None:
+        """Who is asked for blocks before the engine."""
+        self.parts.core.reads.connect(neighbours)
 
     def kernel_knows(self, ino: int) -> bool:
         """The kernel may have cached something of the inode. From any thread."""

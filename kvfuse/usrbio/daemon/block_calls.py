@@ -57,6 +57,10 @@ class BlockCalls:
     async def _get_bound(self, call: Call, namespace: Namespace, is_last: bool) -> bool:
         """Answer with the present block of the name. False, unless ``is_last``: the name changed meanwhile."""
         binding = await self._bind(namespace, call.names[0])
+        if binding.valid and binding.map.size > call.entry.length and not call.entry.flags:  # it asks for the size
+            call.ring.completions.complete(call, -errno.EMSGSIZE, binding.map.size)
+            return True
+        await self.volume.near.from_neighbours(binding)
         handle = await self.volume.files.open(binding.ino, os.O_RDONLY, self.peer.caller())
         try:
             size = binding.map.size
@@ -71,7 +75,7 @@ class BlockCalls:
                 call.ring.completions.complete(call, -errno.EMSGSIZE, size)
             elif not size:
                 call.ring.completions.complete(call, 0)
-            elif not (await self.volume.blocks.bring_near(binding) and await self._shown(call, handle, binding)):
+            elif not (await self.volume.near.if_wanted(binding) and await self._shown(call, handle, binding)):
                 await self.read_here(call, handle, 0, size)
             return True
         finally:

@@ -22,8 +22,8 @@ import trio
 from kvfuse.checksum import CHECKSUM_SIZE, GRANULE_SIZE, granule_checksums
 from kvfuse.errors import KvfuseError
 from kvfuse.remote.segments.api import Transfer
+from kvfuse.volume.content.nearby import Nearby, base_of
 from kvfuse.volume.disk.copies import Stretch
-from kvfuse.volume.disk.tier import DiskTier
 from kvfuse.volume.inodes.chunk import Extent
 from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.inodes.node import Node
@@ -52,16 +52,18 @@ class _Part:
     is_whole: bool = False
     """its bytes are there, and right"""
     data: memoryview | None = None
-    """its bytes, from the disk tier; None: the window has them"""
+    """its bytes, where they are not the window's"""
 
 
 class _Window:
     """Up to WINDOW_SIZE bytes of an extent, which begin ``low`` bytes into it."""
 
-    __slots__ = ("bytes", "checksums", "low", "node", "parts", "reach", "rest")
+    __slots__ = ("base", "bytes", "checksums", "low", "node", "parts", "reach", "rest")
 
-    def __init__(self, node: Node, extent: Extent, low: int) -> None:
+    def __init__(self, node: Node, base: int, extent: Extent, low: int) -> None:
         self.node = node
+        self.base = base
+        """as of `nearby.base_of`"""
         self.low = low
         self.checksums = extent.checksums
         self.bytes = np.empty(min(extent.length - low, WINDOW_SIZE), np.uint8).data
@@ -101,6 +103,7 @@ class Fetcher:
 
     def __init__(self, core: Core, memory_max: int = MEMORY_MAX) -> None:
         self.core = core
+        self.nearby = Nearby(core)
         self.memory_max = memory_max
         self.memory_size = 0
         """bytes of all windows"""
@@ -120,23 +123,23 @@ class Fetcher:
 
     def opened(self, node: Node, extent: Extent) -> None:
         """A file was opened that begins with ``extent``, and the kernel has nothing of it: its start will be read."""
-        self._begin(node, (extent, 0), PART_SIZE)
+        self._begin(node, base_of(extent, 0), (extent, 0), PART_SIZE)
 
     def closed(self, node: Node) -> None:
         """Nobody has the file open any more: nothing is kept of it."""
         for key in list(self._files.get(node, ())):
             self._drop(key)
 
-    async def read(self, node: Node, extent: Extent, start: int, length: int) -> memoryview | None:
+    async def read(self, node: Node, base: int, extent: Extent, start: int, length: int) -> memoryview | None:
         """Bytes of an extent, right but maybe no longer the file's; None where they have to be read.
 
-        EngineError where they were waited for, and the engine failed.
+        ``base``: as of `nearby.base_of`. EngineError where they were waited for, and the engine failed.
         """
         number, offset = divmod(start, WINDOW_SIZE)
         key = extent, number
         if offset + length > WINDOW_SIZE:
             return None
-        self._expect(node, key, offset, length)
+        self._expect(node, base, key, offset, length)
         window = self._windows.get(key)
         if window is None:
             return None
@@ -169,22 +172,22 @@ class Fetcher:
 
     # -- what to fetch -------------------------------------------------------------------------------
 
-    def _expect(self, node: Node, key: Key, offset: int, length: int) -> None:
+    def _expect(self, node: Node, base: int, key: Key, offset: int, length: int) -> None:
         """A range of a window is about to be read: fetch it where it is read from its start on, and what follows."""
         window = self._windows.get(key)
         if offset and (window is None or offset > window.reach + PART_SIZE):
             return
         is_eager = bool(offset) or length >= EAGER_SIZE_MIN
-        self._begin(node, key, WINDOW_SIZE if is_eager else PART_SIZE)
+        self._begin(node, base, key, WINDOW_SIZE if is_eager else PART_SIZE)
 
-    def _begin(self, node: Node, key: Key, length: int) -> None:
+    def _begin(self, node: Node, base: int, key: Key, length: int) -> None:
         """Have the first ``length`` bytes of a window, unless they are there or under way."""
         nursery, (extent, number) = self._nursery, key
         if nursery is None or not extent.checksums or not node.handles:
             return
         window = self._windows.get(key)
         if window is None:
-            window = self._windows[key] = _Window(node, extent, number * WINDOW_SIZE)
+            window = self._windows[key] = _Window(node, base, extent, number * WINDOW_SIZE)
             self._files.setdefault(node, set()).add(key)
             self.memory_size += len(window.bytes)
             while self.memory_size > self.memory_max and len(self._windows) > 1:
@@ -202,11 +205,11 @@ class Fetcher:
             with part.scope:
                 if not part.go.is_set():
                     await self.core.reads.demand.give_way(part.go)
-                if self.core.disk is None:
+                if self.nearby.is_there:
+                    part.is_whole = await self._read_nearest(extent, window, index, part)
+                else:
                     await self._read(extent, start, target)
                     part.is_whole = window.is_intact(index)
-                else:
-                    part.is_whole = await self._read_near(self.core.disk, extent, window, index, part)
         except KvfuseError as error:
             part.error = error
         except ValueError as error:
@@ -219,19 +222,21 @@ class Fetcher:
         with self.core.reads.reading(), self.core.reads.speeds.remote.reading(len(target)):
             await self.core.segments.read([Transfer(*self.core.locate(extent.addr + start), target)])
 
-    async def _read_near(self, disk: DiskTier, extent: Extent, window: _Window, index: int, part: _Part) -> bool:
-        """From the disk tier where it has the bytes, else from the engine. Whether they are right. EngineError."""
+    async def _read_nearest(self, extent: Extent, window: _Window, index: int, part: _Part) -> bool:
+        """From what is nearer than the engine, if that has the bytes. Whether they are right. EngineError."""
         start, target = window.low + index * PART_SIZE, window.bytes[index * PART_SIZE : (index + 1) * PART_SIZE]
         stretch = Stretch.around(extent, start, start + len(target))
-        if stretch.checksums != window.checksums or (data := await disk.read(stretch)) is None:
+        is_same, data = stretch.checksums == window.checksums, None
+        if is_same:
+            data = await self.nearby.read(window.node, window.base, stretch, target)
+        if data is None:
             began = trio.current_time()
             await self._read(extent, start, target)
             is_whole = window.is_intact(index)
-            if is_whole and stretch.checksums == window.checksums:
-                wanted = self.core.namespaces.may_keep(window.node.namespace, "disk")
-                disk.offer(stretch, target, trio.current_time() - began, wanted=wanted)
+            if is_whole and is_same:
+                self.nearby.offer(window.node, stretch, target, trio.current_time() - began)
             return is_whole
-        part.data = data
+        part.data = None if data is target else data
         return True
 
     def _drop(self, key: Key) -> None:

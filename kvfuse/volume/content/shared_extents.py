@@ -1,6 +1,6 @@
 """Bytes of extents of a volume that many hosts have: fetched side by side, and verified by each read.
 
-Where there is a disk tier it is asked before the engine.
+What is nearer (`nearby`) is asked before the engine.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable
 import trio
 
 from kvfuse.errors import Corrupt
+from kvfuse.volume.content.nearby import Nearby, base_of
 from kvfuse.volume.content.read_ahead import Fetcher
 from kvfuse.volume.content.reader import Extents, Reads, is_current
 from kvfuse.volume.disk.copies import Stretch
@@ -30,6 +31,7 @@ class SharedExtents(Extents):
     def __init__(self, core: Core, renew: Callable[[Node], Awaitable[None]]) -> None:
         super().__init__(core)
         self.renew = renew
+        self.nearby = Nearby(core)
         self.fetcher = Fetcher(core)
 
     async def read(
@@ -37,42 +39,46 @@ class SharedExtents(Extents):
     ) -> bytes | bytearray | memoryview | None:
         """As there, but verified each time: bytes that are wrong may be those of a slot's next life.
 
-        Then the inode is read anew once. Meanwhile it may change. ``target`` is not used: what was fetched has
-        memory of its own.
+        Then the inode is read anew once. Meanwhile it may change. ``target`` is used for what other hosts have: what
+        was fetched, and what the engine gives, has memory of its own.
         """
         checksums = extent.checksums
 
         def is_same() -> bool:
             return is_current(node, offset, extent) and extent.checksums is checksums
 
-        data = await self.fetcher.read(node, extent, start, length)
+        base = base_of(extent, offset - start)
+        stretch = _whole_granules(extent, start, length) if target is not None else None
+        if target is not None and stretch is not None:
+            is_right = await self.nearby.read_from_neighbours(node, base, stretch, target)
+            if is_right or not is_same():
+                return target if is_same() else None
+        data = await self.fetcher.read(node, base, extent, start, length)
         if data is None and is_same():
             try:
-                data = await self.read_verified(node, extent, start, length, is_same)
+                data = await self._read_nearest(node, base, extent, start, length, is_same)
             except Corrupt:
                 await self.renew(node)
                 data = await self.read_verified(node, extent, start, length, is_same) if is_same() else None
         return data if is_same() else None
 
-    async def read_verified(
-        self, node: Node, extent: Extent, start: int, length: int, is_same: Callable[[], bool]
+    async def _read_nearest(
+        self, node: Node, base: int, extent: Extent, start: int, length: int, is_same: Callable[[], bool]
     ) -> memoryview | None:
-        """As there; from the disk tier where it has the bytes. Else it may keep them."""
-        disk = self.core.disk
-        if disk is None or not extent.checksums:
-            return await super().read_verified(node, extent, start, length, is_same)
+        """As `read_verified`, from where the bytes are there soonest."""
+        if not (self.nearby.is_there and extent.checksums):
+            return await self.read_verified(node, extent, start, length, is_same)
         stretch = Stretch.around(extent, start, start + length)
-        low, data = stretch.low, await disk.read(stretch)
+        low, data = stretch.low, await self.nearby.read(node, base, stretch)
         if not is_same():
             return None
         if data is None:
             began = trio.current_time()
-            data = await super().read_verified(node, extent, low, stretch.high - low, is_same)
+            data = await self.read_verified(node, extent, low, stretch.high - low, is_same)
             if data is None:
                 return None
             if extent.checksums == stretch.checksums:
-                wanted = self.core.namespaces.may_keep(node.namespace, "disk")
-                disk.offer(stretch, data, trio.current_time() - began, wanted=wanted)
+                self.nearby.offer(node, stretch, data, trio.current_time() - began)
         return data[start - low : start - low + length]
 
     async def do_all(self, reads: Reads) -> None:
@@ -96,3 +102,11 @@ class SharedExtents(Extents):
                 nursery.start_soon(run, read)
         if errors:
             raise errors[0]
+
+
+def _whole_granules(extent: Extent, start: int, length: int) -> Stretch | None:
+    """These bytes, where they are granules of a sealed extent, and no part of one."""
+    if not extent.checksums:
+        return None
+    stretch = Stretch.around(extent, start, start + length)
+    return stretch if (stretch.low, stretch.high) == (start, start + length) else None

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import trio
 
-from kvfuse.checksum import GRANULE_SIZE, crc32c
+from kvfuse.checksum import CHECKSUM_SIZE, GRANULE_SIZE, crc32c
 from kvfuse.errors import ConfigError, EngineError
 from kvfuse.options.options import CacheOptions
 from kvfuse.remote.segments.api import Transfer
@@ -118,6 +118,15 @@ class DiskTier:
         """The tier has a copy of the first granule of an extent."""
         copy = self.index.copies.get(addr)
         return copy is not None and copy.generation == generation
+
+    def held(self, addr: int, generation: int, low: int, high: int) -> Stretch | None:
+        """Granules of an extent, as the copies here have them; None: there are not copies of all."""
+        found = [self.index.copies.get(addr + start) for start in range(low, high, GRANULE_SIZE)]
+        copies = [copy for copy in found if copy is not None and copy.generation == generation]
+        if len(copies) < len(found) or sum([copy.length for copy in copies]) != high - low:
+            return None
+        checksums = b"".join([copy.checksum.to_bytes(CHECKSUM_SIZE, "little") for copy in copies])
+        return Stretch(addr, generation, high, bytes(low // GRANULE_SIZE * CHECKSUM_SIZE) + checksums, low, high)
 
     async def read(self, stretch: Stretch) -> memoryview | None:
         """The bytes of all its granules, verified; None where the engine has to be asked."""

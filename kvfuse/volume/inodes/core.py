@@ -34,6 +34,7 @@ from kvfuse.volume.namespaces.uses import Use
 from kvfuse.volume.store.numbers import NumberRange
 from kvfuse.volume.store.schema import InodeRecord
 from kvfuse.volume.views.demand import Demand
+from kvfuse.volume.views.neighbours import Neighbours
 from kvfuse.volume.views.speeds import Speeds
 from kvfuse.volume.views.tier import SharedTier
 
@@ -58,8 +59,14 @@ class ReadEpochs:
         """of this host's tiers, as reads found them"""
         self.demand = Demand()
         """at the segments"""
+        self.neighbours: Neighbours | None = None
+        """other hosts that may be asked for blocks"""
         self._epochs: deque[list[int]] = deque([[0]])
         self._retired: deque[list[tuple[Callable[[list[Slot]], object], list[Slot]]]] = deque([[]])
+
+    def connect(self, neighbours: Neighbours | None) -> None:
+        """Ask these from now on."""
+        self.neighbours = neighbours
 
     @contextmanager
     def reading(self) -> Iterator[None]:
@@ -198,6 +205,7 @@ class Core:
         former.namespaces.news.lose_all()
         self.places.distrust_all()
         self.reads.threads, self.reads.speeds = former.reads.threads, former.reads.speeds
+        self.reads.connect(former.reads.neighbours)
         self.tier = self.nodes.tier = former.tier
         self.tier.clear()
         self._share_residents()

@@ -32,7 +32,7 @@ from kvfuse.volume.names.outlook import Outlook
 from kvfuse.volume.names.own_search import OwnSearch
 from kvfuse.volume.names.pages import LEARN_ROWS
 from kvfuse.volume.names.plans import Plan
-from kvfuse.volume.names.promotion import Promotion
+from kvfuse.volume.names.promotion import Promotion, read_class
 from kvfuse.volume.names.ready_puts import BlockCounters, ReadyPuts
 from kvfuse.volume.namespaces.cache import Cache
 from kvfuse.volume.namespaces.settings import ROOT
@@ -42,7 +42,7 @@ from kvfuse.volume.store import schema
 from kvfuse.volume.store.sealed import get_sound
 from kvfuse.volume.views.content_map import SIZE_UNKNOWN
 from kvfuse.volume.views.news import Watch
-from kvfuse.volume.views.tier import ReadClass, TierBlock
+from kvfuse.volume.views.tier import TierBlock
 from kvfuse.volume.views.uses import Uses
 
 log = logging.getLogger(__name__)
@@ -207,15 +207,9 @@ class Blocks:
             present.note_use()
             return True
         await self.core.reads.demand.give_way()
-        is_there = await self.promotion.bring(node, binding, _read_class(node))
+        is_there = await self.promotion.bring(node, binding)
         self.counters.prefetches += is_there
         return is_there
-
-    async def bring_near(self, binding: Binding) -> bool:
-        node = self.core.nodes.get(binding.ino)
-        if node is None or not self.core.tier.is_wanted(node.ino):
-            return False
-        return node.ino in self.core.tier.kept or await self.promotion.bring(node, binding, _read_class(node))
 
     # -- changing ------------------------------------------------------------------------------------
 
@@ -231,7 +225,7 @@ class Blocks:
             self.core.stored_in_cache(node)
         namespace = self.core.namespaces.all.get(node.namespace)
         is_wanted = namespace is None or namespace.settings.tiers in ("all", "dram")
-        if is_wanted and isinstance(data, TierBlock) and data.read_class == _read_class(node):
+        if is_wanted and isinstance(data, TierBlock) and data.read_class == read_class(node):
             self.core.tier.keep(node.ino, data, name)
         self.counters.puts += 1
         self.counters.put_bytes += len(content)
@@ -390,8 +384,3 @@ async def _for_each(names: Sequence[bytes], job: Callable[[int, bytes], Awaitabl
         nursery.start_soon(work)
     if failures:
         raise failures[0]
-
-
-def _read_class(node: Node) -> ReadClass:
-    """The read class of a file, for its copy in the tier."""
-    return ReadClass(node.parent, node.uid, node.gid, node.mode & 0o444)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import trio
+
 from kvfuse.volume.api import Binding
 from kvfuse.volume.content.reader import Reader
 from kvfuse.volume.inodes.core import Core
@@ -18,8 +20,40 @@ class Promotion:
     core: Core
     reader: Reader
 
-    async def bring(self, node: Node, binding: Binding, readers: ReadClass) -> bool:
-        """Read a file into the tier; whether that has it then. The content map will show it instead of slots."""
+    def __post_init__(self) -> None:
+        self._coming: dict[int, trio.Event] = {}
+        """inodes that are being read -> set when that has ended"""
+
+    async def from_neighbours(self, binding: Binding) -> bool:
+        """`api.NearApi`."""
+        neighbours, node = self.core.reads.neighbours, self.core.nodes.get(binding.ino)
+        if neighbours is None or node is None or node.ino in self.core.tier.kept:
+            return False
+        chunk = node.chunks.get(0)
+        if chunk is None or chunk.staged is not None or not chunk.extents or chunk.extents[0].packing:
+            return False
+        return neighbours.may_have(chunk.extents[0].addr) and await self.bring(node, binding)
+
+    async def if_wanted(self, binding: Binding) -> bool:
+        """`api.NearApi`."""
+        node = self.core.nodes.get(binding.ino)
+        if node is None or not self.core.tier.is_wanted(node.ino):
+            return False
+        return node.ino in self.core.tier.kept or await self.bring(node, binding)
+
+    async def bring(self, node: Node, binding: Binding) -> bool:
+        """Read a file into the tier, once for all who ask meanwhile; whether that has it then."""
+        if (coming := self._coming.get(node.ino)) is not None:
+            await coming.wait()
+            return node.ino in self.core.tier.kept
+        self._coming[node.ino] = trio.Event()
+        try:
+            return await self._bring(node, binding, read_class(node))
+        finally:
+            self._coming.pop(node.ino).set()
+
+    async def _bring(self, node: Node, binding: Binding, readers: ReadClass) -> bool:
+        """The content map will show the block instead of slots."""
         if not node.size or node.own_record or not _is_quiet(node):
             return False
         if not self.core.namespaces.may_keep(node.namespace, "dram"):
@@ -41,3 +75,8 @@ class Promotion:
 def _is_quiet(node: Node) -> bool:
     """No caller is changing the file's bytes over several awaits."""
     return not node.writers and node.lock is None
+
+
+def read_class(node: Node) -> ReadClass:
+    """The read class of a file, for its copy in the tier."""
+    return ReadClass(node.parent, node.uid, node.gid, node.mode & 0o444)

@@ -28,6 +28,7 @@ h     inode u64, client u64                    nothing: the client has the remov
 k     client u64                               who it is to the segment engine; the version counts its commits
 a     client u64                               blocks of other hosts that the client used lately, and how much room it
                                                lacks, or its caches could give up (under its lease)
+w     client u64                               where it answers other hosts (under its lease), see `peer_records`
 q     client u64                               i64, i64: inodes that the client made, less those that it removed; and
                                                bytes of names and attributes likewise (not of older programs)
 ====  =======================================  =====================================================
@@ -331,7 +332,7 @@ def xattr_name(key: bytes) -> bytes:
 
 _KEY_SIZES = {b"d": (18, 17 + NAME_MAX), b"i": (9, 9), b"t": (9, 9), b"o": (9, 9), b"c": (17, 17), b"s": (5, 5)}
 _KEY_SIZES |= {b"m": (9, 9), b"l": (5, 5), b"f": (21, 21), b"h": (17, 17), b"q": (9, 9), b"k": (9, 9)}
-_KEY_SIZES |= {b"a": (9, 9), b"p": (9, 9), b"u": (17, 17), b"e": (9, 9), b"g": (9, 9)}
+_KEY_SIZES |= {b"a": (9, 9), b"w": (9, 9), b"p": (9, 9), b"u": (17, 17), b"e": (9, 9), b"g": (9, 9)}
 _KEY_SIZES[b"x"] = (10, 9 + NAME_MAX)
 """prefix -> (least, most) bytes of a key"""
 
@@ -343,7 +344,7 @@ def is_key(key: bytes) -> bool:
 
 
 def key_client(key: bytes) -> int:
-    """The client in an m, k, q or a key."""
+    """The client in an m, k, q, a or w key."""
     return int(_KEY.unpack(key)[1])
 
 

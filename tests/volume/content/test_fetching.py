@@ -293,7 +293,7 @@ async def test_a_file_may_be_read_while_fetching_ends(
                 nursery.cancel_scope.cancel()
                 with trio.CancelScope(shield=True):
                     await part.done.wait()
-                    assert await fetcher.read(node, extent, 0, CHUNK) is None
+                    assert await fetcher.read(node, 0, extent, 0, CHUNK) is None
                 fetcher.closed(node)
 
 

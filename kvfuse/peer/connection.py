@@ -1,0 +1,173 @@
+"""A connection to another host: questions go out as they gather, answers land where their readers want them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from math import inf
+
+import numpy as np
+import trio
+
+from kvfuse.peer.reads import Read
+from kvfuse.peer.stream import BROKEN, Stream
+from kvfuse.peer.wire import (
+    ANSWER,
+    ANSWER_MAGIC,
+    HEAD_SIZE,
+    QUESTION_BYTES_MAX,
+    QUESTION_MAGIC,
+    ROWS_MAX,
+    Head,
+    WireError,
+    check_answer,
+    pack_question,
+    parse_head,
+    plain,
+)
+from kvfuse.volume.views.neighbours import Answer
+
+
+class Connection:
+    """Greeted, and running as long as `run`. Event loop only.
+
+    ``own_load``: bytes that this host has still to send to others. ``told``: called with the other one's load.
+    """
+
+    def __init__(
+        self, stream: Stream, patience: float, own_load: Callable[[], int], told: Callable[[int], None]
+    ) -> None:
+        self.bytes = 0
+        """that were asked for, and have not come"""
+        self._stream = stream
+        self._patience = patience
+        """seconds without a byte, while some are expected"""
+        self._own_load, self._told = own_load, told
+        self._open: set[Read] = set()
+        """reads that are not finished"""
+        self._waiting: deque[Read] = deque()
+        self._sent: deque[tuple[int, Sequence[Read]]] = deque()
+        self._work = trio.Event()
+        self._scope = trio.CancelScope()
+        self._count = 0
+        self.is_over = False
+
+    def ask(self, reads: Sequence[Read]) -> None:
+        """Each is finished some time."""
+        for read in reads:
+            self.bytes += read.size
+            self._open.add(read)
+            self._waiting.append(read)
+        self._work.set()
+
+    async def run(self) -> None:
+        """Until the connection breaks, or nothing comes although something should. WireError."""
+        try:
+            with self._scope:
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(self._ended, self._send, nursery.cancel_scope)
+                    await self._ended(self._receive, nursery.cancel_scope)
+        except* WireError as group:
+            raise WireError(str(group.exceptions[0])) from group
+        finally:
+            self.is_over = True
+            self._stream.close()
+            self._finish(list(self._open))
+
+    async def _ended(self, work: Callable[[], Awaitable[None]], scope: trio.CancelScope) -> None:
+        """Work until the connection breaks."""
+        try:
+            await work()
+        except BROKEN:
+            scope.cancel()
+
+    def _finish(self, reads: Sequence[Read]) -> None:
+        for read in reads:
+            self._open.remove(read)
+            self.bytes -= read.size
+            read.finish()
+
+    def _expect(self) -> None:
+        """Something has come, or is to come."""
+        self._scope.deadline = trio.current_time() + self._patience if self._sent else inf
+
+    # -- questions -----------------------------------------------------------------------------------
+
+    async def _send(self) -> None:
+        while True:
+            await self._work.wait()
+            if not (reads := self._next()):
+                self._work = trio.Event()
+                continue
+            self._count += 1
+            self._sent.append((self._count, reads))
+            if len(self._sent) == 1:
+                self._expect()
+            rows = pack_question([(read.wanted, read.flags, read.without) for read in reads])
+            head = Head(len(reads), self._count, self._own_load()).pack(QUESTION_MAGIC)
+            await self._stream.send([memoryview(head), plain(rows)])
+
+    def _next(self) -> list[Read]:
+        """Reads of the next question."""
+        reads: list[Read] = []
+        size = 0
+        while self._waiting and len(reads) < ROWS_MAX:
+            read = self._waiting[0]
+            if size and size + read.size > QUESTION_BYTES_MAX:
+                break
+            self._waiting.popleft()
+            if read.target is None:
+                self._finish([read])
+                continue
+            reads.append(read)
+            size += read.size
+        return reads
+
+    # -- answers -------------------------------------------------------------------------------------
+
+    async def _receive(self) -> None:
+        while True:
+            head = parse_head(memoryview(await self._stream.receive(HEAD_SIZE)), ANSWER_MAGIC)
+            if not self._sent or (self._sent[0][0], len(self._sent[0][1])) != (head.number, head.row_count):
+                raise WireError("it answers what it was not asked")
+            rows = np.empty(head.row_count, ANSWER)
+            await self._stream.receive_into(plain(rows))
+            self._told(head.load)
+            self._expect()
+            _, reads = self._sent[0]
+            landings = []
+            for read, answer, named in zip(reads, check_answer(rows), rows["named"].tolist(), strict=True):
+                read.answer, read.named = answer, [client for client in named if client]
+                if answer is Answer.HERE:
+                    landings.append(_Landing(read, self))
+            if landings:
+                await self._stream.land(landings)
+            self._sent.popleft()
+            self._expect()
+            self._finish([read for read in reads if read.answer is not Answer.HERE])
+
+    def landed(self, read: Read) -> None:
+        read.verify()
+        self._finish([read])
+
+    def progressed(self) -> None:
+        self._expect()
+
+
+class _Landing:
+    """The bytes of a read that are on their way."""
+
+    __slots__ = ("_connection", "_read")
+
+    def __init__(self, read: Read, connection: Connection) -> None:
+        self._read, self._connection = read, connection
+
+    def room(self) -> memoryview:
+        return self._read.room()
+
+    def came(self, count: int) -> None:
+        read = self._read
+        read.came(count)
+        self._connection.progressed()
+        if read.position == read.size:
+            self._connection.landed(read)

@@ -1,0 +1,267 @@
+"""Answers other hosts from the tiers of this one: in the order of their questions, one at a time a connection."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+
+import numpy as np
+import trio
+
+from kvfuse.peer.copies import Copies
+from kvfuse.peer.greeting import Identity, welcome
+from kvfuse.peer.stream import BROKEN, Stream
+from kvfuse.peer.wire import (
+    ANSWER,
+    ANSWER_MAGIC,
+    FINAL,
+    HEAD_SIZE,
+    NAMED_MAX,
+    QUESTION,
+    QUESTION_MAGIC,
+    Head,
+    Rows,
+    WireError,
+    check_question,
+    parse_head,
+    plain,
+)
+from kvfuse.volume.hosts.neighbourhood import Neighbourhood
+from kvfuse.volume.views.neighbours import Answer, Wanted
+
+GREETING_SECONDS = 5.0
+STRANGERS_MAX = 64
+"""connections that have not proved anything yet"""
+CALLER_CONNECTIONS_MAX = 16
+SEND_SECONDS = 10.0
+"""for an answer, and one more for each `SEND_RATE` bytes of it: then its reader is given up"""
+SEND_RATE = 10 << 20
+REFERRED_SIZE = 64 << 10
+"""bytes of a row from which on its reader is sent elsewhere: less is sent sooner than said"""
+STORED_AT_ONCE = 8
+"""reads of the disk tier for one answer"""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class ServedCounters:
+    connections: int = 0
+    refused: int = 0
+    """connections that did not prove that they are of the volume, or were too many"""
+    questions: int = 0
+    rows: int = 0
+    here: int = 0
+    bytes: int = 0
+    absent: int = 0
+    moved: int = 0
+    elsewhere: int = 0
+    busy: int = 0
+    malformed: int = 0
+    given_up: int = 0
+    """readers that did not take their answer"""
+
+
+@dataclass
+class Listener:
+    """Of one mount. ``neighbourhood``: this host's, at the moment. ``in_flight``: bytes for one caller at a time."""
+
+    neighbourhood: Callable[[], Neighbourhood]
+    in_flight: int
+    counters: ServedCounters = field(default_factory=ServedCounters)
+
+    def __post_init__(self) -> None:
+        self.secret = b""
+        """of the volume's hosts; empty until it was read"""
+        self.copies = Copies()
+        self.load = 0
+        """bytes that are still to be sent"""
+        self.loads: dict[int, int] = {}
+        """client -> the same, as it last told"""
+        self.served: Counter[int] = Counter()
+        """client -> bytes that it got"""
+        self._callers: Counter[int] = Counter()
+        """client -> its connections"""
+        self._sending: Counter[int] = Counter()
+        """client -> bytes on their way to it"""
+        self._strangers = 0
+
+    @property
+    def identity(self) -> Identity:
+        hood = self.neighbourhood()
+        return Identity(hood.volume_id, hood.client, self.secret)
+
+    def statistics(self) -> dict[str, object]:
+        served = {f"{client:016x}": count for client, count in self.served.most_common(64)}
+        return {**asdict(self.counters), "load_bytes": self.load, "callers": len(self._callers), "served": served}
+
+    async def serve(self, listening: socket.socket) -> None:
+        """Accept connections, for ever."""
+        async with trio.open_nursery() as nursery:
+            accepting = trio.socket.from_stdlib_socket(listening)
+            while True:
+                try:
+                    connection, _ = await accepting.accept()
+                except OSError as error:  # too many descriptors: it is tried again
+                    log.warning("a connection of another host was not accepted: %s", error)
+                    await trio.sleep(0.1)
+                    continue
+                plain = socket.socket(fileno=connection.detach())
+                if self._strangers >= STRANGERS_MAX:
+                    self.counters.refused += 1
+                    plain.close()
+                else:
+                    nursery.start_soon(self._serve_one, Stream(plain))
+
+    async def _serve_one(self, stream: Stream) -> None:
+        caller: int | None = None
+        try:
+            caller = await self._admitted(stream)
+            if caller is not None:
+                self.counters.connections += 1
+                self._callers[caller] += 1
+                await self._converse(stream, caller)
+        except WireError as error:
+            self.counters.malformed += 1
+            log.warning("another host is cut off: %s", error)
+        except BROKEN:
+            pass
+        except trio.TooSlowError:
+            self.counters.given_up += 1
+        finally:
+            stream.close()
+            if caller is not None:
+                self._callers[caller] -= 1
+                if not self._callers[caller]:
+                    del self._callers[caller], self._sending[caller]
+                    self.loads.pop(caller, None)
+
+    async def _admitted(self, stream: Stream) -> int | None:
+        """The client that connected; None: it is not of this volume, or has connections enough."""
+        self._strangers += 1
+        try:
+            with trio.fail_after(GREETING_SECONDS):
+                caller = await welcome(stream, self.identity)
+        except (WireError, trio.TooSlowError) as error:
+            self.counters.refused += 1
+            log.warning("a connection of another host is refused: %s", error or "it did not greet in time")
+            return None
+        finally:
+            self._strangers -= 1
+        if self._callers[caller] >= CALLER_CONNECTIONS_MAX:
+            self.counters.refused += 1
+            return None
+        return caller
+
+    async def _converse(self, stream: Stream, caller: int) -> None:
+        while True:
+            head = parse_head(memoryview(await stream.receive(HEAD_SIZE)), QUESTION_MAGIC)
+            rows = np.empty(head.row_count, QUESTION)
+            with trio.fail_after(GREETING_SECONDS):
+                await stream.receive_into(plain(rows))
+            check_question(rows)
+            self.loads[caller] = head.load
+            await self._answer(stream, caller, head, rows)
+
+    async def _answer(self, stream: Stream, caller: int, head: Head, rows: Rows) -> None:
+        answers = np.zeros(head.row_count, ANSWER)
+        views = await self._find(caller, rows, answers)
+        size = sum(map(len, views))
+        self.load += size
+        self._sending[caller] += size
+        try:
+            reply = Head(head.row_count, head.number, self.load - size).pack(ANSWER_MAGIC)
+            with trio.fail_after(SEND_SECONDS + size / SEND_RATE):
+                await stream.send([memoryview(reply), plain(answers), *views])
+        finally:
+            self.load -= size
+            self._sending[caller] -= size
+        self.served[caller] += size
+        self.counters.bytes += size
+        self.counters.questions += 1
+        self.counters.rows += head.row_count
+
+    async def _find(self, caller: int, rows: Rows, answers: Rows) -> Sequence[memoryview]:
+        """Fill in the answers; the bytes that follow them."""
+        hood = self.neighbourhood()
+        found: dict[int, memoryview] = {}
+        absent: list[tuple[int, Wanted]] = []
+        room = self.in_flight - self._sending[caller]
+        for place, row in enumerate(rows.tolist()):
+            ino, base, addr, generation, low, high, flags, _, without, _ = row
+            wanted = Wanted(ino, base, addr, generation, low, high, b"")
+            if without:
+                self.copies.forget(addr, without)
+            answer, view = hood.resident(wanted)
+            if view is not None and (named := self._elsewhere(hood.client, caller, wanted, flags)):
+                answer, view = Answer.ELSEWHERE, None
+                answers["named"][place, : len(named)] = named
+            elif view is not None and len(view) > room:
+                answer, view = Answer.BUSY, None
+            if view is not None:
+                room -= len(view)
+                found[place] = view
+                self._note(caller, wanted)
+            elif answer is Answer.ABSENT:
+                absent.append((place, wanted))
+            answers["answer"][place] = answer
+        if absent:
+            await self._find_stored(caller, hood, absent, answers, found, room)
+        self._count(answers)
+        return [found[place] for place in sorted(found)]
+
+    async def _find_stored(
+        self, caller: int, hood: Neighbourhood, absent: Sequence[tuple[int, Wanted]], answers: Rows,
+        found: dict[int, memoryview], room: int,
+    ) -> None:  # fmt: skip
+        """What the disk tier has of these; else who has it."""
+        turns = trio.Semaphore(STORED_AT_ONCE)
+
+        async def find(place: int, wanted: Wanted) -> None:
+            nonlocal room
+            async with turns:
+                size = wanted.high - wanted.low
+                view = await hood.stored(wanted) if size <= room else None
+            if view is not None and size <= room:
+                room -= size
+                found[place] = view
+                answers["answer"][place] = Answer.HERE
+                self._note(caller, wanted)
+            elif named := [client for client in self._ranked(hood.client, caller, wanted) if client != hood.client]:
+                answers["named"][place, : len(named)] = named
+
+        async with trio.open_nursery() as nursery:
+            for place, wanted in absent:
+                nursery.start_soon(find, place, wanted)
+
+    def _elsewhere(self, own: int, caller: int, wanted: Wanted, flags: int) -> list[int]:
+        """Whom to ask instead of this host; empty: it answers itself."""
+        if flags & FINAL or wanted.high - wanted.low < REFERRED_SIZE:
+            return []
+        ranked = self._ranked(own, caller, wanted)
+        return ranked if ranked and ranked[0] != own else []
+
+    def _ranked(self, own: int, caller: int, wanted: Wanted) -> list[int]:
+        places = self.neighbourhood().places
+
+        def load(client: int) -> int:
+            return self.load if client == own else self.loads.get(client, 0)
+
+        ranked = self.copies.choose(wanted.addr, own, load, (caller,))
+        return [client for client in ranked if client == own or client in places][:NAMED_MAX]
+
+    def _note(self, caller: int, wanted: Wanted) -> None:
+        if caller in self.neighbourhood().places:  # or nobody can ask it
+            self.copies.note(wanted.addr, caller)
+
+    def _count(self, answers: Rows) -> None:
+        counts = np.bincount(answers["answer"], minlength=len(Answer) + 1).tolist()
+        counters = self.counters
+        counters.here += counts[Answer.HERE]
+        counters.absent += counts[Answer.ABSENT]
+        counters.moved += counts[Answer.MOVED]
+        counters.elsewhere += counts[Answer.ELSEWHERE]
+        counters.busy += counts[Answer.BUSY]

@@ -1,0 +1,99 @@
+"""Reads of granules from other hosts, from the question to bytes that are verified."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+import trio
+
+from kvfuse.checksum import granule_checksums
+from kvfuse.peer.stream import CALL_BYTES
+from kvfuse.volume.views.neighbours import Answer, Wanted
+
+_SINK = np.empty(CALL_BYTES, np.uint8).data
+"""for bytes that nobody waits for any more"""
+
+
+class Asked(Protocol):
+    """Who is asked."""
+
+    def note(self, *, is_well: bool) -> None:
+        """How that ended."""
+
+
+class Batch:
+    """Reads that one caller waits for together."""
+
+    def __init__(self, count: int) -> None:
+        self._left = count
+        self.done = trio.Event()
+
+    def one_done(self) -> None:
+        self._left -= 1
+        if not self._left:
+            self.done.set()
+
+
+class Read:
+    """One row of a question; a `stream.Landing` for its bytes. `finish` is called once for each time it is asked."""
+
+    __slots__ = (
+        "answer",
+        "asked",
+        "batch",
+        "flags",
+        "is_right",
+        "is_wrong",
+        "named",
+        "position",
+        "size",
+        "target",
+        "wanted",
+        "without",
+    )
+
+    def __init__(self, wanted: Wanted, target: memoryview) -> None:
+        self.wanted = wanted
+        self.size = wanted.high - wanted.low
+        self.target: memoryview | None = target
+        """None: the caller has it back"""
+        self.flags = self.without = 0
+        self.is_right = False
+        self.begin(None)
+
+    def begin(self, batch: Batch | None, asked: Asked | None = None) -> None:
+        """It is to be asked of somebody."""
+        self.batch, self.asked = batch, asked
+        self.position = 0
+        self.answer: Answer | None = None
+        """None: there was none"""
+        self.named: list[int] = []
+        self.is_wrong = False
+
+    def abandon(self) -> None:
+        """Nobody waits for it any more: its target is not touched from now on."""
+        self.target = None
+
+    def room(self) -> memoryview:
+        if self.target is None:
+            return _SINK[: self.size - self.position]
+        return self.target[self.position :]
+
+    def came(self, count: int) -> None:
+        self.position += count
+
+    def verify(self) -> None:
+        """All bytes are there."""
+        if self.target is not None:
+            self.is_right = granule_checksums(self.target) == self.wanted.checksums
+            self.is_wrong = not self.is_right
+
+    @property
+    def is_finished(self) -> bool:
+        return self.batch is None
+
+    def finish(self) -> None:
+        if self.batch is not None:
+            self.batch.one_done()
+            self.batch = None

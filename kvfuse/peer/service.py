@@ -1,0 +1,282 @@
+"""Hosts of a shared volume read from each other: this one answers, if it listens, and asks those that do.
+
+A reader asks the host that holds the slab; then hosts that that one names, because they fetched the same; then that one
+again, which answers itself. Everything is over after a deadline; what is not there by then, or is wrong, is the
+engine's to read. Nothing depends on it, and nothing is written over it.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import trio
+
+from kvfuse.errors import EngineError, MountError
+from kvfuse.options.options import PeerOptions
+from kvfuse.peer.listener import Listener
+from kvfuse.peer.neighbour import Neighbour
+from kvfuse.peer.reads import Batch, Read
+from kvfuse.peer.wire import FINAL
+from kvfuse.volume.hosts.neighbourhood import Neighbourhood
+from kvfuse.volume.store.peer_records import PeerRecord
+from kvfuse.volume.views.neighbours import Answer, Wanted
+from kvfuse.volume.volume import Volume
+
+NEIGHBOURS_MAX = 256
+RETRY_SECONDS = 0.5
+LATE_FACTOR, LATE_MIN = 8.0, 0.25
+"""A read is waited for up to so many times as long as it should take, at least so many seconds."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class AskedCounters:
+    """Reads from other hosts; each was right, or ended for one of the reasons below."""
+
+    rows: int = 0
+    right: int = 0
+    bytes: int = 0
+    named: int = 0
+    """that were asked of a host that another one named"""
+    absent: int = 0
+    moved: int = 0
+    busy: int = 0
+    wrong: int = 0
+    """their bytes did not match the checksums"""
+    lost: int = 0
+    """the connection broke, or there was none any more"""
+    late: int = 0
+    """they were not waited for any longer"""
+
+
+@dataclass
+class Peers:
+    """`views.neighbours.Neighbours`, of one mount."""
+
+    volume: Volume
+    options: PeerOptions
+    listener: Listener
+    counters: AskedCounters = field(default_factory=AskedCounters)
+
+    def __post_init__(self) -> None:
+        self.neighbours: dict[int, Neighbour] = {}
+        self._scopes: dict[int, trio.CancelScope] = {}
+
+    @property
+    def _hood(self) -> Neighbourhood:
+        hood = self.volume.neighbourhood
+        assert hood is not None
+        return hood
+
+    def statistics(self) -> dict[str, Any]:
+        hosts = [neighbour.statistics() for neighbour in self.neighbours.values()]
+        return {"asked": asdict(self.counters), "served": self.listener.statistics(), "hosts": hosts}
+
+    # -- reading -------------------------------------------------------------------------------------
+
+    def may_have(self, addr: int) -> bool:
+        neighbour = self.neighbours.get(self._hood.holder(addr))
+        return neighbour is not None and neighbour.is_ready
+
+    async def read(self, wanted: Sequence[Wanted], targets: Sequence[memoryview]) -> list[bool]:
+        reads = [Read(*pair) for pair in zip(wanted, targets, strict=True)]
+        holders = [self.neighbours.get(self._hood.holder(read.wanted.addr)) for read in reads]
+        asked = [(read, holder) for read, holder in zip(reads, holders, strict=True) if holder is not None]
+        try:
+            with trio.move_on_after(self._patience(asked)) as scope:
+                await self._ask(asked)
+                await self._ask_named([read for read, _ in asked if not read.is_right and read.named])
+            if scope.cancelled_caught:
+                self._note_late(reads)
+        finally:
+            for read in reads:
+                read.abandon()
+        return [read.is_right for read in reads]
+
+    def _patience(self, asked: Sequence[tuple[Read, Neighbour]]) -> float:
+        expected = [neighbour.speed.expect(read.size) for read, neighbour in asked]
+        return min(max(LATE_FACTOR * max(expected, default=0), LATE_MIN), self.options.deadline)
+
+    async def _ask_named(self, reads: Sequence[Read]) -> None:
+        """Ask hosts that the holders named, and the holders once more for what these do not have."""
+        asked = []
+        for read in reads:
+            known = [self.neighbours.get(client) for client in read.named]
+            ready = next((one for one in known if one is not None and one.is_ready), None)
+            if ready is not None:
+                asked.append((read, ready))
+                read.without = ready.client
+        self.counters.named += len(asked)
+        await self._ask(asked)
+        last = []
+        for read in reads:
+            holder = self.neighbours.get(self._hood.holder(read.wanted.addr))
+            if not read.is_right and holder is not None:
+                read.flags = FINAL
+                last.append((read, holder))
+        await self._ask(last)
+
+    async def _ask(self, asked: Sequence[tuple[Read, Neighbour]]) -> None:
+        """Each of its neighbour; those of one neighbour together."""
+        if not asked:
+            return
+        batch = Batch(len(asked))
+        together: dict[Neighbour, list[Read]] = {}
+        for read, neighbour in asked:
+            read.begin(batch, neighbour)
+            together.setdefault(neighbour, []).append(read)
+        began = trio.current_time()
+        for neighbour, reads in together.items():
+            neighbour.speed.under_way += sum([read.size for read in reads])
+            neighbour.ask(reads)
+        try:
+            await batch.done.wait()
+        finally:
+            for neighbour, reads in together.items():
+                self._note(neighbour, reads, trio.current_time() - began)
+
+    def _note(self, neighbour: Neighbour, reads: Iterable[Read], seconds: float) -> None:
+        counters, size, ahead = self.counters, 0, neighbour.speed.under_way
+        for read in reads:
+            counters.rows += 1
+            neighbour.speed.under_way -= read.size
+            if read.is_right:
+                counters.right += 1
+                size += read.size
+            elif not read.is_finished:
+                continue  # it is late, or its reader has gone
+            elif read.is_wrong:
+                counters.wrong += 1
+                log.warning("host %s sent wrong bytes of inode %d", neighbour.place.addresses[:1], read.wanted.ino)
+            elif read.answer is Answer.MOVED:
+                counters.moved += 1
+            elif read.answer is Answer.BUSY:
+                counters.busy += 1
+            elif read.answer is Answer.ABSENT:
+                counters.absent += 1
+            elif read.answer is not Answer.ELSEWHERE:
+                counters.lost += 1
+            neighbour.note(is_well=not read.is_wrong and read.answer is not None)
+        if size:
+            neighbour.speed.note(ahead, seconds)
+        counters.bytes += size
+        neighbour.received += size
+
+    def _note_late(self, reads: Iterable[Read]) -> None:
+        for read in reads:
+            if not read.is_finished and read.asked is not None:
+                self.counters.late += 1
+                read.asked.note(is_well=False)
+
+    # -- tasks ---------------------------------------------------------------------------------------
+
+    async def follow(self) -> None:
+        """Know where others answer, and keep connections to all that do, over any number of memberships."""
+        async with trio.open_nursery() as nursery:
+            while True:
+                hood = self._hood
+                nursery.start_soon(hood.follow)
+                while self._hood is hood:
+                    changed = hood.changed
+                    if self.options.reads:
+                        await self._meet(hood, nursery)
+                    with trio.move_on_after(RETRY_SECONDS):
+                        await changed.wait()
+
+    async def _meet(self, hood: Neighbourhood, nursery: trio.Nursery) -> None:
+        """Begin with hosts that have come, or moved, and end with those that have gone."""
+        places = hood.places
+        if places and not self.listener.secret:
+            try:
+                self.listener.secret = await hood.secret()
+            except EngineError as error:
+                log.warning("other hosts cannot be asked yet: %s", error)
+                return
+        for client in [one for one, known in self.neighbours.items() if places.get(one) != known.place]:
+            del self.neighbours[client]
+            self._scopes.pop(client).cancel()
+        for client, place in places.items():
+            if client not in self.neighbours and len(self.neighbours) < NEIGHBOURS_MAX:
+                neighbour = Neighbour(
+                    client, place, lambda: self.listener.identity, self.options.deadline, lambda: self.listener.load
+                )
+                self.neighbours[client], self._scopes[client] = neighbour, trio.CancelScope()
+                nursery.start_soon(neighbour.run, self.options.connections, self._scopes[client])
+
+    async def announce(self, place: PeerRecord) -> None:
+        """Tell the others where this host answers; again after each lost lease."""
+        while True:
+            hood = self._hood
+            try:
+                await hood.announce(place)
+            except EngineError as error:
+                log.warning("other hosts do not hear where this one answers: %s", error)
+                await trio.sleep(RETRY_SECONDS)
+                continue
+            while self._hood is hood:
+                await hood.member.lost.wait()
+                await trio.sleep(RETRY_SECONDS)
+
+
+async def serve_peers(
+    volume: Volume, *, options: PeerOptions, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
+) -> None:
+    """Answer other hosts of the volume, if ``options`` say where, and have those asked that answer. Until cancelled.
+
+    MountError where nobody can listen there.
+    """
+    hood = volume.neighbourhood
+    if hood is None:
+        task_status.started()
+        return
+
+    def current() -> Neighbourhood:
+        assert volume.neighbourhood is not None
+        return volume.neighbourhood
+
+    listener = Listener(current, options.in_flight)
+    peers = Peers(volume, options, listener)
+    volume.sections["peers"] = peers.statistics
+    async with trio.open_nursery() as nursery:
+        if options.listen is not None:
+            try:
+                listener.secret = await hood.secret()
+            except EngineError as error:
+                raise MountError(f"the secret of the volume's hosts cannot be read: {error}") from error
+            for listening in await _listening(options.listen):
+                nursery.start_soon(listener.serve, listening)
+            nursery.start_soon(peers.announce, PeerRecord(_addresses(options)))
+        nursery.start_soon(peers.follow)
+        if options.reads:
+            volume.connect(peers)
+        task_status.started()
+        try:
+            await trio.sleep_forever()
+        finally:
+            volume.connect(None)
+
+
+async def _listening(address: str) -> list[socket.socket]:
+    """Sockets that listen there. MountError."""
+    host, _, port = address.rpartition(":")
+    try:
+        opened = await trio.open_tcp_listeners(int(port), host=host.strip("[]"))
+    except OSError as error:
+        raise MountError(f"peer.listen: nobody can listen at {address}: {error.strerror or error}") from error
+    return [socket.socket(fileno=one.socket.detach()) for one in opened]
+
+
+def _addresses(options: PeerOptions) -> tuple[str, ...]:
+    """Where others find what listens."""
+    assert options.listen is not None
+    host, _, port = options.listen.rpartition(":")
+    if options.advertise:
+        return tuple(one if ":" in one.rpartition("]")[2] else f"{one}:{port}" for one in options.advertise)
+    if host.strip("[]") in ("0.0.0.0", "::"):
+        return (f"{socket.gethostname()}:{port}",)
+    return (options.listen,)

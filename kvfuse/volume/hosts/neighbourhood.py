@@ -1,0 +1,133 @@
+"""This host among those of a shared volume that read from each other: what it has, where it is found, who has what.
+
+The host that holds a slab most likely wrote what is in it, and has it: so it is asked first, and there is no directory
+of blocks. A host that answers others puts a record of where it does so, under its lease (``w``). The hosts of a volume
+prove to each other that they may read its records, by a secret that is one of them.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from dataclasses import dataclass, field
+
+import trio
+
+from kvfuse.errors import EngineError
+from kvfuse.remote.records.api import ABSENT, Change
+from kvfuse.volume.hosts.slab_view import SlabView
+from kvfuse.volume.inodes.core import Core
+from kvfuse.volume.inodes.node import Node
+from kvfuse.volume.store import peer_records, schema
+from kvfuse.volume.store.member import Member
+from kvfuse.volume.store.peer_records import PeerRecord
+from kvfuse.volume.store.sealed import ScanPages
+from kvfuse.volume.views.neighbours import NO_BASE, Answer, Wanted
+
+RETRY_SECONDS = 0.5
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Neighbourhood:
+    """Of one membership; `Volume` has it. Event loop only."""
+
+    core: Core
+    member: Member
+    view: SlabView
+    places: dict[int, PeerRecord] = field(default_factory=dict)
+    """client -> where it answers, of all that do; while `follow` runs"""
+
+    def __post_init__(self) -> None:
+        self.changed = trio.Event()
+        """set, and made anew, when ``places`` change"""
+
+    @property
+    def client(self) -> int:
+        """This host's number in the volume."""
+        return self.member.client
+
+    @property
+    def volume_id(self) -> bytes:
+        return self.core.superblock.volume_id
+
+    # -- others --------------------------------------------------------------------------------------
+
+    def holder(self, addr: int) -> int:
+        """The client that holds the slab of an address, as far as is known here; `schema.NOBODY`."""
+        return self.view.seen(self.core.geometry.slab_of(addr)).holder.client
+
+    async def follow(self) -> None:
+        """Know where others answer, until this membership is over."""
+        records = self.core.records
+        while not self.member.lost.is_set():
+            try:
+                changes = records.watch(peer_records.PREFIX)
+                self.places.clear()
+                async for rows, _ in ScanPages(records, peer_records.PREFIX):
+                    for row in rows:
+                        self._take(Change(*row))
+                async for change in changes:
+                    self._take(change)
+            except EngineError as error:
+                log.info("where other hosts answer is read anew: %s", error)
+            await trio.sleep(RETRY_SECONDS)
+
+    def _take(self, change: Change) -> None:
+        client = schema.key_client(change.key)
+        try:
+            if change.value is None:
+                self.places.pop(client, None)
+            elif client != self.client:
+                self.places[client] = peer_records.decode(change.value)
+        except schema.Malformed as error:
+            log.warning("nobody knows where client %x answers: %s", client, error)
+        self.changed.set()
+        self.changed = trio.Event()
+
+    async def announce(self, place: PeerRecord) -> None:
+        """Tell the others where this host answers, as long as it has its lease. EngineError."""
+        key, value = peer_records.key_of(self.client), peer_records.encode(place)
+        await self.core.records.commit({key: value}, lease=self.member.lease)
+
+    async def secret(self) -> bytes:
+        """The secret of the volume; made where there is none yet. EngineError."""
+        records, key = self.core.records, peer_records.SECRET
+        while True:
+            (found,) = await records.get([key])
+            if found is not None:
+                if len(found.value) != peer_records.SECRET_SIZE:
+                    raise EngineError(f"the secret of the volume's hosts has {len(found.value)} bytes")
+                return found.value
+            await records.commit({key: secrets.token_bytes(peer_records.SECRET_SIZE)}, (), {key: ABSENT})
+
+    # -- what this host has --------------------------------------------------------------------------
+
+    def resident(self, wanted: Wanted) -> tuple[Answer, memoryview | None]:
+        """From the shared-memory tier. The bytes stay as they are while the view is held."""
+        block = self.core.tier.kept.get(wanted.ino)
+        if block is None or wanted.base == NO_BASE:
+            return Answer.ABSENT, None
+        start, end = wanted.base + wanted.low, wanted.base + wanted.high
+        node = self.core.nodes.peek(wanted.ino)
+        if end > block.size or (node is not None and _has_another(node, wanted)):
+            return Answer.MOVED, None
+        block.note_use()
+        return Answer.HERE, block.buffer[start:end].data
+
+    async def stored(self, wanted: Wanted) -> memoryview | None:
+        """From the disk tier, verified by what it knows of its copies."""
+        disk = self.core.disk
+        stretch = disk.held(wanted.addr, wanted.generation, wanted.low, wanted.high) if disk is not None else None
+        return await disk.read(stretch) if disk is not None and stretch is not None else None
+
+
+def _has_another(node: Node, wanted: Wanted) -> bool:
+    """Another extent has the bytes of the file by now, as far as is known in memory."""
+    chunk = node.chunks.get(wanted.base // node.chunk_size)
+    if chunk is None:
+        return False
+    return chunk.staged is not None or all(
+        (extent.addr, extent.generation) != (wanted.addr, wanted.generation) for extent in chunk.extents
+    )

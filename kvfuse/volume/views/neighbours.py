@@ -1,0 +1,61 @@
+"""What hosts of a shared volume have of each other's blocks: how readers ask for it, and what may be asked of a host.
+
+Only granules of sealed extents are asked for. They are named by the address and generation of their slot, which mean
+the same bytes for ever; whoever gets them verifies them by the checksums in the extent's record. So a host that has
+something else, or nothing, or does not answer, costs time and never a byte: the engine is asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import NamedTuple, Protocol
+
+NO_BASE = -1
+"""the slot does not have the bytes of the file as they are (they are compressed)"""
+
+
+class Wanted(NamedTuple):
+    """Neighbouring granules of a sealed extent. Sizes and offsets in bytes."""
+
+    ino: int
+    """of the file"""
+    base: int
+    """where the extent begins in the file; or `NO_BASE`"""
+    addr: int
+    generation: int
+    low: int
+    """where the first granule begins in the extent"""
+    high: int
+    """where the last one ends"""
+    checksums: bytes
+    """of these granules, 4 bytes little endian each"""
+
+
+class Answer(IntEnum):
+    """What a host says of granules that it was asked for."""
+
+    HERE = 1
+    """it has them"""
+    ABSENT = 2
+    """it does not"""
+    MOVED = 3
+    """it has other bytes of that file: the extent is another's, or no more"""
+    ELSEWHERE = 4
+    """others have them, too, and have less to do"""
+    BUSY = 5
+    """it has enough to do for the one who asks"""
+
+
+class Neighbours(Protocol):
+    """Other hosts, for readers of this one. Event loop only."""
+
+    def may_have(self, addr: int) -> bool:
+        """A host that can be asked holds the slab, and most likely wrote what is there."""
+
+    async def read(self, wanted: Sequence[Wanted], targets: Sequence[memoryview]) -> list[bool]:
+        """Fill each target, of ``high - low`` bytes, with verified bytes: which have them.
+
+        A target that has not them has any bytes. No target is touched after this returned, be it by a cancellation. It
+        takes no longer than the neighbours' deadline; what is late is asked of the engine.
+        """

@@ -1,0 +1,118 @@
+"""Mounts of one volume read from each other's memory, over TCP: right bytes, and none from the segments."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mounting import KvfuseMount, shared_conf, temporary_mount, wait_until
+from peer_lab import free_port
+
+from kvfuse.cluster.etcd import EtcdServers
+from kvfuse.usrbio.client import BlockStore
+
+LINES = ('publish.mode = "relaxed"', 'cache.tier_size = "128MiB"')
+SIZES = (1, 4096, 65_536, 1 << 20, (4 << 20) + 12_345)
+"""the last one has two chunks"""
+
+
+@contextmanager
+def mounted(etcd: EtcdServers, words: Sequence[Sequence[str]]) -> Iterator[list[KvfuseMount]]:
+    """Mounts of one volume, each with words of its own."""
+    with tempfile.TemporaryDirectory(prefix="kvfuse-peers-") as base, ExitStack() as stack:
+        source = shared_conf(Path(base), etcd, lines=LINES)
+        mounts = [stack.enter_context(temporary_mount(words[0], source=source))]
+        for number, own in enumerate(words[1:]):
+            folder = Path(base) / str(number)
+            folder.mkdir()
+            other = KvfuseMount(folder, own, source=source)
+            stack.callback(other.remove)
+            other.mount()
+            mounts.append(other)
+        yield mounts
+        for other in mounts[1:]:
+            other.unmount()
+
+
+def listening() -> tuple[str, ...]:
+    return (f"peer.listen=127.0.0.1:{free_port()}",)
+
+
+def stats(mount: KvfuseMount) -> dict[str, Any]:
+    return dict(json.loads((mount.point / ".kvfuse/stats").read_text()))
+
+
+def wait_for_peers(mounts: Sequence[KvfuseMount]) -> None:
+    for mount in mounts:
+        wait_until(
+            lambda mount=mount: (
+                [host["state"] for host in stats(mount)["peers"]["hosts"]] == ["connected"] * (len(mounts) - 1)
+            ),
+            "connections between the hosts",
+        )
+
+
+@pytest.fixture(scope="module")
+def mounts(etcd: EtcdServers) -> Iterator[list[KvfuseMount]]:
+    with mounted(etcd, [listening(), listening()]) as mounts:
+        wait_for_peers(mounts)
+        yield mounts
+
+
+def test_blocks_come_from_the_memory_of_who_put_them(mounts: list[KvfuseMount], tmp_path: Path) -> None:
+    writer, reader = mounts
+    with BlockStore(writer.point, tmp_path.name) as theirs, BlockStore(reader.point, tmp_path.name) as ours:
+        for size in SIZES:
+            keys = [b"%d-%d" % (size, number) for number in range(4)]
+            data = [os.urandom(size) for _ in keys]
+            assert theirs.put_many(keys, data).all()
+            wait_until(lambda keys=keys: bool(ours.exists(keys).all()), "the names on the other host")
+            before = stats(reader)
+            found = [bytes(ours.get(key) or b"") for key in keys]
+            after = stats(reader)
+            assert found == data
+            assert after["segments"]["read_bytes"] == before["segments"]["read_bytes"], size
+            assert after["peers"]["asked"]["right"] > before["peers"]["asked"]["right"]
+
+
+def test_files_come_from_there_too(mounts: list[KvfuseMount], tmp_path: Path) -> None:
+    writer, reader = mounts
+    data = os.urandom(3 << 20)
+    with BlockStore(writer.point, tmp_path.name) as store:
+        store.put(b"block", data)
+    path = reader.point / tmp_path.name / "block"
+    wait_until(path.exists, "the name on the other host")
+    before = stats(reader)["segments"]["read_bytes"]
+    assert path.read_bytes() == data
+    assert stats(reader)["segments"]["read_bytes"] == before
+
+
+def test_a_block_that_was_replaced_is_the_new_one(mounts: list[KvfuseMount], tmp_path: Path) -> None:
+    writer, reader = mounts
+    with BlockStore(writer.point, tmp_path.name) as theirs, BlockStore(reader.point, tmp_path.name) as ours:
+        for content in (b"old" * 50_000, b"new" * 60_000):
+            theirs.put(b"key", content)
+            wait_until(lambda content=content: bytes(ours.get(b"key") or b"") == content, "the block on the other host")
+
+
+def test_a_host_that_listens_nowhere_reads_from_those_that_do(etcd: EtcdServers, tmp_path: Path) -> None:
+    with mounted(etcd, [listening(), (), ("peer.reads=false",)]) as (writer, reader, alone):
+        wait_until(
+            lambda: [host["state"] for host in stats(reader)["peers"]["hosts"]] == ["connected"], "the connection"
+        )
+        data = os.urandom(100_000)
+        with BlockStore(writer.point, "blocks") as store:
+            store.put(b"key", data)
+        for mount, is_near in ((reader, True), (alone, False)):
+            with BlockStore(mount.point, "blocks") as store:
+                wait_until(lambda store=store: bool(store.exists([b"key"]).all()), "the name on the other host")
+                before = stats(mount)["segments"]["read_bytes"]
+                assert bytes(store.get(b"key") or b"") == data
+                assert (stats(mount)["segments"]["read_bytes"] == before) == is_near
+        assert not stats(writer)["peers"]["hosts"]
