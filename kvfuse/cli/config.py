@@ -15,7 +15,7 @@ from kvfuse.sizes import format_size
 
 def _shown(key: str, value: Any) -> str:
     """A value as one would write it, or what None stands for."""
-    if value is None:
+    if value is None or (value == () and key in config.UNSET):
         return config.UNSET[key]
     if isinstance(value, bool):
         return str(value).lower()

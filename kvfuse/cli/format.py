@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import click
 
-from kvfuse.cli.volumes import make_volume
+from kvfuse.cli import Failure
+from kvfuse.cli.console import print_table
+from kvfuse.cli.volumes import found_on_devices, make_volume
 from kvfuse.options import config
+from kvfuse.options.config import Options
 
 
 @click.command("format")
@@ -24,7 +28,7 @@ from kvfuse.options import config
     help="A block size that must fit without waste; may be repeated.",
 )
 @click.option("--cache", "is_cache", is_flag=True, help="A cache: when it is full, files make room for new ones.")
-@click.option("--force", is_flag=True, help="Replace the volume that is there. Everything in it is lost.")
+@click.option("--force", is_flag=True, help="Replace the volume that is there, and all on its devices.")
 def format_command(
     source: Path,
     file: Path | None,
@@ -40,6 +44,9 @@ def format_command(
     The folder may be absent or empty, and so must be what a mount.conf names. 'kvfuse mount' makes a volume too where
     there is none; this command is for choosing its shape beforehand.
 
+    Block devices that a mount.conf names (segments.engine = "block") are looked at before: where one has a file system,
+    partitions, or anything else, this command shows what it found and asks.
+
     Without --cache no file ever goes by itself: a full volume refuses writes (ENOSPC). 'kvfuse namespace' makes single
     folders a cache.
 
@@ -54,4 +61,20 @@ def format_command(
     words += [f"exact_sizes={':'.join(exact_sizes)}"] if exact_sizes else []
     words += ["cache"] if is_cache else []
     options = config.load(source, file=file, words=words).options
-    click.echo(make_volume(options, replace=force))
+    overwrite = not force and _may_overwrite(options)
+    click.echo(make_volume(options, replace=force, overwrite=overwrite))
+
+
+def _may_overwrite(options: Options) -> bool:
+    """Whether somebody at a terminal says so of what is on the volume's devices; False: there is nothing.
+
+    click.Abort: no. Failure where nobody can be asked.
+    """
+    found = found_on_devices(options)
+    if not found:
+        return False
+    print_table(["device", "size", "found"], found)
+    if not sys.stdin.isatty():
+        raise Failure("nothing was written: 'kvfuse format --force' makes the volume over what is on these devices")
+    click.confirm("Make a volume over all this? It is lost for good", abort=True)
+    return True

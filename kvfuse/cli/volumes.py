@@ -11,6 +11,7 @@ import msgspec
 
 from kvfuse.errors import ConfigError, VolumeBusy, VolumeError
 from kvfuse.options.config import Options, check_capacity, default_capacity
+from kvfuse.options.options import BlockOptions
 from kvfuse.sizes import format_size
 
 MAKING_SECONDS = 30.0
@@ -75,8 +76,10 @@ async def _look_for_shared(options: Options) -> bool:
         return False
 
 
-def make_volume(options: Options, *, replace: bool = False) -> str:
+def make_volume(options: Options, *, replace: bool = False, overwrite: bool = False) -> str:
     """Format the volume and return the line that says so. ``replace``: what a volume there holds may be lost.
+
+    ``overwrite``: so may what is on its devices.
 
     ConfigError where the medium could not keep the promised capacity; VolumeError where something is in the way, or
     VolumeBusy. Nothing is changed then.
@@ -85,19 +88,22 @@ def make_volume(options: Options, *, replace: bool = False) -> str:
 
     if not replace:
         _check_own_folders(options)
-    return trio.run(functools.partial(_make_volume, options, replace=replace))
+    return trio.run(functools.partial(_make_volume, options, replace=replace, overwrite=overwrite))
 
 
-async def _make_volume(options: Options, *, replace: bool) -> str:
+async def _make_volume(options: Options, *, replace: bool, overwrite: bool) -> str:
     from kvfuse.volume.opening import engines  # loads numpy, which takes longer than all the rest
     from kvfuse.volume.opening.format import format_volume
 
     free, place = await engines.free_space(options)
     if free is not None and replace and options.has_segment_files:
         free += allocated_size(options.segments_path)
-    capacity = _choose_capacity(options.volume.capacity, free, place)
+    capacity = options.volume.capacity
+    if capacity is None and options.has_devices:
+        capacity = free  # they are the volume's alone
+    capacity = _choose_capacity(capacity, free, place)
     shape = msgspec.structs.replace(options.volume, capacity=capacity)
-    await format_volume(msgspec.structs.replace(options, volume=shape), replace=replace)
+    await format_volume(msgspec.structs.replace(options, volume=shape), replace=replace, overwrite=overwrite)
     return f"made the volume {options.title} with a capacity of {format_size(capacity)}"
 
 
@@ -118,6 +124,18 @@ def _check_own_folders(options: Options) -> None:
         folder: Path | None = getattr(engine, "path", None)
         if folder is not None and not is_vacant(folder):
             raise VolumeError(f"{key}: {folder} is not empty: choose an empty folder for a new volume")
+
+
+def found_on_devices(options: Options) -> list[tuple[str, str, str]]:
+    """(path, size, what is there) of those of the volume's devices that anybody may miss; of all, if one is such."""
+    if not isinstance(options.segments, BlockOptions):
+        return []
+    from kvfuse.remote.segments.block import making
+
+    examined = making.examine([Path(path) for path in options.segments.devices])
+    if all(device.content is None for device in examined):
+        return []
+    return [(str(device.path), format_size(device.size), device.content or "nothing") for device in examined]
 
 
 def allocated_size(folder: Path) -> int:

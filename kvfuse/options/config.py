@@ -22,7 +22,7 @@ import msgspec
 from msgspec import Meta
 
 from kvfuse.errors import ConfigError
-from kvfuse.options.options import SIZES, EtcdOptions, KernelFlag, NamespaceOptions, RadosOptions
+from kvfuse.options.options import SIZES, BlockOptions, EtcdOptions, KernelFlag, NamespaceOptions, RadosOptions
 from kvfuse.options.options import Options as Options
 from kvfuse.sizes import GIB, MIB, format_size, parse_size
 
@@ -86,6 +86,8 @@ UNSET: dict[str, str] = {
     "segments.pool": "must be set",
     "segments.namespace": "the volume's name",
     "segments.keyring": "as ceph.conf says",
+    "segments.devices": "must be set",
+    "segments.weights": "as the devices have room",
     **dict.fromkeys([f"namespace.{name}" for name in NamespaceOptions.__struct_fields__], "as stored in the volume"),
     "cache.tier_node": "whichever",
     "cache.disk_path": "nowhere",
@@ -98,7 +100,7 @@ UNSET: dict[str, str] = {
     "metrics.listen": "nowhere",
     "log.file": "log, in the volume's folder, or /var/log/kvfuse-NAME.log; in the foreground stderr",
 }
-"""texts for keys whose value is None"""
+"""texts for keys whose value is None, or an empty list that says nothing"""
 
 _FLAG_WORDS: dict[str, tuple[str, bool | str]] = {
     "cache": ("namespace.kind", "cache"),
@@ -369,9 +371,10 @@ def _check_combination(options: Options, origins: dict[str, str]) -> None:
             here = getattr(options, table).engine
             raise ConfigError(f"{origins[key]}: {key} is for {table}.engine '{engine}', which here is '{here}'")
     _check_disk_tier(options, origins)
+    _check_devices(options)
     if isinstance(options.records, EtcdOptions):
         _check_shared(options, options.records, origins)
-    elif not options.has_segment_files:
+    elif isinstance(options.segments, RadosOptions):
         raise ConfigError(
             "segments.engine 'rados' needs records.engine 'etcd': records in 'lmdb' are one host's, and others that"
             " reach the pool would not see them"
@@ -386,6 +389,21 @@ def _check_disk_tier(options: Options, origins: dict[str, str]) -> None:
         raise ConfigError(
             f"{origins['cache.disk_path']}: cache.disk_path is for volumes whose segments are elsewhere (records.engine"
             " 'etcd'): this one's are files of this host, copies of which would only take room"
+        )
+
+
+def _check_devices(options: Options) -> None:
+    segments = options.segments
+    if not isinstance(segments, BlockOptions):
+        return
+    if not segments.devices:
+        raise ConfigError("segments.devices is not set: name the block devices that the hosts of the volume share")
+    if len(set(segments.devices)) < len(segments.devices):
+        raise ConfigError("segments.devices names a device twice")
+    if segments.weights and len(segments.weights) != len(segments.devices):
+        raise ConfigError(
+            f"segments.weights has {len(segments.weights)} numbers, segments.devices {len(segments.devices)} paths:"
+            " give one for each, or none"
         )
 
 
@@ -418,7 +436,7 @@ def _check_shared(options: Options, records: EtcdOptions, origins: dict[str, str
             f"client.lease is {options.client.lease:g} s: it must be longer than records.deadline,"
             f" {records.deadline:g} s, or one slow call would lose it"
         )
-    if isinstance(segments, RadosOptions) and 1.5 * segments.deadline >= options.client.lease:
+    if isinstance(segments, RadosOptions | BlockOptions) and 1.5 * segments.deadline >= options.client.lease:
         raise ConfigError(
             f"client.lease is {options.client.lease:g} s: it must be longer than one and a half times"
             f" segments.deadline, {segments.deadline:g} s: a write is begun only if it ends before the lease may"

@@ -59,6 +59,10 @@ ListenAddress = Annotated[
         description='HOST:PORT such as "127.0.0.1:9567", an IPv6 address in brackets, the port from 1 to 65535',
     ),
 ]
+DevicePath = Annotated[
+    str, Meta(pattern=r"^/[^\0]+$", description='absolute paths such as "/dev/disk/by-id/nvme-uuid.0"')
+]
+DeviceWeight = Annotated[int, Meta(ge=1, le=1_000_000, description="whole numbers from 1 to 1000000")]
 KernelFlag = Literal["dev", "nodev", "suid", "nosuid", "exec", "noexec", "sync", "dirsync"]
 
 SIZES = (
@@ -172,6 +176,19 @@ class RadosOptions(_Engine, frozen=True, tag="rados"):
     """objects of one batch under way"""
     hedge_delay: Seconds = 0.5
     """seconds after which a late read is sent to another replica, too; 0: never"""
+
+
+class BlockOptions(_Engine, frozen=True, tag="block"):
+    """Bytes on block devices that all hosts of the volume see."""
+
+    devices: tuple[DevicePath, ...] = ()
+    """all devices, partitions or files of the volume, in any order"""
+    weights: tuple[DeviceWeight, ...] = ()
+    """one for each device, when the volume is made: their parts of its segments; (): as they have room"""
+    deadline: DeadlineSeconds = 5.0
+    """seconds for a call"""
+    quarantine: Seconds = 120.0
+    """seconds for which nobody writes to slabs of a host that is gone: its last writes may still be under way"""
 
 
 class ClientOptions(_Section, frozen=True):
@@ -348,7 +365,7 @@ class Options(_Section, frozen=True):
 
     volume: VolumeOptions = msgspec.field(default_factory=VolumeOptions)
     records: LmdbOptions | EtcdOptions = msgspec.field(default_factory=LmdbOptions)
-    segments: FileOptions | RadosOptions = msgspec.field(default_factory=FileOptions)
+    segments: FileOptions | RadosOptions | BlockOptions = msgspec.field(default_factory=FileOptions)
     client: ClientOptions = msgspec.field(default_factory=ClientOptions)
     publish: PublishOptions = msgspec.field(default_factory=PublishOptions)
     cache: CacheOptions = msgspec.field(default_factory=CacheOptions)
@@ -368,6 +385,11 @@ class Options(_Section, frozen=True):
     @property
     def has_segment_files(self) -> bool:
         return isinstance(self.segments, FileOptions)
+
+    @property
+    def has_devices(self) -> bool:
+        """Its segments are on block devices, which have to be labelled for it."""
+        return isinstance(self.segments, BlockOptions)
 
     @property
     def title(self) -> str:

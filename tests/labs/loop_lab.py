@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -14,19 +14,29 @@ import pytest
 @contextmanager
 def loop_device(image: Path, size: int) -> Iterator[Path]:
     """A device of ``size`` bytes of zeros, whose bytes are in the file ``image``. Skips where there are none."""
+    with loop_devices(image, size, 1, direct=False) as devices:
+        yield devices[0]
+
+
+@contextmanager
+def loop_devices(image: Path, size: int, count: int, *, direct: bool = True) -> Iterator[list[Path]]:
+    """As `loop_device`, ``count`` of them over one file: so as many hosts see one device, if ``direct``."""
     with image.open("wb") as file:
         file.truncate(size)
     if os.geteuid() != 0:
         pytest.skip("only root makes loop devices")
-    try:
-        made = subprocess.run(["losetup", "--find", "--show", image], capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError) as error:
-        pytest.skip(f"no loop devices here: {getattr(error, 'stderr', error)}")
-    device = Path(made.stdout.strip())
-    try:
-        yield device
-    finally:
-        subprocess.run(["losetup", "--detach", device], check=True)
+    command = ["losetup", "--find", "--show", f"--direct-io={'on' if direct else 'off'}", image]
+    with ExitStack() as stack:
+        stack.callback(image.unlink, missing_ok=True)  # what was written there may be much
+        devices = []
+        for _ in range(count):
+            try:
+                made = subprocess.run(command, capture_output=True, text=True, check=True)
+            except (OSError, subprocess.CalledProcessError) as error:
+                pytest.skip(f"no loop devices here: {getattr(error, 'stderr', error)}")
+            devices.append(Path(made.stdout.strip()))
+            stack.callback(subprocess.run, ["losetup", "--detach", devices[-1]], check=True)
+        yield devices
 
 
 def resize(device: Path, image: Path, size: int) -> None:

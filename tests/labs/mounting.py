@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import trio
 
@@ -198,13 +199,20 @@ def temporary_mount(
 
 
 def shared_conf(
-    folder: Path, etcd: EtcdServers, ceph: CephServers | None = None, name: str = "", lines: Sequence[str] = ()
+    folder: Path,
+    etcd: EtcdServers,
+    ceph: CephServers | None = None,
+    name: str = "",
+    lines: Sequence[str] = (),
+    device: Path | None = None,
 ) -> Path:
-    """The mount.conf of a new volume. Without ``ceph`` its bytes are in files of ``folder``.
+    """The mount.conf of a new volume. Its bytes are in ``ceph``, on ``device``, or in files of ``folder``.
 
     ``lines`` say who connects; without them anybody and Ceph's administrator.
     """
-    segments = {"path": str(folder / "segments")}
+    segments: dict[str, Any] = {"path": str(folder / "segments")}
+    if device is not None:
+        segments = {"engine": "block", "devices": [str(device)], "deadline": 3.5, "quarantine": 3.0}
     if ceph is not None:
         segments = {"engine": "rados", "conf_file": str(ceph.conf_file), "pool": ceph.settings.pool}
         segments["deadline"] = 3.5
@@ -232,3 +240,10 @@ def shared_conf(
     conf = folder / "mount.conf"
     conf.write_text("\n".join([*made, *lines]) + "\n")
     return conf
+
+
+def conf_elsewhere(conf: Path, device: Path, other: Path) -> Path:
+    """The mount.conf of another host, which has ``device`` of ``conf`` under another name."""
+    theirs = conf.with_name(f"{other.name}.conf")
+    theirs.write_text(conf.read_text().replace(f'"{device}"', f'"{other}"'))
+    return theirs

@@ -1,4 +1,4 @@
-"""Two daemons, two mount points, one volume: names in etcd, bytes in files of one folder, or in RADOS."""
+"""Two daemons, two mount points, one volume: names in etcd, bytes in files of one folder, in RADOS, or on a device."""
 
 from __future__ import annotations
 
@@ -11,30 +11,39 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
 import pytest
-from mounting import KvfuseMount, shared_conf, wait_until
+from loop_lab import loop_devices
+from mounting import KvfuseMount, conf_elsewhere, shared_conf, wait_until
 
 from kvfuse.cluster.etcd import EtcdServers
 
 pytestmark = pytest.mark.root
 
 SETTINGS = "user.kvfuse.namespace"
+DEVICE_SIZE = 640 << 20
 NAMES = 500
 """made by both mounts in one folder"""
 
 
-@pytest.fixture(scope="module", params=["file", "rados"])
+@pytest.fixture(scope="module", params=["file", "rados", "block"])
 def mounts(request: pytest.FixtureRequest, etcd: EtcdServers) -> Iterator[tuple[KvfuseMount, KvfuseMount]]:
     """The volume as two hosts have it mounted. At the end both are unmounted, and it must be clean."""
     ceph = request.getfixturevalue("ceph") if request.param == "rados" else None
     with tempfile.TemporaryDirectory(prefix="kvfuse-two-") as base:
-        conf = shared_conf(Path(base), etcd, ceph)
         made = []
+        stack = ExitStack()
         try:
-            for name in ("one", "two"):
+            if request.param == "block":
+                devices = stack.enter_context(loop_devices(Path(base) / "image", DEVICE_SIZE, 2))
+                conf = shared_conf(Path(base), etcd, device=devices[0])
+                confs = [conf, conf_elsewhere(conf, *devices)]
+            else:
+                confs = [shared_conf(Path(base), etcd, ceph)] * 2
+            for name, conf in zip(("one", "two"), confs, strict=True):
                 (Path(base) / name).mkdir()
                 mount = KvfuseMount(Path(base) / name, source=conf)
                 made.append(mount)
@@ -47,6 +56,7 @@ def mounts(request: pytest.FixtureRequest, etcd: EtcdServers) -> Iterator[tuple[
         finally:
             for mount in made:
                 mount.remove()
+            stack.close()
 
 
 @pytest.fixture

@@ -75,6 +75,9 @@ class SegmentLimits:
     """what was written is durable when the call returns: ``sync`` has nothing to do"""
     deadline: float = 0.0
     """seconds after which a write that was begun is over, or given up; 0: that is not known"""
+    quarantine: float = 0.0
+    """seconds for which a write of a client that is gone, and that was not cut off, may still happen; 0: the volume's
+    own grace is enough"""
 
 
 @dataclass

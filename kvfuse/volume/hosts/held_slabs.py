@@ -97,7 +97,9 @@ class HeldSlabs:
         found = {slab: self.view.seen(slab) for slab in slabs}
         holders = {seen.holder.client for seen in found.values()} - {NOBODY}
         are_cut_off = all([await self.fence(client) for client in holders])
-        grace = 0.0 if are_cut_off else min(self.core.grace.seconds, ADOPTION_GRACE_MAX)
+        grace = 0.0
+        if not are_cut_off:
+            grace = max(min(self.core.grace.seconds, ADOPTION_GRACE_MAX), self.core.segments.limits.quarantine)
         for slab, (holder, version) in found.items():
             expect[schema.holder_key(slab)] = version
             puts[schema.holder_key(slab)] = schema.encode_holder(Holder(self.core.client, holder.epoch + 1))

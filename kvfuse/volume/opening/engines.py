@@ -5,6 +5,7 @@ from __future__ import annotations
 import stat
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -12,12 +13,15 @@ import trio
 
 from kvfuse.errors import ConfigError
 from kvfuse.options.config import Options, disk_free
-from kvfuse.options.options import EtcdOptions, FileOptions, LmdbOptions, RadosOptions
+from kvfuse.options.options import BlockOptions, EtcdOptions, FileOptions, LmdbOptions, RadosOptions
 from kvfuse.remote.records.api import Meter, RecordStore
 from kvfuse.remote.records.decorators import Delayed
 from kvfuse.remote.records.lmdb.store import LmdbRecords
 from kvfuse.remote.segments.api import SegmentStore
+from kvfuse.remote.segments.block import making
+from kvfuse.remote.segments.block.store import BlockSegments
 from kvfuse.remote.segments.file.store import FileSegments
+from kvfuse.slab.layout import Superblock
 
 if TYPE_CHECKING:
     from kvfuse.remote.segments.rados.store import RadosSegments
@@ -40,10 +44,14 @@ async def open_records(
 
 @asynccontextmanager
 async def open_segments(
-    options: Options, *, read_only: bool = False, direct: bool = False
+    options: Options, *, read_only: bool = False, direct: bool = False, volume_id: bytes | None = None
 ) -> AsyncIterator[SegmentStore]:
-    """The segment store, closed at the end. ``direct``: past the page cache, whatever the options say. EngineError."""
-    async with _closing(await SEGMENTS[type(options.segments)](options, options.segments, read_only, direct)) as store:
+    """The segment store, closed at the end. EngineError; VolumeError where devices are not this volume's.
+
+    ``direct``: past the page cache, whatever the options say. ``volume_id``: of the volume, where that is known.
+    """
+    opener = SEGMENTS[type(options.segments)]
+    async with _closing(await opener(options, options.segments, read_only, direct, volume_id)) as store:
         yield store
 
 
@@ -58,8 +66,11 @@ async def _closing(store: Store) -> AsyncIterator[Store]:
 
 async def free_space(options: Options) -> tuple[int | None, str]:
     """(bytes that the segments' medium has room for, or None where it does not say; what to call it)"""
-    if not isinstance(options.segments, RadosOptions):
+    if isinstance(options.segments, FileOptions):
         return disk_free(options.segments_path), f"below {options.segments_path}"
+    if isinstance(options.segments, BlockOptions):
+        paths, size = device_paths(options.segments), options.volume.segment_size
+        return await trio.to_thread.run_sync(making.room, paths, size), f"on {', '.join(options.segments.devices)}"
     async with _closing(await _open_rados(options, options.segments)) as segments:
         return await segments.free_bytes(), f"in the pool {options.segments.pool}"
 
@@ -78,7 +89,9 @@ async def _open_etcd(options: Options, records: EtcdOptions, *_: object) -> Reco
     return await EtcdRecords.open(EtcdPlace(records, options.key_prefix.encode(), password))
 
 
-async def _open_files(options: Options, files: FileOptions, read_only: bool, direct: bool) -> SegmentStore:
+async def _open_files(
+    options: Options, files: FileOptions, read_only: bool, direct: bool, volume_id: bytes | None
+) -> SegmentStore:
     return FileSegments.open(options.segments_path, direct=direct or files.direct, read_only=read_only)
 
 
@@ -94,8 +107,48 @@ async def _open_rados(options: Options, rados: RadosOptions, *_: object) -> Rado
     return await RadosSegments.open(Place(rados, rados.pool, rados.namespace or options.volume.name))
 
 
+async def _open_devices(
+    options: Options, devices: BlockOptions, read_only: bool, direct: bool, volume_id: bytes | None
+) -> SegmentStore:
+    return await BlockSegments.open(
+        device_paths(devices),
+        volume_id,
+        deadline=devices.deadline,
+        quarantine=devices.quarantine,
+        read_only=read_only,
+    )
+
+
+def device_paths(devices: BlockOptions) -> list[Path]:
+    return [Path(path) for path in devices.devices]
+
+
+async def make_medium(options: Options, superblock: Superblock, *, replace: bool) -> None:
+    """What a volume's segments need before there are any: devices get labels.
+
+    ConfigError where they are too small; VolumeError where something is on one that may not be replaced; EngineError.
+    """
+    if isinstance(options.segments, BlockOptions):
+        geometry = superblock.geometry
+        call = partial(
+            making.make_set,
+            device_paths(options.segments),
+            superblock.volume_id,
+            geometry.segment_size(0),
+            geometry.data_start(0),  # nothing else is read before it is written
+            geometry.segment_count,
+            options.segments.weights,
+            replace=replace,
+        )
+        await trio.to_thread.run_sync(call)
+
+
 RECORDS: dict[type, Callable[..., Awaitable[RecordStore]]] = {LmdbOptions: _open_lmdb, EtcdOptions: _open_etcd}
-SEGMENTS: dict[type, Callable[..., Awaitable[SegmentStore]]] = {FileOptions: _open_files, RadosOptions: _open_rados}
+SEGMENTS: dict[type, Callable[..., Awaitable[SegmentStore]]] = {
+    FileOptions: _open_files,
+    RadosOptions: _open_rados,
+    BlockOptions: _open_devices,
+}
 """the options of an engine -> what opens it"""
 
 

@@ -22,7 +22,7 @@ import socket
 import stat
 import time
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
 from uuid import uuid4
 
@@ -139,10 +139,11 @@ def describe_holder(path: Path) -> str:
     return f"process {said.get('pid')} on {said.get('host')}{where}"
 
 
-async def format_volume(options: Options, *, replace: bool = False) -> Superblock:
+async def format_volume(options: Options, *, replace: bool = False, overwrite: bool = False) -> Superblock:
     """Make an empty volume as ``options`` say. VolumeError, with nothing changed, where that cannot be.
 
-    ``options.volume.capacity`` must be set. ``replace``: drop the volume that is there.
+    ``options.volume.capacity`` must be set. ``replace``: drop the volume that is there. ``overwrite``: and whatever is
+    on its devices.
     """
     capacity = options.volume.capacity
     if capacity is None:
@@ -153,16 +154,17 @@ async def format_volume(options: Options, *, replace: bool = False) -> Superbloc
         raise VolumeError(f"{options.title} cannot be formatted: {error}") from None
     superblock = Superblock(uuid4().bytes, geometry, time.time_ns(), features=layout.KNOWN_FEATURES)
     if options.is_shared:
-        await _format_shared(options, superblock, replace)
+        await _format_shared(options, superblock, replace, overwrite)
     else:
-        await _format_folder(options, superblock, replace)
+        await _format_folder(options, superblock, replace, overwrite)
     return superblock
 
 
-async def _format_folder(options: Options, superblock: Superblock, replace: bool) -> None:
+async def _format_folder(options: Options, superblock: Superblock, replace: bool, overwrite: bool) -> None:
     path = options.volume_path
     _check_folder(path, replace)
-    folders = [(options.records_path, RECORD_FILES), (options.segments_path, SEGMENT_FILES)]
+    folders = [(options.records_path, RECORD_FILES)]
+    folders += [(options.segments_path, SEGMENT_FILES)] if options.has_segment_files else []
     for folder, ours in folders:
         _check_engine_folder(folder, ours)
     path.mkdir(parents=True, exist_ok=True)
@@ -173,42 +175,46 @@ async def _format_folder(options: Options, superblock: Superblock, replace: bool
             if folder.exists():
                 shutil.rmtree(folder)
             folder.mkdir(parents=True)
+        await engines.make_medium(options, superblock, replace=replace or overwrite)
         async with engines.open_records(options) as records:
             await sealed.as_formatted(records, superblock).commit(first_records(options), durable=True)
         write_superblock(path, superblock)
 
 
-async def _format_shared(options: Options, superblock: Superblock, replace: bool) -> None:
+async def _format_shared(options: Options, superblock: Superblock, replace: bool, overwrite: bool) -> None:
     """The superblock goes first and comes last, so that one who dies in between leaves no volume."""
     title = options.title
     if options.has_segment_files:
         _check_engine_folder(options.segments_path, SEGMENT_FILES)
-    async with (
-        engines.open_records(options) as records,
-        membership(records, options.client.lease, title) as member,
-        engines.open_segments(options) as segments,
-    ):
+    async with AsyncExitStack() as stack:
+        records = await stack.enter_async_context(engines.open_records(options))
+        member = await stack.enter_async_context(membership(records, options.client.lease, title))
+        segments = None  # those of devices end with their labels
+        if not options.has_devices:
+            segments = await stack.enter_async_context(engines.open_segments(options))
         (found,) = await records.get([schema.SUPERBLOCK])
         if found is not None and not replace:
             raise VolumeError(
                 f"{title} is a kvfuse volume already; 'kvfuse format --force' would drop all that is in it"
             )
-        present = await segments.list()
+        present = await segments.list() if segments is not None else []
         if present and not replace:
             raise VolumeError(
                 f"{title} has no superblock, but {len(present)} segments: 'kvfuse fsck --rebuild' recovers their"
                 " blocks, 'kvfuse format --force' drops them"
             )
+        await records.commit({}, [schema.SUPERBLOCK], member.fence)
+        await engines.make_medium(options, superblock, replace=replace or overwrite)
         await _drop_records(records, member)
         for info in present:
+            assert segments is not None
             await segments.remove(info.segment)
         records = sealed.as_formatted(records, superblock)
         await write_shared_superblock(records, superblock, member, first_records(options))
 
 
 async def _drop_records(records: RecordStore, member: Member) -> None:
-    """All of a volume, the superblock before everything else."""
-    await records.commit({}, [schema.SUPERBLOCK], member.fence)
+    """All of a volume, of which the superblock is gone."""
     kept = {*member.fence, schema.MOUNTED}
     after = b""
     while rows := await records.scan(b"", after, 1000):

@@ -66,7 +66,9 @@ async def _hold_folder(options: Options, mountpoint: str, read_only: bool) -> As
             )
         except EngineError as error:
             raise VolumeError(f"{error}: 'kvfuse fsck --rebuild' recovers blocks") from error
-        segments = await stack.enter_async_context(engines.open_segments(options, read_only=read_only))
+        segments = await stack.enter_async_context(
+            engines.open_segments(options, read_only=read_only, volume_id=superblock.volume_id)
+        )
         yield Held(superblock, sealed.as_formatted(records, superblock), segments)
 
 
@@ -75,10 +77,11 @@ async def _hold_shared(options: Options, mountpoint: str, read_only: bool, *, al
     """Every commit and every write of the body is refused once this client's lease has ended."""
     async with engines.open_records(options) as plain_records:
         # Without one there is nothing to hold.
-        records = sealed.as_formatted(plain_records, await format.read_shared_superblock(plain_records, options.title))
+        superblock = await format.read_shared_superblock(plain_records, options.title)
+        records = sealed.as_formatted(plain_records, superblock)
         async with memberships(records, options.client.lease, options.title, mountpoint, alone=alone) as join:
             member = await join()
-            async with engines.open_segments(options, read_only=read_only) as segments:
+            async with engines.open_segments(options, read_only=read_only, volume_id=superblock.volume_id) as segments:
 
                 async def held(member: Member) -> Held:
                     superblock = await format.read_shared_superblock(records, options.title)

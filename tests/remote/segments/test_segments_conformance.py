@@ -20,12 +20,14 @@ import numpy as np
 import pytest
 import trio
 from cluster_lab import rados_place
-from loop_lab import loop_device
+from loop_lab import loop_device, loop_devices
 
 from kvfuse.errors import EngineError
 from kvfuse.remote.segments import decorators
 from kvfuse.remote.segments.api import SegmentInfo, SegmentStore, Transfer
+from kvfuse.remote.segments.block.making import make_set
 from kvfuse.remote.segments.block.places import DevicePlaces
+from kvfuse.remote.segments.block.store import BlockSegments
 from kvfuse.remote.segments.file.store import FileSegments
 from kvfuse.remote.segments.rados.store import RadosSegments
 
@@ -42,6 +44,7 @@ FILES: dict[str, Callable[[Path], SegmentStore]] = {
     "passing": lambda path: decorators.SegmentDecorator(FileSegments.open(path)),
 }
 DEVICES = ("device", "device, a plain file")
+SETS = ("block, a plain file", "block", "block, two devices")
 OBJECTS: dict[str, dict[str, int]] = {
     "rados": {},
     "rados, small objects": {"object_size": 20 * 4096, "in_flight_max": 7},
@@ -58,9 +61,10 @@ def image(folder: Path) -> Iterator[Path]:
         for offset in range(0, 256 * MIB, MIB):
             os.pwrite(file.fileno(), b"\xee" * 8192, offset)
     yield path
+    path.unlink()
 
 
-@pytest.fixture(params=[*FILES, *DEVICES, *OBJECTS])
+@pytest.fixture(params=[*FILES, *DEVICES, *SETS, *OBJECTS])
 def opener(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Opener]:
     """Opens the same store again and again."""
     engine = request.param
@@ -77,6 +81,17 @@ def opener(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Opener]:
                 return FileSegments(DevicePlaces(device, b"owner" * 3 + b"!", 8 * SIZE))
 
             yield open_device
+        return
+    if engine in SETS:
+        with contextlib.ExitStack() as stack:
+            if engine == "block":
+                paths = [stack.enter_context(loop_devices(tmp_path / "image", DEVICE_SIZE, 2))[0]]
+            elif engine == "block, two devices":
+                paths = [stack.enter_context(loop_device(tmp_path / name, DEVICE_SIZE // 2)) for name in ("a", "b")]
+            else:
+                paths = [stack.enter_context(image(tmp_path))]
+            make_set(paths, b"volume" * 2 + b"id!!", 8 * SIZE, 8 * SIZE, 30, replace=True)
+            yield lambda: BlockSegments.open(paths, deadline=60)
         return
     path = Path(tempfile.mkdtemp(dir="/dev/shm")) if "tmpfs" in engine else tmp_path
 

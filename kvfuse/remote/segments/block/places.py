@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from kvfuse.checksum import crc32c
+from kvfuse.checksum import Buffer, crc32c
 from kvfuse.errors import EngineFull
 from kvfuse.remote.segments.block.device import HEAD_SIZE, PAGE_SIZE
 from kvfuse.remote.segments.file import fileio
@@ -37,6 +37,21 @@ OWNER_SIZE = 16
 def place_size(segment_size: int) -> int:
     """Bytes of a place for segments of up to ``segment_size``."""
     return HEAD_SIZE + -(-segment_size // HEAD_SIZE) * HEAD_SIZE
+
+
+def pack_page(owner: bytes, segment: int, size: int) -> bytes:
+    """What the page of a place says where ``owner`` has a segment there."""
+    fields = _PAGE.pack(MAGIC, owner, segment, size)
+    return fields + _CHECKSUM.pack(crc32c(fields))
+
+
+def size_in_page(page: Buffer, owner: bytes, segment: int) -> int | None:
+    """Bytes of the segment that the page of a place names. None: it is not this one of this owner."""
+    if len(page) < PAGE_SIZE:
+        return None
+    size: int = _PAGE.unpack_from(page)[-1]
+    image = pack_page(owner, segment, size)
+    return size if page[: len(image)] == image else None
 
 
 class DevicePlaces(Places):
@@ -83,7 +98,7 @@ class DevicePlaces(Places):
             zeroed = size if self._zeroed_size is None else min(size, self._zeroed_size)
             fileio.write_zeros(fd, place + HEAD_SIZE, -(-zeroed // PAGE_SIZE) * PAGE_SIZE)
             os.fsync(fd)
-            self._put_page(fd, segment, self._packed(segment, size))
+            self._put_page(fd, segment, pack_page(self._owner, segment, size))
             return self._open(segment, size)
 
     def drop(self, file: SegmentFile) -> None:
@@ -101,18 +116,9 @@ class DevicePlaces(Places):
 
     # -- the page of a place
 
-    def _packed(self, segment: int, size: int) -> bytes:
-        fields = _PAGE.pack(MAGIC, self._owner, segment, size)
-        return fields + _CHECKSUM.pack(crc32c(fields))
-
     def _size_of(self, fd: int, segment: int) -> int | None:
         """Bytes of the segment in a place; None: there is none."""
-        page = os.pread(fd, PAGE_SIZE, self._place(segment))
-        if len(page) < PAGE_SIZE:
-            return None
-        size: int = _PAGE.unpack_from(page)[-1]
-        image = self._packed(segment, size)
-        return size if page[: len(image)] == image else None
+        return size_in_page(os.pread(fd, PAGE_SIZE, self._place(segment)), self._owner, segment)
 
     def _put_page(self, fd: int, segment: int, image: bytes) -> None:
         os.pwrite(fd, image.ljust(PAGE_SIZE, b"\0"), self._place(segment))

@@ -50,7 +50,7 @@ def write_fully(fd: int, view: memoryview, offset: int) -> None:
 
 
 @contextmanager
-def _bounce() -> Iterator[memoryview]:
+def bounce_buffer() -> Iterator[memoryview]:
     """Aligned memory for one transfer. A few are kept: the first touch of new memory costs more than a copy."""
     try:
         memory = _spare.pop()
@@ -69,12 +69,12 @@ _spare: deque[mmap.mmap] = deque(maxlen=SPARE_MAX)
 def read(fd: int, views: Sequence[memoryview], offset: int) -> None:
     """Fill views that follow each other through a bounce buffer."""
     left, end = deque(views), offset + sum([view.nbytes for view in views])
-    with _bounce() as bounce:
-        for start, stop, block_start, block_stop in _chunks(offset, end):
+    with bounce_buffer() as bounce:
+        for start, stop, block_start, block_stop in chunks(offset, end):
             with bounce[: block_stop - block_start] as blocks:
                 read_fully(fd, blocks, block_start)
                 position = start - block_start
-                for part in _first(left, stop - start):
+                for part in first_of(left, stop - start):
                     part[:] = blocks[position : position + len(part)]
                     position += len(part)
 
@@ -82,8 +82,8 @@ def read(fd: int, views: Sequence[memoryview], offset: int) -> None:
 def write(fd: int, views: Sequence[memoryview], offset: int, block_lock: threading.Lock) -> None:
     """Write views that follow each other through a bounce buffer, leaving the rest of its first and last block."""
     left, end = deque(views), offset + sum([view.nbytes for view in views])
-    with _bounce() as bounce, block_lock:
-        for start, stop, block_start, block_stop in _chunks(offset, end):
+    with bounce_buffer() as bounce, block_lock:
+        for start, stop, block_start, block_stop in chunks(offset, end):
             with bounce[: block_stop - block_start] as blocks:
                 if start != block_start:
                     with blocks[:BLOCK_SIZE] as first:
@@ -92,14 +92,14 @@ def write(fd: int, views: Sequence[memoryview], offset: int, block_lock: threadi
                     with blocks[-BLOCK_SIZE:] as last:
                         read_fully(fd, last, block_stop - BLOCK_SIZE)
                 position = start - block_start
-                for part in _first(left, stop - start):
+                for part in first_of(left, stop - start):
                     blocks[position : position + len(part)] = part
                     position += len(part)
                 write_fully(fd, blocks, block_start)
 
 
-def _first(left: deque[memoryview], length: int) -> Iterator[memoryview]:
-    """The first ``length`` bytes of ``left``, which has the rest then."""
+def first_of(left: deque[memoryview], length: int) -> Iterator[memoryview]:
+    """The first ``length`` bytes of ``left``, which has the rest afterwards."""
     while length:
         view = left.popleft()
         if len(view) > length:
@@ -109,7 +109,7 @@ def _first(left: deque[memoryview], length: int) -> Iterator[memoryview]:
         yield view
 
 
-def _chunks(offset: int, end: int) -> Iterator[tuple[int, int, int, int]]:
+def chunks(offset: int, end: int) -> Iterator[tuple[int, int, int, int]]:
     """(start, stop) of the pieces whose blocks, (block_start, block_stop), fit a bounce buffer."""
     start = offset
     while start < end:

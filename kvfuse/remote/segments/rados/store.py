@@ -43,6 +43,7 @@ from kvfuse.remote.segments.rados.objects import (
     object_name,
     pieces_by_object,
 )
+from kvfuse.remote.segments.users import UsedSegment, Users
 
 TABLE_NAME = b"segments"
 TABLE_HEADER = Struct("<8sQ")
@@ -54,35 +55,6 @@ SEGMENT_MAX = 0xFFFFF
 """so that the table has 8 MiB at the most"""
 
 
-class _Users:
-    """Counts those within ``with``; ``idle`` is set while there are none."""
-
-    def __init__(self) -> None:
-        self.idle = trio.Event()
-        self.idle.set()
-        self._count = 0
-
-    def __enter__(self) -> Self:
-        if self._count == 0:
-            self.idle = trio.Event()
-        self._count += 1
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._count -= 1
-        if self._count == 0:
-            self.idle.set()
-
-
-class _Segment(_Users):
-    """A segment as this store knows it, and the calls that use it."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        self.size = size
-        self.removed = False
-
-
 class RadosSegments(SegmentStore):
     """The segments of one namespace. Made by ``open``; any number of hosts may have it open."""
 
@@ -91,10 +63,10 @@ class RadosSegments(SegmentStore):
         self.place = place
         self._object_size = place.options.object_size
         self._dispatcher = Dispatcher(place, self.counters)
-        self._segments: dict[int, _Segment] = {}
+        self._segments: dict[int, UsedSegment] = {}
         self._names_lock = trio.Lock()
         self._closed = False
-        self._calls = _Users()
+        self._calls = Users()
 
     @classmethod
     async def open(cls, place: Place) -> Self:
@@ -124,7 +96,7 @@ class RadosSegments(SegmentStore):
                 if not existing:
                     await self._check_room(segment, size)
                     await self._store_size(segment, size)
-                self._segments.setdefault(segment, _Segment(size))
+                self._segments.setdefault(segment, UsedSegment(size))
 
     async def remove(self, segment: int) -> None:
         """One that failed may have dropped a part of the bytes; the segment is still listed, remove it again."""
@@ -133,7 +105,7 @@ class RadosSegments(SegmentStore):
                 size = await self._stored_size(segment) if 0 <= segment <= SEGMENT_MAX else 0
                 if not size:
                     return
-                known = self._segments.setdefault(segment, _Segment(size))
+                known = self._segments.setdefault(segment, UsedSegment(size))
                 known.removed = True
                 try:
                     await known.idle.wait()
@@ -190,7 +162,7 @@ class RadosSegments(SegmentStore):
         dispatcher = Dispatcher(self.place, self.counters)
         await dispatcher.connect()
         old, calls = self._dispatcher, self._calls
-        self._dispatcher, self._calls = dispatcher, _Users()
+        self._dispatcher, self._calls = dispatcher, Users()
         with trio.CancelScope(shield=True):
             await calls.idle.wait()
             await old.aclose()
@@ -235,7 +207,7 @@ class RadosSegments(SegmentStore):
         async with self._names_lock:
             size = await self._stored_size(segment)
             if size:
-                self._segments.setdefault(segment, _Segment(size))
+                self._segments.setdefault(segment, UsedSegment(size))
 
     def _check_range(self, segment: int, offset: int, length: int) -> None:
         """ValueError where no known segment holds the range."""

@@ -1,0 +1,309 @@
+"""Sets of devices: labels, weights, two hosts on one device, and a device that goes away and comes back."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import trio
+from loop_lab import loop_device, loop_devices, resize
+
+from kvfuse.errors import ConfigError, EngineError, EngineFull, EngineTimeout, VolumeError
+from kvfuse.remote.segments.api import SegmentInfo, Transfer
+from kvfuse.remote.segments.block import label, pieces
+from kvfuse.remote.segments.block.label import DeviceSet, Row
+from kvfuse.remote.segments.block.making import examine, make_set, room
+from kvfuse.remote.segments.block.store import BlockSegments
+
+MIB = 1 << 20
+SIZE = MIB
+DEVICE_SIZE = 32 * MIB
+VOLUME, OTHER = b"volume" * 2 + b"id!!", b"other!" * 2 + b"id!!"
+
+
+@pytest.fixture
+def image(tmp_path: Path) -> Path:
+    """A plain file in the place of a device."""
+    return blank(tmp_path / "image")
+
+
+def blank(path: Path, size: int = DEVICE_SIZE) -> Path:
+    with path.open("wb") as file:
+        file.truncate(size)
+    return path
+
+
+def made(paths: list[Path], volume_id: bytes = VOLUME, count: int = 8, **more: object) -> list[Path]:
+    make_set(paths, volume_id, SIZE, SIZE, count, **more)  # type: ignore[arg-type]
+    return paths
+
+
+async def read(store: BlockSegments, offset: int = 0, length: int = 4096, segment: int = 1) -> bytes:
+    buffer = bytearray(length)
+    await store.read([Transfer(segment, offset, buffer)])
+    return bytes(buffer)
+
+
+# -- labels and places ----------------------------------------------------------------------------------
+
+
+def test_segments_go_to_devices_by_weight_until_these_are_full() -> None:
+    rows = (Row(b"a" * 16, 100, 2), Row(b"b" * 16, 100, 1), Row(b"c" * 16, 3, 1))
+    places = DeviceSet(VOLUME, SIZE, SIZE, 203, rows).places
+    assert Counter(place.device for place in places[:12]) == {0: 6, 1: 3, 2: 3}
+    assert Counter(place.device for place in places) == {0: 100, 1: 100, 2: 3}
+    assert len(set(places)) == 203
+    fewer = DeviceSet(VOLUME, SIZE, SIZE, 20, rows).places
+    assert fewer == places[:20]
+
+
+def test_a_label_says_what_it_was_made_of_and_damage_is_found() -> None:
+    made = DeviceSet(VOLUME, SIZE, 4096, 7, (Row(b"a" * 16, 5, 2), Row(b"b" * 16, 9, 1)))
+    page = bytearray(made.pack(1))
+    assert label.parse(page) == (1, made)
+    page[100] ^= 1
+    with pytest.raises(VolumeError, match="checksum"):
+        label.parse(page)
+    page[8:12] = b"\2\0\0\0"
+    with pytest.raises(VolumeError, match="newer kvfuse"):
+        label.parse(page)
+
+
+async def test_foreign_incomplete_and_other_sets_are_refused(tmp_path: Path) -> None:
+    first, second, other, empty = (blank(tmp_path / name) for name in ("first", "second", "other", "empty"))
+    made([first, second])
+    made([other], OTHER)
+    with pytest.raises(VolumeError, match=f"{empty}.*no segments of a kvfuse volume"):
+        await BlockSegments.open([empty], VOLUME)
+    with pytest.raises(VolumeError, match=f"{other} is device 1 of 1 of the volume {OTHER.hex()}.*{VOLUME.hex()}"):
+        await BlockSegments.open([other], VOLUME)
+    with pytest.raises(VolumeError, match="has 2 devices, and number 2 is not among"):
+        await BlockSegments.open([first], VOLUME)
+    with pytest.raises(VolumeError, match=r"device 1 of 1.*device 2 of 2"):
+        await BlockSegments.open([second, other], None)
+    with pytest.raises(ConfigError, match="one and the same device"):
+        await BlockSegments.open([first, first], VOLUME)
+    store = await BlockSegments.open([second, first], VOLUME)  # in any order
+    for segment in range(8):
+        await store.create(segment, SIZE)
+    assert await store.list() == [SegmentInfo(segment, SIZE) for segment in range(8)]
+    with pytest.raises(EngineFull):
+        await store.create(8, SIZE)
+    await store.aclose()
+
+
+async def test_a_set_is_not_made_over_data_or_where_there_is_no_room(image: Path) -> None:
+    with pytest.raises(ConfigError, match="room for 15 segments"):
+        made([image], count=16)
+    assert room([image], SIZE) == 15 * SIZE
+    made([image])
+    before = image.read_bytes()
+    with pytest.raises(VolumeError, match=f"is device 1 of 1 of the volume {VOLUME.hex()}"):
+        made([image], OTHER)
+    assert image.read_bytes() == before
+    store = await BlockSegments.open(made([image], OTHER, replace=True))
+    assert await store.list() == []
+    await store.aclose()
+    image.write_bytes(os.urandom(DEVICE_SIZE))
+    assert [found.content for found in examine([image])] == ["holds data of a kind that is not known"]
+    with pytest.raises(VolumeError, match="data of a kind"):
+        made([image])
+
+
+async def test_what_was_on_the_device_is_not_in_the_heads_of_segments(image: Path) -> None:
+    image.write_bytes(b"\xee" * DEVICE_SIZE)
+    make_set([image], VOLUME, SIZE, 8192, 3, replace=True)
+    store = await BlockSegments.open([image], VOLUME)
+    assert await store.list() == []
+    await store.create(2, SIZE)
+    assert await read(store, 0, 8192, 2) == bytes(8192)
+    await store.write([Transfer(2, 0, b"head")])
+    await store.remove(2)
+    await store.create(2, SIZE)
+    assert await read(store, 0, 8192, 2) == bytes(8192)
+    await store.aclose()
+
+
+# -- two hosts ----------------------------------------------------------------------------------------
+
+
+async def test_two_hosts_see_each_others_bytes_and_segments(tmp_path: Path) -> None:
+    with loop_devices(tmp_path / "image", DEVICE_SIZE, 2) as devices:
+        made(devices[:1])
+        one, two = [await BlockSegments.open([device], VOLUME) for device in devices]
+        async with trio.open_nursery() as nursery:  # both at the same time
+            for store in (one, two):
+                nursery.start_soon(store.create, 1, SIZE)
+        for number in range(20):
+            data = bytes([number]) * 4096
+            writer, reader = (one, two) if number % 2 else (two, one)
+            await writer.write([Transfer(1, 4096 * (number % 3), data)])
+            assert await read(reader, 4096 * (number % 3)) == data
+        for store in (one, two):
+            await store.create(1, SIZE)
+            assert await store.list() == [SegmentInfo(1, SIZE)]
+            await store.aclose()
+
+
+# -- a device that fails --------------------------------------------------------------------------------
+
+
+async def until_it_is_back(store: BlockSegments) -> bytes:
+    with trio.fail_after(30):
+        while True:
+            try:
+                return await read(store)
+            except EngineError:
+                await trio.sleep(0.05)
+
+
+async def test_a_device_that_vanished_is_an_error_and_comes_back(tmp_path: Path) -> None:
+    """It reads as 0 bytes then, and has no room for writes."""
+    image = tmp_path / "image"
+    with loop_device(image, DEVICE_SIZE) as device:
+        store = await BlockSegments.open(made([device]), VOLUME)
+        await store.create(1, SIZE)
+        await store.write([Transfer(1, 0, b"kept" * 1024)])
+        copy = image.read_bytes()
+        resize(device, image, 0)
+        with pytest.raises(EngineError, match="is gone") as caught:
+            await read(store)
+        assert not isinstance(caught.value, EngineTimeout)
+        with pytest.raises(EngineError) as caught:
+            await store.write([Transfer(1, 0, b"more" * 1024)])
+        assert not isinstance(caught.value, EngineFull)
+        image.write_bytes(copy)
+        resize(device, image, DEVICE_SIZE)
+        assert await until_it_is_back(store) == b"kept" * 1024
+        await store.aclose()
+
+
+async def test_a_write_to_a_device_without_room_is_no_full_medium(tmp_path: Path) -> None:
+    image = tmp_path / "image"
+    with loop_device(image, DEVICE_SIZE) as device:
+        store = await BlockSegments.open(made([device]), VOLUME)
+        await store.create(1, SIZE)
+        resize(device, image, 0)
+        with pytest.raises(EngineError, match="is gone") as caught:
+            await store.write([Transfer(1, 0, bytes(4096))])
+        assert not isinstance(caught.value, EngineFull)
+        await store.aclose()
+
+
+async def test_a_device_is_found_under_another_name(tmp_path: Path) -> None:
+    image = tmp_path / "image"
+    with loop_devices(image, DEVICE_SIZE, 1) as (first,):
+        store = await BlockSegments.open(made([first]), VOLUME)
+        await store.create(1, SIZE)
+        await store.write([Transfer(1, 0, b"kept" * 1024)])
+        copy = image.read_bytes()
+        second_image = tmp_path / "second"
+        with loop_device(second_image, DEVICE_SIZE):
+            resize(first, image, 0)
+            with pytest.raises(EngineError):
+                await read(store)
+            second_image.write_bytes(copy)
+            assert await until_it_is_back(store) == b"kept" * 1024
+            await store.aclose()
+
+
+# -- a device that stalls -------------------------------------------------------------------------------
+
+
+class Stall:
+    """Holds up writes of whole pieces before they reach the device."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.go_on = threading.Event()
+        self.reads = False
+        self._write, self._read = pieces.write_fully, pieces.read_fully
+        monkeypatch.setattr(pieces, "write_fully", self.write)
+        monkeypatch.setattr(pieces, "read_fully", self.read)
+
+    def write(self, fd: int, view: memoryview, offset: int) -> None:
+        self.go_on.wait(30)
+        self._write(fd, view, offset)
+
+    def read(self, fd: int, view: memoryview, offset: int) -> None:
+        if self.reads:
+            self.go_on.wait(30)
+        self._read(fd, view, offset)
+
+
+@pytest.fixture
+def stall(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stall]:
+    stall = Stall(monkeypatch)
+    stall.go_on.set()
+    yield stall
+    stall.go_on.set()
+
+
+async def test_a_stalled_device_costs_one_deadline_and_not_the_callers_memory(image: Path, stall: Stall) -> None:
+    store = await BlockSegments.open(made([image]), VOLUME, deadline=0.5)
+    await store.create(1, SIZE)
+    stall.go_on.clear()
+    stall.reads = True
+    source = bytearray(b"early---" * 1024)
+    target = bytearray(8192)
+    with pytest.raises(EngineTimeout):
+        await store.write([Transfer(1, 4096, source)])
+    with pytest.raises(EngineTimeout, match="has not answered"):
+        await store.read([Transfer(1, 0, target)])
+    source[:] = b"later---" * 1024
+    gc.collect()  # the errors' tracebacks know it
+    source.extend(b"no thread holds it")  # BufferError otherwise
+    stall.go_on.set()
+    with trio.fail_after(20):
+        while True:
+            try:
+                if await read(store, 4096, 8192) == b"early---" * 1024:
+                    break
+            except EngineTimeout:
+                pass
+            await trio.sleep(0.05)
+    assert target == bytes(8192)
+    await store.aclose()
+
+
+async def test_bytes_of_a_late_write_are_not_written_before_it_ended(image: Path, stall: Stall) -> None:
+    """The older bytes would come last."""
+    store = await BlockSegments.open(made([image]), VOLUME, deadline=0.5)
+    await store.create(1, SIZE)
+    stall.go_on.clear()
+    with pytest.raises(EngineTimeout):
+        await store.write([Transfer(1, 4096, b"old!" * 1024)])
+    assert await until_it_is_back(store) == bytes(4096)  # reads are not held up
+    with pytest.raises(EngineTimeout, match="earlier write there"):
+        await store.write([Transfer(1, 5000, b"new!")])
+    stall.go_on.set()
+    with trio.fail_after(20):
+        while True:
+            try:
+                await store.write([Transfer(1, 5000, b"new!")])
+                break
+            except EngineTimeout:
+                await trio.sleep(0.05)
+    assert (await read(store, 4096))[900:912] == b"old!new!old!"
+    await store.aclose()
+
+
+async def test_stuck_threads_are_bounded(image: Path, stall: Stall) -> None:
+    store = await BlockSegments.open(made([image]), VOLUME, deadline=0.3)
+    await store.create(1, SIZE)
+    threads = threading.active_count()
+    stall.go_on.clear()
+    stall.reads = True
+    waited = 0
+    for number in range(40):
+        with pytest.raises(EngineTimeout) as caught:
+            await store.write([Transfer(1, 4096 * number, bytes(4096))])
+        waited += "within" in str(caught.value)
+    assert waited == 1, "each call cost a deadline"
+    assert threading.active_count() - threads <= 4
+    stall.go_on.set()
+    await store.aclose()
