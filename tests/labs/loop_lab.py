@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
 from collections.abc import Iterator
@@ -9,6 +10,10 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
+
+LOOP_SET_STATUS64, LOOP_GET_STATUS64, LOOP_INFO_SIZE = 0x4C04, 0x4C05, 232
+LIMIT = slice(32, 40)
+"""``lo_sizelimit`` in the kernel's struct"""
 
 
 @contextmanager
@@ -37,6 +42,15 @@ def loop_devices(image: Path, size: int, count: int, *, direct: bool = True) -> 
             devices.append(Path(made.stdout.strip()))
             stack.callback(subprocess.run, ["losetup", "--detach", devices[-1]], check=True)
         yield devices
+
+
+def set_limit(device: Path, size: int) -> None:
+    """Have only the first ``size`` bytes of the file in the device; 0: all. The file stays as it is."""
+    with device.open("rb") as file:
+        state = bytearray(LOOP_INFO_SIZE)
+        fcntl.ioctl(file, LOOP_GET_STATUS64, state)
+        state[LIMIT] = size.to_bytes(8, "little")
+        fcntl.ioctl(file, LOOP_SET_STATUS64, state)
 
 
 def resize(device: Path, image: Path, size: int) -> None:

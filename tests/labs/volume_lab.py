@@ -77,6 +77,7 @@ class Disk:
     """segments' clients have identities, and may be cut off"""
     fenced: set[bytes] = field(default_factory=set)
     durable: bool = False
+    quarantine: float = 0.0
     """every write and every commit is, when its call returns"""
     audit: Callable[[Mapping[bytes, bytes], Collection[bytes]], None] | None = None
     """looks at the records after each commit, with what it put and deleted"""
@@ -329,7 +330,7 @@ class MemorySegments(SegmentStore):
 
     def __init__(self, disk: Disk, chaos: Chaos) -> None:
         mappable = disk.mappable or not disk.shared
-        super().__init__(SegmentLimits(mappable=mappable, durable=disk.durable))
+        super().__init__(SegmentLimits(mappable=mappable, durable=disk.durable, quarantine=disk.quarantine))
         self.disk = disk
         self.chaos = chaos
         self._identity = random.randbytes(8)

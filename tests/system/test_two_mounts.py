@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from cluster_lab import MEMORY
 from loop_lab import loop_devices
 from mounting import KvfuseMount, conf_elsewhere, shared_conf, wait_until
 
@@ -38,7 +39,8 @@ def mounts(request: pytest.FixtureRequest, etcd: EtcdServers) -> Iterator[tuple[
         stack = ExitStack()
         try:
             if request.param == "block":
-                devices = stack.enter_context(loop_devices(Path(base) / "image", DEVICE_SIZE, 2))
+                memory = stack.enter_context(tempfile.TemporaryDirectory(dir=MEMORY))
+                devices = stack.enter_context(loop_devices(Path(memory) / "image", DEVICE_SIZE, 2))
                 conf = shared_conf(Path(base), etcd, device=devices[0])
                 confs = [conf, conf_elsewhere(conf, *devices)]
             else:
@@ -65,6 +67,13 @@ def folders(mounts: tuple[KvfuseMount, KvfuseMount], request: pytest.FixtureRequ
     name = request.node.name.replace("[", "-").replace("]", "")
     (mounts[0].point / name).mkdir()
     return mounts[0].point / name, mounts[1].point / name
+
+
+@pytest.fixture
+def names_alone(request: pytest.FixtureRequest) -> None:
+    """The test asks nothing of bytes, and is long: two engines for them are enough."""
+    if "[block]" in request.node.name:
+        pytest.skip("about names alone")
 
 
 def together(*works: Callable[[], object]) -> list[object]:
@@ -237,6 +246,7 @@ def test_every_change_is_seen_by_the_other_at_once(folders: tuple[Path, Path]) -
         assert not (here / "moved").exists()
 
 
+@pytest.mark.usefixtures("names_alone")
 def test_a_path_leads_where_the_other_mount_let_it_lead(folders: tuple[Path, Path]) -> None:
     for number in range(20):
         one, two = folders if number % 2 else folders[::-1]
@@ -298,6 +308,7 @@ def test_what_is_cached_of_a_relaxed_folder_is_corrected(folders: tuple[Path, Pa
         wait_until(lambda: not (one / "name").exists(), "the removal")
 
 
+@pytest.mark.usefixtures("names_alone")
 def test_namespaces_are_the_same_on_both(folders: tuple[Path, Path], mounts: tuple[KvfuseMount, KvfuseMount]) -> None:
     one, two = [folder / "space" for folder in folders]
     one.mkdir()

@@ -192,6 +192,25 @@ async def test_an_adopted_slab_is_not_written_at_once(
         assert trio.current_time() > gone + min(REUSE, held_slabs.ADOPTION_GRACE_MAX) - 0.05
 
 
+async def test_an_adopted_slab_rests_as_long_as_a_write_may_be_under_way(
+    autojump_clock: trio.testing.MockClock, rng: random.Random
+) -> None:
+    made = world(rng)
+    made.disk.quarantine = 100.0
+    async with joined(made, 1) as (one,), trio.open_nursery() as nursery:
+        dead = Client(one.world, 3)
+        async with dead.joined():
+            await dead.make(nursery, 4096)
+            held = held_by(one.world, 3)
+        await until(lambda: schema.member_key(3) not in one.world.disk.records)
+        await until(lambda: held <= held_by(one.world, 1))
+        await trio.sleep(99)
+        assert not any(one.core.slabs.holds(slab) for slab in held)
+        await trio.sleep(3)
+        assert held
+        assert all(one.core.slabs.holds(slab) for slab in held)
+
+
 async def test_one_who_leaves_in_order_is_waited_for_by_nobody(
     autojump_clock: trio.testing.MockClock, rng: random.Random
 ) -> None:
