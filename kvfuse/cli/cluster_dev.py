@@ -18,7 +18,7 @@ from kvfuse.cli.mounts import kvfuse_mounts
 from kvfuse.cluster.ceph import CephServers, CephSettings
 from kvfuse.cluster.etcd import EtcdServers
 from kvfuse.cluster.process import Server
-from kvfuse.cluster.volumes import SETTINGS, mount_conf
+from kvfuse.cluster.volumes import SETTINGS, devices_conf, mount_conf
 from kvfuse.errors import ClusterError, MountError
 from kvfuse.sizes import GIB, MIB
 
@@ -94,32 +94,35 @@ def cluster_dev() -> None:
 @folder_option
 @click.option("--members", type=click.IntRange(1, 9), default=3, show_default=True, help="Of etcd.")
 @click.option("--osds", type=click.IntRange(1, 16), default=3, show_default=True, help="Storage servers of Ceph.")
-def up(folder: Path, members: int, osds: int) -> None:
+@click.option(
+    "--device",
+    "devices",
+    type=click.Path(exists=True, dir_okay=False, resolve_path=True, path_type=Path),
+    multiple=True,
+    help="Keep bytes on this block device instead of Ceph; may be repeated.",
+)
+def up(folder: Path, members: int, osds: int, devices: tuple[Path, ...]) -> None:
     """Start a cluster in FOLDER and write a mount.conf there.
 
     etcd keeps going while more than half of its MEMBERS live. Every object is on two of the OSDS, so one may fail; with
-    --osds 1 there is one copy. Takes up to half a minute.
+    --osds 1 there is one copy. Takes up to half a minute. With --device there is no Ceph.
 
     \b
     To see what a failure does, kill one server ('status' has the pids), or stop it: kill -STOP PID.
     """
     folder = folder.absolute()
-    _check_programs()
+    _check_programs(with_ceph=not devices)
     _check_vacant(folder)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     (folder / MARKER).touch()
-    replicas = min(REPLICAS, osds)
     try:
         with _step(f"etcd, {members} member{'s' * (members > 1)}"):
             etcd = EtcdServers.start(folder / "etcd", members, SETTINGS)
-        with _step(f"Ceph, 1 monitor and {osds} OSD{'s' * (osds > 1)}") as tell:
-            ceph_settings = CephSettings(pool=POOL, replicas=replicas, osd_size=OSD_SIZE)
-            ceph = CephServers.start(folder / "ceph", osds, ceph_settings, tell)
+        volume = devices_conf(VOLUME, etcd, devices) if devices else _start_ceph(folder, osds, etcd)
     except BaseException:
         _stop(folder)
         raise
     conf = folder / "mount.conf"
-    volume = mount_conf(VOLUME, f"{osds * OSD_SIZE // replicas // 2 // MIB}MiB", etcd, ceph)
     conf.write_text(MOUNT_CONF.format(volume=volume, log_file=folder / LOG_FILE))
     _say_next(folder, conf)
 
@@ -157,13 +160,24 @@ def status(folder: Path, as_json: bool) -> None:
 # -- up ---------------------------------------------------------------------------------------------
 
 
-def _check_programs() -> None:
+def _start_ceph(folder: Path, osds: int, etcd: EtcdServers) -> str:
+    """A cluster of Ceph; the mount.conf of a volume on both."""
+    replicas = min(REPLICAS, osds)
+    with _step(f"Ceph, 1 monitor and {osds} OSD{'s' * (osds > 1)}") as tell:
+        ceph_settings = CephSettings(pool=POOL, replicas=replicas, osd_size=OSD_SIZE)
+        ceph = CephServers.start(folder / "ceph", osds, ceph_settings, tell)
+    return mount_conf(VOLUME, f"{osds * OSD_SIZE // replicas // 2 // MIB}MiB", etcd, ceph)
+
+
+def _check_programs(*, with_ceph: bool) -> None:
     """Failure with the command that installs what is missing."""
     path = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
     os.environ["PATH"] = path  # where Debian has the servers; a user's own PATH may not
-    missing = [program for program in PROGRAMS if shutil.which(program) is None]
+    needed = PROGRAMS if with_ceph else ["etcd"]
+    missing = [program for program in needed if shutil.which(program) is None]
     if missing:
-        packages = " ".join(dict.fromkeys([*(PROGRAMS[program] for program in missing), "librados2"]))
+        libraries = ["librados2"] if with_ceph else []
+        packages = " ".join(dict.fromkeys([*(PROGRAMS[program] for program in missing), *libraries]))
         raise Failure(f"{', '.join(missing)} not found; as root: apt-get install --no-install-recommends {packages}")
 
 
@@ -221,7 +235,10 @@ def _check_is_cluster(folder: Path) -> None:
 
 def rows_of(folder: Path) -> list[Row]:
     """A row for every server. ClusterError where the folder does not say which there are."""
-    return [*_etcd_rows(EtcdServers.load(folder / "etcd")), *_ceph_rows(CephServers.load(folder / "ceph"))]
+    rows = list(_etcd_rows(EtcdServers.load(folder / "etcd")))
+    if (folder / "ceph").exists():
+        rows += _ceph_rows(CephServers.load(folder / "ceph"))
+    return rows
 
 
 def _etcd_rows(etcd: EtcdServers) -> Iterator[Row]:

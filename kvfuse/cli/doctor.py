@@ -29,7 +29,7 @@ from kvfuse.cli.version import installed_version
 from kvfuse.errors import KvfuseError
 from kvfuse.options import config
 from kvfuse.options.config import Options
-from kvfuse.options.options import CacheOptions
+from kvfuse.options.options import BlockOptions, CacheOptions
 from kvfuse.sizes import GIB, format_size
 
 OK, WARN, MISSING = "ok", "warn", "missing"
@@ -198,7 +198,10 @@ def check_engines(options: Options) -> Iterator[Finding]:
         if problem := _connection_problem(endpoint):
             yield Finding(endpoint, WARN, problem, "start that member of etcd, or let this host reach its port")
     yield trio.run(_ask_records, options)
-    yield trio.run(_ask_segments, options)
+    if isinstance(options.segments, BlockOptions):
+        yield from _devices(options.segments)
+    else:
+        yield trio.run(_ask_segments, options)
     if options.cache.disk_path is not None:
         yield _disk_tier(options.cache)
 
@@ -237,6 +240,24 @@ async def _ask_segments(options: Options) -> Finding:
         return Finding("segments", MISSING, str(error), "see docs/engines.md, rados")
     size = "an unknown number of bytes" if free is None else format_size(free)
     return Finding("segments", OK, f"{options.segments.engine}: {size} free {place}")
+
+
+def _devices(options: BlockOptions) -> Iterator[Finding]:
+    """Each device of the volume, and the connections through which the kernel may have it."""
+    from kvfuse.remote.segments.block import fabrics, making
+
+    for path in options.devices:
+        try:
+            size, content = making.describe(Path(path))
+            yield Finding(path, OK, f"{format_size(size)}, {content}")
+        except KvfuseError as error:
+            yield Finding(path, MISSING, str(error), "see docs/engines.md, block")
+    for found in fabrics.controllers(options.deadline):
+        detail = f"NVMe over {found.transport}"
+        if found.problems:
+            yield Finding(found.name, WARN, f"{detail}: {'; '.join(found.problems)}", "; ".join(found.remedies))
+        else:
+            yield Finding(found.name, OK, f"{detail}, fails in time")
 
 
 def _disk_tier(options: CacheOptions) -> Finding:

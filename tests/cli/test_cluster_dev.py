@@ -17,6 +17,7 @@ from mounting import KVFUSE, PATIENCE_S
 from places import ROOT
 
 from kvfuse.cli.cluster_dev import PROGRAMS
+from kvfuse.remote.segments.block import label
 
 
 def cluster_dev(*arguments: str | Path, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -129,3 +130,22 @@ def test_what_is_not_installed_is_named(tmp_path: Path) -> None:
         " etcd-server ceph-mon ceph-osd ceph-common librados2\n"
     )
     assert not (tmp_path / "cluster").exists()
+
+
+def test_bytes_may_be_on_a_device_instead_of_ceph(tmp_path: Path) -> None:
+    if shutil.which("etcd") is None:
+        pytest.skip("needs etcd: scripts/test installs it")
+    folder, device = tmp_path / "made", tmp_path / "device"
+    with device.open("wb") as file:
+        file.truncate(256 << 20)
+    done = cluster_dev("up", "--folder", folder, "--members", "1", "--device", device)
+    assert done.returncode == 0, done.stderr
+    try:
+        assert set(servers(folder)) == {"etcd0"}
+        made = kvfuse("format", folder / "mount.conf", "--segment-size", "64MiB")
+        assert "made the volume etcd:/kvfuse/demo/" in made.stdout, made.stderr
+        assert device.read_bytes().startswith(label.MAGIC)
+    finally:
+        done = cluster_dev("down", "--folder", folder)
+    assert done.returncode == 0, done.stderr
+    assert not folder.exists()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import stat
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,7 @@ from kvfuse.remote.segments.api import SegmentStore
 from kvfuse.remote.segments.block import making
 from kvfuse.remote.segments.block.store import BlockSegments
 from kvfuse.remote.segments.file.store import FileSegments
-from kvfuse.slab.layout import Superblock
+from kvfuse.slab.layout import Geometry, Superblock
 
 if TYPE_CHECKING:
     from kvfuse.remote.segments.rados.store import RadosSegments
@@ -69,8 +69,8 @@ async def free_space(options: Options) -> tuple[int | None, str]:
     if isinstance(options.segments, FileOptions):
         return disk_free(options.segments_path), f"below {options.segments_path}"
     if isinstance(options.segments, BlockOptions):
-        paths, size = device_paths(options.segments), options.volume.segment_size
-        return await trio.to_thread.run_sync(making.room, paths, size), f"on {', '.join(options.segments.devices)}"
+        sizes = await trio.to_thread.run_sync(making.sizes_of, device_paths(options.segments))
+        return _room(options, sizes), f"on {', '.join(options.segments.devices)}"
     async with _closing(await _open_rados(options, options.segments)) as segments:
         return await segments.free_bytes(), f"in the pool {options.segments.pool}"
 
@@ -121,6 +121,21 @@ async def _open_devices(
 
 def device_paths(devices: BlockOptions) -> list[Path]:
     return [Path(path) for path in devices.devices]
+
+
+def _room(options: Options, sizes: Sequence[int]) -> int:
+    """The capacity of a volume that takes all of devices with these sizes."""
+    segment_size = options.volume.segment_size
+    while True:
+        places = sum(making.place_count(size, segment_size) for size in sizes)
+        capacity = places * segment_size
+        try:
+            geometry = Geometry.choose(capacity, options.volume.slab_size, options.volume.segment_size)
+        except ValueError:
+            return capacity
+        if geometry.segment_count <= places or geometry.segment_size(0) >= segment_size:
+            return capacity
+        segment_size = geometry.segment_size(0)  # whole slabs and their heads: a little less
 
 
 async def make_medium(options: Options, superblock: Superblock, *, replace: bool) -> None:

@@ -17,7 +17,7 @@ from kvfuse.errors import ConfigError, EngineError, EngineFull, EngineTimeout, V
 from kvfuse.remote.segments.api import SegmentInfo, Transfer
 from kvfuse.remote.segments.block import label, pieces
 from kvfuse.remote.segments.block.label import DeviceSet, Row
-from kvfuse.remote.segments.block.making import examine, make_set, room
+from kvfuse.remote.segments.block.making import examine, make_set, place_count
 from kvfuse.remote.segments.block.store import BlockSegments
 
 MIB = 1 << 20
@@ -100,7 +100,7 @@ async def test_foreign_incomplete_and_other_sets_are_refused(tmp_path: Path) -> 
 async def test_a_set_is_not_made_over_data_or_where_there_is_no_room(image: Path) -> None:
     with pytest.raises(ConfigError, match="room for 15 segments"):
         made([image], count=16)
-    assert room([image], SIZE) == 15 * SIZE
+    assert place_count(DEVICE_SIZE, SIZE) == 15
     made([image])
     before = image.read_bytes()
     with pytest.raises(VolumeError, match=f"is device 1 of 1 of the volume {VOLUME.hex()}"):

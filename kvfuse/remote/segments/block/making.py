@@ -16,7 +16,7 @@ from typing import NamedTuple
 from kvfuse.errors import ConfigError, EngineError, VolumeError
 from kvfuse.remote.segments.block import label
 from kvfuse.remote.segments.block.device import HEAD_SIZE, PAGE_SIZE, Device
-from kvfuse.remote.segments.block.finding import open_direct
+from kvfuse.remote.segments.block.finding import open_direct, read_label
 from kvfuse.remote.segments.block.label import DEVICES_MAX, ID_SIZE, DeviceSet, Row
 from kvfuse.remote.segments.block.pieces import write_zeros
 from kvfuse.remote.segments.block.places import place_size
@@ -40,6 +40,18 @@ def examine(paths: Sequence[Path]) -> list[Examined]:
     return found
 
 
+def describe(path: Path) -> tuple[int, str]:
+    """Size, and what a device is, also while it is in use. EngineError, ConfigError: it cannot be one of a volume's."""
+    with _as_engine_error(path), ExitStack() as stack:
+        fd = open_direct(path, read_only=True)
+        stack.callback(os.close, fd)
+        size = os.lseek(fd, 0, os.SEEK_END)
+        try:
+            return size, read_label(fd).title
+        except VolumeError:
+            return size, "no device of a volume yet"
+
+
 def content_of(device: Device) -> str | None:
     """As `Device.foreign_content`, with devices of volumes among it."""
     page = device.first_page()
@@ -51,21 +63,14 @@ def content_of(device: Device) -> str | None:
         return f"was a device of a kvfuse volume: {error}"
 
 
-def room(paths: Sequence[Path], segment_size: int) -> int:
-    """Bytes of all segments of that size for which the devices have room. EngineError."""
-    return sum(_place_count(found.size, segment_size) for found in examine_sizes(paths)) * segment_size
+def sizes_of(paths: Sequence[Path]) -> list[int]:
+    """In bytes, also of devices in use. EngineError."""
+    return [describe(path)[0] for path in paths]
 
 
-def examine_sizes(paths: Sequence[Path]) -> list[Examined]:
-    """Without a look at what is there, also of devices in use. EngineError."""
-    found = []
-    for path in paths:
-        try:
-            with path.open("rb", buffering=0) as file:
-                found.append(Examined(path, file.seek(0, 2), None))
-        except OSError as error:
-            raise EngineError(f"segments.devices: {path} cannot be used: {error.strerror}") from error
-    return found
+def place_count(size: int, segment_size: int) -> int:
+    """Of segments of that size, how many a device has room for."""
+    return max(size - HEAD_SIZE, 0) // place_size(segment_size)
 
 
 def make_set(
@@ -96,7 +101,7 @@ def make_set(
                 raise VolumeError(
                     f"segments.devices: {device.path} {content}: 'kvfuse format' asks whether that may go for good"
                 )
-        counts = [_place_count(device.size, segment_size) for device in devices]
+        counts = [place_count(device.size, segment_size) for device in devices]
         rows = [
             Row(secrets.token_bytes(ID_SIZE), count, weight)
             for count, weight in zip(counts, weights or [max(count, 1) for count in counts], strict=True)
@@ -114,10 +119,6 @@ def make_set(
             with _as_engine_error(device.path):
                 device.put_first_page(made.pack(index))
     return made
-
-
-def _place_count(size: int, segment_size: int) -> int:
-    return max(size - HEAD_SIZE, 0) // place_size(segment_size)
 
 
 def _wipe(device: Device, made: DeviceSet, index: int) -> None:
