@@ -189,6 +189,8 @@ class BlockOptions(_Engine, frozen=True, tag="block"):
     """seconds for a call"""
     quarantine: Seconds = 120.0
     """seconds for which nobody writes to slabs of a host that is gone: its last writes may still be under way"""
+    reservations: bool = False
+    """devices refuse further writes of such a host, where they have persistent reservations"""
 
 
 class ClientOptions(_Section, frozen=True):

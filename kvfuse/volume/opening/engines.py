@@ -116,6 +116,7 @@ async def _open_devices(
         deadline=devices.deadline,
         quarantine=devices.quarantine,
         read_only=read_only,
+        reservations=devices.reservations,
     )
 
 

@@ -15,7 +15,7 @@ from loop_lab import loop_device, loop_devices, resize
 
 from kvfuse.errors import ConfigError, EngineError, EngineFull, EngineTimeout, VolumeError
 from kvfuse.remote.segments.api import SegmentInfo, Transfer
-from kvfuse.remote.segments.block import label, pieces
+from kvfuse.remote.segments.block import label, pieces, reservations
 from kvfuse.remote.segments.block.label import DeviceSet, Row
 from kvfuse.remote.segments.block.making import examine, make_set, place_count
 from kvfuse.remote.segments.block.store import BlockSegments
@@ -307,3 +307,65 @@ async def test_stuck_threads_are_bounded(image: Path, stall: Stall) -> None:
     assert threading.active_count() - threads <= 4
     stall.go_on.set()
     await store.aclose()
+
+
+# -- reservations ---------------------------------------------------------------------------------------
+
+
+class Reservations:
+    """What a device with reservations would do, beside a plain file."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.keys: set[bytes] = set()
+        self.holder_type = 0
+        monkeypatch.setattr(reservations.fcntl, "ioctl", self.ioctl)
+
+    def ioctl(self, fd: int, request: int, image: bytearray) -> int:
+        assert type(image) is bytearray, "a status would be lost"
+        if request == reservations.REGISTER:
+            old, new, flags = reservations.REGISTRATION.unpack(image)
+            assert (old, flags) == (reservations.NO_KEY, reservations.IGNORE_KEY)
+            self.keys.add(new)
+        elif request == reservations.RESERVE:
+            key, self.holder_type, _ = reservations.RESERVATION.unpack(image)
+            return 0 if key in self.keys else 0x4083
+        else:
+            assert request == reservations.PREEMPT_ABORT
+            own, other, _, _ = reservations.PREEMPTION.unpack(image)
+            if own not in self.keys or other not in self.keys:
+                return 0x4083
+            self.keys.remove(other)
+        return 0
+
+
+def test_the_kernels_numbers_of_reservations() -> None:
+    assert (reservations.REGISTER, reservations.RESERVE) == (0x401870C8, 0x401070C9)
+    assert reservations.PREEMPT_ABORT == 0x401870CC
+
+
+async def test_a_dead_clients_key_is_taken_away_and_it_is_not_vouched_for(
+    image: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = Reservations(monkeypatch)
+    made([image])
+    one, two = [await BlockSegments.open([image], VOLUME, reservations=True) for _ in range(2)]
+    identity = one.identity()
+    assert device.keys == {identity, two.identity()}
+    assert device.holder_type == 5
+    for _ in range(2):
+        assert not await two.fence(identity)
+        assert device.keys == {two.identity()}
+    await one.renew()
+    assert one.identity() != identity
+    assert device.keys == {one.identity(), two.identity()}
+    for store in (one, two):
+        await store.aclose()
+
+
+async def test_a_device_without_reservations_is_used_without(tmp_path: Path) -> None:
+    with loop_device(tmp_path / "image", DEVICE_SIZE) as device:
+        store = await BlockSegments.open(made([device]), VOLUME, reservations=True)
+        assert store.identity() == b""
+        assert not await store.fence(b"somebody")
+        await store.create(1, SIZE)
+        await store.aclose()

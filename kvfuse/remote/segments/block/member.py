@@ -25,7 +25,7 @@ from typing import TypeVar
 import trio
 
 from kvfuse.errors import EngineError, EngineTimeout, MediumError
-from kvfuse.remote.segments.block import finding
+from kvfuse.remote.segments.block import finding, reservations
 from kvfuse.remote.segments.block.label import Label
 from kvfuse.remote.segments.block.pieces import Call, Left, PartialBlocks, Piece
 
@@ -69,6 +69,8 @@ class SetDevice:
         self._opening = threading.Lock()
         self._threads = trio.CapacityLimiter(THREADS_MAX)
         self._is_closed = False
+        self._key = b""
+        """registered with the device, again each time that it comes back"""
         self._silent_since: float | None = None
         self._late_writes: set[Piece] = set()
         """that nobody waits for, and which may still happen"""
@@ -91,6 +93,12 @@ class SetDevice:
     async def run(self, work: Callable[[int], _T]) -> _T:
         """``work`` with the device's descriptor, in a thread. It must not touch memory of others."""
         return await self._in_thread(Call(), lambda fd, call: work(fd))
+
+    async def register(self, key: bytes) -> bool:
+        """Be one of the clients that may write, from now on. False: the device has no reservations. EngineError."""
+        is_registered = await self.run(lambda fd: reservations.register(fd, key))
+        self._key = key if is_registered else b""
+        return is_registered
 
     def close(self) -> None:
         """No call may be waited for any more."""
@@ -183,6 +191,8 @@ class SetDevice:
             yield descriptor.fd
         except (OSError, EOFError) as error:
             self._give_up(descriptor)
+            if isinstance(error, OSError) and error.errno == errno.EBADE:
+                self._key = b""  # it was taken away: only another client's key may come in its place
             raise self._as_engine_error(error) from error
         finally:
             with self._lock:
@@ -205,6 +215,7 @@ class SetDevice:
             raise EngineError(f"{self.path} is gone: {self.label.title} is looked for again and again")
         try:
             fd, path = finding.find(self.path, self.label, read_only=self._read_only)
+            self._register_again(fd, path)
         except EngineError:
             self._retry_at = time.monotonic() + self._retry_pause
             self._retry_pause = min(2 * self._retry_pause, RETRY_SECONDS_MAX)
@@ -216,6 +227,15 @@ class SetDevice:
                 os.close(fd)
                 raise EngineError(f"{self.path} is closed")
             self._descriptor = _Descriptor(fd)
+
+    def _register_again(self, fd: int, path: Path) -> None:
+        """It may have lost its registrations meanwhile."""
+        try:
+            if self._key:
+                reservations.register(fd, self._key)
+        except OSError as error:
+            os.close(fd)
+            raise EngineError(f"{path} cannot be registered with: {error.strerror}") from error
 
     def _give_up(self, descriptor: _Descriptor | None) -> None:
         with self._lock:

@@ -8,7 +8,8 @@
   that single blocks change as a whole; no more. Parts of blocks are read, changed and written, under a lock of this
   host: so bytes that two hosts write must not lie in one block of 4 KiB. (A volume's slots and tables of heads do not.)
 * A call ends within the deadline (`member`), whatever the device does. A write that was late, or failed, may still
-  happen: for as long as ``quarantine`` says the slabs of a host that is gone are not written by another.
+  happen: for as long as ``quarantine`` says the slabs of a host that is gone are not written by another. Where devices
+  have persistent reservations (`reservations`), they refuse further writes of that host besides.
 """
 
 from __future__ import annotations
@@ -25,18 +26,14 @@ import trio
 from kvfuse.errors import ConfigError, EngineError, EngineFull, EngineTimeout, ReadOnly, VolumeError
 from kvfuse.remote.segments.api import SegmentInfo, SegmentLimits, SegmentStore, Transfer
 from kvfuse.remote.segments.block import finding
+from kvfuse.remote.segments.block import reservations as reservations_of
 from kvfuse.remote.segments.block.device import HEAD_SIZE, PAGE_SIZE
 from kvfuse.remote.segments.block.label import DeviceSet, Label
 from kvfuse.remote.segments.block.member import SetDevice
-from kvfuse.remote.segments.block.pieces import Located, cut, read_page, write_page, write_zeros
-from kvfuse.remote.segments.block.places import pack_page, place_size, size_in_page
+from kvfuse.remote.segments.block.pieces import Located, cut
+from kvfuse.remote.segments.block.places import place_size
+from kvfuse.remote.segments.block.table import PageTable
 from kvfuse.remote.segments.users import UsedSegment, Users
-
-LISTED_PAGES = 64
-"""pages of places that one thread reads within one deadline"""
-ZEROED_SIZE = 64 << 20
-"""bytes of zeros that one thread writes within one deadline"""
-
 
 Batches: TypeAlias = dict[int, list[Located]]
 """number of a device -> transfers there"""
@@ -52,6 +49,8 @@ class BlockSegments(SegmentStore):
         super().__init__(SegmentLimits(mappable=False, durable=True, deadline=deadline, quarantine=quarantine))
         self._devices = devices
         self._set: DeviceSet = devices[0].label.set
+        self._table = PageTable(devices, self._set)
+        self._key = b""
         self._read_only = read_only
         self._segments: dict[int, UsedSegment] = {}
         self._names_lock = trio.Lock()
@@ -67,6 +66,7 @@ class BlockSegments(SegmentStore):
         deadline: float = 5.0,
         quarantine: float = 0.0,
         read_only: bool = False,
+        reservations: bool = False,
     ) -> Self:
         """Open all devices of a set, named in any order. ``volume_id``: whose they have to be; None: anybody's.
 
@@ -81,7 +81,14 @@ class BlockSegments(SegmentStore):
             devices = await trio.to_thread.run_sync(open_all, abandon_on_cancel=True)
         if not devices:
             raise EngineTimeout(f"segments.devices: {', '.join(map(str, paths))} did not answer within {deadline:g} s")
-        return cls(devices, deadline, quarantine, read_only=read_only)
+        store = cls(devices, deadline, quarantine, read_only=read_only)
+        if reservations and not read_only:
+            try:
+                await store._register()
+            except BaseException:
+                await store.aclose()
+                raise
+        return store
 
     async def create(self, segment: int, size: int) -> None:
         if segment < 0 or size <= 0 or size % PAGE_SIZE:
@@ -94,7 +101,7 @@ class BlockSegments(SegmentStore):
                 if existing is None:
                     if segment >= len(self._set.places) or place_size(size) > place_size(self._set.segment_size):
                         raise EngineFull(f"{self.title} have no room for segment {segment} of {size} bytes")
-                    await self._put_page(segment, pack_page(self._set.volume_id, segment, size))
+                    await self._table.add(segment, size)
                 self._segments.setdefault(segment, UsedSegment(size))
 
     async def remove(self, segment: int) -> None:
@@ -108,21 +115,13 @@ class BlockSegments(SegmentStore):
                 known.removed = True
                 try:
                     await known.idle.wait()
-                    await self._put_zeros(segment, min(size, self._set.head_size))
-                    await self._put_page(segment, b"")
+                    await self._table.drop(segment, size)
                 finally:
                     del self._segments[segment]
 
     async def list(self) -> list[SegmentInfo]:
         with self._working():
-            sizes: dict[int, int] = {}
-
-            by_device: dict[int, list[int]] = {}
-            for segment, place in enumerate(self._set.places):
-                by_device.setdefault(place.device, []).append(segment)
-            for index, segments in by_device.items():
-                for part in _parts(segments, LISTED_PAGES):
-                    sizes |= await self._listed(index, part)
+            sizes = await self._table.sizes()
             return [SegmentInfo(segment, sizes[segment]) for segment in sorted(sizes)]
 
     async def read(self, batch: Sequence[Transfer]) -> None:
@@ -147,6 +146,32 @@ class BlockSegments(SegmentStore):
         with self._working():
             self.counters.syncs += 1
             await trio.lowlevel.checkpoint()
+
+    def identity(self) -> bytes:
+        """The key that it registered with all devices; b"" where there are no reservations."""
+        return self._key
+
+    async def fence(self, identity: bytes) -> bool:
+        """Have the devices refuse further writes of that client.
+
+        It never vouches for those that are inside a device by then: they happen, at any time.
+        """
+        if identity and self._key:
+            with self._working(writes=True):
+                for device in self._devices:
+                    await device.run(partial(reservations_of.cut_off, key=self._key, other=identity))
+        return False
+
+    async def renew(self) -> None:
+        if self._key:
+            with self._working(writes=True):
+                await self._register()
+
+    async def _register(self) -> None:
+        """With a new key. EngineError; without reservations from then on, where a device has none."""
+        key = reservations_of.new_key()
+        if all([await device.register(key) for device in self._devices]):
+            self._key = key
 
     async def aclose(self) -> None:
         if self._closed:
@@ -203,20 +228,7 @@ class BlockSegments(SegmentStore):
         known = self._segments.get(segment)
         if known is not None:
             return known.size
-        if not 0 <= segment < len(self._set.places):
-            return None
-        device, offset = self._set.places[segment]
-        page = await self._devices[device].run(lambda fd: read_page(fd, offset))
-        return size_in_page(page, self._set.volume_id, segment)
-
-    async def _listed(self, index: int, segments: Sequence[int]) -> dict[int, int]:
-        """Sizes of those of these segments that are there, all of one device."""
-        offsets = [self._set.places[segment].offset for segment in segments]
-        pages = await self._devices[index].run(lambda fd: [read_page(fd, offset) for offset in offsets])
-        sizes = [
-            size_in_page(page, self._set.volume_id, segment) for page, segment in zip(pages, segments, strict=True)
-        ]
-        return {segment: size for segment, size in zip(segments, sizes, strict=True) if size is not None}
+        return await self._table.size(segment)
 
     def _check_range(self, segment: int, offset: int, length: int) -> None:
         """ValueError where no known segment holds the range."""
@@ -225,17 +237,6 @@ class BlockSegments(SegmentStore):
             raise ValueError(f"{self.title} have no segment {segment}")
         if offset < 0 or length < 0 or offset + length > known.size:
             raise ValueError(f"{length} bytes at {offset} of segment {segment}, which has {known.size}")
-
-    async def _put_page(self, segment: int, image: bytes) -> None:
-        device, offset = self._set.places[segment]
-        await self._devices[device].run(lambda fd: write_page(fd, offset, image))
-
-    async def _put_zeros(self, segment: int, length: int) -> None:
-        device, offset = self._set.places[segment]
-        for start in range(0, length, ZEROED_SIZE):
-            count = min(ZEROED_SIZE, -(-(length - start) // PAGE_SIZE) * PAGE_SIZE)
-            begin = offset + HEAD_SIZE + start
-            await self._devices[device].run(partial(write_zeros, offset=begin, length=count))
 
     async def _on_devices(self, located: Batches, *, are_writes: bool) -> None:
         """All devices at once. The first error is raised when all of them have ended."""
@@ -258,11 +259,6 @@ class BlockSegments(SegmentStore):
             if not are_writes:
                 self.counters.failed_reads += 1
             raise errors[0]
-
-
-def _parts(segments: Sequence[int], count: int) -> Iterator[Sequence[int]]:
-    for start in range(0, len(segments), count):
-        yield segments[start : start + count]
 
 
 def _byte_count(located: Batches) -> int:
