@@ -12,6 +12,9 @@ TEST_PACKAGES=(fio stress-ng dbench fsmark postmark attr openssl prometheus)
 CLUSTER_PACKAGES=(etcd-server etcd-client ceph-mon ceph-osd ceph-common librados2)
 # What such a volume is compared with on the same servers.
 CLUSTER_BENCH_PACKAGES=(ceph-mds ceph-fuse)
+# Reading from other hosts by RDMA: verbs for Python and what drives devices; and the virtual machine that has some.
+RDMA_PACKAGES=(python3-pyverbs ibverbs-providers iproute2)
+RDMA_VM_PACKAGES=(qemu-system-x86 busybox-static cpio kmod xz-utils)
 
 say() { printf '%s\n' "$*" >&2; }
 die() { say "${0##*/}: $*"; exit 1; }
@@ -28,16 +31,18 @@ ensure_system_packages() {
         dpkg-query -W -f '${db:Status-Status}' "$package" 2>/dev/null | grep -qx installed || missing+=("$package")
     done
     [ ${#missing[@]} -eq 0 ] && return 0
-    if [ "$(id -u)" -eq 0 ]; then
-        AS_ROOT=()
-    elif sudo -n true 2>/dev/null; then
-        AS_ROOT=(sudo -n)
-    else
-        die "system packages are missing; type: sudo apt-get install ${missing[*]}"
-    fi
+    _find_root || die "system packages are missing; type: sudo apt-get install ${missing[*]}"
     say "Installing system packages: ${missing[*]}"
     _apt_get update
     _apt_get install --no-install-recommends "${missing[@]}"
+}
+
+# Sets AS_ROOT to the words before a command of root's, if there are any.
+_find_root() {
+    AS_ROOT=()
+    [ "$(id -u)" -eq 0 ] && return 0
+    AS_ROOT=(sudo -n)
+    sudo -n true 2>/dev/null
 }
 
 # Quiet unless it fails; never asks.
@@ -97,4 +102,14 @@ ensure_venv() {
     (cd "$ROOT" && "$PY" -m pip install --quiet --disable-pip-version-check -e '.[dev]')
     rm -f "$venv"/.kvfuse-*
     touch "$stamp"
+}
+
+# Links Debian's pyverbs into the environment of python $1, if it was built for such a python. It is no package of PyPI
+# that would work here: that one needs a libibverbs of its own version.
+link_pyverbs() {
+    local built=/usr/lib/python3/dist-packages/pyverbs site suffix
+    suffix=$("$1" -c 'import sysconfig; print(sysconfig.get_config_var("EXT_SUFFIX"))')
+    [ -e "$built/device$suffix" ] || return 0
+    site=$("$1" -c 'import sysconfig; print(sysconfig.get_path("platlib"))')
+    [ -e "$site/pyverbs" ] || ln -sfn "$built" "$site/pyverbs"
 }

@@ -37,6 +37,7 @@ RUN_FOLDER = "KVFUSE_TEST_RUN"
 """variable with the folder by which the processes of one run take turns and find servers"""
 BEGUN_FIRST = (
     "system/test_cluster_faults.py",
+    "peer/test_rdma.py",
     "system/test_crash.py",
     "bench/test_bench_cluster.py",
     "system/test_random_schedule.py",
