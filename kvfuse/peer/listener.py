@@ -100,21 +100,25 @@ class Listener:
 
     async def serve(self, listening: socket.socket) -> None:
         """Accept connections, for ever."""
-        async with trio.open_nursery() as nursery:
-            accepting = trio.socket.from_stdlib_socket(listening)
-            while True:
-                try:
-                    connection, _ = await accepting.accept()
-                except OSError as error:  # too many descriptors: it is tried again
-                    log.warning("a connection of another host was not accepted: %s", error)
-                    await trio.sleep(0.1)
-                    continue
-                plain = socket.socket(fileno=connection.detach())
-                if self._strangers >= STRANGERS_MAX:
-                    self.counters.refused += 1
-                    plain.close()
-                else:
-                    nursery.start_soon(self._serve_one, Stream(plain))
+        with trio.socket.from_stdlib_socket(listening) as accepting:
+            async with trio.open_nursery() as nursery:
+                await self._accept(accepting, nursery)
+
+    async def _accept(self, accepting: trio.socket.SocketType, nursery: trio.Nursery) -> None:
+        while True:
+            try:
+                connection, _ = await accepting.accept()
+            except OSError as error:  # too many descriptors: it is tried again
+                log.warning("a connection of another host was not accepted: %s", error)
+                await trio.sleep(0.1)
+                continue
+            plain = socket.socket(fileno=connection.detach())
+            if self._strangers >= STRANGERS_MAX:
+                self.counters.refused += 1
+                plain.close()
+            else:
+                self._strangers += 1
+                nursery.start_soon(self._serve_one, Stream(plain))
 
     async def _serve_one(self, stream: Stream) -> None:
         caller: int | None = None
@@ -141,13 +145,12 @@ class Listener:
 
     async def _admitted(self, stream: Stream) -> int | None:
         """The client that connected; None: it is not of this volume, or has connections enough."""
-        self._strangers += 1
         try:
             with trio.fail_after(GREETING_SECONDS):
                 caller = await welcome(stream, self.identity)
         except (WireError, trio.TooSlowError) as error:
             self.counters.refused += 1
-            log.warning("a connection of another host is refused: %s", error or "it did not greet in time")
+            log.warning("a connection of another host is refused: %s", str(error) or "it did not greet in time")
             return None
         finally:
             self._strangers -= 1

@@ -69,6 +69,8 @@ class Neighbour:
         if is_well:
             self._failures, self._pause = 0, RETRY_MIN
             return
+        if trio.current_time() < self._shunned_until:
+            return  # it was asked before that: of many reads that waited for it together each one fails
         self._failures += 1
         if self._failures >= FAILURES_MAX:
             self._failures = 0
@@ -98,8 +100,8 @@ class Neighbour:
             try:
                 stream = await self._connect(address)
             except (*BROKEN, WireError, trio.TooSlowError, ValueError) as error:
-                self.state = f"{address}: {error or 'no answer'}"
-                log.info("no connection to host %s: %s", address, error or "no answer in time")
+                self.state = f"{address}: {str(error) or 'no answer'}"
+                log.info("no connection to host %s: %s", address, str(error) or "no answer in time")
                 number += 1
             else:
                 pause = RETRY_MIN

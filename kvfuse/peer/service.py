@@ -161,7 +161,7 @@ class Peers:
                 counters.absent += 1
             elif read.answer is not Answer.ELSEWHERE:
                 counters.lost += 1
-            neighbour.note(is_well=not read.is_wrong and read.answer is not None)
+            neighbour.note(is_well=read.is_right or read.answer not in (None, Answer.HERE))
         if size:
             neighbour.speed.note(ahead, seconds)
         counters.bytes += size

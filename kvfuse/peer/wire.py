@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from kvfuse.checksum import GRANULE_SIZE
 from kvfuse.errors import KvfuseError
 from kvfuse.volume.views.neighbours import Answer, Wanted
 
@@ -107,6 +108,8 @@ def check_question(rows: Rows) -> None:
     low, high = rows["low"].astype(np.int64), rows["high"].astype(np.int64)
     if (high <= low).any() or (high - low > GRANULES_BYTES_MAX).any() or (rows["base"] < -1).any():
         raise WireError("a question wants a range that no extent has")
+    if (low % GRANULE_SIZE).any():
+        raise WireError("a question wants a part of a granule")
     if (rows["base"] > 1 << 62).any() or int((high - low).sum()) > QUESTION_BYTES_MAX:
         raise WireError("a question wants more than one may")
 

@@ -2,60 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import os
-import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from mounting import KvfuseMount, shared_conf, temporary_mount, wait_until
-from peer_lab import free_port
+from mounting import KvfuseMount, wait_until
+from peer_lab import listening, mounted, stats, wait_for_peers
 
 from kvfuse.cluster.etcd import EtcdServers
 from kvfuse.usrbio.client import BlockStore
 
-LINES = ('publish.mode = "relaxed"', 'cache.tier_size = "128MiB"')
 SIZES = (1, 4096, 65_536, 1 << 20, (4 << 20) + 12_345)
 """the last one has two chunks"""
-
-
-@contextmanager
-def mounted(etcd: EtcdServers, words: Sequence[Sequence[str]]) -> Iterator[list[KvfuseMount]]:
-    """Mounts of one volume, each with words of its own."""
-    with tempfile.TemporaryDirectory(prefix="kvfuse-peers-") as base, ExitStack() as stack:
-        source = shared_conf(Path(base), etcd, lines=LINES)
-        mounts = [stack.enter_context(temporary_mount(words[0], source=source))]
-        for number, own in enumerate(words[1:]):
-            folder = Path(base) / str(number)
-            folder.mkdir()
-            other = KvfuseMount(folder, own, source=source)
-            stack.callback(other.remove)
-            other.mount()
-            mounts.append(other)
-        yield mounts
-        for other in mounts[1:]:
-            other.unmount()
-
-
-def listening() -> tuple[str, ...]:
-    return (f"peer.listen=127.0.0.1:{free_port()}",)
-
-
-def stats(mount: KvfuseMount) -> dict[str, Any]:
-    return dict(json.loads((mount.point / ".kvfuse/stats").read_text()))
-
-
-def wait_for_peers(mounts: Sequence[KvfuseMount]) -> None:
-    for mount in mounts:
-        wait_until(
-            lambda mount=mount: (
-                [host["state"] for host in stats(mount)["peers"]["hosts"]] == ["connected"] * (len(mounts) - 1)
-            ),
-            "connections between the hosts",
-        )
 
 
 @pytest.fixture(scope="module")

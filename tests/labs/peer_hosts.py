@@ -1,0 +1,127 @@
+"""Hosts that read from each other over TCP, in this process, without volumes: their blocks are given to them."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import trio
+
+from kvfuse.checksum import granule_checksums
+from kvfuse.options.options import PeerOptions
+from kvfuse.peer.greeting import Identity
+from kvfuse.peer.listener import Listener
+from kvfuse.peer.service import Peers
+from kvfuse.volume.store.peer_records import PeerRecord
+from kvfuse.volume.views.neighbours import Answer, Wanted
+
+VOLUME_ID = bytes(range(16))
+PATIENCE = 20.0
+
+
+@dataclass(eq=False)
+class Hood:
+    """As much of a `Neighbourhood` as is asked: of a host that has blocks in memory."""
+
+    client: int
+    shared_secret: bytes
+    blocks: dict[int, bytes] = field(default_factory=dict)
+    """inode -> the bytes of its only extent; its address is the inode's number, its generation 1"""
+    places: dict[int, PeerRecord] = field(default_factory=dict)
+    holders: dict[int, int] = field(default_factory=dict)
+    """address -> client"""
+    volume_id: bytes = VOLUME_ID
+
+    def __post_init__(self) -> None:
+        self.changed = trio.Event()
+
+    @property
+    def identity(self) -> Identity:
+        return Identity(self.volume_id, self.client, self.shared_secret)
+
+    def change(self) -> None:
+        """Others have come or gone."""
+        self.changed.set()
+        self.changed = trio.Event()
+
+    async def secret(self) -> bytes:
+        return self.shared_secret
+
+    async def follow(self) -> None:
+        await trio.sleep_forever()
+
+    def holder(self, addr: int) -> int:
+        return self.holders.get(addr, 0)
+
+    def resident(self, wanted: Wanted) -> tuple[Answer, memoryview | None]:
+        data = self.blocks.get(wanted.ino)
+        if data is None:
+            return Answer.ABSENT, None
+        if wanted.generation != 1 or wanted.high > len(data):
+            return Answer.MOVED, None
+        return Answer.HERE, memoryview(data)[wanted.low : wanted.high]
+
+    async def stored(self, wanted: Wanted) -> memoryview | None:
+        return None
+
+
+@dataclass
+class _Volume:
+    """As much of a volume as `Peers` uses."""
+
+    neighbourhood: Hood
+
+
+@dataclass
+class PeerHost:
+    hood: Hood
+    listener: Listener
+    peers: Peers
+    port: int
+
+    def wanted(self, ino: int, generation: int = 1) -> Wanted:
+        """All of a block that this host has."""
+        data = self.hood.blocks[ino]
+        return Wanted(ino, 0, ino, generation, 0, len(data), granule_checksums(memoryview(data)))
+
+    async def read(self, *wanted: Wanted) -> tuple[list[bool], list[bytes]]:
+        targets = [bytearray(one.high - one.low) for one in wanted]
+        found = await self.peers.read(wanted, [memoryview(one) for one in targets])
+        return found, [bytes(one) for one in targets]
+
+    async def until_ready(self, client: int) -> None:
+        """The other host can be asked."""
+        await until(lambda: (one := self.peers.neighbours.get(client)) is not None and one.is_ready)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    with trio.fail_after(PATIENCE):
+        while not condition():  # noqa: ASYNC110 - of other threads, and of counters
+            await trio.sleep(0.005)
+
+
+@asynccontextmanager
+async def peer_hosts(
+    count: int, through: Callable[[int], str] = "127.0.0.1:{}".format, **options: Any
+) -> AsyncIterator[list[PeerHost]]:
+    """Hosts 1, 2, ... that listen, and know each other. ``through``: where others find the one at a port."""
+    secret, given = secrets.token_bytes(32), PeerOptions(**options)
+    hosts: list[PeerHost] = []
+    async with trio.open_nursery() as nursery:
+        for client in range(1, count + 1):
+            hood, opened = Hood(client, secret), socket.create_server(("127.0.0.1", 0), backlog=200)
+            listener = Listener(lambda hood=hood: cast(Any, hood), given.in_flight)
+            listener.secret = secret
+            nursery.start_soon(listener.serve, opened)
+            peers = Peers(cast(Any, _Volume(hood)), given, listener)
+            hosts.append(PeerHost(hood, listener, peers, int(opened.getsockname()[1])))
+        places = {host.hood.client: PeerRecord((through(host.port),)) for host in hosts}
+        for host in hosts:
+            host.hood.places = {client: place for client, place in places.items() if client != host.hood.client}
+            nursery.start_soon(host.peers.follow)
+        yield hosts
+        nursery.cancel_scope.cancel()

@@ -1,0 +1,273 @@
+"""Hosts over TCP, without volumes: greetings that are refused, and questions that nobody may ask."""
+
+from __future__ import annotations
+
+import random
+import secrets
+import socket
+import struct
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+
+import numpy as np
+import pytest
+import trio
+from peer_hosts import VOLUME_ID, PeerHost, peer_hosts, until
+from peer_lab import HELLO_SIZE, PROOF_SIZE
+
+from kvfuse.checksum import GRANULE_SIZE
+from kvfuse.peer import listener as listener_module
+from kvfuse.peer.greeting import Identity, greet
+from kvfuse.peer.listener import CALLER_CONNECTIONS_MAX, STRANGERS_MAX
+from kvfuse.peer.stream import BROKEN, Stream
+from kvfuse.peer.wire import QUESTION, QUESTION_MAGIC, ROWS_MAX, Head, Rows, WireError, pack_question
+from kvfuse.volume.store.peer_records import PeerRecord
+from kvfuse.volume.views.neighbours import Wanted
+
+MIB = 1 << 20
+BLOCK_SIZE = 300_000
+BLOCKS = range(1, 9)
+
+
+@asynccontextmanager
+async def two(block_size: int = BLOCK_SIZE, **options: float) -> AsyncIterator[tuple[PeerHost, PeerHost]]:
+    """A host with 8 blocks, and one that reads them."""
+    async with peer_hosts(2, **options) as (writer, reader):
+        for ino in BLOCKS:
+            writer.hood.blocks[ino] = secrets.token_bytes(block_size)
+            reader.hood.holders[ino] = writer.hood.client
+        await reader.until_ready(1)
+        yield writer, reader
+
+
+@asynccontextmanager
+async def connected(host: PeerHost) -> AsyncIterator[Stream]:
+    opened = await trio.open_tcp_stream("127.0.0.1", host.port)
+    stream = Stream(socket.socket(fileno=opened.socket.detach()))
+    try:
+        yield stream
+    finally:
+        stream.close()
+
+
+async def is_ended(stream: Stream) -> bool:
+    """The other side ends the connection."""
+    with trio.fail_after(20), suppress(*BROKEN):
+        while True:
+            await stream.receive(1)
+    return True
+
+
+async def is_served(writer: PeerHost, reader: PeerHost) -> bool:
+    found, data = await reader.read(writer.wanted(5))
+    return found == [True] and data == [writer.hood.blocks[5]]
+
+
+def hello_of(client: int, volume_id: bytes = VOLUME_ID) -> bytes:
+    return struct.pack("<8sI4x16sQ32s", b"KVFPEER\n", 1, volume_id, client, secrets.token_bytes(32))
+
+
+# -- greetings ----------------------------------------------------------------------------------------
+
+
+def another_secret(own: Identity) -> Identity:
+    return own._replace(secret=secrets.token_bytes(32))
+
+
+def no_secret(own: Identity) -> Identity:
+    return own._replace(secret=b"")
+
+
+def another_volume(own: Identity) -> Identity:
+    return own._replace(volume_id=secrets.token_bytes(16))
+
+
+@pytest.mark.parametrize("change", [another_secret, no_secret, another_volume])
+async def test_who_is_not_of_the_volume_is_refused(change: Callable[[Identity], Identity]) -> None:
+    async with two() as (writer, reader):
+        own = change(reader.hood.identity._replace(client=77))
+        async with connected(writer) as stream:
+            with pytest.raises((WireError, OSError)):
+                await greet(stream, own, 1)
+        async with connected(writer) as stream:  # one that does not care what the listener proves
+            with suppress(*BROKEN):
+                await stream.send([memoryview(hello_of(77, own.volume_id))])
+                await stream.receive(HELLO_SIZE + PROOF_SIZE)
+                await stream.send([memoryview(bytes(PROOF_SIZE))])
+            assert await is_ended(stream)
+        assert writer.listener.counters.refused >= 1
+        assert await is_served(writer, reader)
+        assert writer.listener.counters.questions == 1
+
+
+async def test_a_proof_that_was_overheard_proves_nothing() -> None:
+    async with two() as (writer, reader):
+        with socket.create_server(("127.0.0.1", 0)) as opened:
+            honest = Stream(socket.create_connection(opened.getsockname()))
+            between = Stream(opened.accept()[0])
+        async with connected(writer) as onward, trio.open_nursery() as nursery:
+            nursery.start_soon(greet, honest, reader.hood.identity, 1)
+            hello = await between.receive(HELLO_SIZE)
+            await onward.send([memoryview(hello)])
+            await between.send([memoryview(await onward.receive(HELLO_SIZE + PROOF_SIZE))])
+            overheard = await between.receive(PROOF_SIZE)
+        async with connected(writer) as stream:
+            await stream.send([memoryview(hello)])
+            await stream.receive(HELLO_SIZE + PROOF_SIZE)
+            await stream.send([memoryview(overheard)])
+            assert await is_ended(stream)
+        assert writer.listener.counters.refused >= 1
+        between.close()
+        honest.close()
+
+
+async def test_a_listeners_proof_is_none_of_a_caller() -> None:
+    async with two() as (writer, _), connected(writer) as stream:
+        await stream.send([memoryview(hello_of(2))])
+        answer = await stream.receive(HELLO_SIZE + PROOF_SIZE)
+        await stream.send([memoryview(answer[HELLO_SIZE:])])
+        assert await is_ended(stream)
+        assert writer.listener.counters.refused == 1
+
+
+async def test_a_host_that_is_another_than_its_record_says_is_left() -> None:
+    async with two() as (writer, reader), connected(writer) as stream:
+        with pytest.raises(WireError, match="client 1 answers where client 9 did"):
+            await greet(stream, reader.hood.identity, 9)
+
+
+async def test_who_is_slow_to_greet_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with two() as (writer, reader):
+        monkeypatch.setattr(listener_module, "GREETING_SECONDS", 0.1)
+        async with connected(writer) as stream:
+            await stream.send([memoryview(b"KVF")])
+            assert await is_ended(stream)
+        assert writer.listener.counters.refused == 1
+        assert await is_served(writer, reader)
+
+
+async def test_strangers_are_few_and_leave_others_served() -> None:
+    async with two() as (writer, reader):
+        strangers = [socket.create_connection(("127.0.0.1", writer.port)) for _ in range(STRANGERS_MAX + 5)]
+        await until(lambda: writer.listener.counters.refused >= 5)
+        assert await is_served(writer, reader)
+        for one in strangers:
+            one.close()
+        await until(lambda: not writer.listener._strangers)
+        async with connected(writer) as stream:
+            await greet(stream, reader.hood.identity, 1)
+
+
+async def test_a_caller_has_a_bounded_number_of_connections() -> None:
+    async with two() as (writer, reader):
+        own = reader.hood.identity._replace(client=50)
+        opened: list[Stream] = []
+        for _ in range(CALLER_CONNECTIONS_MAX + 1):
+            connection = await trio.open_tcp_stream("127.0.0.1", writer.port)
+            opened.append(Stream(socket.socket(fileno=connection.socket.detach())))
+            await greet(opened[-1], own, 1)
+            await until(lambda: writer.listener._strangers == 0)
+        assert await is_ended(opened[-1])
+        assert writer.listener.counters.refused == 1
+        for stream in opened:
+            stream.close()
+        await until(lambda: 50 not in writer.listener._callers)
+        assert await is_served(writer, reader)
+
+
+@pytest.mark.parametrize(
+    "address", ["127.0.0.1:99999", "127.0.0.1:x", "no", "", ":", "a\0b:1", "ü" * 99 + ":7", "[::1]:1"]
+)
+async def test_an_address_that_is_none_hurts_nobody(address: str) -> None:
+    async with two() as (writer, reader):
+        reader.hood.places |= {3: PeerRecord((address,)), 4: PeerRecord(())}
+        reader.hood.change()
+        await until(lambda: 3 in reader.peers.neighbours)
+        await until(lambda: reader.peers.neighbours[3].state != "connecting")
+        assert await is_served(writer, reader)
+
+
+# -- questions ----------------------------------------------------------------------------------------
+
+
+def good_question(rng: random.Random) -> tuple[Head, Rows]:
+    count = rng.randint(1, 6)
+    wanted = [
+        Wanted(rng.randrange(10), 0, rng.randrange(10), 1, 0, rng.choice((1, 4096, BLOCK_SIZE)), bytes(4))
+        for _ in range(count)
+    ]
+    return Head(count, rng.getrandbits(64), rng.getrandbits(64)), pack_question([(one, 1, 0) for one in wanted])
+
+
+def fuzzed_question(rng: random.Random) -> bytes:
+    """A good one, or one with fields of any value, cut off, or of any bytes."""
+    head, rows = good_question(rng)
+    for _ in range(rng.randrange(4)):
+        name = rng.choice(list(QUESTION.names or ()))
+        value = rng.choice((bytes(8), b"\xff" * 8, rng.randbytes(8), struct.pack("<Q", 1 << 31)))
+        rows[name][rng.randrange(len(rows))] = np.frombuffer(value, QUESTION[name], 1)[0]
+    data = head.pack(QUESTION_MAGIC) + rows.tobytes()
+    match rng.randrange(8):
+        case 0:
+            return data[: rng.randrange(len(data))]
+        case 1:
+            return rng.randbytes(rng.randint(1, 400))
+        case 2:
+            count = rng.choice((0, ROWS_MAX + 1, 1 << 31))
+            return struct.pack("<IIQQ8x", QUESTION_MAGIC, count, 1, 1) + data
+    return data
+
+
+async def test_questions_of_any_bytes_end_at_most_their_connection(rng: random.Random) -> None:
+    async with two() as (writer, reader):
+        own = reader.hood.identity._replace(client=60)
+        for _ in range(100):
+            async with connected(writer) as stream:
+                await greet(stream, own, 1)
+                with suppress(*BROKEN):
+                    for _ in range(3):
+                        await stream.send([memoryview(fuzzed_question(rng))])
+            await until(lambda: not writer.listener._callers[60])
+        assert writer.listener.counters.malformed > 10
+        assert writer.listener.load == 0
+        assert not writer.listener._sending[60]
+        assert await is_served(writer, reader)
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "base"),
+    [
+        (1, GRANULE_SIZE, 0),
+        (GRANULE_SIZE, GRANULE_SIZE, 0),
+        (0, (64 << 20) + 1, 0),
+        (0, 1, -2),
+        (0, 1, (1 << 62) + 1),
+    ],
+)
+async def test_a_range_that_no_extent_has_is_malformed(low: int, high: int, base: int) -> None:
+    async with two() as (writer, reader), connected(writer) as stream:
+        await greet(stream, reader.hood.identity._replace(client=60), 1)
+        rows = pack_question([(Wanted(1, base, 1, 1, low, high, bytes(4)), 1, 0)])
+        await stream.send([memoryview(Head(1, 1, 0).pack(QUESTION_MAGIC)), memoryview(rows.tobytes())])
+        assert await is_ended(stream)
+        assert writer.listener.counters.malformed == 1
+
+
+async def test_a_reader_that_takes_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listener_module, "SEND_SECONDS", 0.1)
+    monkeypatch.setattr(listener_module, "SEND_RATE", 1 << 30)
+    async with two(block_size=16 * MIB) as (writer, reader), connected(writer) as stream:
+        await greet(stream, reader.hood.identity._replace(client=60), 1)
+        rows = pack_question([(writer.wanted(ino), 1, 0) for ino in (1, 2, 3)])
+        await stream.send([memoryview(Head(3, 1, 0).pack(QUESTION_MAGIC)), memoryview(rows.tobytes())])
+        await until(lambda: writer.listener.counters.given_up == 1)
+        assert writer.listener.load == 0
+
+
+async def test_a_caller_has_a_bounded_number_of_bytes_on_their_way() -> None:
+    async with two(block_size=3 * MIB, in_flight=8 * MIB, deadline=20.0) as (writer, reader):
+        found, data = await reader.read(*[writer.wanted(ino) for ino in BLOCKS])
+        assert 1 <= sum(found) < len(found)
+        assert reader.peers.counters.busy == len(found) - sum(found)
+        right = [writer.hood.blocks[ino] == block for ino, block in zip(BLOCKS, data, strict=True)]
+        assert right == found
