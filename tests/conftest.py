@@ -16,7 +16,7 @@ import trio
 from alone import Turns
 from cli_lab import Place, a_place
 from cluster_lab import RunServers, ceph_cluster, etcd_cluster
-from engine_pairs import PAIRS, TEST_WORDS, Engines
+from engine_pairs import EVERYWHERE, PAIRS, TEST_WORDS, Engines
 from fsck_tree import Tree
 from mounting import KvfuseMount
 from ring_calls import SIZE
@@ -80,7 +80,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "engines" not in metafunc.fixturenames:
         return
     chosen = metafunc.definition.get_closest_marker("engines")
-    names = list(chosen.args) if chosen else list(PAIRS)
+    names = list(chosen.args) if chosen else list(EVERYWHERE)
     if metafunc.config.getoption("--folder") is not None:
         names = names[:1]
     metafunc.parametrize("engines", names, indirect=True, scope="session")

@@ -51,9 +51,26 @@ def _etcd_rados(request: pytest.FixtureRequest, publish: str) -> Engines:
     return Engines((f"publish={publish}",), lambda folder: shared_conf(folder, etcd, ceph))
 
 
+def _etcd_block(request: pytest.FixtureRequest) -> Engines:
+    """A plain file does for a device here."""
+    etcd = request.getfixturevalue("etcd_alone")
+
+    def new_conf(folder: Path) -> Path:
+        with (folder / "device").open("wb") as file:
+            file.truncate(DEVICE_SIZE)
+        return shared_conf(folder, etcd, device=folder / "device")
+
+    return Engines(("publish=strict",), new_conf)
+
+
 PAIRS: dict[str, Callable[[pytest.FixtureRequest], Engines]] = {
     "lmdb+file": _lmdb_file,
     "etcd+rados": partial(_etcd_rados, publish="strict"),
     "etcd+rados-relaxed": partial(_etcd_rados, publish="relaxed"),
+    "etcd+block": _etcd_block,
 }
 """name of a pair -> what mounts its volumes, on servers that are started when the first test asks for them"""
+EVERYWHERE = ("lmdb+file", "etcd+rados", "etcd+rados-relaxed")
+"""on which a test of a mount runs that names none: bytes on devices go the same way as in RADOS"""
+DEVICE_SIZE = 3 << 30
+"""of a sparse file"""
