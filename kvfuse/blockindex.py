@@ -66,9 +66,9 @@ VERSION = 2
 BUCKET = 8
 BUCKETS_MAX = 1 << 24
 FILTER_BITS_MIN, FILTER_BITS_MAX = 1 << 16, 1 << 32
-STATE, VALID_UNTIL, COMPLETE = 8, 9, 10
+STATE, VALID_UNTIL, COMPLETE, NEIGHBOURS = 8, 9, 10, 11
 """words of the header: `LIVE` or `ENDED`; CLOCK_MONOTONIC nanoseconds up to which the table holds, 0: no limit; 1: the
-filter has all names"""
+filter has all names; 1: other hosts may have blocks in memory that are not here, so that a PREFETCH with NEAR pays"""
 LIVE, ENDED = 1, 2
 MULTIPLIERS_OFFSET = 128
 SUMS = 4
@@ -143,6 +143,11 @@ class Table:
     def has_ended(self) -> bool:
         """The daemon has another one by now, or none for this client."""
         return bool(self.words[STATE] != LIVE)
+
+    @property
+    def has_neighbours(self) -> bool:
+        """Other hosts may have in memory what is not here."""
+        return bool(self.words[NEIGHBOURS])
 
     def holds(self) -> bool:
         """What was read of it before this call is true of some moment before."""

@@ -38,6 +38,8 @@ class Neighbour:
     identity: Callable[[], Identity]
     patience: float
     own_load: Callable[[], int]
+    changed: Callable[[], None]
+    """called when it can be asked, or cannot any more"""
     speed: Speed = field(default_factory=lambda: Speed(1e-3, 1e9))
 
     def __post_init__(self) -> None:
@@ -50,6 +52,10 @@ class Neighbour:
         self._failures = 0
         self._pause = RETRY_MIN
         self._shunned_until = -inf
+
+    @property
+    def is_connected(self) -> bool:
+        return bool(self._connections)
 
     @property
     def is_ready(self) -> bool:
@@ -116,6 +122,7 @@ class Neighbour:
         connection = Connection(stream, self.patience, self.own_load, told)
         self._connections.append(connection)
         self.state = "connected"
+        self.changed()
         try:
             await connection.run()
         except WireError as error:
@@ -124,6 +131,7 @@ class Neighbour:
             self._connections.remove(connection)
             if not self._connections:
                 self.state = "connecting"
+                self.changed()
 
     async def _connect(self, address: str) -> Stream:
         """WireError, OSError, trio.TooSlowError; ValueError where the address is none."""

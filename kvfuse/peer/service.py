@@ -203,10 +203,15 @@ class Peers:
         for client, place in places.items():
             if client not in self.neighbours and len(self.neighbours) < NEIGHBOURS_MAX:
                 neighbour = Neighbour(
-                    client, place, lambda: self.listener.identity, self.options.deadline, lambda: self.listener.load
-                )
+                    client, place, lambda: self.listener.identity, self.options.deadline, lambda: self.listener.load,
+                    self._tell_clients,
+                )  # fmt: skip
                 self.neighbours[client], self._scopes[client] = neighbour, trio.CancelScope()
                 nursery.start_soon(neighbour.run, self.options.connections, self._scopes[client])
+
+    def _tell_clients(self) -> None:
+        are_there = any(neighbour.is_connected for neighbour in self.neighbours.values())
+        self.volume.tier.residents.tell_of_neighbours(are_there)
 
     async def announce(self, place: PeerRecord) -> None:
         """Tell the others where this host answers; again after each lost lease."""

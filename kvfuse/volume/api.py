@@ -442,6 +442,9 @@ class NearApi(Protocol):
     async def from_neighbours(self, binding: Binding) -> bool:
         """If another host may have it; whether it is there now."""
 
+    async def all_of(self, directory: int, names: Sequence[bytes], may_read: Callable[[Binding], bool]) -> list[bool]:
+        """As `from_neighbours`, of many, which are asked for at once: which of them are there now."""
+
     async def if_wanted(self, binding: Binding) -> bool:
         """If it was asked for lately, too; whether it is there now."""
 

@@ -130,6 +130,8 @@ class BlockStore(AbstractContextManager["BlockStore"]):
     def get_many(self, keys: Sequence[Key]) -> list[memoryview | None]:
         """As `get` for each."""
         encoded = _encode(keys)
+        if self._resident.brings() and (missing := self._resident.missing(encoded)):
+            self._bring(missing)
         found: list[memoryview | None] = [None] * len(encoded)
         left = list(range(len(encoded)))
         give_up = monotonic() + self._deadline
@@ -229,10 +231,19 @@ class BlockStore(AbstractContextManager["BlockStore"]):
         results = self._resident.get(keys, targets, rooms) if len(keys) else np.zeros(0, np.int64)
         if results is None:
             return ask(list(range(len(keys))))
-        rows = np.flatnonzero(results < 0).tolist()
-        if rows:
-            results[rows] = ask(rows)
+        rows = np.flatnonzero(results < 0)
+        if len(rows) and self._resident.brings() and self._bring([keys[row] for row in rows.tolist()]):
+            again = self._resident.get([keys[row] for row in rows.tolist()], targets[rows], rooms[rows])
+            if again is not None:
+                results[rows] = again
+                rows = rows[again < 0]
+        if len(rows):
+            results[rows] = ask(rows.tolist())
         return results
+
+    def _bring(self, keys: Sequence[bytes]) -> bool:
+        """Have other hosts' blocks brought into shared memory; whether any came."""
+        return bool(self._ask(keys, partial(Ring.prep_prefetch, near=True)).any())
 
     # -- how -----------------------------------------------------------------------------------------
 

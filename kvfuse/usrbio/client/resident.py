@@ -165,6 +165,18 @@ class ResidentBlocks:
             self._look_again()
         return results
 
+    def brings(self) -> bool:
+        """Other hosts may have what is not here."""
+        return any(mapped.table.has_neighbours for mapped in self._present())
+
+    def missing(self, keys: Sequence[bytes]) -> list[bytes]:
+        """Those that are not here."""
+        tables = self._present()
+        if not tables or not keys:
+            return list(keys)
+        found = np.max([mapped.table.find(keys) for mapped in tables], axis=0) >= 0
+        return list(compress(keys, (~found).tolist()))
+
     def get_one(self, key: bytes, buffer: Bytes) -> int | None:
         """The length of the block, which was copied to the start of ``buffer``; None: `get` may find it."""
         target, room = np.array((address_of(buffer),), np.uint64), np.array((len(buffer),), np.int64)

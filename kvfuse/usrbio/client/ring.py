@@ -151,10 +151,11 @@ class Ring(AbstractContextManager["Ring"], AbstractAsyncContextManager["Ring"]):
 
     def prep_prefetch(
         self, namespace: Namespace, keys: Sequence[bytes],
-        *, user_data: int = 0, priority: Priority = Priority.NORMAL, timeout: float | None = None,
+        *, user_data: int = 0, priority: Priority = Priority.NORMAL, timeout: float | None = None, near: bool = False,
     ) -> Found:  # fmt: skip
-        """Which are in the shared-memory tier now: as `prep_exists`."""
-        return self._present().place_key_list(Op.PREFETCH, namespace, keys, user_data, 0, priority, timeout)
+        """Which are in the shared-memory tier now: as `prep_exists`. ``near``: brought from other hosts alone."""
+        flags = Flag.NEAR if near else 0
+        return self._present().place_key_list(Op.PREFETCH, namespace, keys, user_data, flags, priority, timeout)
 
     # -- what is under way, and views ----------------------------------------------------------------
 

@@ -173,7 +173,8 @@ class BlockCalls:
     async def prefetch(self, call: Call) -> None:
         namespace = await self._check(call, 1)
         may_read = partial(self.admission.may, namespace, wanted=4)
-        loaded = await self.volume.blocks.prefetch(namespace.ino, call.names, may_read)
+        bring = self.volume.near.all_of if call.entry.flags & Flag.NEAR else self.volume.blocks.prefetch
+        loaded = await bring(namespace.ino, call.names, may_read)
         call.ring.completions.answer_keys(call, loaded)
 
     async def _check(self, call: Call, wanted: int) -> Namespace:

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import trio
 
 from kvfuse.usrbio.daemon.call import Call, Ring
-from kvfuse.usrbio.protocol.wire import MANY_KEY_OPS, Op
+from kvfuse.usrbio.protocol.wire import MANY_KEY_OPS, Flag, Op
 from kvfuse.volume.views.fair_line import Kind, PriorityLine
 from kvfuse.volume.views.measures import Measures
 
@@ -199,7 +199,8 @@ def _cost_of(calls: list[Call]) -> float:
 
 def _kind_of(calls: Sequence[Call]) -> Kind:
     """Of those that are done together: that of the one that comes last."""
-    return max([KINDS.get(call.entry.op, Kind.READ) for call in calls], default=Kind.READ)
+    kinds = [Kind.READ if call.entry.flags & Flag.NEAR else KINDS.get(call.entry.op, Kind.READ) for call in calls]
+    return max(kinds, default=Kind.READ)
 
 
 def _measures_of(call: Call) -> Measures | None:

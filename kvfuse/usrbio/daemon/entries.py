@@ -61,7 +61,7 @@ KEY_SIZE = 100
 """Bytes that a key takes beside its own, about."""
 OPS = frozenset(map(int, Op))
 _VIEW = int(Flag.VIEW)  # plain numbers: arithmetic with flags is slow
-_OF_KEYS = int(Flag.PREFIX | Flag.COSTS)
+_OF_KEYS = int(Flag.PREFIX | Flag.COSTS | Flag.NEAR)
 
 
 def _is_late(entry: Entry, taken_at: float) -> bool:

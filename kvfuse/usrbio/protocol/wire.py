@@ -97,6 +97,8 @@ class Flag(IntFlag):
     """EXISTS: stop at the first key that is absent"""
     COSTS = 4
     """EXISTS: answer for each block where it is, and when its bytes are expected: see `costs`"""
+    NEAR = 8
+    """PREFETCH: only what other hosts have at hand, and as urgent as a GET: the caller waits for it"""
 
 
 class Priority(IntEnum):

@@ -1,4 +1,4 @@
-"""What is nearer than the engine: granules of sealed extents in this host's disk tier, and in other hosts' memory."""
+"""What is nearer than the engine: granules of sealed extents in this host's tiers, and in other hosts' memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvfuse.volume.disk.copies import Stretch
 from kvfuse.volume.inodes.chunk import Extent
 from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.inodes.node import Node
-from kvfuse.volume.views.neighbours import NO_BASE, Wanted
+from kvfuse.volume.views.neighbours import NO_BASE, Answer, Wanted
 
 
 def base_of(extent: Extent, offset: int) -> int:
@@ -35,6 +35,18 @@ class Nearby:
     def is_there(self) -> bool:
         return self.core.disk is not None or self.core.reads.neighbours is not None
 
+    def resident(self, wanted: Wanted) -> tuple[Answer, memoryview | None]:
+        """From the shared-memory tier. The bytes stay as they are while the view is held."""
+        block = self.core.tier.kept.get(wanted.ino)
+        if block is None or wanted.base == NO_BASE:
+            return Answer.ABSENT, None
+        start, end = wanted.base + wanted.low, wanted.base + wanted.high
+        node = self.core.nodes.peek(wanted.ino)
+        if end > block.size or (node is not None and _has_another(node, wanted)):
+            return Answer.MOVED, None
+        block.note_use()
+        return Answer.HERE, block.buffer[start:end].data
+
     async def read(
         self, node: Node, base: int, stretch: Stretch, target: memoryview | None = None
     ) -> memoryview | None:
@@ -44,6 +56,9 @@ class Nearby:
         any more if it did.
         """
         disk = self.core.disk
+        _, view = self.resident(wanted_of(node, base, stretch))
+        if view is not None:
+            return view
         if disk is not None and (data := await disk.read(stretch)) is not None:
             return data
         if target is None:
@@ -71,3 +86,13 @@ class Nearby:
 
     def _may_keep(self, node: Node) -> bool:
         return self.core.namespaces.may_keep(node.namespace, "disk")
+
+
+def _has_another(node: Node, wanted: Wanted) -> bool:
+    """Another extent has the bytes of the file by now, as far as is known in memory."""
+    chunk = node.chunks.get(wanted.base // node.chunk_size)
+    if chunk is None:
+        return False
+    return chunk.staged is not None or all(
+        (extent.addr, extent.generation) != (wanted.addr, wanted.generation) for extent in chunk.extents
+    )

@@ -15,14 +15,14 @@ import trio
 
 from kvfuse.errors import EngineError
 from kvfuse.remote.records.api import ABSENT, Change
+from kvfuse.volume.content.nearby import Nearby
 from kvfuse.volume.hosts.slab_view import SlabView
 from kvfuse.volume.inodes.core import Core
-from kvfuse.volume.inodes.node import Node
 from kvfuse.volume.store import peer_records, schema
 from kvfuse.volume.store.member import Member
 from kvfuse.volume.store.peer_records import PeerRecord
 from kvfuse.volume.store.sealed import ScanPages
-from kvfuse.volume.views.neighbours import NO_BASE, Answer, Wanted
+from kvfuse.volume.views.neighbours import Answer, Wanted
 
 RETRY_SECONDS = 0.5
 
@@ -106,28 +106,10 @@ class Neighbourhood:
 
     def resident(self, wanted: Wanted) -> tuple[Answer, memoryview | None]:
         """From the shared-memory tier. The bytes stay as they are while the view is held."""
-        block = self.core.tier.kept.get(wanted.ino)
-        if block is None or wanted.base == NO_BASE:
-            return Answer.ABSENT, None
-        start, end = wanted.base + wanted.low, wanted.base + wanted.high
-        node = self.core.nodes.peek(wanted.ino)
-        if end > block.size or (node is not None and _has_another(node, wanted)):
-            return Answer.MOVED, None
-        block.note_use()
-        return Answer.HERE, block.buffer[start:end].data
+        return Nearby(self.core).resident(wanted)
 
     async def stored(self, wanted: Wanted) -> memoryview | None:
         """From the disk tier, verified by what it knows of its copies."""
         disk = self.core.disk
         stretch = disk.held(wanted.addr, wanted.generation, wanted.low, wanted.high) if disk is not None else None
         return await disk.read(stretch) if disk is not None and stretch is not None else None
-
-
-def _has_another(node: Node, wanted: Wanted) -> bool:
-    """Another extent has the bytes of the file by now, as far as is known in memory."""
-    chunk = node.chunks.get(wanted.base // node.chunk_size)
-    if chunk is None:
-        return False
-    return chunk.staged is not None or all(
-        (extent.addr, extent.generation) != (wanted.addr, wanted.generation) for extent in chunk.extents
-    )

@@ -71,7 +71,7 @@ class Blocks:
     def __post_init__(self) -> None:
         self.counters = BlockCounters()
         self.outlook = Outlook(self.core)
-        self.promotion = Promotion(self.core, self.reader)
+        self.promotion = Promotion(self.core, self.reader, self.bind)
         self.search = OwnSearch(self.core, self.lookup)
         self.ready = ReadyPuts(self.core, self.journal, self.flusher, self.names, self.counters)
 

@@ -33,6 +33,7 @@ from kvfuse.blockindex import (
     LIVE,
     MAGIC,
     MULTIPLIERS_OFFSET,
+    NEIGHBOURS,
     STATE,
     SUMS,
     TOUCHES_MAX,
@@ -130,6 +131,9 @@ class BlockIndex:
 
     def extend_to(self, valid_until: int) -> None:
         self._table.words[VALID_UNTIL] = valid_until
+
+    def tell_of_neighbours(self, are_there: bool) -> None:
+        self._table.words[NEIGHBOURS] = are_there
 
     def end(self) -> None:
         self._table.words[STATE] = ENDED
@@ -290,6 +294,7 @@ class Residents:
         self._shown: dict[int, tuple[BlockIndex, bytes]] = {}
         """inode -> where its block is shown"""
         self._valid_until = 0
+        self._have_neighbours = False
         self._filter_bits: dict[int, int] = {}
         """directory -> what its next index needs, where that is not the least"""
         self._lock = threading.Lock()
@@ -418,33 +423,39 @@ class Residents:
     def doubt_names(self, index: BlockIndex | None = None) -> None:
         """Nobody tells of new names any more: what is absent is not known until an index (None: each) has ended."""
         with self._lock:
-            for found in self.by_directory.values() if index is None else [{index.readers: index}]:
-                for other in found.values():
-                    other.filter.give_up()
+            for other in self._all() if index is None else [index]:
+                other.filter.give_up()
             fence()
 
     def end(self, directory: int | None = None) -> None:
         """Other people may use a directory (None: any) than until now: clients ask again."""
         with self._lock:
-            for index in [
-                index for number, found in self.by_directory.items() if directory in (None, number)
-                for index in found.values()
-            ]:  # fmt: skip
-                self._end(index)
+            for index in self._all():
+                if directory in (None, index.readers.directory):
+                    self._end(index)
 
     def hold(self, seconds: float) -> None:
         """Of a shared volume: what indexes say holds for so long from now on, and no longer."""
         with self._lock:
             self._valid_until = max(1, time.monotonic_ns() + int(seconds * 1e9)) if seconds > 0 else 1
-            for found in self.by_directory.values():
-                for index in found.values():
-                    index.extend_to(self._valid_until)
+            for index in self._all():
+                index.extend_to(self._valid_until)
+
+    def tell_of_neighbours(self, are_there: bool) -> None:
+        """Other hosts can be asked for blocks now, or none can."""
+        with self._lock:
+            self._have_neighbours = are_there
+            for index in self._all():
+                index.tell_of_neighbours(are_there)
 
     # -- under the lock ------------------------------------------------------------------------------
 
+    def _all(self) -> list[BlockIndex]:
+        return [index for found in self.by_directory.values() for index in found.values()]
+
     def _has_room(self) -> bool:
         """For one index more; one that nobody has goes for it."""
-        indexes = [index for found in self.by_directory.values() for index in found.values()]
+        indexes = self._all()
         if len(indexes) < INDEXES_MAX:
             return True
         unused = next((index for index in indexes if not index.user_count), None)
@@ -463,6 +474,7 @@ class Residents:
             buckets *= 2
             index = BlockIndex(readers, buckets, bits, self._valid_until)
         self._shown |= {ino: (index, name) for name, ino in index.shown()}
+        index.tell_of_neighbours(self._have_neighbours)
         self._set(readers, index)
         return index
 
