@@ -267,7 +267,7 @@ class Files:
             offset = self._coherence.append_offset(node, offset)
         size = node.size
         try:
-            written = await self._writer.write(node, offset, data, appends=handle.appends) if data else 0
+            written = await self._writer.write(node, offset, data, appends=handle.appends, direct=handle.direct)
         except (errors.EngineError, errors.NoSpace) as error:
             if by_kernel:  # else the rings' door counts it
                 self._core.namespaces.measures[node.namespace].failed(error, is_read=False)

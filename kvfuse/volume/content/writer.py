@@ -123,11 +123,16 @@ class Writer:
     staging: Staging
     in_place: InPlaceWriter
 
-    async def write(self, node: Node, offset: int, data: bytes | memoryview, *, appends: bool = False) -> int:
+    async def write(
+        self, node: Node, offset: int, data: bytes | memoryview, *, appends: bool = False, direct: bool = False
+    ) -> int:
         """Take all of ``data`` (kept, so it never changes). Waits only for room in the staging memory, or in place.
 
         ``appends``: it belongs behind what is there, wherever that ends when it is stored.
+        ``direct``: chunks that are whole with it are in slots when this returns. EngineError: perhaps not.
         """
+        if not data:
+            return 0
         end = offset + len(data)
         if end > min(FILE_SIZE_MAX, node.chunk_size << 32):
             raise FileTooLarge(f"inode {node.ino}: offset {end} is beyond what a file may have")
@@ -157,7 +162,16 @@ class Writer:
                     self.staging.note_change(node)  # what is read here of it from now on is stored, too
                     raise
         self.staging.note_change(node)
+        if direct:
+            await self._write_whole(node, offset if mark is None else offset + node.end_moved - mark, written)
         return written
+
+    async def _write_whole(self, node: Node, start: int, length: int) -> None:
+        """Return when no chunk of these bytes that is full is staged as it is now. EngineError."""
+        for index in range(start // node.chunk_size, -(-(start + length) // node.chunk_size)):
+            chunk = node.chunks.get(index)
+            if chunk is not None and chunk.staged is not None and chunk.staged.length == node.chunk_size:
+                await self.flusher.write_whole(node, index, chunk)
 
     async def _write_parts(self, node: Node, offset: int, data: bytes | memoryview, mark: int | None) -> int:
         """Under the lock: write chunk by chunk; how many bytes had room. NoSpace when not even the first had."""

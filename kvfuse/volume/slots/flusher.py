@@ -28,6 +28,7 @@ from kvfuse.volume.inodes.grace import Give
 from kvfuse.volume.inodes.node import Node
 from kvfuse.volume.slots.heads import Head, HeaderWriter, identity_of, transfers
 from kvfuse.volume.slots.packer import Packed, Packer
+from kvfuse.volume.views.demand import Demand
 from kvfuse.volume.views.fair_line import FairLine
 
 log = logging.getLogger(__name__)
@@ -42,6 +43,7 @@ BATCH_BYTES_SHARED = 8 << 20
 """The same where several namespaces have such bytes, each of which gets its share of every batch."""
 BESIDE_READERS = 4
 """Where callers of other namespaces read, so many fewer are made before other tasks may run."""
+OVER = "the volume is being unmounted, or lost its lease: nothing is written any more"
 PAUSE_MIN = 0.1
 PAUSE_MAX = 0.5
 """Seconds before the next attempt after a failed write: after the first failure, and at most."""
@@ -71,6 +73,16 @@ class _Turn:
     def __init__(self) -> None:
         self.ended = trio.Event()
         self.error: EngineError | None = None
+
+    async def wait(self, demand: Demand) -> None:
+        """Return at its end: somebody waits, so work ahead of need gives way."""
+        demand.calls += 1
+        try:
+            await self.ended.wait()
+        finally:
+            demand.calls -= 1
+            if demand.behind:
+                demand.ended()
 
     def end(self, error: EngineError | None = None) -> None:
         self.error = self.error or error
@@ -168,7 +180,7 @@ class Flusher:
         try:
             while self.staged_bytes > self.staging_size or self.line.places[0] is not place:
                 if self._is_over:
-                    raise EngineError("the volume is being unmounted, or lost its lease: nothing is written any more")
+                    raise EngineError(OVER)
                 if failed.is_set() and self._error is not None:
                     raise self._error
                 place.go = trio.Event()
@@ -188,18 +200,27 @@ class Flusher:
         for index in staged:
             self.chunk_is_full(node, index)
         if staged and not self._is_over:
-            turn, demand = self._turn, self.core.reads.demand
+            turn = self._turn
             self._caller_count += 1
-            demand.calls += 1
             try:
-                await turn.ended.wait()
+                await turn.wait(self.core.reads.demand)
             finally:
                 self._caller_count -= 1
-                demand.calls -= 1
-                if demand.behind:
-                    demand.ended()
             if isinstance(turn.error, EngineTimeout):
                 raise turn.error
+
+    async def write_whole(self, node: Node, index: int, chunk: Chunk) -> None:
+        """Return when the bytes now staged in a full chunk are in its slots, or were dropped; other full chunks share
+        the batch.
+
+        EngineError: they are not. They stay staged, and are written again.
+        """
+        staged, turn = chunk.staged, self._turn
+        self.chunk_is_full(node, index)
+        if not self._is_over:
+            await turn.wait(self.core.reads.demand)
+        if chunk.staged is staged and node.chunks.get(index) is chunk:  # an error may be that of other chunks alone
+            raise turn.error or EngineError(OVER)
 
     async def settled(self) -> None:
         """Return when the present write has ended."""
@@ -435,21 +456,7 @@ class Flusher:
             node.described = item.identity
         disk = self.core.disk
         if disk is not None and disk.keeps_stores and self.core.namespaces.may_keep(node.namespace, "disk"):
-            self._keep_copies(disk, item)
-
-    def _keep_copies(self, disk: DiskTier, item: _Item) -> None:
-        """Have the disk tier keep what was stored. A bytearray may change: of that, a copy."""
-        pieces = [item.packed.data] if item.packed is not None else item.staged.pieces
-        if len(item.extents) > 1 or any(len(piece) % GRANULE_SIZE for piece in pieces[:-1]):
-            pieces = [b"".join(pieces)]
-        views = [memoryview(bytes(piece) if isinstance(piece, bytearray) else piece) for piece in pieces]
-        start = 0
-        for extent in item.extents:
-            low = 0
-            for part in [views[0][start : start + extent.length]] if len(views) == 1 else views:
-                disk.keep(Stretch.around(extent, low, low + len(part)), part)
-                low += len(part)
-            start += extent.length
+            _keep_copies(disk, item)
 
 
 def in_fair_order(core: Core, chunks: Sequence[tuple[Node, int]]) -> list[tuple[Node, int]]:
@@ -472,3 +479,18 @@ def _plan_whole(core: Core, staged: Staged, piece: bytes | bytearray | memoryvie
     checksums = checked[1] if checked is not None and checked[0] is piece else granule_checksums(data)
     writes.append(Transfer(*core.locate(addr), data))
     return Extent(addr, slot_size, length, core.generations.next(), checksums, FRESH, owner)
+
+
+def _keep_copies(disk: DiskTier, item: _Item) -> None:
+    """Have the disk tier keep what was stored. A bytearray may change: of that, a copy."""
+    pieces = [item.packed.data] if item.packed is not None else item.staged.pieces
+    if len(item.extents) > 1 or any(len(piece) % GRANULE_SIZE for piece in pieces[:-1]):
+        pieces = [b"".join(pieces)]
+    views = [memoryview(bytes(piece) if isinstance(piece, bytearray) else piece) for piece in pieces]
+    start = 0
+    for extent in item.extents:
+        low = 0
+        for part in [views[0][start : start + extent.length]] if len(views) == 1 else views:
+            disk.keep(Stretch.around(extent, low, low + len(part)), part)
+            low += len(part)
+        start += extent.length
