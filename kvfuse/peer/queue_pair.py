@@ -10,17 +10,19 @@ from __future__ import annotations
 
 import functools
 import os
+import socket
 import struct
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import trio
 
-from kvfuse.peer.verbs import Device, failure, pyverbs
+from kvfuse.peer.verbs import Device, VerbsError, failure, pyverbs
 from kvfuse.peer.wire import WireError
 
 READ = np.dtype([("remote", "<u8"), ("local", "<u8"), ("length", "<u4"), ("rkey", "<u4"), ("lkey", "<u4")])
@@ -34,6 +36,12 @@ POLLED = 64
 """completions that one call takes"""
 SOFTWARE_POST_BYTES = 64 << 10
 """that devices without hardware are given by one call, as they carry it out within the call"""
+
+
+NEIGHBOURS = Path("/proc/net/arp")
+IPV4_MAPPED = bytes(10) + b"\xff\xff"
+DISCARD_PORT = 9
+RESOLVE_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
@@ -146,7 +154,7 @@ class QueuePair:
             device.gid.octets,
         )
 
-    def connect(self, place: bytes) -> None:
+    async def connect(self, place: bytes) -> None:
         """To what the other side has as its `place`, and it to this one's. WireError, VerbsError."""
         verbs = pyverbs()
         try:
@@ -158,6 +166,8 @@ class QueuePair:
         device, options = self.device, self.options
         if bool(is_infiniband) != (device.info.link_layer == "InfiniBand"):
             raise WireError("one of two RDMA devices is InfiniBand, the other is Ethernet")
+        if not is_infiniband:
+            await _resolve(gid)
         attributes = verbs.qp.QPAttr(port_num=device.info.port)
         route = verbs.addr.GlobalRoute(
             dgid=verbs.addr.GID(_colons(gid)),
@@ -325,6 +335,33 @@ class QueuePair:
         self._end("CLOSED")
         self._completions.close()
         self._channel.close()
+
+
+async def _resolve(gid: bytes, table: Path = NEIGHBOURS) -> None:
+    """Have the kernel find out the link address of another host: connecting does, and keeps its thread for that long.
+
+    VerbsError if the host does not answer. Only for IPv4, and for hosts of the same link; others have none.
+    """
+    if not gid.startswith(IPV4_MAPPED):
+        await trio.lowlevel.checkpoint()
+        return
+    address = socket.inet_ntoa(gid[12:])
+    with trio.socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender:
+        try:
+            await sender.sendto(b"", (address, DISCARD_PORT))
+        except OSError:
+            pass  # if there is no way to it, connecting says so
+    with trio.move_on_after(RESOLVE_SECONDS):
+        while _is_unresolved(address, table):  # noqa: ASYNC110  # the kernel tells nobody
+            await trio.sleep(0.002)
+        return
+    raise VerbsError(f"no host on this link answers for {address}")
+
+
+def _is_unresolved(address: str, table: Path) -> bool:
+    """The kernel asks for its link address, and has no answer."""
+    lines = [line.split() for line in table.read_text().splitlines()[1:]]
+    return any(line[0] == address and int(line[2], 16) == 0 for line in lines)
 
 
 def _event_descriptors() -> set[int]:

@@ -73,8 +73,8 @@ def failure(what: str, error: Exception) -> VerbsError:
 class Registration:
     """Memory that devices may read (``is_remote``: for other hosts) or write, in pieces of one key each.
 
-    All pieces but the last one are `PIECE` bytes long, counted from ``address``: what does not cross a multiple of that
-    has one key. `close` takes all access back, READs under way included, and may take as long as the registering did.
+    All pieces but the last one have ``piece_size`` bytes, counted from ``address``: what does not cross a multiple of
+    that has one key. `close` takes all access back, from READs under way too, and may take as long as registering did.
     """
 
     address: int
@@ -83,6 +83,7 @@ class Registration:
     owner: object
     """kept alive as long as the registration"""
     pieces: list[Any]
+    piece_size: int = PIECE
 
     def __post_init__(self) -> None:
         self.lkeys = np.array([piece.lkey for piece in self.pieces], np.uint32)
@@ -110,8 +111,8 @@ class Registration:
             raise ValueError("this memory is not registered")
         parts = []
         while size:
-            number, within = divmod(start, PIECE)
-            length = min(size, PIECE - within)
+            number, within = divmod(start, self.piece_size)
+            length = min(size, self.piece_size - within)
             lkey, rkey = int(self.lkeys[number]), int(self.rkeys[number])
             parts.append(Part(self.address + start, length, lkey, rkey))
             start, size = start + length, size - length
@@ -199,14 +200,14 @@ class Device:
             raise failure(f"{size} bytes of memory cannot be registered with {self.info}", error) from error
 
     def register_dmabuf(self, descriptor: int, offset: int, size: int, *, remote: bool) -> Registration:
-        """Memory of another device, of which there is a dma-buf. Its addresses begin with 0. VerbsError."""
+        """Memory of another device, of which there is a dma-buf. Its addresses are offsets in that. VerbsError."""
         verbs = pyverbs()
         access = verbs.IBV_ACCESS_LOCAL_WRITE | (verbs.IBV_ACCESS_REMOTE_READ if remote else 0)
         try:
             piece = verbs.mr.DmaBufMR(self.domain, size, access, dmabuf=descriptor, offset=offset)
         except verbs.pyverbs_error.PyverbsError as error:
             raise failure(f"{self.info} cannot use memory of other devices", error) from error
-        return Registration(offset, size, remote, None, [piece])
+        return Registration(offset, size, remote, None, [piece], size)
 
     def close(self) -> None:
         self.domain.close()

@@ -19,9 +19,10 @@ import numpy.typing as npt
 import trio
 
 from kvfuse.peer.queue_pair import QueuePair
-from kvfuse.peer.verbs import Registration, open_device
+from kvfuse.peer.verbs import Registration, open_device, pyverbs
 
 Bytes = npt.NDArray[np.uint8]
+pyverbs()  # before processes are forked
 PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload([__name__])
 
@@ -60,8 +61,8 @@ class Owner:
     def answer(self) -> Any:
         return self._pipe.recv()
 
-    def connect(self, pair: QueuePair) -> None:
-        pair.connect(self.ask("connect", pair.place))
+    async def connect(self, pair: QueuePair) -> None:
+        await pair.connect(self.ask("connect", pair.place))
 
     def kill(self) -> None:
         self.process.kill()
@@ -94,7 +95,7 @@ async def _serve(pipe: Connection, size: int) -> None:
         answer: Any = None
         if what == "connect":
             pairs.append(QueuePair(device))
-            pairs[-1].connect(arguments[0])
+            await pairs[-1].connect(arguments[0])
             answer = pairs[-1].place
         elif what == "revoke":
             registration.close()

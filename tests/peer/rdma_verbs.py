@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 
 import numpy as np
 import pytest
@@ -66,9 +67,33 @@ def assert_same(mine: Registration, blocks: list[int], size: int = BLOCK) -> Non
         assert (memory[place * size :][:size] == expected[block * size :][:size]).all(), f"block {block}"
 
 
+@asynccontextmanager
+async def watched(what: str) -> AsyncIterator[list[float]]:
+    """Print how long other tasks had to wait meanwhile. Yields how long they waited for each of their turns."""
+    waits: list[float] = []
+
+    async def wait() -> None:
+        while True:
+            began = trio.current_time()
+            await trio.lowlevel.checkpoint()
+            waits.append(trio.current_time() - began)
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(wait)
+        while not waits:
+            await trio.lowlevel.checkpoint()
+        waits.clear()
+        yield waits
+        count = len(waits)
+        while len(waits) == count:
+            await trio.lowlevel.checkpoint()
+        nursery.cancel_scope.cancel()
+    print(f"{what}: others waited for {max(waits) * 1e3:.1f} ms at most, for each of {len(waits)} turns")
+
+
 async def test_blocks_arrive_whole_by_one_completion(device: Device, mine: Registration, lender: Owner) -> None:
     pair = QueuePair(device, QUICK)
-    lender.connect(pair)
+    await lender.connect(pair)
     blocks = [int(block) for block in np.random.default_rng(5).permutation(SIZE // BLOCK)[:48]]
     outcome = await pair.read(read_rows(lender, mine, blocks))
     assert outcome == Outcome(48, "")
@@ -83,7 +108,7 @@ async def test_a_batch_longer_than_the_queue_is_posted_in_parts(
     device: Device, mine: Registration, lender: Owner
 ) -> None:
     pair = QueuePair(device, QueuePairOptions(depth=16))
-    lender.connect(pair)
+    await lender.connect(pair)
     blocks = list(range(40))
     assert await pair.read(read_rows(lender, mine, blocks, 4096)) == Outcome(40, "")
     assert_same(mine, blocks, 4096)
@@ -93,7 +118,7 @@ async def test_a_batch_longer_than_the_queue_is_posted_in_parts(
 
 async def test_several_tasks_read_by_one_pair(device: Device, mine: Registration, lender: Owner) -> None:
     pair = QueuePair(device, QueuePairOptions(depth=24))
-    lender.connect(pair)
+    await lender.connect(pair)
     rows = read_rows(lender, mine, list(range(96)), 4096)
     outcomes: list[Outcome] = []
 
@@ -111,7 +136,7 @@ async def test_several_tasks_read_by_one_pair(device: Device, mine: Registration
 async def test_a_range_across_pieces_is_read_in_parts(device: Device, mine: Registration, lender: Owner) -> None:
     """Two keys here and two keys there, at different places."""
     pair = QueuePair(device, QUICK)
-    lender.connect(pair)
+    await lender.connect(pair)
     remote, size = PIECE - 5000, 20000
     parts = mine.parts(mine.address + PIECE - 8192, size)
     assert [part.size for part in parts] == [8192, size - 8192]
@@ -130,7 +155,7 @@ async def test_a_range_across_pieces_is_read_in_parts(device: Device, mine: Regi
 async def test_a_read_that_is_not_allowed(device: Device, mine: Registration, lender: Owner, wrong: str) -> None:
     """What is before it has come, what is behind it has not, and another queue pair reads on."""
     pair = QueuePair(device, QUICK)
-    lender.connect(pair)
+    await lender.connect(pair)
     rows = read_rows(lender, mine, [3, 4, 5, 6])
     if wrong == "key":
         rows["rkey"][2] ^= 0x5500
@@ -144,7 +169,7 @@ async def test_a_read_that_is_not_allowed(device: Device, mine: Registration, le
     assert (await pair.read(rows[:1]), dict(pair.errors)) == (Outcome(0, "REM_ACCESS_ERR"), {"REM_ACCESS_ERR": 1})
     pair.close()
     again = QueuePair(device, QUICK)
-    lender.connect(again)
+    await lender.connect(again)
     assert await again.read(read_rows(lender, mine, [7])) == Outcome(1, "")
     assert_same(mine, [7])
     again.close()
@@ -152,7 +177,7 @@ async def test_a_read_that_is_not_allowed(device: Device, mine: Registration, le
 
 async def test_a_failure_ends_the_reads_of_all(device: Device, mine: Registration, lender: Owner) -> None:
     pair = QueuePair(device, QUICK)
-    lender.connect(pair)
+    await lender.connect(pair)
     good, bad = read_rows(lender, mine, [1, 2]), read_rows(lender, mine, [3])
     bad["rkey"] ^= 0x5500
     outcomes = {}
@@ -164,6 +189,8 @@ async def test_a_failure_ends_the_reads_of_all(device: Device, mine: Registratio
         nursery.start_soon(read, "before", good)
         await trio.testing.wait_all_tasks_blocked()
         nursery.start_soon(read, "bad", bad)
+        while pair.counters.reads < 3:
+            await trio.lowlevel.checkpoint()
         nursery.start_soon(read, "behind", good)
     assert outcomes.pop("before") == Outcome(2, "")
     assert outcomes == {name: Outcome(0, "REM_ACCESS_ERR") for name in ("bad", "behind")}
@@ -173,7 +200,7 @@ async def test_a_failure_ends_the_reads_of_all(device: Device, mine: Registratio
 async def test_memory_that_is_taken_back(device: Device, mine: Registration) -> None:
     with owner(SIZE) as lender:
         pair = QueuePair(device, QUICK)
-        lender.connect(pair)
+        await lender.connect(pair)
         old = read_rows(lender, mine, [3])
         assert await pair.read(old) == Outcome(1, "")
         lender.ask("revoke")
@@ -182,7 +209,7 @@ async def test_memory_that_is_taken_back(device: Device, mine: Registration) -> 
         pair.close()
         lender.keys = lender.ask("register")
         pair = QueuePair(device, QUICK)
-        lender.connect(pair)
+        await lender.connect(pair)
         assert await pair.read(read_rows(lender, mine, [4, 5])) == Outcome(2, "")
         assert_same(mine, [4, 5])
         assert (await pair.read(old)).whole == 0, "the old key opens the new registration"
@@ -192,7 +219,7 @@ async def test_memory_that_is_taken_back(device: Device, mine: Registration) -> 
 async def test_an_owner_that_is_killed_before_it_is_read(device: Device, mine: Registration) -> None:
     with owner(SIZE) as lender:
         pair = QueuePair(device, QUICK)
-        lender.connect(pair)
+        await lender.connect(pair)
         rows = read_rows(lender, mine, [1, 2, 3])
         lender.kill()
         assert await pair.read(rows) == Outcome(0, "RETRY_EXC_ERR")
@@ -203,7 +230,7 @@ async def test_an_owner_that_is_killed_under_reads(device: Device, mine: Registr
     """What has come by then is whole."""
     with owner(SIZE) as lender:
         pair = QueuePair(device, QueuePairOptions(depth=SIZE // BLOCK, timeout=10, retries=2))
-        lender.connect(pair)
+        await lender.connect(pair)
         outcomes = []
 
         async def read() -> None:
@@ -223,7 +250,7 @@ async def test_an_owner_that_is_killed_under_reads(device: Device, mine: Registr
 
 async def test_a_cancelled_read_writes_no_more(device: Device, mine: Registration, lender: Owner) -> None:
     pair = QueuePair(device, QueuePairOptions(depth=SIZE // BLOCK))
-    lender.connect(pair)
+    await lender.connect(pair)
     rows, others = read_rows(lender, mine, list(range(SIZE // BLOCK))), []
     memory = mine.owner
     assert isinstance(memory, np.ndarray)
@@ -243,7 +270,7 @@ async def test_a_cancelled_read_writes_no_more(device: Device, mine: Registratio
         assert pair.ended == "CANCELLED"
     assert others in ([Outcome(1, "")], [Outcome(0, "CANCELLED")])
     again = QueuePair(device, QUICK)
-    lender.connect(again)
+    await lender.connect(again)
     assert await again.read(rows[-1:]) == Outcome(1, "")
     assert not memory[:-BLOCK].any()
     for one in (again, pair):
@@ -254,7 +281,7 @@ async def test_a_closed_pair_tells_who_waits(device: Device, mine: Registration)
     """The owner is stopped dead, so that a read takes as long as all its retries."""
     with owner(SIZE) as lender:
         pair = QueuePair(device, QueuePairOptions(timeout=18, retries=7))
-        lender.connect(pair)
+        await lender.connect(pair)
         lender.kill()
         outcomes = []
 
@@ -273,7 +300,7 @@ async def test_a_place_that_is_none(device: Device) -> None:
     pair = QueuePair(device, QUICK)
     for wrong in (b"", bytes(32), b"\1\5\1" + bytes(29), b"\1\7" + b"\1" * 30, b"\1" * 33):
         with pytest.raises(WireError, match="place"):
-            pair.connect(wrong)
+            await pair.connect(wrong)
     pair.close()
 
 
@@ -289,26 +316,29 @@ async def test_registering_leaves_time_to_others(device: Device) -> None:
     """64 MiB, as an arena has. The time is printed; that other tasks had their turns is what is asserted."""
     memory = shared_memory(64 << 20)
     memory[::4096] = 1
-    longest, turns = 0.0, 0
-
-    async def watch() -> None:
-        nonlocal longest, turns
-        while True:
-            began = trio.current_time()
-            await trio.lowlevel.checkpoint()
-            longest, turns = max(longest, trio.current_time() - began), turns + 1
-
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(watch)
+    pieces = memory.size // PIECE
+    async with watched("registering 64 MiB") as turns:
         registration = await device.register(memory.ctypes.data, memory.size, memory, remote=True)
-        print(f"registering 64 MiB: others waited for {longest * 1e3:.1f} ms at most, in {turns} turns")
-        assert turns >= memory.size // PIECE // 2
-        longest, turns = 0.0, 0
+    assert len(turns) >= pieces // 2
+    async with watched("ending that") as turns:
         await registration.aclose()
-        print(f"ending it: others waited for {longest * 1e3:.1f} ms at most, in {turns} turns")
-        assert turns >= memory.size // PIECE // 2
-        nursery.cancel_scope.cancel()
+    assert len(turns) >= pieces // 2
     assert not registration.is_open
+
+
+async def test_reading_leaves_time_to_others(device: Device, mine: Registration, lender: Owner) -> None:
+    """By a device that carries out READs in the calls that post them."""
+    async with watched("making a queue pair"):
+        pair = QueuePair(device, QUICK)
+    place = lender.ask("connect", pair.place)
+    async with watched("connecting it"):
+        await pair.connect(place)
+    rows = read_rows(lender, mine, list(range(64)))
+    async with watched("reading 4 MiB") as turns:
+        assert await pair.read(rows) == Outcome(64, "")
+    assert len(turns) >= 32
+    async with watched("closing it"):
+        pair.close()
 
 
 def test_a_device_whose_interface_is_down() -> None:
