@@ -209,3 +209,19 @@ def test_a_host_that_was_killed_comes_back_as_another(etcd: EtcdServers) -> None
         before = pair.counts("right")
         pair.ask(b"new")
         assert pair.counts("right") > before
+
+
+def test_the_engine_is_asked_beside_a_host_that_is_late(pair: Pair) -> None:
+    """And has the bytes first; a host that is only a little late is not forgotten."""
+    before = asked(pair.reader)
+    pair.proxy.flowing.clear()
+
+    def was_overtaken() -> bool:
+        pair.ask()
+        return pair.counts("overtaken") > before["overtaken"]
+
+    wait_until(was_overtaken, "a read that the engine ended")
+    pair.proxy.be_honest()
+    after = asked(pair.reader)
+    assert after["hedged"] - before["hedged"] >= after["overtaken"] - before["overtaken"] >= 1
+    assert after["late"] > before["late"]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
+import trio
 
 from kvfuse.checksum import CHECKSUM_SIZE, GRANULE_SIZE
 from kvfuse.volume.disk.copies import Stretch
@@ -23,6 +25,13 @@ def wanted_of(node: Node, base: int, stretch: Stretch) -> Wanted:
     first, last = stretch.low // GRANULE_SIZE, -(-stretch.high // GRANULE_SIZE)
     checksums = stretch.checksums[first * CHECKSUM_SIZE : last * CHECKSUM_SIZE]
     return Wanted(node.ino, base, stretch.addr, stretch.generation, stretch.low, stretch.high, checksums)
+
+
+class Engine(Protocol):
+    """Reads a stretch from the engine."""
+
+    async def __call__(self, *, is_beside: bool) -> memoryview | None:
+        """Its bytes, right; or None. ``is_beside``: others are asked meanwhile, in memory that is theirs."""
 
 
 @dataclass
@@ -47,13 +56,19 @@ class Nearby:
         block.note_use()
         return Answer.HERE, block.buffer[start:end].data
 
-    async def read(
-        self, node: Node, base: int, stretch: Stretch, target: memoryview | None = None
-    ) -> memoryview | None:
-        """All bytes of a stretch, verified; None where the engine has to be asked.
+    def is_with_others(self, stretch: Stretch) -> bool:
+        """Another host can be asked, which most likely has it."""
+        neighbours = self.core.reads.neighbours
+        return neighbours is not None and neighbours.may_have(stretch.addr)
 
-        ``base``: as of `base_of`. ``target``: memory of ``high - low`` bytes that may get them, and does not change
-        any more if it did.
+    async def read(
+        self, node: Node, base: int, stretch: Stretch, engine: Engine, target: memoryview | None = None,
+        *, lasts: bool = True,
+    ) -> memoryview | None:  # fmt: skip
+        """All bytes of a stretch, verified: from the disk tier, from other hosts, or else as ``engine`` answers.
+
+        ``base``: as of `base_of`. ``target``: memory of ``high - low`` bytes that other hosts may fill; it is touched
+        by nobody but ``engine`` after that has answered. Not ``lasts``: its bytes may change after this.
         """
         disk = self.core.disk
         _, view = self.resident(wanted_of(node, base, stretch))
@@ -61,23 +76,47 @@ class Nearby:
             return view
         if disk is not None and (data := await disk.read(stretch)) is not None:
             return data
+        if not self.is_with_others(stretch):
+            return await engine(is_beside=False)
         if target is None:
-            if self.core.reads.neighbours is None:
-                return None
-            target = np.empty(stretch.high - stretch.low, np.uint8).data
-        if not await self.read_from_neighbours(node, base, stretch, target):
-            return None
-        if disk is not None and self._may_keep(node):
+            target, lasts = np.empty(stretch.high - stretch.low, np.uint8).data, True
+        data = await self._race(wanted_of(node, base, stretch), engine, target)
+        if data is target and lasts and disk is not None and self._may_keep(node):
             disk.keep(stretch, target)
-        return target
+        return data
 
-    async def read_from_neighbours(self, node: Node, base: int, stretch: Stretch, target: memoryview) -> bool:
-        """Whether ``target`` has the bytes now, verified. It may change afterwards."""
+    async def _race(self, wanted: Wanted, engine: Engine, target: memoryview) -> memoryview | None:
+        """Other hosts; and the engine, once they are late or have not the bytes. The first right answer."""
         neighbours = self.core.reads.neighbours
-        if neighbours is None or not neighbours.may_have(stretch.addr):
-            return False
-        (is_right,) = await neighbours.read([wanted_of(node, base, stretch)], [target])
-        return is_right
+        assert neighbours is not None
+        patience = max(neighbours.usual(wanted), self.core.reads.speeds.remote.expect(wanted.high - wanted.low))
+        over, found, failed = trio.Event(), list[memoryview | None](), list[Exception]()
+        async with trio.open_nursery() as nursery:
+
+            async def ask() -> None:
+                if (await neighbours.read([wanted], [target])) == [True]:
+                    found.append(target)
+                    nursery.cancel_scope.cancel()
+                over.set()
+
+            nursery.start_soon(ask)
+            with trio.move_on_after(patience):
+                await over.wait()
+            is_beside = not over.is_set()
+            neighbours.hedged += is_beside
+            try:
+                data = await engine(is_beside=is_beside)
+            except Exception as error:
+                failed.append(error)
+                data = None
+            if data is None:
+                await over.wait()
+            found.append(data)
+            neighbours.overtaken += data is not None and not over.is_set()
+            nursery.cancel_scope.cancel()
+        if failed and found[0] is None:
+            raise failed[0]
+        return found[0]
 
     def offer(self, node: Node, stretch: Stretch, data: memoryview, seconds: float) -> None:
         """The engine gave these bytes, in so many seconds; they are right, and do not change any more."""

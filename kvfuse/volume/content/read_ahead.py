@@ -87,10 +87,10 @@ class _Window:
         ]
         return found[0] if len(found) == 1 else memoryview(b"".join(found))
 
-    def is_intact(self, number: int) -> bool:
-        """The bytes of a part are those that its checksums promise."""
+    def is_intact(self, number: int, data: memoryview) -> bool:
+        """These bytes of a part are those that its checksums promise."""
         start = (self.low + number * PART_SIZE) // GRANULE_SIZE * CHECKSUM_SIZE
-        found = granule_checksums(self.bytes[number * PART_SIZE : (number + 1) * PART_SIZE])
+        found = granule_checksums(data)
         return found == self.checksums[start : start + len(found)]
 
 
@@ -209,7 +209,7 @@ class Fetcher:
                     part.is_whole = await self._read_nearest(extent, window, index, part)
                 else:
                     await self._read(extent, start, target)
-                    part.is_whole = window.is_intact(index)
+                    part.is_whole = window.is_intact(index, target)
         except KvfuseError as error:
             part.error = error
         except ValueError as error:
@@ -226,16 +226,22 @@ class Fetcher:
         """From what is nearer than the engine, if that has the bytes. Whether they are right. EngineError."""
         start, target = window.low + index * PART_SIZE, window.bytes[index * PART_SIZE : (index + 1) * PART_SIZE]
         stretch = Stretch.around(extent, start, start + len(target))
-        is_same, data = stretch.checksums == window.checksums, None
-        if is_same:
-            data = await self.nearby.read(window.node, window.base, stretch, target)
-        if data is None:
-            began = trio.current_time()
+        if stretch.checksums != window.checksums:
             await self._read(extent, start, target)
-            is_whole = window.is_intact(index)
-            if is_whole and is_same:
-                self.nearby.offer(window.node, stretch, target, trio.current_time() - began)
-            return is_whole
+            return window.is_intact(index, target)
+
+        async def engine(*, is_beside: bool) -> memoryview | None:
+            began = trio.current_time()
+            data = np.empty(len(target), np.uint8).data if is_beside else target
+            await self._read(extent, start, data)
+            if not window.is_intact(index, data):
+                return None
+            self.nearby.offer(window.node, stretch, data, trio.current_time() - began)
+            return data
+
+        data = await self.nearby.read(window.node, window.base, stretch, engine, target)
+        if data is None:
+            return False
         part.data = None if data is target else data
         return True
 

@@ -49,36 +49,37 @@ class SharedExtents(Extents):
 
         base = base_of(extent, offset - start)
         stretch = _whole_granules(extent, start, length) if target is not None else None
-        if target is not None and stretch is not None:
-            is_right = await self.nearby.read_from_neighbours(node, base, stretch, target)
-            if is_right or not is_same():
-                return target if is_same() else None
-        data = await self.fetcher.read(node, base, extent, start, length)
+        data = None
+        if stretch is None or not self.nearby.is_with_others(stretch):
+            target, data = None, await self.fetcher.read(node, base, extent, start, length)
         if data is None and is_same():
             try:
-                data = await self._read_nearest(node, base, extent, start, length, is_same)
+                data = await self._read_nearest(node, base, extent, start, length, is_same, target)
             except Corrupt:
                 await self.renew(node)
                 data = await self.read_verified(node, extent, start, length, is_same) if is_same() else None
         return data if is_same() else None
 
     async def _read_nearest(
-        self, node: Node, base: int, extent: Extent, start: int, length: int, is_same: Callable[[], bool]
-    ) -> memoryview | None:
-        """As `read_verified`, from where the bytes are there soonest."""
+        self, node: Node, base: int, extent: Extent, start: int, length: int, is_same: Callable[[], bool],
+        target: memoryview | None,
+    ) -> memoryview | None:  # fmt: skip
+        """As `read_verified`, from where the bytes are there soonest. ``target``: for whole granules."""
         if not (self.nearby.is_there and extent.checksums):
             return await self.read_verified(node, extent, start, length, is_same)
         stretch = Stretch.around(extent, start, start + length)
-        low, data = stretch.low, await self.nearby.read(node, base, stretch)
-        if not is_same():
-            return None
-        if data is None:
+        low = stretch.low
+
+        async def engine(*, is_beside: bool) -> memoryview | None:
             began = trio.current_time()
             data = await self.read_verified(node, extent, low, stretch.high - low, is_same)
-            if data is None:
-                return None
-            if extent.checksums == stretch.checksums:
+            if data is not None and extent.checksums == stretch.checksums:
                 self.nearby.offer(node, stretch, data, trio.current_time() - began)
+            return data
+
+        data = await self.nearby.read(node, base, stretch, engine, target, lasts=target is None)
+        if data is None or data is target or not is_same():
+            return data if is_same() else None
         return data[start - low : start - low + length]
 
     async def do_all(self, reads: Reads) -> None:

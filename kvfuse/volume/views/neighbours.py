@@ -50,8 +50,16 @@ class Answer(IntEnum):
 class Neighbours(Protocol):
     """Other hosts, for readers of this one. Event loop only."""
 
+    hedged: int
+    """reads beside which the engine was asked, because they took longer than usual"""
+    overtaken: int
+    """of these, where the engine had the bytes first"""
+
     def may_have(self, addr: int) -> bool:
         """A host that can be asked holds the slab, and most likely wrote what is there."""
+
+    def usual(self, wanted: Wanted) -> float:
+        """Seconds after which a read is later than these hosts usually are: then the engine may be asked beside it."""
 
     async def read(self, wanted: Sequence[Wanted], targets: Sequence[memoryview]) -> list[bool]:
         """Fill each target, of ``high - low`` bytes, with verified bytes: which have them.
