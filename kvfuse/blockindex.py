@@ -99,6 +99,9 @@ second word (u64) of the first page"""
 ASKED_OFFSET = HEADER_SIZE + 4 * TOUCHES_MAX
 TOUCHES_SIZE = ASKED_OFFSET + ASKED_MAX * ASKED_SIZE
 
+SPOT = np.dtype([("slot", "<i8"), ("version", "<u8"), ("arena", "<u8"), ("offset", "<u8"), ("length", "<u8")])
+"""where a block is; ``slot``: `ABSENT` for none"""
+
 ABSENT = -1
 """no such key in the table, or what was there was overtaken"""
 UNMAPPED = -2
@@ -202,6 +205,26 @@ class Table:
         results[:] = ABSENT
         self._copy(keys, numbers, arenas, targets, rooms, results)
         return numbers, results
+
+    def look(self, keys: Sequence[bytes]) -> npt.NDArray[np.void]:
+        """Where each block is, a row of `SPOT`: for callers that copy it themselves, and then ask `is_unchanged`."""
+        spots = np.zeros(len(keys), SPOT)
+        numbers = spots["slot"] = self.find(keys)
+        rows = np.flatnonzero(numbers >= 0)
+        slots = numbers[rows]
+        spots["version"][rows] = self.slots["version"][slots]
+        fence()
+        for field in ("arena", "offset", "length"):
+            spots[field][rows] = self.slots[field][slots]
+        wanted = fingerprints_of(self.multipliers, [keys[row] for row in rows.tolist()])
+        is_other = (self.fingerprints[slots] != wanted).any(1) | (spots["version"][rows] & np.uint64(1) == 0)
+        spots["slot"][rows[is_other]] = ABSENT
+        return spots
+
+    def is_unchanged(self, spot: np.void) -> bool:
+        """What was copied of a block that `look` found has its bytes. The caller asks `holds`, too."""
+        fence()
+        return bool(self.versions[8 * int(spot["slot"])] == spot["version"])
 
     def _copy(
         self, keys: Sequence[bytes], numbers: Numbers, arenas: npt.NDArray[np.void], targets: npt.NDArray[np.uint64],

@@ -5,7 +5,7 @@ them into errno values, the command line prints their message. A message says wh
 which object, and - where there is a remedy - what to do.
 """
 
-from errno import EPIPE
+from errno import EIO, EPIPE
 
 
 class KvfuseError(Exception):
@@ -167,6 +167,12 @@ class Disconnected(KvfuseError):
     """The daemon behind a ring is gone, or does not keep to the protocol. `Client.reconnect` once it is back."""
 
     errno = EPIPE
+
+
+class DeviceError(KvfuseError):
+    """A GPU, its driver, or memory that is said to be a GPU's does not do what was asked of it."""
+
+    errno = EIO
 
 
 def innermost(error: BaseException) -> BaseException:

@@ -82,12 +82,16 @@ OUTSIDE: dict[str, set[str]] = {
     "prometheus_client": {"metrics"},
     "pyverbs": {"peer"},
     "rados": {"remote.segments"},
+    "cuda": {"usrbio.client.gpu.cuda"},
     "click": {"cli"},
     "rich": {"cli"},
     "matplotlib": {"bench.plot"},
     "zstandard": {"volume.store.codec"},
 }
 """package of others -> the only places that may import it"""
+
+MODULES_OF = {"cuda-bindings": "cuda"}
+"""package -> what it is imported as, where that is another name"""
 
 CONTRACT = {"volume.api", "volume.views"}
 """what the rings' door may import of the volume"""
@@ -247,8 +251,8 @@ def test_what_is_imported_is_declared() -> None:
         pytest.skip("not run from a source tree")
     table = tomllib.loads(project.read_text())["project"]
     optional = table["optional-dependencies"]
-    lines = table["dependencies"] + optional["plot"]
-    declared = {re.split("[<>=]", line)[0] for line in lines}
+    lines = table["dependencies"] + optional["plot"] + optional["gpu"]
+    declared = {MODULES_OF.get(name := re.split("[<>=]", line)[0], name) for line in lines}
     imported = {
         name.split(".")[0]
         for module, path in modules()

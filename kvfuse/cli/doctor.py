@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 from urllib.parse import urlsplit
 
 import click
@@ -25,14 +25,13 @@ import kvfuse
 from kvfuse import blockindex
 from kvfuse.cli import checks
 from kvfuse.cli.console import print_json, print_table
+from kvfuse.cli.findings import MISSING, OK, WARN, Finding
 from kvfuse.cli.version import installed_version
 from kvfuse.errors import KvfuseError
 from kvfuse.options import config
 from kvfuse.options.config import Options
 from kvfuse.options.options import BlockOptions, CacheOptions
 from kvfuse.sizes import GIB, format_size
-
-OK, WARN, MISSING = "ok", "warn", "missing"
 
 KERNEL_MIN = (5, 4)
 """what pyfuse3 and preadv2 need"""
@@ -41,15 +40,6 @@ OPEN_FILES_MIN = 4096
 SHARED_MEMORY_MIN = GIB
 HELPERS = ("mount.kvfuse", "mount.fuse.kvfuse", "umount.kvfuse", "umount.fuse.kvfuse")
 HELPER_FOLDERS = ("/sbin", "/usr/sbin")
-
-
-class Finding(NamedTuple):
-    """One line of the doctor's table."""
-
-    name: str
-    state: str
-    detail: str
-    remedy: str = ""
 
 
 def check_python() -> Iterator[Finding]:
@@ -286,18 +276,30 @@ CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
 )
 
 
-@click.command()
+class _Doctor(click.Command):
+    """The command, and `kvfuse doctor gpu`, which is one of its own."""
+
+    def make_context(self, info_name: str | None, args: list[str], *rest: Any, **more: Any) -> click.Context:
+        if args[:1] == ["gpu"]:
+            from kvfuse.cli.doctor_gpu import gpu
+
+            return gpu.make_context(f"{info_name} gpu", args[1:], *rest, **more)
+        return super().make_context(info_name, args, *rest, **more)
+
+
+@click.command(cls=_Doctor)
 @click.argument("source", required=False, type=Path)
 @click.option("--json", "as_json", is_flag=True, help="For programs: a list of objects.")
 def doctor(source: Path | None, as_json: bool) -> None:
     """What is missing on this machine, and the command that mends it. Changes nothing.
 
     With SOURCE, a volume's folder or a mount.conf: also whether what that volume lies on answers. "missing" is needed
-    for a mount (exit status 1); "warn" costs speed or comfort.
+    for a mount (exit status 1); "warn" costs speed or comfort. 'kvfuse doctor gpu' is about GPUs.
 
     \b
     Examples:
       kvfuse doctor
+      kvfuse doctor gpu
       kvfuse doctor /etc/kvfuse/mount.conf
     """
     findings = [finding for check in CHECKS for finding in check()]

@@ -12,12 +12,14 @@ After a fork the child makes a client of its own.
 
 from __future__ import annotations
 
-from kvfuse.errors import Disconnected
+from kvfuse.errors import DeviceError, Disconnected
 from kvfuse.keys import file_name, key_of
 from kvfuse.usrbio.client.block_store import BlockStore
 from kvfuse.usrbio.client.client import Client, connect
 from kvfuse.usrbio.client.files import File, Namespace
 from kvfuse.usrbio.client.following import Follower, News
+from kvfuse.usrbio.client.gpu.memory import GpuIov, GpuRange
+from kvfuse.usrbio.client.gpu.ways import Way
 from kvfuse.usrbio.client.iov import Iov
 from kvfuse.usrbio.client.ring import Ring
 from kvfuse.usrbio.protocol.costs import Costs, Tier, decode_costs
@@ -28,10 +30,13 @@ __all__ = [
     "BlockStore",
     "Client",
     "Costs",
+    "DeviceError",
     "Disconnected",
     "File",
     "Flag",
     "Follower",
+    "GpuIov",
+    "GpuRange",
     "Iov",
     "Namespace",
     "News",
@@ -40,6 +45,7 @@ __all__ = [
     "Priority",
     "Ring",
     "Tier",
+    "Way",
     "connect",
     "decode_costs",
     "file_name",

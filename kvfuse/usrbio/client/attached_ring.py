@@ -8,9 +8,9 @@ from __future__ import annotations
 import os
 import struct
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from errno import EAGAIN
+from errno import EAGAIN, ECANCELED, EIO
 from functools import partial
 from typing import Any, NamedTuple, Self
 
@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvfuse.usrbio.client.files import File, Namespace
+from kvfuse.usrbio.client.gpu.memory import GpuIov, Landing, Staged, StagedEntry, staging
 from kvfuse.usrbio.client.iov import Iov
 from kvfuse.usrbio.client.key_area import KEY_CELL, Found, KeyArea
 from kvfuse.usrbio.client.session import Session, close_all
@@ -33,10 +34,15 @@ NO_ENTRY = (1 << 64) - 1
 _TICKET = struct.Struct("<Q")
 """the first word of a CQE"""
 
+_IOV = struct.Struct("<I")
+_IOV_OFFSET = 8
+"""of the iov in an SQE, in bytes"""
+
+Memory = Iov | GpuIov
 Column = npt.ArrayLike
 """an array with a value for each entry, or one value for all"""
-Ending = Callable[[int, bool], None]
-"""what is to be done when an entry completes: (result, whether it was answered with a view)"""
+Ending = Callable[[int, bool], Landing | None]
+"""what is to be done when an entry completes: (result, whether it was answered with a view); a copy that it began"""
 
 
 class Shape(NamedTuple):
@@ -80,12 +86,18 @@ class AttachedRing:
         self.tickets = Tickets(shape.entries)
         self._prepared = 0
         self._before_submit: list[Callable[[], None]] = []
+        self._brought: list[tuple[int, StagedEntry]] = []
+        """(number among the prepared entries, entry) of those that write what a device has"""
         self._endings: dict[int, Ending] = {}
 
     def close(self) -> None:
         """Returns when the daemon touches no iov for this ring any more. What was under way is forgotten."""
         self.let_go()
         self.session.drop(Request.DROP_RING, self._handle)
+        if not self.session.has_ended:  # else the daemon may yet touch them
+            for ending in self._endings.values():
+                ending(-ECANCELED, False)
+        self._endings.clear()
 
     # -- placing entries -----------------------------------------------------------------------------
 
@@ -130,13 +142,19 @@ class AttachedRing:
         return tickets
 
     def place_one(
-        self, op: Op, handle: int, iov: Iov | None, iov_offset: int, offset: int, length: int,
+        self, op: Op, handle: int, iov: Memory | None, iov_offset: int, offset: int, length: int,
         user_data: int, priority: int, timeout: float | None, flags: int = 0, key: bytes | None = None,
-    ) -> None:  # fmt: skip
-        """Whatever is no list of keys. ``handle``: of the file or the namespace."""
+    ) -> int:  # fmt: skip
+        """Whatever is no list of keys. ``handle``: of the file or the namespace. Its ticket."""
         if key is not None:
             self._keys.check([key])
         self.need_room(1)
+        if isinstance(iov, GpuIov):
+            terms = user_data, priority, timeout, flags, key
+            with staging([iov], [iov_offset], [length]) as staged:
+                ticket = self.place_one(op, handle, staged.iovs[0], staged.offsets[0], offset, length, *terms)
+                self._attend(op, [ticket], staged)
+            return ticket
         iov_handle, place = (0, iov_offset) if iov is None else (iov.handle, iov.at(iov_offset))
         key_offset, key_length = (0, 0) if key is None else (self._keys.put(self.tickets.next(), key), len(key))
         ticket = self._place(
@@ -145,29 +163,41 @@ class AttachedRing:
         )  # fmt: skip
         if iov is not None and iov.mirror is not None:
             self._copy(op, ticket, iov, iov_offset, length)
+        return ticket
 
     def place_files(
-        self, op: Op, iov: Iov, iov_offsets: Column, file: File, offsets: Column, lengths: Column,
+        self, op: Op, iov: Memory, iov_offsets: Column, file: File, offsets: Column, lengths: Column,
         user_data: Column, priority: int, timeout: float | None,
     ) -> int:  # fmt: skip
         """Many READ or WRITE. How many."""
         count = max(map(np.size, (iov_offsets, offsets, lengths, user_data)))
         places = _places(iov_offsets)
         self.need_room(count)
-        tickets = self._place_columns(
-            count, user_data, timeout, op=op, priority=priority, handle=file.handle, iov=iov.handle,
-            offset=offsets, iov_offset=places + np.uint64(iov.base), length=lengths,
-        )  # fmt: skip
+        columns = {"handle": file.handle, "offset": offsets, "length": lengths, "priority": priority}
+        if isinstance(iov, GpuIov):
+            with staging([iov] * count, *_rows(count, places, lengths)) as staged:
+                columns |= {"iov": staged.handles, "iov_offset": staged.offsets}
+                self._attend(op, self._place_columns(count, user_data, timeout, op=op, **columns).tolist(), staged)
+            return count
+        columns |= {"iov": iov.handle, "iov_offset": places + np.uint64(iov.base)}
+        tickets = self._place_columns(count, user_data, timeout, op=op, **columns)
         if iov.mirror is not None:
             self._copy_columns(op, tickets, [iov] * count, places, lengths)
         return count
 
     def place_keys(
-        self, op: Op, iovs: Sequence[Iov | None], iov_offsets: Column, namespace: Namespace, keys: Sequence[bytes],
+        self, op: Op, iovs: Sequence[Memory | None], iov_offsets: Column, namespace: Namespace, keys: Sequence[bytes],
         lengths: Column, user_data: Column, flags: int, priority: int, timeout: float | None,
-    ) -> None:  # fmt: skip
-        """Many GET or PUT."""
+    ) -> Numbers:  # fmt: skip
+        """Many GET or PUT. Their tickets."""
         count = len(keys)
+        if any(isinstance(iov, GpuIov) for iov in iovs):
+            self.need_room(count)
+            with staging(iovs, *_rows(count, _places(iov_offsets), lengths)) as staged:
+                terms = user_data, flags, priority, timeout
+                tickets = self.place_keys(op, staged.iovs, staged.offsets, namespace, keys, lengths, *terms)
+                self._attend(op, tickets.tolist(), staged)
+            return tickets
         key_sizes = self._keys.check(keys)
         handles = np.fromiter((iov.handle if iov is not None else 0 for iov in iovs), np.uint32, count)
         bases = np.fromiter((iov.base if iov is not None else 0 for iov in iovs), np.uint64, count)
@@ -180,6 +210,7 @@ class AttachedRing:
         )  # fmt: skip
         if any(iov is not None and iov.mirror is not None for iov in iovs):
             self._copy_columns(op, tickets, iovs, places, lengths)
+        return tickets
 
     def place_key_list(
         self, op: Op, namespace: Namespace, keys: Sequence[bytes],
@@ -229,12 +260,21 @@ class AttachedRing:
         self._endings[ticket] = end
 
     def _copy_columns(
-        self, op: Op, tickets: Numbers, iovs: Sequence[Iov | None], offsets: Column, lengths: Column
+        self, op: Op, tickets: Numbers, iovs: Sequence[Memory | None], offsets: Column, lengths: Column
     ) -> None:
-        columns = (np.broadcast_to(np.asarray(column), len(tickets)).tolist() for column in (offsets, lengths))
+        columns = _rows(len(tickets), offsets, lengths)
         for ticket, iov, offset, length in zip(tickets.tolist(), iovs, *columns, strict=True):
             if iov is not None and iov.mirror is not None:
                 self._copy(op, ticket, iov, offset, length)
+
+    def _attend(self, op: Op, tickets: Sequence[int], staged: Staged) -> None:
+        """The entries that were placed last have memory of devices: copy it to or from staging memory in time."""
+        first = self._prepared - len(tickets)
+        for number, (ticket, entry) in enumerate(zip(tickets, staged.entries, strict=True), first):
+            if entry is not None:
+                self._endings[ticket] = partial(entry.end, op)
+                if op in (Op.WRITE, Op.PUT):
+                    self._brought.append((number, entry))
 
     # -- submitting and reaping ----------------------------------------------------------------------
 
@@ -243,9 +283,21 @@ class AttachedRing:
         for copy in self._before_submit:
             copy()
         self._before_submit.clear()
+        if self._brought:
+            self._bring()
         count = self._prepared
         self._publish(count + self._place_releases() if self.session.unpins else count)
         return count
+
+    def _bring(self) -> None:
+        """Copy what devices write to staging memory. Entries whose copy fails are made such that the daemon refuses."""
+        landings = [(number, entry, entry.bring()) for number, entry in self._brought]
+        self._brought.clear()
+        for number, entry, landing in landings:
+            if (error := landing.finish()) is not None:
+                entry.fail(error)
+                place = (self._sq.position + number) % self._shape.places * SQE_STRUCT.size
+                _IOV.pack_into(self._sq_bytes, place + _IOV_OFFSET, 0)
 
     def _publish(self, count: int) -> None:
         self._prepared = 0
@@ -320,10 +372,14 @@ class AttachedRing:
 
     def _end(self, tickets: Sequence[int], rows: Entries) -> None:
         results, arenas = rows["result"].tolist(), rows["arena"].tolist()
-        for ticket, result, arena in zip(tickets, results, arenas, strict=True):
+        landings: list[tuple[int, Landing]] = []
+        for row, (ticket, result, arena) in enumerate(zip(tickets, results, arenas, strict=True)):
             ending = self._endings.pop(ticket, None)
-            if ending is not None:
-                ending(result, arena != 0)
+            if ending is not None and (landing := ending(result, arena != 0)) is not None:
+                landings.append((row, landing))
+        for row, landing in landings:  # all have begun: each ends while the next one is under way
+            if landing.finish() is not None:
+                rows["result"][row] = -EIO
 
 
 def _add_ring(session: Session, shape: Shape) -> tuple[int, RingMemory, list[int]]:
@@ -351,6 +407,11 @@ def _places(offsets: Column) -> npt.NDArray[np.uint64]:
     if numbers.dtype.kind != "u" and numbers.size and numbers.min() < 0:
         raise ValueError(f"the offset {numbers.min()} in an iov")
     return numbers.astype(np.uint64)
+
+
+def _rows(count: int, *columns: Column) -> Iterator[list[int]]:
+    """Columns as lists of ``count`` numbers."""
+    return (np.broadcast_to(np.asarray(column), count).tolist() for column in columns)
 
 
 def _microseconds(timeout: float | None) -> int:

@@ -12,6 +12,8 @@ from time import monotonic
 import numpy as np
 
 from kvfuse.usrbio.client.client import DEADLINE_S, Client, connect
+from kvfuse.usrbio.client.gpu.blocks import DeviceBlocks, raise_failure, range_of
+from kvfuse.usrbio.client.gpu.memory import GpuIov, GpuRange
 from kvfuse.usrbio.client.iov import Iov, address_of, bytes_of
 from kvfuse.usrbio.client.key_area import Found
 from kvfuse.usrbio.client.lanes import GRACE_S, Lane, Lanes, Sizes, Terms
@@ -70,6 +72,7 @@ class BlockStore(AbstractContextManager["BlockStore"]):
                 self.client.close()
             raise
         self._resident = ResidentBlocks(self.client, self.namespace)
+        self._on_devices = DeviceBlocks(self._lanes, self._resident, self.namespace, self._bring)
 
     # -- one block -----------------------------------------------------------------------------------
 
@@ -78,12 +81,20 @@ class BlockStore(AbstractContextManager["BlockStore"]):
 
         A full cache may find the block not worth storing: then nothing happens (`put_many` says which are stored).
         """
-        (result,) = self._move(Op.PUT, [key], [buffer]).tolist()
+        if (place := range_of(buffer, self.client.gpus)) is not None:
+            results = self._on_devices.put(_encode([key]), [place], self._terms)
+            raise_failure(results, [place])
+        else:
+            results = self._move(Op.PUT, [key], [buffer])
+        (result,) = results.tolist()
         if result < 0 and result != -ECANCELED:
             raise OSError(-result, os.strerror(-result))
 
     def get_into(self, key: Key, buffer: object) -> int | None:
         """The size of the block, which stands at the start of ``buffer`` now; None for a miss."""
+        if (place := range_of(buffer, self.client.gpus)) is not None:
+            (size,) = self.get_many_into([key], [place]).tolist()
+            return None if size < 0 else int(size)
         array = bytes_of(buffer)
         if array.flags.writeable:
             found = self._resident.get_one(key.encode() if isinstance(key, str) else key, array)
@@ -108,12 +119,23 @@ class BlockStore(AbstractContextManager["BlockStore"]):
 
     def put_many(self, keys: Sequence[Key], buffers: Sequence[object]) -> Found:
         """Which are stored; the others found no room, the cache did not admit them, or the deadline passed."""
+        places = [range_of(buffer, self.client.gpus) for buffer in buffers]
+        if any(place is not None for place in places):
+
+            def put_others(keys: Sequence[Key], buffers: Sequence[object]) -> Sizes:
+                return np.where(self.put_many(keys, buffers), 0, -1)
+
+            return self._move_some(self._on_devices.put, keys, buffers, places, put_others, NOT_STORED) >= 0
         results = self._move(Op.PUT, keys, buffers)
         _raise_unless(results, NOT_STORED)
         return results >= 0
 
     def get_many_into(self, keys: Sequence[Key], buffers: Sequence[object]) -> Sizes:
         """The size of each block, -1 for a miss. OSError EMSGSIZE if one is larger than its buffer."""
+        places = [range_of(buffer, self.client.gpus) for buffer in buffers]
+        if any(place is not None for place in places):
+            get, get_others = self._on_devices.get, self.get_many_into
+            return np.maximum(self._move_some(get, keys, buffers, places, get_others, MISSES), -1)
         encoded, arrays = _encode(keys), list(map(bytes_of, buffers))
         targets = np.fromiter(map(address_of, arrays), np.uint64, len(arrays))
         rooms = np.fromiter((len(array) if array.flags.writeable else -1 for array in arrays), np.int64, len(arrays))
@@ -186,7 +208,7 @@ class BlockStore(AbstractContextManager["BlockStore"]):
     # -- many blocks of one memory -------------------------------------------------------------------
 
     def get_at(
-        self, keys: Sequence[bytes], memory: Iov | Bytes, offsets: Sequence[int], sizes: Sequence[int],
+        self, keys: Sequence[bytes], memory: Iov | GpuIov | Bytes, offsets: Sequence[int], sizes: Sequence[int],
         *, deadline: float | None = None,
     ) -> Sizes:  # fmt: skip
         """Get each block to ``memory[offset:]``, where it has room for ``size`` bytes; at most ``entries`` of them.
@@ -194,6 +216,9 @@ class BlockStore(AbstractContextManager["BlockStore"]):
         The size of each, or -errno: ENOENT for a block that is absent, EMSGSIZE for a larger one. ``deadline``:
         seconds, None: that of the store. Disconnected.
         """
+        if isinstance(memory, GpuIov):
+            places = list(map(memory.range, offsets, sizes))
+            return self._on_devices.get(keys, places, _within(self._terms, deadline))
         array = memory.array if isinstance(memory, Iov) else memory
         starts, rooms = np.asarray(offsets, np.int64), np.asarray(sizes, np.int64)
         if len(starts) and (starts.min() < 0 or rooms.min() < 0 or (starts + rooms).max() > len(array)):
@@ -207,17 +232,20 @@ class BlockStore(AbstractContextManager["BlockStore"]):
         return self._get(keys, targets, rooms, ask)
 
     def put_at(
-        self, keys: Sequence[bytes], memory: Iov | Bytes, offsets: Sequence[int], sizes: Sequence[int],
+        self, keys: Sequence[bytes], memory: Iov | GpuIov | Bytes, offsets: Sequence[int], sizes: Sequence[int],
         *, deadline: float | None = None,
     ) -> Sizes:  # fmt: skip
         """Put each block from ``memory[offset:][:size]``. Results as of `get_at`; -ECANCELED: it was not admitted."""
+        if isinstance(memory, GpuIov):
+            places = list(map(memory.range, offsets, sizes))
+            return self._on_devices.put(keys, places, _within(self._terms, deadline))
         return self._move_at(Op.PUT, keys, memory, offsets, sizes, deadline)
 
     def _move_at(
         self, op: Op, keys: Sequence[bytes], memory: Iov | Bytes, offsets: Sequence[int], sizes: Sequence[int],
         deadline: float | None,
     ) -> Sizes:  # fmt: skip
-        terms = self._terms if deadline is None else Terms(priority=self._terms["priority"], timeout=deadline)
+        terms = _within(self._terms, deadline)
         with self._lanes.take() as lane:
             if isinstance(memory, Iov):
                 return lane.move_at(op, self.namespace, keys, memory, offsets, sizes, terms)
@@ -286,6 +314,23 @@ class BlockStore(AbstractContextManager["BlockStore"]):
                 found[number] = buffer[:result].data.toreadonly()
         return [number for number, result in zip(sizes, results.tolist(), strict=True) if result == -EMSGSIZE]
 
+    def _move_some(
+        self, move: Callable[[list[bytes], list[GpuRange], Terms], Sizes], keys: Sequence[Key],
+        buffers: Sequence[object], places: Sequence[GpuRange | None],
+        move_others: Callable[[Sequence[Key], Sequence[object]], Sizes], expected: frozenset[int],
+    ) -> Sizes:  # fmt: skip
+        """``move`` what has a place on a device, and then the others. What is wrong is raised when all is served."""
+        encoded, results = _encode(keys), np.zeros(len(keys), np.int64)
+        here = {row: place for row, place in enumerate(places) if place is not None}
+        moved = move([encoded[row] for row in here], list(here.values()), self._terms)
+        results[list(here)] = moved
+        others = [row for row in range(len(keys)) if row not in here]
+        if others:
+            results[others] = move_others([encoded[row] for row in others], [buffers[row] for row in others])
+        raise_failure(moved, list(here.values()))
+        _raise_unless(moved, expected)
+        return results
+
     def _move(self, op: Op, keys: Sequence[Key], buffers: Sequence[object]) -> Sizes:
         with self._lanes.take() as lane:
             return lane.move(op, self.namespace, _encode(keys), list(map(bytes_of, buffers)), self._terms)
@@ -305,6 +350,11 @@ class BlockStore(AbstractContextManager["BlockStore"]):
 
 def _encode(keys: Sequence[Key]) -> list[bytes]:
     return [key.encode() if isinstance(key, str) else key for key in keys]
+
+
+def _within(terms: Terms, deadline: float | None) -> Terms:
+    """``deadline``: None: as the terms say."""
+    return terms if deadline is None else Terms(priority=terms["priority"], timeout=deadline)
 
 
 def _raise_unless(results: Sizes, expected: frozenset[int]) -> None:

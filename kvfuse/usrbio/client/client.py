@@ -12,6 +12,10 @@ from pathlib import Path
 
 from kvfuse.errors import Disconnected
 from kvfuse.usrbio.client.files import File, Namespace, Registered
+from kvfuse.usrbio.client.gpu.device import Device
+from kvfuse.usrbio.client.gpu.memory import GpuIov
+from kvfuse.usrbio.client.gpu.registered import Gpus, Stream
+from kvfuse.usrbio.client.gpu.staging import STAGING_SIZE
 from kvfuse.usrbio.client.iov import Iov, SharedPart, address_of, bytes_of, map_descriptor, new_memory, shared_part
 from kvfuse.usrbio.client.ring import Ring
 from kvfuse.usrbio.client.session import Bytes, Session, find_mount
@@ -44,6 +48,8 @@ class Client(AbstractContextManager["Client"]):
         self._named: set[Registered] = set()
         self._places: tuple[tuple[int, Iov], ...] = ()
         """(address, iov) of those that are used in place, ordered; replaced, never changed"""
+        self.gpus = Gpus(self)
+        """memory of GPUs"""
 
     # -- memory --------------------------------------------------------------------------------------
 
@@ -72,6 +78,20 @@ class Client(AbstractContextManager["Client"]):
             with suppress(OSError):  # mapped from a file of a disk: the daemon takes only memory
                 return self._add_iov(array, part)
         return None
+
+    def iov_from_gpu(
+        self, memory: object, *, device: Device | None = None, stream: Stream = "producer",
+        staging_size: int = STAGING_SIZE,
+    ) -> GpuIov:  # fmt: skip
+        """Memory of a GPU: a torch tensor, or what has `__cuda_array_interface__` or `__dlpack__`; docs/gpu.md.
+
+        ``stream``: the CUDA stream that writes and reads the memory: each copy waits for what it was given before. A
+        handle, a stream of torch, CuPy or cuda-core, or None: there is none. "producer": torch's current one, or what
+        the interface says, else the default stream. ``device``: that it is memory of, if it is no GPU.
+        ``staging_size``: bytes of host memory between GPU and daemon, shared by all that name the same size.
+        TypeError, ValueError for memory that cannot be used; DeviceError where there is no GPU, or it fails.
+        """
+        return self.gpus.add(memory, device, stream, staging_size)
 
     def locate(self, array: Bytes) -> tuple[Iov, int] | None:
         """(iov, offset) of bytes that lie in an iov used in place, else None."""
@@ -188,6 +208,7 @@ class Client(AbstractContextManager["Client"]):
 
     def close(self) -> None:
         """The daemon takes back all that was registered. Views stay true while they are held."""
+        self.gpus.close()
         with self._lock:
             self.session.close()
             iovs = tuple(self._iovs)

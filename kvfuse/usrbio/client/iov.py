@@ -13,13 +13,14 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from mmap import PAGESIZE, PROT_READ, PROT_WRITE, mmap
 from multiprocessing.shared_memory import SharedMemory
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 import numpy as np
 
 from kvfuse.usrbio.client.session import Bytes, Session
 from kvfuse.usrbio.protocol.wire import Request
 
+T = TypeVar("T", covariant=True)
 MADV_POPULATE_WRITE = 23
 _libc = ctypes.CDLL(None)
 F_SEAL_FUTURE_WRITE = 0x10
@@ -32,6 +33,12 @@ class SharedPart(NamedTuple):
     descriptor: int
     offset: int
     """of the first byte, in the descriptor's memory"""
+
+
+class TakesGpuMemory(Protocol[T]):
+    """A client."""
+
+    def iov_from_gpu(self, memory: object, **options: Any) -> T: ...
 
 
 class Iov(AbstractContextManager["Iov"]):
@@ -54,6 +61,11 @@ class Iov(AbstractContextManager["Iov"]):
         self._descriptor = part.descriptor
         self._forget = forget
         self._session: Session | None = None
+
+    @staticmethod
+    def from_gpu(client: TakesGpuMemory[T], memory: object, **options: Any) -> T:
+        """Memory of a GPU, as a kind of iov: see `Client.iov_from_gpu`."""
+        return client.iov_from_gpu(memory, **options)
 
     @property
     def buffer(self) -> memoryview:

@@ -68,13 +68,21 @@ class Lane:
         missing = count
         give_up = monotonic() + deadline + self._grace
         while missing:
-            rows = ring.wait(missing, max(give_up - monotonic(), 0))
-            if not len(rows):
-                self._client.session.close()  # the daemon may still write: nobody may take it for silent
-                raise Disconnected(f"the daemon left calls unanswered beyond their deadline of {deadline:g} s")
+            rows = self._reap(missing, give_up, deadline)
             completions[rows["user_data"]] = rows
             missing -= len(rows)
         return completions
+
+    def reap(self, deadline: float) -> Entries:
+        """Some completions of what was submitted. Disconnected where none comes within ``deadline`` seconds."""
+        return self._reap(1, monotonic() + deadline + self._grace, deadline)
+
+    def _reap(self, wanted: int, give_up: float, deadline: float) -> Entries:
+        rows = self.ring.wait(wanted, max(give_up - monotonic(), 0))
+        if not len(rows):
+            self._client.session.close()  # the daemon may still write: nobody may take it for silent
+            raise Disconnected(f"the daemon left calls unanswered beyond their deadline of {deadline:g} s")
+        return rows
 
     def move_at(
         self, op: Op, namespace: Namespace, keys: Sequence[bytes], iov: Iov, offsets: Sequence[int],

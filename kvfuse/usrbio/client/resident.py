@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import compress
 from mmap import PROT_READ, mmap
 from time import monotonic
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +35,15 @@ from kvfuse.usrbio.protocol.wire import Request
 Found = npt.NDArray[np.bool_]
 Addresses = npt.NDArray[np.uint64]
 
+
+class Copying(Protocol):
+    """A copy that has begun."""
+
+    def finish(self) -> Exception | None:
+        """Wait for its end. Why it failed, if it did."""
+
+
+Begin = Callable[[int, Bytes, int, int], Copying]
 TABLES_MAX = 4
 """one for each owner and mode of blocks in a folder"""
 LOOK_SECONDS = 5.0
@@ -100,6 +110,28 @@ class _Mapped:
             self.touch(slots[results >= 0])
         return results
 
+    def copy(self, keys: Sequence[bytes], rooms: Numbers, begin: Begin) -> Numbers:
+        """As `get`, by copies that run beside this thread. Each is judged when it has ended."""
+        spots = self.table.look(keys)
+        self._map_arenas(spots["slot"][spots["slot"] >= 0])
+        where = {int(row["number"]): int(row["size"]) for row in self._arenas}
+        results: Numbers = np.full(len(keys), ABSENT, np.int64)
+        landings: list[tuple[int, Copying]] = []
+        try:
+            for row in np.flatnonzero(spots["slot"] >= 0).tolist():
+                _, _, arena, offset, length = spots[row].item()
+                if length <= rooms[row] and offset + length <= where.get(arena, -1):
+                    landings.append((row, begin(row, self._session.arena(arena), offset, length)))
+        finally:
+            for row, landing in landings:
+                if landing.finish() is None and self.table.is_unchanged(spots[row]):
+                    results[row] = spots[row]["length"]
+        if not self.table.holds():
+            results[:] = ABSENT
+        else:
+            self.touch(spots["slot"][results >= 0])
+        return results
+
     def get_one(self, key: bytes, target: Addresses, room: Numbers) -> int:
         """As `get` of one, at less expense; below 0 also where an arena has to be mapped first."""
         slots, results = self.table.get([key], self._arenas, target, room)
@@ -113,7 +145,7 @@ class _Mapped:
         return size
 
     def _map_arenas(self, slots: Numbers) -> bool:
-        """Map the arenas that blocks are in. False: there are no more."""
+        """Map the arenas that blocks are in. False: there are no more than before."""
         numbers = set(self.table.slots["arena"][slots].tolist()) - self._refused
         rows = []
         for number in numbers - set(self._arenas["number"].tolist()):
@@ -176,6 +208,27 @@ class ResidentBlocks:
             return list(keys)
         found = np.max([mapped.table.find(keys) for mapped in tables], axis=0) >= 0
         return list(compress(keys, (~found).tolist()))
+
+    def copy(self, keys: Sequence[bytes], rooms: Numbers, begin: Begin) -> Numbers | None:
+        """As `get`, by copies that the caller begins. ``begin``: (row, arena, offset, size) -> what may be waited for.
+
+        A copy that was overtaken, or failed, has a result below 0 and may have written anything. When this returns, or
+        raises, no copy is under way.
+        """
+        results: Numbers | None = None
+        for mapped in self._present():
+            if results is None:
+                results = mapped.copy(keys, rooms, begin)
+                continue
+            left = np.flatnonzero(results < 0)
+            if not len(left):
+                break
+            rows = left.tolist()
+            asked = [keys[row] for row in rows]
+            results[left] = mapped.copy(asked, rooms[left], lambda row, *where, rows=rows: begin(rows[row], *where))
+        if results is not None and (results < 0).any():
+            self._look_again()
+        return results
 
     def get_one(self, key: bytes, buffer: Bytes) -> int | None:
         """The length of the block, which was copied to the start of ``buffer``; None: `get` may find it."""

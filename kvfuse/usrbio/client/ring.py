@@ -9,9 +9,8 @@ from typing import Protocol
 import numpy as np
 
 from kvfuse.usrbio.client import event_loops
-from kvfuse.usrbio.client.attached_ring import AttachedRing, Column, Shape
+from kvfuse.usrbio.client.attached_ring import AttachedRing, Column, Memory, Shape
 from kvfuse.usrbio.client.files import File, Namespace
-from kvfuse.usrbio.client.iov import Iov
 from kvfuse.usrbio.client.key_area import Found
 from kvfuse.usrbio.client.session import Session
 from kvfuse.usrbio.protocol.queues import Entries
@@ -55,7 +54,7 @@ class Ring(AbstractContextManager["Ring"], AbstractAsyncContextManager["Ring"]):
     # -- files ---------------------------------------------------------------------------------------
 
     def prep_read(
-        self, iov: Iov, iov_offset: int, file: File, offset: int, length: int,
+        self, iov: Memory, iov_offset: int, file: File, offset: int, length: int,
         *, user_data: int = 0, priority: Priority = Priority.NORMAL, timeout: float | None = None,
     ) -> None:  # fmt: skip
         """File bytes into the iov. Result: how many, fewer than ``length`` at the end of the file."""
@@ -63,7 +62,7 @@ class Ring(AbstractContextManager["Ring"], AbstractAsyncContextManager["Ring"]):
         ring.place_one(Op.READ, file.handle, iov, iov_offset, offset, length, user_data, priority, timeout)
 
     def prep_write(
-        self, iov: Iov, iov_offset: int, file: File, offset: int, length: int,
+        self, iov: Memory, iov_offset: int, file: File, offset: int, length: int,
         *, user_data: int = 0, priority: Priority = Priority.NORMAL, timeout: float | None = None,
     ) -> None:  # fmt: skip
         """Bytes of the iov into the file. Result: how many."""
@@ -77,7 +76,7 @@ class Ring(AbstractContextManager["Ring"], AbstractAsyncContextManager["Ring"]):
         self._present().place_one(Op.FSYNC, file.handle, None, 0, 0, 0, user_data, priority, timeout)
 
     def prep_reads(
-        self, iov: Iov, iov_offsets: Column, file: File, offsets: Column, lengths: Column, user_data: Column = 0,
+        self, iov: Memory, iov_offsets: Column, file: File, offsets: Column, lengths: Column, user_data: Column = 0,
         *, priority: Priority = Priority.NORMAL, timeout: float | None = None,
     ) -> int:  # fmt: skip
         """Many `prep_read` at once: arrays, or one value for all. How many entries; all were placed or none."""
@@ -85,7 +84,7 @@ class Ring(AbstractContextManager["Ring"], AbstractAsyncContextManager["Ring"]):
         return ring.place_files(Op.READ, iov, iov_offsets, file, offsets, lengths, user_data, priority, timeout)
 
     def prep_writes(
-        self, iov: Iov, iov_offsets: Column, file: File, offsets: Column, lengths: Column, user_data: Column = 0,
+        self, iov: Memory, iov_offsets: Column, file: File, offsets: Column, lengths: Column, user_data: Column = 0,
         *, priority: Priority = Priority.NORMAL, timeout: float | None = None,
     ) -> int:  # fmt: skip
         """Many `prep_write` at once, as `prep_reads`."""
@@ -95,7 +94,7 @@ class Ring(AbstractContextManager["Ring"], AbstractAsyncContextManager["Ring"]):
     # -- blocks --------------------------------------------------------------------------------------
 
     def prep_get(
-        self, iov: Iov | None, iov_offset: int, namespace: Namespace, key: bytes, length: int, *, view: bool = False,
+        self, iov: Memory | None, iov_offset: int, namespace: Namespace, key: bytes, length: int, *, view: bool = False,
         user_data: int = 0, priority: Priority = Priority.NORMAL, timeout: float | None = None,
     ) -> None:  # fmt: skip
         """The block into the iov. Result: its size; -ENOENT; -EMSGSIZE if it has more than ``length`` bytes.
@@ -107,7 +106,7 @@ class Ring(AbstractContextManager["Ring"], AbstractAsyncContextManager["Ring"]):
         ring.place_one(Op.GET, handle, iov, iov_offset, 0, length, user_data, priority, timeout, flags, key)
 
     def prep_put(
-        self, iov: Iov, iov_offset: int, namespace: Namespace, key: bytes, length: int,
+        self, iov: Memory, iov_offset: int, namespace: Namespace, key: bytes, length: int,
         *, user_data: int = 0, priority: Priority = Priority.NORMAL, timeout: float | None = None,
     ) -> None:  # fmt: skip
         """``length`` bytes of the iov become the block of ``key``. Result: ``length``."""
@@ -115,7 +114,7 @@ class Ring(AbstractContextManager["Ring"], AbstractAsyncContextManager["Ring"]):
         ring.place_one(Op.PUT, handle, iov, iov_offset, 0, length, user_data, priority, timeout, 0, key)
 
     def prep_gets(
-        self, iovs: Sequence[Iov | None], iov_offsets: Column, namespace: Namespace, keys: Sequence[bytes],
+        self, iovs: Sequence[Memory | None], iov_offsets: Column, namespace: Namespace, keys: Sequence[bytes],
         lengths: Column, user_data: Column = 0,
         *, view: bool = False, priority: Priority = Priority.NORMAL, timeout: float | None = None,
     ) -> None:  # fmt: skip
@@ -124,7 +123,7 @@ class Ring(AbstractContextManager["Ring"], AbstractAsyncContextManager["Ring"]):
         ring.place_keys(Op.GET, iovs, iov_offsets, namespace, keys, lengths, user_data, flags, priority, timeout)
 
     def prep_puts(
-        self, iovs: Sequence[Iov], iov_offsets: Column, namespace: Namespace, keys: Sequence[bytes], lengths: Column,
+        self, iovs: Sequence[Memory], iov_offsets: Column, namespace: Namespace, keys: Sequence[bytes], lengths: Column,
         user_data: Column = 0, *, priority: Priority = Priority.NORMAL, timeout: float | None = None,
     ) -> None:  # fmt: skip
         """Many `prep_put` at once, as `prep_gets`."""

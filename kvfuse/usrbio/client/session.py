@@ -27,7 +27,15 @@ import numpy as np
 import numpy.typing as npt
 
 from kvfuse.errors import Disconnected
-from kvfuse.usrbio.protocol.wire import DESCRIPTORS_MAX, MESSAGE_SIZE_MAX, SOCKET_PATH, VERSION, Message, Request
+from kvfuse.usrbio.protocol.wire import (
+    DESCRIPTORS_MAX,
+    MESSAGE_SIZE_MAX,
+    SOCKET_PATH,
+    VERSION,
+    Ability,
+    Message,
+    Request,
+)
 
 Bytes = npt.NDArray[np.uint8]
 _TIMEVAL = struct.Struct("ll")
@@ -70,11 +78,13 @@ class Session:
         self._closing = False
         self.has_tokens = False
         """it has shown some"""
+        self.abilities = Ability(0)
         self._socket = _connect(mount, deadline)
         try:
             reply, _ = self.request(Request.HELLO, VERSION)
             if reply.values[0] != VERSION:
                 raise Disconnected(f"the daemon speaks version {reply.values[0]} of the ring protocol, not {VERSION}")
+            self.abilities = Ability(reply.values[3])
             for token in tokens:
                 self.show_token(token)
         except BaseException:
@@ -91,6 +101,11 @@ class Session:
                 raise
             raise ValueError(f"the daemon does not take the token: {error.strerror}") from None
         self.has_tokens = True
+
+    @property
+    def lacks_adapter(self) -> str:
+        """Why the daemon can register no memory of a GPU; "" where it can."""
+        return "" if Ability.DMABUF in self.abilities else "the daemon has no RDMA device"
 
     def request(
         self, request: Request, *values: int, descriptors: Sequence[int] = (), text: str = ""

@@ -214,7 +214,7 @@ class Request(IntEnum):
     """What a client asks on the control socket (SOCK_SEQPACKET, one message each, answered in order)."""
 
     HELLO = 1
-    """(version) -> (version, daemon's pid, entries_max); the first message of a connection"""
+    """(version) -> (version, daemon's pid, entries_max, abilities); the first message of a connection"""
     ADD_FILE = 2
     """(access), an open descriptor of a regular file of this mount -> (handle, inode, size)"""
     DROP_FILE = 3
@@ -241,6 +241,13 @@ class Request(IntEnum):
     """(handle of a namespace), and what its blocks are, a JSON object, as the text behind the message"""
     MAP_INDEX = 14
     """(handle of a namespace, number) -> (size), descriptors: the index, read-only; a page for touches"""
+
+
+class Ability(IntFlag):
+    """What a daemon can do that others of its version may not: in its reply to HELLO."""
+
+    DMABUF = 1
+    """it has a device that can register memory of others. No daemon says so yet"""
 
 
 class NewsKind(IntEnum):

@@ -1,0 +1,16 @@
+"""Rows of the doctor's tables."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+OK, WARN, MISSING = "ok", "warn", "missing"
+
+
+class Finding(NamedTuple):
+    """One line of the doctor's table."""
+
+    name: str
+    state: str
+    detail: str
+    remedy: str = ""
