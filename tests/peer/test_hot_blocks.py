@@ -1,0 +1,42 @@
+"""Blocks that all hosts want: their writer serves a few copies, those that have them serve the others."""
+
+from __future__ import annotations
+
+import random
+import secrets
+
+import trio
+from peer_hosts import PeerHost, peer_hosts
+
+BLOCKS = range(1, 33)
+BLOCK_SIZE = 256 << 10
+READERS = 8
+COPIES_MAX = 5.0
+"""of each block, on average, that the writer sends for 8 readers"""
+
+
+async def test_eight_hosts_read_hot_blocks_from_each_other(rng: random.Random) -> None:
+    async with peer_hosts(READERS + 1, deadline=20.0) as (writer, *readers):
+        for ino in BLOCKS:
+            writer.hood.blocks[ino] = secrets.token_bytes(BLOCK_SIZE)
+        for reader in readers:
+            reader.hood.holders |= dict.fromkeys(BLOCKS, 1)
+            for other in (writer, *readers):
+                if other is not reader:
+                    await reader.until_ready(other.hood.client)
+
+        async def read_all(reader: PeerHost, order: list[int]) -> None:
+            for ino in order:
+                while ino not in reader.hood.blocks:
+                    found, data = await reader.read(writer.wanted(ino))
+                    if found == [True]:
+                        assert data == [writer.hood.blocks[ino]]
+                        reader.hood.blocks[ino] = data[0]
+
+        async with trio.open_nursery() as nursery:
+            for reader in readers:
+                nursery.start_soon(read_all, reader, rng.sample(BLOCKS, len(BLOCKS)))
+        sent = [host.listener.counters.bytes for host in (writer, *readers)]
+        assert sum(sent) >= READERS * len(BLOCKS) * BLOCK_SIZE
+        assert sent[0] <= COPIES_MAX * len(BLOCKS) * BLOCK_SIZE, sent
+        assert all(sent), sent
