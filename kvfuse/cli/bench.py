@@ -17,6 +17,7 @@ from kvfuse.bench.rounds import Conditions, Figure
 from kvfuse.bench.suite import BENCHES, LARGE_BENCHES, Setting, scratch_folders
 from kvfuse.cli import Failure
 from kvfuse.cli.bench_engines import engines
+from kvfuse.cli.bench_gpu import gpu
 from kvfuse.cli.bench_hosts import hosts
 from kvfuse.cli.console import print_table
 from kvfuse.cli.measuring import (
@@ -153,3 +154,4 @@ def _target(figure: Figure) -> str:
 
 bench.add_command(engines)
 bench.add_command(hosts)
+bench.add_command(gpu)

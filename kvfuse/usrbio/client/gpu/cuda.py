@@ -84,6 +84,13 @@ def ordinal_of(address: int) -> int:
     return int(ordinal)
 
 
+class _Allocated:
+    """As other libraries show their memory."""
+
+    def __init__(self, address: int, size: int) -> None:
+        self.__cuda_array_interface__ = {"shape": (size,), "typestr": "|u1", "data": (address, False), "version": 3}
+
+
 class CudaDevice(Device):
     """One GPU, by its number in this process."""
 
@@ -141,6 +148,17 @@ class CudaDevice(Device):
                 remedy="the open kernel modules of NVIDIA's driver export memory, and only whole pages of the host",
             )  # fmt: skip
         return int(descriptor)
+
+    @contextmanager
+    def allocated(self, size: int) -> Iterator[_Allocated]:
+        """Memory of the device, which goes with the body. DeviceError."""
+        with self.current():
+            (pointer,) = self.call("cuMemAlloc", size, remedy="is the GPU's memory full?")
+        try:
+            yield _Allocated(int(pointer), size)
+        finally:
+            with self.current():
+                self.call("cuMemFree", pointer)
 
     def open_stream(self) -> Stream:
         return CudaStream(self)
