@@ -40,6 +40,8 @@ DISK_EVENTS = {
     "error": "errors",
 }
 """event of the disk tier -> its figure"""
+PEER_READ_RESULTS = ("right", "absent", "moved", "busy", "wrong", "lost", "late")
+PEER_ANSWERS = ("here", "absent", "moved", "elsewhere", "busy")
 NO_TIER = "none"
 """of a request that no tier answered"""
 
@@ -120,6 +122,7 @@ def _volume(stats: Stats, space: Stats) -> Iterator[Metric]:
     yield _counter("kvfuse_tier_events", "Look-ups in the shared-memory tier, and its evictions.", ("event",), rows)
     yield from _reports(stats.get("reports") or Counter())
     yield from _disk_tier(stats.get("disk") or Counter())
+    yield from _peers(stats.get("peers") or {"asked": Counter(), "served": Counter(), "hosts": ()})
 
 
 def _reports(reports: Stats) -> Iterator[Metric]:
@@ -146,6 +149,25 @@ def _disk_tier(disk: Stats) -> Iterator[Metric]:
     seconds = disk["adoption_seconds"]
     text = "Seconds until all copies of before the mount could be found."
     yield _gauge("kvfuse_disk_tier_adoption_seconds", text, (), [((), seconds)])
+
+
+def _peers(peers: Stats) -> Iterator[Metric]:
+    """Zeros where one host has the volume."""
+    asked, served, hosts = peers["asked"], peers["served"], peers["hosts"]
+    rows: Rows = [((result,), asked[result]) for result in PEER_READ_RESULTS]
+    yield _counter("kvfuse_peer_reads", "Reads asked of other hosts, by how they ended.", ("result",), rows)
+    rows = [((event,), asked[event]) for event in ("hedged", "overtaken", "named")]
+    yield _counter("kvfuse_peer_read_events", "What became of these reads on their way.", ("event",), rows)
+    rows = [((result,), served[result]) for result in PEER_ANSWERS]
+    yield _counter("kvfuse_peer_answers", "Rows of questions of other hosts, by their answers.", ("result",), rows)
+    rows = [(("read",), asked["bytes"]), (("served",), served["bytes"])]
+    yield _counter("kvfuse_peer_bytes", "Bytes of blocks between this host and others.", ("direction",), rows)
+    rows = [((event,), served[event]) for event in ("refused", "malformed", "given_up")]
+    yield _counter("kvfuse_peer_refusals", "Connections of other hosts that were ended here.", ("reason",), rows)
+    connected = sum(host["state"] == "connected" for host in hosts)
+    yield _gauge("kvfuse_peers", "Other hosts that answer.", ("state",), [
+        (("connected",), connected), (("known",), len(hosts))
+    ])  # fmt: skip
 
 
 def _engines(stats: Stats) -> Iterator[Metric]:
