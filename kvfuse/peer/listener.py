@@ -202,6 +202,7 @@ class Listener:
             if view is not None and (named := self._elsewhere(hood.client, caller, wanted, flags)):
                 answer, view = Answer.ELSEWHERE, None
                 answers["named"][place, : len(named)] = named
+                self._note(caller, wanted)  # a moment later it has it, too
             elif view is not None and len(view) > room:
                 answer, view = Answer.BUSY, None
             if view is not None:

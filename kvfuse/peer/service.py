@@ -121,7 +121,7 @@ class Peers:
             ready = next((one for one in known if one is not None and one.is_ready), None)
             if ready is not None:
                 asked.append((read, ready))
-                read.without = ready.client
+                read.without, read.flags = ready.client, FINAL
         self.counters.named += len(asked)
         await self._ask(asked)
         last = []

@@ -6,12 +6,17 @@ import random
 import secrets
 
 import trio
+from mounting import wait_until
 from peer_hosts import PeerHost, peer_hosts
+from peer_lab import listening, mounted, stats, wait_for_peers
+
+from kvfuse.cluster.etcd import EtcdServers
+from kvfuse.usrbio.client import BlockStore
 
 BLOCKS = range(1, 33)
 BLOCK_SIZE = 256 << 10
 READERS = 8
-COPIES_MAX = 5.0
+COPIES_MAX = 3.0
 """of each block, on average, that the writer sends for 8 readers"""
 
 
@@ -40,3 +45,22 @@ async def test_eight_hosts_read_hot_blocks_from_each_other(rng: random.Random) -
         assert sum(sent) >= READERS * len(BLOCKS) * BLOCK_SIZE
         assert sent[0] <= COPIES_MAX * len(BLOCKS) * BLOCK_SIZE, sent
         assert all(sent), sent
+
+
+def test_mounts_keep_what_they_got_and_serve_it_to_others(etcd: EtcdServers) -> None:
+    """One after the other: so each has it before the next one asks."""
+    data = {b"%d" % number: secrets.token_bytes(BLOCK_SIZE) for number in range(48)}
+    with mounted(etcd, [listening() for _ in range(5)]) as (writer, *readers):
+        wait_for_peers([writer, *readers])
+        with BlockStore(writer.point, "blocks") as store:
+            assert store.put_many(list(data), list(data.values())).all()
+        for reader in readers:
+            with BlockStore(reader.point, "blocks") as store:
+                wait_until(lambda store=store: bool(store.exists(list(data)).all()), "the names")
+                assert [bytes(found or b"") for found in store.get_many(list(data))] == list(data.values())
+            assert stats(reader)["tier"]["blocks"] == len(data)
+        sent = [stats(mount)["peers"]["served"]["bytes"] for mount in (writer, *readers)]
+        copies = [size / len(data) / BLOCK_SIZE for size in sent]
+        assert sum(copies) <= len(readers) + 0.5, copies
+        assert copies[0] < 3, copies
+        assert max(copies[1:]) > 0, copies
