@@ -135,16 +135,18 @@ class Connection:
             self._told(head.load)
             self._expect()
             _, reads = self._sent[0]
-            landings = []
+            landings, others = [], []
             for read, answer, named in zip(reads, check_answer(rows), rows["named"].tolist(), strict=True):
                 read.answer, read.named = answer, [client for client in named if client]
                 if answer is Answer.HERE:
                     landings.append(_Landing(read, self))
+                else:
+                    others.append(read)
+            self._finish(others)  # now: while bytes land, their readers may ask for them anew
             if landings:
                 await self._stream.land(landings)
             self._sent.popleft()
             self._expect()
-            self._finish([read for read in reads if read.answer is not Answer.HERE])
 
     def landed(self, read: Read) -> None:
         read.verify()

@@ -135,6 +135,8 @@ class Listener:
             pass
         except trio.TooSlowError:
             self.counters.given_up += 1
+        except Exception:  # a mistake of ours: nothing may depend on other hosts
+            log.exception("the connection of another host failed")
         finally:
             stream.close()
             if caller is not None:

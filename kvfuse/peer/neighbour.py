@@ -127,6 +127,8 @@ class Neighbour:
             await connection.run()
         except WireError as error:
             log.warning("the connection to host %s ends: %s", self.place.addresses[:1], error)
+        except Exception:  # a mistake of ours: nothing may depend on other hosts
+            log.exception("the connection to host %s failed, and is made anew", self.place.addresses[:1])
         finally:
             self._connections.remove(connection)
             if not self._connections:

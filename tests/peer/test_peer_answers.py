@@ -116,7 +116,12 @@ async def test_bytes_that_were_not_asked_for_end_the_connection() -> None:
         assert await is_served_again(writer, reader)
 
 
-async def test_answers_of_any_bytes_are_misses(rng: random.Random, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("known", [None, 2521902609], ids=["new", "asked-anew-while-others-land"])
+async def test_answers_of_any_bytes_are_misses(
+    known: int | None, rng: random.Random, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``known``: a seed that once ended the daemon."""
+    rng = random.Random(known) if known is not None else rng
     monkeypatch.setattr(neighbour_module, "RETRY_MAX", 0.1)
 
     def lie(head: Head, rows: Rows, data: bytearray) -> bytes:
