@@ -13,6 +13,7 @@ from peer_hosts import PeerHost, peer_hosts, until
 from peer_lab import PROXY_HOST, Lie, PeerProxy, as_answer, flipped
 
 from kvfuse.peer import neighbour as neighbour_module
+from kvfuse.peer import service as service_module
 from kvfuse.peer.wire import Head, Rows
 from kvfuse.volume.views.neighbours import Answer
 
@@ -22,9 +23,16 @@ OLD = 0xA5
 """what memory had before"""
 
 
+@pytest.fixture(autouse=True)
+def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reads have until their deadline: a busy machine is no slow host."""
+    monkeypatch.setattr(service_module, "LATE_MIN", 20.0)
+
+
 @asynccontextmanager
 async def two(block_size: int = 300_000, **options: float) -> AsyncIterator[tuple[PeerHost, PeerHost, PeerProxy]]:
     """A host with 8 blocks, one that reads them, and the proxy between."""
+    options.setdefault("deadline", 5.0)
     proxies: list[PeerProxy] = []
 
     def through(port: int) -> str:
