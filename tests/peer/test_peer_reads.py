@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
+import numpy as np
 import pytest
-from mounting import KvfuseMount, wait_until
+from mounting import KvfuseMount, stopped, wait_until
 from peer_lab import listening, mounted, stats, wait_for_peers
 
 from kvfuse.cluster.etcd import EtcdServers
+from kvfuse.errors import Disconnected
 from kvfuse.usrbio.client import BlockStore
 
 SIZES = (1, 4096, 65_536, 1 << 20, (4 << 20) + 12_345)
@@ -83,3 +86,17 @@ def test_a_host_that_listens_nowhere_reads_from_those_that_do(etcd: EtcdServers,
                 assert bytes(store.get(b"key") or b"") == data
                 assert came_from_hosts(before, stats(mount)) == is_near
         assert not stats(writer)["peers"]["hosts"]
+
+
+def test_a_get_keeps_its_own_deadline_where_other_hosts_are_asked(mounts: list[KvfuseMount], tmp_path: Path) -> None:
+    """Not that of the store, for which a stopped daemon would be waited for while it is to bring blocks."""
+    _, reader = mounts
+    with BlockStore(reader.point, tmp_path.name, deadline=120.0) as store:
+        store.put(b"key", b"here")
+        wait_until(lambda: bool(store.exists([b"key"]).all()) and store._resident.brings(), "the index")
+        memory = np.zeros(8, np.uint8)
+        with stopped(reader.pid):
+            began = monotonic()
+            with pytest.raises(Disconnected):
+                store.get_at([b"absent"], memory, [0], [8], deadline=0.5)
+            assert monotonic() - began < 60

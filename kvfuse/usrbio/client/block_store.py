@@ -140,12 +140,12 @@ class BlockStore(AbstractContextManager["BlockStore"]):
         targets = np.fromiter(map(address_of, arrays), np.uint64, len(arrays))
         rooms = np.fromiter((len(array) if array.flags.writeable else -1 for array in arrays), np.int64, len(arrays))
 
-        def ask(rows: list[int]) -> Sizes:
+        def ask(rows: list[int], seconds: float) -> Sizes:
             with self._lanes.take() as lane:
                 asked, rest = [encoded[row] for row in rows], [arrays[row] for row in rows]
-                return lane.move(Op.GET, self.namespace, asked, rest, self._terms)
+                return lane.move(Op.GET, self.namespace, asked, rest, _within(self._terms, seconds))
 
-        results = self._get(encoded, targets, rooms, ask)
+        results = self._get(encoded, targets, rooms, ask, self._deadline)
         _raise_unless(results, MISSES)
         return np.maximum(results, -1)
 
@@ -153,7 +153,7 @@ class BlockStore(AbstractContextManager["BlockStore"]):
         """As `get` for each."""
         encoded = _encode(keys)
         if self._resident.brings() and (missing := self._resident.missing(encoded)):
-            self._bring(missing)
+            self._bring(missing, self._deadline)
         found: list[memoryview | None] = [None] * len(encoded)
         left = list(range(len(encoded)))
         give_up = monotonic() + self._deadline
@@ -225,11 +225,11 @@ class BlockStore(AbstractContextManager["BlockStore"]):
             raise ValueError("a block reaches beyond the memory that it is to be got into")
         targets = starts.astype(np.uint64) + np.uint64(address_of(array))
 
-        def ask(rows: list[int]) -> Sizes:
+        def ask(rows: list[int], seconds: float) -> Sizes:
             asked = [keys[row] for row in rows]
-            return self._move_at(Op.GET, asked, memory, starts[rows].tolist(), rooms[rows].tolist(), deadline)
+            return self._move_at(Op.GET, asked, memory, starts[rows].tolist(), rooms[rows].tolist(), seconds)
 
-        return self._get(keys, targets, rooms, ask)
+        return self._get(keys, targets, rooms, ask, self._deadline if deadline is None else deadline)
 
     def put_at(
         self, keys: Sequence[bytes], memory: Iov | GpuIov | Bytes, offsets: Sequence[int], sizes: Sequence[int],
@@ -252,26 +252,42 @@ class BlockStore(AbstractContextManager["BlockStore"]):
             arrays = [memory[offset : offset + size] for offset, size in zip(offsets, sizes, strict=True)]
             return lane.move(op, self.namespace, list(keys), arrays, terms)
 
-    def _get(self, keys: Sequence[bytes], targets: Addresses, rooms: Sizes, ask: Callable[[list[int]], Sizes]) -> Sizes:
-        """Get what is in shared memory; ``ask`` the daemon for the rest, by rows. Results as of the completions."""
+    def _get(
+        self, keys: Sequence[bytes], targets: Addresses, rooms: Sizes, ask: Callable[[list[int], float], Sizes],
+        deadline: float,
+    ) -> Sizes:  # fmt: skip
+        """Get what is in shared memory; ``ask`` the daemon for the rest, by rows, in the seconds that are left.
+
+        Results as of the completions.
+        """
         if len(keys) != len(targets):
             raise ValueError(f"{len(keys)} keys and {len(targets)} buffers")
         results = self._resident.get(keys, targets, rooms) if len(keys) else np.zeros(0, np.int64)
         if results is None:
-            return ask(list(range(len(keys))))
+            return ask(list(range(len(keys))), deadline)
         rows = np.flatnonzero(results < 0)
-        if len(rows) and self._resident.brings() and self._bring([keys[row] for row in rows.tolist()]):
-            again = self._resident.get([keys[row] for row in rows.tolist()], targets[rows], rooms[rows])
-            if again is not None:
+        if len(rows) and self._resident.brings():
+            began, asked = monotonic(), [keys[row] for row in rows.tolist()]
+            if (
+                self._bring(asked, deadline)
+                and (again := self._resident.get(asked, targets[rows], rooms[rows])) is not None
+            ):
                 results[rows] = again
                 rows = rows[again < 0]
+            deadline -= monotonic() - began
         if len(rows):
-            results[rows] = ask(rows.tolist())
+            results[rows] = ask(rows.tolist(), deadline)
         return results
 
-    def _bring(self, keys: Sequence[bytes]) -> bool:
-        """Have other hosts' blocks brought into shared memory; whether any came."""
-        return bool(self._ask(keys, partial(Ring.prep_prefetch, near=True)).any())
+    def _bring(self, keys: Sequence[bytes], deadline: float) -> bool:
+        """Have other hosts' blocks brought into shared memory, in half of these seconds; whether any came."""
+        came, terms = False, _within(self._terms, deadline / 2)
+        with self._lanes.take() as lane:
+            for start in range(0, len(keys), KEYS_MAX):
+                found = lane.ring.prep_prefetch(self.namespace, keys[start : start + KEYS_MAX], near=True, **terms)
+                lane.finish(1, terms["timeout"])
+                came |= bool(found.any())
+        return came
 
     # -- how -----------------------------------------------------------------------------------------
 

@@ -55,9 +55,10 @@ class DeviceBlocks:
     """Of one namespace; for any number of threads."""
 
     def __init__(
-        self, lanes: Lanes, resident: ResidentBlocks, namespace: Namespace, bring: Callable[[Sequence[bytes]], bool]
-    ) -> None:
-        """``bring``: have other hosts' blocks brought into shared memory; whether any came."""
+        self, lanes: Lanes, resident: ResidentBlocks, namespace: Namespace,
+        bring: Callable[[Sequence[bytes], float], bool],
+    ) -> None:  # fmt: skip
+        """``bring``: have other hosts' blocks brought into shared memory within a deadline; whether any came."""
         self._lanes = lanes
         self._resident = resident
         self._namespace = namespace
@@ -67,7 +68,7 @@ class DeviceBlocks:
         """The size of each block, -errno for others; EIO also where the device failed (`GpuIov.failure`)."""
         results = self._get_resident(keys, ranges)
         rows = np.flatnonzero(results < 0).tolist()
-        if rows and self._resident.brings() and self._bring([keys[row] for row in rows]):
+        if rows and self._resident.brings() and self._bring([keys[row] for row in rows], terms["timeout"]):
             results[rows] = self._get_resident([keys[row] for row in rows], [ranges[row] for row in rows])
             rows = np.flatnonzero(results < 0).tolist()
         if rows:
