@@ -17,6 +17,7 @@ from kvfuse.errors import DeviceError
 from kvfuse.sizes import KIB, MIB
 from kvfuse.usrbio.client import BlockStore, Client, GpuIov, connect
 from kvfuse.usrbio.client.gpu.cpu import CpuDevice
+from kvfuse.usrbio.client.gpu.memory import Landing
 
 SIZES = (64 * KIB, MIB, 4 * MIB)
 SET_SIZE = 64 * MIB
@@ -97,9 +98,9 @@ def _bench_size(store: BlockStore, iov: GpuIov, host: np.ndarray, size: int, rou
     return Row(size, iov.way.value, *(median(speeds[name]) for name in ("get", "put", "in", "out")))
 
 
-def _finish(landings: Sequence[object]) -> None:
+def _finish(landings: Sequence[Landing]) -> None:
     for landing in landings:
-        if (error := landing.finish()) is not None:  # type: ignore[attr-defined]
+        if (error := landing.finish()) is not None:
             raise error
 
 

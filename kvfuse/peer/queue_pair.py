@@ -14,6 +14,7 @@ import socket
 import struct
 from collections import Counter, deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -346,11 +347,9 @@ async def _resolve(gid: bytes, table: Path = NEIGHBOURS) -> None:
         await trio.lowlevel.checkpoint()
         return
     address = socket.inet_ntoa(gid[12:])
-    with trio.socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender:
-        try:
-            await sender.sendto(b"", (address, DISCARD_PORT))
-        except OSError:
-            pass  # if there is no way to it, connecting says so
+    # If there is no way to it, connecting says so.
+    with trio.socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender, suppress(OSError):
+        await sender.sendto(b"", (address, DISCARD_PORT))
     with trio.move_on_after(RESOLVE_SECONDS):
         while _is_unresolved(address, table):  # noqa: ASYNC110  # the kernel tells nobody
             await trio.sleep(0.002)
@@ -368,11 +367,9 @@ def _event_descriptors() -> set[int]:
     """Of all completion channels of this process."""
     found = set()
     for name in os.listdir("/proc/self/fd"):
-        try:
+        with suppress(FileNotFoundError):  # the descriptor by which they are listed is closed by now
             if "infinibandevent" in os.readlink(f"/proc/self/fd/{name}"):
                 found.add(int(name))
-        except FileNotFoundError:
-            pass  # it was the listing's own
     return found
 
 

@@ -51,7 +51,7 @@ class Nearby:
             return Answer.ABSENT, None
         start, end = wanted.base + wanted.low, wanted.base + wanted.high
         node = self.core.nodes.peek(wanted.ino)
-        if end > block.size or (node is not None and _has_another(node, wanted)):
+        if end > block.size or (node is not None and (block.size != node.size or _has_another(node, wanted))):
             return Answer.MOVED, None
         block.note_use()
         return Answer.HERE, block.buffer[start:end].data
@@ -70,8 +70,8 @@ class Nearby:
         ``base``: as of `base_of`. ``target``: memory of ``high - low`` bytes that other hosts may fill; it is touched
         by nobody but ``engine`` after that has answered. Not ``lasts``: its bytes may change after this.
         """
-        disk = self.core.disk
-        _, view = self.resident(wanted_of(node, base, stretch))
+        disk, wanted = self.core.disk, wanted_of(node, base, stretch)
+        _, view = self.resident(wanted)
         if view is not None:
             return view
         if disk is not None and (data := await disk.read(stretch)) is not None:
@@ -80,7 +80,7 @@ class Nearby:
             return await engine(is_beside=False)
         if target is None:
             target, lasts = np.empty(stretch.high - stretch.low, np.uint8).data, True
-        data = await self._race(wanted_of(node, base, stretch), engine, target)
+        data = await self._race(wanted, engine, target)
         if data is target and lasts and disk is not None and self._may_keep(node):
             disk.keep(stretch, target)
         return data

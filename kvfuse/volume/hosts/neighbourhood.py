@@ -64,10 +64,13 @@ class Neighbourhood:
         while not self.member.lost.is_set():
             try:
                 changes = records.watch(peer_records.PREFIX)
-                self.places.clear()
+                gone = set(self.places)
                 async for rows, _ in ScanPages(records, peer_records.PREFIX):
                     for row in rows:
+                        gone.discard(schema.key_client(row.key))
                         self._take(Change(*row))
+                for client in gone:
+                    self._take(Change(peer_records.key_of(client), None, 0))
                 async for change in changes:
                     self._take(change)
             except EngineError as error:

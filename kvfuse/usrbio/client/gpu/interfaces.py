@@ -32,10 +32,10 @@ class DeviceMemory(NamedTuple):
     """by which the memory is written and read now; None: none has to be waited for"""
 
 
-def is_on_device(thing: object) -> bool:
+def is_on_device(thing: Any) -> bool:
     """It says that its memory is a GPU's. For any object, at little expense."""
-    if hasattr(thing, "data_ptr"):
-        return bool(thing.device.type == "cuda")  # type: ignore[attr-defined]  # a tensor
+    if hasattr(thing, "data_ptr"):  # a tensor
+        return bool(thing.device.type == "cuda")
     if hasattr(thing, "__cuda_array_interface__"):
         return True
     ask = getattr(thing, "__dlpack_device__", None)
