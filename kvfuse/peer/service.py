@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import logging
 import socket
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
+from math import inf
 from typing import Any
 
 import trio
@@ -23,15 +25,13 @@ from kvfuse.peer.reads import Batch, Read
 from kvfuse.peer.wire import FINAL
 from kvfuse.volume.hosts.neighbourhood import Neighbourhood
 from kvfuse.volume.store.peer_records import PeerRecord
-from kvfuse.volume.views.neighbours import Answer, Wanted
+from kvfuse.volume.views.neighbours import HEDGE_MIN, Answer, Wanted
 from kvfuse.volume.volume import Volume
 
 NEIGHBOURS_MAX = 256
 RETRY_SECONDS = 0.5
 LATE_FACTOR, LATE_MIN = 8.0, 0.25
 """A read is waited for up to so many times as long as it should take, at least so many seconds."""
-HEDGE_FACTOR, HEDGE_MIN = 4.0, 0.05
-"""The same, until the engine is asked beside it."""
 
 log = logging.getLogger(__name__)
 
@@ -88,18 +88,20 @@ class Peers:
         neighbour = self.neighbours.get(self._hood.holder(addr))
         return neighbour is not None and neighbour.is_ready
 
-    def usual(self, wanted: Wanted) -> float:
-        holder = self.neighbours.get(self._hood.holder(wanted.addr))
-        expected = holder.speed.expect(wanted.high - wanted.low) if holder is not None else 0.0
-        return max(HEDGE_FACTOR * expected, HEDGE_MIN)
+    def expect(self, wanted: Sequence[Wanted]) -> float:
+        sizes = Counter[Neighbour]()
+        for one in wanted:
+            if (holder := self.neighbours.get(self._hood.holder(one.addr))) is not None:
+                sizes[holder] += one.high - one.low
+        return max([holder.speed.expect(size) for holder, size in sizes.items()], default=0.0)
 
-    async def read(self, wanted: Sequence[Wanted], targets: Sequence[memoryview]) -> list[bool]:
+    async def read(self, wanted: Sequence[Wanted], targets: Sequence[memoryview], patience: float = inf) -> list[bool]:
         reads = [Read(*pair) for pair in zip(wanted, targets, strict=True)]
         holders = [self.neighbours.get(self._hood.holder(read.wanted.addr)) for read in reads]
         asked = [(read, holder) for read, holder in zip(reads, holders, strict=True) if holder is not None]
         late_from = trio.current_time() + HEDGE_MIN
         try:
-            with trio.move_on_after(self._patience(asked)):
+            with trio.move_on_after(min(self._patience(asked), patience)):
                 await self._ask(asked)
                 await self._ask_named([read for read, _ in asked if not read.is_right and read.named])
         finally:

@@ -172,6 +172,18 @@ def test_a_host_that_is_stopped_is_not_waited_for(pair: Pair) -> None:
         readers.wait_for_reads()
 
 
+def test_few_batches_wait_for_a_host_that_is_stopped(pair: Pair) -> None:
+    """Each of these as long as a hedged read would; the others are the engine's at once."""
+    waited: list[float] = []
+    with stopped(pair.writer.pid):
+        for _ in range(60):
+            before, began = pair.counts("late"), time.monotonic()
+            pair.ask()
+            if pair.counts("late") > before:
+                waited.append(time.monotonic() - began)
+    assert 1 <= len(waited) <= 6, waited
+
+
 def test_a_host_that_is_cut_off_is_connected_to_again(pair: Pair) -> None:
     with load(pair) as readers:
         pair.proxy.is_refusing = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -13,7 +14,10 @@ from kvfuse.volume.disk.copies import Stretch
 from kvfuse.volume.inodes.chunk import Extent
 from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.inodes.node import Node
-from kvfuse.volume.views.neighbours import NO_BASE, Answer, Wanted
+from kvfuse.volume.views.neighbours import HEDGE_MIN, NO_BASE, Answer, Neighbours, Wanted
+
+HEDGE_FACTOR = 4.0
+"""Reads from other hosts that take so many times as long as they usually do, or as the engine would, are late."""
 
 
 def base_of(extent: Extent, offset: int) -> int:
@@ -61,6 +65,11 @@ class Nearby:
         neighbours = self.core.reads.neighbours
         return neighbours is not None and neighbours.may_have(stretch.addr)
 
+    def patience(self, neighbours: Neighbours, wanted: Sequence[Wanted]) -> float:
+        """Seconds after which these reads, of other hosts, are late: the engine is asked for what has not come."""
+        engine = self.core.reads.speeds.remote.expect(sum([one.high - one.low for one in wanted]))
+        return max(HEDGE_FACTOR * min(neighbours.expect(wanted), engine), engine, HEDGE_MIN)
+
     async def read(
         self, node: Node, base: int, stretch: Stretch, engine: Engine, target: memoryview | None = None,
         *, lasts: bool = True,
@@ -89,7 +98,7 @@ class Nearby:
         """Other hosts; and the engine, once they are late or have not the bytes. The first right answer."""
         neighbours = self.core.reads.neighbours
         assert neighbours is not None
-        patience = max(neighbours.usual(wanted), self.core.reads.speeds.remote.expect(wanted.high - wanted.low))
+        patience = self.patience(neighbours, [wanted])
         over, found, failed = trio.Event(), list[memoryview | None](), list[Exception]()
         async with trio.open_nursery() as nursery:
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import trio
 
 from kvfuse.volume.api import Binding
-from kvfuse.volume.content.nearby import wanted_of
+from kvfuse.volume.content.nearby import Nearby, wanted_of
 from kvfuse.volume.content.reader import Reader
 from kvfuse.volume.disk.copies import Stretch
 from kvfuse.volume.inodes.core import Core
@@ -94,7 +94,7 @@ class Promotion:
         return _Coming(place, node, binding, binding.map.version, block, wanted) if block is not None else None
 
     async def _receive(self, neighbours: Neighbours, coming: Sequence[_Coming], found: list[bool]) -> None:
-        """Ask for blocks together, and keep those that came."""
+        """Ask for blocks together, and keep those that came; what is late then is asked of the engine, as it is got."""
         events = {one.node.ino: trio.Event() for one in coming}
         self._coming |= events
         try:
@@ -102,7 +102,8 @@ class Promotion:
             for one in coming:
                 wanted += one.wanted
                 targets += one.targets
-            are_right = await neighbours.read(wanted, targets)
+            patience = Nearby(self.core).patience(neighbours, wanted)
+            are_right = await neighbours.read(wanted, targets, patience)
             for one in coming:
                 own_rows, are_right = are_right[: len(one.wanted)], are_right[len(one.wanted) :]
                 found[one.place] = all(own_rows) and self._keep(one.node, one.binding, one.version, one.block)

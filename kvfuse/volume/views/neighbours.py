@@ -9,8 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import IntEnum
+from math import inf
 from typing import NamedTuple, Protocol
 
+HEDGE_MIN = 0.05
+"""Seconds: no read that took less is late, however fast its host usually is."""
 NO_BASE = -1
 """the slot does not have the bytes of the file as they are (they are compressed)"""
 
@@ -58,12 +61,12 @@ class Neighbours(Protocol):
     def may_have(self, addr: int) -> bool:
         """A host that can be asked holds the slab, and most likely wrote what is there."""
 
-    def usual(self, wanted: Wanted) -> float:
-        """Seconds after which a read is later than these hosts usually are: then the engine may be asked beside it."""
+    def expect(self, wanted: Sequence[Wanted]) -> float:
+        """Seconds in which reads that begin now usually are over, if all of these are asked for together."""
 
-    async def read(self, wanted: Sequence[Wanted], targets: Sequence[memoryview]) -> list[bool]:
+    async def read(self, wanted: Sequence[Wanted], targets: Sequence[memoryview], patience: float = inf) -> list[bool]:
         """Fill each target, of ``high - low`` bytes, with verified bytes: which have them.
 
         A target that has not them has any bytes. No target is touched after this returned, be it by a cancellation. It
-        takes no longer than the neighbours' deadline; what is late is asked of the engine.
+        takes no longer than the neighbours' deadline, and ``patience`` seconds; what is late is asked of the engine.
         """
