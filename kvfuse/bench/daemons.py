@@ -37,13 +37,14 @@ class Daemon(NamedTuple):
 
 
 @contextlib.contextmanager
-def kvfuse_mount(volume: Path, mountpoint: Path, *words: str) -> Iterator[Daemon]:
+def kvfuse_mount(volume: Path, mountpoint: Path, *words: str, within: Sequence[str] = ()) -> Iterator[Daemon]:
     """The volume in the folder ``volume`` (made if it is not there), or of the mount.conf of that name.
 
-    Mounted with ``-o`` ``words``.
+    Mounted with ``-o`` ``words``. ``within``: a command that runs the daemon in its own place.
     """
     options = [part for word in words for part in ("-o", word)]
-    command = [sys.executable, "-m", "kvfuse.cli", "mount", "--foreground", str(volume), str(mountpoint), *options]
+    command = [*within, sys.executable, "-m", "kvfuse.cli", "mount", "--foreground"]
+    command += [str(volume), str(mountpoint), *options]
     with _mounted(command, mountpoint) as daemon:
         yield daemon
 

@@ -12,13 +12,14 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple, Protocol
 
 from kvfuse.bench.batches import Timing
 from kvfuse.cluster.process import signals_later
 from kvfuse.errors import KvfuseError
 
 PROGRAM = Path(__file__).with_name("mooncake_store.py")
+LOOPBACK = "127.0.0.1"
 MASTER = "mooncake_master"
 """installed beside the interpreter"""
 START_SECONDS_MAX = 20.0
@@ -35,6 +36,10 @@ class Mooncake:
         self._log = log
         self._rest = b""
         self._reply()  # the first says that it is ready
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
     def ask(self, operation: str, **words: Any) -> list[float]:
         """The seconds of each batch. KvfuseError where the store fails, ends, or does not answer in time."""
@@ -82,22 +87,53 @@ def mooncake_store(python: Path, segment_size: int, buffer_size: int, *, over_tc
     The client keeps its blocks in a segment of ``segment_size`` bytes of its own memory, or ``over_tcp`` of another
     process, and moves them from and to a buffer of ``buffer_size``. KvfuseError where it does not start.
     """
-    rpc_port, metrics_port = _free_ports(2)
-    master = [str(python.parent / MASTER), f"--rpc_port={rpc_port}", "--rpc_address=127.0.0.1"]
-    master += [f"--metrics_port={metrics_port}", "--metrics_host=127.0.0.1"]
-    with contextlib.ExitStack() as stack:
-        log = stack.enter_context(tempfile.TemporaryFile())
-        _wait_for_port(rpc_port, stack.enter_context(_running(master, log, log)))
-
-        def start(segment: int, buffer: int) -> Mooncake:
-            # -I: modules of this folder must not take the place of others
-            client = [str(python), "-I", str(PROGRAM), f"127.0.0.1:{rpc_port}", str(segment), str(buffer)]
-            return Mooncake(stack.enter_context(_running(client, subprocess.PIPE, log)), log)
-
-        segment_size, buffer_size = max(segment_size, MEMORY_SIZE_MIN), max(buffer_size, MEMORY_SIZE_MIN)
+    with _starter(python) as start:
         if over_tcp:
             start(segment_size, MEMORY_SIZE_MIN)
         yield start(0 if over_tcp else segment_size, buffer_size)
+
+
+class Place(NamedTuple):
+    """Where a process runs: a host's address, and what stands before its command."""
+
+    address: str = LOOPBACK
+    within: tuple[str, ...] = ()
+
+
+HERE = Place()
+
+
+@contextlib.contextmanager
+def mooncake_hosts(
+    python: Path, segment_size: int, buffer_size: int, master: str, places: tuple[Place, Place]
+) -> Iterator[tuple[Mooncake, Mooncake]]:
+    """As `mooncake_store` over TCP, on two hosts: who keeps the blocks, and who gets them. ``master``: its address."""
+    with _starter(python, master) as start:
+        owner = start(segment_size, MEMORY_SIZE_MIN, places[0])
+        yield owner, start(0, buffer_size, places[1])
+
+
+class _Start(Protocol):
+    def __call__(self, segment: int, buffer: int, place: Place = HERE, /) -> Mooncake: ...
+
+
+@contextlib.contextmanager
+def _starter(python: Path, address: str = LOOPBACK) -> Iterator[_Start]:
+    """What starts clients, beside a master at this address."""
+    rpc_port, metrics_port = _free_ports(2)
+    master = [str(python.parent / MASTER), f"--rpc_port={rpc_port}", f"--rpc_address={address}"]
+    master += [f"--metrics_port={metrics_port}", f"--metrics_host={address}"]
+    with contextlib.ExitStack() as stack:
+        log = stack.enter_context(tempfile.TemporaryFile())
+        _wait_for_port(address, rpc_port, stack.enter_context(_running(master, log, log)))
+
+        def start(segment: int, buffer: int, place: Place = HERE, /) -> Mooncake:
+            sizes = (str(max(segment, MEMORY_SIZE_MIN) if segment else 0), str(max(buffer, MEMORY_SIZE_MIN)))
+            # -I: modules of this folder must not take the place of others
+            client = [*place.within, str(python), "-I", str(PROGRAM), f"{address}:{rpc_port}", *sizes, place.address]
+            return Mooncake(stack.enter_context(_running(client, subprocess.PIPE, log)), log)
+
+        yield start
 
 
 @contextlib.contextmanager
@@ -113,11 +149,11 @@ def _running(command: Sequence[str], stdout: IO[bytes] | int, log: IO[bytes]) ->
         yield process
 
 
-def _wait_for_port(port: int, process: subprocess.Popen[bytes]) -> None:
+def _wait_for_port(address: str, port: int, process: subprocess.Popen[bytes]) -> None:
     deadline = time.monotonic() + START_SECONDS_MAX
     while True:
         try:
-            socket.create_connection(("127.0.0.1", port), 1.0).close()
+            socket.create_connection((address, port), 1.0).close()
         except OSError:
             if process.poll() is not None or time.monotonic() > deadline:
                 raise KvfuseError(f"{MASTER} does not listen on port {port}") from None

@@ -1,8 +1,8 @@
 """Mooncake's store doing what the ring benchmarks do: a program of its own, for the interpreter of its environment.
 
 Arguments: the address of a running mooncake_master, bytes of the store's segment (0: other clients keep
-the blocks, in their memory), bytes of the caller's buffer. Takes one JSON request a line on stdin and
-answers each with one JSON line on stdout: {"seconds": [...]} or {"error": "..."}.
+the blocks, in their memory), bytes of the caller's buffer, this host's address. Takes one JSON request a line on stdin
+and answers each with one JSON line on stdout: {"seconds": [...]} or {"error": "..."}.
 
     {"operation": "load", "size": S, "count": N}          blocks 0..N-1 of S bytes
     {"operation": "get", "size": S, "count": N, "depth": D, "seconds": T}     of those, in batches
@@ -38,9 +38,9 @@ class Failed(Exception):
 class Store:
     """A client. One that keeps its blocks in a segment of its own memory has the shortest way that there is."""
 
-    def __init__(self, master: str, segment_size: int, buffer_size: int) -> None:
+    def __init__(self, master: str, segment_size: int, buffer_size: int, address: str) -> None:
         self.store: Any = importlib.import_module("mooncake.store").MooncakeDistributedStore()
-        check(self.store.setup("127.0.0.1", "P2PHANDSHAKE", segment_size, buffer_size, "tcp", "", master))
+        check(self.store.setup(address, "P2PHANDSHAKE", segment_size, buffer_size, "tcp", "", master))
         self.buffer = mmap.mmap(-1, buffer_size)
         self.buffer.write(os.urandom(1 << 20) * (buffer_size >> 20))
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.buffer))
@@ -122,7 +122,7 @@ def main() -> None:
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # the library may print
     try:
-        store = Store(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+        store = Store(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
     except (Failed, ImportError) as error:
         print(json.dumps({"error": str(error)}), file=replies, flush=True)
         return

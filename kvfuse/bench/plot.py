@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from kvfuse.bench.cachereplay import CacheReplay
 from kvfuse.bench.hosts import HostsReplay
+from kvfuse.bench.peers.hot import Spread
 from kvfuse.bench.simulate import Tally
 from kvfuse.errors import ConfigError
 
@@ -113,6 +114,32 @@ def plot_hosts(result: HostsReplay, path: Path) -> None:
     times.set(title=title, xlabel="seconds", ylabel="share of requests", xscale="log", ylim=(0, 1))
     times.grid(alpha=0.3)
     times.legend()
+    _save(figure, path)
+
+
+def plot_spreads(spreads: Sequence[Spread], path: Path) -> None:
+    """A PNG of hot blocks: the writer's share of what was sent, and who sent how much to whom where most hosts read."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(15, 5), layout="constrained")
+    shares, copies, served = figure.subplots(1, 3)
+    counts = [one.readers for one in spreads]
+    shares.plot(counts, [one.share(0) for one in spreads], marker="o", label="the writer")
+    shares.plot(counts, [1 / (count + 1) for count in counts], "k--", label="if all sent alike")
+    shares.set(title="Share of what was sent", xlabel="hosts that read", ylabel="of all bytes", ylim=(0, 1.05))
+    largest = max(spreads, key=lambda one: one.readers)
+    names = ["writer", *(f"{number}" for number in range(1, largest.readers + 1))]
+    copies.bar(names, [largest.copies(host) for host in range(len(names))])
+    copies.axhline(largest.readers, color="k", linestyle="--", label="the writer, if nobody helped")
+    copies.set(title="Copies that each host sent of a block", xlabel="host", ylabel="copies, on the average")
+    for axes in (shares, copies):
+        axes.legend()
+        axes.grid(alpha=0.3)
+    picture = served.imshow([[size / largest.size for size in row] for row in largest.served], cmap="Blues", vmin=0)
+    served.set(title="Who sent to whom", xlabel="host that reads", ylabel="host that sends")
+    served.set_xticks(range(largest.readers), names[1:])
+    served.set_yticks(range(len(names)), names)
+    figure.colorbar(picture, ax=served, label="of the blocks")
     _save(figure, path)
 
 

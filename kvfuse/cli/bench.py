@@ -19,6 +19,7 @@ from kvfuse.cli import Failure
 from kvfuse.cli.bench_engines import engines
 from kvfuse.cli.bench_gpu import gpu
 from kvfuse.cli.bench_hosts import hosts
+from kvfuse.cli.bench_peers import peers
 from kvfuse.cli.console import print_table
 from kvfuse.cli.measuring import (
     MEMORY_FOLDER,
@@ -155,3 +156,4 @@ def _target(figure: Figure) -> str:
 bench.add_command(engines)
 bench.add_command(hosts)
 bench.add_command(gpu)
+bench.add_command(peers)

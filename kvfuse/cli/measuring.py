@@ -92,12 +92,19 @@ def number_of(value: float) -> str:
 def result_of(figures: Sequence[Figure], failures: dict[str, str], quick: bool) -> dict[str, Any]:
     """A run as plain types."""
     return {
+        **machine_of(quick),
+        "figures": [figure.to_json() for figure in figures],
+        "failures": failures,
+    }
+
+
+def machine_of(quick: bool) -> dict[str, Any]:
+    """When and where a run was, and of what."""
+    return {
         "time": datetime.now().astimezone().isoformat(timespec="seconds"),
         "version": __version__,
         "quick": quick,
         "machine": _machine(),
-        "figures": [figure.to_json() for figure in figures],
-        "failures": failures,
     }
 
 

@@ -1,4 +1,4 @@
-"""An etcd cluster on loopback: real members (Debian: etcd-server), with TLS and users where wanted.
+"""An etcd cluster on this machine: real members (Debian: etcd-server), with TLS and users where wanted.
 
 Everything stands in one folder - data, logs, pids, certificates, ``etcd.json`` - so another process finds the cluster
 with ``load``. Stopping it leaves the folder.
@@ -38,6 +38,8 @@ class EtcdSettings:
     """clients need a certificate, ``client.pem`` with ``client.key``, of the authority ``ca.pem`` in the folder"""
     root_password: str = ""
     """not empty: users are asked for their passwords, beginning with ``root``"""
+    address: str = "127.0.0.1"
+    """where the members listen; certificates are good for the default alone"""
 
 
 @dataclass(frozen=True)
@@ -149,11 +151,15 @@ class EtcdServers:
         return found
 
     def _url(self, port: int) -> str:
-        return f"{'https' if self.settings.tls else 'http'}://127.0.0.1:{port}"
+        return f"{'https' if self.settings.tls else 'http'}://{self.settings.address}:{port}"
 
     def _command(self, index: int) -> list[str]:
-        client, peer = self._url(self._ports[index].client), f"http://127.0.0.1:{self._ports[index].peer}"
-        cluster = ",".join(f"etcd{number}=http://127.0.0.1:{pair.peer}" for number, pair in enumerate(self._ports))
+        client, peers = (
+            self._url(self._ports[index].client),
+            [f"http://{self.settings.address}:{pair.peer}" for pair in self._ports],
+        )
+        cluster = ",".join(f"etcd{number}={url}" for number, url in enumerate(peers))
+        peer = peers[index]
         folder = self.folder
         command = ["etcd", "--name", f"etcd{index}", "--data-dir", str(folder / f"etcd{index}.data")]
         command += ["--listen-client-urls", client, "--advertise-client-urls", client]
