@@ -8,7 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from engine_host import Engine, EngineError, EngineHost
+from engine_host import DEADLINE_S, Engine, EngineError, EngineHost
 from engine_mounts import WORDS, damage
 from mounting import KvfuseMount, stopped, wait_until
 
@@ -106,7 +106,7 @@ def test_memory_that_a_hung_daemon_may_still_write_is_not_used_for_something_els
     host: EngineHost, own_mount: KvfuseMount
 ) -> None:
     mount = own_mount
-    with server(host, mount, "hung", deadline=0.5) as engine:
+    with server(host, mount, "hung", deadline=4.0) as engine:
         store(engine, NAMES)
         engine.forget()
         assert engine.load_and_free(NAMES) == (8, 0)
@@ -127,7 +127,7 @@ def test_memory_that_a_hung_daemon_may_still_write_is_not_used_for_something_els
 
 def test_a_store_that_a_hung_daemon_may_still_read_has_not_ended(host: EngineHost, own_mount: KvfuseMount) -> None:
     mount = own_mount
-    with server(host, mount, "late", deadline=0.5) as engine:
+    with server(host, mount, "late", deadline=4.0) as engine:
         store(engine, NAMES)
         with stopped(mount.pid):
             engine.store(["late"])
@@ -326,7 +326,7 @@ def test_the_basic_check_of_an_engine(host: EngineHost, mount: KvfuseMount, tmp_
     path = tmp_path / "lmcache.yaml"
     config = engine_config(str(mount.point), "basic")
     config |= {"remote_url": f"kvfuse://{mount.point}?namespace=basic", "max_local_cpu_size": 0.0625}
-    config["extra_config"] |= {"shm_name": None}  # type: ignore[operator]
+    config["extra_config"] |= {"shm_name": None, f"{PLUGIN}.deadline": DEADLINE_S}  # type: ignore[operator]
     path.write_text(json.dumps(config))  # which is YAML, too
     with host.engine() as engine:
         said = engine.check_remote(str(path))

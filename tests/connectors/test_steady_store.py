@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from engine_host import DEADLINE_S
 from mounting import KvfuseMount, stop_process, stopped, temporary_mount, wait_until
 
 from kvfuse.connectors.link import Region
@@ -45,13 +46,17 @@ def filled(region: Region) -> None:
 def assert_gets(store: SteadyStore, region: Region, expected: list[int]) -> None:
     region.array[:] = 0
     assert store.get(KEYS, region, OFFSETS, SIZES).tolist() == expected
-    for number, (offset, size) in enumerate(zip(OFFSETS, expected, strict=True)):
+    assert_filled(region, expected)
+
+
+def assert_filled(region: Region, sizes: list[int]) -> None:
+    for number, (offset, size) in enumerate(zip(OFFSETS, sizes, strict=True)):
         assert size < 0 or bool((region.part(offset, size) == number + 7).all())
 
 
 @pytest.mark.parametrize("is_shared", [True, False], ids=["shared", "plain"])
 def test_blocks_go_and_come(mount: KvfuseMount, is_shared: bool) -> None:
-    store = SteadyStore(mount.point, "llama", descriptor=LLAMA)
+    store = SteadyStore(mount.point, "llama", descriptor=LLAMA, deadline=DEADLINE_S)
     region = store.register(shared_memory(COUNT * SIZE) if is_shared else np.zeros(COUNT * SIZE, np.uint8))
     assert (region.iov is not None) is is_shared
     filled(region)
@@ -73,13 +78,13 @@ def test_blocks_go_and_come(mount: KvfuseMount, is_shared: bool) -> None:
 
 
 def test_another_descriptor_is_refused_at_the_start(mount: KvfuseMount) -> None:
-    SteadyStore(mount.point, "llama", descriptor=LLAMA).close()
+    SteadyStore(mount.point, "llama", descriptor=LLAMA, deadline=DEADLINE_S).close()
     with pytest.raises(DescriptorMismatch, match="dtype is 'bf16', not 'fp8'"):
-        SteadyStore(mount.point, "llama", descriptor={**LLAMA, "dtype": "fp8"})
+        SteadyStore(mount.point, "llama", descriptor={**LLAMA, "dtype": "fp8"}, deadline=DEADLINE_S)
 
 
 def test_a_daemon_that_dies_is_a_miss_and_comes_back(mount: KvfuseMount) -> None:
-    store = SteadyStore(mount.point, "llama", descriptor=LLAMA)
+    store = SteadyStore(mount.point, "llama", descriptor=LLAMA, deadline=DEADLINE_S)
     region = store.register(shared_memory(COUNT * SIZE))
     filled(region)
     assert store.put(KEYS, region, OFFSETS, SIZES).all()
@@ -103,7 +108,7 @@ def test_a_daemon_that_dies_is_a_miss_and_comes_back(mount: KvfuseMount) -> None
 def test_a_mount_that_is_not_there_yet(tmp_path: Path) -> None:
     point = tmp_path / "mnt"
     mount = KvfuseMount(tmp_path, WORDS)
-    store = SteadyStore(point, "llama", descriptor=LLAMA)
+    store = SteadyStore(point, "llama", descriptor=LLAMA, deadline=DEADLINE_S)
     region = store.register(shared_memory(COUNT * SIZE))
     assert not store.exists(KEYS).any()
     try:
@@ -123,15 +128,16 @@ def test_a_daemon_that_hangs_costs_one_deadline(mount: KvfuseMount) -> None:
     store = SteadyStore(mount.point, "llama", descriptor=LLAMA, deadline=1.0)
     region = store.register(shared_memory(COUNT * SIZE))
     filled(region)
-    assert store.put(KEYS, region, OFFSETS, SIZES).all()
+    wait_until(lambda: bool(store.put(KEYS, region, OFFSETS, SIZES).all()), "a store within the deadline")
     with stopped(mount.pid):
         started = time.monotonic()
         assert not store.put(KEYS, region, OFFSETS, SIZES).any()
         assert time.monotonic() - started >= 0.5  # it waited, and gave up
         assert not store.is_up
         assert not store.put(KEYS, region, OFFSETS, SIZES).any()
-    wait_until(lambda: store.is_up, "the store to come back")
-    assert_gets(store, region, SIZES)
+    region.array[:] = 0
+    wait_until(lambda: store.get(KEYS, region, OFFSETS, SIZES).tolist() == SIZES, "the store to come back")
+    assert_filled(region, SIZES)
     store.close()
 
 
@@ -139,6 +145,7 @@ def test_a_daemon_that_hangs_costs_one_deadline(mount: KvfuseMount) -> None:
 def test_a_daemon_that_hangs_is_silent_when_it_is_over_with_it(mount: KvfuseMount, goes_on: bool) -> None:
     store = SteadyStore(mount.point, "llama", descriptor=LLAMA, deadline=0.5)
     region = store.register(shared_memory(COUNT * SIZE))
+    wait_until(lambda: store.is_up, "the store to connect")
     assert store.is_silent
     stop_process(mount.pid)
     assert store.get(KEYS, region, OFFSETS, SIZES).tolist() == [-1] * COUNT
@@ -153,7 +160,7 @@ def test_a_daemon_that_hangs_is_silent_when_it_is_over_with_it(mount: KvfuseMoun
 
 
 def test_the_child_of_a_fork_connects_by_itself(mount: KvfuseMount) -> None:
-    store = SteadyStore(mount.point, "llama", descriptor=LLAMA)
+    store = SteadyStore(mount.point, "llama", descriptor=LLAMA, deadline=DEADLINE_S)
     region = store.register(shared_memory(COUNT * SIZE))
     filled(region)
     assert store.put(KEYS, region, OFFSETS, SIZES).all()
@@ -173,6 +180,7 @@ def test_the_child_of_a_fork_connects_by_itself(mount: KvfuseMount) -> None:
 
 def test_staging_memory_that_a_hung_daemon_may_still_write_waits_until_it_is_silent(mount: KvfuseMount) -> None:
     store = SteadyStore(mount.point, "llama", descriptor=LLAMA, deadline=0.5)
+    wait_until(lambda: store.is_up, "the store to connect")
     staging = Staging(store)
     with staging.taken(SIZE) as first:
         pass

@@ -173,7 +173,7 @@ def test_a_restart_keeps_chunks_and_a_killed_daemon_comes_back(host: EngineHost,
 def test_a_load_of_a_daemon_that_hangs_keeps_its_slots(host: EngineHost, own_mount: KvfuseMount, goes_on: bool) -> None:
     mount = own_mount
     with started(host, mount, "hangs", deadline=0.5) as engine:
-        engine.store(SEED, COUNT)
+        wait_until(lambda: is_stored(engine), "a store within the deadline")
         mount.unmount()
         assert engine.load(SEED + 1, 1) == 0
         mount.mount()  # with no chunk in shared memory
@@ -192,9 +192,14 @@ def test_a_load_of_a_daemon_that_hangs_keeps_its_slots(host: EngineHost, own_mou
             mount.mount()
         wait_until(engine.is_up, "the engine to connect again")
         engine.forget()
-        engine.store(SEED, COUNT)
-        engine.forget()
-        assert engine.load(SEED, COUNT) == COUNT
+        wait_until(lambda: is_stored(engine), "a store within the deadline")
+
+
+def is_stored(engine: Engine) -> bool:
+    """Store, and look whether it was in time."""
+    engine.store(SEED, COUNT)
+    engine.forget()
+    return bool(engine.load(SEED, COUNT) == COUNT)
 
 
 def finished(engine: Engine) -> list[tuple[bool, int]]:

@@ -16,7 +16,7 @@ import threading
 from typing import Any
 
 import torch
-from engine_host import serve
+from engine_host import DEADLINE_S, serve
 from lmcache.cli.commands.server import ServerCommand
 from lmcache.utils import CacheEngineKey
 from lmcache.v1 import basic_check
@@ -76,7 +76,7 @@ class Engine:
         from kvfuse.connectors.lmcache.config import l2_adapter
 
         spec: Any = l2_adapter(mount, namespace)
-        spec["adapter_params"] |= params
+        spec["adapter_params"] |= {"deadline": DEADLINE_S} | params
         if fault is not None:
             spec = {"type": "fault_inject", "inner": spec, **fault}
         if serde is not None:
@@ -191,9 +191,9 @@ class Engine:
         """What LMCache's basic_check prints."""
         from kvfuse.connectors.lmcache.config import l2_adapter
 
-        return self._basic_check(
-            ["--mode", "test_l2_adapter", "--l2-adapter", json.dumps(l2_adapter(mount, namespace))]
-        )
+        spec: Any = l2_adapter(mount, namespace)
+        spec["adapter_params"] |= {"deadline": DEADLINE_S}
+        return self._basic_check(["--mode", "test_l2_adapter", "--l2-adapter", json.dumps(spec)])
 
     def events(self, mount: str, namespace: str) -> list[int]:
         """The three descriptors of an adapter without a pool, after a task of each kind without keys."""
@@ -222,10 +222,11 @@ class Engine:
         model: str = MODEL,
     ) -> None:  # fmt: skip
         """``extra``: in extra_config, ``settings``: beside it. ``is_plugin``: else by its URL."""
-        from kvfuse.connectors.lmcache.config import engine_config
+        from kvfuse.connectors.lmcache.config import PLUGIN, engine_config
 
         values: Any = engine_config(mount, namespace) | {"chunk_size": CHUNK, "max_local_cpu_size": 0.0625}
-        values["extra_config"] |= {"shm_name": f"lmcache_kvfuse_{os.getpid()}"} | (extra or {})
+        values["extra_config"] |= {"shm_name": f"lmcache_kvfuse_{os.getpid()}"}
+        values["extra_config"] |= {f"{PLUGIN}.deadline": DEADLINE_S} | (extra or {})
         if not is_plugin:
             values["remote_url"] = f"kvfuse://{mount}?namespace={namespace}"
         self.config = LMCacheEngineConfig.from_defaults(**values, **(settings or {}))

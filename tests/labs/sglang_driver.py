@@ -9,7 +9,7 @@ import types
 from importlib.machinery import ModuleSpec
 from typing import Any
 
-from engine_host import serve
+from engine_host import DEADLINE_S, serve
 
 
 class _Anything(type):
@@ -134,7 +134,7 @@ class Engine:
             tp_rank=tp[0], tp_size=tp[1], pp_rank=pp[0], pp_size=pp[1], attn_cp_rank=0, attn_cp_size=1,
             is_mla_model=kind == "mla", enable_storage_metrics=True, is_page_first_layout=layout == "page_first",
             model_name=model, tp_lcm_size=tp_lcm, should_split_heads=(tp_lcm or 0) > tp[1],
-            extra_config=extra_config(mount, namespace) | (extra or {}),
+            extra_config=extra_config(mount, namespace) | {"deadline": DEADLINE_S} | (extra or {}),
         )  # fmt: skip
         self.backend = StorageBackendFactory.create_backend("dynamic", config, self.pool)
         self.backend.register_mem_pool_host(self.pool)

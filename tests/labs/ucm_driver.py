@@ -11,7 +11,7 @@ import types
 from typing import Any
 
 import numpy as np
-from engine_host import serve
+from engine_host import DEADLINE_S, serve
 
 
 class _Native(types.ModuleType):
@@ -81,7 +81,9 @@ class Engine:
         from kvfuse.connectors.ucm.config import connector
 
         entry: Any = connector(mount, namespace)
-        config = entry["ucm_connector_config"] | {"share_buffer_enable": False, "unique_id": "engine"}
+        config = entry["ucm_connector_config"] | {
+            "share_buffer_enable": False, "unique_id": "engine", "deadline": DEADLINE_S,
+        }  # fmt: skip
         self.sizes = [tensor] * 2 * (1 if layerwise else layers)
         if is_worker:
             config |= {

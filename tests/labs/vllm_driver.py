@@ -12,7 +12,7 @@ from types import SimpleNamespace as Some
 from typing import Any
 
 import numpy as np
-from engine_host import serve
+from engine_host import DEADLINE_S, serve
 from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext, make_offload_key
 from vllm.v1.kv_offload.tiering import base as tiering
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
@@ -93,7 +93,7 @@ class Engine:
         model, dtype = change.pop("model", "meta/Llama 3"), change.pop("dtype", "bfloat16")
         tier = {
             "type": "KvfuseTier", "module_path": "kvfuse.connectors.vllm", "mount": mount, "namespace": namespace,
-            "enable_kv_events": events, **change,
+            "enable_kv_events": events, "deadline": DEADLINE_S, **change,
         }  # fmt: skip
         self.extra = {"cpu_bytes_to_use": CHUNKS * ROW, "secondary_tiers": [tier]}
         make = old_spec if vllm_config is None else new_spec
