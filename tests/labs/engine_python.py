@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 
 @functools.cache
 def engine_python(engine: str) -> str:
-    """Made when it is not there yet, which takes minutes: see scripts/engine-env.
+    """Made when it is not there yet, which takes a while: see scripts/engine-env.
 
     KVFUSE_TEST_VLLM=0.28.0 (and so on) in the environment tests an adapter with an older version.
     """
