@@ -92,11 +92,11 @@ async def when_cancelled(action: Callable[[], object]) -> None:
 def _follow_mounts(device: int, stop: int) -> None:
     """Poll in a thread: an epoll in an epoll, as under the event loop, loses changes of this file."""
     number = f"{os.major(device)}:{os.minor(device)}".encode()
-    with open("/proc/self/mountinfo", "rb") as table:
+    with open("/proc/self/mountinfo", "rb", buffering=0) as table:  # a buffer would show again what it has
         poll = select.poll()
         poll.register(table, select.POLLPRI)
         poll.register(stop, select.POLLIN)
-        while any(row.split(b" ", 3)[2] == number for row in table):
+        while any(row.split(b" ", 3)[2] == number for row in table.readall().splitlines()):
             if any(descriptor == stop for descriptor, _ in poll.poll()):
                 return
             table.seek(0)
