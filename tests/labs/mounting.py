@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import trio
 
@@ -103,11 +103,14 @@ class KvfuseMount:
         command = [*self.command, str(self.source), str(self.point), *words]
         announced = self._announcements()
         with self.log.open("ab") as log:
-            self._daemon = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+            self._daemon = self._start(command, log)
         wait_until(lambda: self._announcements() > announced or self._daemon_ended(), "the mount")
         if self._daemon_ended():
             raise AssertionError(f"the daemon ended:\n{self.log.read_text()}")
         os.stat(self.point)
+
+    def _start(self, command: Sequence[str], log: IO[bytes]) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
 
     def _announcements(self) -> int:
         """How often a daemon said that it is ready: the mount answers, and takes connections."""
