@@ -84,6 +84,8 @@ def wait_for_peers(mounts: Sequence[KvfuseMount]) -> None:
 
 Lie = Callable[[Head, Rows, bytearray], bytes]
 """what is sent instead of an answer: of its head, its rows, and the bytes that follow"""
+Noise = Callable[[bytearray], None]
+"""changes bytes that pass by"""
 
 
 class PeerProxy:
@@ -94,6 +96,8 @@ class PeerProxy:
         self.rate: float | None = None
         """bytes of answers a second"""
         self.lie: Lie | None = None
+        self.noise: Noise | None = None
+        """of connections that begin now, in both directions"""
         self.flowing = threading.Event()
         """not set: answers stop where they are"""
         self.flowing.set()
@@ -110,7 +114,7 @@ class PeerProxy:
         return f"peer.listen=127.0.0.1:{self.target}", f"peer.advertise={PROXY_HOST}"
 
     def be_honest(self) -> None:
-        self.lie = self.rate = None
+        self.lie = self.rate = self.noise = None
         self.is_refusing = False
         self.flowing.set()
 
@@ -140,6 +144,9 @@ class PeerProxy:
     def _serve(self, caller: socket.socket) -> None:
         with caller, suppress(OSError), socket.create_connection(("127.0.0.1", self.target)) as listener:
             self._open += [caller, listener]
+            if self.noise is not None:
+                _pass_on(caller, listener, self.noise)
+                return
             sizes: deque[list[int]] = deque()
             back = threading.Thread(target=self._answer, args=(listener, caller, sizes), daemon=True)
             back.start()
@@ -186,6 +193,23 @@ def peer_proxy(target: int | None = None) -> Iterator[PeerProxy]:
         yield proxy
     finally:
         proxy.close()
+
+
+def _pass_on(caller: socket.socket, listener: socket.socket, noise: Noise) -> None:
+    """Both ways, until one of them ends."""
+
+    def pump(source: socket.socket, target: socket.socket) -> None:
+        with suppress(OSError):
+            while data := bytearray(source.recv(PIECE_SIZE)):
+                noise(data)
+                target.sendall(data)
+        _shut(source)
+        _shut(target)
+
+    back = threading.Thread(target=pump, args=(listener, caller), daemon=True)
+    back.start()
+    pump(caller, listener)
+    back.join()
 
 
 def _shut(connection: socket.socket) -> None:
