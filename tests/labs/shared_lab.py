@@ -69,7 +69,13 @@ async def volumes(
     chaos = chaos or [Chaos(random.Random(rng.random()), delay=0.5) for _ in range(count)]
     async with AsyncExitStack() as stack:
         joining = [joined(disk, options, client, chaos[client - 1]) for client in range(1, count + 1)]
-        yield [await stack.enter_async_context(volume) for volume in joining]
+        all_volumes = [await stack.enter_async_context(volume) for volume in joining]
+        try:
+            yield all_volumes
+        except BaseException:
+            for one in chaos:
+                one.end()  # else hosts that a test had stopped would wait for ever, and nobody see why it failed
+            raise
     await check_disk(disk)
 
 

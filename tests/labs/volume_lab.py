@@ -155,6 +155,12 @@ class Chaos:
     first_write: trio.Event = field(default_factory=trio.Event)
     """a segment write began"""
 
+    def end(self) -> None:
+        """Whatever was held up goes on."""
+        for event in (self.stalled, self.deaf, self.stalled_commits, self.cut, self.late and self.late.arrives):
+            if event is not None:
+                event.set()
+
     async def hold_up(self) -> None:
         if self.random.random() < self.delay:
             await trio.sleep(self.random.random() * 0.01)
