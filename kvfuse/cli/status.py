@@ -11,6 +11,7 @@ import click
 from kvfuse.cli import Failure
 from kvfuse.cli.console import print_json, print_table
 from kvfuse.cli.mounts import ask_health, kvfuse_mounts, read_virtual
+from kvfuse.cli.peers import COLUMNS, Peer, peers_of, totals_of
 from kvfuse.errors import EngineTimeout, MountError
 from kvfuse.mounttable import DEAD, Mounted
 from kvfuse.sizes import format_size
@@ -25,13 +26,14 @@ def look_at(row: Mounted) -> dict[str, Any]:
         "pid": None,
         "space": None,
         "metadata": None,
+        "peers": None,
         "answer_ms": None,
         "problem": None,
     }
     try:
         facts["answer_ms"] = round(ask_health(row.point) * 1000, 2)
         content = read_virtual(row.point, "stats")
-        facts |= {name: content.get(name) for name in ("pid", "space", "metadata")}
+        facts |= {name: content.get(name) for name in ("pid", "space", "metadata", "peers")}
     except EngineTimeout as error:
         facts["problem"] = f"hangs: {error}"
     except PermissionError:
@@ -64,6 +66,20 @@ def _row(facts: dict[str, Any]) -> list[Any]:
     ]
 
 
+def _print_peers(facts: dict[str, Any]) -> None:
+    """Other hosts, where the mount's daemon tells this user of them."""
+    if rows := [_peer_row(peer) for peer in peers_of(facts)]:
+        print_table(COLUMNS, rows, f"other hosts, for {facts['mountpoint']}")
+        for line in totals_of(facts):
+            click.echo(line)
+
+
+def _peer_row(peer: Peer) -> list[Any]:
+    sizes = [format_size(size) for size in (peer.received, peer.served, peer.load)]
+    expected = None if peer.expected_ms is None else f"{peer.expected_ms:g} ms"
+    return [peer.name, peer.state, peer.transport, *sizes, expected]
+
+
 def _matches(row: Mounted, target: Path) -> bool:
     absolute = os.path.abspath(target)
     return str(row.point) == absolute or row.source == absolute
@@ -76,7 +92,7 @@ def status(target: Path | None, as_json: bool) -> None:
     """The kvfuse mounts of this machine: capacity, use, daemon, health. Never hangs, whatever a daemon does.
 
     TARGET, a mount point or a volume, narrows it to one. Exit status 1 when a mount is not well, or TARGET is not
-    mounted.
+    mounted. For root also the hosts that a mount reads from, and how reads from them ended (docs/peers.md).
 
     \b
     Examples:
@@ -90,6 +106,8 @@ def status(target: Path | None, as_json: bool) -> None:
     elif found:
         columns = ["mount point", "source", "", "capacity", "used", "files", "metadata", "pid", "health"]
         print_table(columns, map(_row, found))
+        for facts in found:
+            _print_peers(facts)
     if target is not None and not found:
         raise Failure(f"{target} is not mounted by kvfuse")
     if not found and not as_json:

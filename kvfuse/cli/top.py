@@ -11,6 +11,7 @@ import click
 
 from kvfuse.cli import Failure
 from kvfuse.cli.mounts import kvfuse_mount_at, read_virtual
+from kvfuse.cli.peers import Peer, peers_of, totals_of
 from kvfuse.sizes import format_size
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ LEGEND_ROWS = 8
 """size classes that are described, those with the most slabs"""
 COLOURS = "cyan", "green", "yellow", "magenta", "blue", "bright_cyan", "bright_green", "bright_yellow"
 LEVELS = " ▁▂▃▄▅▆▇█"
+PEER_COLUMNS = "host", "state", "by", "received/s", "served/s", "to send", "1 MiB takes"
 COLUMNS = "namespace", "kind", "hits", "requests/s", "read/s", "written/s", "evictions/s", "p50", "p99", "blocks", "use"
 
 
@@ -60,7 +62,8 @@ def _at(stats: Stats, path: Sequence[str]) -> float:
     help="Seconds between two looks.",
 )
 def top(mountpoint: Path, once: bool, interval: float) -> None:
-    """A live page of the mount at MOUNTPOINT: its namespaces, how often they hit, how full they are, and its slabs.
+    """A live page of the mount at MOUNTPOINT: its namespaces, how often they hit, how full they are, other hosts that
+    it reads from, and its slabs.
 
     \b
     Examples:
@@ -114,7 +117,8 @@ def page(look: Look, title: str) -> RenderableType:
     """Everything that is shown of one look."""
     from rich.console import Group
 
-    return Group(_head(look, title), _namespaces(look), _slabs(look.now["slabs"], look.now["slab_size"]))
+    slabs = _slabs(look.now["slabs"], look.now["slab_size"])
+    return Group(_head(look, title), _namespaces(look), *_peers(look), slabs)
 
 
 def _head(look: Look, title: str) -> Text:
@@ -159,6 +163,33 @@ def _namespaces(look: Look) -> Table:
     for row in look.now["namespaces"]:
         table.add_row(*_cells(Look(former.get(row["number"], {}), row, look.seconds)))
     return table
+
+
+def _peers(look: Look) -> Iterator[RenderableType]:
+    """Other hosts, if there are any."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    if not (peers := list(peers_of(look.now))):
+        return
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in PEER_COLUMNS:
+        table.add_column(column, justify="left" if column in ("host", "state", "by") else "right")
+    former = {peer.client: peer for peer in peers_of(look.before)}
+    for peer in peers:
+        before = former.get(peer.client, peer._replace(received=0, served=0))
+        table.add_row(*map(Text, _peer_cells(before, peer, look.seconds)))
+    yield table
+    yield Text("\n".join(totals_of(look.now)) + "\n")
+
+
+def _peer_cells(before: Peer, now: Peer, seconds: float) -> Iterator[str]:
+    yield from (now.name, now.state, now.transport)
+    for count in (now.received - before.received, now.served - before.served):
+        yield f"{_bytes(max(0, count) / seconds)}"
+    yield _bytes(now.load)
+    yield "-" if now.expected_ms is None else _latency(now.expected_ms / 1e3)
 
 
 def _cells(look: Look) -> Iterator[str | Text]:
