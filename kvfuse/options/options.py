@@ -36,6 +36,19 @@ DeadlineSeconds = Annotated[float, Meta(ge=0.1, le=3600, description="a number o
 LeaseSeconds = Annotated[float, Meta(ge=2, le=3600, description="a number of seconds, 2 to 3600")]
 Count = Annotated[int, Meta(ge=1, le=1 << 40, description="a whole number, 1 or more")]
 PeerConnections = Annotated[int, Meta(ge=1, le=16, description="a whole number, 1 to 16")]
+PairDepth = Annotated[int, Meta(ge=1, le=16384, description="a whole number, 1 to 16384")]
+PairReads = Annotated[int, Meta(ge=1, le=255, description="a whole number, 1 to 255")]
+PairTimeout = Annotated[int, Meta(ge=1, le=31, description="a whole number, 1 to 31")]
+PairRetries = Annotated[int, Meta(ge=0, le=7, description="a whole number, 0 to 7")]
+PairMtu = Annotated[int, Meta(ge=256, le=4096, multiple_of=256, description="256, 512, 1024, 2048 or 4096")]
+TrafficClass = Annotated[int, Meta(ge=0, le=255, description="a whole number, 0 to 255")]
+RdmaDevice = Annotated[
+    str,
+    Meta(
+        pattern=r"^(\d{1,4}=)?[A-Za-z0-9_.-]{1,64}(:\d{1,3})?$",
+        description='devices such as "mlx5_0", or "1=mlx5_0" for one NUMA node',
+    ),
+]
 FileCount = Annotated[int, Meta(ge=0, le=1 << 62, description="a number of files, or 0 for any number")]
 RateBytes = Annotated[int, Meta(ge=0, le=1 << 62, description='a size such as "200MB"; 0: no limit')]
 Node = Annotated[int, Meta(ge=0, le=1023, description="the number of a NUMA node of this host")]
@@ -51,20 +64,12 @@ KeyPrefix = Annotated[
     str, Meta(pattern=r"^[\x21-\x7e]{0,200}$", description="up to 200 printable characters, no spaces")
 ]
 Word = Annotated[str, Meta(pattern=r"^[\x21-\x7e]{1,200}$", description="printable characters, no spaces")]
-_HOST = r"([A-Za-z0-9._-]{1,253}|\[[0-9A-Fa-f:.]{2,45}\])"
-_PORT = r"(6553[0-5]|655[0-2]\d|65[0-4]\d\d|6[0-4]\d{3}|[1-5]\d{4}|[1-9]\d{0,3})"
 ListenAddress = Annotated[
     str,
     Meta(
-        pattern=f"^{_HOST}:{_PORT}$",
+        pattern=r"^([A-Za-z0-9._-]{1,253}|\[[0-9A-Fa-f:.]{2,45}\]):"
+        r"(6553[0-5]|655[0-2]\d|65[0-4]\d\d|6[0-4]\d{3}|[1-5]\d{4}|[1-9]\d{0,3})$",
         description='HOST:PORT such as "127.0.0.1:9567", an IPv6 address in brackets, the port from 1 to 65535',
-    ),
-]
-PeerAddress = Annotated[
-    str,
-    Meta(
-        pattern=f"^{_HOST}(:{_PORT})?$",
-        description='HOST or HOST:PORT such as "10.0.0.7:7650", an IPv6 address in brackets',
     ),
 ]
 DevicePath = Annotated[
@@ -335,7 +340,7 @@ class PeerOptions(_Section, frozen=True):
 
     listen: ListenAddress | None = None
     """HOST:PORT where other hosts may read what this one has in its tiers; None: nowhere"""
-    advertise: tuple[PeerAddress, ...] = ()
+    advertise: tuple[Word, ...] = ()
     """HOST or HOST:PORT by which others reach it, one for each network card; empty: as ``listen`` says, or this host's
     name"""
     reads: bool = True
@@ -345,7 +350,20 @@ class PeerOptions(_Section, frozen=True):
     deadline: DeadlineSeconds = 1.0
     """seconds for a read, and without a byte"""
     in_flight: Bytes = 64 * MIB
-    """bytes that one other host may have on their way to it"""
+    """bytes that one other host may have on their way to it, over TCP"""
+    transport: Literal["auto", "tcp", "rdma"] = "auto"
+    """how bytes come from others: rdma and auto: by RDMA where both hosts have a device for it"""
+    rdma_devices: tuple[RdmaDevice, ...] = ()
+    """DEVICE, or NODE=DEVICE for a NUMA node; empty: those that are nearest to the daemon's"""
+    rdma_blocks: Literal["large", "small"] = "large"
+    """for which blocks queue pairs are made; each of the settings below replaces one of that"""
+    rdma_depth: PairDepth | None = None
+    rdma_parallel_reads: PairReads | None = None
+    rdma_timeout: PairTimeout | None = None
+    """4.096 us * 2 ** timeout until a packet is sent again"""
+    rdma_retries: PairRetries | None = None
+    rdma_mtu: PairMtu | None = None
+    rdma_traffic_class: TrafficClass | None = None
 
 
 class ScrubOptions(_Section, frozen=True):

@@ -9,16 +9,20 @@ from math import inf
 import numpy as np
 import trio
 
+from kvfuse.peer.link import Link
+from kvfuse.peer.places import PLACE, Places, check_counts, split_places
 from kvfuse.peer.reads import Read
 from kvfuse.peer.stream import BROKEN, Stream
 from kvfuse.peer.wire import (
     ANSWER,
     ANSWER_MAGIC,
     HEAD_SIZE,
+    PLACES,
     QUESTION_BYTES_MAX,
     QUESTION_MAGIC,
     ROWS_MAX,
     Head,
+    Rows,
     WireError,
     check_answer,
     pack_question,
@@ -32,11 +36,13 @@ class Connection:
     """Greeted, and running as long as `run`. Event loop only.
 
     ``own_load``: bytes that this host has still to send to others. ``told``: called with the other one's load.
+    ``link``: to read by RDMA what the other one has; it is closed with the connection, which outlives it.
     """
 
     def __init__(
-        self, stream: Stream, patience: float, own_load: Callable[[], int], told: Callable[[int], None]
-    ) -> None:
+        self, stream: Stream, patience: float, own_load: Callable[[], int], told: Callable[[int], None],
+        link: Link | None = None,
+    ) -> None:  # fmt: skip
         self.bytes = 0
         """that were asked for, and have not come"""
         self._stream = stream
@@ -50,7 +56,11 @@ class Connection:
         self._work = trio.Event()
         self._scope = trio.CancelScope()
         self._count = 0
-        self.is_over = False
+        self.link = link
+        self.is_replaced = False
+        """there is another one, or will be soon"""
+        self._fetching: trio.Nursery | None = None
+        self._is_leaving = False
 
     def ask(self, reads: Sequence[Read]) -> None:
         """Each is finished some time."""
@@ -60,18 +70,26 @@ class Connection:
             self._waiting.append(read)
         self._work.set()
 
+    def leave(self) -> None:
+        """End it when nothing is asked by it any more: there is another one."""
+        self._is_leaving = True
+        if not self._open:
+            self._scope.cancel()
+
     async def run(self) -> None:
         """Until the connection breaks, or nothing comes although something should. WireError."""
         try:
             with self._scope:
                 async with trio.open_nursery() as nursery:
+                    self._fetching = nursery
                     nursery.start_soon(self._ended, self._send, nursery.cancel_scope)
                     await self._ended(self._receive, nursery.cancel_scope)
         except* WireError as group:
             raise WireError(str(group.exceptions[0])) from group
         finally:
-            self.is_over = True
             self._stream.close()
+            if self.link is not None:
+                self.link.close()
             self._finish(list(self._open))
 
     async def _ended(self, work: Callable[[], Awaitable[None]], scope: trio.CancelScope) -> None:
@@ -86,6 +104,8 @@ class Connection:
             self._open.remove(read)
             self.bytes -= read.size
             read.finish()
+        if self._is_leaving and not self._open:
+            self._scope.cancel()
 
     def _expect(self) -> None:
         """Something has come, or is to come."""
@@ -99,11 +119,13 @@ class Connection:
             if not (reads := self._next()):
                 self._work = trio.Event()
                 continue
+            are_welcome = await self.link.welcome(reads) if self.link is not None else [False] * len(reads)
             self._count += 1
             self._sent.append((self._count, reads))
             if len(self._sent) == 1:
                 self._expect()
             rows = pack_question([(read.wanted, read.flags, read.without) for read in reads])
+            rows["flags"] |= np.where(are_welcome, PLACES, 0).astype(np.uint32)
             head = Head(len(reads), self._count, self._own_load()).pack(QUESTION_MAGIC)
             await self._stream.send([memoryview(head), plain(rows)])
 
@@ -135,18 +157,34 @@ class Connection:
             self._told(head.load)
             self._expect()
             _, reads = self._sent[0]
-            landings, others = [], []
-            for read, answer, named in zip(reads, check_answer(rows), rows["named"].tolist(), strict=True):
+            answers, places = check_answer(rows), await self._places(rows, reads)
+            landings, fetched, others = [], [], []
+            for read, answer, named, own in zip(reads, answers, rows["named"].tolist(), places, strict=True):
                 read.answer, read.named = answer, [client for client in named if client]
-                if answer is Answer.HERE:
+                if len(own):
+                    fetched.append((read, own))
+                elif answer is Answer.HERE:
                     landings.append(_Landing(read, self))
                 else:
                     others.append(read)
             self._finish(others)  # now: while bytes land, their readers may ask for them anew
+            if fetched and self.link is not None and self._fetching is not None:
+                self._fetching.start_soon(self.link.fetch, fetched, self._fetched)
             if landings:
                 await self._stream.land(landings)
             self._sent.popleft()
             self._expect()
+
+    async def _places(self, rows: Rows, reads: Sequence[Read]) -> list[Places]:
+        """Of each row of an answer; empty: it has none. WireError."""
+        counts = check_counts(rows, are_welcome=self.link is not None)
+        places = np.empty(sum(counts), PLACE)
+        await self._stream.receive_into(plain(places))
+        return split_places(places, counts, [read.size for read in reads])
+
+    def _fetched(self, read: Read) -> None:
+        """By RDMA, or not."""
+        self._finish([read])
 
     def landed(self, read: Read) -> None:
         read.verify()

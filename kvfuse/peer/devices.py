@@ -9,6 +9,8 @@ from typing import NamedTuple
 SYSFS = Path("/sys")
 ANYWHERE = -1
 """the node of devices that are near no processor more than others, as sysfs has it"""
+UNUSED_MAX = 64
+"""places of a table of addresses that are unused one behind the other: the rest, of up to 1024, are unused, too"""
 REMOTE_DISTANCE = 255
 """between nodes of which sysfs says nothing"""
 
@@ -60,10 +62,15 @@ def choose_gid(info: DeviceInfo, sysfs: Path = SYSFS) -> Gid | None:
     """
     port = sysfs / "class/infiniband" / info.name / "ports" / str(info.port)
     found: list[tuple[int, Gid]] = []
+    unused = 0
     for path in sorted((port / "gids").glob("*"), key=lambda path: int(path.name)):
         octets = bytes.fromhex(_read(path).replace(":", ""))
         if len(octets) != 16 or not any(octets):
+            unused += 1
+            if unused == UNUSED_MAX:
+                break
             continue
+        unused = 0
         gid = Gid(int(path.name), octets)
         if info.link_layer != "Ethernet":
             return gid

@@ -2,7 +2,8 @@
 
     caller   -> listener   HELLO   magic, version, the volume's id, the caller's number, 32 random bytes
     listener -> caller     WELCOME magic, version, the volume's id, the listener's number, 32 random bytes, and a proof
-    caller   -> listener   a proof
+    caller   -> listener   a proof, and the place of its queue pair (`queue_pair.PLACE`; zeros: it has none)
+    listener -> caller     the place of its own, or zeros; nothing where the caller has none
 
 A proof is the HMAC-SHA256 of the role, HELLO and WELCOME by the secret of the volume, so it is good for this connection
 alone. What follows is neither encrypted nor signed: it is for networks whose wires are trusted, as engines' traffic is.
@@ -15,6 +16,7 @@ import secrets
 import struct
 from typing import NamedTuple
 
+from kvfuse.peer.queue_pair import NO_PLACE, PLACE_SIZE
 from kvfuse.peer.stream import Stream
 from kvfuse.peer.wire import VERSION, WireError
 
@@ -55,8 +57,8 @@ def _check(found: bytes, expected: bytes) -> None:
         raise WireError("the other host does not know the volume's secret")
 
 
-async def greet(stream: Stream, own: Identity, client: int) -> None:
-    """By who connected to that client. WireError, OSError."""
+async def greet(stream: Stream, own: Identity, client: int, place: bytes = NO_PLACE) -> bytes:
+    """By who connected to that client, with the place of a queue pair; the other side's. WireError, OSError."""
     hello = _hello(own)
     await stream.send([memoryview(hello)])
     answer = await stream.receive(_HELLO.size + PROOF_SIZE)
@@ -65,13 +67,14 @@ async def greet(stream: Stream, own: Identity, client: int) -> None:
     _check(proof, _proof(own, b"listener", hello, welcome))
     if found != client:
         raise WireError(f"client {found:x} answers where client {client:x} did")
-    await stream.send([memoryview(_proof(own, b"caller", hello, welcome))])
+    await stream.send([memoryview(_proof(own, b"caller", hello, welcome) + place)])
+    return NO_PLACE if place == NO_PLACE else await stream.receive(PLACE_SIZE)
 
 
-async def welcome(stream: Stream, own: Identity) -> int:
-    """By who was connected to; the caller's number. WireError, OSError."""
+async def welcome(stream: Stream, own: Identity) -> tuple[int, bytes]:
+    """By who was connected to: the caller's number, and its place, which is to be answered. WireError, OSError."""
     hello = await stream.receive(_HELLO.size)
     client, answer = _client_of(hello, own), _hello(own)
     await stream.send([memoryview(answer), memoryview(_proof(own, b"listener", hello, answer))])
     _check(await stream.receive(PROOF_SIZE), _proof(own, b"caller", hello, answer))
-    return client
+    return client, await stream.receive(PLACE_SIZE)

@@ -13,6 +13,9 @@ import trio
 
 from kvfuse.peer.copies import Copies
 from kvfuse.peer.greeting import Identity, welcome
+from kvfuse.peer.link import Link, answer_link
+from kvfuse.peer.places import Places
+from kvfuse.peer.rdma import Rdma
 from kvfuse.peer.stream import BROKEN, Stream
 from kvfuse.peer.wire import (
     ANSWER,
@@ -20,6 +23,7 @@ from kvfuse.peer.wire import (
     FINAL,
     HEAD_SIZE,
     NAMED_MAX,
+    PLACES,
     QUESTION,
     QUESTION_MAGIC,
     Head,
@@ -35,7 +39,8 @@ from kvfuse.volume.views.neighbours import Answer, Wanted
 GREETING_SECONDS = 5.0
 STRANGERS_MAX = 64
 """connections that have not proved anything yet"""
-CALLER_CONNECTIONS_MAX = 16
+CALLER_CONNECTIONS_MAX = 32
+"""twice as many as a mount may have: while one is made anew there are two"""
 SEND_SECONDS = 10.0
 """for an answer, and one more for each `SEND_RATE` bytes of it: then its reader is given up"""
 SEND_RATE = 10 << 20
@@ -56,6 +61,9 @@ class ServedCounters:
     rows: int = 0
     here: int = 0
     bytes: int = 0
+    placed: int = 0
+    """of these rows: readers were told where their bytes lie, to read them by RDMA"""
+    placed_bytes: int = 0
     absent: int = 0
     moved: int = 0
     elsewhere: int = 0
@@ -67,10 +75,11 @@ class ServedCounters:
 
 @dataclass
 class Listener:
-    """Of one mount. ``neighbourhood``: this host's, at the moment. ``in_flight``: bytes for one caller at a time."""
+    """Of one mount. ``neighbourhood``: this host's, at the moment. ``in_flight``: bytes that one caller is sent."""
 
     neighbourhood: Callable[[], Neighbourhood]
     in_flight: int
+    rdma: Rdma | None = None
     counters: ServedCounters = field(default_factory=ServedCounters)
 
     def __post_init__(self) -> None:
@@ -122,12 +131,14 @@ class Listener:
 
     async def _serve_one(self, stream: Stream) -> None:
         caller: int | None = None
+        link: Link | None = None
         try:
-            caller = await self._admitted(stream)
+            caller, place = await self._admitted(stream)
             if caller is not None:
                 self.counters.connections += 1
                 self._callers[caller] += 1
-                await self._converse(stream, caller)
+                link = await answer_link(self.rdma, stream, place)
+                await self._converse(stream, caller, link)
         except WireError as error:
             self.counters.malformed += 1
             log.warning("another host is cut off: %s", error)
@@ -139,29 +150,31 @@ class Listener:
             log.exception("the connection of another host failed")
         finally:
             stream.close()
+            if link is not None:
+                link.close()
             if caller is not None:
                 self._callers[caller] -= 1
                 if not self._callers[caller]:
                     del self._callers[caller], self._sending[caller]
                     self.loads.pop(caller, None)
 
-    async def _admitted(self, stream: Stream) -> int | None:
-        """The client that connected; None: it is not of this volume, or has connections enough."""
+    async def _admitted(self, stream: Stream) -> tuple[int | None, bytes]:
+        """The client that connected, and its place; None: it is not of this volume, or has connections enough."""
         try:
             with trio.fail_after(GREETING_SECONDS):
-                caller = await welcome(stream, self.identity)
+                caller, place = await welcome(stream, self.identity)
         except (WireError, trio.TooSlowError) as error:
             self.counters.refused += 1
             log.warning("a connection of another host is refused: %s", str(error) or "it did not greet in time")
-            return None
+            return None, b""
         finally:
             self._strangers -= 1
         if self._callers[caller] >= CALLER_CONNECTIONS_MAX:
             self.counters.refused += 1
-            return None
-        return caller
+            return None, b""
+        return caller, place
 
-    async def _converse(self, stream: Stream, caller: int) -> None:
+    async def _converse(self, stream: Stream, caller: int, link: Link | None) -> None:
         while True:
             head = parse_head(memoryview(await stream.receive(HEAD_SIZE)), QUESTION_MAGIC)
             rows = np.empty(head.row_count, QUESTION)
@@ -169,18 +182,19 @@ class Listener:
                 await stream.receive_into(plain(rows))
             check_question(rows)
             self.loads[caller] = head.load
-            await self._answer(stream, caller, head, rows)
+            await self._answer(stream, caller, head, rows, link)
 
-    async def _answer(self, stream: Stream, caller: int, head: Head, rows: Rows) -> None:
+    async def _answer(self, stream: Stream, caller: int, head: Head, rows: Rows, link: Link | None) -> None:
         answers = np.zeros(head.row_count, ANSWER)
-        views = await self._find(caller, rows, answers)
+        places: list[Places] = []
+        views = await self._find(caller, rows, answers, places, link)
         size = sum(map(len, views))
         self.load += size
         self._sending[caller] += size
         try:
             reply = Head(head.row_count, head.number, self.load - size).pack(ANSWER_MAGIC)
             with trio.fail_after(SEND_SECONDS + size / SEND_RATE):
-                await stream.send([memoryview(reply), plain(answers), *views])
+                await stream.send([memoryview(reply), plain(answers), *map(plain, places), *views])
         finally:
             self.load -= size
             self._sending[caller] -= size
@@ -189,8 +203,10 @@ class Listener:
         self.counters.questions += 1
         self.counters.rows += head.row_count
 
-    async def _find(self, caller: int, rows: Rows, answers: Rows) -> Sequence[memoryview]:
-        """Fill in the answers; the bytes that follow them."""
+    async def _find(
+        self, caller: int, rows: Rows, answers: Rows, places: list[Places], link: Link | None
+    ) -> Sequence[memoryview]:
+        """Fill in the answers, and places of rows; the bytes that follow them."""
         hood = self.neighbourhood()
         found: dict[int, memoryview] = {}
         absent: list[tuple[int, Wanted]] = []
@@ -205,6 +221,14 @@ class Listener:
                 answer, view = Answer.ELSEWHERE, None
                 answers["named"][place, : len(named)] = named
                 self._note(caller, wanted)  # a moment later it has it, too
+            elif view is not None and link is not None and flags & PLACES and (own := link.places_of(view)) is not None:
+                places.append(own)
+                answers["places"][place] = len(own)
+                self.counters.placed += 1
+                self.counters.placed_bytes += len(view)
+                self.served[caller] += len(view)
+                self._note(caller, wanted)
+                view = None
             elif view is not None and len(view) > room:
                 answer, view = Answer.BUSY, None
             if view is not None:

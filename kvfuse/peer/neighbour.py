@@ -13,8 +13,12 @@ import trio
 
 from kvfuse.peer.connection import Connection
 from kvfuse.peer.greeting import Identity, greet
+from kvfuse.peer.link import Link
+from kvfuse.peer.queue_pair import NO_PLACE
+from kvfuse.peer.rdma import Rdma
 from kvfuse.peer.reads import Read
 from kvfuse.peer.stream import BROKEN, Stream
+from kvfuse.peer.verbs import VerbsError
 from kvfuse.peer.wire import WireError
 from kvfuse.volume.store.peer_records import PeerRecord
 from kvfuse.volume.views.speeds import Speed
@@ -23,6 +27,10 @@ CONNECT_SECONDS = 3.0
 """to resolve the name, connect and greet"""
 RETRY_MIN, RETRY_MAX = 0.25, 30.0
 """seconds before the next attempt to connect, and before a host is asked again that failed"""
+STEADY_SECONDS = 10.0
+"""for which reads by RDMA went well: then the next failure counts as the first"""
+LINK_PAUSE_MAX = 60.0
+"""seconds before the next attempt to read by RDMA from a host from which that failed again and again"""
 FAILURES_MAX = 3
 """reads in a row that were late, wrong or lost: then it is not asked for a while"""
 
@@ -40,6 +48,7 @@ class Neighbour:
     own_load: Callable[[], int]
     changed: Callable[[], None]
     """called when it can be asked, or cannot any more"""
+    rdma: Rdma | None = None
     speed: Speed = field(default_factory=lambda: Speed(1e-3, 1e9))
 
     def __post_init__(self) -> None:
@@ -49,6 +58,8 @@ class Neighbour:
         """bytes of reads"""
         self.state = "connecting"
         self._connections: list[Connection] = []
+        self._running: trio.Nursery | None = None
+        self._links = Attempts()
         self._failures = 0
         self._pause = RETRY_MIN
         self._shunned_until = -inf
@@ -68,7 +79,7 @@ class Neighbour:
             for read in reads:
                 read.finish()
             return
-        min(self._connections, key=lambda one: one.bytes).ask(reads)
+        min(self._connections, key=lambda one: (one.is_replaced, one.bytes)).ask(reads)
 
     def note(self, *, is_well: bool) -> None:
         """A read ended: with an answer, or with bytes that are wrong, or too late, or not at all."""
@@ -87,39 +98,66 @@ class Neighbour:
     def statistics(self) -> dict[str, object]:
         return {
             "client": f"{self.client:016x}", "addresses": list(self.place.addresses), "state": self.state,
-            "connections": len(self._connections), "load_bytes": self.load, "received_bytes": self.received,
+            "connections": len(self._connections), "rdma_connections": self._link_count(),
+            "rdma_failures": self._links.failures, "load_bytes": self.load, "received_bytes": self.received,
             "under_way_bytes": self.speed.under_way, "expected_ms_of_1MiB": round(1e3 * self.speed.expect(1 << 20), 3),
         }  # fmt: skip
+
+    def _link_count(self) -> int:
+        return sum(one.link is not None and not one.link.pair.ended for one in self._connections)
 
     async def run(self, count: int, scope: trio.CancelScope) -> None:
         """Keep so many connections, until ``scope`` is cancelled."""
         with scope:
-            async with trio.open_nursery() as nursery:
+            async with trio.open_nursery() as self._running:
                 for number in range(count):
-                    nursery.start_soon(self._keep, number)
+                    self._running.start_soon(self._keep, number)
 
     async def _keep(self, number: int) -> None:
-        """One connection; of several addresses each gets its turn."""
-        pause, addresses = RETRY_MIN, self.place.addresses
+        """One connection; of several addresses each gets its turn. Where its queue pair ends, a new one replaces it."""
+        pause, addresses, former, turn = RETRY_MIN, self.place.addresses, None, number
         while addresses:
-            address = addresses[number % len(addresses)]
+            address = addresses[turn % len(addresses)]
             try:
-                stream = await self._connect(address)
+                connection = await self._connect(address, number)
             except (*BROKEN, WireError, trio.TooSlowError, ValueError) as error:
                 self.state = f"{address}: {str(error) or 'no answer'}"
                 log.info("no connection to host %s: %s", address, str(error) or "no answer in time")
-                number += 1
+                turn += 1
             else:
                 pause = RETRY_MIN
-                await self._use(stream)
+                if former is not None:
+                    former.leave()
+                former = connection
+                await self._use(connection)
             await trio.sleep(pause * random.uniform(0.5, 1.0))
             pause = min(2 * pause, RETRY_MAX)
 
-    async def _use(self, stream: Stream) -> None:
-        def told(load: int) -> None:
-            self.load = load
+    async def _use(self, connection: Connection) -> None:
+        """Until it ends, or is to be replaced: it goes on over TCP until then."""
+        assert self._running is not None
+        ended = trio.Event()
+        self._running.start_soon(self._run, connection, ended)
+        link = connection.link
+        if link is None and not self._links_to_it:
+            await ended.wait()
+            return
+        async with trio.open_nursery() as nursery:
 
-        connection = Connection(stream, self.patience, self.own_load, told)
+            async def watch() -> None:
+                await ended.wait()
+                nursery.cancel_scope.cancel()
+
+            nursery.start_soon(watch)
+            if link is not None:
+                await link.over.wait()
+                connection.is_replaced = True
+                self._links.failed(f"a READ failed: {link.pair.ended}", self.place)
+            await self._links.ready()
+            connection.is_replaced = True
+            nursery.cancel_scope.cancel()
+
+    async def _run(self, connection: Connection, ended: trio.Event) -> None:
         self._connections.append(connection)
         self.state = "connected"
         self.changed()
@@ -131,19 +169,86 @@ class Neighbour:
             log.exception("the connection to host %s failed, and is made anew", self.place.addresses[:1])
         finally:
             self._connections.remove(connection)
+            ended.set()
             if not self._connections:
                 self.state = "connecting"
                 self.changed()
 
-    async def _connect(self, address: str) -> Stream:
+    # -- connecting ----------------------------------------------------------------------------------
+
+    @property
+    def _links_to_it(self) -> bool:
+        """Both hosts read by RDMA."""
+        return self.rdma is not None and "rdma" in self.place.transports
+
+    async def _connect(self, address: str, number: int) -> Connection:
         """WireError, OSError, trio.TooSlowError; ValueError where the address is none."""
         host, _, port = address.rpartition(":")
         with trio.fail_after(CONNECT_SECONDS):
             opened = await trio.open_tcp_stream(host.strip("[]"), int(port))
             stream = Stream(socket.socket(fileno=opened.socket.detach()))
+            link = self._begin_link(number)
             try:
-                await greet(stream, self.identity(), self.client)
+                own = link.pair.place if link is not None else NO_PLACE
+                theirs = await greet(stream, self.identity(), self.client, own)
+                link = await self._joined(link, theirs)
             except BaseException:
                 stream.close()
+                if link is not None:
+                    link.close()
                 raise
-        return stream
+
+        def told(load: int) -> None:
+            self.load = load
+
+        return Connection(stream, self.patience, self.own_load, told, link)
+
+    def _begin_link(self, number: int) -> Link | None:
+        if self.rdma is None or not self._links_to_it or not self._links.is_ready:
+            return None
+        try:
+            return Link.begun(self.rdma, number)
+        except VerbsError as error:
+            self._links.failed(str(error), self.place)
+            return None
+
+    async def _joined(self, link: Link | None, theirs: bytes) -> Link | None:
+        """Connected to the other side's; None: it has none, or they do not reach each other."""
+        if link is None:
+            return None
+        try:
+            if theirs == NO_PLACE:
+                raise VerbsError("it has no queue pair for this host")
+            await link.pair.connect(theirs)
+        except (VerbsError, WireError) as error:
+            link.close()
+            self._links.failed(str(error), self.place)
+            return None
+        return link
+
+
+class Attempts:
+    """To read from a host by RDMA: after each one that failed the next is later."""
+
+    def __init__(self) -> None:
+        self.failures = 0
+        self._pause = RETRY_MIN
+        self._from = -inf
+
+    @property
+    def is_ready(self) -> bool:
+        return trio.current_time() >= self._from
+
+    async def ready(self) -> None:
+        await trio.sleep_until(max(self._from, trio.current_time()))
+
+    def failed(self, why: str, place: PeerRecord) -> None:
+        now = trio.current_time()
+        log.log(
+            logging.INFO if self.failures else logging.WARNING, "host %s: RDMA failed: %s", place.addresses[:1], why
+        )
+        if now > self._from + STEADY_SECONDS:
+            self._pause = RETRY_MIN
+        self.failures += 1
+        self._from = now + self._pause
+        self._pause = min(2 * self._pause, LINK_PAUSE_MAX)

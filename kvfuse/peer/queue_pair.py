@@ -33,8 +33,13 @@ Reads = npt.NDArray[np.void]
 PLACE = struct.Struct("<B B B B I I H 2x 16s")
 """format, MTU, READs at a time, is it InfiniBand; number of the queue pair, of its first packet, LID, GID"""
 PLACE_FORMAT = 1
+PLACE_SIZE = PLACE.size
+NO_PLACE = bytes(PLACE_SIZE)
+"""of a host that does not read by RDMA here"""
 POLLED = 64
 """completions that one call takes"""
+POSTED = 256
+"""READs that one call posts, in about a millisecond: its requests are made one by one"""
 SOFTWARE_POST_BYTES = 64 << 10
 """that devices without hardware are given by one call, as they carry it out within the call"""
 
@@ -114,16 +119,16 @@ class QueuePair:
         """READs that are complete"""
         verbs = pyverbs()
         try:
-            self._open()
+            with device.calls.timed("make"):
+                self._open()
         except verbs.pyverbs_error.PyverbsError as error:
             raise failure(f"no queue pair of {device.info}", error) from error
 
     def _open(self) -> None:
         verbs, context = pyverbs(), self.device.context
-        before = _event_descriptors()
+        expected = _next_descriptor()
         self._channel = verbs.cq.CompChannel(context)
-        # Version 44 does not tell the descriptor. Nobody else opens one meanwhile: no call here lets others run.
-        self._descriptor: int = getattr(self._channel, "fd", None) or (_event_descriptors() - before).pop()
+        self._descriptor = _descriptor_of(self._channel, expected)
         os.set_blocking(self._descriptor, False)
         self._completions = verbs.cq.CQ(context, self.options.depth + 1, None, self._channel, 0)
         self._completions.req_notify()
@@ -137,6 +142,7 @@ class QueuePair:
         attributes = verbs.qp.QPAttr(port_num=self.device.info.port)
         attributes.qp_access_flags = verbs.IBV_ACCESS_REMOTE_READ
         self._pair.to_init(attributes)
+        _DESCRIPTORS.add(self._descriptor)
 
     # -- connecting ----------------------------------------------------------------------------------
 
@@ -186,7 +192,8 @@ class QueuePair:
         attributes.min_rnr_timer, attributes.rnr_retry = 12, 7
         attributes.timeout, attributes.retry_cnt = options.timeout, options.retries
         try:
-            self._pair.to_rts(attributes)
+            with device.calls.timed("connect"):
+                self._pair.to_rts(attributes)
         except verbs.pyverbs_error.PyverbsError as error:
             raise failure(f"queue pair of {device.info}: no connection", error) from error
 
@@ -212,7 +219,7 @@ class QueuePair:
             await self._until(lambda: not batches or batches[-1].outcome is not None)
         except BaseException:
             if batches:
-                self._end("CANCELLED")
+                self.end("CANCELLED")
             raise
         whole = 0
         for batch in batches:
@@ -227,15 +234,16 @@ class QueuePair:
 
     async def _post(self, rows: Reads) -> None:
         """As one list; where a device would keep this thread for long by that, as several, with turns for others."""
-        step = len(rows)
+        step = POSTED
         if self.device.is_software:
-            step = max(1, SOFTWARE_POST_BYTES // max(1, int(rows["length"].max())))
+            step = max(1, min(step, SOFTWARE_POST_BYTES // max(1, int(rows["length"].max()))))
         for start in range(0, len(rows), step):
             if self.ended:
                 return
             if start:
                 await trio.lowlevel.checkpoint()
-            self._post_list(rows[start : start + step], is_last=start + step >= len(rows))
+            with self.device.calls.timed("post"):
+                self._post_list(rows[start : start + step], is_last=start + step >= len(rows))
 
     def _post_list(self, rows: Reads, *, is_last: bool) -> None:
         verbs = pyverbs()
@@ -262,7 +270,7 @@ class QueuePair:
         try:
             self._pair.post_send(requests[-1])
         except verbs.pyverbs_error.PyverbsError as error:
-            self._end(str(failure("post", error)))
+            self.end(str(failure("post", error)))
 
     async def _until(self, is_so: Callable[[], bool]) -> None:
         """Take completions until something is so, or the queue pair has ended. One task does it for all who wait.
@@ -281,6 +289,8 @@ class QueuePair:
         verbs = pyverbs()
         try:
             await trio.lowlevel.wait_readable(self._descriptor)
+            if self.ended:
+                return
             self._channel.get_cq_event(self._completions)
         except trio.ClosedResourceError:
             return  # the queue pair ended meanwhile
@@ -290,7 +300,8 @@ class QueuePair:
 
     def _take(self) -> bool:
         """Completions that are there. False: none was."""
-        count, completions = self._completions.poll(POLLED)
+        with self.device.calls.timed("poll"):
+            count, completions = self._completions.poll(POLLED)
         for completion in completions[:count]:
             self.counters.completions += 1
             if self.ended:
@@ -313,12 +324,12 @@ class QueuePair:
         if self._under_way:
             batch = self._under_way.popleft()
             batch.outcome = Outcome(number - batch.first, status)
-        self._end(status)
+        self.end(status)
 
     # -- the end -------------------------------------------------------------------------------------
 
-    def _end(self, why: str) -> None:
-        """Destroy the queue pair: from now on nothing is written to this host's memory by it."""
+    def end(self, why: str) -> None:
+        """Destroy the queue pair: from now on nothing is written to this host's memory by it. Again does no harm."""
         if self.ended:
             return
         self.ended = why
@@ -327,15 +338,19 @@ class QueuePair:
             batch.outcome = Outcome(0, why)
         self._under_way.clear()
         trio.lowlevel.notify_closing(self._descriptor)
-        self._pair.close()
+        with self.device.calls.timed("end"):
+            self._pair.close()
         while self._take():
             pass
 
     def close(self) -> None:
         """Whoever still reads gets an outcome with the status CLOSED. For the event loop; again does no harm."""
-        self._end("CLOSED")
-        self._completions.close()
-        self._channel.close()
+        self.end("CLOSED")
+        if self._descriptor >= 0:
+            _DESCRIPTORS.remove(self._descriptor)
+            self._descriptor = -1
+            self._completions.close()
+            self._channel.close()
 
 
 async def _resolve(gid: bytes, table: Path = NEIGHBOURS) -> None:
@@ -363,14 +378,34 @@ def _is_unresolved(address: str, table: Path) -> bool:
     return any(line[0] == address and int(line[2], 16) == 0 for line in lines)
 
 
-def _event_descriptors() -> set[int]:
-    """Of all completion channels of this process."""
-    found = set()
-    for name in os.listdir("/proc/self/fd"):
-        with suppress(FileNotFoundError):  # the descriptor by which they are listed is closed by now
-            if "infinibandevent" in os.readlink(f"/proc/self/fd/{name}"):
-                found.add(int(name))
-    return found
+_DESCRIPTORS: set[int] = set()
+"""of the completion channels of all queue pairs"""
+
+
+def _next_descriptor() -> int:
+    """That the next thing to be opened gets, if no other thread is faster."""
+    number = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+    os.close(number)
+    return number
+
+
+def _descriptor_of(channel: Any, expected: int) -> int:
+    """Of a completion channel that was just opened. Version 44 of pyverbs does not tell."""
+    told: int | None = getattr(channel, "fd", None)
+    if told is not None:
+        return told
+    if expected not in _DESCRIPTORS and _is_channel(str(expected)):
+        return expected
+    return next(
+        int(name) for name in os.listdir("/proc/self/fd") if int(name) not in _DESCRIPTORS and _is_channel(name)
+    )
+
+
+def _is_channel(name: str) -> bool:
+    try:
+        return "infinibandevent" in os.readlink(f"/proc/self/fd/{name}")
+    except FileNotFoundError:  # the descriptor by which they are listed is closed by now
+        return False
 
 
 def _status_name(status: Any) -> str:
@@ -383,6 +418,11 @@ def _status_name(status: Any) -> str:
 
 def _is_status(name: str) -> bool:
     return name.startswith("IBV_WC_") and name.endswith("_ERR")
+
+
+def gid_of(place: bytes) -> bytes:
+    """The address in a place."""
+    return place[-16:]
 
 
 def _colons(gid: bytes) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -11,6 +12,7 @@ from kvfuse.checksum import granule_checksums
 from kvfuse.peer.stream import CALL_BYTES
 from kvfuse.volume.views.neighbours import Answer, Wanted
 
+SETTLE_SECONDS = 0.02
 _SINK = np.empty(CALL_BYTES, np.uint8).data
 """for bytes that nobody waits for any more"""
 
@@ -20,6 +22,16 @@ class Asked(Protocol):
 
     def note(self, *, is_well: bool) -> None:
         """How that ended."""
+
+
+class Writing(Protocol):
+    """What writes into targets by itself."""
+
+    settled: trio.Event
+    """set, and made anew, when it has ended some of that"""
+
+    def end(self, why: str) -> None:
+        """It writes nothing from now on."""
 
 
 class Batch:
@@ -42,9 +54,11 @@ class Read:
         "answer",
         "asked",
         "batch",
+        "failure",
         "flags",
         "is_right",
         "is_wrong",
+        "link",
         "named",
         "position",
         "size",
@@ -70,6 +84,10 @@ class Read:
         """None: there was none"""
         self.named: list[int] = []
         self.is_wrong = False
+        self.link: Writing | None = None
+        """writes into the target now"""
+        self.failure = ""
+        """of a READ that was to fetch it"""
 
     def abandon(self) -> None:
         """Nobody waits for it any more: its target is not touched from now on."""
@@ -97,3 +115,20 @@ class Read:
         if self.batch is not None:
             self.batch.one_done()
             self.batch = None
+
+
+async def settle(reads: Sequence[Read]) -> None:
+    """Have nothing write into their targets any more. To its end, also when cancelled.
+
+    What other hosts have is read straight into targets, and ending one such READ ends the queue pair, with all that is
+    read by it. So those under way have a moment to come: they are late by now, so that this is rare.
+    """
+    if not any(read.link is not None for read in reads):
+        return
+    with trio.CancelScope(shield=True), trio.move_on_after(SETTLE_SECONDS):
+        while (link := next((read.link for read in reads if read.link is not None), None)) is not None:
+            await link.settled.wait()
+    for read in reads:
+        if read.link is not None:
+            read.link.end("ABANDONED")
+            read.link = None

@@ -21,7 +21,8 @@ from kvfuse.errors import EngineError, MountError
 from kvfuse.options.options import PeerOptions
 from kvfuse.peer.listener import Listener
 from kvfuse.peer.neighbour import Neighbour
-from kvfuse.peer.reads import Batch, Read
+from kvfuse.peer.rdma import Rdma, open_rdma
+from kvfuse.peer.reads import Batch, Read, settle
 from kvfuse.peer.wire import FINAL
 from kvfuse.volume.hosts.neighbourhood import Neighbourhood
 from kvfuse.volume.store.peer_records import PeerRecord
@@ -72,6 +73,10 @@ class Peers:
         self._scopes: dict[int, trio.CancelScope] = {}
 
     @property
+    def rdma(self) -> Rdma | None:
+        return self.listener.rdma
+
+    @property
     def _hood(self) -> Neighbourhood:
         hood = self.volume.neighbourhood
         assert hood is not None
@@ -80,7 +85,8 @@ class Peers:
     def statistics(self) -> dict[str, Any]:
         hosts = [neighbour.statistics() for neighbour in self.neighbours.values()]
         asked = {**asdict(self.counters), "hedged": self.hedged, "overtaken": self.overtaken}
-        return {"asked": asked, "served": self.listener.statistics(), "hosts": hosts}
+        found = {"asked": asked, "served": self.listener.statistics(), "hosts": hosts}
+        return found if self.rdma is None else {**found, "rdma": self.rdma.statistics()}
 
     # -- reading -------------------------------------------------------------------------------------
 
@@ -107,6 +113,7 @@ class Peers:
         finally:
             if trio.current_time() >= late_from:  # also where its caller has the bytes from elsewhere by now
                 self._note_late(reads)
+            await settle(reads)
             for read in reads:
                 read.abandon()
         return [read.is_right for read in reads]
@@ -174,7 +181,8 @@ class Peers:
                 counters.absent += 1
             elif read.answer is not Answer.ELSEWHERE:
                 counters.lost += 1
-            neighbour.note(is_well=read.is_right or read.answer not in (None, Answer.HERE))
+            is_answered = read.answer not in (None, Answer.HERE)
+            neighbour.note(is_well=read.is_right or is_answered or bool(read.failure))  # TCP goes on
         if size:
             neighbour.speed.note(ahead, seconds)
         counters.bytes += size
@@ -217,7 +225,7 @@ class Peers:
             if client not in self.neighbours and len(self.neighbours) < NEIGHBOURS_MAX:
                 neighbour = Neighbour(
                     client, place, lambda: self.listener.identity, self.options.deadline, lambda: self.listener.load,
-                    self._tell_clients,
+                    self._tell_clients, self.rdma,
                 )  # fmt: skip
                 self.neighbours[client], self._scopes[client] = neighbour, trio.CancelScope()
                 nursery.start_soon(neighbour.run, self.options.connections, self._scopes[client])
@@ -257,34 +265,43 @@ async def serve_peers(
         assert volume.neighbourhood is not None
         return volume.neighbourhood
 
-    listener = Listener(current, options.in_flight)
-    peers = Peers(volume, options, listener)
-    volume.sections["peers"] = peers.statistics
-    async with trio.open_nursery() as nursery:
-        if options.listen is not None:
+    async with open_rdma(options, volume.tier.capacity) as rdma:
+        listener = Listener(current, options.in_flight, rdma)
+        peers = Peers(volume, options, listener)
+        volume.sections["peers"] = peers.statistics
+        async with trio.open_nursery() as nursery:
+            if options.listen is not None:
+                await _listen(peers, options.listen, hood, nursery)
+            nursery.start_soon(peers.follow)
+            if options.reads:
+                volume.connect(peers)
+            task_status.started()
             try:
-                listener.secret = await hood.secret()
-            except EngineError as error:
-                raise MountError(f"the secret of the volume's hosts cannot be read: {error}") from error
-            for listening in await _listening(options.listen):
-                nursery.start_soon(listener.serve, listening)
-            nursery.start_soon(peers.announce, PeerRecord(_addresses(options)))
-        nursery.start_soon(peers.follow)
-        if options.reads:
-            volume.connect(peers)
-        task_status.started()
-        try:
-            await trio.sleep_forever()
-        finally:
-            volume.connect(None)
+                await trio.sleep_forever()
+            finally:
+                volume.connect(None)
+
+
+async def _listen(peers: Peers, address: str, hood: Neighbourhood, nursery: trio.Nursery) -> None:
+    """MountError."""
+    listener = peers.listener
+    try:
+        listener.secret = await hood.secret()
+    except EngineError as error:
+        raise MountError(f"the secret of the volume's hosts cannot be read: {error}") from error
+    for listening in await _listening(address):
+        nursery.start_soon(listener.serve, listening)
+    place = PeerRecord(_addresses(peers.options))
+    if listener.rdma is not None:
+        place = PeerRecord(place.addresses, ("tcp", "rdma"), listener.rdma.gids)
+    nursery.start_soon(peers.announce, place)
 
 
 async def _listening(address: str) -> list[socket.socket]:
     """Sockets that listen there. MountError."""
     host, _, port = address.rpartition(":")
     try:
-        plain = host.strip("[]")
-        opened = await trio.open_tcp_listeners(int(port), host=None if plain == "::" else plain)  # None: IPv4, too
+        opened = await trio.open_tcp_listeners(int(port), host=host.strip("[]"))
     except OSError as error:
         raise MountError(f"peer.listen: nobody can listen at {address}: {error.strerror or error}") from error
     return [socket.socket(fileno=one.socket.detach()) for one in opened]

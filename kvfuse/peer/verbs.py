@@ -11,8 +11,10 @@ import enum
 import functools
 import importlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from time import perf_counter
 from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple, Self
 
@@ -34,6 +36,21 @@ class NoDevice(EngineError):
 
 class VerbsError(EngineError):
     """A call of verbs failed."""
+
+
+class Calls:
+    """How long calls kept the event loop: seconds of the longest one of each kind."""
+
+    def __init__(self) -> None:
+        self.longest: dict[str, float] = {}
+
+    @contextmanager
+    def timed(self, kind: str) -> Iterator[None]:
+        began = perf_counter()
+        try:
+            yield
+        finally:
+            self.longest[kind] = max(perf_counter() - began, self.longest.get(kind, 0.0))
 
 
 def load_constants(load: Callable[[str], ModuleType] = importlib.import_module) -> dict[str, Any]:
@@ -161,6 +178,8 @@ class Device:
         if gid is None:
             raise NoDevice(f"RDMA device {info} has no address: its network interface may be down")
         self.info, self.gid = info, gid
+        self.calls = Calls()
+        """of all that is done with it"""
         try:
             self.context = verbs.device.Context(name=info.name)
             port = self.context.query_port(info.port)
@@ -195,7 +214,8 @@ class Device:
         verbs = pyverbs()
         access = verbs.IBV_ACCESS_LOCAL_WRITE | (verbs.IBV_ACCESS_REMOTE_READ if remote else 0)
         try:
-            return verbs.mr.MR(self.domain, size, access, address=address)
+            with self.calls.timed("register"):
+                return verbs.mr.MR(self.domain, size, access, address=address)
         except verbs.pyverbs_error.PyverbsError as error:
             raise failure(f"{size} bytes of memory cannot be registered with {self.info}", error) from error
 

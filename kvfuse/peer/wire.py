@@ -1,8 +1,9 @@
 """Messages between hosts: sizes, fields, and what is refused. All numbers are little endian.
 
 A connection begins with a greeting (`greeting`). Then who connected sends questions, each with rows that want granules
-of sealed extents, and the other side answers each question, in their order: one row for each of its rows, and after all
-rows the bytes of those that are `HERE`, one after the other. Nothing else is ever sent.
+of sealed extents, and the other side answers each question, in their order: one row for each of its rows, after all
+rows the places of those that have some (`places`), and then the bytes of the others that are `HERE`, one after the
+other. Nothing else is ever sent.
 
 Nothing that comes from the network is believed: `WireError` ends the connection, and whoever gets bytes verifies them.
 """
@@ -20,7 +21,7 @@ from kvfuse.checksum import GRANULE_SIZE
 from kvfuse.errors import KvfuseError
 from kvfuse.volume.views.neighbours import Answer, Wanted
 
-VERSION = 1
+VERSION = 2
 QUESTION_MAGIC = int.from_bytes(b"KVPQ", "little")
 ANSWER_MAGIC = int.from_bytes(b"KVPA", "little")
 HEAD = struct.Struct("<I I Q Q 8x")
@@ -38,6 +39,8 @@ NAMED_MAX = 3
 
 FINAL = 1
 """flag of a row: hosts that were named did not have it"""
+PLACES = 2
+"""flag of a row: it may be answered by places instead of bytes"""
 
 QUESTION = np.dtype(
     [
@@ -53,8 +56,9 @@ QUESTION = np.dtype(
         ("reserved", "<u8"),
     ]
 )
-ANSWER = np.dtype([("answer", "<u4"), ("reserved", "<u4"), ("named", "<u8", NAMED_MAX)])
-"""``answer``: an `Answer`; ``named``: clients that have it, those first that have less to do; 0: no further one"""
+ANSWER = np.dtype([("answer", "<u4"), ("places", "<u4"), ("named", "<u8", NAMED_MAX)])
+"""``answer``: an `Answer`; ``places``: how many places it has, 0: bytes; ``named``: clients that have it, those first
+that have less to do; 0: no further one"""
 
 Rows = npt.NDArray[np.void]
 

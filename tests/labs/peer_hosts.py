@@ -1,20 +1,22 @@
-"""Hosts that read from each other over TCP, in this process, without volumes: their blocks are given to them."""
+"""Hosts that read from each other, in this process, without volumes: their blocks are given to them."""
 
 from __future__ import annotations
 
 import secrets
 import socket
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 import trio
+from soft_rdma import SoftNetwork, soft_rdma
 
 from kvfuse.checksum import granule_checksums
 from kvfuse.options.options import PeerOptions
 from kvfuse.peer.greeting import Identity
 from kvfuse.peer.listener import Listener
+from kvfuse.peer.rdma import Rdma, open_rdma
 from kvfuse.peer.service import Peers
 from kvfuse.volume.store.peer_records import PeerRecord
 from kvfuse.volume.views.neighbours import Answer, Wanted
@@ -29,7 +31,7 @@ class Hood:
 
     client: int
     shared_secret: bytes
-    blocks: dict[int, bytes] = field(default_factory=dict)
+    blocks: dict[int, bytes | memoryview] = field(default_factory=dict)
     """inode -> the bytes of its only extent; its address is the inode's number, its generation 1"""
     places: dict[int, PeerRecord] = field(default_factory=dict)
     holders: dict[int, int] = field(default_factory=dict)
@@ -100,9 +102,12 @@ class PeerHost:
         data = self.hood.blocks[ino]
         return Wanted(ino, 0, ino, generation, 0, len(data), granule_checksums(memoryview(data)))
 
-    async def read(self, *wanted: Wanted) -> tuple[list[bool], list[bytes]]:
-        targets = [bytearray(one.high - one.low) for one in wanted]
-        found = await self.peers.read(wanted, [memoryview(one) for one in targets])
+    async def read(
+        self, *wanted: Wanted, targets: Sequence[memoryview] | None = None
+    ) -> tuple[list[bool], list[bytes]]:
+        if targets is None:
+            targets = [memoryview(bytearray(one.high - one.low)) for one in wanted]
+        found = await self.peers.read(wanted, targets)
         return found, [bytes(one) for one in targets]
 
     async def until_ready(self, client: int) -> None:
@@ -118,20 +123,32 @@ async def until(condition: Callable[[], bool]) -> None:
 
 @asynccontextmanager
 async def peer_hosts(
-    count: int, through: Callable[[int], str] = "127.0.0.1:{}".format, **options: Any
+    count: int,
+    through: Callable[[int], str] = "127.0.0.1:{}".format,
+    network: SoftNetwork | None = None,
+    **options: Any,
 ) -> AsyncIterator[list[PeerHost]]:
-    """Hosts 1, 2, ... that listen, and know each other. ``through``: where others find the one at a port."""
-    secret, given = secrets.token_bytes(32), PeerOptions(**options)
+    """Hosts 1, 2, ... that listen, and know each other. ``through``: where others find the one at a port.
+
+    By TCP, if ``options`` do not say "rdma", or there is a ``network`` that does without devices.
+    """
+    secret, given = secrets.token_bytes(32), PeerOptions(**{"transport": "tcp", "listen": "127.0.0.1:1", **options})
     hosts: list[PeerHost] = []
-    async with trio.open_nursery() as nursery:
-        for client in range(1, count + 1):
-            hood, opened = Hood(client, secret), socket.create_server(("127.0.0.1", 0), backlog=200)
-            listener = Listener(lambda hood=hood: cast(Any, hood), given.in_flight)
+    async with AsyncExitStack() as stack:
+        adapters: list[Rdma | None] = []
+        for _ in range(count):
+            opened = soft_rdma(network) if network is not None else open_rdma(given, 64 << 20)
+            adapters.append(await stack.enter_async_context(opened))
+        nursery = await stack.enter_async_context(trio.open_nursery())
+        for client, rdma in enumerate(adapters, 1):
+            hood, accepting = Hood(client, secret), socket.create_server(("127.0.0.1", 0), backlog=200)
+            listener = Listener(lambda hood=hood: cast(Any, hood), given.in_flight, rdma)
             listener.secret = secret
-            nursery.start_soon(listener.serve, opened)
+            nursery.start_soon(listener.serve, accepting)
             peers = Peers(cast(Any, _Volume(hood)), given, listener)
-            hosts.append(PeerHost(hood, listener, peers, int(opened.getsockname()[1])))
-        places = {host.hood.client: PeerRecord((through(host.port),)) for host in hosts}
+            hosts.append(PeerHost(hood, listener, peers, int(accepting.getsockname()[1])))
+        transports = ("tcp", "rdma") if adapters[0] is not None else ("tcp",)
+        places = {host.hood.client: PeerRecord((through(host.port),), transports) for host in hosts}
         for host in hosts:
             host.hood.places = {client: place for client, place in places.items() if client != host.hood.client}
             nursery.start_soon(host.peers.follow)

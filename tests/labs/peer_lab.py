@@ -16,6 +16,7 @@ import numpy as np
 from mounting import KvfuseMount, shared_conf, temporary_mount, wait_until
 
 from kvfuse.cluster.etcd import EtcdServers
+from kvfuse.peer.queue_pair import PLACE_SIZE
 from kvfuse.peer.wire import ANSWER, ANSWER_MAGIC, HEAD, HEAD_SIZE, QUESTION, Head, Rows
 from kvfuse.volume.views.neighbours import Answer
 
@@ -151,7 +152,7 @@ class PeerProxy:
             back = threading.Thread(target=self._answer, args=(listener, caller, sizes), daemon=True)
             back.start()
             with suppress(OSError):
-                for size in (HELLO_SIZE, PROOF_SIZE):
+                for size in (HELLO_SIZE, PROOF_SIZE + PLACE_SIZE):
                     listener.sendall(exactly(caller, size))
                 while True:
                     head = exactly(caller, HEAD_SIZE)

@@ -6,22 +6,19 @@ import what they need, and devices do not outlive a fork.
 
 from __future__ import annotations
 
-import mmap
 import multiprocessing
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import trio
+from lent_memory import Bytes, shared_memory
 
 from kvfuse.peer.queue_pair import QueuePair
 from kvfuse.peer.verbs import Registration, open_device, pyverbs
 
-Bytes = npt.NDArray[np.uint8]
 pyverbs()  # before processes are forked
 PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload([__name__])
@@ -31,13 +28,6 @@ def pattern(size: int, generation: int = 0) -> Bytes:
     """Bytes that differ from place to place, and from generation to generation."""
     words = (np.arange(size // 4, dtype=np.uint32) + generation) * np.uint32(2654435761)
     return words.view(np.uint8)
-
-
-def shared_memory(size: int) -> Bytes:
-    """As an arena of the tier is made."""
-    descriptor = os.memfd_create("arena")
-    os.ftruncate(descriptor, size)
-    return np.frombuffer(mmap.mmap(descriptor, size), np.uint8)
 
 
 class Owner:

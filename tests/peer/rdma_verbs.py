@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 import trio
 import trio.testing
-from verbs_owner import Owner, owner, pattern, shared_memory
+from lent_memory import shared_memory
+from verbs_owner import Owner, owner, pattern
 
 from kvfuse.peer.devices import find_devices
 from kvfuse.peer.queue_pair import READ, Outcome, QueuePair, QueuePairOptions, Reads

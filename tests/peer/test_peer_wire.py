@@ -20,7 +20,7 @@ from kvfuse.peer import listener as listener_module
 from kvfuse.peer.greeting import Identity, greet
 from kvfuse.peer.listener import CALLER_CONNECTIONS_MAX, STRANGERS_MAX
 from kvfuse.peer.stream import BROKEN, Stream
-from kvfuse.peer.wire import QUESTION, QUESTION_MAGIC, ROWS_MAX, Head, Rows, WireError, pack_question
+from kvfuse.peer.wire import QUESTION, QUESTION_MAGIC, ROWS_MAX, VERSION, Head, Rows, WireError, pack_question
 from kvfuse.volume.store.peer_records import PeerRecord
 from kvfuse.volume.views.neighbours import Wanted
 
@@ -64,7 +64,7 @@ async def is_served(writer: PeerHost, reader: PeerHost) -> bool:
 
 
 def hello_of(client: int, volume_id: bytes = VOLUME_ID) -> bytes:
-    return struct.pack("<8sI4x16sQ32s", b"KVFPEER\n", 1, volume_id, client, secrets.token_bytes(32))
+    return struct.pack("<8sI4x16sQ32s", b"KVFPEER\n", VERSION, volume_id, client, secrets.token_bytes(32))
 
 
 # -- greetings ----------------------------------------------------------------------------------------

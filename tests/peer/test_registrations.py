@@ -61,35 +61,56 @@ def memory() -> Any:
     return np.zeros(SIZE, np.uint8)
 
 
+async def cover(cache: Registrations, one: Any) -> None:
+    await cache.cover(one, 0, one.nbytes)
+
+
+def keys(cache: Registrations, one: Any) -> list[int] | None:
+    parts = cache.parts(one, 0, one.nbytes)
+    return [part.lkey for part in parts] if parts is not None else None
+
+
 async def test_a_memory_is_registered_once() -> None:
     device, cache = make()
     one = memory()
-    assert cache.get(one) is None
-    found: list[Registration] = []
-
-    async def look() -> None:
-        found.append(await cache.of(one))
-
+    assert keys(cache, one) is None
     async with trio.open_nursery() as nursery:
         for _ in range(5):
-            nursery.start_soon(look)
-    assert found == [cache.get(one)] * 5
+            nursery.start_soon(cover, cache, one)
+    assert keys(cache, one) == [1]
     assert (device.count, cache.bytes) == (1, SIZE)
+
+
+async def test_only_the_pieces_that_are_wanted_are_registered() -> None:
+    device, cache = make(10 * PIECE)
+    one = np.zeros(3 * PIECE + 100, np.uint8)
+    await cache.cover(one, 2 * PIECE - 10, 20)
+    assert (device.count, cache.bytes) == (2, 2 * PIECE)
+    address = one.ctypes.data
+    assert cache.parts(one, 2 * PIECE - 10, 20) == [
+        (address + 2 * PIECE - 10, 10, 1, 1),
+        (address + 2 * PIECE, 10, 2, 2),
+    ]
+    assert cache.parts(one, PIECE, PIECE) == [(address + PIECE, PIECE, 1, 1)]
+    for start, size in ((0, 1), (PIECE - 1, 2), (3 * PIECE, 1)):
+        assert cache.parts(one, start, size) is None
+    await cache.cover(one, 3 * PIECE + 99, 1)
+    assert cache.bytes == 2 * PIECE + 100
 
 
 async def test_what_was_not_used_for_longest_goes() -> None:
     device, cache = make()
     kept = [memory() for _ in range(4)]
     for one in kept:
-        await cache.of(one)
-    cache.get(kept[0])
+        await cover(cache, one)
+    keys(cache, kept[0])
     another = memory()
-    await cache.of(another)
+    await cover(cache, another)
     assert device.closed == [2]
-    assert [cache.get(one) is not None for one in kept] == [True, False, True, True]
+    assert [keys(cache, one) is not None for one in kept] == [True, False, True, True]
     assert cache.bytes == 4 * SIZE
     with pytest.raises(VerbsError, match="more than may be registered"):
-        await cache.of(np.zeros(5 * SIZE, np.uint8))
+        await cover(cache, np.zeros(5 * SIZE, np.uint8))
 
 
 async def test_memory_that_is_dropped() -> None:
@@ -97,17 +118,18 @@ async def test_memory_that_is_dropped() -> None:
     device, cache = make()
     async with running(cache):
         held = [memory()]
-        await cache.of(held[0])
+        await cover(cache, held[0])
         await trio.to_thread.run_sync(held.clear)
         gc.collect()
         await trio.testing.wait_all_tasks_blocked(0.01)
         assert (device.closed, cache.bytes) == ([1], 0)
         held.append(memory())
-        await cache.of(held[0])
+        await cover(cache, held[0])
         held.clear()
         held.append(memory())
-        assert cache.get(held[0]) is None
-        assert list((await cache.of(held[0])).lkeys) == [3]
+        assert keys(cache, held[0]) is None
+        await cover(cache, held[0])
+        assert keys(cache, held[0]) == [3]
     assert sorted(device.closed) == [1, 2, 3], "the end of the cache ends all"
 
 
@@ -116,12 +138,12 @@ async def test_an_evicted_memory_may_be_registered_again() -> None:
     device, cache = make(SIZE)
     one, two = memory(), memory()
     for each in (one, two, one):
-        await cache.of(each)
+        await cover(cache, each)
     assert device.closed == [1, 2]
     del one, two, each
     gc.collect()
     three = memory()
-    await cache.of(three)
+    await cover(cache, three)
     assert (device.closed, cache.bytes) == ([1, 2, 3], SIZE)
 
 
@@ -130,11 +152,11 @@ async def test_a_failure_leaves_nothing() -> None:
     device.is_failing = True
     one = memory()
     with pytest.raises(VerbsError, match="no memory"):
-        await cache.of(one)
-    assert (cache.get(one), cache.bytes) == (None, 0)
+        await cover(cache, one)
+    assert (keys(cache, one), cache.bytes) == (None, 0)
     device.is_failing = False
-    await cache.of(one)
-    assert cache.get(one) is not None
+    await cover(cache, one)
+    assert keys(cache, one) is not None
 
 
 def test_a_range_is_cut_where_pieces_end() -> None:

@@ -22,6 +22,8 @@ class PeerRecord(msgspec.Struct, array_like=True, frozen=True):
     """HOST:PORT each, all of this one host; names are resolved by who connects"""
     transports: tuple[str, ...] = ("tcp",)
     """that it can answer by"""
+    gids: tuple[str, ...] = ()
+    """of its RDMA devices: 32 hexadecimal digits each"""
 
 
 def key_of(client: int) -> bytes:

@@ -125,6 +125,11 @@ class _Lease:
         address = arena.memory.address + slot * arena.kind.slot_size
         self.__array_interface__ = {"data": (address, False), "shape": (size,), "typestr": "|u1", "version": 3}
 
+    @property
+    def root(self) -> Bytes:
+        """The memory in which its bytes lie, which lives longer than they do."""
+        return self.arena.memory.bytes
+
     def __del__(self) -> None:
         self.arena.returned.append((self.arena, self.slot))
 
