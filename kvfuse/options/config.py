@@ -126,6 +126,8 @@ _FORMER_VALUES: dict[str, dict[bool | str, str]] = {
     "mount.atime": {True: "relatime", False: "noatime", "true": "relatime", "false": "noatime"}
 }
 """former values of a key -> their present meaning"""
+_SLASHED_KEYS = frozenset(("peer.advertise",))
+"""lists whose parts may have colons in them: slashes separate them in ``-o``"""
 _SHORT_WORDS = {"publish": "publish.mode"}
 # fmt: off
 _IGNORED_WORDS = frozenset((
@@ -285,8 +287,13 @@ def _flatten(tree: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 # -- -o words ---------------------------------------------------------------------------------------
 
 
-def _split_list(text: str) -> list[str]:
-    """Parts between colons; of URLs, which have colons in them, between those before the next URL."""
+def _split_list(key: str, text: str) -> list[str]:
+    """Parts between colons; of URLs, which have colons in them, between those before the next URL.
+
+    Of HOST:PORT between slashes, as mount.ceph has it.
+    """
+    if key in _SLASHED_KEYS:
+        return text.split("/")
     return re.split(":(?=https?://)", text) if "://" in text else text.split(":")
 
 
@@ -322,7 +329,7 @@ def _read_word(word: str) -> tuple[str, Any]:
         raise ConfigError(f"-o {_masked(word)}: unknown option '{name}'{_nearest(name, known, help_there)}")
     if not equals and KEYS[key] is bool:
         return key, True
-    value: Any = _split_list(text) if get_origin(KEYS[key]) is tuple else text
+    value: Any = _split_list(key, text) if get_origin(KEYS[key]) is tuple else text
     return key, _convert(key, value, Path.cwd(), f"-o {word}", from_text=True)
 
 

@@ -64,12 +64,20 @@ KeyPrefix = Annotated[
     str, Meta(pattern=r"^[\x21-\x7e]{0,200}$", description="up to 200 printable characters, no spaces")
 ]
 Word = Annotated[str, Meta(pattern=r"^[\x21-\x7e]{1,200}$", description="printable characters, no spaces")]
+_HOST = r"([A-Za-z0-9._-]{1,253}|\[[0-9A-Fa-f:.]{2,45}\])"
+_PORT = r"(6553[0-5]|655[0-2]\d|65[0-4]\d\d|6[0-4]\d{3}|[1-5]\d{4}|[1-9]\d{0,3})"
 ListenAddress = Annotated[
     str,
     Meta(
-        pattern=r"^([A-Za-z0-9._-]{1,253}|\[[0-9A-Fa-f:.]{2,45}\]):"
-        r"(6553[0-5]|655[0-2]\d|65[0-4]\d\d|6[0-4]\d{3}|[1-5]\d{4}|[1-9]\d{0,3})$",
+        pattern=f"^{_HOST}:{_PORT}$",
         description='HOST:PORT such as "127.0.0.1:9567", an IPv6 address in brackets, the port from 1 to 65535',
+    ),
+]
+PeerAddress = Annotated[
+    str,
+    Meta(
+        pattern=f"^{_HOST}(:{_PORT})?$",
+        description='HOST or HOST:PORT such as "10.0.0.7:7650", an IPv6 address in brackets',
     ),
 ]
 DevicePath = Annotated[
@@ -340,7 +348,7 @@ class PeerOptions(_Section, frozen=True):
 
     listen: ListenAddress | None = None
     """HOST:PORT where other hosts may read what this one has in its tiers; None: nowhere"""
-    advertise: tuple[Word, ...] = ()
+    advertise: tuple[PeerAddress, ...] = ()
     """HOST or HOST:PORT by which others reach it, one for each network card; empty: as ``listen`` says, or this host's
     name"""
     reads: bool = True

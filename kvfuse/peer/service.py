@@ -301,7 +301,8 @@ async def _listening(address: str) -> list[socket.socket]:
     """Sockets that listen there. MountError."""
     host, _, port = address.rpartition(":")
     try:
-        opened = await trio.open_tcp_listeners(int(port), host=host.strip("[]"))
+        plain = host.strip("[]")
+        opened = await trio.open_tcp_listeners(int(port), host=None if plain == "::" else plain)  # None: IPv4, too
     except OSError as error:
         raise MountError(f"peer.listen: nobody can listen at {address}: {error.strerror or error}") from error
     return [socket.socket(fileno=one.socket.detach()) for one in opened]

@@ -75,6 +75,26 @@ def test_urls_in_words() -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "addresses"),
+    [
+        ("10.0.0.7", ("10.0.0.7",)),
+        ("10.0.0.7:7650", ("10.0.0.7:7650",)),
+        ("10.0.0.7:7650/node-7.ib:7651", ("10.0.0.7:7650", "node-7.ib:7651")),
+        ("[fd00::7]:7650/[fd00:1::7]/10.0.0.7", ("[fd00::7]:7650", "[fd00:1::7]", "10.0.0.7")),
+    ],
+)
+def test_addresses_in_words(text: str, addresses: tuple[str, ...]) -> None:
+    """A colon is before a port, so slashes separate them."""
+    assert load(Path("/v"), words=[f"peer.advertise={text},ro"]).options.peer.advertise == addresses
+    assert load(Path("/v"), words=[f"advertise={text}"]).options.peer.advertise == addresses
+
+
+@pytest.mark.parametrize("text", ["", "a/", "a:b", "a:0", "a:65536", "10.0.0.7:7650:10.1.0.7:7650", "fd00::7", "[x]:1"])
+def test_wrong_addresses_in_words(text: str) -> None:
+    assert "peer.advertise is wrong - expected a list of HOST or HOST:PORT" in words_error(f"peer.advertise={text}")
+
+
+@pytest.mark.parametrize(
     ("word", "message"),
     [
         ("allow_othr", "-o allow_othr: unknown option 'allow_othr' - did you mean 'allow_other'?"),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -11,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from mounting import KvfuseMount, stopped, wait_until
-from peer_lab import listening, mounted, stats, wait_for_peers
+from peer_lab import free_port, listening, mounted, stats, wait_for_peers
 
 from kvfuse.cluster.etcd import EtcdServers
 from kvfuse.errors import Disconnected
@@ -86,6 +88,34 @@ def test_a_host_that_listens_nowhere_reads_from_those_that_do(etcd: EtcdServers,
                 assert bytes(store.get(b"key") or b"") == data
                 assert came_from_hosts(before, stats(mount)) == is_near
         assert not stats(writer)["peers"]["hosts"]
+
+
+def test_a_host_is_reached_by_each_address_that_it_says(etcd: EtcdServers) -> None:
+    """Connections are spread over them."""
+    port = free_port()
+    words = (f"peer.listen=[::]:{port}", f"peer.advertise=127.0.0.1:{port}/[::1]")
+    with mounted(etcd, [words, ("peer.connections=2",)]) as (_, reader):
+        wait_until(lambda: [host["connections"] for host in stats(reader)["peers"]["hosts"]] == [2], "connections")
+        (host,) = stats(reader)["peers"]["hosts"]
+        assert host["addresses"] == [f"127.0.0.1:{port}", f"[::1]:{port}"]
+        assert sorted(_remote_addresses(reader.pid, port)) == ["127.0.0.1", "::1"]
+
+
+def _remote_addresses(pid: int, port: int) -> list[str]:
+    """That a process is connected to at this port."""
+    found = []
+    sockets = set()
+    for opened in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # it is closed by now
+            sockets.add(opened.stat().st_ino)
+    for family, table in ((socket.AF_INET, "tcp"), (socket.AF_INET6, "tcp6")):
+        for row in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            fields = row.split()
+            text, _, remote_port = fields[2].partition(":")
+            if int(fields[9]) in sockets and int(remote_port, 16) == port:
+                words = [bytes.fromhex(text[start : start + 8])[::-1] for start in range(0, len(text), 8)]
+                found.append(socket.inet_ntop(family, b"".join(words)))
+    return found
 
 
 def test_a_get_keeps_its_own_deadline_where_other_hosts_are_asked(mounts: list[KvfuseMount], tmp_path: Path) -> None:
