@@ -73,6 +73,32 @@ class ServedCounters:
     """readers that did not take their answer"""
 
 
+class _Room:
+    """Bytes of one answer that are to be sent, among those of its caller's other connections."""
+
+    def __init__(self, sending: Counter[int], caller: int, limit: int) -> None:
+        self._sending, self._caller, self._limit = sending, caller, limit
+        self._size = 0
+
+    def __enter__(self) -> _Room:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.give_back(self._size)
+
+    def take(self, size: int) -> bool:
+        """Whether there is room for them."""
+        if self._sending[self._caller] + size > self._limit:
+            return False
+        self._sending[self._caller] += size
+        self._size += size
+        return True
+
+    def give_back(self, size: int) -> None:
+        self._sending[self._caller] -= size
+        self._size -= size
+
+
 @dataclass
 class Listener:
     """Of one mount. ``neighbourhood``: this host's, at the moment. ``in_flight``: bytes that one caller is sent."""
@@ -187,30 +213,28 @@ class Listener:
     async def _answer(self, stream: Stream, caller: int, head: Head, rows: Rows, link: Link | None) -> None:
         answers = np.zeros(head.row_count, ANSWER)
         places: list[Places] = []
-        views = await self._find(caller, rows, answers, places, link)
-        size = sum(map(len, views))
-        self.load += size
-        self._sending[caller] += size
-        try:
-            reply = Head(head.row_count, head.number, self.load - size).pack(ANSWER_MAGIC)
-            with trio.fail_after(SEND_SECONDS + size / SEND_RATE):
-                await stream.send([memoryview(reply), plain(answers), *map(plain, places), *views])
-        finally:
-            self.load -= size
-            self._sending[caller] -= size
+        with _Room(self._sending, caller, self.in_flight) as room:
+            views = await self._find(caller, rows, answers, room, places, link)
+            size = sum(map(len, views))
+            self.load += size
+            try:
+                reply = Head(head.row_count, head.number, self.load - size).pack(ANSWER_MAGIC)
+                with trio.fail_after(SEND_SECONDS + size / SEND_RATE):
+                    await stream.send([memoryview(reply), plain(answers), *map(plain, places), *views])
+            finally:
+                self.load -= size
         self.served[caller] += size
         self.counters.bytes += size
         self.counters.questions += 1
         self.counters.rows += head.row_count
 
     async def _find(
-        self, caller: int, rows: Rows, answers: Rows, places: list[Places], link: Link | None
+        self, caller: int, rows: Rows, answers: Rows, room: _Room, places: list[Places], link: Link | None
     ) -> Sequence[memoryview]:
         """Fill in the answers, and places of rows; the bytes that follow them."""
         hood = self.neighbourhood()
         found: dict[int, memoryview] = {}
         absent: list[tuple[int, Wanted]] = []
-        room = self.in_flight - self._sending[caller]
         for place, row in enumerate(rows.tolist()):
             ino, base, addr, generation, low, high, flags, _, without, _ = row
             wanted = Wanted(ino, base, addr, generation, low, high, b"")
@@ -229,10 +253,9 @@ class Listener:
                 self.served[caller] += len(view)
                 self._note(caller, wanted)
                 view = None
-            elif view is not None and len(view) > room:
+            elif view is not None and not room.take(len(view)):
                 answer, view = Answer.BUSY, None
             if view is not None:
-                room -= len(view)
                 found[place] = view
                 self._note(caller, wanted)
             elif answer is Answer.ABSENT:
@@ -245,18 +268,19 @@ class Listener:
 
     async def _find_stored(
         self, caller: int, hood: Neighbourhood, absent: Sequence[tuple[int, Wanted]], answers: Rows,
-        found: dict[int, memoryview], room: int,
+        found: dict[int, memoryview], room: _Room,
     ) -> None:  # fmt: skip
         """What the disk tier has of these; else who has it."""
         turns = trio.Semaphore(STORED_AT_ONCE)
 
         async def find(place: int, wanted: Wanted) -> None:
-            nonlocal room
+            size = wanted.high - wanted.low
             async with turns:
-                size = wanted.high - wanted.low
-                view = await hood.stored(wanted) if size <= room else None
-            if view is not None and size <= room:
-                room -= size
+                is_taken = room.take(size)  # before it is read: it is in memory from then on
+                view = await hood.stored(wanted) if is_taken else None
+            if is_taken and view is None:
+                room.give_back(size)
+            if view is not None:
                 found[place] = view
                 answers["answer"][place] = Answer.HERE
                 self._note(caller, wanted)

@@ -20,7 +20,17 @@ from kvfuse.peer import listener as listener_module
 from kvfuse.peer.greeting import Identity, greet
 from kvfuse.peer.listener import CALLER_CONNECTIONS_MAX, STRANGERS_MAX
 from kvfuse.peer.stream import BROKEN, Stream
-from kvfuse.peer.wire import QUESTION, QUESTION_MAGIC, ROWS_MAX, VERSION, Head, Rows, WireError, pack_question
+from kvfuse.peer.wire import (
+    HEAD_SIZE,
+    QUESTION,
+    QUESTION_MAGIC,
+    ROWS_MAX,
+    VERSION,
+    Head,
+    Rows,
+    WireError,
+    pack_question,
+)
 from kvfuse.volume.store.peer_records import PeerRecord
 from kvfuse.volume.views.neighbours import Wanted
 
@@ -262,6 +272,37 @@ async def test_a_reader_that_takes_nothing_is_given_up(monkeypatch: pytest.Monke
         await stream.send([memoryview(Head(3, 1, 0).pack(QUESTION_MAGIC)), memoryview(rows.tobytes())])
         await until(lambda: writer.listener.counters.given_up == 1)
         assert writer.listener.load == 0
+
+
+async def test_what_is_read_from_disk_counts_before_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On all connections of a caller together."""
+    at_once = most = 0
+    may_go_on = trio.Event()
+
+    async def stored(wanted: Wanted) -> memoryview:
+        nonlocal at_once, most
+        at_once += 1
+        most = max(most, at_once)
+        await may_go_on.wait()
+        return memoryview(bytes(wanted.high - wanted.low))
+
+    async with two(in_flight=4 * MIB, deadline=20.0) as (writer, reader):
+        monkeypatch.setattr(writer.hood, "stored", stored)
+        own = reader.hood.identity._replace(client=60)
+        rows = pack_question([(Wanted(100 + number, 0, number, 1, 0, MIB, bytes(4)), 1, 0) for number in range(3)])
+        question = [memoryview(Head(3, 1, 0).pack(QUESTION_MAGIC)), memoryview(rows.tobytes())]
+        async with connected(writer) as one, connected(writer) as two_, connected(writer) as three:
+            for stream in (one, two_, three):
+                await greet(stream, own, 1)
+                await stream.send(question)
+            await until(lambda: at_once >= 4 and writer.listener.counters.questions >= 1)
+            assert writer.listener._sending[60] == 4 * MIB
+            may_go_on.set()
+            for stream in (one, two_):
+                await stream.receive(HEAD_SIZE)
+        await until(lambda: not writer.listener._sending[60])
+        assert most == 4
+        assert await is_served(writer, reader)
 
 
 async def test_a_caller_has_a_bounded_number_of_bytes_on_their_way() -> None:
