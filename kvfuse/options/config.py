@@ -126,7 +126,7 @@ _FORMER_VALUES: dict[str, dict[bool | str, str]] = {
     "mount.atime": {True: "relatime", False: "noatime", "true": "relatime", "false": "noatime"}
 }
 """former values of a key -> their present meaning"""
-_SLASHED_KEYS = frozenset(("peer.advertise",))
+_SLASHED_KEYS = frozenset(("peer.advertise", "peer.rdma_devices"))
 """lists whose parts may have colons in them: slashes separate them in ``-o``"""
 _SHORT_WORDS = {"publish": "publish.mode"}
 # fmt: off

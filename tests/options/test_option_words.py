@@ -89,6 +89,11 @@ def test_addresses_in_words(text: str, addresses: tuple[str, ...]) -> None:
     assert load(Path("/v"), words=[f"advertise={text}"]).options.peer.advertise == addresses
 
 
+def test_devices_with_ports_in_words() -> None:
+    found = load(Path("/v"), words=["rdma_devices=0=mlx5_0:1/1=mlx5_1"]).options.peer.rdma_devices
+    assert found == ("0=mlx5_0:1", "1=mlx5_1")
+
+
 @pytest.mark.parametrize("text", ["", "a/", "a:b", "a:0", "a:65536", "10.0.0.7:7650:10.1.0.7:7650", "fd00::7", "[x]:1"])
 def test_wrong_addresses_in_words(text: str) -> None:
     assert "peer.advertise is wrong - expected a list of HOST or HOST:PORT" in words_error(f"peer.advertise={text}")
