@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import trio
+from daemon_forks import IS_ON, ForkedDaemon
 
 from kvfuse.cluster.ceph import CephServers
 from kvfuse.cluster.etcd import EtcdServers
@@ -85,7 +86,7 @@ class KvfuseMount:
         self.point.mkdir()
         self.words = tuple(words)
         self.command = tuple(command)
-        self._daemon: subprocess.Popen[bytes] | None = None
+        self._daemon: subprocess.Popen[bytes] | ForkedDaemon | None = None
 
     @property
     def pid(self) -> int:
@@ -109,7 +110,9 @@ class KvfuseMount:
             raise AssertionError(f"the daemon ended:\n{self.log.read_text()}")
         os.stat(self.point)
 
-    def _start(self, command: Sequence[str], log: IO[bytes]) -> subprocess.Popen[bytes]:
+    def _start(self, command: Sequence[str], log: IO[bytes]) -> subprocess.Popen[bytes] | ForkedDaemon:
+        if IS_ON and self.command == FOREGROUND:
+            return ForkedDaemon(command[len(KVFUSE) :], log.fileno())
         return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
 
     def _announcements(self) -> int:

@@ -74,7 +74,7 @@ DOORS = {
 
 @pytest.mark.parametrize("door", DOORS)
 def test_a_limit_holds(mount: KvfuseMount, door: str) -> None:
-    rate = 8 * MIB  # slow machines have to get there, too
+    rate = 2 * MIB  # slow and busy machines have to get there, too
     folder = mount.point / "limited"
     folder.mkdir()
     total, lock, failures = [0], threading.Lock(), list[BaseException]()
