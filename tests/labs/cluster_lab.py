@@ -9,6 +9,8 @@ from __future__ import annotations
 import base64
 import dataclasses
 import fcntl
+import os
+import random
 import re
 import shutil
 import subprocess
@@ -32,6 +34,9 @@ from kvfuse.remote.segments.rados.librados import Place
 MEMORY = "/dev/shm"
 """Where etcd's data is. Tests kill servers, they cut no power: a flush for each commit, of three members to one disk,
 would only be waited for."""
+_DRAWS = random.Random(f"engine {os.environ.get('KVFUSE_TEST_SEED')}")
+DRAWN = os.environ.get("KVFUSE_TEST_ENGINE") or _DRAWS.choice(["rados", "block"])
+"""Which of these engines of segments has its turn in this run, where a test is long; KVFUSE_TEST_ENGINE names one."""
 
 
 _Servers = TypeVar("_Servers", EtcdServers, CephServers)

@@ -23,7 +23,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, Self, TypeVar
 
-from mounting import KvfuseMount, wait_until
+from mounting import PATIENCE_S, KvfuseMount, wait_until
 
 from kvfuse.cluster.ceph import CephServers
 from kvfuse.cluster.etcd import EtcdServers
@@ -110,7 +110,7 @@ class Load:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         self._end.set()
         for thread in self._threads:
-            thread.join(20)
+            thread.join(max(20, PATIENCE_S / 3))
             if thread.is_alive() and error is None:
                 raise AssertionError(f"{thread.name} hangs: {list(self._under_way.values())}")
         if self.wrong and error is None:
@@ -290,15 +290,17 @@ def log_record(mount: int, number: int) -> bytes:
 # -- the clusters -----------------------------------------------------------------------------------
 
 
-def heal(etcd: EtcdServers, ceph: CephServers) -> None:
+def heal(etcd: EtcdServers, ceph: CephServers | None) -> None:
     """All members and OSDs run and answer again."""
-    for server in [*etcd.members, *ceph.osds]:
+    osds = [] if ceph is None else ceph.osds
+    for server in [*etcd.members, *osds]:
         server.kill(signal.SIGCONT)
     for index, member in enumerate(etcd.members):
         if not member.pid:
             member.launch()
         etcd.wait_ready(index)
-    for index, osd in enumerate(ceph.osds):
+    for index, osd in enumerate(osds):
+        assert ceph is not None
         if not osd.pid:
             ceph.restart(index)
         ceph.wait_up(index)

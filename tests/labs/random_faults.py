@@ -1,7 +1,7 @@
 """What is broken when, drawn from a seed: daemons, members of etcd and OSDs are killed or stopped, also two at once.
 
 Never more than may be survived: one OSD at a time, and the next one only when every object is on its replicas again;
-etcd has no majority for a bounded time only.
+etcd has no majority for a bounded time only. Where bytes are on a device the first host loses it instead of an OSD.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from cluster_lab import wait_leader
+from loop_lab import set_limit
 from schedule_history import Span
 from schedule_lab import DEADLINE, LEASE, Lab
 
@@ -30,27 +31,28 @@ SECONDS = {
     "stop majority": (0.5, 2 * LEASE),
     "kill osd": (0.5, 6.0),
     "stop osd": (0.5, 8.0),
+    "lose device": (0.5, 8.0),
 }
 """what may happen -> for how long, at least and at most"""
 WEIGHTS = {"kill daemon": 3, "stop daemon": 4}
 """how often, where not once"""
 PAIR_CHANCE = 0.35
-SETTLING_SECONDS = {"etcd": DEADLINE + 3.0, "osd": DEADLINE + 5.0, "daemon": LEASE + 2.0}
+SETTLING_SECONDS = {"etcd": DEADLINE + 3.0, "osd": DEADLINE + 5.0, "device": DEADLINE + 5.0, "daemon": LEASE + 2.0}
 """after a fault ended, until mounts are expected to be as they were before. An OSD that is back has to agree with the
-others first; one that was away is asked again a second later"""
+others first; one that was away is asked again a second later, and a device that was away four seconds later at most"""
 
 
 class Fault(NamedTuple):
     what: str
     index: int
-    """which daemon, follower or OSD"""
+    """which daemon, follower or OSD; nothing for a device"""
     seconds: float
 
     @property
     def kind(self) -> str:
         """Servers of one kind are not broken two at a time, but daemons."""
         victim = self.what.split(" ")[1]
-        return victim if victim in ("daemon", "osd") else "etcd"
+        return victim if victim in ("daemon", "osd", "device") else "etcd"
 
 
 class Step(NamedTuple):
@@ -64,14 +66,16 @@ class Step(NamedTuple):
         return self.pause + max(fault.seconds for fault in self.faults)
 
 
-def draw(seed: int, seconds: float, mounts: int) -> list[Step]:
-    """A schedule that takes about that long."""
+def draw(seed: int, seconds: float, mounts: int, *, devices: bool = False) -> list[Step]:
+    """A schedule that takes about that long. ``devices``: bytes are there, and not in OSDs."""
+    unknown = "osd" if devices else "device"
+    kinds = [what for what in SECONDS if not what.endswith(unknown)]
     rng = random.Random(f"faults {seed}")
     steps: list[Step] = []
     while sum(step.seconds for step in steps) < seconds - PAUSES[1]:
-        faults = [_fault(rng, mounts)]
+        faults = [_fault(rng, mounts, kinds)]
         while rng.random() < PAIR_CHANCE and len(faults) < 2:
-            other = _fault(rng, mounts)
+            other = _fault(rng, mounts, kinds)
             if other.kind != faults[0].kind or (other.kind == "daemon" and other.index != faults[0].index):
                 faults.append(other)
         steps.append(Step(rng.uniform(*PAUSES), tuple(_mendable(faults))))
@@ -86,8 +90,8 @@ def _mendable(faults: list[Fault]) -> list[Fault]:
     return faults
 
 
-def _fault(rng: random.Random, mounts: int) -> Fault:
-    (what,) = rng.choices([*SECONDS], [WEIGHTS.get(what, 1) for what in SECONDS])
+def _fault(rng: random.Random, mounts: int, kinds: list[str]) -> Fault:
+    (what,) = rng.choices(kinds, [WEIGHTS.get(what, 1) for what in kinds])
     return Fault(what, rng.randrange(mounts), round(rng.uniform(*SECONDS[what]), 1))
 
 
@@ -104,7 +108,7 @@ class Faults:
         """All steps, and ``quiet`` between them, while everything runs."""
         for step in steps:
             self._wait(time.monotonic() + step.pause)
-            if any(fault.kind == "osd" for fault in step.faults):
+            if self.lab.ceph is not None and any(fault.kind == "osd" for fault in step.faults):
                 self.lab.ceph.wait_clean()
             began = time.monotonic()
             undo = [(fault.seconds, self._begin(fault), fault) for fault in step.faults]
@@ -126,7 +130,7 @@ class Faults:
 
     def _end(self, fault: Fault, began: float) -> None:
         settled = time.monotonic() + SETTLING_SECONDS[fault.kind]
-        what = f"daemon {fault.index}" if fault.kind == "daemon" else fault.kind
+        what = {"daemon": f"daemon {fault.index}", "device": "device 0"}.get(fault.kind, fault.kind)
         self.spans.append(Span(what, began, settled))
 
     def _begin(self, fault: Fault) -> Callable[[], None]:
@@ -137,6 +141,10 @@ class Faults:
             return self._break_daemon(verb, fault.index)
         if victim == "osd":
             return self._break_osd(verb, fault.index)
+        if victim == "device":
+            device = self.lab.devices[0]
+            set_limit(device, 4096)
+            return lambda: set_limit(device, 0)
         return self._break_members(verb, victim, fault.index)
 
     def _break_daemon(self, verb: str, index: int) -> Callable[[], None]:
@@ -155,6 +163,7 @@ class Faults:
 
     def _break_osd(self, verb: str, index: int) -> Callable[[], None]:
         ceph = self.lab.ceph
+        assert ceph is not None
         if verb == "kill":
             ceph.kill(index)
             return lambda: ceph.restart(index)

@@ -141,9 +141,9 @@ class History:
     # -- what was broken -----------------------------------------------------------------------------
 
     def _spans(self, mount: int, *, stores: bool) -> list[Span]:
-        """When a mount was cut off, in order, overlapping ones put together. ``stores``: or its OSDs were broken."""
+        """When a mount was cut off, in order, overlapping ones put together. ``stores``: or what has its bytes was."""
         if (mount, stores) not in self._by_mount:
-            wanted = {"etcd", f"daemon {mount}"} | ({"osd"} if stores else set())
+            wanted = {"etcd", f"daemon {mount}"} | ({"osd", f"device {mount}"} if stores else set())
             merged: list[Span] = []
             for span in sorted((span for span in self.disturbed if span.what in wanted), key=lambda span: span.begin):
                 if merged and span.begin <= merged[-1].end:

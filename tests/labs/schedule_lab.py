@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from typing import Any
 import schedule_client
 import schedule_content as content
 import trio
-from mounting import PATIENCE_S, KvfuseMount, shared_conf, wait_until
+from mounting import PATIENCE_S, KvfuseMount, conf_elsewhere, shared_conf, wait_until
 from records_audit import Audit
 from schedule_history import History, Span
 from schedule_settling import kernel_stacks
@@ -97,14 +97,19 @@ class CallerProcess:
 class Lab:
     """See the module."""
 
-    def __init__(self, etcd: EtcdServers, ceph: CephServers, folder: Path, seed: int) -> None:
-        self.etcd, self.ceph, self.folder, self.seed = etcd, ceph, folder, seed
-        self.conf = shared_conf(folder, etcd, ceph)
+    def __init__(
+        self, etcd: EtcdServers, ceph: CephServers | None, folder: Path, seed: int, devices: Sequence[Path] = ()
+    ) -> None:
+        """Bytes are in ``ceph``, or on the one device that the mounts know as ``devices``."""
+        self.etcd, self.ceph, self.folder, self.seed, self.devices = etcd, ceph, folder, seed, devices
+        self.conf = shared_conf(folder, etcd, ceph, device=devices[0] if devices else None)
+        confs = [conf_elsewhere(self.conf, devices[0], device) for device in devices[1:]]
+        confs = [self.conf, *confs, *[self.conf] * MOUNTS][:MOUNTS]
         words = f"records.deadline={DEADLINE}", f"segments.deadline={DEADLINE}", f"client.lease={LEASE}"
         bases = [folder / f"host-{number}" for number in range(MOUNTS)]
         for base in bases:
             base.mkdir()
-        self.mounts = [KvfuseMount(base, words, source=self.conf) for base in bases]
+        self.mounts = [KvfuseMount(base, words, source=conf) for base, conf in zip(bases, confs, strict=True)]
         self.callers: list[CallerProcess] = []
         self.stops: list[Span] = []
         """while a daemon was stopped, or dead and did not end"""

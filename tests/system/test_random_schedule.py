@@ -1,5 +1,6 @@
 """Three mounts of one volume on real servers, callers on each, faults drawn from a seed: all that was seen is true.
 
+Bytes are in RADOS or on a device, which is drawn, too (KVFUSE_TEST_ENGINE=rados or block).
 KVFUSE_SCHEDULE_SECONDS=600 makes it long; KVFUSE_TEST_SEED repeats a schedule.
 """
 
@@ -13,7 +14,9 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from cluster_lab import DRAWN, MEMORY
 from fault_load import heal
+from loop_lab import loop_devices
 from mounting import wait_until
 from random_faults import SETTLING_SECONDS, Faults, draw
 from schedule_calls import Caller
@@ -23,12 +26,12 @@ from schedule_history import Call, History, Span
 from schedule_lab import DEADLINE, LEASE, MOUNTS, Lab
 from schedule_settling import Asker
 
-from kvfuse.cluster.ceph import CephServers
 from kvfuse.cluster.etcd import EtcdServers
 
 pytestmark = pytest.mark.root
 
 SECONDS = float(os.environ.get("KVFUSE_SCHEDULE_SECONDS", "30"))
+DEVICE_SIZE = 640 << 20
 SLACK = 3.0
 """what a busy machine may add to a call"""
 FILE_CALL_MAX = 3 * DEADLINE + SLACK
@@ -37,18 +40,28 @@ READ_CALL_MAX = 6 * DEADLINE + SLACK
 """the kernel asks for what it wants to have ahead, then for the page alone, and who waits for that page asks again"""
 RING_CALL_MAX = RING_SECONDS + 1.0 + SLACK
 """of a block call: its deadline, and what the client waits for the answer of a daemon that is late"""
-ADOPTED_MAX = LEASE + 5.0
+QUARANTINE = 3.0
+"""of slabs on a device"""
+ADOPTED_MAX = LEASE + QUARANTINE + 5.0
 ANSWERS_MAX = LEASE + 5.0 + SLACK
 """from when everything is whole until a mount stores what it is given: its lease may only be about to end"""
 
 
 @pytest.fixture
-def lab(own_etcd: EtcdServers, own_ceph: CephServers, seed: int) -> Iterator[Lab]:
+def lab(request: pytest.FixtureRequest, own_etcd: EtcdServers, seed: int) -> Iterator[Lab]:
     """Mounted. At the end everything runs, and the volume must be clean."""
+    print(f"bytes are in {DRAWN}")
     with tempfile.TemporaryDirectory(prefix="kvfuse-schedule-") as folder, ExitStack() as stack:
-        stack.callback(own_ceph.wait_clean)
-        stack.callback(heal, own_etcd, own_ceph)
-        made = Lab(own_etcd, own_ceph, Path(folder), seed)
+        ceph, devices = None, []
+        if DRAWN == "rados":
+            ceph = request.getfixturevalue("own_ceph")
+            stack.callback(ceph.wait_clean)
+        else:
+            memory = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=MEMORY)))
+            (device,) = stack.enter_context(loop_devices(memory / "image", DEVICE_SIZE, 1))
+            devices = [device, *[memory / "image"] * 2]  # a second loop device would be found in place of the first
+        stack.callback(heal, own_etcd, ceph)
+        made = Lab(own_etcd, ceph, Path(folder), seed, devices)
         for mount in made.mounts:
             stack.callback(mount.remove)
             mount.mount()
@@ -59,7 +72,7 @@ def lab(own_etcd: EtcdServers, own_ceph: CephServers, seed: int) -> Iterator[Lab
 @pytest.mark.slow
 @pytest.mark.timeout(3 * SECONDS + 300)
 def test_what_was_seen_under_a_random_schedule_is_true(lab: Lab, seed: int) -> None:
-    steps = draw(seed, SECONDS, MOUNTS)
+    steps = draw(seed, SECONDS, MOUNTS, devices=bool(lab.devices))
     print(*steps, sep="\n")
     faults = Faults(lab, lab.watch)
     wrong: list[str] = []

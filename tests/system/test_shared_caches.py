@@ -8,11 +8,14 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from cluster_lab import DRAWN, MEMORY
 from filling import KIB, MIB, block_bytes, free_bytes, total_bytes
-from mounting import KvfuseMount, shared_conf, wait_until
+from loop_lab import loop_devices
+from mounting import KvfuseMount, conf_elsewhere, shared_conf, wait_until
 
 from kvfuse.cluster.etcd import EtcdServers
 from kvfuse.usrbio.client import BlockStore
@@ -32,15 +35,20 @@ BLOCK = 256 * KIB
 Mounts = tuple[KvfuseMount, KvfuseMount]
 
 
-@pytest.fixture(params=["file", "rados"])
+@pytest.fixture(params=["file", DRAWN])
 def mounts(request: pytest.FixtureRequest, etcd: EtcdServers) -> Iterator[Mounts]:
     """A cache as two hosts have it mounted. At the end both are unmounted, and it must be clean."""
     ceph = request.getfixturevalue("ceph") if request.param == "rados" else None
-    with tempfile.TemporaryDirectory(prefix="kvfuse-caches-") as base:
-        conf = shared_conf(Path(base), etcd, ceph)
-        made = []
+    with tempfile.TemporaryDirectory(prefix="kvfuse-caches-") as base, ExitStack() as stack:
+        made: list[KvfuseMount] = []
+        confs = [shared_conf(Path(base), etcd, ceph)] * 2
+        if request.param == "block":
+            memory = stack.enter_context(tempfile.TemporaryDirectory(dir=MEMORY))
+            devices = stack.enter_context(loop_devices(Path(memory) / "image", 2 * CAPACITY, 2))
+            conf = shared_conf(Path(base), etcd, device=devices[0])
+            confs = [conf, conf_elsewhere(conf, *devices)]
         try:
-            for name in ("one", "two"):
+            for name, conf in zip(("one", "two"), confs, strict=True):
                 (Path(base) / name).mkdir()
                 mount = KvfuseMount(Path(base) / name, WORDS, source=conf)
                 made.append(mount)

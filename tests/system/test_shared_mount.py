@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import trio
-from cluster_lab import create_ceph_user, create_etcd_user, etcd_cluster
+from cluster_lab import DRAWN, create_ceph_user, create_etcd_user, etcd_cluster
 from mounting import KVFUSE, KvfuseMount, shared_conf, stopped, temporary_mount, wait_until
 
 from kvfuse.cluster.ceph import CephServers
@@ -26,11 +26,15 @@ pytestmark = pytest.mark.root
 SIZES = (0, 1, 4096, 70_001, 1 << 20, 9 << 20)
 
 
-@pytest.fixture(params=["file", "rados"])
+@pytest.fixture(params=["file", DRAWN])
 def conf(request: pytest.FixtureRequest, etcd: EtcdServers, tmp_path: Path) -> Path:
-    """The mount.conf of a volume of the test's own; "rados" and "file" say where its bytes are."""
+    """The mount.conf of a volume of the test's own; the parameter says where its bytes are."""
     ceph = request.getfixturevalue("ceph") if request.param == "rados" else None
-    return shared_conf(tmp_path, etcd, ceph)
+    device = tmp_path / "device" if request.param == "block" else None
+    if device is not None:
+        with device.open("wb") as file:
+            file.truncate(640 << 20)
+    return shared_conf(tmp_path, etcd, ceph, device=device)
 
 
 @pytest.fixture
@@ -235,7 +239,8 @@ def test_the_commands_know_a_volume_without_a_folder(shared: KvfuseMount) -> Non
     assert json.loads(kvfuse("info", shared.point / "file", "--json"))["size"] == 70_001
     assert json.loads(kvfuse("stats", shared.point, "--json"))["pid"] == shared.pid
     found = {row["name"]: row for row in json.loads(kvfuse("doctor", shared.source, "--json"))}
-    assert (found["records"]["state"], found["segments"]["state"]) == ("ok", "ok")
+    segments = "segments" if "segments" in found else str(shared.source.with_name("device"))
+    assert (found["records"]["state"], found[segments]["state"]) == ("ok", "ok")
     assert "a volume, answers in" in found["records"]["detail"]
     done = subprocess.run([*KVFUSE, "fsck", shared.source], capture_output=True, text=True, check=False)
     assert (done.returncode, f"process {shared.pid} on " in done.stderr) == (4, True)
