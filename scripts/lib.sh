@@ -14,7 +14,7 @@ CLUSTER_PACKAGES=(etcd-server etcd-client ceph-mon ceph-osd ceph-common librados
 CLUSTER_BENCH_PACKAGES=(ceph-mds ceph-fuse)
 # Reading from other hosts by RDMA: verbs for Python and what drives devices; and the virtual machine that has some.
 RDMA_PACKAGES=(python3-pyverbs ibverbs-providers iproute2)
-RDMA_VM_PACKAGES=(qemu-system-x86 busybox-static cpio kmod xz-utils)
+RDMA_VM_PACKAGES=(qemu-system-x86 busybox-static cpio kmod xz-utils dmsetup)
 
 say() { printf '%s\n' "$*" >&2; }
 die() { say "${0##*/}: $*"; exit 1; }

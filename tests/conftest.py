@@ -37,6 +37,7 @@ RUN_FOLDER = "KVFUSE_TEST_RUN"
 """variable with the folder by which the processes of one run take turns and find servers"""
 BEGUN_FIRST = (
     "system/test_cluster_faults.py",
+    "nvmeof/test_nvmeof.py",
     "peer/test_rdma.py",
     "system/test_crash.py",
     "bench/test_bench_cluster.py",

@@ -362,9 +362,10 @@ async def test_a_dead_clients_key_is_taken_away_and_it_is_not_vouched_for(
         await store.aclose()
 
 
-async def test_a_device_without_reservations_is_used_without(tmp_path: Path) -> None:
+async def test_a_device_without_reservations_is_used_without(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with loop_device(tmp_path / "image", DEVICE_SIZE) as device:
         store = await BlockSegments.open(made([device]), VOLUME, reservations=True)
+        assert f"{device} has none" in caplog.text
         assert store.identity() == b""
         assert not await store.fence(b"somebody")
         await store.create(1, SIZE)

@@ -22,7 +22,7 @@ import trio
 from cluster_lab import rados_place
 from loop_lab import loop_device, loop_devices
 
-from kvfuse.errors import EngineError
+from kvfuse.errors import EngineError, VolumeError
 from kvfuse.remote.segments import decorators
 from kvfuse.remote.segments.api import SegmentInfo, SegmentStore, Transfer
 from kvfuse.remote.segments.block.making import make_set
@@ -34,6 +34,7 @@ from kvfuse.remote.segments.rados.store import RadosSegments
 MIB = 1 << 20
 SIZE = 4 * MIB
 DEVICE_SIZE = 1024 * MIB
+SET_ID = b"volume" * 2 + b"id!!"
 
 Opener = Callable[[], Awaitable[SegmentStore]]
 
@@ -50,6 +51,9 @@ OBJECTS: dict[str, dict[str, int]] = {
     "rados, small objects": {"object_size": 20 * 4096, "in_flight_max": 7},
 }
 """a Ceph cluster's; more options"""
+FABRICS = {"block, NVMe over TCP": "tcp", "block, NVMe over RDMA": "rdma"}
+"""in the virtual machine of tests/nvmeof, and nothing else there"""
+ENGINES = FABRICS if "KVFUSE_RDMA_VM" in os.environ else [*FILES, *DEVICES, *SETS, *OBJECTS]
 
 
 @contextlib.contextmanager
@@ -64,7 +68,24 @@ def image(folder: Path) -> Iterator[Path]:
     path.unlink()
 
 
-@pytest.fixture(params=[*FILES, *DEVICES, *SETS, *OBJECTS])
+def one_by_one(devices: list[Path]) -> Opener:
+    """Each time another host opens the store: all hosts have one device. It is empty at first."""
+
+    async def empty() -> None:
+        store = await BlockSegments.open(devices[:1], SET_ID)
+        for segment in await store.list():
+            await store.remove(segment.segment)
+        await store.aclose()
+
+    try:
+        trio.run(empty)
+    except VolumeError:
+        make_set(devices[:1], SET_ID, 8 * SIZE, SIZE, 30)
+    turns = itertools.cycle(devices)
+    return lambda: BlockSegments.open([next(turns)], SET_ID, deadline=60)
+
+
+@pytest.fixture(params=ENGINES)
 def opener(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Opener]:
     """Opens the same store again and again."""
     engine = request.param
@@ -82,6 +103,10 @@ def opener(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Opener]:
 
             yield open_device
         return
+    if engine in FABRICS:
+        target, kind = request.getfixturevalue("fabric"), FABRICS[engine]
+        yield one_by_one([target.host(f"{kind} {number}", kind).device for number in range(2)])
+        return
     if engine in SETS:
         with contextlib.ExitStack() as stack:
             if engine == "block":
@@ -90,7 +115,7 @@ def opener(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Opener]:
                 paths = [stack.enter_context(loop_device(tmp_path / name, DEVICE_SIZE // 2)) for name in ("a", "b")]
             else:
                 paths = [stack.enter_context(image(tmp_path))]
-            make_set(paths, b"volume" * 2 + b"id!!", 8 * SIZE, 8 * SIZE, 30, replace=True)
+            make_set(paths, SET_ID, 8 * SIZE, 8 * SIZE, 30, replace=True)
             yield lambda: BlockSegments.open(paths, deadline=60)
         return
     path = Path(tempfile.mkdtemp(dir="/dev/shm")) if "tmpfs" in engine else tmp_path

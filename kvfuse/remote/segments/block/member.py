@@ -98,6 +98,8 @@ class SetDevice:
         """Be one of the clients that may write, from now on. False: the device has no reservations. EngineError."""
         is_registered = await self.run(lambda fd: reservations.register(fd, key))
         self._key = key if is_registered else b""
+        if not is_registered:
+            log.warning("segments.reservations: %s has none, so it takes late writes of hosts that are gone", self.path)
         return is_registered
 
     def close(self) -> None:

@@ -1,0 +1,15 @@
+"""Runs tests of segments on NVMe over fabrics, ``nvmeof_*.py`` of this folder, in a virtual machine."""
+
+from __future__ import annotations
+
+import pytest
+from vm_tests import run_in_machine
+
+LIMIT = 600
+"""seconds; it takes a quarter of that where nothing else runs"""
+
+
+@pytest.mark.root
+@pytest.mark.timeout(LIMIT + 20)
+def test_segments_on_nvme_over_fabrics_in_a_virtual_machine() -> None:
+    run_in_machine(LIMIT, "tests/nvmeof/nvmeof_engine.py", plugins=["vm_fixtures"])
