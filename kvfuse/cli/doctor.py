@@ -170,6 +170,24 @@ def _shared_memory(folder: Path) -> Finding:
     return Finding(str(folder), OK if free >= SHARED_MEMORY_MIN else WARN, f"{format_size(free)} free", remedy)
 
 
+def check_rdma() -> Iterator[Finding]:
+    """Devices by which hosts read from each other; those without do so by TCP."""
+    from kvfuse.options.options import PeerOptions
+    from kvfuse.peer.devices import find_devices
+    from kvfuse.peer.rdma import usable_devices
+    from kvfuse.peer.verbs import NoDevice
+
+    try:
+        found = ", ".join(f"{info} ({info.link_layer})" for info in usable_devices(PeerOptions()))
+        yield Finding("RDMA", OK, f"{found}: nearest to this process")
+    except NoDevice as error:
+        if not find_devices():
+            yield Finding("RDMA", OK, "this host has no device: other hosts are read by TCP")
+        else:
+            remedy = "apt-get install python3-pyverbs ibverbs-providers, and bring the device's network interface up"
+            yield Finding("RDMA", WARN, f"not used: {error}", remedy)
+
+
 def check_helpers() -> Iterator[Finding]:
     """The helpers that mount(8), fstab and systemd call."""
     absent = [name for name in HELPERS if not any((Path(folder) / name).exists() for folder in HELPER_FOLDERS)]
@@ -272,6 +290,7 @@ CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
     check_native,
     check_read_ahead,
     check_limits,
+    check_rdma,
     check_helpers,
 )
 

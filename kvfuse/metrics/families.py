@@ -41,6 +41,7 @@ DISK_EVENTS = {
 }
 """event of the disk tier -> its figure"""
 PEER_READ_RESULTS = ("right", "absent", "moved", "busy", "wrong", "lost", "late")
+RDMA_EVENTS = {"read": "reads", "batch": "batches", "completion": "completions", "pair": "pairs"}
 PEER_ANSWERS = ("here", "absent", "moved", "elsewhere", "busy")
 NO_TIER = "none"
 """of a request that no tier answered"""
@@ -122,7 +123,9 @@ def _volume(stats: Stats, space: Stats) -> Iterator[Metric]:
     yield _counter("kvfuse_tier_events", "Look-ups in the shared-memory tier, and its evictions.", ("event",), rows)
     yield from _reports(stats.get("reports") or Counter())
     yield from _disk_tier(stats.get("disk") or Counter())
-    yield from _peers(stats.get("peers") or {"asked": Counter(), "served": Counter(), "hosts": ()})
+    peers = stats.get("peers") or {"asked": Counter(), "served": Counter(), "hosts": ()}
+    yield from _peers(peers)
+    yield from _rdma(peers.get("rdma") or Counter(), peers["served"])
 
 
 def _reports(reports: Stats) -> Iterator[Metric]:
@@ -168,6 +171,24 @@ def _peers(peers: Stats) -> Iterator[Metric]:
     yield _gauge("kvfuse_peers", "Other hosts that answer.", ("state",), [
         (("connected",), connected), (("known",), len(hosts))
     ])  # fmt: skip
+
+
+def _rdma(rdma: Stats, served: Stats) -> Iterator[Metric]:
+    """Zeros where there is none."""
+    rows: Rows = [((event,), rdma[name]) for event, name in RDMA_EVENTS.items()]
+    text = "READs of other hosts' memory; lists of these that were waited for together, and completions; queue pairs."
+    yield _counter("kvfuse_rdma_events", text, ("event",), rows)
+    rows = [(("read",), rdma["bytes"]), (("lent",), served["placed_bytes"])]
+    yield _counter(
+        "kvfuse_rdma_bytes", "Bytes that READs asked for, and that others were told to read.", ("direction",), rows
+    )
+    rows = [((status,), count) for status, count in (rdma["errors"] or {}).items()]
+    yield _counter("kvfuse_rdma_errors", "Queue pairs that ended because of a READ, by its status.", ("status",), rows)
+    registered = rdma["registered_bytes"]
+    yield _gauge("kvfuse_rdma_registered_bytes", "Memory that devices may use, of each device.", (), [((), registered)])
+    longest = max((rdma["longest_call_ms"] or {}).values(), default=0)
+    text = "The longest call of verbs since the mount, for which the event loop waited."
+    yield _gauge("kvfuse_rdma_longest_call_seconds", text, (), [((), longest / 1e3)])
 
 
 def _engines(stats: Stats) -> Iterator[Metric]:

@@ -122,6 +122,8 @@ class Listener:
         """client -> its connections"""
         self._sending: Counter[int] = Counter()
         """client -> bytes on their way to it"""
+        self.links: set[Link] = set()
+        """by which others read"""
         self._strangers = 0
 
     @property
@@ -163,7 +165,8 @@ class Listener:
             if caller is not None:
                 self.counters.connections += 1
                 self._callers[caller] += 1
-                link = await answer_link(self.rdma, stream, place)
+                if (link := await answer_link(self.rdma, stream, place)) is not None:
+                    self.links.add(link)
                 await self._converse(stream, caller, link)
         except WireError as error:
             self.counters.malformed += 1
@@ -177,6 +180,7 @@ class Listener:
         finally:
             stream.close()
             if link is not None:
+                self.links.remove(link)
                 link.close()
             if caller is not None:
                 self._callers[caller] -= 1

@@ -57,7 +57,7 @@ class Neighbour:
         self.received = 0
         """bytes of reads"""
         self.state = "connecting"
-        self._connections: list[Connection] = []
+        self.connections: list[Connection] = []
         self._running: trio.Nursery | None = None
         self._links = Attempts()
         self._failures = 0
@@ -66,20 +66,20 @@ class Neighbour:
 
     @property
     def is_connected(self) -> bool:
-        return bool(self._connections)
+        return bool(self.connections)
 
     @property
     def is_ready(self) -> bool:
         """It can be asked now."""
-        return bool(self._connections) and trio.current_time() >= self._shunned_until
+        return bool(self.connections) and trio.current_time() >= self._shunned_until
 
     def ask(self, reads: Sequence[Read]) -> None:
         """Each is finished some time, at once where there is no connection. One question, if they are few."""
-        if not self._connections:
+        if not self.connections:
             for read in reads:
                 read.finish()
             return
-        min(self._connections, key=lambda one: (one.is_replaced, one.bytes)).ask(reads)
+        min(self.connections, key=lambda one: (one.is_replaced, one.bytes)).ask(reads)
 
     def note(self, *, is_well: bool) -> None:
         """A read ended: with an answer, or with bytes that are wrong, or too late, or not at all."""
@@ -98,13 +98,13 @@ class Neighbour:
     def statistics(self) -> dict[str, object]:
         return {
             "client": f"{self.client:016x}", "addresses": list(self.place.addresses), "state": self.state,
-            "connections": len(self._connections), "rdma_connections": self._link_count(),
+            "connections": len(self.connections), "rdma_connections": self._link_count(),
             "rdma_failures": self._links.failures, "load_bytes": self.load, "received_bytes": self.received,
             "under_way_bytes": self.speed.under_way, "expected_ms_of_1MiB": round(1e3 * self.speed.expect(1 << 20), 3),
         }  # fmt: skip
 
     def _link_count(self) -> int:
-        return sum(one.link is not None and not one.link.pair.ended for one in self._connections)
+        return sum(one.link is not None and not one.link.pair.ended for one in self.connections)
 
     async def run(self, count: int, scope: trio.CancelScope) -> None:
         """Keep so many connections, until ``scope`` is cancelled."""
@@ -158,7 +158,7 @@ class Neighbour:
             nursery.cancel_scope.cancel()
 
     async def _run(self, connection: Connection, ended: trio.Event) -> None:
-        self._connections.append(connection)
+        self.connections.append(connection)
         self.state = "connected"
         self.changed()
         try:
@@ -168,9 +168,9 @@ class Neighbour:
         except Exception:  # a mistake of ours: nothing may depend on other hosts
             log.exception("the connection to host %s failed, and is made anew", self.place.addresses[:1])
         finally:
-            self._connections.remove(connection)
+            self.connections.remove(connection)
             ended.set()
-            if not self._connections:
+            if not self.connections:
                 self.state = "connecting"
                 self.changed()
 

@@ -333,7 +333,8 @@ class QueuePair:
         if self.ended:
             return
         self.ended = why
-        self.errors[why] += 1
+        if why != "CLOSED" or self._under_way:
+            self.errors[why] += 1
         for batch in self._under_way:
             batch.outcome = Outcome(0, why)
         self._under_way.clear()

@@ -178,12 +178,13 @@ def pair_options(options: PeerOptions) -> QueuePairOptions:
 
 def usable_devices(options: PeerOptions) -> list[DeviceInfo]:
     """Those that are near this process, or as the options say. NoDevice, which says what is missing."""
-    pyverbs()
     found = find_devices()
+    if not found:
+        raise NoDevice("this host has no RDMA device")
+    pyverbs()
     active = [info for info in found if info.is_active]
     if not active:
-        states = ", ".join(f"{info} is {info.state}" for info in found)
-        raise NoDevice(f"no RDMA device is active: {states}" if found else "this host has no RDMA device")
+        raise NoDevice(f"no RDMA device is active: {', '.join(f'{info} is {info.state}' for info in found)}")
     return nearest(active, own_node(), device_table(options.rdma_devices, active))
 
 

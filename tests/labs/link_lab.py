@@ -14,6 +14,8 @@ from lent_memory import Bytes, shared_memory
 from peer_hosts import PeerHost, peer_hosts
 from soft_rdma import SoftNetwork
 
+from kvfuse.peer.link import Link
+
 ARENA = 16 << 20
 KIB, MIB = 1 << 10, 1 << 20
 
@@ -53,6 +55,15 @@ class LinkedPair:
         for ino, is_right, block in zip(inos, found, data, strict=True):
             assert not is_right or block == self.writer.hood.blocks[ino]
         return found
+
+    def links(self) -> list[Link]:
+        """The reader's ends of its queue pairs."""
+        links = [one.link for one in self.reader.peers.neighbours[self.writer.hood.client].connections]
+        return [link for link in links if link is not None and not link.pair.ended]
+
+    def lent_links(self) -> list[Link]:
+        """The writer's ends."""
+        return list(self.writer.listener.links)
 
     @property
     def reads(self) -> int:

@@ -126,13 +126,16 @@ async def peer_hosts(
     count: int,
     through: Callable[[int], str] = "127.0.0.1:{}".format,
     network: SoftNetwork | None = None,
+    secret: bytes | None = None,
+    first: int = 1,
     **options: Any,
 ) -> AsyncIterator[list[PeerHost]]:
-    """Hosts 1, 2, ... that listen, and know each other. ``through``: where others find the one at a port.
+    """Hosts that listen, and know each other, from number ``first`` on. ``through``: where others find one at a port.
 
     By TCP, if ``options`` do not say "rdma", or there is a ``network`` that does without devices.
     """
-    secret, given = secrets.token_bytes(32), PeerOptions(**{"transport": "tcp", "listen": "127.0.0.1:1", **options})
+    secret = secret or secrets.token_bytes(32)
+    given = PeerOptions(**{"transport": "tcp", "listen": "127.0.0.1:1", **options})
     hosts: list[PeerHost] = []
     async with AsyncExitStack() as stack:
         adapters: list[Rdma | None] = []
@@ -140,7 +143,7 @@ async def peer_hosts(
             opened = soft_rdma(network) if network is not None else open_rdma(given, 64 << 20)
             adapters.append(await stack.enter_async_context(opened))
         nursery = await stack.enter_async_context(trio.open_nursery())
-        for client, rdma in enumerate(adapters, 1):
+        for client, rdma in enumerate(adapters, first):
             hood, accepting = Hood(client, secret), socket.create_server(("127.0.0.1", 0), backlog=200)
             listener = Listener(lambda hood=hood: cast(Any, hood), given.in_flight, rdma)
             listener.secret = secret

@@ -195,7 +195,7 @@ async def test_memory_of_a_read_that_is_over_is_not_touched_again(*, is_cancelle
             target[:] = bytes([OLD]) * len(target)
         proxy.be_honest()
         neighbour = reader.peers.neighbours[1]
-        await until(lambda: all(one.bytes == 0 for one in neighbour._connections))
+        await until(lambda: all(one.bytes == 0 for one in neighbour.connections))
         assert proxy.payload >= len(targets[0])
         assert await is_served_again(writer, reader)
         assert all(target == bytes([OLD]) * len(target) for target in targets)

@@ -170,7 +170,7 @@ async def test_a_host_without_a_device_is_read_by_tcp(monkeypatch: pytest.Monkey
     async with linked(SoftNetwork()) as pair:
         inos = pair.put([64 * KIB] * 4)
         pair.writer.listener.rdma = None
-        await pair.reader.peers.neighbours[1]._connections[0]._stream.send([memoryview(b"what is no question" * 2)])
+        await pair.reader.peers.neighbours[1].connections[0]._stream.send([memoryview(b"what is no question" * 2)])
         await until(lambda: pair.reader.peers.neighbours[1].statistics()["rdma_connections"] == 0)
         await pair.reader.until_ready(1)
         before = pair.reads
