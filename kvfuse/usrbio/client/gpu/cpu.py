@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -32,14 +33,12 @@ class CpuMemory:
     """``size`` bytes of the device. It has the interface by which libraries show memory of a GPU."""
 
     def __init__(self, size: int) -> None:
-        descriptor = os.memfd_create("kvfuse-cpu-device", os.MFD_CLOEXEC)
-        try:
-            os.ftruncate(descriptor, size)
-            self._shown = np.frombuffer(mmap(descriptor, size, prot=PROT_READ | PROT_WRITE), np.uint8)
-            self.bytes: Bytes = np.frombuffer(mmap(descriptor, size), np.uint8)
-            """for the device's copies, and for whoever looks from outside"""
-        finally:
-            os.close(descriptor)
+        descriptor = self.descriptor = os.memfd_create("kvfuse-cpu-device", os.MFD_CLOEXEC)
+        weakref.finalize(self, os.close, descriptor)
+        os.ftruncate(descriptor, size)
+        self._shown = np.frombuffer(mmap(descriptor, size, prot=PROT_READ | PROT_WRITE), np.uint8)
+        self.bytes: Bytes = np.frombuffer(mmap(descriptor, size), np.uint8)
+        """for the device's copies, and for whoever looks from outside"""
         self.address = address_of(self._shown)
         if _libc.mprotect(ctypes.c_void_p(self.address), ctypes.c_size_t(size), PROT_NONE):
             raise OSError(ctypes.get_errno(), "mprotect")
@@ -75,6 +74,9 @@ class CpuStream(Stream):
 
     def follow(self, stream: int) -> None:
         """The device has no streams of others: all that they were given is done."""
+
+    def mark(self) -> Mark:
+        return self._begin(lambda: None)
 
     def close(self) -> None:
         self._jobs.put(None)
@@ -113,8 +115,12 @@ class CpuDevice(Device):
 
     name = "processor (no GPU)"
 
-    def __init__(self, *, pins: bool = True, pins_read_only: bool = True) -> None:
-        """``pins``, ``pins_read_only``: whether it says that it can pin memory: it never has to."""
+    def __init__(self, *, pins: bool = True, pins_read_only: bool = True, exports: bool = False) -> None:
+        """``pins``, ``pins_read_only``: whether it says that it can pin memory: it never has to.
+
+        ``exports``: it gives descriptors of its memory to others.
+        """
+        self._exports = exports
         self._pins_read_only = pins_read_only
         self.before_copy: Callable[[str], None] = lambda _kind: None
         self.pinned: dict[int, int] = {}
@@ -142,10 +148,16 @@ class CpuDevice(Device):
 
     @property
     def lacks_export(self) -> str:
-        return f"{self.name}: it has no dma-buf"
+        return "" if self._exports else f"{self.name}: it has no dma-buf"
 
-    def export(self, address: int, size: int) -> int:
-        raise DeviceError(self.lacks_export)
+    def export(self, address: int, size: int) -> tuple[int, int]:
+        """A descriptor of the memory itself: no dma-buf, but what an adapter of tests can use in its place."""
+        if not self._exports:
+            raise DeviceError(self.lacks_export)
+        for memory in self._memories:
+            if memory.address <= address and address + size <= memory.address + len(memory.bytes):
+                return os.dup(memory.descriptor), address - memory.address
+        raise DeviceError(f"{self.name}: {size} bytes at {address:#x} are not its memory")
 
     def open_stream(self) -> Stream:
         return CpuStream(self._find, lambda kind: self.before_copy(kind))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from mmap import PAGESIZE
 from typing import Any, NamedTuple
 
 from kvfuse.errors import DeviceError
@@ -140,14 +141,16 @@ class CudaDevice(Device):
             else f"{self.name}: the driver exports no dma-buf (CUDA {self.facts.driver})"
         )
 
-    def export(self, address: int, size: int) -> int:
+    def export(self, address: int, size: int) -> tuple[int, int]:
+        start = address // PAGESIZE * PAGESIZE
+        end = -(-(address + size) // PAGESIZE) * PAGESIZE  # the driver exports whole pages of the host alone
         with self.current() as driver:
             kind = driver.CUmemRangeHandleType.CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD
             (descriptor,) = self.call(
-                "cuMemGetHandleForAddressRange", driver.CUdeviceptr(address), size, kind, 0,
-                remedy="the open kernel modules of NVIDIA's driver export memory, and only whole pages of the host",
+                "cuMemGetHandleForAddressRange", driver.CUdeviceptr(start), end - start, kind, 0,
+                remedy="the open kernel modules of NVIDIA's driver export memory, of one allocation at a time",
             )  # fmt: skip
-        return int(descriptor)
+        return int(descriptor), address - start
 
     @contextmanager
     def allocated(self, size: int) -> Iterator[_Allocated]:
@@ -208,6 +211,16 @@ class CudaStream(Stream):
                 self._device.call("cuStreamWaitEvent", self._stream, event, 0)
             finally:
                 self._give_back(event)  # a wait is for what was recorded before it
+
+    def mark(self) -> Mark:
+        with self._device.current():
+            event = self._take_event()
+            try:
+                self._device.call("cuEventRecord", event, self._stream)
+            except DeviceError:
+                self._give_back(event)
+                raise
+        return _CudaMark(self, event)
 
     def wait_for(self, event: Any) -> None:
         """Return when what an event of this stream was recorded after has ended. DeviceError."""

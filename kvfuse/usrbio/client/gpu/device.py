@@ -43,6 +43,10 @@ class Stream(ABC):
         """Begin later copies when ``stream``, one of the device's, has done all that it was given so far."""
 
     @abstractmethod
+    def mark(self) -> Mark:
+        """The end of all copies so far, and of what the stream follows."""
+
+    @abstractmethod
     def close(self) -> None:
         """After the last copy has ended."""
 
@@ -90,8 +94,8 @@ class Device(ABC):
         """Why `export` cannot work, "" where it may."""
 
     @abstractmethod
-    def export(self, address: int, size: int) -> int:
-        """A new descriptor of the dma-buf of memory of the device. Both numbers are multiples of the host's page."""
+    def export(self, address: int, size: int) -> tuple[int, int]:
+        """A new descriptor of a dma-buf that has these bytes of the device, and where they begin in it."""
 
     @abstractmethod
     def open_stream(self) -> Stream: ...
