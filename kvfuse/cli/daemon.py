@@ -72,7 +72,11 @@ async def _serve(effective: Effective, point: Path, announce: Callable[[], None]
     from kvfuse.usrbio.daemon.listener import serve_rings
 
     options = effective.options
-    doors: list[Door] = [partial(serve_rings, options=options.usrbio)] if options.usrbio.enabled else []
+    doors: list[Door] = []
+    if options.usrbio.enabled:
+        from kvfuse.peer.device_memory import RdmaMemories
+
+        doors.append(partial(serve_rings, options=options.usrbio, device_memories=RdmaMemories()))
     services: list[Service] = []
     if options.is_shared and (options.peer.listen is not None or options.peer.reads):
         from kvfuse.peer.service import serve_peers

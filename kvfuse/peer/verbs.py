@@ -14,6 +14,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from errno import EOPNOTSUPP, EPROTONOSUPPORT
 from time import perf_counter
 from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple, Self
@@ -26,6 +27,9 @@ from kvfuse.peer.devices import DeviceInfo, choose_gid, find_devices
 
 PIECE = 4 << 20
 """bytes that one call registers, where the memory is there already in well below a millisecond"""
+PAGE = 4096
+NO_DESCRIPTOR = 1 << 30
+"""a number that no descriptor has"""
 SOFTWARE_VENDORS = (0xFFFFFF, 0x626D74)
 """of devices that are programs (rxe, siw): they carry out a READ within the call that posts it"""
 
@@ -224,10 +228,21 @@ class Device:
         verbs = pyverbs()
         access = verbs.IBV_ACCESS_LOCAL_WRITE | (verbs.IBV_ACCESS_REMOTE_READ if remote else 0)
         try:
-            piece = verbs.mr.DmaBufMR(self.domain, size, access, dmabuf=descriptor, offset=offset)
+            with self.calls.timed("register"):
+                piece = verbs.mr.DmaBufMR(self.domain, size, access, dmabuf=descriptor, offset=offset)
         except verbs.pyverbs_error.PyverbsError as error:
             raise failure(f"{self.info} cannot use memory of other devices", error) from error
         return Registration(offset, size, remote, None, [piece], size)
+
+    def lacks_dmabuf(self) -> str:
+        """Why `register_dmabuf` cannot work, "" where it may: what is answered for a descriptor that is none."""
+        verbs = pyverbs()
+        try:
+            verbs.mr.DmaBufMR(self.domain, PAGE, verbs.IBV_ACCESS_LOCAL_WRITE, dmabuf=NO_DESCRIPTOR, offset=0).close()
+        except verbs.pyverbs_error.PyverbsError as error:
+            if getattr(error, "error_code", 0) in (EOPNOTSUPP, EPROTONOSUPPORT):
+                return f"the driver of {self.info} registers no dma-buf (Linux 5.12 with mlx5, irdma, ... does)"
+        return ""
 
     def close(self) -> None:
         self.domain.close()

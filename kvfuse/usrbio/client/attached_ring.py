@@ -18,7 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvfuse.usrbio.client.files import File, Namespace
-from kvfuse.usrbio.client.gpu.memory import GpuIov, Landing, Staged, StagedEntry, staging
+from kvfuse.usrbio.client.gpu.memory import GpuIov, Landing, is_staged, staging
+from kvfuse.usrbio.client.gpu.prepared import DeviceEntries, Ending
 from kvfuse.usrbio.client.iov import Iov
 from kvfuse.usrbio.client.key_area import KEY_CELL, Found, KeyArea
 from kvfuse.usrbio.client.session import Session, close_all
@@ -41,8 +42,6 @@ _IOV_OFFSET = 8
 Memory = Iov | GpuIov
 Column = npt.ArrayLike
 """an array with a value for each entry, or one value for all"""
-Ending = Callable[[int, bool], Landing | None]
-"""what is to be done when an entry completes: (result, whether it was answered with a view); a copy that it began"""
 
 
 class Shape(NamedTuple):
@@ -86,9 +85,8 @@ class AttachedRing:
         self.tickets = Tickets(shape.entries)
         self._prepared = 0
         self._before_submit: list[Callable[[], None]] = []
-        self._brought: list[tuple[int, StagedEntry]] = []
-        """(number among the prepared entries, entry) of those that write what a device has"""
         self._endings: dict[int, Ending] = {}
+        self._on_devices = DeviceEntries(self._endings, self._spoil)
 
     def close(self) -> None:
         """Returns when the daemon touches no iov for this ring any more. What was under way is forgotten."""
@@ -149,11 +147,11 @@ class AttachedRing:
         if key is not None:
             self._keys.check([key])
         self.need_room(1)
-        if isinstance(iov, GpuIov):
+        if is_staged(op, iov, flags):
             terms = user_data, priority, timeout, flags, key
-            with staging([iov], [iov_offset], [length]) as staged:
+            with staging(op, [iov], [iov_offset], [length], flags=flags) as staged:
                 ticket = self.place_one(op, handle, staged.iovs[0], staged.offsets[0], offset, length, *terms)
-                self._attend(op, [ticket], staged)
+                self._on_devices.attend(op, self._prepared - 1, [ticket], staged)
             return ticket
         iov_handle, place = (0, iov_offset) if iov is None else (iov.handle, iov.at(iov_offset))
         key_offset, key_length = (0, 0) if key is None else (self._keys.put(self.tickets.next(), key), len(key))
@@ -161,7 +159,9 @@ class AttachedRing:
             op, handle, iov_handle, offset, place, length,
             user_data, priority, timeout, flags, key_offset, key_length,
         )  # fmt: skip
-        if iov is not None and iov.mirror is not None:
+        if isinstance(iov, GpuIov):
+            self._on_devices.follow(self._prepared - 1, [ticket], [iov])
+        elif iov is not None and iov.mirror is not None:
             self._copy(op, ticket, iov, iov_offset, length)
         return ticket
 
@@ -174,14 +174,17 @@ class AttachedRing:
         places = _places(iov_offsets)
         self.need_room(count)
         columns = {"handle": file.handle, "offset": offsets, "length": lengths, "priority": priority}
-        if isinstance(iov, GpuIov):
-            with staging([iov] * count, *_rows(count, places, lengths)) as staged:
+        if is_staged(op, iov):
+            with staging(op, [iov] * count, *_rows(count, places, lengths)) as staged:
                 columns |= {"iov": staged.handles, "iov_offset": staged.offsets}
-                self._attend(op, self._place_columns(count, user_data, timeout, op=op, **columns).tolist(), staged)
+                tickets = self._place_columns(count, user_data, timeout, op=op, **columns)
+                self._on_devices.attend(op, self._prepared - count, tickets.tolist(), staged)
             return count
         columns |= {"iov": iov.handle, "iov_offset": places + np.uint64(iov.base)}
         tickets = self._place_columns(count, user_data, timeout, op=op, **columns)
-        if iov.mirror is not None:
+        if isinstance(iov, GpuIov):
+            self._on_devices.follow(self._prepared - count, tickets.tolist(), [iov] * count)
+        elif iov.mirror is not None:
             self._copy_columns(op, tickets, [iov] * count, places, lengths)
         return count
 
@@ -191,12 +194,12 @@ class AttachedRing:
     ) -> Numbers:  # fmt: skip
         """Many GET or PUT. Their tickets."""
         count = len(keys)
-        if any(isinstance(iov, GpuIov) for iov in iovs):
+        if any(is_staged(op, iov, flags) for iov in iovs):
             self.need_room(count)
-            with staging(iovs, *_rows(count, _places(iov_offsets), lengths)) as staged:
+            with staging(op, iovs, *_rows(count, _places(iov_offsets), lengths), flags=flags) as staged:
                 terms = user_data, flags, priority, timeout
                 tickets = self.place_keys(op, staged.iovs, staged.offsets, namespace, keys, lengths, *terms)
-                self._attend(op, tickets.tolist(), staged)
+                self._on_devices.attend(op, self._prepared - count, tickets.tolist(), staged)
             return tickets
         key_sizes = self._keys.check(keys)
         handles = np.fromiter((iov.handle if iov is not None else 0 for iov in iovs), np.uint32, count)
@@ -208,6 +211,8 @@ class AttachedRing:
             count, user_data, timeout, op=op, priority=priority, flags=flags, handle=namespace.handle, iov=handles,
             iov_offset=places + bases, length=lengths, key_length=key_sizes, key_offset=key_offsets,
         )  # fmt: skip
+        if any(isinstance(iov, GpuIov) for iov in iovs):
+            self._on_devices.follow(self._prepared - count, tickets.tolist(), iovs)
         if any(iov is not None and iov.mirror is not None for iov in iovs):
             self._copy_columns(op, tickets, iovs, places, lengths)
         return tickets
@@ -264,17 +269,8 @@ class AttachedRing:
     ) -> None:
         columns = _rows(len(tickets), offsets, lengths)
         for ticket, iov, offset, length in zip(tickets.tolist(), iovs, *columns, strict=True):
-            if iov is not None and iov.mirror is not None:
+            if isinstance(iov, Iov) and iov.mirror is not None:
                 self._copy(op, ticket, iov, offset, length)
-
-    def _attend(self, op: Op, tickets: Sequence[int], staged: Staged) -> None:
-        """The entries that were placed last have memory of devices: copy it to or from staging memory in time."""
-        first = self._prepared - len(tickets)
-        for number, (ticket, entry) in enumerate(zip(tickets, staged.entries, strict=True), first):
-            if entry is not None:
-                self._endings[ticket] = partial(entry.end, op)
-                if op in (Op.WRITE, Op.PUT):
-                    self._brought.append((number, entry))
 
     # -- submitting and reaping ----------------------------------------------------------------------
 
@@ -283,21 +279,15 @@ class AttachedRing:
         for copy in self._before_submit:
             copy()
         self._before_submit.clear()
-        if self._brought:
-            self._bring()
+        self._on_devices.prepare()
         count = self._prepared
         self._publish(count + self._place_releases() if self.session.unpins else count)
         return count
 
-    def _bring(self) -> None:
-        """Copy what devices write to staging memory. Entries whose copy fails are made such that the daemon refuses."""
-        landings = [(number, entry, entry.bring()) for number, entry in self._brought]
-        self._brought.clear()
-        for number, entry, landing in landings:
-            if (error := landing.finish()) is not None:
-                entry.fail(error)
-                place = (self._sq.position + number) % self._shape.places * SQE_STRUCT.size
-                _IOV.pack_into(self._sq_bytes, place + _IOV_OFFSET, 0)
+    def _spoil(self, number: int) -> None:
+        """Have the daemon refuse a prepared entry."""
+        place = (self._sq.position + number) % self._shape.places * SQE_STRUCT.size
+        _IOV.pack_into(self._sq_bytes, place + _IOV_OFFSET, 0)
 
     def _publish(self, count: int) -> None:
         self._prepared = 0

@@ -201,6 +201,7 @@ class Client(AbstractContextManager["Client"]):
                     iov.register(session)
                 for named in self._named:
                     named.register_again(session)
+                self.gpus.register(session)
             except BaseException:
                 session.close()
                 raise

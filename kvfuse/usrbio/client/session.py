@@ -17,7 +17,7 @@ import weakref
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
-from errno import EINVAL, ENOENT
+from errno import EINVAL, ENOENT, EOPNOTSUPP
 from functools import partial
 from itertools import count
 from mmap import PROT_READ, mmap
@@ -30,6 +30,7 @@ from kvfuse.errors import Disconnected
 from kvfuse.usrbio.protocol.wire import (
     DESCRIPTORS_MAX,
     MESSAGE_SIZE_MAX,
+    PAGE,
     SOCKET_PATH,
     VERSION,
     Ability,
@@ -79,6 +80,8 @@ class Session:
         self.has_tokens = False
         """it has shown some"""
         self.abilities = Ability(0)
+        self._lacks_adapter: str | None = None
+        """what the daemon said; None: it was not asked"""
         self._socket = _connect(mount, deadline)
         try:
             reply, _ = self.request(Request.HELLO, VERSION)
@@ -104,8 +107,24 @@ class Session:
 
     @property
     def lacks_adapter(self) -> str:
-        """Why the daemon can register no memory of a GPU; "" where it can."""
-        return "" if Ability.DMABUF in self.abilities else "the daemon has no RDMA device"
+        """Why the daemon can register no memory of a GPU; "" where it may be able to. Disconnected."""
+        if Ability.DMABUF in self.abilities:
+            return ""
+        if self._lacks_adapter is None:
+            self._lacks_adapter = self._ask_for_adapter()
+        return self._lacks_adapter
+
+    def _ask_for_adapter(self) -> str:
+        """What the daemon answers for memory that is none of a device."""
+        descriptor = os.memfd_create("kvfuse-probe", os.MFD_CLOEXEC)
+        try:
+            self.request(Request.ADD_DMABUF, 0, PAGE, descriptors=[descriptor])
+        except OSError as error:
+            if error.errno == EOPNOTSUPP:
+                return str(error.strerror)
+        finally:
+            os.close(descriptor)
+        return "the daemon is of an older version, which registers no memory of GPUs"
 
     def request(
         self, request: Request, *values: int, descriptors: Sequence[int] = (), text: str = ""

@@ -32,12 +32,14 @@ class BlockCalls:
     """The block calls of one connection. An error that one raises becomes its result.
 
     ``finish``: completes a call that changed something. ``read_here``: reads a file in the event loop, for a call.
+    ``answer_found``: answers one whose bytes are to be copied to a device; False: it is none of those.
     """
 
     volume: RingApi
     admission: Admission
     finish: Callable[[Done], None]
     read_here: Callable[[Call, Any, int, int], Awaitable[None]]
+    answer_found: Callable[[Call], Awaitable[bool]]
 
     def __post_init__(self) -> None:
         self.peer = self.admission.peer
@@ -87,7 +89,7 @@ class BlockCalls:
         size = binding.map.size
         if size > 0:
             await self.volume.files.show(handle, 0, (size - 1) // binding.map.chunk_size)
-        return await call.try_again()
+        return await call.try_again() or await self.answer_found(call)
 
     async def _bind(self, namespace: Namespace, name: bytes) -> Binding:
         """The binding of a name, if this peer may read it. NotFound, PermissionDenied."""

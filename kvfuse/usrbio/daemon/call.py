@@ -18,6 +18,8 @@ import numpy.typing as npt
 import trio
 
 from kvfuse.usrbio.daemon.client_memory import Iov
+from kvfuse.usrbio.daemon.device_iovs import DeviceIov
+from kvfuse.usrbio.daemon.device_memory import Piece
 from kvfuse.usrbio.daemon.interpreter import Interpreter, Seat
 from kvfuse.usrbio.daemon.jobs import Jobs
 from kvfuse.usrbio.daemon.registry import Namespace, OpenFile
@@ -66,10 +68,14 @@ class Call:
     file: OpenFile | None = None
     namespace: Namespace | None = None
     iov: Iov | None = None
+    device: DeviceIov | None = None
+    """GET, READ: the target, instead of ``iov``"""
+    piece: Piece | None = None
+    """what is to be copied there"""
     names: Sequence[bytes] = ()
     """file names of the keys"""
     data: Any = None
-    """PUT, WRITE: a copy of the bytes"""
+    """PUT, WRITE: a copy of the bytes; with a piece: what keeps its bytes"""
     again: Callable[[Call], Answer | None] = lambda call: None
     """what the ring's thread tries after the event loop's preparation: see `Completions.attempt`"""
     size: int = 0
@@ -252,18 +258,30 @@ class Completions:
 
         True: the call is completed, or the ring has stopped.
         """
+        if not self.hold(call):
+            return True
+        answer = None
+        try:
+            answer = attempt(call)
+        except OSError as error:
+            answer = Answer(-(error.errno or errno.EIO))
+        finally:
+            self.let_go(call, answer)
+        return answer is not None
+
+    def hold(self, call: Call) -> bool:
+        """Keep others from completing a call until `let_go`. False: it is completed, or the ring has stopped."""
         with self._lock:
             if call.ended or self.stopped:
-                return True
+                return False
             call.busy = True
+            return True
+
+    def let_go(self, call: Call, answer: Answer | None) -> None:
+        """Complete a held call; None: others will. Then it is given up, if somebody wanted that meanwhile."""
         try:
-            try:
-                answer = attempt(call)
-            except OSError as error:
-                answer = Answer(-(error.errno or errno.EIO))
             if answer is not None and not self.complete(call, *answer) and answer.pin:
                 self._unpin(answer.pin)
-            return answer is not None
         finally:
             with self._lock:
                 call.busy = False

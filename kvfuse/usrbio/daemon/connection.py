@@ -19,7 +19,7 @@ import trio
 
 from kvfuse import errors
 from kvfuse.errnos import errno_of
-from kvfuse.usrbio.daemon import registry
+from kvfuse.usrbio.daemon import device_iovs, registry
 from kvfuse.usrbio.daemon.accounts import Account
 from kvfuse.usrbio.daemon.audience import Audience
 from kvfuse.usrbio.daemon.call_memory import Share
@@ -34,7 +34,7 @@ from kvfuse.usrbio.daemon.penalty import BOUND, Penalty
 from kvfuse.usrbio.daemon.registered import Registered
 from kvfuse.usrbio.daemon.registry import Namespace, OpenFile, Remembered
 from kvfuse.usrbio.daemon.ring_thread import OwnedRing
-from kvfuse.usrbio.protocol.wire import ENTRIES_MAX, IOV_SIZE_MAX, VERSION, Access, Layout, Message, Request
+from kvfuse.usrbio.protocol.wire import ENTRIES_MAX, IOV_SIZE_MAX, VERSION, Ability, Access, Layout, Message, Request
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +44,7 @@ COSTS = {
     Request.ADD_RING: 16,
     Request.DROP_RING: 16,
     Request.ADD_IOV: 4,
+    Request.ADD_DMABUF: 16,
     Request.DROP_IOV: 4,
     Request.ADD_FILE: 4,
     Request.DROP_FILE: 2,
@@ -53,6 +54,7 @@ COSTS = {
 }
 """of a message for the event loop, beside its answer, in calls"""
 
+WITH_DESCRIPTOR = (Request.ADD_FILE, Request.ADD_IOV, Request.ADD_DMABUF, Request.OPEN_NAMESPACE)
 WITH_TEXT = (Request.SHOW_TOKEN, Request.DESCRIBE)
 """requests whose methods get the text behind the message, too"""
 
@@ -78,7 +80,9 @@ class Connection:
         self._usher = usher
         self._limits = limits
         self._stream = stream
-        self._calls = Calls(limits.volume, limits.kernel, peer, nursery, share, limits.desk.calls_of)
+        self._calls = Calls(
+            limits.volume, limits.kernel, peer, nursery, share, limits.desk.calls_of, limits.device_staging
+        )
         self._admission = self._calls.admission
         self._greeted = False
         self._has_asked = False
@@ -146,7 +150,7 @@ class Connection:
             if not self._greeted and kind is not Request.HELLO:
                 raise errors.InvalidArgument("the first message of a connection must be HELLO")
             has_descriptors = self._usher.has_descriptors
-            if has_descriptors != (kind in (Request.ADD_FILE, Request.ADD_IOV, Request.OPEN_NAMESPACE)):
+            if has_descriptors != (kind in WITH_DESCRIPTOR):
                 raise errors.InvalidArgument(
                     f"{kind.name} came {'with' if has_descriptors else 'without'} a descriptor"
                 )
@@ -172,7 +176,8 @@ class Connection:
         self._greeted = True
         with suppress(OSError):  # Linux before 6.16 cannot refuse them
             self._stream.setsockopt(socket.SOL_SOCKET, SO_PASSRIGHTS, 1)
-        return (VERSION, os.getpid(), ENTRIES_MAX), []
+        abilities = Ability(0) if self._limits.device_memories.lacks else Ability.DMABUF
+        return (VERSION, os.getpid(), ENTRIES_MAX, abilities), []
 
     async def _add_file(self, values: tuple[int, ...]) -> Answer:
         if not 0 < values[0] <= Access.READ | Access.WRITE:
@@ -210,7 +215,18 @@ class Connection:
                 iov = await self._usher.run(_map_memory, descriptor, values[0], self._charge)
         return (iovs.add(iov), iov.writable), []
 
+    async def _add_dmabuf(self, values: tuple[int, ...]) -> Answer:
+        memories, iovs = self._limits.device_memories, self.registered.devices
+        return (await device_iovs.add(memories, iovs, self._usher, values[0], values[1]),), []
+
     async def _drop_iov(self, values: tuple[int, ...]) -> Answer:
+        if values[0] in self.registered.devices:
+            iov = self.registered.devices.remove(values[0])
+            with trio.CancelScope(shield=True):  # `_reap` does not know of it any more
+                for ring in list(self.registered.rings.values()):
+                    await self._calls.settled(ring.loop, iov)
+                await device_iovs.let_go(iov)
+            return (), []
         last = [self.registered.iovs.remove(values[0])]
         for ring in list(self.registered.rings.values()):
             await self._calls.settled(ring.loop, last[0])
@@ -240,6 +256,7 @@ class Connection:
         await self._usher.run(ring.loop.thread.join)
         self._limits.volume.reading_threads.discard(ring.loop.jobs)
         self._calls.end(ring.loop)
+        await self._calls.devices.settled()
         ring.close()
 
     async def _open_namespace(self, values: tuple[int, ...]) -> Answer:
@@ -303,6 +320,9 @@ class Connection:
         self._calls.indexes.close()
         for ring in things.rings.values():
             ring.loop.stop()
+        devices = list(things.devices.values())
+        things.devices.clear()
+        await device_iovs.let_go(*devices)
         for ring in things.rings.values():
             await self._end(ring)
         self._limits.desk.drop({ring.loop for ring in things.rings.values()})

@@ -28,6 +28,8 @@ from kvfuse.usrbio.daemon.columns import (
     find_overlaps,
     may_overlap,
 )
+from kvfuse.usrbio.daemon.device_calls import check_range, find_block
+from kvfuse.usrbio.daemon.device_iovs import DeviceIov
 from kvfuse.usrbio.daemon.lines import Lines
 from kvfuse.usrbio.daemon.penalty import MALFORMED
 from kvfuse.usrbio.daemon.put_batches import CALL_SIZE
@@ -74,6 +76,12 @@ def _measure(served: dict[Histogram, int], seconds: float) -> None:
         times.counts[bisect_left(times.bounds, seconds)] += count
         times.sum += count * seconds
     served.clear()
+
+
+def _part(aux: Bytes, offset: int, length: int) -> Bytes:
+    if length > len(aux) or offset > len(aux) - length:
+        raise Refused(errno.EINVAL)
+    return aux[offset : offset + length]
 
 
 def _note_uses(asked: dict[Namespace, list[bytes]]) -> None:
@@ -244,6 +252,9 @@ class EntryServer:
         if entry.op != Op.FSYNC:
             if entry.flags or entry.offset > OFFSET_MAX:
                 raise Refused(errno.EINVAL)
+            device = self._registered.devices.get(entry.iov) if entry.op == Op.READ else None
+            if device is not None and file.readable:
+                return self._to_device(call, device, calls)
             iov = call.iov = self._range(entry)
             if not (file.readable if entry.op == Op.READ else file.writable):
                 raise Refused(errno.EBADF)
@@ -334,17 +345,11 @@ class EntryServer:
             raise Refused(errno.EBADF)
         return namespace
 
-    def _aux(self, offset: int, length: int) -> npt.NDArray[np.uint8]:
-        aux = self._aux_area
-        if length > len(aux) or offset > len(aux) - length:
-            raise Refused(errno.EINVAL)
-        return aux[offset : offset + length]
-
     def _name(self, entry: Entry) -> bytes:
         """The file name of the one key of an entry."""
         if not 1 <= entry.key_length <= KEY_SIZE_MAX or entry.flags & ~_VIEW:
             raise Refused(errno.EINVAL)
-        return file_name(self._aux(entry.key_offset, entry.key_length).tobytes())
+        return file_name(_part(self._aux_area, entry.key_offset, entry.key_length).tobytes())
 
     def _call_of_put(self, entry: Entry, deadline: float) -> Call:
         """With a copy of the bytes, unless the event loop has to allow it before. Refused, Short, OSError."""
@@ -376,11 +381,15 @@ class EntryServer:
     def _serve_get(self, entry: Entry, deadline: float, calls: list[Call]) -> Answer | None:
         namespace = self._namespace(entry)
         name = self._name(entry)
-        iov = self._range(entry) if entry.length else None
+        device = self._registered.devices.get(entry.iov)
+        iov = self._range(entry) if entry.length and device is None else None
         if iov is not None and not iov.writable:
             raise Refused(errno.EACCES)
         if namespace.uses is not None:
             self._asked.setdefault(namespace, []).append(name)
+        if device is not None:
+            call = Call(self._ring, entry, deadline, namespace=namespace, names=(name,), again=find_block)
+            return self._to_device(call, device, calls)
         answer = self._get(entry, namespace, name, iov) if not namespace.measures.limiters else None
         if answer is None:
             call = Call(self._ring, entry, deadline, namespace=namespace, names=(name,), iov=iov)
@@ -391,6 +400,18 @@ class EntryServer:
             times = namespace.measures.seconds["get"]
             self._served[times] = self._served.get(times, 0) + 1
         return answer
+
+    def _to_device(self, call: Call, device: DeviceIov, calls: list[Call]) -> Answer | None:
+        """The answer to a GET or READ whose bytes are to go there, or None: it is in ``calls``. Refused, Short."""
+        check_range(call.entry, device)
+        call.device = device
+        of = call.namespace if call.namespace is not None else call.file
+        assert of is not None
+        if not of.measures.limiters and (answer := call.again(call)) is not None:
+            return answer
+        self._reserve(call, 0)
+        calls.append(call)
+        return None
 
     def _get(self, entry: Entry, namespace: Namespace, name: bytes, iov: Iov | None) -> Answer | None:
         """The answer to a GET from what is known of its block; None: the event loop has to look. OSError."""
@@ -437,8 +458,8 @@ class EntryServer:
         namespace = self._namespace(entry)
         if entry.flags & ~_OF_KEYS or entry.length > min(entry.key_length, KEYS_MAX):
             raise Refused(errno.EINVAL)
-        self._aux(entry.offset, entry.length)
-        packed = self._aux(entry.key_offset, entry.key_length)
+        _part(self._aux_area, entry.offset, entry.length)
+        packed = _part(self._aux_area, entry.key_offset, entry.key_length)
         call = Call(self._ring, entry, deadline, namespace=namespace)
         with self._reserved(call, len(packed) + entry.length * KEY_SIZE):
             try:

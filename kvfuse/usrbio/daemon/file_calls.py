@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -23,11 +23,13 @@ class FileCalls:
     """The file calls of one connection. An error that one raises becomes its result.
 
     ``finish``: completes a call that changed something. ``drop_content``: has the kernel drop the bytes of an inode.
+    ``read_to_device``: as `read_here`, for calls that have a device.
     """
 
     volume: RingApi
     finish: Callable[[Done], None]
     drop_content: Callable[[Ring, int], None]
+    read_to_device: Callable[[Call, Any, int, int], Awaitable[None]]
 
     async def read(self, call: Call) -> None:
         """Have the ring's thread read once the content map shows the range; otherwise read here."""
@@ -44,6 +46,9 @@ class FileCalls:
 
     async def read_here(self, call: Call, handle: Any, offset: int, length: int) -> None:
         """Read into memory of the daemon, from which the ring's thread copies."""
+        if call.device is not None:
+            await self.read_to_device(call, handle, offset, length)
+            return
         iov, iov_offset = call.iov, call.entry.iov_offset
         assert iov is not None
         done, is_end = 0, False

@@ -7,6 +7,7 @@ from kvfuse.usrbio.daemon.accounts import Accounts
 from kvfuse.usrbio.daemon.call_memory import Pool, UnderWay
 from kvfuse.usrbio.daemon.charges import Charges
 from kvfuse.usrbio.daemon.desk import Desk
+from kvfuse.usrbio.daemon.device_memory import DeviceMemories, NoDeviceMemories, Staging
 from kvfuse.usrbio.daemon.doorman import Doorman
 from kvfuse.usrbio.daemon.pins import Pinned
 from kvfuse.usrbio.protocol.wire import LENGTH_MAX
@@ -20,9 +21,10 @@ class Limits:
     """The shared state of one mount; the listener owns it. Event loop only, but for members that say otherwise."""
 
     def __init__(
-        self, volume: RingApi, kernel: KernelCache, device: int, doorman: Doorman, options: UsrbioOptions
-    ) -> None:
-        """``device``: st_dev of the mount's files."""
+        self, volume: RingApi, kernel: KernelCache, device: int, doorman: Doorman, options: UsrbioOptions,
+        device_memories: DeviceMemories | None = None,
+    ) -> None:  # fmt: skip
+        """``device``: st_dev of the mount's files. ``device_memories``: None: clients can register none."""
         self.volume = volume
         self.kernel = kernel
         self.device = device
@@ -32,4 +34,6 @@ class Limits:
         self.pool = Pool(MEMORY_SIZE)
         self.under_way = UnderWay()
         self.pinned = Pinned(volume.tier.capacity)
+        self.device_memories = device_memories or NoDeviceMemories()
+        self.device_staging = Staging()
         self.charges = Charges(options, lambda: volume.tier.statistics().used_bytes)

@@ -22,6 +22,7 @@ from kvfuse.usrbio.daemon.accounts import Account
 from kvfuse.usrbio.daemon.audience import CONNECT_COST, Audience, Audiences
 from kvfuse.usrbio.daemon.call_memory import Share
 from kvfuse.usrbio.daemon.connection import Connection
+from kvfuse.usrbio.daemon.device_memory import DeviceMemories
 from kvfuse.usrbio.daemon.doorman import Doorman
 from kvfuse.usrbio.daemon.interpreter import Interpreter, watched_loop
 from kvfuse.usrbio.daemon.limits import MEMORY_SIZE, Limits
@@ -49,17 +50,18 @@ async def serve_rings(
     device: int,
     *,
     options: UsrbioOptions | None = None,
+    device_memories: DeviceMemories | None = None,
     task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
 ) -> None:
     """Serve clients that connect to ``listener``, until cancelled. ``device``: st_dev of the mount's files.
 
-    ``options``: the limits of users; None: the default ones.
+    ``options``: the limits of users; None: the default ones. ``device_memories``: see `Limits`.
     """
     turns = Interpreter()
     with listener.dup() as accepting, Doorman(turns) as doorman, watched_loop(turns):
         accepting.setblocking(False)
-        async with open_ushers() as ushers, trio.open_nursery() as nursery:
-            limits = Limits(volume, kernel, device, doorman, options or UsrbioOptions())
+        limits = Limits(volume, kernel, device, doorman, options or UsrbioOptions(), device_memories)
+        async with open_ushers() as ushers, limits.device_memories.serving(), trio.open_nursery() as nursery:
             clients = Clients(limits, ushers, nursery)
             nursery.start_soon(limits.desk.run)
             volume.sections["rings"] = clients.statistics

@@ -28,6 +28,9 @@ from kvfuse.usrbio.daemon.call import Call, Done, Ring
 from kvfuse.usrbio.daemon.call_memory import Share
 from kvfuse.usrbio.daemon.client_memory import Iov
 from kvfuse.usrbio.daemon.deadlines import Deadlines
+from kvfuse.usrbio.daemon.device_calls import DeviceCalls
+from kvfuse.usrbio.daemon.device_iovs import DeviceIov
+from kvfuse.usrbio.daemon.device_memory import Staging
 from kvfuse.usrbio.daemon.file_calls import FileCalls
 from kvfuse.usrbio.daemon.indexes import Indexes
 from kvfuse.usrbio.daemon.peer import Peer
@@ -67,6 +70,7 @@ class Calls:
     share: Share
     queued: Callable[[Ring], Iterable[Call]] = lambda ring: ()
     """calls of a ring that are queued for `start`"""
+    staging: Staging = field(default_factory=Staging)
     _under_way: dict[tuple[Ring, int], list[Call]] = field(default_factory=dict)
     """by ring and user_data, oldest first"""
     _puts: deque[Call] = field(default_factory=deque)
@@ -79,13 +83,16 @@ class Calls:
     """those of ``_done`` that no ring's thread has yet, while puts are done one after the other without a wait"""
 
     def __post_init__(self) -> None:
-        files = self.files = FileCalls(self.volume, self._finish, self._drop_content)
+        devices = self.devices = DeviceCalls(self.volume, self.nursery, self.staging, self._ended)
+        files = self.files = FileCalls(self.volume, self._finish, self._drop_content, devices.read)
         self.batches = WriteBatches(
             files, self.nursery, self.share, lambda ino: self._drop(self.kernel.drop_content, ino)
         )
         self.admission = Admission(self.volume, self.peer)
         self.indexes = Indexes(self.volume, self.admission, self.nursery)
-        blocks = self._blocks = BlockCalls(self.volume, self.admission, self._finish, files.read_here)
+        blocks = self._blocks = BlockCalls(
+            self.volume, self.admission, self._finish, files.read_here, devices.answer_found
+        )
         self.puts = PutBatches(blocks, self.share, self.nursery, self.start, self._tell_puts)
         self._deadlines: Deadlines[Call] = Deadlines(self.nursery, _expire)
         self._handlers: dict[int, Callable[[Call], Awaitable[None]]] = {
@@ -116,6 +123,8 @@ class Calls:
                 self._deadlines.add(call, call.deadline)
             if call.entry.op == Op.WRITE and call.file is not None:
                 writes.setdefault(call.file, []).append(call)
+            elif call.piece is not None:
+                self.devices.start(call)
             elif call.entry.op != Op.PUT or self.volume.blocks.waits(_directory(call)):
                 self.nursery.start_soon(self._run, call)
             else:
@@ -241,18 +250,19 @@ class Calls:
         found[0].cancel()
         completions.give_up(found[0], errno.ECANCELED, partial(completions.complete, call, 0))
 
-    async def settled(self, ring: Ring, iov: Iov) -> None:
-        """Return when nothing that is under way for a ring can write into the iov any more."""
+    async def settled(self, ring: Ring, iov: Iov | DeviceIov) -> None:
+        """Return when nothing that is under way for a ring can write into the iov any more, but for an adapter."""
         await ring.jobs.ask(lambda: True)  # what the thread served before is a call of ours now
-        self.batches.let_go(ring, iov)
+        if isinstance(iov, Iov):
+            self.batches.let_go(ring, iov)
         for call in self._of(ring):
-            if call.iov is iov:
+            if iov in (call.iov, call.device):
                 call.cancel()
                 ring.completions.give_up(call, errno.ECANCELED)
         for call in self.queued(ring):
             if call.iov is iov and isinstance(call, Batch):
                 call.cancel()
-            elif call.iov is iov:
+            elif iov in (call.iov, call.device):
                 ring.completions.give_up(call, errno.ECANCELED)
         await ring.jobs.ask(lambda: True)  # and it is not at one of those any more
 

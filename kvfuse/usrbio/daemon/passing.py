@@ -291,9 +291,12 @@ class Usher:
         await self._do_in_time(call)
         return _answer(call)
 
-    async def memory(self) -> int:
-        """The descriptor of shared memory of the next message. As `inspect`; OSError EINVAL for others."""
-        call: _Call[None] = _Call(lambda own, end: self._inspect(own, partial(_pass_on, end)))
+    async def memory(self, check: Callable[[int], None] | None = None) -> int:
+        """The descriptor of memory of the next message, after ``check`` of it. As `inspect`.
+
+        None: it has to be shared memory, OSError EINVAL for others, and keeps its size from now on, where it can.
+        """
+        call: _Call[None] = _Call(lambda own, end: self._inspect(own, partial(_pass_on, end, check or _check_shared)))
         try:
             await self._do_in_time(call)
             _answer(call)
@@ -404,9 +407,13 @@ def turn_away(client: socket.socket) -> bool:
     return False
 
 
-def _pass_on(end: int, descriptor: int) -> None:
+def _check_shared(descriptor: int) -> None:
     check_memory(descriptor)
     seal_memory(descriptor)
+
+
+def _pass_on(end: int, check: Callable[[int], None], descriptor: int) -> None:
+    check(descriptor)
     with socket.socket(fileno=os.dup(end)) as sender:
         socket.send_fds(sender, [b"m"], [descriptor])
 

@@ -14,6 +14,7 @@ from kvfuse.usrbio.daemon.accounts import Account
 from kvfuse.usrbio.daemon.call import Call
 from kvfuse.usrbio.daemon.call_memory import Share
 from kvfuse.usrbio.daemon.client_memory import Iov
+from kvfuse.usrbio.daemon.device_iovs import MEMORIES_MAX, DeviceIov
 from kvfuse.usrbio.daemon.limits import Limits
 from kvfuse.usrbio.daemon.loop_calls import Calls
 from kvfuse.usrbio.daemon.peer import Peer
@@ -45,6 +46,7 @@ class Registered:
         handles = itertools.count(1)
         self.files = Table[OpenFile]("file", THINGS_MAX, handles, account, "user_files")
         self.iovs = Table[Iov]("iov", THINGS_MAX, handles, account, "user_iovs", "user_iov_size")
+        self.devices = Table[DeviceIov]("iov", MEMORIES_MAX, handles, account, "user_iovs", "user_iov_size")
         self.namespaces = Table[Namespace]("namespace", THINGS_MAX, handles, account, "user_files")
         self.rings = Table[Any]("ring", RINGS_MAX, handles, account, "user_rings", "user_ring_size")
         self.pins = Pins(THINGS_MAX, limits.pinned, account.key)
@@ -53,27 +55,26 @@ class Registered:
         self._user_key: Hashable = (peer.uid, peer.is_unlimited)
         self.user = limits.doorman.interpreter.user(self._user_key)
         self._peer = peer
-        self._tier = limits.volume.tier
-        self._desk = limits.desk
+        self._limits = limits
         self._calls = calls
         self._fail = fail
         self._token = trio.lowlevel.current_trio_token()
 
     def start(self, calls: list[Call]) -> None:
         """In the event loop: do these calls of a ring."""
-        self._desk.put(self._user_key, calls, self._calls.start)
+        self._limits.desk.put(self._user_key, calls, self._calls.start)
 
     def start_writes(self, batch: Batch) -> None:
         """In the event loop: do these writes."""
-        self._desk.put(self._user_key, [batch], lambda _: self._calls.batches.start(batch))
+        self._limits.desk.put(self._user_key, [batch], lambda _: self._calls.batches.start(batch))
 
     def start_puts(self, batch: PutBatch) -> None:
         """In the event loop: do these puts."""
-        self._desk.put(self._user_key, [batch], lambda _: self._calls.puts.start(batch))
+        self._limits.desk.put(self._user_key, [batch], lambda _: self._calls.puts.start(batch))
 
     def cancel(self, call: Call) -> None:
         """In the event loop: end the call that ``call`` wants to cancel."""
-        self._desk.put(self._user_key, [call], self._calls.cancel)
+        self._limits.desk.put(self._user_key, [call], self._calls.cancel)
 
     def in_loop(self, function: Callable[[], object]) -> None:
         """Call it in the event loop soon, unless that ends."""
@@ -89,11 +90,11 @@ class Registered:
 
         None where the user's calls under way could hold too much of the tier: their blocks cannot be evicted.
         """
-        if self.share.user_size > TIER_PART * self._tier.capacity:
+        tier = self._limits.volume.tier
+        if self.share.user_size > TIER_PART * tier.capacity:
             return [None] * len(sizes)
         readers = ReadClass(namespace.ino, self._peer.uid, namespace.gid, namespace.mode & 0o444)
-        allocate = self._tier.allocate
-        return [allocate(size, readers) if size else None for size in sizes]
+        return [tier.allocate(size, readers) if size else None for size in sizes]
 
     def failed(self, reason: str) -> None:
         """The client broke its ring: disconnect it."""
@@ -102,4 +103,6 @@ class Registered:
 
     def counts(self) -> dict[str, int]:
         """How much of what is registered."""
-        return {name: len(getattr(self, name)) for name in ("files", "iovs", "namespaces", "rings", "pins")}
+        counts = {name: len(getattr(self, name)) for name in ("files", "iovs", "namespaces", "rings", "pins")}
+        counts["iovs"] += len(self.devices)
+        return counts

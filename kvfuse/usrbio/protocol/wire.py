@@ -241,13 +241,15 @@ class Request(IntEnum):
     """(handle of a namespace), and what its blocks are, a JSON object, as the text behind the message"""
     MAP_INDEX = 14
     """(handle of a namespace, number) -> (size), descriptors: the index, read-only; a page for touches"""
+    ADD_DMABUF = 15
+    """(offset, size), the descriptor of a dma-buf -> (handle) of an iov for READ and GET alone"""
 
 
 class Ability(IntFlag):
     """What a daemon can do that others of its version may not: in its reply to HELLO."""
 
     DMABUF = 1
-    """it has a device that can register memory of others. No daemon says so yet"""
+    """it may have a device that fills memory of others: see ADD_DMABUF"""
 
 
 class NewsKind(IntEnum):

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 from cli_lab import kvfuse
 
+from kvfuse.cli.doctor_gpu import ADAPTER
 from kvfuse.errors import DeviceError
+from kvfuse.peer.device_memory import problem
 from kvfuse.usrbio.client.gpu.cpu import CpuDevice
 from kvfuse.usrbio.client.gpu.cuda import count_devices
 from kvfuse.usrbio.client.gpu.examine import capabilities_of
@@ -20,9 +22,9 @@ def expected(has_device: bool, pins: bool, exports: bool, has_adapter: bool) -> 
     """The table of docs/gpu.md."""
     if not has_device:
         return None
-    if not pins:
-        return Way.STAGING
-    return Way.DMABUF if exports and has_adapter else Way.PINNED
+    if exports and has_adapter:
+        return Way.DMABUF
+    return Way.PINNED if pins else Way.STAGING
 
 
 @pytest.mark.parametrize("there", list(product([True, False], repeat=4)))
@@ -64,7 +66,8 @@ def test_the_doctor_says_why_no_way_is_taken() -> None:
     done = kvfuse("doctor", "gpu", "--json")
     assert done.returncode == 1, done.stderr
     rows = {row["name"]: row for row in json.loads(done.stdout)}
-    assert set(rows) == {"GPU", "way dma-buf", "way pinned", "way staging"}
+    assert set(rows) == {"GPU", "way dma-buf", "way pinned", "way staging", "adapter"}
+    assert rows["adapter"]["detail"] == (problem() or ADAPTER)
     assert rows["GPU"]["remedy"]
     assert rows["way staging"]["detail"] == f"not taken: {rows['GPU']['detail']}"
 

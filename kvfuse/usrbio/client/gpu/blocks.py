@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from errno import EIO, EMSGSIZE, ETIMEDOUT
+from errno import EFAULT, EIO, EMSGSIZE, ETIMEDOUT
 from time import monotonic
 
 import numpy as np
@@ -66,6 +66,42 @@ class DeviceBlocks:
 
     def get(self, keys: Sequence[bytes], ranges: Sequence[GpuRange], terms: Terms) -> Sizes:
         """The size of each block, -errno for others; EIO also where the device failed (`GpuIov.failure`)."""
+        results: Sizes = np.full(len(keys), NOT_ASKED, np.int64)
+        direct = [row for row, range_ in enumerate(ranges) if range_.iov.handle]
+        if direct:
+            results[direct] = self._get_directly([keys[row] for row in direct], [ranges[row] for row in direct], terms)
+        rows = [row for row, range_ in enumerate(ranges) if not range_.iov.handle or results[row] == -EIO]
+        if not rows:
+            return results
+        staged = self._get_staged([keys[row] for row in rows], [ranges[row] for row in rows], terms)
+        for row, result in zip(rows, staged.tolist(), strict=True):
+            if results[row] == -EIO and result >= 0:
+                ranges[row].iov.note_adapter(failed=True)
+        results[rows] = staged
+        return results
+
+    def _get_directly(self, keys: Sequence[bytes], ranges: Sequence[GpuRange], terms: Terms) -> Sizes:
+        """By the daemon's adapter. EIO also where that failed."""
+        if self._resident.brings() and (missing := self._resident.missing(keys)):
+            self._bring(missing, terms["timeout"])  # together; else each is asked for alone
+        results: Sizes = np.zeros(len(keys), np.int64)
+        iovs, offsets, sizes = zip(*ranges, strict=True)
+        with self._lanes.take() as lane:
+            step = lane.ring.entries
+            for start in range(0, len(keys), step):
+                part = slice(start, start + step)
+                numbers = np.arange(len(keys[part]))
+                lane.ring.prep_gets(
+                    iovs[part], offsets[part], self._namespace, keys[part], sizes[part], numbers, **terms
+                )
+                results[part] = lane.finish(len(numbers), terms["timeout"])["result"]
+        results[results == -EFAULT] = -EIO  # another thread has given the adapter up meanwhile
+        for row in np.flatnonzero(results >= 0).tolist():
+            ranges[row].iov.note_adapter(failed=False)
+        return results
+
+    def _get_staged(self, keys: Sequence[bytes], ranges: Sequence[GpuRange], terms: Terms) -> Sizes:
+        """By copies of the device."""
         results = self._get_resident(keys, ranges)
         rows = np.flatnonzero(results < 0).tolist()
         if rows and self._resident.brings() and self._bring([keys[row] for row in rows], terms["timeout"]):

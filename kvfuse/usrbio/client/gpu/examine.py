@@ -8,8 +8,6 @@ from kvfuse.errors import DeviceError
 from kvfuse.usrbio.client.gpu.device import Device
 from kvfuse.usrbio.client.gpu.ways import Capabilities, Choice, choose_way
 
-NO_DAEMON = "no mount was named"
-
 
 class Examined(NamedTuple):
     """One GPU, or the one reason why there is none."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import weakref
 from contextlib import suppress
@@ -10,9 +11,11 @@ from kvfuse.errors import DeviceError
 from kvfuse.usrbio.client.gpu.device import Device
 from kvfuse.usrbio.client.gpu.examine import capabilities_of
 from kvfuse.usrbio.client.gpu.staging import Connected, Staging
-from kvfuse.usrbio.client.gpu.ways import Way, choose_way
+from kvfuse.usrbio.client.gpu.ways import Choice, choose_way
 from kvfuse.usrbio.client.iov import address_of
 from kvfuse.usrbio.client.session import Bytes, Session
+
+log = logging.getLogger(__name__)
 
 
 class Arenas:
@@ -51,15 +54,16 @@ class Link:
     def __init__(self, client: Connected, device: Device, staging_size: int, *, owns_device: bool) -> None:
         """DeviceError."""
         self.device = device
-        self.choice = choose_way(capabilities_of(device, client.session.lacks_adapter))
+        self.capabilities = capabilities_of(device, client.session.lacks_adapter)
         self.into = device.open_stream()
         """copies to the device"""
         self.out = device.open_stream()
-        self._is_pinned = self.choice.way is not Way.STAGING
+        self._is_pinned = not self.capabilities.lacks_pinning
         self.staging = Staging(client, device, staging_size, is_pinned=self._is_pinned)
         self._client = client
         self._owns_device = owns_device
         self._arenas: Arenas | None = None
+        self._has_told = False
 
     def arenas(self) -> Arenas | None:
         """Of the present connection; None where memory cannot be pinned. Keep it while arenas are copied."""
@@ -69,6 +73,15 @@ class Link:
         if arenas is None or arenas.session is not session:
             arenas = self._arenas = Arenas(self.device, session)
         return arenas
+
+    def give_up(self, reason: str) -> Choice:
+        """Some memory cannot be written by the daemon's adapter: which way is taken instead. It is logged once."""
+        choice = choose_way(self.capabilities._replace(lacks_adapter=reason))
+        if not self._has_told:
+            self._has_told = True
+            way = choice.way.value if choice.way is not None else "none"
+            log.warning("%s: way %s is taken: %s", self.device.name, way, reason)
+        return choice
 
     def close(self) -> None:
         """When copies that are under way have ended."""

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 from kvfuse.errors import DeviceError
 from kvfuse.usrbio.client.gpu.device import Mark, Stream
 from kvfuse.usrbio.client.gpu.interfaces import DeviceMemory
 from kvfuse.usrbio.client.gpu.link import Link
 from kvfuse.usrbio.client.gpu.staging import Part
-from kvfuse.usrbio.client.gpu.ways import Way
+from kvfuse.usrbio.client.gpu.ways import Way, choose_way
 from kvfuse.usrbio.client.iov import Iov
-from kvfuse.usrbio.protocol.wire import Op
+from kvfuse.usrbio.client.session import Session
+from kvfuse.usrbio.protocol.wire import Op, Request
+
+ADAPTER_FAILURES = 3
+"""of the daemon's adapter, one after the other, after which another way is taken for good"""
 
 
 class GpuIov(AbstractContextManager["GpuIov"]):
@@ -23,8 +28,6 @@ class GpuIov(AbstractContextManager["GpuIov"]):
     wherever they take an iov, and `range` of it as a buffer.
     """
 
-    handle = 0
-    """the daemon knows staging memory, not this"""
     base = 0
     mirror = None
     writable = True
@@ -42,15 +45,63 @@ class GpuIov(AbstractContextManager["GpuIov"]):
         self._stream = stream
         self._forget = forget
         self._is_closed = False
+        self._choice = choose_way(link.capabilities)
+        self._session: Session | None = None
+        self.handle = 0
+        """the daemon's number for it; 0: it knows staging memory, not this"""
+        self._failures = 0
+        """of the daemon's adapter, one after the other"""
 
     @property
     def way(self) -> Way:
-        assert self.link.choice.way is not None
-        return self.link.choice.way
+        assert self._choice.way is not None
+        return self._choice.way
 
     @property
     def why_not(self) -> dict[Way, str]:
-        return self.link.choice.why_not
+        return self._choice.why_not
+
+    def register(self, session: Session) -> None:
+        """With the daemon of ``session``, where that and the device can do it; else another way is taken."""
+        self.handle = 0
+        self._choice = choose_way(self.link.capabilities._replace(lacks_adapter=session.lacks_adapter))
+        if self.way is not Way.DMABUF:
+            return
+        try:
+            descriptor, offset = self.link.device.export(self.address, self.size)
+            try:
+                reply, _ = session.request(Request.ADD_DMABUF, offset, self.size, descriptors=[descriptor])
+            finally:
+                os.close(descriptor)
+        except (DeviceError, OSError) as error:
+            self._choice = self.link.give_up(str(error.strerror) if isinstance(error, OSError) else str(error))
+            return
+        self._session, self.handle, self._failures = session, reply.values[0], 0
+
+    def note_adapter(self, *, failed: bool) -> None:
+        """What the daemon's adapter was to bring came, or came by another way alone. If that goes on, that is taken."""
+        self._failures = self._failures + 1 if failed else 0
+        if self._failures >= ADAPTER_FAILURES and self.handle:
+            self._choice = self.link.give_up(f"the daemon's adapter failed {self._failures} times; its log says why")
+            self._drop()
+
+    def takes(self, op: Op, flags: int) -> bool:
+        """The daemon's adapter carries out such entries in this memory."""
+        return self.handle != 0 and op in (Op.READ, Op.GET) and not flags
+
+    def at(self, offset: int) -> int:
+        """As of other iovs."""
+        return offset
+
+    def catch_up(self) -> DeviceError | None:
+        """Wait until the stream that uses the memory has done all that it was given so far. Why that failed, if so."""
+        try:
+            if (before := self._stream()) is not None:
+                self.link.into.follow(before)
+                self.link.into.mark().wait()
+        except DeviceError as error:
+            return error
+        return None
 
     def range(self, offset: int = 0, size: int | None = None) -> GpuRange:
         """A part of it, as a buffer for a `BlockStore`. ValueError: it reaches beyond."""
@@ -79,14 +130,20 @@ class GpuIov(AbstractContextManager["GpuIov"]):
                 stream.follow(before)
             return Landing(self, copy(stream), part)
         except DeviceError as error:
-            return Landing(self, _Failed(error), part)
+            return Landing(self, Failed(error), part)
 
     def close(self) -> None:
         """No call with it is under way. The object whose memory it is is let go of."""
         if not self._is_closed:
             self._is_closed = True
             self._forget(self)
+            self._drop()
             self._owner = None
+
+    def _drop(self) -> None:
+        handle, self.handle = self.handle, 0
+        if handle and self._session is not None:
+            self._session.drop(Request.DROP_IOV, handle)
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -123,7 +180,7 @@ class Landing(NamedTuple):
         return None
 
 
-class _Failed:
+class Failed:
     """The mark of a copy that did not begin."""
 
     def __init__(self, error: DeviceError) -> None:
@@ -156,7 +213,7 @@ class StagedEntry:
     def end(self, op: Op, result: int, viewed: bool) -> Landing | None:
         """The entry completed: the daemon uses the part no more. A copy that is to be waited for."""
         if self._failure is not None:
-            return Landing(self._iov, _Failed(self._failure), self.part)
+            return Landing(self._iov, Failed(self._failure), self.part)
         if op in (Op.READ, Op.GET) and result > 0 and not viewed:
             return self._iov.fill(self._offset, self.part.address, min(result, self._length), self.part)
         self.part.release()
@@ -166,7 +223,7 @@ class StagedEntry:
 class Staged(NamedTuple):
     """Entries of a ring, of which some have memory of devices: what the daemon works on."""
 
-    iovs: list[Iov | None]
+    iovs: list[Iov | GpuIov | None]
     offsets: list[int]
     entries: list[StagedEntry | None]
     """None: for those of other memory, whose iov and offset are as they were"""
@@ -176,8 +233,15 @@ class Staged(NamedTuple):
         return [iov.handle if iov is not None else 0 for iov in self.iovs]
 
 
+def is_staged(op: Op, iov: Iov | GpuIov | None, flags: int = 0) -> bool:
+    """An entry with this iov needs staging memory."""
+    return isinstance(iov, GpuIov) and not iov.takes(op, flags)
+
+
 @contextmanager
-def staging(iovs: Sequence[Iov | GpuIov | None], offsets: Iterable[int], lengths: Iterable[int]) -> Iterator[Staged]:
+def staging(
+    op: Op, iovs: Sequence[Iov | GpuIov | None], offsets: Iterable[int], lengths: Iterable[int], *, flags: int = 0
+) -> Iterator[Staged]:
     """Take parts of staging memory for entries: all or none. The body places them; if it fails they are given back.
 
     Errors as of `StagedEntry`.
@@ -185,9 +249,11 @@ def staging(iovs: Sequence[Iov | GpuIov | None], offsets: Iterable[int], lengths
     staged = Staged([], [], [])
     try:
         for iov, offset, length in zip(iovs, offsets, lengths, strict=True):
-            entry = StagedEntry(iov, offset, length) if isinstance(iov, GpuIov) else None
+            entry = None
+            if isinstance(iov, GpuIov) and not iov.takes(op, flags):
+                entry = StagedEntry(iov, offset, length)
             staged.entries.append(entry)
-            staged.iovs.append(entry.part.iov if entry is not None else cast("Iov | None", iov))
+            staged.iovs.append(entry.part.iov if entry is not None else iov)
             staged.offsets.append(entry.part.offset if entry is not None else offset)
         yield staged
     except BaseException:

@@ -12,6 +12,7 @@ from kvfuse.usrbio.client.gpu.interfaces import memory_of, stream_number
 from kvfuse.usrbio.client.gpu.link import Link
 from kvfuse.usrbio.client.gpu.memory import GpuIov, GpuRange
 from kvfuse.usrbio.client.gpu.staging import Connected
+from kvfuse.usrbio.client.session import Session
 
 Stream = object | Literal["producer"] | None
 """a handle, an object that has one, "producer": as the memory's library says, None: none has to be waited for"""
@@ -42,6 +43,7 @@ class Gpus:
             link = self._link(memory.address, memory.ordinal, device, staging_size)
             link.device.check(memory.address, memory.size)
             iov = GpuIov(memory, link, follow, self._forget)
+            iov.register(self._client.session)
             self._iovs.add(iov)
             self._sort()
         return iov
@@ -59,6 +61,12 @@ class Gpus:
             f"the memory at {memory.address:#x} of a GPU is not registered: give it, or what it is a part of, to "
             "client.iov_from_gpu, once"
         )
+
+    def register(self, session: Session) -> None:
+        """Again, with the daemon of a new connection. Disconnected."""
+        with self._lock:
+            for iov in self._iovs:
+                iov.register(session)
 
     def close(self) -> None:
         with self._lock:

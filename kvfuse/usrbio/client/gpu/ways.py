@@ -1,7 +1,7 @@
 """The ways by which bytes get to a GPU and back, and which of them a machine can take.
 
 =========  ========================================================================================================
-dma-buf    the daemon's network adapter has the GPU's memory registered: a block of another host lands there by RDMA
+dma-buf    the daemon's RDMA device has the GPU's memory registered, and writes blocks there
 pinned     staging memory and arenas are pinned: the GPU copies them itself, while the next block is brought
 staging    as pinned, from memory that is not: the driver copies it once more
 =========  ========================================================================================================
@@ -46,7 +46,7 @@ def choose_way(capabilities: Capabilities) -> Choice:
     """The best way that a machine can take."""
     device = capabilities.lacks_device
     lacks = {
-        Way.DMABUF: device or capabilities.lacks_export or capabilities.lacks_adapter or capabilities.lacks_pinning,
+        Way.DMABUF: device or capabilities.lacks_export or capabilities.lacks_adapter,
         Way.PINNED: device or capabilities.lacks_pinning,
         Way.STAGING: device,
     }
