@@ -48,7 +48,9 @@ _find_root() {
 # Quiet unless it fails; never asks.
 _apt_get() {
     local output
-    if ! output=$("${AS_ROOT[@]}" env DEBIAN_FRONTEND=noninteractive apt-get -y -q -o DPkg::Lock::Timeout=120 "$@" 2>&1 </dev/null); then
+    # Without a flush for each file: what a power failure breaks here is installed again.
+    local options=(-y -q -o DPkg::Lock::Timeout=120 -o Dpkg::Options::=--force-unsafe-io)
+    if ! output=$("${AS_ROOT[@]}" env DEBIAN_FRONTEND=noninteractive apt-get "${options[@]}" "$@" 2>&1 </dev/null); then
         say "$output"
         die "apt-get $1 failed"
     fi

@@ -36,15 +36,22 @@ SERVERS = pytest.StashKey[RunServers]()
 RUN_FOLDER = "KVFUSE_TEST_RUN"
 """variable with the folder by which the processes of one run take turns and find servers"""
 BEGUN_FIRST = (
-    "system/test_cluster_faults.py",
-    "nvmeof/test_nvmeof.py",
     "peer/test_rdma.py",
-    "system/test_crash.py",
+    "nvmeof/test_nvmeof.py",
+    "system/test_cluster_faults.py",
+    "cli/test_cli_mounts.py",
     "bench/test_bench_cluster.py",
     "system/test_random_schedule.py",
+    "system/test_crash.py",
+    "system/test_shared_caches.py",
     "system/test_fs_tools.py",
-    "posix/test_listing.py",
+    "posix/test_errors.py",
+    "hostile/test_guesses.py",
+    "connectors/test_vllm.py",
+    "connectors/test_lmcache.py",
+    "connectors/test_sglang.py",
     "system/test_full_pool.py",
+    "posix/test_listing.py",
 )
 """files that take longest: the last to be begun would keep one process busy while the others have nothing left"""
 
