@@ -20,7 +20,7 @@ from ring_lab import wait_for_rings
 pytestmark = [pytest.mark.root, pytest.mark.alone]
 
 WORDS = ("allow_other", "volume.capacity=4GiB", "publish=relaxed")
-COUNT = 50_000
+COUNT = 20_000
 STALL_S = 0.1
 """the longest that a call of the victim may take on a machine without noise"""
 SLEEPER = """

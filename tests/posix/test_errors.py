@@ -39,9 +39,13 @@ def land(top: Path) -> Iterator[Path]:
     shutil.rmtree(land)
 
 
+@pytest.fixture(scope="module")
+def before(land: Path) -> dict[str, tuple[int, ...]]:
+    return shown(land)
+
+
 @pytest.fixture(autouse=True)
-def nothing_changes(land: Path) -> Iterator[None]:
-    before = shown(land)
+def nothing_changes(land: Path, before: dict[str, tuple[int, ...]]) -> Iterator[None]:
     yield
     assert shown(land) == before
 

@@ -24,8 +24,9 @@ from crash_client import KINDS, LARGE_PIECE, PAGE, PAGES, block, page, stream
 from mounting import PATIENCE_S, KvfuseMount, wait_until
 from places import LABS
 from posix_calls import opened
+from scale import scaled
 
-ROUNDS = int(os.environ.get("KVFUSE_CRASH_ROUNDS", "40"))
+ROUNDS = int(os.environ.get("KVFUSE_CRASH_ROUNDS", scaled(16)))
 WORDS = ("volume.capacity=256MiB", "volume.segment_size=64MiB", "cache.staging_size=24MiB")
 CLIENT = LABS / "crash_client.py"
 

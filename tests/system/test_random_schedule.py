@@ -19,6 +19,7 @@ from fault_load import heal
 from loop_lab import loop_devices
 from mounting import wait_until
 from random_faults import SETTLING_SECONDS, Faults, draw
+from scale import scaled
 from schedule_calls import Caller
 from schedule_client import RING_SECONDS, Files
 from schedule_content import FOLDERS
@@ -30,7 +31,7 @@ from kvfuse.cluster.etcd import EtcdServers
 
 pytestmark = pytest.mark.root
 
-SECONDS = float(os.environ.get("KVFUSE_SCHEDULE_SECONDS", "30"))
+SECONDS = float(os.environ.get("KVFUSE_SCHEDULE_SECONDS", scaled(20)))
 DEVICE_SIZE = 640 << 20
 SLACK = 3.0
 """what a busy machine may add to a call"""

@@ -9,6 +9,7 @@ import pytest
 import trio.testing
 import volume_play
 from packing_lab import compressible, pack_everything
+from scale import scaled
 from volume_lab import MIB, Chaos, lab_options
 from volume_play import CHUNK, play
 
@@ -23,7 +24,7 @@ def small_rewrites(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("strict", [False, True], ids=["relaxed", "strict"])
 @pytest.mark.parametrize("faults", [0.0, 0.05], ids=["reliable", "failing"])
-@pytest.mark.parametrize("round_number", range(int(os.environ.get("KVFUSE_MODEL_ROUNDS", "3"))))
+@pytest.mark.parametrize("round_number", range(int(os.environ.get("KVFUSE_MODEL_ROUNDS", scaled(2)))))
 async def test_concurrent_work_and_crashes(
     seed: int,
     small_rewrites: None,

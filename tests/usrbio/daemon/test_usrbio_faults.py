@@ -16,6 +16,7 @@ import pytest
 from mounting import PATIENCE_S, KvfuseMount, stop_process, stopped, temporary_mount, wait_until
 from ring_clients import BLOCKS, GONE, OPERATIONS, prepare
 from ring_lab import Process, nothing_left_behind, stats, wait_for_rings, witness
+from scale import scaled
 
 from kvfuse.usrbio.client import BlockStore, Client, Disconnected, connect
 
@@ -24,7 +25,7 @@ WORDS = (
     "allow_other", "volume.capacity=512MiB", "volume.segment_size=64MiB", "cache.tier_size=64MiB",
     "publish.window=0.05",
 )  # fmt: skip
-KILLS = int(os.environ.get("KVFUSE_KILL_ROUNDS", "32"))
+KILLS = int(os.environ.get("KVFUSE_KILL_ROUNDS", scaled(16)))
 """clients that are killed; 100 show it well"""
 NOTICE_S = 1.0
 """within which the end of the daemon is noticed"""

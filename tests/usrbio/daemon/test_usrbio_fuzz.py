@@ -18,6 +18,7 @@ from posix_calls import as_user
 from ring_clients import content
 from ring_fuzzer import SECRET
 from ring_lab import Process, RawClient, RawRing, nothing_left_behind, resident_size, stats, wait_for_rings, witness
+from scale import scaled
 
 from kvfuse.usrbio.client import connect
 from kvfuse.usrbio.protocol.wire import SQE, SQE_STRUCT, Flag, Message, Op, Request, Word
@@ -27,7 +28,7 @@ WORDS = (
     "allow_other", "volume.capacity=512MiB", "volume.segment_size=64MiB", "cache.tier_size=64MiB",
     "publish.window=0.05",
 )  # fmt: skip
-FUZZ_S = float(os.environ.get("KVFUSE_FUZZ_SECONDS", "10"))
+FUZZ_S = float(os.environ.get("KVFUSE_FUZZ_SECONDS", scaled(5)))
 GROWTH_MAX = 400 * MIB
 """of the daemon's memory under the fuzzer"""
 USER = 65534

@@ -8,6 +8,7 @@ import pytest
 import trio
 import trio.testing
 from records_audit import Audit
+from scale import scaled
 from shared_lab import check_disk, get, put, quiet, volumes, write_at
 from volume_lab import MIB, Chaos, Disk, lab_options
 
@@ -115,5 +116,5 @@ async def test_random_work_of_three(
         assert all(states[0][name] is None or states[0][name] in written[name] for name in written)
         await trio.sleep(60)
         assert not [key for key in disk.records if key[:1] == b"o" or (key[:1] == b"f" and is_held(disk, key))]
-    for copy in (*rng.sample(crashed, min(len(crashed), 10)), disk):  # as if all had died at the same moment
+    for copy in (*rng.sample(crashed, min(len(crashed), scaled(5))), disk):  # as if all had died at the same moment
         await check_disk(copy)

@@ -16,12 +16,13 @@ import pytest
 import trio
 import trio.testing
 from lease_lab import LEASE, REUSE, Client, World, pieces_of
+from scale import scaled
 from volume_lab import MIB, Disk, lab_options
 
 from kvfuse.errors import EngineError, NoSpace
 from kvfuse.volume.store import schema
 
-SECONDS = float(os.environ.get("KVFUSE_SIMULATED_SECONDS", "300"))
+SECONDS = float(os.environ.get("KVFUSE_SIMULATED_SECONDS", scaled(120)))
 """simulated; an hour takes minutes"""
 ADOPTED_AFTER = LEASE + 5
 LATE = 2.5

@@ -251,7 +251,7 @@ async def test_exists_in_a_large_directory_that_changes(
 ) -> None:
     if not learns:
         monkeypatch.setattr(StoredNames, "learn", lambda *_, **__: None)
-    present = [b"old %d" % number for number in range(5000)]
+    present = [b"old %d" % number for number in range(2500)]
     async with opened(disk, options, chaos) as volume:
         for name in present:
             await put(volume, name, b"")

@@ -12,6 +12,7 @@ import pytest
 import trio
 import trio.testing
 from crash_model import Camera, File, Model
+from scale import scaled
 from volume_lab import CALLER, MIB, Chaos, Disk, lab_options, opened
 
 from kvfuse.errors import Exists, NoAttribute, NoSpace, NotFound
@@ -222,7 +223,7 @@ class Walk:
             self.volume.tree.forget(ino, 1)
 
 
-@pytest.mark.parametrize("number", range(16))
+@pytest.mark.parametrize("number", range(scaled(8)))
 async def test_a_crash_after_any_commit(seed: int, number: int, autojump_clock: trio.testing.MockClock) -> None:
     assert not await walk(random.Random(seed + number))
 

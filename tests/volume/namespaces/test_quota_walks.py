@@ -17,6 +17,7 @@ import pytest
 import trio
 import trio.testing
 from namespace_lab import UseAudit, change_namespace, count_uses, make_namespace, recorded_uses, with_inner
+from scale import scaled
 from volume_lab import CALLER, MIB, Chaos, Disk, check, lab_options, opened
 
 from kvfuse.errors import EngineError, InvalidArgument, NotAdmitted, NotEmpty, NotFound, QuotaExceeded, Stale
@@ -264,7 +265,7 @@ async def check_crash(disk: Disk, nodes: int) -> None:
 
 
 @pytest.mark.parametrize("faults", [0.0, 0.03], ids=["reliable", "failing"])
-@pytest.mark.parametrize("round_number", range(int(os.environ.get("KVFUSE_MODEL_ROUNDS", "3"))))
+@pytest.mark.parametrize("round_number", range(int(os.environ.get("KVFUSE_MODEL_ROUNDS", scaled(2)))))
 async def test_no_quota_is_exceeded_and_room_returns(
     seed: int,
     autojump_clock: trio.testing.MockClock,
