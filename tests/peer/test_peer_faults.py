@@ -88,12 +88,13 @@ def test_a_host_that_crawls_is_not_waited_for(pair: Pair) -> None:
         readers.wait_for_reads()
 
 
-def test_a_host_that_was_killed_comes_back_as_another(etcd: EtcdServers) -> None:
+@pytest.mark.parametrize("end", [KvfuseMount.kill, KvfuseMount.unmount], ids=["killed", "unmounted"])
+def test_a_host_that_ended_comes_back_as_another(end: Callable[[KvfuseMount], None], etcd: EtcdServers) -> None:
     """Its blocks are read from the segments meanwhile; those that it puts when it is back from its memory."""
     with pairs(etcd, lease=6) as pair:
         pair.wait_until_served()
         with load(pair) as readers:
-            pair.writer.kill()
+            end(pair.writer)
             readers.wait_for_reads()
             pair.writer.mount()
             readers.wait_for_reads()
