@@ -9,11 +9,11 @@ import struct
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 
-import numpy as np
 import pytest
 import trio
 from peer_hosts import VOLUME_ID, PeerHost, peer_hosts, until
 from peer_lab import HELLO_SIZE, PROOF_SIZE
+from peer_questions import fuzzed_question
 
 from kvfuse.checksum import GRANULE_SIZE
 from kvfuse.peer import listener as listener_module
@@ -22,12 +22,9 @@ from kvfuse.peer.listener import CALLER_CONNECTIONS_MAX, STRANGERS_MAX
 from kvfuse.peer.stream import BROKEN, Stream
 from kvfuse.peer.wire import (
     HEAD_SIZE,
-    QUESTION,
     QUESTION_MAGIC,
-    ROWS_MAX,
     VERSION,
     Head,
-    Rows,
     WireError,
     pack_question,
 )
@@ -200,34 +197,6 @@ async def test_an_address_that_is_none_hurts_nobody(address: str) -> None:
 # -- questions ----------------------------------------------------------------------------------------
 
 
-def good_question(rng: random.Random) -> tuple[Head, Rows]:
-    count = rng.randint(1, 6)
-    wanted = [
-        Wanted(rng.randrange(10), 0, rng.randrange(10), 1, 0, rng.choice((1, 4096, BLOCK_SIZE)), bytes(4))
-        for _ in range(count)
-    ]
-    return Head(count, rng.getrandbits(64), rng.getrandbits(64)), pack_question([(one, 1, 0) for one in wanted])
-
-
-def fuzzed_question(rng: random.Random) -> bytes:
-    """A good one, or one with fields of any value, cut off, or of any bytes."""
-    head, rows = good_question(rng)
-    for _ in range(rng.randrange(4)):
-        name = rng.choice(list(QUESTION.names or ()))
-        value = rng.choice((bytes(8), b"\xff" * 8, rng.randbytes(8), struct.pack("<Q", 1 << 31)))
-        rows[name][rng.randrange(len(rows))] = np.frombuffer(value, QUESTION[name], 1)[0]
-    data = head.pack(QUESTION_MAGIC) + rows.tobytes()
-    match rng.randrange(8):
-        case 0:
-            return data[: rng.randrange(len(data))]
-        case 1:
-            return rng.randbytes(rng.randint(1, 400))
-        case 2:
-            count = rng.choice((0, ROWS_MAX + 1, 1 << 31))
-            return struct.pack("<IIQQ8x", QUESTION_MAGIC, count, 1, 1) + data
-    return data
-
-
 async def test_questions_of_any_bytes_end_at_most_their_connection(rng: random.Random) -> None:
     async with two() as (writer, reader):
         own = reader.hood.identity._replace(client=60)
@@ -236,7 +205,7 @@ async def test_questions_of_any_bytes_end_at_most_their_connection(rng: random.R
                 await greet(stream, own, 1)
                 with suppress(*BROKEN):
                     for _ in range(3):
-                        await stream.send([memoryview(fuzzed_question(rng))])
+                        await stream.send([memoryview(fuzzed_question(rng, BLOCK_SIZE))])
             await until(lambda: not writer.listener._callers[60])
         assert writer.listener.counters.malformed > 10
         assert writer.listener.load == 0
