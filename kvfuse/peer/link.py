@@ -16,7 +16,7 @@ from kvfuse.peer.reads import Read
 from kvfuse.peer.registrations import Bytes
 from kvfuse.peer.staging import STAGED_MAX
 from kvfuse.peer.stream import Stream
-from kvfuse.peer.verbs import VerbsError
+from kvfuse.peer.verbs import Part, VerbsError
 from kvfuse.peer.wire import WireError
 from kvfuse.volume.views.neighbours import Answer
 
@@ -138,7 +138,7 @@ class Link:
         taken = await self._adapter.staging.take([read.size for read in staged])
         return dict(zip(staged, taken, strict=True))
 
-    def _parts(self, read: Read, rooms: dict[Read, Bytes]):  # type: ignore[no-untyped-def]
+    def _parts(self, read: Read, rooms: dict[Read, Bytes]) -> list[Part] | None:
         if read.target is None:
             return None
         if read in rooms:
@@ -149,11 +149,8 @@ class Link:
 
     def places_of(self, view: memoryview) -> Places | None:
         """Where the other side may read these bytes; None: nowhere yet, they are to be sent."""
-        parts = self._adapter.parts(view)
-        if parts is None:
-            self._adapter.cover_soon(view)
-            return None
-        return places_of(parts) if len(parts) <= PLACES_MAX else None
+        parts = self._adapter.lend(view)
+        return places_of(parts) if parts is not None and len(parts) <= PLACES_MAX else None
 
     # -- the end -------------------------------------------------------------------------------------
 

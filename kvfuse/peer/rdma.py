@@ -23,7 +23,7 @@ from kvfuse.peer.devices import ANYWHERE, DeviceInfo, find_devices, nearest, nod
 from kvfuse.peer.queue_pair import LARGE_BLOCKS, SMALL_BLOCKS, QueuePair, QueuePairCounters, QueuePairOptions
 from kvfuse.peer.registrations import Bytes, Registrations
 from kvfuse.peer.staging import Staging
-from kvfuse.peer.verbs import Device, NoDevice, Part, VerbsError, pyverbs
+from kvfuse.peer.verbs import PIECE, Device, NoDevice, Part, VerbsError, pyverbs
 
 REFUSED_SECONDS = 10.0
 """for which nothing is registered after that failed: most likely this process may lock no more memory"""
@@ -93,10 +93,24 @@ class Adapter:
             return False
         return True
 
-    def cover_soon(self, view: memoryview) -> None:
-        """Have the memory of a view registered meanwhile, by `run`."""
+    def lend(self, view: memoryview) -> list[Part] | None:
+        """As `parts`; what is not registered is meanwhile, by `run`, and so is the piece behind it.
+
+        That one is where the next blocks will be, which others may want as soon as they are there.
+        """
         span = span_of(view)
-        if span is not None and len(self._coming) < COMING_MAX:
+        if span is None:
+            return None
+        found = self.registrations.parts(*span)
+        if found is None:
+            self._cover_soon(span)
+        ahead = (span.start + span.size - 1) // PIECE * PIECE + PIECE
+        if ahead < span.memory.nbytes and self.registrations.parts(span.memory, ahead, 1) is None:
+            self._cover_soon(Span(span.memory, ahead, 1))
+        return found
+
+    def _cover_soon(self, span: Span) -> None:
+        if len(self._coming) < COMING_MAX:
             self._coming.append(span)
             self._has_coming.set()
 

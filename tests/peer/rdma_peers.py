@@ -48,6 +48,21 @@ async def test_a_batch_is_one_list_of_reads_and_one_completion() -> None:
         print(pair.rdma)
 
 
+async def test_connections_are_spread_over_devices() -> None:
+    """Those of this machine do not reach each other: the listener takes the one that is like the caller's."""
+    async with linked(rdma_devices=("rxe0", "rxe1"), connections=2) as pair:
+        inos = pair.put([64 * KIB] * 8)
+        await until(lambda: len(pair.links()) == 2)
+        assert {str(link.pair.device.info) for link in pair.links()} == {"rxe0", "rxe1"}
+        posts = {link.pair.device.info.name: link.pair.device.calls.longest for link in pair.links()}
+        with trio.fail_after(60):
+            while not all("post" in longest for longest in posts.values()):
+                async with trio.open_nursery() as nursery:
+                    for some in (inos[:4], inos[4:]):
+                        nursery.start_soon(pair.read, some, [pair.memory[ino << 16 :][: 64 * KIB].data for ino in some])
+        await pair.until_by_rdma(inos)
+
+
 # -- READs that fail ----------------------------------------------------------------------------------
 
 
