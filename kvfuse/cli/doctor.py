@@ -212,6 +212,10 @@ def check_engines(options: Options) -> Iterator[Finding]:
         yield trio.run(_ask_segments, options)
     if options.cache.disk_path is not None:
         yield _disk_tier(options.cache)
+    if options.peer.listen is not None:
+        from kvfuse.cli.doctor_peers import check_peers
+
+        yield from check_peers(options.peer)
 
 
 def _connection_problem(endpoint: str) -> str:

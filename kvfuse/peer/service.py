@@ -291,7 +291,7 @@ async def _listen(peers: Peers, address: str, hood: Neighbourhood, nursery: trio
         raise MountError(f"the secret of the volume's hosts cannot be read: {error}") from error
     for listening in await _listening(address):
         nursery.start_soon(listener.serve, listening)
-    place = PeerRecord(_addresses(peers.options))
+    place = PeerRecord(addresses_of(peers.options))
     if listener.rdma is not None:
         place = PeerRecord(place.addresses, ("tcp", "rdma"), listener.rdma.gids)
     nursery.start_soon(peers.announce, place)
@@ -308,8 +308,8 @@ async def _listening(address: str) -> list[socket.socket]:
     return [socket.socket(fileno=one.socket.detach()) for one in opened]
 
 
-def _addresses(options: PeerOptions) -> tuple[str, ...]:
-    """Where others find what listens."""
+def addresses_of(options: PeerOptions) -> tuple[str, ...]:
+    """HOST:PORT of each, where others find what listens; ``listen`` is given."""
     assert options.listen is not None
     host, _, port = options.listen.rpartition(":")
     if options.advertise:
