@@ -29,7 +29,8 @@ from kvfuse.fs.virtual import FOLDER_NAME, SOCKET_NAME
 
 SO_PASSRIGHTS = 83
 """off, so that an accepted socket begins with it off, too: the kernel refuses messages with descriptors"""
-BIND_SECONDS = 10.0
+BIND_SECONDS = 60.0
+"""Starting Python takes that long on no machine that is of use, but ten seconds on one that is far too busy."""
 BACKLOG = 32
 """clients that may wait to be accepted"""
 
