@@ -105,8 +105,8 @@ class KvfuseMount:
         announced = self._announcements()
         with self.log.open("ab") as log:
             self._daemon = self._start(command, log)
-        wait_until(lambda: self._announcements() > announced or self._daemon_ended(), "the mount")
-        if self._daemon_ended():
+        wait_until(lambda: self._announcements() > announced or self.has_ended, "the mount")
+        if self.has_ended:
             raise AssertionError(f"the daemon ended:\n{self.log.read_text()}")
         os.stat(self.point)
 
@@ -119,7 +119,9 @@ class KvfuseMount:
         """How often a daemon said that it is ready: the mount answers, and takes connections."""
         return self.log.read_bytes().count(b"mounted on " + os.fsencode(self.point)) if self.log.exists() else 0
 
-    def _daemon_ended(self) -> bool:
+    @property
+    def has_ended(self) -> bool:
+        """The daemon is no process any more."""
         return self._daemon is None or self._daemon.poll() is not None
 
     def unmount(self) -> None:

@@ -32,6 +32,8 @@ NEWS_SECONDS = 2.0
 """after which an undisturbed mount knows of what is in the record store without asking for it"""
 DEFINITE = frozenset({errno.ENOENT, errno.EEXIST, errno.ENOTEMPTY})
 """answers after which nothing has happened"""
+TOLD_MAX = 12
+"""writes that a problem names"""
 PRESENT = "present"
 """found, of whatever version"""
 
@@ -373,7 +375,9 @@ class _Judge:
         if not reasons:
             return f"{read.told}: nobody had written that"
         write, until = reasons[0]
-        return f"{read.told}: replaced for sure at {until:.3f}; as of {read.as_of:.3f}; written by {write}"
+        later = [other for other in self._writes[:count] if other.begin > write.begin]
+        told = f"{read.told}: replaced for sure at {until:.3f}; as of {read.as_of:.3f}; written by {write}"
+        return "\n    ".join([told, *map(str, later[:TOLD_MAX])])
 
     def _replaced(self, write: Write, read: Read) -> float:
         """When, at the latest, something else was there, for who reads as this read does."""

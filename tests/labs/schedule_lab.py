@@ -147,7 +147,7 @@ class Lab:
         killed = time.monotonic()
         if client is not None:
             self._dead[client] = f"daemon {index}", killed
-        while os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+        while not mount.has_ended:
             if time.monotonic() > killed + LETTING_GO:
                 self.aborted.append(f"daemon {index}")
                 self.stops.append(Span(f"daemon {index}", killed, time.monotonic()))
@@ -222,6 +222,16 @@ class Lab:
         for caller in self.callers:
             made.take(caller.log, caller.mount)
         return made
+
+    def operations(self, name: str) -> list[str]:
+        """Lines of the callers' logs with that name, by time, and who wrote them."""
+        found = [
+            (json.loads(line)["t"], f"{log.stem} {line}")
+            for log in self.folder.glob("*.log")
+            for line in log.read_text().splitlines()
+            if f'"{name}"' in line
+        ]
+        return [line for _, line in sorted(found)]
 
     # -- records -------------------------------------------------------------------------------------
 

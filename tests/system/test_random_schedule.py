@@ -14,6 +14,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+import schedule_content as content
 from cluster_lab import DRAWN, MEMORY
 from fault_load import heal
 from loop_lab import loop_devices
@@ -22,7 +23,6 @@ from random_faults import SETTLING_SECONDS, Faults, draw
 from scale import scaled
 from schedule_calls import Caller
 from schedule_client import RING_SECONDS, Files
-from schedule_content import FOLDERS
 from schedule_history import Call, History, Span
 from schedule_lab import DEADLINE, LEASE, MOUNTS, Lab
 from schedule_settling import Asker
@@ -91,6 +91,15 @@ def test_what_was_seen_under_a_random_schedule_is_true(lab: Lab, seed: int) -> N
     read_everything(lab, history)
     problems = history.problems()
     report(lab, history)
+    for name in sorted(
+        {
+            name
+            for name in content.BLOCKS + content.CHILDREN + content.LINKS
+            for problem in problems
+            if f"'{name}'" in problem
+        }
+    ):
+        print(f"all operations with {name}:", *lab.operations(name), sep="\n")
     assert not wrong
     assert not lab.audit()
     assert not problems, f"{len(problems)} of what was seen is not true:\n" + "\n".join(problems[:10])
@@ -119,7 +128,7 @@ def read_everything(lab: Lab, history: History) -> None:
         log = lab.folder / f"last-{index}.log"
         caller = Caller(mount.point, 900 + index, 0, log)
         files = Files(caller)
-        for folder in FOLDERS:
+        for folder in content.FOLDERS:
             files.read_all(folder)
         files.close()
         history.take(log, index)
