@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from kvfuse.cluster.process import Server, free_ports
+from kvfuse.cluster.process import START_SECONDS, Server, free_ports
 from kvfuse.errors import ClusterError
 
 ANSWER_SECONDS = 2.0
@@ -58,8 +58,18 @@ class EtcdServers:
         self.members = [Server(folder, f"etcd{index}", self._command(index)) for index in range(len(ports))]
 
     @classmethod
-    def start(cls, folder: Path, members: int = 3, settings: EtcdSettings | None = None) -> EtcdServers:
-        """A new cluster in ``folder``, once every member answers. ClusterError leaves nothing running."""
+    def start(
+        cls,
+        folder: Path,
+        members: int = 3,
+        settings: EtcdSettings | None = None,
+        *,
+        patience: float = START_SECONDS,
+    ) -> EtcdServers:
+        """A new cluster in ``folder``, once every member answers, each within ``patience`` seconds.
+
+        ClusterError leaves nothing running.
+        """
         if shutil.which("etcd") is None:
             raise ClusterError("etcd is not installed: apt-get install etcd-server")
         folder.mkdir(parents=True, exist_ok=True)
@@ -74,7 +84,7 @@ class EtcdServers:
             for member in servers.members:
                 member.launch()
             for index in range(members):
-                servers.wait_ready(index)
+                servers.wait_ready(index, patience)
             if servers.settings.root_password:
                 servers._enable_users()
         except BaseException:
@@ -118,9 +128,9 @@ class EtcdServers:
         self.members[index].launch()
         self.wait_ready(index)
 
-    def wait_ready(self, index: int) -> None:
+    def wait_ready(self, index: int, patience: float = START_SECONDS) -> None:
         """Wait until a member answers and knows a leader."""
-        self.members[index].wait_ready(lambda: self.is_healthy(index))
+        self.members[index].wait_ready(lambda: self.is_healthy(index), patience)
 
     def stop(self) -> None:
         """End all members. Idempotent. They are not given long to hand over to each other: etcd survives any end."""

@@ -28,8 +28,10 @@ NAMESPACE = uuid.UUID("6b766675-7365-4000-8000-000000000001")
 """in which identities of hosts and disks are made of their names"""
 DISK = Path("/dev/ram0")
 SLOW_DISK = "slow"
-TIMEOUTS = {"fast_io_fail_tmo": 3, "ctrl_loss_tmo": 3600, "keep_alive_tmo": 5, "reconnect_delay": 1}
+TIMEOUTS = {"fast_io_fail_tmo": 3, "ctrl_loss_tmo": 3600, "keep_alive_tmo": 10, "reconnect_delay": 1}
 """seconds"""
+PATIENT = {"fast_io_fail_tmo": 300, "keep_alive_tmo": 300}
+"""where nothing fails, and a busy machine may give this one no turn for long"""
 _PARAMETERS = {"nvme_core": ["multipath=N"], "brd": ["rd_nr=1", "rd_size={kib}"]}
 """without the first all hosts of one kernel are paths of one device"""
 
@@ -132,17 +134,16 @@ class Target:
         finally:
             os.close(descriptor)
         controller = f"nvme{instance.removeprefix('instance=')}"
-        host = Host(name, controller, self.folder / name / "disk")
+        host = Host(name, controller, self.folder / name)
         wait_until(lambda: bool(nodes_of(controller)), f"the namespace of {controller}")
         (node,) = nodes_of(controller)
-        host.device.parent.mkdir()
         node.rename(host.device)
         self.hosts[name] = host
         return host
 
-    def host(self, name: str, kind: str) -> Host:
+    def patient_host(self, name: str, kind: str) -> Host:
         """The one of that name, connected now if it was not."""
-        return self.hosts.get(name) or self.connect(name, kind)
+        return self.hosts.get(name) or self.connect(name, kind, **PATIENT)
 
 
 def nodes_of(controller: str) -> list[Path]:

@@ -12,4 +12,6 @@ LIMIT = 600
 @pytest.mark.root
 @pytest.mark.timeout(LIMIT + 20)
 def test_segments_on_nvme_over_fabrics_in_a_virtual_machine() -> None:
-    run_in_machine(LIMIT, "tests/nvmeof/nvmeof_engine.py", plugins=["vm_fixtures"])
+    """The contract of segments on devices by TCP and by RDMA, then faults."""
+    contract, engine = "tests/remote/segments/test_segments_conformance.py", "tests/nvmeof/nvmeof_engine.py"
+    run_in_machine(LIMIT, contract, engine, plugins=["vm_fixtures"])

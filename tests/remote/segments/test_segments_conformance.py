@@ -105,7 +105,7 @@ def opener(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Opener]:
         return
     if engine in FABRICS:
         target, kind = request.getfixturevalue("fabric"), FABRICS[engine]
-        yield one_by_one([target.host(f"{kind} {number}", kind).device for number in range(2)])
+        yield one_by_one([target.patient_host(f"{kind} {number}", kind).device for number in range(2)])
         return
     if engine in SETS:
         with contextlib.ExitStack() as stack:
