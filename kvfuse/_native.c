@@ -1,6 +1,7 @@
 /* What is worth doing without the interpreter: finding blocks in an index and copying them (blockindex.py, which has
    the same in Python, and says what the layout is and why a copy that was kept is right), writing many pieces of
-   memory to files (rowwriter.py), and copying many pieces of memory with their checksums (rowcopier.py). */
+   memory to files (rowwriter.py), copying many pieces of memory with their checksums (rowcopier.py), and receiving into many
+   with their checksums (rowreceiver.py). */
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -8,6 +9,7 @@
 #include <stdint.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/socket.h>
 #include <sys/uio.h>
 #include <unistd.h>
 
@@ -490,16 +492,83 @@ static PyObject *copy_rows(PyObject *self, PyObject *args)
     return found;
 }
 
+/* -- what comes over a connection, with checksums ----------------------------------------------------------------- */
+
+enum { AT_ONCE = 64, ENDED = -1 };
+
+typedef struct {
+    uint64_t target;
+    int64_t length, done, checksum;
+} Landing;
+
+/* So many bytes came into rows from *first on: sum them while they are in the cache, and go on to the first row that is not
+   full. */
+static void account(Landing *rows, Py_ssize_t *first, int64_t came)
+{
+    while (came) {
+        Landing *row = rows + *first;
+        int64_t part = row->length - row->done < came ? row->length - row->done : came;
+        row->checksum = checksum_on((uint32_t)row->checksum, (const uint8_t *)(uintptr_t)row->target + row->done, part);
+        row->done += part;
+        came -= part;
+        *first += row->done == row->length;
+    }
+}
+
+/* Fill rows from *first on with at most so many bytes that are there. 0, an errno, or ENDED. */
+static int receive_all(int descriptor, Landing *rows, Py_ssize_t count, Py_ssize_t *first, int64_t budget, int64_t *came)
+{
+    struct iovec pieces[AT_ONCE];
+    struct msghdr message = {.msg_iov = pieces};
+    while (*first < count && *came < budget) {
+        int64_t room = budget - *came < GRANULE ? budget - *came : GRANULE;
+        int used = 0;
+        for (; used < AT_ONCE && *first + used < count && room; used++) {
+            const Landing *row = rows + *first + used;
+            int64_t part = row->length - row->done < room ? row->length - row->done : room;
+            pieces[used].iov_base = (uint8_t *)(uintptr_t)row->target + row->done;
+            pieces[used].iov_len = (size_t)part;
+            room -= part;
+        }
+        message.msg_iovlen = (size_t)used;
+        ssize_t found = recvmsg(descriptor, &message, MSG_DONTWAIT);
+        if (found < 0 && errno == EINTR)
+            continue;
+        if (found <= 0)
+            return found ? errno : ENDED;
+        *came += found;
+        account(rows, first, found);
+    }
+    return 0;
+}
+
+static PyObject *receive_rows(PyObject *self, PyObject *args)
+{
+    Py_buffer buffer;
+    int descriptor, error;
+    Py_ssize_t first;
+    long long budget;
+    int64_t came = 0;
+    if (!PyArg_ParseTuple(args, "iw*nL", &descriptor, &buffer, &first, &budget))
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    error = receive_all(descriptor, buffer.buf, buffer.len / (Py_ssize_t)sizeof(Landing), &first, budget, &came);
+    Py_END_ALLOW_THREADS
+    PyBuffer_Release(&buffer);
+    return Py_BuildValue("nLi", first, (long long)came, error);
+}
+
 static PyMethodDef methods[] = {
     {"fingerprints", fingerprints, METH_VARARGS, "fingerprints(multipliers, keys, out)"},
     {"find", find, METH_VARARGS, "find(table, keys, numbers)"},
     {"get", get, METH_VARARGS, "get(table, keys, arenas, targets, rooms, numbers, results)"},
     {"write_rows", write_rows, METH_VARARGS, "write_rows(rows) -> (rows that were written, errno of the next)"},
     {"copy_rows", copy_rows, METH_VARARGS, "copy_rows(rows) -> checksums, where COPIES"},
+    {"receive_rows", receive_rows, METH_VARARGS, "receive_rows(descriptor, rows, first, budget), where COPIES"},
     {NULL, NULL, 0, NULL},
 };
 
-static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "kvfuse._native", "See blockindex.py, rowwriter.py and rowcopier.py.", -1, methods,
+static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "kvfuse._native", "See blockindex.py, rowwriter.py, rowcopier.py and rowreceiver.py.", -1, methods,
                                     NULL, NULL, NULL, NULL};
 
 PyMODINIT_FUNC PyInit__native(void)

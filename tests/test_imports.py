@@ -17,7 +17,7 @@ from kvfuse.volume.api import BlockApi, FileApi, InodeApi, RingApi
 PACKAGE = Path(kvfuse.__file__).parent
 
 BASE = {"errors", "checksum", "sizes", "keys", "blockindex"}
-DOOR = BASE | {"rowwriter", "rowcopier", "options", "errnos", "mounttable", "credentials", "volume"}
+DOOR = BASE | {"rowwriter", "rowcopier", "rowreceiver", "options", "errnos", "mounttable", "credentials", "volume"}
 
 ROOMS: dict[str, set[str]] = {
     "errors": set(),
@@ -28,6 +28,7 @@ ROOMS: dict[str, set[str]] = {
     "rowwriter": {"_native"},
     "fusewire": {"_fusewire"},
     "rowcopier": {"checksum", "_native"},
+    "rowreceiver": {"checksum", "_native"},
     "mounttable": set(),
     "checksum": {"errors"},
     "credentials": set(),

@@ -9,6 +9,7 @@ from math import inf
 import numpy as np
 import trio
 
+from kvfuse.peer.landings import Landings
 from kvfuse.peer.link import Link
 from kvfuse.peer.places import PLACE, Places, check_counts, split_places
 from kvfuse.peer.reads import Read
@@ -164,14 +165,14 @@ class Connection:
                 if len(own):
                     fetched.append((read, own))
                 elif answer is Answer.HERE:
-                    landings.append(_Landing(read, self))
+                    landings.append(read)
                 else:
                     others.append(read)
             self._finish(others)  # now: while bytes land, their readers may ask for them anew
             if fetched and self.link is not None and self._fetching is not None:
                 self._fetching.start_soon(self.link.fetch, fetched, self._fetched)
             if landings:
-                await self._stream.land(landings)
+                await self._land(landings)
             self._sent.popleft()
             self._expect()
 
@@ -186,28 +187,11 @@ class Connection:
         """By RDMA, or not."""
         self._finish([read])
 
-    def landed(self, read: Read) -> None:
-        read.verify()
-        self._finish([read])
+    async def _land(self, reads: Sequence[Read]) -> None:
+        landings = Landings(reads, lambda read: self._finish([read]))
 
-    def progressed(self) -> None:
-        self._expect()
+        def came(byte_count: int, row_count: int) -> None:
+            self._expect()
+            landings.came(byte_count, row_count)
 
-
-class _Landing:
-    """The bytes of a read that are on their way."""
-
-    __slots__ = ("_connection", "_read")
-
-    def __init__(self, read: Read, connection: Connection) -> None:
-        self._read, self._connection = read, connection
-
-    def room(self) -> memoryview:
-        return self._read.room()
-
-    def came(self, count: int) -> None:
-        read = self._read
-        read.came(count)
-        self._connection.progressed()
-        if read.position == read.size:
-            self._connection.landed(read)
+        await self._stream.land(landings.rows, landings.left, came)

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-import numpy as np
 import trio
 
-from kvfuse.checksum import granule_checksums
-from kvfuse.peer.stream import CALL_BYTES
 from kvfuse.volume.views.neighbours import Answer, Wanted
 
+if TYPE_CHECKING:
+    from kvfuse.peer.landings import Landings
+
 SETTLE_SECONDS = 0.02
-_SINK = np.empty(CALL_BYTES, np.uint8).data
-"""for bytes that nobody waits for any more"""
 
 
 class Asked(Protocol):
@@ -48,7 +46,7 @@ class Batch:
 
 
 class Read:
-    """One row of a question; a `stream.Landing` for its bytes. `finish` is called once for each time it is asked."""
+    """One row of a question. `finish` is called once for each time it is asked."""
 
     __slots__ = (
         "answer",
@@ -58,9 +56,10 @@ class Read:
         "flags",
         "is_right",
         "is_wrong",
+        "landings",
         "link",
         "named",
-        "position",
+        "row",
         "size",
         "target",
         "wanted",
@@ -72,18 +71,19 @@ class Read:
         self.size = wanted.high - wanted.low
         self.target: memoryview | None = target
         """None: the caller has it back"""
-        self.flags = self.without = 0
+        self.flags = self.without = self.row = 0
         self.is_right = False
         self.begin(None)
 
     def begin(self, batch: Batch | None, asked: Asked | None = None) -> None:
         """It is to be asked of somebody."""
         self.batch, self.asked = batch, asked
-        self.position = 0
         self.answer: Answer | None = None
         """None: there was none"""
         self.named: list[int] = []
         self.is_wrong = False
+        self.landings: Landings | None = None
+        """where its bytes go, while they come, from the row ``row`` on"""
         self.link: Writing | None = None
         """writes into the target now"""
         self.failure = ""
@@ -92,20 +92,14 @@ class Read:
     def abandon(self) -> None:
         """Nobody waits for it any more: its target is not touched from now on."""
         self.target = None
+        if self.landings is not None:
+            self.landings.abandon(self)
 
-    def room(self) -> memoryview:
-        if self.target is None:
-            return _SINK[: self.size - self.position]
-        return self.target[self.position :]
-
-    def came(self, count: int) -> None:
-        self.position += count
-
-    def verify(self) -> None:
+    def arrived(self, *, is_right: bool) -> None:
         """All bytes are there."""
+        self.landings = None
         if self.target is not None:
-            self.is_right = granule_checksums(self.target) == self.wanted.checksums
-            self.is_wrong = not self.is_right
+            self.is_right, self.is_wrong = is_right, not is_right
 
     @property
     def is_finished(self) -> bool:

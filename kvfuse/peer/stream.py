@@ -5,17 +5,25 @@ The socket does not block; a call copies at most `CALL_BYTES`, so that the event
 
 from __future__ import annotations
 
+import os
 import socket
+from array import array
 from collections import deque
-from collections.abc import Iterable
-from typing import Protocol
+from collections.abc import Callable, Iterable
+from errno import EAGAIN
 
 import trio
+
+from kvfuse.rowreceiver import ENDED, receive_rows
 
 CALL_BYTES = 1 << 20
 """that one system call copies"""
 PIECES_MAX = 256
 """pieces of memory of one system call"""
+TOGETHER_BYTES, TOGETHER_SECONDS = 256 << 10, 0.02
+"""that are waited for, where more is to come, and for how long"""
+ALONE_BYTES = 32 << 10
+"""so few are not waited for together"""
 BUFFER_SIZE = 4 << 20
 """of the kernel, for each direction; it may give less"""
 SILENCE_SECONDS = 20
@@ -24,21 +32,12 @@ BROKEN = (OSError, trio.ClosedResourceError)
 """what calls raise where a connection has ended"""
 
 
-class Landing(Protocol):
-    """Where bytes go that come one after the other. The place may change between two system calls."""
-
-    def room(self) -> memoryview:
-        """For what comes next; empty: it has all."""
-
-    def came(self, count: int) -> None:
-        """So many bytes were written there."""
-
-
 class Stream:
     """One connection. OSError where it is broken, or the other side has ended it."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
+        self._low = 1
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -88,38 +87,49 @@ class Stream:
             try:
                 count = self._socket.recv_into(view[done:])
             except BlockingIOError:
+                self._wake_from(1)
                 await trio.lowlevel.wait_readable(self._socket)
                 continue
             _check_end(count)
             done += count
 
-    async def land(self, landings: Iterable[Landing]) -> None:
-        """Fill landings, one after the other. Their rooms are asked for right before each system call."""
-        left = deque(landings)
+    async def land(self, rows: array[int], left: int, came: Callable[[int, int], None]) -> None:
+        """Fill rows of `rowreceiver`, ``left`` bytes, whose addresses may change meanwhile.
+
+        ``came``: told of bytes that came, and how many rows are full.
+        """
+        first = 0
         while left:
-            rooms, size = [], 0
-            for landing in left:
-                if len(room := landing.room()):
-                    rooms.append(room[: CALL_BYTES - size])
-                    size += len(rooms[-1])
-                if size >= CALL_BYTES or len(rooms) >= PIECES_MAX:
-                    break
-            if not rooms:
-                return
-            try:
-                count = self._socket.recvmsg_into(rooms)[0]
-            except BlockingIOError:
-                del rooms
-                await trio.lowlevel.wait_readable(self._socket)
-                continue
-            _check_end(count)
-            while left and (count or not len(left[0].room())):
-                part = min(count, len(left[0].room()))
-                left[0].came(part)
-                count -= part
-                if not len(left[0].room()):
-                    left.popleft()
-            await trio.lowlevel.checkpoint()
+            first, count, error = receive_rows(self._socket.fileno(), rows, first, CALL_BYTES)
+            if count:
+                left -= count
+                came(count, first)
+            if error == ENDED:
+                _check_end(0)
+            elif error == EAGAIN:
+                await self._wait_for(min(left, TOGETHER_BYTES))
+            elif error:
+                raise OSError(error, os.strerror(error))
+            elif left:
+                await trio.lowlevel.checkpoint()
+
+    async def _wait_for(self, size: int) -> None:
+        """Until so many bytes are there, or some have been for a moment."""
+        self._wake_from(size if size > ALONE_BYTES else 1)
+        if self._low == 1:
+            await trio.lowlevel.wait_readable(self._socket)
+            return
+        with trio.move_on_after(TOGETHER_SECONDS) as waited:
+            await trio.lowlevel.wait_readable(self._socket)
+        if waited.cancelled_caught:
+            self._wake_from(1)
+            await trio.lowlevel.wait_readable(self._socket)
+
+    def _wake_from(self, size: int) -> None:
+        """The socket is readable from so many bytes on."""
+        if size != self._low:
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, size)
+            self._low = size
 
 
 def _check_end(count: int) -> None:
