@@ -32,6 +32,20 @@ from kvfuse.peer.wire import (
 )
 from kvfuse.volume.views.neighbours import Answer
 
+NO_PLACES = np.empty(0, PLACE)
+SLACK_SECONDS = 0.25
+"""by so much, or half of it, the patience is exceeded: who asked has given up by then"""
+
+
+class _Sending:
+    """What is on its way out."""
+
+    def __init__(self) -> None:
+        self.work = trio.Event()
+        self.unsent: list[memoryview] = []
+        """of a question"""
+        self.is_busy = False
+
 
 class Connection:
     """Greeted, and running as long as `run`. Event loop only.
@@ -54,7 +68,7 @@ class Connection:
         """reads that are not finished"""
         self._waiting: deque[Read] = deque()
         self._sent: deque[tuple[int, Sequence[Read]]] = deque()
-        self._work = trio.Event()
+        self._sending = _Sending()
         self._scope = trio.CancelScope()
         self._count = 0
         self.link = link
@@ -69,7 +83,10 @@ class Connection:
             self.bytes += read.size
             self._open.add(read)
             self._waiting.append(read)
-        self._work.set()
+        if self.link is None and not (self._sending.unsent or self._sending.is_busy):
+            self._sending.unsent = self._stream.send_now(self._question(self._next(), ()))
+        if self._sending.unsent or self._waiting:
+            self._sending.work.set()
 
     def leave(self) -> None:
         """End it when nothing is asked by it any more: there is another one."""
@@ -110,25 +127,38 @@ class Connection:
 
     def _expect(self) -> None:
         """Something has come, or is to come."""
-        self._scope.deadline = trio.current_time() + self._patience if self._sent else inf
+        deadline = trio.current_time() + self._patience + SLACK_SECONDS if self._sent else inf
+        if not 0 <= deadline - self._scope.deadline < SLACK_SECONDS / 2:  # setting it takes long
+            self._scope.deadline = deadline
 
     # -- questions -----------------------------------------------------------------------------------
 
     async def _send(self) -> None:
+        """Questions that `ask` did not send itself, or not wholly."""
         while True:
-            await self._work.wait()
-            if not (reads := self._next()):
-                self._work = trio.Event()
-                continue
-            are_welcome = await self.link.welcome(reads) if self.link is not None else [False] * len(reads)
-            self._count += 1
-            self._sent.append((self._count, reads))
-            if len(self._sent) == 1:
-                self._expect()
-            rows = pack_question([(read.wanted, read.flags, read.without) for read in reads])
+            await self._sending.work.wait()
+            self._sending.is_busy = True
+            while self._sending.unsent or (reads := self._next()):
+                if self._sending.unsent:
+                    pieces, self._sending.unsent = self._sending.unsent, []
+                else:
+                    pieces = self._question(reads, await self.link.welcome(reads) if self.link is not None else ())
+                await self._stream.send(pieces)
+            self._sending.is_busy = False
+            self._sending.work = trio.Event()
+
+    def _question(self, reads: Sequence[Read], are_welcome: Sequence[bool]) -> list[memoryview]:
+        """That wants these, as it is sent now. ``are_welcome``: which may be answered by places; empty: none."""
+        if not reads:
+            return []
+        self._count += 1
+        self._sent.append((self._count, reads))
+        if len(self._sent) == 1:
+            self._expect()
+        rows = pack_question([(read.wanted, read.flags, read.without) for read in reads])
+        if any(are_welcome):
             rows["flags"] |= np.where(are_welcome, PLACES, 0).astype(np.uint32)
-            head = Head(len(reads), self._count, self._own_load()).pack(QUESTION_MAGIC)
-            await self._stream.send([memoryview(head), plain(rows)])
+        return [memoryview(Head(len(reads), self._count, self._own_load()).pack(QUESTION_MAGIC)), plain(rows)]
 
     def _next(self) -> list[Read]:
         """Reads of the next question."""
@@ -150,11 +180,16 @@ class Connection:
 
     async def _receive(self) -> None:
         while True:
-            head = parse_head(memoryview(await self._stream.receive(HEAD_SIZE)), ANSWER_MAGIC)
-            if not self._sent or (self._sent[0][0], len(self._sent[0][1])) != (head.number, head.row_count):
+            if not self._sent:
+                await self._stream.readable()  # when it answers it is known what it was asked
+            row_count = len(self._sent[0][1]) if self._sent else 0
+            data = memoryview(bytearray(HEAD_SIZE + ANSWER.itemsize * row_count))
+            have = await self._stream.receive_more(data, 0, HEAD_SIZE)
+            head = parse_head(data[:HEAD_SIZE], ANSWER_MAGIC)
+            if not self._sent or (self._sent[0][0], row_count) != (head.number, head.row_count):
                 raise WireError("it answers what it was not asked")
-            rows = np.empty(head.row_count, ANSWER)
-            await self._stream.receive_into(plain(rows))
+            await self._stream.receive_more(data, have, len(data))
+            rows = np.frombuffer(data, ANSWER, offset=HEAD_SIZE)
             self._told(head.load)
             self._expect()
             _, reads = self._sent[0]
@@ -175,9 +210,13 @@ class Connection:
                 await self._land(landings)
             self._sent.popleft()
             self._expect()
+            if self._sent:
+                await trio.lowlevel.checkpoint()
 
     async def _places(self, rows: Rows, reads: Sequence[Read]) -> list[Places]:
         """Of each row of an answer; empty: it has none. WireError."""
+        if not any(rows["places"].tolist()):
+            return [NO_PLACES] * len(reads)
         counts = check_counts(rows, are_welcome=self.link is not None)
         places = np.empty(sum(counts), PLACE)
         await self._stream.receive_into(plain(places))

@@ -26,6 +26,7 @@ from kvfuse.peer.wire import (
     PLACES,
     QUESTION,
     QUESTION_MAGIC,
+    ROWS_MAX,
     Head,
     Rows,
     WireError,
@@ -205,11 +206,19 @@ class Listener:
         return caller, place
 
     async def _converse(self, stream: Stream, caller: int, link: Link | None) -> None:
+        memory, have = memoryview(bytearray(HEAD_SIZE + ROWS_MAX * QUESTION.itemsize)), 0
         while True:
-            head = parse_head(memoryview(await stream.receive(HEAD_SIZE)), QUESTION_MAGIC)
-            rows = np.empty(head.row_count, QUESTION)
-            with trio.fail_after(GREETING_SECONDS):
-                await stream.receive_into(plain(rows))
+            have = await stream.receive_more(memory, have, HEAD_SIZE)
+            head = parse_head(memory[:HEAD_SIZE], QUESTION_MAGIC)
+            size = HEAD_SIZE + head.row_count * QUESTION.itemsize
+            if have < size:
+                with trio.fail_after(GREETING_SECONDS):
+                    have = await stream.receive_more(memory, have, size)
+            rows = np.frombuffer(bytes(memory[HEAD_SIZE:size]), QUESTION)
+            have -= size
+            if have:  # of the next question
+                memory[:have] = bytes(memory[size : size + have])
+                await trio.lowlevel.checkpoint()
             check_question(rows)
             self.loads[caller] = head.load
             await self._answer(stream, caller, head, rows, link)
@@ -223,8 +232,10 @@ class Listener:
             self.load += size
             try:
                 reply = Head(head.row_count, head.number, self.load - size).pack(ANSWER_MAGIC)
-                with trio.fail_after(SEND_SECONDS + size / SEND_RATE):
-                    await stream.send([memoryview(reply), plain(answers), *map(plain, places), *views])
+                left = stream.send_now([memoryview(reply), plain(answers), *map(plain, places), *views])
+                if left:
+                    with trio.fail_after(SEND_SECONDS + size / SEND_RATE):
+                        await stream.send(left)
             finally:
                 self.load -= size
         self.served[caller] += size

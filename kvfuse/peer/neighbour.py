@@ -31,6 +31,8 @@ STEADY_SECONDS = 10.0
 """for which reads by RDMA went well: then the next failure counts as the first"""
 LINK_PAUSE_MAX = 60.0
 """seconds before the next attempt to read by RDMA from a host from which that failed again and again"""
+SPREAD_SIZE = 16 << 20
+"""bytes from which on a batch is asked for by all connections"""
 FAILURES_MAX = 3
 """reads in a row that were late, wrong or lost: then it is not asked for a while"""
 
@@ -74,12 +76,22 @@ class Neighbour:
         return bool(self.connections) and trio.current_time() >= self._shunned_until
 
     def ask(self, reads: Sequence[Read]) -> None:
-        """Each is finished some time, at once where there is no connection. One question, if they are few."""
+        """Each is finished some time, at once where there is no connection. One question, if they are few bytes."""
         if not self.connections:
             for read in reads:
                 read.finish()
             return
-        min(self.connections, key=lambda one: (one.is_replaced, one.bytes)).ask(reads)
+        if len(reads) == 1 or len(self.connections) == 1 or sum([read.size for read in reads]) < SPREAD_SIZE:
+            min(self.connections, key=lambda one: (one.is_replaced, one.bytes)).ask(reads)
+            return
+        loads = {one: (one.is_replaced, one.bytes) for one in self.connections}
+        shares: dict[Connection, list[Read]] = {}
+        for read in reads:
+            chosen = min(loads, key=loads.__getitem__)
+            loads[chosen] = (chosen.is_replaced, loads[chosen][1] + read.size)
+            shares.setdefault(chosen, []).append(read)
+        for connection, own in shares.items():
+            connection.ask(own)
 
     def note(self, *, is_well: bool) -> None:
         """A read ended: with an answer, or with bytes that are wrong, or too late, or not at all."""

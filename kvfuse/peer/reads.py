@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import trio
 
 from kvfuse.volume.views.neighbours import Answer, Wanted
-
-if TYPE_CHECKING:
-    from kvfuse.peer.landings import Landings
 
 SETTLE_SECONDS = 0.02
 
@@ -30,6 +27,13 @@ class Writing(Protocol):
 
     def end(self, why: str) -> None:
         """It writes nothing from now on."""
+
+
+class Landing(Protocol):
+    """Where bytes of reads go while they come."""
+
+    def abandon(self, read: Read) -> None:
+        """Its bytes go nowhere from now on."""
 
 
 class Batch:
@@ -82,7 +86,7 @@ class Read:
         """None: there was none"""
         self.named: list[int] = []
         self.is_wrong = False
-        self.landings: Landings | None = None
+        self.landings: Landing | None = None
         """where its bytes go, while they come, from the row ``row`` on"""
         self.link: Writing | None = None
         """writes into the target now"""

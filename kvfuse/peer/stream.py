@@ -10,7 +10,9 @@ import socket
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from errno import EAGAIN
+from pathlib import Path
 
 import trio
 
@@ -25,11 +27,14 @@ TOGETHER_BYTES, TOGETHER_SECONDS = 256 << 10, 0.02
 ALONE_BYTES = 32 << 10
 """so few are not waited for together"""
 BUFFER_SIZE = 4 << 20
-"""of the kernel, for each direction; it may give less"""
+"""of the kernel, for each direction, where it allows that"""
 SILENCE_SECONDS = 20
 """after which the kernel gives up a side that acknowledges nothing"""
 BROKEN = (OSError, trio.ClosedResourceError)
 """what calls raise where a connection has ended"""
+
+
+_SO_SNDBUFFORCE, _SO_RCVBUFFORCE = 32, 33
 
 
 class Stream:
@@ -42,8 +47,8 @@ class Stream:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * SILENCE_SECONDS)
-        for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
-            connection.setsockopt(socket.SOL_SOCKET, option, BUFFER_SIZE)
+        for option, forced in ((socket.SO_SNDBUF, _SO_SNDBUFFORCE), (socket.SO_RCVBUF, _SO_RCVBUFFORCE)):
+            _size_buffer(connection, option, forced)
 
     def close(self) -> None:
         """Whoever waits for it gets trio.ClosedResourceError."""
@@ -55,24 +60,52 @@ class Stream:
         """All bytes of these, in their order. A cancellation leaves the connection of no use."""
         left = deque(piece for piece in pieces if len(piece))
         while left:
-            batch, size = [], 0
-            for piece in left:
-                batch.append(piece[: CALL_BYTES - size])
-                size += len(batch[-1])
-                if size >= CALL_BYTES or len(batch) >= PIECES_MAX:
-                    break
             try:
-                count = self._socket.sendmsg(batch)
+                self._send_some(left)
             except BlockingIOError:
                 await trio.lowlevel.wait_writable(self._socket)
                 continue
-            while count:
-                first = left.popleft()
-                if len(first) > count:
-                    left.appendleft(first[count:])
-                count -= min(count, len(first))
             if left:
                 await trio.lowlevel.checkpoint()
+
+    def send_now(self, pieces: Iterable[memoryview]) -> list[memoryview]:
+        """As much as one system call takes without waiting; the rest. A failure is told by `send` of the rest."""
+        left = deque(piece for piece in pieces if len(piece))
+        with suppress(OSError):
+            self._send_some(left)
+        return list(left)
+
+    def _send_some(self, left: deque[memoryview]) -> None:
+        """By one system call; take what was sent. BlockingIOError."""
+        batch, size = [], 0
+        for piece in left:
+            batch.append(piece[: CALL_BYTES - size])
+            size += len(batch[-1])
+            if size >= CALL_BYTES or len(batch) >= PIECES_MAX:
+                break
+        count = self._socket.sendmsg(batch)
+        while count:
+            first = left.popleft()
+            if len(first) > count:
+                left.appendleft(first[count:])
+            count -= min(count, len(first))
+
+    async def readable(self) -> None:
+        """Return when something is there, or the connection has ended."""
+        self._wake_from(1)
+        await trio.lowlevel.wait_readable(self._socket)
+
+    async def receive_more(self, memory: memoryview, have: int, least: int) -> int:
+        """Have at least so many bytes at the start of memory that has ``have``, and what else is there; how many."""
+        while have < least:
+            try:
+                count = self._socket.recv_into(memory[have:])
+            except BlockingIOError:
+                await self.readable()
+                continue
+            _check_end(count)
+            have += count
+        return have
 
     async def receive(self, size: int) -> bytes:
         """So many bytes, of a short message."""
@@ -82,16 +115,7 @@ class Stream:
         return bytes(data)
 
     async def receive_into(self, view: memoryview) -> None:
-        done = 0
-        while done < len(view):
-            try:
-                count = self._socket.recv_into(view[done:])
-            except BlockingIOError:
-                self._wake_from(1)
-                await trio.lowlevel.wait_readable(self._socket)
-                continue
-            _check_end(count)
-            done += count
+        await self.receive_more(view, 0, len(view))
 
     async def land(self, rows: array[int], left: int, came: Callable[[int, int], None]) -> None:
         """Fill rows of `rowreceiver`, ``left`` bytes, whose addresses may change meanwhile.
@@ -130,6 +154,23 @@ class Stream:
         if size != self._low:
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, size)
             self._low = size
+
+
+def _size_buffer(connection: socket.socket, option: int, forced: int) -> None:
+    """More than the kernel's limit where this user may; else the kernel chooses, which grows it as need be."""
+    try:
+        connection.setsockopt(socket.SOL_SOCKET, forced, BUFFER_SIZE)
+    except OSError:
+        if connection.getsockopt(socket.SOL_SOCKET, option) < BUFFER_SIZE <= _limit_of(option):
+            connection.setsockopt(socket.SOL_SOCKET, option, BUFFER_SIZE)
+
+
+def _limit_of(option: int) -> int:
+    name = "wmem_max" if option == socket.SO_SNDBUF else "rmem_max"
+    try:
+        return int(Path("/proc/sys/net/core", name).read_text())
+    except (OSError, ValueError):
+        return 0
 
 
 def _check_end(count: int) -> None:
