@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from errno import EACCES, EINVAL
 from importlib.util import find_spec
+from time import monotonic
 
 import numpy as np
 import numpy.typing as npt
@@ -37,6 +38,9 @@ DMABUF_MAGIC = 0x444D4142
 """the type of dma-bufs in statfs(2)"""
 REGISTERED_MAX = 1 << 40
 """bytes of the daemon's own memory: all arenas that it may have"""
+LOOK_SECONDS = 5.0
+REFUSED_SECONDS = 60.0
+"""for which a device is not opened again that could not be used"""
 _fstatfs = ctypes.CDLL(None, use_errno=True).fstatfs
 
 
@@ -82,12 +86,17 @@ class RdmaMemories:
         self._opened: Loop | None = None
         self._opening = trio.Lock()
         self._nursery: trio.Nursery | None = None
-        self._refused = ""
-        """why the device that is there cannot be used"""
+        self._lacks, self._lacks_until = "", 0.0
+        """what `lacks` says until then: to look takes adapters a moment, and clients ask whenever they connect"""
 
     @property
     def lacks(self) -> str:
-        return missing() or self._refused
+        if monotonic() >= self._lacks_until:
+            self._note(missing(), LOOK_SECONDS)
+        return self._lacks
+
+    def _note(self, lacks: str, seconds: float) -> None:
+        self._lacks, self._lacks_until = lacks, monotonic() + seconds
 
     def check(self, descriptor: int) -> None:
         kind = (ctypes.c_long * 32)()
@@ -124,7 +133,6 @@ class RdmaMemories:
         async with self._opening:
             if self._opened is not None:
                 return self._opened
-            self._refused = ""
             if reason := await trio.to_thread.run_sync(lambda: missing(load=True)):
                 raise Unsupported(reason)
             if self._nursery is None:
@@ -132,7 +140,7 @@ class RdmaMemories:
             try:
                 self._opened = await Loop.open(self._open_device, self._make_pair, self._nursery)
             except (NoDevice, VerbsError) as error:
-                self._refused = str(error)
+                self._note(str(error), REFUSED_SECONDS)
                 raise Unsupported(str(error)) from error
             log.info("memory of GPUs is filled by %s", self._opened.device.info)
             return self._opened
@@ -233,13 +241,14 @@ class RdmaMemory:
         async with self._connecting:
             if not self.registration.is_open:
                 raise ValueError("the memory was let go of")
-            if self.pair is None or self.pair.ended:
-                if self.pair is not None:
-                    self.pair.close()
-                    self.pair = None
+            pair = self.pair
+            if pair is None or pair.ended:
+                if pair is not None:
+                    pair.close()
+                self.pair = None  # else it would be closed again, if none can be made
                 self.pair = pair = self._loop.make_pair(self._loop.device)
                 await pair.connect(pair.place)
-            return self.pair
+            return pair  # closed by now, if the memory was let go of meanwhile
 
 
 def join(sources: Sequence[Part], targets: Sequence[Part]) -> list[tuple[int, int, int, int, int]]:

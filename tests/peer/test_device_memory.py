@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import time
 from collections.abc import AsyncIterator
 from typing import Any, cast
 
@@ -158,7 +159,7 @@ async def test_memory_that_cannot_be_registered(bench: Bench) -> None:
         bench.memories.check(bench.descriptor)
 
 
-async def test_a_device_that_cannot_is_closed_and_tried_again(bench: Bench) -> None:
+async def test_a_device_that_cannot_is_closed_and_tried_again(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     bench.device.lacks = "the driver of soft0 registers no dma-buf"
     for _ in range(2):
         with pytest.raises(Unsupported, match="registers no dma-buf"):
@@ -166,6 +167,7 @@ async def test_a_device_that_cannot_is_closed_and_tried_again(bench: Bench) -> N
         assert not bench.device.is_open
         assert bench.memories.lacks == "the driver of soft0 registers no dma-buf"
     bench.device.lacks = ""
+    monkeypatch.setattr(device_memory, "monotonic", lambda: time.monotonic() + device_memory.REFUSED_SECONDS)
     await (await bench.add()).aclose()
     assert bench.memories.lacks == ""
     assert bench.opened == 3
@@ -205,4 +207,4 @@ async def test_a_host_without_rdma_opens_nothing(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(device_memory, "pyverbs", no_pyverbs)
     assert device_memory.problem(open_none) == "RDMA needs pyverbs"
     monkeypatch.setattr(device_memory, "find_spec", lambda _: None)
-    assert "RDMA needs pyverbs for this Python" in memories.lacks
+    assert "RDMA needs pyverbs for this Python" in RdmaMemories(open_none).lacks
