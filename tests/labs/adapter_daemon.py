@@ -1,7 +1,7 @@
 """A daemon whose adapter fills memory of devices that are none: ``python adapter_daemon.py VOLUME POINT [-o WORD]...``.
 
-That memory is a memfd. The adapter copies by itself, or, where the variable KVFUSE_LAB_ADAPTER is "rdma", by the RDMA
-device of the virtual machine, whose kernel registers no dma-bufs: there the memfd is mapped and registered instead.
+That memory is a memfd, which is mapped and registered in the place of a dma-buf. READs copy memory (`soft_rdma`), or,
+where the variable KVFUSE_LAB_ADAPTER is "rdma", the RDMA device of the virtual machine carries them out.
 
 Beside the volume, the file "adapter.word" says what it is to do: "refuse" memory, "fail", or "hold" each list for as
 long as it says so. The file "adapter.lists" gets the number of pieces of each list, a line each.
@@ -12,20 +12,22 @@ from __future__ import annotations
 import mmap
 import os
 import sys
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import trio
 from door_daemon import main
 from mounting import KvfuseMount
+from soft_rdma import SoftDevice, SoftNetwork, SoftPair, _Piece
 
-from kvfuse.errors import InvalidArgument, Unsupported
-from kvfuse.peer.device_memory import RdmaMemories, RdmaMemory, check_writable, size_of
-from kvfuse.peer.verbs import Device, Registration, open_device
-from kvfuse.usrbio.daemon.device_memory import Piece
+from kvfuse.errors import Unsupported
+from kvfuse.peer import device_memory
+from kvfuse.peer.device_memory import RdmaMemories, RdmaMemory, check_writable
+from kvfuse.peer.verbs import Device, Registration, VerbsError, open_device
+from kvfuse.usrbio.daemon import device_calls
 from kvfuse.usrbio.daemon.listener import serve_rings
 
 ADAPTER_DAEMON = (sys.executable, __file__)
@@ -55,53 +57,16 @@ def word() -> str:
     return path.read_text() if path.exists() else ""
 
 
-async def obey(pieces: Sequence[Piece]) -> bool:
-    """Whether the list may be filled, when it may."""
-    with (folder() / "adapter.lists").open("a") as lists:
-        print(len(pieces), file=lists, flush=True)
-    while word() == "hold":  # noqa: ASYNC110  # a file tells nobody
-        await trio.sleep(0.005)
-    return word() != "fail"
+class SoftMemfdDevice(SoftDevice):
+    def lacks_dmabuf(self) -> str:
+        return ""
 
-
-class CopyMemory:
-    def __init__(self, descriptor: int, offset: int, size: int) -> None:
-        self.bytes = np.frombuffer(mmap.mmap(descriptor, offset + size), np.uint8)[offset:]
-        self.scopes: set[trio.CancelScope] = set()
-
-    async def fill(self, pieces: Sequence[Piece], seconds: float) -> bool:
-        with trio.move_on_after(seconds) as scope:
-            self.scopes.add(scope)
-            if not await obey(pieces):
-                return False
-            for memory, start, size, offset in pieces:
-                assert offset + size <= len(self.bytes)
-                self.bytes[offset : offset + size] = memory[start : start + size]
-            return True
-        return False
-
-    async def aclose(self) -> None:
-        for scope in self.scopes:
-            scope.cancel()
-        self.bytes = self.bytes[:0].copy()
-
-
-class CopyMemories:
-    lacks = ""
-
-    def check(self, descriptor: int) -> None:
-        check_writable(descriptor)
-
-    async def add(self, descriptor: int, offset: int, size: int) -> CopyMemory:
-        if word() == "refuse":
-            raise Unsupported("the lab has no adapter today")
-        if offset + size > size_of(descriptor):
-            raise InvalidArgument("the memory is not as large")
-        return CopyMemory(descriptor, offset, size)
-
-    @asynccontextmanager
-    async def serving(self) -> AsyncIterator[None]:
-        yield
+    def register_dmabuf(self, descriptor: int, offset: int, size: int, *, remote: bool) -> Registration:
+        if self.is_failing:
+            raise VerbsError("the driver does not like it")
+        memory = np.frombuffer(mmap.mmap(descriptor, offset + size), np.uint8)
+        address = memory.ctypes.data + offset
+        return Registration(address, size, remote, memory, [_Piece(self, address, size, remote)], size)
 
 
 class MemfdDevice(Device):
@@ -122,8 +87,12 @@ def open_memfd_device() -> Device:
 
 class LabMemory(RdmaMemory):
     async def fill(self, pieces: Sequence[tuple[np.ndarray, int, int, int]], seconds: float) -> bool:
+        with (folder() / "adapter.lists").open("a") as lists:
+            print(len(pieces), file=lists, flush=True)
         with trio.move_on_after(seconds):
-            if await obey([Piece(*piece) for piece in pieces]):
+            while word() == "hold" and self.registration.is_open:  # noqa: ASYNC110  # a file
+                await trio.sleep(0.005)
+            if word() != "fail":
                 return await super().fill(pieces, seconds)
             if self.pair is not None:
                 self.pair.close()  # as a READ that failed does
@@ -131,20 +100,29 @@ class LabMemory(RdmaMemory):
 
 
 class LabMemories(RdmaMemories):
-    def __init__(self) -> None:
-        super().__init__(open_memfd_device)
-
     def check(self, descriptor: int) -> None:
         check_writable(descriptor)
 
     async def add(self, descriptor: int, offset: int, size: int) -> RdmaMemory:
+        if word() == "refuse":
+            raise Unsupported("the lab has no adapter today")
         made = await super().add(descriptor, offset, size)
         return LabMemory(made._loop, made.registration)
 
 
+def soft_memories() -> LabMemories:
+    network = SoftNetwork()
+    return LabMemories(lambda: cast(Any, SoftMemfdDevice(network)), cast(Any, SoftPair))
+
+
 def serve() -> None:
     """As `sys.argv` says."""
-    memories = LabMemories() if BY_RDMA else CopyMemories()
+    if BY_RDMA:
+        device_calls.FILL_SECONDS = device_calls.LEAST_SECONDS = 200.0  # what is only slow there is no fault
+        memories = LabMemories(open_memfd_device)
+    else:
+        memories = soft_memories()
+        device_memory.missing = lambda **_: ""
     main([partial(serve_rings, device_memories=memories)])
 
 

@@ -12,32 +12,26 @@ import numpy as np
 import pytest
 import trio
 import trio.testing
-from soft_rdma import SoftDevice, SoftNetwork, SoftPair, _Piece
+from adapter_daemon import SoftMemfdDevice
+from soft_rdma import SoftNetwork, SoftPair
 
 from kvfuse.errors import InvalidArgument, Unsupported
 from kvfuse.peer import device_memory
 from kvfuse.peer.device_memory import Part, RdmaMemories, RdmaMemory, join
-from kvfuse.peer.verbs import NoDevice, Registration, VerbsError
+from kvfuse.peer.verbs import NoDevice
 
 SIZE = 8 << 20
 PATIENCE_S = 20.0
 
 
-class MemfdDevice(SoftDevice):
-    def __init__(self, network: SoftNetwork, lacks: str = "") -> None:
+class MemfdDevice(SoftMemfdDevice):
+    def __init__(self, network: SoftNetwork) -> None:
         super().__init__(network)
-        self.lacks = lacks
+        self.lacks = ""
         self.is_open = True
 
     def lacks_dmabuf(self) -> str:
         return self.lacks
-
-    def register_dmabuf(self, descriptor: int, offset: int, size: int, *, remote: bool) -> Registration:
-        if self.is_failing:
-            raise VerbsError("the driver does not like it")
-        memory = np.frombuffer(mmap.mmap(descriptor, offset + size), np.uint8)
-        address = memory.ctypes.data + offset
-        return Registration(address, size, remote, memory, [_Piece(self, address, size, remote)], size)
 
     def close(self) -> None:
         super().close()

@@ -1,4 +1,4 @@
-"""Memory of a device that the daemon's adapter fills; `labs/adapter_daemon` has an adapter without RDMA."""
+"""Memory of a device that the daemon's adapter fills; `labs/adapter_daemon` has one that needs no RDMA."""
 
 from __future__ import annotations
 
@@ -332,3 +332,16 @@ def test_memory_is_not_written_before_the_device_is_done_with_it(
     with pytest.raises(DeviceError, match="no stream"):
         store.get_many_into([b"key"], [iov.range(8, 5)])
     assert not memory.bytes[8:13].any()
+
+
+def test_a_daemon_that_does_not_answer_costs_the_way_alone(
+    client: Client, device: CpuDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def not_in_time(*_arguments: object, **_options: object) -> None:
+        raise TimeoutError("the daemon did not answer within 10 s")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(client.session, "request", not_in_time)
+        iov = client.iov_from_gpu(device.allocate(100), device=device)
+    assert iov.way is Way.PINNED
+    assert iov.why_not == {Way.DMABUF: "the daemon did not answer within 10 s"}

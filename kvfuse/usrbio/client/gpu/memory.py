@@ -74,7 +74,7 @@ class GpuIov(AbstractContextManager["GpuIov"]):
             finally:
                 os.close(descriptor)
         except (DeviceError, OSError) as error:
-            self._choice = self.link.give_up(str(error.strerror) if isinstance(error, OSError) else str(error))
+            self._choice = self.link.give_up(getattr(error, "strerror", None) or str(error))
             return
         self._session, self.handle, self._failures = session, reply.values[0], 0
 
