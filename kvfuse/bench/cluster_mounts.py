@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import secrets
-import signal
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -12,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvfuse.bench.daemons import Daemon, ceph_fuse_mount, kvfuse_mount
+from kvfuse.bench.daemons import Daemon, ceph_fuse_mount, kvfuse_mount, signals_raised
 from kvfuse.bench.rounds import Conditions
 from kvfuse.cluster.ceph import CephServers, CephSettings
 from kvfuse.cluster.etcd import EtcdServers
@@ -51,7 +50,7 @@ class ClusterSetting(Conditions):
 @contextmanager
 def cluster_servers(folder: Path, progress: Callable[[str], None]) -> Iterator[ClusterServers]:
     """Started in ``folder``, ended with the body, also when a signal ends this process. ClusterError."""
-    with _signals_raised(), ExitStack() as stack:
+    with signals_raised(), ExitStack() as stack:
         progress(f"starting {MEMBERS} members of etcd")
         etcd = EtcdServers.start(folder / "etcd", MEMBERS, SETTINGS)
         stack.callback(etcd.stop)
@@ -62,21 +61,6 @@ def cluster_servers(folder: Path, progress: Callable[[str], None]) -> Iterator[C
         progress("starting Ceph: making a CephFS")
         ceph.add_filesystem()
         yield ClusterServers(etcd, ceph)
-
-
-@contextmanager
-def _signals_raised() -> Iterator[None]:
-    """SIGTERM and SIGHUP unwind the body as Ctrl-C does: the servers have sessions of their own and would go on."""
-
-    def leave(number: int, frame: object) -> None:
-        raise SystemExit(128 + number)
-
-    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def make_mounters(setting: ClusterSetting) -> dict[str, Mounter]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -34,6 +35,21 @@ class Daemon(NamedTuple):
     pid: int
     start_seconds: float
     """from the start of the process until the mount answered"""
+
+
+@contextlib.contextmanager
+def signals_raised() -> Iterator[None]:
+    """SIGTERM and SIGHUP unwind the body as Ctrl-C does: the servers have sessions of their own and would go on."""
+
+    def leave(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextlib.contextmanager

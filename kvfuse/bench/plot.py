@@ -127,11 +127,13 @@ def plot_spreads(spreads: Sequence[Spread], path: Path) -> None:
     shares.plot(counts, [one.share(0) for one in spreads], marker="o", label="the writer")
     shares.plot(counts, [1 / (count + 1) for count in counts], "k--", label="if all sent alike")
     shares.set(title="Share of what was sent", xlabel="hosts that read", ylabel="of all bytes", ylim=(0, 1.05))
+    shares.set_xticks(counts)
     largest = max(spreads, key=lambda one: one.readers)
     names = ["writer", *(f"{number}" for number in range(1, largest.readers + 1))]
     copies.bar(names, [largest.copies(host) for host in range(len(names))])
     copies.axhline(largest.readers, color="k", linestyle="--", label="the writer, if nobody helped")
     copies.set(title="Copies that each host sent of a block", xlabel="host", ylabel="copies, on the average")
+    copies.set_ylim(0, 1.3 * largest.readers)
     for axes in (shares, copies):
         axes.legend()
         axes.grid(alpha=0.3)

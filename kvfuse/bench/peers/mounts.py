@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from kvfuse.bench.daemons import cpu_seconds_of, kvfuse_mount
+from kvfuse.bench.daemons import cpu_seconds_of, kvfuse_mount, signals_raised
 from kvfuse.bench.peers.clients import Blocks, Client, client_of
 from kvfuse.bench.peers.networks import BRIDGE_ADDRESS, Network, host_networks
 from kvfuse.cluster.etcd import EtcdServers
@@ -85,8 +85,11 @@ class Hosts:
 
 @contextmanager
 def peer_hosts(folder: Path, count: int, room: int, progress: Callable[[str], None]) -> Iterator[Hosts]:
-    """``count`` hosts on a new volume: an etcd of this machine, segments in ``folder``. KvfuseError."""
-    with ExitStack() as stack:
+    """``count`` hosts on a new volume: an etcd of this machine, segments in ``folder``. KvfuseError.
+
+    They end with the body, also when a signal ends this process.
+    """
+    with signals_raised(), ExitStack() as stack:
         progress("making networks")
         networks = stack.enter_context(host_networks(count))
         etcd = EtcdServers.start(folder / "etcd", 1, replace(SETTINGS, address=BRIDGE_ADDRESS))
