@@ -88,8 +88,9 @@ class Adapter:
         try:
             await self.registrations.cover(*span)
         except VerbsError as error:
+            level = logging.INFO if self._refused_until else logging.WARNING
             self._refused_until = trio.current_time() + REFUSED_SECONDS
-            log.warning("memory goes to other hosts, and comes from them, by TCP: %s", error)
+            log.log(level, "memory goes to other hosts, and comes from them, by TCP: %s", error)
             return False
         return True
 
