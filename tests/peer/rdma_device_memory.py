@@ -7,16 +7,11 @@ queue pair that is connected to itself, arenas and staging memory, lists of READ
 from __future__ import annotations
 
 import errno
-import importlib
 import os
 import signal
 import subprocess
-import sys
-import tempfile
-import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
 
 import mounting
 import numpy as np
@@ -25,10 +20,9 @@ import trio
 
 os.environ["KVFUSE_LAB_ADAPTER"] = "rdma"
 
-from adapter_daemon import ADAPTER_DAEMON, MemfdDevice, lists_of, open_memfd_device, serve, tell_adapter
-from mounting import KvfuseMount, wait_until
+from adapter_daemon import ADAPTER_DAEMON, MemfdDevice, lists_of, open_memfd_device, tell_adapter
+from mounting import KvfuseMount, temporary_mount, wait_until
 from ring_lab import stats, wait_for_rings
-from vm_mounts import MODULES, Fork
 
 from kvfuse.errors import InvalidArgument, Unsupported
 from kvfuse.peer import device_memory
@@ -43,47 +37,12 @@ PATIENCE_S = mounting.PATIENCE_S = 240.0
 """emulated processors start a daemon slowly, and slower where this machine does much else"""
 
 
-class Forked(Fork):
-    """A child of this process, which has the modules already, with a function in the place of a command."""
-
-    def _run(self, words: Sequence[str], log: IO[bytes]) -> None:
-        status = 70
-        try:
-            os.dup2(log.fileno(), 1)
-            os.dup2(log.fileno(), 2)
-            sys.argv = list(words)
-            serve()
-            status = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(status)
-
-
-class ForkedMount(KvfuseMount):
-    def _start(self, command: Sequence[str], log: IO[bytes]) -> Any:
-        for name in MODULES:
-            importlib.import_module(name)
-        return Forked(command[1:], log)
-
-
 @pytest.fixture(scope="module")
 def mount() -> Iterator[KvfuseMount]:
     words = ["capacity=128MiB,cache,admission=all,cache.tier_size=32MiB"]
-    with tempfile.TemporaryDirectory() as folder:
-        mount = ForkedMount(Path(folder), words, ADAPTER_DAEMON)
-        try:
-            mount.mount()
-            wait_for_rings(mount)
-            yield mount
-            mount.check_unexpected_errors()
-            mount.unmount()
-            mount.fsck()
-        except BaseException:
-            print(mount.log.read_text())
-            raise
-        finally:
-            mount.remove()
+    with temporary_mount(words, ADAPTER_DAEMON) as mount:
+        wait_for_rings(mount)
+        yield mount
 
 
 def test_blocks_files_failures_and_ends(mount: KvfuseMount) -> None:
