@@ -35,16 +35,16 @@ def reason_against() -> str | None:
     return None
 
 
-def run_in_machine(limit: float, *files: str, plugins: Sequence[str] = ()) -> None:
+def run_in_machine(limit: float, *files: str, plugins: Sequence[str] = (), chosen: str = "") -> None:
     """Run test files there, named from the repository's root, within ``limit`` seconds, and fail where they do.
 
-    ``plugins``: modules of tests/labs in which pytest finds fixtures.
+    ``plugins``: modules of tests/labs in which pytest finds fixtures. ``chosen``: which tests, as ``-k`` takes it.
     """
     if reason := reason_against():
         pytest.skip(reason)
     words = [word for plugin in plugins for word in ("-p", plugin)]
     command = ["scripts/rdma-vm", "--limit", f"{limit:g}", "env", f"PYTHONPATH={LABS}"]
-    command += [sys.executable, "-m", "pytest", *WORDS, *words, *files]
+    command += [sys.executable, "-m", "pytest", *WORDS, *words, "-k", chosen, *files]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     print(done.stdout)
     assert done.returncode == 0, "the report above says what failed there"
