@@ -167,7 +167,7 @@ async def test_a_list_and_what_breaks_it() -> None:
         assert not await one.fill(pieces_of(memory, (0, 4096, SIZE - 4095)), PATIENCE_S)
         assert not await one.fill(pieces_of(memory, (0, 4096, 0)), 0)
         first = one.pair
-        first._end("the test")
+        first.end("the test")
         assert await one.fill(pieces_of(memory, (0, 4096, 0)), PATIENCE_S)
         assert one.pair is not first
         await one.aclose()
