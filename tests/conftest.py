@@ -110,12 +110,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _order_files(items: list[pytest.Item]) -> None:
-    """First the files that take longest; last those whose tests all are to be alone, as others would wait for each."""
-    others = {item.path for item in items if item.get_closest_marker("alone") is None}
+    """First the files that take longest; last those whose tests are to be alone, as others would wait for each.
+
+    A process has a whole file, so such tests have files of their own: else all would wait, at the beginning, until the
+    longest ones of the others have ended.
+    """
+    alone = {item.path for item in items if item.get_closest_marker("alone") is not None}
+    for item in items:
+        if item.path in alone and item.get_closest_marker("alone") is None:
+            raise pytest.UsageError(f"{item.path}: a file has tests that are to be alone, or others, not both")
 
     def rank(item: pytest.Item) -> tuple[bool, int]:
         place = item.path.relative_to(item.config.rootpath / "tests").as_posix()
-        return item.path not in others, BEGUN_FIRST.index(place) if place in BEGUN_FIRST else len(BEGUN_FIRST)
+        return item.path in alone, BEGUN_FIRST.index(place) if place in BEGUN_FIRST else len(BEGUN_FIRST)
 
     items.sort(key=rank)
 
