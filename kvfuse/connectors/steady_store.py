@@ -153,7 +153,7 @@ class SteadyStore:
         return stored
 
     def delete(self, keys: Sequence[bytes]) -> Found:
-        """Which blocks were there, and are gone."""
+        """Which blocks were there, and are gone. After a failure (see ``counters``) none, though any of them may be."""
         return self._call(len(keys), lambda store: store.delete_many(keys), np.zeros(len(keys), np.bool_))
 
     def prefetch(self, keys: Sequence[bytes]) -> Found:

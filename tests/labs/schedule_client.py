@@ -331,6 +331,7 @@ class Blocks:
             result["names"] = [name for name, is_there in zip(BLOCKS, found.tolist(), strict=True) if is_there]
 
     def delete(self, folder: str, store: BlockStore) -> None:
+        """That there was no such block is an answer; where the outcome is not known, the store raises."""
         name = self.rng.choice(BLOCKS)
         with self.caller.operation("unlink", folder, name, ring=True) as result:
             if not self.caller.call("ring delete", lambda: store.delete(name)):

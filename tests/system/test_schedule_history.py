@@ -76,6 +76,14 @@ def test_a_write_that_failed_may_be_there_at_any_time() -> None:
     assert problems(*rows, (2, operation("read", 9, 10, found=None)))
 
 
+@pytest.mark.parametrize("ring", [False, True])
+def test_a_removal_that_failed_may_have_happened_unless_it_found_nothing(ring: bool) -> None:
+    put, read = (0, operation("put", 0, 1, version=1001)), (2, operation("read", 9, 10, found=None))
+    for error in (errno.ETIMEDOUT, errno.EIO):
+        assert not problems(put, (1, operation("unlink", 2, 3, error=error, ring=ring)), read)
+    assert problems(put, (1, operation("unlink", 2, 3, error=errno.ENOENT, ring=ring)), read)
+
+
 def test_a_relaxed_write_is_seen_at_home_at_once_and_elsewhere_soon() -> None:
     put = (0, operation("put", 0, 1, version=1001, folder="relaxed"))
     soon, late = (PUBLISHED_SECONDS + NEWS_SECONDS) / 2, PUBLISHED_SECONDS + NEWS_SECONDS + 2

@@ -29,6 +29,8 @@ Key = bytes | str
 
 MISSES = frozenset({ENOENT, ETIMEDOUT, ECANCELED, EIO})
 """a get that ends so is a miss"""
+ABSENT = frozenset({ENOENT})
+"""a delete that ends so found nothing; of one that ends otherwise nobody knows what is gone, and that is raised"""
 NOT_STORED = frozenset({ENOSPC, EDQUOT, ETIMEDOUT, ECANCELED, EIO})
 """a put of a batch that ends so is answered with False"""
 KEYS_MAX = 4000
@@ -112,7 +114,7 @@ class BlockStore(AbstractContextManager["BlockStore"]):
         return self.get_many([key])[0]
 
     def delete(self, key: Key) -> bool:
-        """Whether the block was there, and is gone."""
+        """Whether the block was there, and is gone. OSError (ETIMEDOUT, EIO, ...): not known, see `delete_many`."""
         return bool(self.delete_many([key])[0])
 
     # -- many blocks, each call one submission -------------------------------------------------------
@@ -181,8 +183,12 @@ class BlockStore(AbstractContextManager["BlockStore"]):
         return decode_costs(answers.view(np.uint8))
 
     def delete_many(self, keys: Sequence[Key]) -> Found:
-        """Which blocks were there, and are gone."""
-        return self._ask(keys, Ring.prep_delete) if len(keys) else np.zeros(0, np.bool_)
+        """Which blocks were there, and are gone.
+
+        OSError (ETIMEDOUT, EIO, ...): any of them may be gone, or may still be going. No failure is told as an absent
+        block: it may be there for long, or have been there before.
+        """
+        return self._ask(keys, Ring.prep_delete, ABSENT) if len(keys) else np.zeros(0, np.bool_)
 
     def prefetch(self, keys: Sequence[Key]) -> Found:
         """Which blocks are in shared memory now, brought there if need be."""
@@ -291,13 +297,13 @@ class BlockStore(AbstractContextManager["BlockStore"]):
 
     # -- how -----------------------------------------------------------------------------------------
 
-    def _ask(self, keys: Sequence[Key], prepare: Callable[..., Found]) -> Found:
+    def _ask(self, keys: Sequence[Key], prepare: Callable[..., Found], expected: frozenset[int] = MISSES) -> Found:
         encoded = _encode(keys)
         answers: list[Found] = []
         with self._lanes.take() as lane:
             for start in range(0, len(encoded), KEYS_MAX):
                 answers.append(prepare(lane.ring, self.namespace, encoded[start : start + KEYS_MAX], **self._terms))
-                _raise_unless(lane.finish(1, self._deadline)["result"], MISSES)
+                _raise_unless(lane.finish(1, self._deadline)["result"], expected)
         return np.concatenate(answers)
 
     def _get_views(

@@ -302,6 +302,26 @@ def test_past_its_deadline_a_get_is_a_miss(client: Client) -> None:
                 hasty.put(f"{number}", b"x" * 1000)
 
 
+def test_past_its_deadline_a_delete_does_not_say_that_nothing_was_there(client: Client) -> None:
+    """It may have happened, or happen later: as in a volume whose record store does not answer for a while."""
+    keys = [f"{number}" for number in range(50)]
+    late: list[str] = []
+    with BlockStore(client, "late-delete") as store, BlockStore(client, "late-delete", deadline=1e-9) as hasty:
+        assert store.put_many(keys, [b"x"] * len(keys)).all()
+        for key in keys:
+            try:
+                assert hasty.delete(key), "it was there"
+            except OSError as error:
+                assert error.errno == errno.ETIMEDOUT
+                late.append(key)
+        assert late
+        there = dict(zip(keys, store.exists(keys).tolist(), strict=True))
+        assert not [key for key in keys if there[key] and key not in late]
+        with pytest.raises(OSError, match=os.strerror(errno.ETIMEDOUT)):
+            for _ in range(1000):
+                hasty.delete_many(keys)
+
+
 def test_a_daemon_that_says_nothing_is_no_hang(mount: KvfuseMount) -> None:
     """Little time is given to the silent daemon alone: what a store of many hosts takes is another matter."""
     with (
