@@ -83,10 +83,10 @@ class SteadyStore:
 
     @property
     def is_silent(self) -> bool:
-        """Nobody writes into registered memory any more on account of calls that are over.
+        """Nobody writes into registered memory any more, or stores from it, on account of calls that are over.
 
-        False after a daemon left a `get` unanswered, until it has ended or serves this store again: one that hung in
-        the middle of copying goes on where it was.
+        False after a daemon left a `get` or `put` unanswered, until it has ended or serves this store again: one that
+        hung in the middle of copying goes on where it was.
         """
         return self._link.is_silent
 

@@ -135,6 +135,7 @@ def test_a_daemon_that_hangs_costs_one_deadline(mount: KvfuseMount) -> None:
         assert time.monotonic() - started >= 0.5  # it waited, and gave up
         assert not store.is_up
         assert not store.put(KEYS, region, OFFSETS, SIZES).any()
+    wait_until(lambda: store.is_silent, "the end of what the daemon did")  # it may store what was asked for
     region.array[:] = 0
     wait_until(lambda: store.get(KEYS, region, OFFSETS, SIZES).tolist() == SIZES, "the store to come back")
     assert_filled(region, SIZES)
