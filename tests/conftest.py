@@ -36,8 +36,7 @@ SERVERS = pytest.StashKey[RunServers]()
 RUN_FOLDER = "KVFUSE_TEST_RUN"
 """variable with the folder by which the processes of one run take turns and find servers"""
 BEGUN_FIRST = (
-    "peer/test_rdma.py",
-    "nvmeof/test_nvmeof.py",
+    "system/test_virtual_machine.py",
     "system/test_cluster_faults.py",
     "cli/test_cli_mounts.py",
     "bench/test_bench_cluster.py",

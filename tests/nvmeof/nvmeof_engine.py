@@ -1,6 +1,6 @@
 """The engine `block` on NVMe devices of another machine: what it knows of them, and what it does when they fail.
 
-In the machine of scripts/rdma-vm, where `test_nvmeof` runs this.
+In the machine of scripts/rdma-vm, where `test_virtual_machine` runs this.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Two mounts on etcd and one NVMe device of another machine, as two hosts have it: over TCP and over RDMA.
 
-In the machine of scripts/rdma-vm, where `test_nvmeof` runs this. Nothing here asserts a time: programs are slow there.
+In the machine of scripts/rdma-vm, where `test_virtual_machine` runs this. Nothing here asserts a time:
+programs are slow there.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Memory of devices filled by RDMA, whole: a client, a mount, and a daemon whose device registers a memfd.
 
-In the machine of scripts/rdma-vm, where `test_rdma` runs this. All else is as on a host with a GPU: the request, the
-queue pair that is connected to itself, arenas and staging memory, lists of READs.
+In the machine of scripts/rdma-vm, where `test_virtual_machine` runs this. All else is as on a host with a GPU: the
+request, the queue pair that is connected to itself, arenas and staging memory, lists of READs.
 """
 
 from __future__ import annotations

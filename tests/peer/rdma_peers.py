@@ -1,4 +1,4 @@
-"""Hosts that read from each other by RDMA. In the machine of scripts/rdma-vm, where `test_rdma` runs this.
+"""Hosts that read from each other by RDMA. In the machine of scripts/rdma-vm, where `test_virtual_machine` runs this.
 
 `test_peer_links` has more of that, without devices.
 """

@@ -1,4 +1,4 @@
-"""Reads by RDMA between processes. In the machine of scripts/rdma-vm, where `test_rdma` runs this.
+"""Reads by RDMA between processes. In the machine of scripts/rdma-vm, where `test_virtual_machine` runs this.
 
 Its kernel carries out a READ within the call that posts it, and is some ten times slower than this machine: what is
 asserted here is never a time.
