@@ -27,7 +27,7 @@ from kvfuse.volume.store.sealed import as_formatted
 DEADLINE = 3.0
 LEASE = 6.0
 """seconds, as the mounts have them"""
-SLACK = 3.0
+SLACK = 8.0
 """what a busy machine may add"""
 CALL_MAX = 2 * DEADLINE + SLACK
 """of a call of the file system: it waits for one store, then for the other, and for neither twice"""
