@@ -86,7 +86,7 @@ class AttachedRing:
         self._prepared = 0
         self._before_submit: list[Callable[[], None]] = []
         self._endings: dict[int, Ending] = {}
-        self._on_devices = DeviceEntries(self._endings, self._spoil)
+        self._on_devices = DeviceEntries(self._endings)
 
     def close(self) -> None:
         """Returns when the daemon touches no iov for this ring any more. What was under way is forgotten."""
@@ -279,7 +279,7 @@ class AttachedRing:
         for copy in self._before_submit:
             copy()
         self._before_submit.clear()
-        self._on_devices.prepare()
+        self._on_devices.prepare(self._spoil)
         count = self._prepared
         self._publish(count + self._place_releases() if self.session.unpins else count)
         return count

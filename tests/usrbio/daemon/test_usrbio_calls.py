@@ -327,7 +327,11 @@ def get_of(ring: Any, namespace: Namespace, name: bytes) -> Call:
 
 def block_calls(volume: Volume) -> BlockCalls:
     nothing: Any = None
-    return BlockCalls(volume, Admission(volume, Peer(1, 0, 0, frozenset())), nothing, nothing)
+
+    async def is_of_no_device(call: Call) -> bool:
+        return False
+
+    return BlockCalls(volume, Admission(volume, Peer(1, 0, 0, frozenset())), nothing, nothing, is_of_no_device)
 
 
 async def test_a_get_of_a_name_that_means_another_block_meanwhile_is_of_that_one() -> None:

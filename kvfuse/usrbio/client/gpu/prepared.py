@@ -17,12 +17,11 @@ Ending = Callable[[int, bool], Landing | None]
 class DeviceEntries:
     """Of one ring. Entries are known by their number among those that are prepared, and by their ticket.
 
-    ``endings``: the ring's, by ticket. ``spoil``: has the daemon refuse an entry, by its number.
+    ``endings``: the ring's, by ticket. Nothing here refers to the ring, which goes with its descriptors when it is dropped.
     """
 
-    def __init__(self, endings: dict[int, Ending], spoil: Callable[[int], None]) -> None:
+    def __init__(self, endings: dict[int, Ending]) -> None:
         self._endings = endings
-        self._spoil = spoil
         self._brought: list[tuple[int, StagedEntry]] = []
         """those that write what a device has"""
         self._direct: list[tuple[int, int, GpuIov]] = []
@@ -42,23 +41,26 @@ class DeviceEntries:
             if isinstance(iov, GpuIov):
                 self._direct.append((number, ticket, iov))
 
-    def prepare(self) -> None:
-        """Before the entries are submitted. Those for which a device fails will fail."""
-        if self._brought:
-            self._bring()
-        if self._direct:
-            self._catch_up()
+    def prepare(self, spoil: Callable[[int], None]) -> None:
+        """Before the entries are submitted. Those for which a device fails will fail.
 
-    def _bring(self) -> None:
+        ``spoil``: has the daemon refuse an entry, by its number.
+        """
+        if self._brought:
+            self._bring(spoil)
+        if self._direct:
+            self._catch_up(spoil)
+
+    def _bring(self, spoil: Callable[[int], None]) -> None:
         """Copy what devices write to staging memory."""
         landings = [(number, entry, entry.bring()) for number, entry in self._brought]
         self._brought.clear()
         for number, entry, landing in landings:
             if (error := landing.finish()) is not None:
                 entry.fail(error)
-                self._spoil(number)
+                spoil(number)
 
-    def _catch_up(self) -> None:
+    def _catch_up(self, spoil: Callable[[int], None]) -> None:
         """Wait for what devices do with memory that is about to be written."""
         failures: dict[GpuIov, DeviceError | None] = {}
         for number, ticket, iov in self._direct:
@@ -66,7 +68,7 @@ class DeviceEntries:
                 failures[iov] = iov.catch_up()
             if (error := failures[iov]) is not None:
                 self._endings[ticket] = partial(_fail, iov, error)
-                self._spoil(number)
+                spoil(number)
         self._direct.clear()
 
 
