@@ -43,6 +43,7 @@ class Registered:
 
     files: dict[int, OpenFile] = field(default_factory=dict)
     iovs: dict[int, Iov] = field(default_factory=dict)
+    devices: dict[int, Any] = field(default_factory=dict)
     namespaces: dict[int, Namespace] = field(default_factory=dict)
     share: Share = field(default_factory=lambda: Share(Pool(MIB)))
     pins: Pins = field(default_factory=lambda: Pins(0, Pinned(0)))

@@ -247,8 +247,8 @@ def test_calls_under_way_of_a_user_hold_no_more_than_half_of_the_tier() -> None:
     """Their blocks cannot be evicted. Beyond it a put has other memory."""
     tier, pool = SharedTier(64 * KIB), Pool(1000 * KIB)
     shares = [Share(pool, user) for user in "aab"]
-    peer = Peer(1, 1, 1, frozenset())
-    first, again, other = (SimpleNamespace(share=share, _peer=peer, _tier=tier) for share in shares)
+    peer, limits = Peer(1, 1, 1, frozenset()), SimpleNamespace(volume=SimpleNamespace(tier=tier))
+    first, again, other = (SimpleNamespace(share=share, _peer=peer, _limits=limits) for share in shares)
     namespace, held = Namespace(1, 0o600, 1), list[TierBlock | None]()
 
     def put(connection: Any) -> bool:

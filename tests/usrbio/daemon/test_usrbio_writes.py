@@ -232,7 +232,8 @@ def batches_of(
     write: Callable[[Source], Awaitable[Numbers]], nursery: trio.Nursery, dropped: list[int]
 ) -> WriteBatches:
     files: Any = FakeFiles(write)
-    calls = FileCalls(files, lambda done: None, lambda ring, ino: None)
+    nothing: Any = None
+    calls = FileCalls(files, lambda done: None, lambda ring, ino: None, nothing)
     return WriteBatches(calls, nursery, Share(Pool(1 << 20)), dropped.append)
 
 

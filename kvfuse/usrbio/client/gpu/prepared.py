@@ -17,7 +17,7 @@ Ending = Callable[[int, bool], Landing | None]
 class DeviceEntries:
     """Of one ring. Entries are known by their number among those that are prepared, and by their ticket.
 
-    ``endings``: the ring's, by ticket. Nothing here refers to the ring, which goes with its descriptors when it is dropped.
+    ``endings``: the ring's, by ticket. Nothing here refers to the ring, which goes with its descriptors when dropped.
     """
 
     def __init__(self, endings: dict[int, Ending]) -> None:
