@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from bisect import bisect_right
 from collections.abc import Callable
 from typing import Literal
@@ -22,7 +23,8 @@ class Gpus:
     """Of one client, which owns it. For any number of threads."""
 
     def __init__(self, client: Connected) -> None:
-        self._client = client
+        self._client: Connected = weakref.proxy(client)
+        """it goes, with its descriptors, when it is dropped"""
         self._lock = threading.Lock()
         self._links: dict[tuple[object, int], Link] = {}
         """by the device, or its number, and the size of its staging memory"""
