@@ -23,10 +23,9 @@ import numpy.typing as npt
 import trio
 
 from kvfuse.errors import InvalidArgument, Unsupported
-from kvfuse.peer.devices import find_devices
-from kvfuse.peer.queue_pair import READ, QueuePair, Reads
+from kvfuse.peer.queue_pair import READ, QueuePair, Reads, join
 from kvfuse.peer.registrations import Registrations
-from kvfuse.peer.verbs import Device, NoDevice, Part, Registration, VerbsError, open_device, pyverbs
+from kvfuse.peer.verbs import Device, NoDevice, Part, Registration, VerbsError, active_devices, open_device, pyverbs
 from kvfuse.peer.wire import WireError
 
 log = logging.getLogger(__name__)
@@ -54,13 +53,9 @@ def missing(*, load: bool = False) -> str:
             pyverbs()
         elif find_spec("pyverbs") is None:
             return "RDMA needs pyverbs for this Python (Debian's package is python3-pyverbs)"
+        active_devices()
     except NoDevice as error:
         return str(error)
-    found = find_devices()
-    if not found:
-        return "this host has no RDMA device"
-    if not any(info.is_active for info in found):
-        return "no port of an RDMA device is active: " + ", ".join(f"{info} is {info.state}" for info in found)
     return ""
 
 
@@ -224,7 +219,10 @@ class RdmaMemory:
         for memory, start, size, offset in pieces:
             sources = await self._loop.parts(memory, start, size)
             targets = self.registration.parts(self.registration.address + offset, size)
-            rows += join(sources, targets)
+            rows += join(
+                [(part.address, part.size, part.rkey) for part in sources],
+                [(part.address, part.size, part.lkey) for part in targets],
+            )
         return np.array(rows, READ)
 
     async def _read_back(self, rows: Reads) -> Reads:
@@ -249,22 +247,6 @@ class RdmaMemory:
                 self.pair = pair = self._loop.make_pair(self._loop.device)
                 await pair.connect(pair.place)
             return pair  # closed by now, if the memory was let go of meanwhile
-
-
-def join(sources: Sequence[Part], targets: Sequence[Part]) -> list[tuple[int, int, int, int, int]]:
-    """Rows of `READ` from one range to another one of the same size, each of which may be in several parts."""
-    rows = []
-    left = [(part.address, part.size, part.lkey) for part in reversed(targets)]
-    for source in sources:
-        address, size = source.address, source.size
-        while size:
-            target, room, lkey = left.pop()
-            length = min(size, room)
-            rows.append((address, target, length, source.rkey, lkey))
-            if length < room:
-                left.append((target + length, room - length, lkey))
-            address, size = address + length, size - length
-    return rows
 
 
 def check_writable(descriptor: int) -> None:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvfuse.peer.queue_pair import READ, Reads
+from kvfuse.peer.queue_pair import READ, Reads, join
 from kvfuse.peer.verbs import Part
 from kvfuse.peer.wire import GRANULES_BYTES_MAX, Rows, WireError
 from kvfuse.volume.views.neighbours import Answer
@@ -70,14 +70,6 @@ def plan(pairs: Sequence[tuple[Places, Sequence[Part]]]) -> Plan:
     rows: list[tuple[int, int, int, int, int]] = []
     ends = []
     for places, parts in pairs:
-        left = list(reversed(parts))
-        for remote, length, rkey in places.tolist():
-            while length:
-                local, room, lkey, _ = part = left.pop()
-                size = min(length, room)
-                rows.append((remote, local, size, rkey, lkey))
-                remote, length = remote + size, length - size
-                if size < room:
-                    left.append(part._replace(address=local + size, size=room - size))
+        rows += join(places.tolist(), [(part.address, part.size, part.lkey) for part in parts])
         ends.append(len(rows))
     return Plan(np.array(rows, READ), ends)

@@ -13,7 +13,7 @@ import os
 import socket
 import struct
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,6 +29,8 @@ from kvfuse.peer.wire import WireError
 READ = np.dtype([("remote", "<u8"), ("local", "<u8"), ("length", "<u4"), ("rkey", "<u4"), ("lkey", "<u4")])
 """one READ: from where, to where, bytes, and the keys of both"""
 Reads = npt.NDArray[np.void]
+Range = tuple[int, int, int]
+"""address, bytes, key"""
 
 PLACE = struct.Struct("<B B B B I I H 2x 16s")
 """format, MTU, READs at a time, is it InfiniBand; number of the queue pair, of its first packet, LID, GID"""
@@ -381,6 +383,21 @@ def _is_unresolved(address: str, table: Path) -> bool:
 
 _DESCRIPTORS: set[int] = set()
 """of the completion channels of all queue pairs"""
+
+
+def join(remote: Iterable[Range], local: Iterable[Range]) -> list[tuple[int, int, int, int, int]]:
+    """Rows of `READ` from ranges to ranges of as many bytes in all: one for what is in one piece on both sides."""
+    rows = []
+    left = list(local)[::-1]
+    for source, size, rkey in remote:
+        while size:
+            target, room, lkey = left.pop()
+            length = min(size, room)
+            rows.append((source, target, length, rkey, lkey))
+            if length < room:
+                left.append((target + length, room - length, lkey))
+            source, size = source + length, size - length
+    return rows
 
 
 def _next_descriptor() -> int:

@@ -19,11 +19,11 @@ import numpy as np
 import trio
 
 from kvfuse.options.options import PeerOptions
-from kvfuse.peer.devices import ANYWHERE, DeviceInfo, find_devices, nearest, node_of
+from kvfuse.peer.devices import ANYWHERE, DeviceInfo, nearest, node_of
 from kvfuse.peer.queue_pair import LARGE_BLOCKS, SMALL_BLOCKS, QueuePair, QueuePairCounters, QueuePairOptions
 from kvfuse.peer.registrations import Bytes, Registrations
 from kvfuse.peer.staging import Staging
-from kvfuse.peer.verbs import PIECE, Device, NoDevice, Part, VerbsError, pyverbs
+from kvfuse.peer.verbs import PIECE, Device, NoDevice, Part, VerbsError, active_devices, pyverbs
 
 REFUSED_SECONDS = 10.0
 """for which nothing is registered after that failed: most likely this process may lock no more memory"""
@@ -193,13 +193,8 @@ def pair_options(options: PeerOptions) -> QueuePairOptions:
 
 def usable_devices(options: PeerOptions) -> list[DeviceInfo]:
     """Those that are near this process, or as the options say. NoDevice, which says what is missing."""
-    found = find_devices()
-    if not found:
-        raise NoDevice("this host has no RDMA device")
+    active = active_devices()
     pyverbs()
-    active = [info for info in found if info.is_active]
-    if not active:
-        raise NoDevice(f"no RDMA device is active: {', '.join(f'{info} is {info.state}' for info in found)}")
     return nearest(active, own_node(), device_table(options.rdma_devices, active))
 
 

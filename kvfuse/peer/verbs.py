@@ -255,15 +255,23 @@ class Device:
         self.close()
 
 
+def active_devices() -> list[DeviceInfo]:
+    """Ports of devices that can be used, of which none is opened; one at least. NoDevice."""
+    found = find_devices()
+    active = [info for info in found if info.is_active]
+    if not active:
+        states = ", ".join(f"{info} is {info.state}" for info in found)
+        raise NoDevice(f"no port of an RDMA device is active: {states}" if found else "this host has no RDMA device")
+    return active
+
+
 def open_device(name: str | None = None) -> Device:
     """The one of this name ("mlx5_0", or "mlx5_0:2" for its second port), or the first that is active. NoDevice."""
     pyverbs()
-    found = find_devices()
-    if not found:
-        raise NoDevice("this host has no RDMA device")
     if name is None:
-        return Device(next((info for info in found if info.is_active), found[0]))
+        return Device(active_devices()[0])
+    found = find_devices()
     chosen = next((info for info in found if name in (str(info), info.name)), None)
     if chosen is None:
-        raise NoDevice(f"no RDMA device {name}; there are: {', '.join(map(str, found))}")
+        raise NoDevice(f"no RDMA device {name}; there are: {', '.join(map(str, found)) or 'none'}")
     return Device(chosen)

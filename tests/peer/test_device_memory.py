@@ -16,8 +16,8 @@ from adapter_daemon import SoftMemfdDevice
 from soft_rdma import SoftNetwork, SoftPair
 
 from kvfuse.errors import InvalidArgument, Unsupported
-from kvfuse.peer import device_memory
-from kvfuse.peer.device_memory import Part, RdmaMemories, RdmaMemory, join
+from kvfuse.peer import device_memory, verbs
+from kvfuse.peer.device_memory import RdmaMemories, RdmaMemory
 from kvfuse.peer.verbs import NoDevice
 
 SIZE = 8 << 20
@@ -87,14 +87,6 @@ async def test_a_piece_may_lie_across_registered_ones(bench: Bench) -> None:
     assert await memory.fill([(bench.source, 3, size, 1)], PATIENCE_S)
     assert np.array_equal(bench.target[1:][:size], bench.source[3:][:size])
     await memory.aclose()
-
-
-def test_ranges_are_cut_where_either_side_is() -> None:
-    sources = [Part(100, 10, 0, 1), Part(110, 5, 0, 2)]
-    targets = [Part(500, 4, 7, 0), Part(504, 8, 8, 0), Part(512, 3, 9, 0)]
-    assert join(sources, targets) == [
-        (100, 500, 4, 1, 7), (104, 504, 6, 1, 8), (110, 510, 2, 2, 8), (112, 512, 3, 2, 9),
-    ]  # fmt: skip
 
 
 async def test_a_failure_is_no_and_the_pair_is_made_anew(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
@@ -181,7 +173,7 @@ async def test_the_device_is_closed_at_the_end(monkeypatch: pytest.MonkeyPatch) 
 
 
 async def test_a_host_without_rdma_opens_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_memory, "find_devices", list)
+    monkeypatch.setattr(verbs, "find_devices", list)
     monkeypatch.setattr(device_memory, "pyverbs", lambda: None)
     monkeypatch.setattr(device_memory, "find_spec", lambda _: True)
 

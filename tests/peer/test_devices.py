@@ -162,5 +162,5 @@ def test_no_device_of_a_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     monkeypatch.setattr(verbs, "find_devices", lambda: find_devices(tmp_path))
     with pytest.raises(verbs.NoDevice, match="no RDMA device mlx5_7; there are: mlx5_0"):
         verbs.open_device("mlx5_7")
-    with pytest.raises(verbs.NoDevice, match="mlx5_0: its port is DOWN"):
+    with pytest.raises(verbs.NoDevice, match="no port of an RDMA device is active: mlx5_0 is DOWN"):
         verbs.open_device()

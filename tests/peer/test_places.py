@@ -16,6 +16,7 @@ from kvfuse.peer import neighbour as neighbour_module
 from kvfuse.peer import service as service_module
 from kvfuse.peer.link import Link
 from kvfuse.peer.places import PLACE, PLACES_MAX, Places, check_counts, places_of, plan, split_places
+from kvfuse.peer.queue_pair import join
 from kvfuse.peer.rdma import span_of
 from kvfuse.peer.verbs import PIECE, Part
 from kvfuse.peer.wire import ANSWER, Rows, WireError
@@ -172,3 +173,11 @@ def test_blocks_of_the_tier_lie_in_their_arena() -> None:
         assert spans[-1].memory.ctypes.data + spans[-1].start == block.address + 100
         assert spans[-1].size == 3900
     assert PIECE % 4096 == 0
+
+
+def test_ranges_are_cut_where_either_side_is() -> None:
+    remote = [(100, 10, 1), (110, 5, 2)]
+    local = [(500, 4, 7), (504, 8, 8), (512, 3, 9)]
+    assert join(remote, local) == [
+        (100, 500, 4, 1, 7), (104, 504, 6, 1, 8), (110, 510, 2, 2, 8), (112, 512, 3, 2, 9),
+    ]  # fmt: skip
