@@ -8,25 +8,22 @@ from __future__ import annotations
 
 import contextlib
 import json
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from kvfuse.bench.engines.measuring import Phase
 from kvfuse.bench.references import memcpy
 from kvfuse.bench.timing import Batch, time_batches
-from kvfuse.cluster.process import signals_later
+from kvfuse.bench.workers import WorkerProcess
 from kvfuse.connectors.steady_store import SteadyStore
 from kvfuse.errors import KvfuseError
 from kvfuse.usrbio.client.iov import new_memory
 
 READER_COUNT = 4
-END_SECONDS_MAX = 20.0
 DEADLINE_S = 60.0
 
 
@@ -37,58 +34,29 @@ class Readers(contextlib.AbstractContextManager["Readers"]):
         """They get ``keys``, each a block of ``size`` bytes, ``depth`` in a call."""
         self._size, self._depth = size, depth
         words = [str(mountpoint), namespace, str(size), str(depth)]
-        command = [sys.executable, "-m", "kvfuse.bench.engines.readers", *words]
         with contextlib.ExitStack() as stack:
-            self._processes: list[subprocess.Popen[str]] = []
-            for _ in range(READER_COUNT):
-                with signals_later():
-                    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-                    stack.callback(_end, process)
-                    self._processes.append(process)
+            self._processes = [
+                WorkerProcess(stack, "a process that reads blocks", "kvfuse.bench.engines.readers", *words)
+                for _ in range(READER_COUNT)
+            ]
             for process in self._processes:
-                _ask(process, [key.decode() for key in keys])
+                process.ask([key.decode() for key in keys])
             for process in self._processes:
-                _answer(process)
+                process.answer()
             self._stack = stack.pop_all()
 
     def run(self, operation: str, seconds: float, phase: Phase) -> None:
         """All at once, for ``seconds``. KvfuseError where one fails."""
         for process in self._processes:
-            _ask(process, {"operation": operation, "seconds": seconds})
+            process.ask({"operation": operation, "seconds": seconds})
         for process in self._processes:
-            answer = _answer(process)
+            answer = process.answer()
             phase.client_seconds += answer["processor"]
             for batch in answer["seconds"]:
                 phase.add(batch, self._size * self._depth, self._depth)
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
-
-
-def _ask(process: subprocess.Popen[str], request: object) -> None:
-    assert process.stdin is not None
-    with contextlib.suppress(BrokenPipeError):  # the answer will not come either
-        process.stdin.write(json.dumps(request) + "\n")
-        process.stdin.flush()
-
-
-def _answer(process: subprocess.Popen[str]) -> Any:
-    assert process.stdout is not None
-    line = process.stdout.readline()
-    if not line:
-        raise KvfuseError("a process that reads blocks ended")
-    return json.loads(line)
-
-
-def _end(process: subprocess.Popen[str]) -> None:
-    with process:
-        assert process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            process.stdin.close()
-        try:
-            process.wait(END_SECONDS_MAX)
-        except subprocess.TimeoutExpired:
-            process.kill()
 
 
 # -- the program ---------------------------------------------------------------------------------------

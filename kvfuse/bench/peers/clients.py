@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import json
 import random
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -22,7 +21,8 @@ from kvfuse.bench.content import BlockContent, block_key
 from kvfuse.bench.references import memcpy
 from kvfuse.bench.ringwork import connect_when_open
 from kvfuse.bench.timing import time_batches
-from kvfuse.cluster.process import signals_later, wait_until
+from kvfuse.bench.workers import WorkerProcess
+from kvfuse.cluster.process import wait_until
 from kvfuse.errors import KvfuseError
 from kvfuse.usrbio.client import BlockStore
 
@@ -30,7 +30,6 @@ NAMESPACE = "bench-peers"
 DEADLINE_S = 20.0
 SEEN_SECONDS_MAX = 30.0
 PUT_BLOCKS = 64
-END_SECONDS_MAX = 20.0
 
 
 class Blocks(NamedTuple):
@@ -55,20 +54,15 @@ class Answer(NamedTuple):
 class Client:
     """The process."""
 
-    def __init__(self, process: subprocess.Popen[str]) -> None:
+    def __init__(self, process: WorkerProcess) -> None:
         self._process = process
 
     def begin(self, operation: str, **words: Any) -> None:
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # the answer will not come either
-            self._process.stdin.write(json.dumps({"operation": operation, **words}) + "\n")
-            self._process.stdin.flush()
+        self._process.ask({"operation": operation, **words})
 
     def end(self) -> Answer:
         """KvfuseError where it failed, or found wrong bytes."""
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        answer: dict[str, Any] = json.loads(line) if line else {"error": "it ended"}
+        answer = self._process.answer()
         if "error" in answer:
             raise KvfuseError(f"a client of a host: {answer['error']}")
         return Answer(answer["seconds"], answer["processor"])
@@ -81,25 +75,11 @@ class Client:
 @contextlib.contextmanager
 def client_of(mountpoint: Path, room: int) -> Iterator[Client]:
     """It gets up to ``room`` bytes at once. Ended with the block."""
-    command = [sys.executable, "-m", "kvfuse.bench.peers.clients", str(mountpoint), str(room)]
     with contextlib.ExitStack() as stack:
-        with signals_later():
-            process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-            stack.callback(_end, process)
-        client = Client(process)
+        words = str(mountpoint), str(room)
+        client = Client(WorkerProcess(stack, "a client of a host", "kvfuse.bench.peers.clients", *words))
         client.end()  # the first says that it is ready
         yield client
-
-
-def _end(process: subprocess.Popen[str]) -> None:
-    with process:
-        assert process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            process.stdin.close()
-        try:
-            process.wait(END_SECONDS_MAX)
-        except subprocess.TimeoutExpired:
-            process.kill()
 
 
 # -- the program ---------------------------------------------------------------------------------------
