@@ -48,7 +48,7 @@ class Client(AbstractContextManager["Client"]):
         self._named: set[Registered] = set()
         self._places: tuple[tuple[int, Iov], ...] = ()
         """(address, iov) of those that are used in place, ordered; replaced, never changed"""
-        self.gpus = Gpus(self)
+        self.gpus = Gpus()
         """memory of GPUs"""
 
     # -- memory --------------------------------------------------------------------------------------
@@ -91,7 +91,7 @@ class Client(AbstractContextManager["Client"]):
         ``staging_size``: bytes of host memory between GPU and daemon, shared by all that name the same size.
         TypeError, ValueError for memory that cannot be used; DeviceError where there is no GPU, or it fails.
         """
-        return self.gpus.add(memory, device, stream, staging_size)
+        return self.gpus.add(self, memory, device, stream, staging_size)
 
     def locate(self, array: Bytes) -> tuple[Iov, int] | None:
         """(iov, offset) of bytes that lie in an iov used in place, else None."""

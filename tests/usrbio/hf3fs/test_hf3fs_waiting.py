@@ -355,7 +355,7 @@ def test_nothing_is_left_of_what_was_dropped(mount: KvfuseMount) -> None:
                 names.append(os.readlink(each))
         return sorted(name.split(":")[0] for name in names if not name.startswith(str(mount.volume)))
 
-    use()  # what is made once stays
+    use()  # Python's tracker of shared memory stays, with a pipe
     here_before, there_before = descriptors(os.getpid()), descriptors(mount.pid)
     for _ in range(5):
         use()

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import threading
-import weakref
 from bisect import bisect_right
 from collections.abc import Callable
 from typing import Literal
 
 from kvfuse.usrbio.client.gpu.device import Device
-from kvfuse.usrbio.client.gpu.interfaces import memory_of, stream_number
+from kvfuse.usrbio.client.gpu.interfaces import DeviceMemory, memory_of, stream_number
 from kvfuse.usrbio.client.gpu.link import Link
 from kvfuse.usrbio.client.gpu.memory import GpuIov, GpuRange
 from kvfuse.usrbio.client.gpu.staging import Connected
@@ -22,9 +21,7 @@ Stream = object | Literal["producer"] | None
 class Gpus:
     """Of one client, which owns it. For any number of threads."""
 
-    def __init__(self, client: Connected) -> None:
-        self._client: Connected = weakref.proxy(client)
-        """it goes, with its descriptors, when it is dropped"""
+    def __init__(self) -> None:
         self._lock = threading.Lock()
         self._links: dict[tuple[object, int], Link] = {}
         """by the device, or its number, and the size of its staging memory"""
@@ -32,8 +29,10 @@ class Gpus:
         self._places: tuple[tuple[int, GpuIov], ...] = ()
         """(address, iov), ordered; replaced, never changed"""
 
-    def add(self, thing: object, device: Device | None, stream: Stream, staging_size: int) -> GpuIov:
-        """As `Client.iov_from_gpu`."""
+    def add(
+        self, client: Connected, thing: object, device: Device | None, stream: Stream, staging_size: int
+    ) -> GpuIov:  # fmt: skip
+        """As `Client.iov_from_gpu`, of that client: nothing else here refers to it, so it goes when it is dropped."""
         memory = memory_of(thing)
         follow: Callable[[], int | None]
         if stream == "producer":
@@ -42,10 +41,10 @@ class Gpus:
             number = None if stream is None else stream_number(stream)
             follow = lambda: number  # noqa: E731
         with self._lock:
-            link = self._link(memory.address, memory.ordinal, device, staging_size)
+            link = self._link(client, memory, device, staging_size)
             link.device.check(memory.address, memory.size)
             iov = GpuIov(memory, link, follow, self._forget)
-            iov.register(self._client.session)
+            iov.register(client.session)
             self._iovs.add(iov)
             self._sort()
         return iov
@@ -79,19 +78,21 @@ class Gpus:
         for link in links:
             link.close()
 
-    def _link(self, address: int, ordinal: int | None, device: Device | None, staging_size: int) -> Link:
+    def _link(self, client: Connected, memory: DeviceMemory, device: Device | None, staging_size: int) -> Link:
         """With the lock. DeviceError."""
         if device is not None:
-            return self._link_to((device, staging_size), lambda: device, owns_device=False)
+            return self._link_to(client, (device, staging_size), lambda: device, owns_device=False)
         from kvfuse.usrbio.client.gpu import cuda  # only now: it needs a package that is optional
 
-        number = cuda.ordinal_of(address) if ordinal is None else ordinal
-        return self._link_to((number, staging_size), lambda: cuda.CudaDevice(number), owns_device=True)
+        number = cuda.ordinal_of(memory.address) if memory.ordinal is None else memory.ordinal
+        return self._link_to(client, (number, staging_size), lambda: cuda.CudaDevice(number), owns_device=True)
 
-    def _link_to(self, key: tuple[object, int], open_device: Callable[[], Device], *, owns_device: bool) -> Link:
+    def _link_to(
+        self, client: Connected, key: tuple[object, int], open_device: Callable[[], Device], *, owns_device: bool
+    ) -> Link:
         link = self._links.get(key)
         if link is None:
-            link = self._links[key] = Link(self._client, open_device(), key[1], owns_device=owns_device)
+            link = self._links[key] = Link(client, open_device(), key[1], owns_device=owns_device)
         return link
 
     def _forget(self, iov: GpuIov) -> None:
