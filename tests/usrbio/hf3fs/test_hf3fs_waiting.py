@@ -8,6 +8,7 @@ import os
 import random
 import threading
 import time
+from multiprocessing import resource_tracker
 from pathlib import Path
 
 import pytest
@@ -355,7 +356,7 @@ def test_nothing_is_left_of_what_was_dropped(mount: KvfuseMount) -> None:
                 names.append(os.readlink(each))
         return sorted(name.split(":")[0] for name in names if not name.startswith(str(mount.volume)))
 
-    use()  # Python's tracker of shared memory stays, with a pipe
+    resource_tracker.ensure_running()  # Python's, of shared memory: it has a pipe, and stays
     here_before, there_before = descriptors(os.getpid()), descriptors(mount.pid)
     for _ in range(5):
         use()
