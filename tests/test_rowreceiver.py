@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import socket
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from errno import EAGAIN, EBADF
 
@@ -16,12 +16,15 @@ from kvfuse import rowreceiver
 from kvfuse.checksum import crc32c
 from kvfuse.rowreceiver import ENDED, ROW, python_receive_rows, receive_rows
 
-WAYS = [python_receive_rows] + [receive_rows] * rowreceiver.IS_NATIVE
+Receive = Callable[[int, "array[int]", int, int], tuple[int, int, int]]
+Pair = tuple[socket.socket, socket.socket]
+
+WAYS: list[Receive] = [python_receive_rows] + [receive_rows] * rowreceiver.IS_NATIVE
 SIZES = [1, 2, 7, 255, 256, 4096, 24577, 65536, 262143, 262144]
 
 
 @pytest.fixture
-def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
+def pair() -> Iterator[Pair]:
     here, there = socket.socketpair()
     with here, there:
         here.setblocking(False)
@@ -39,7 +42,7 @@ def rows_of(memory: np.ndarray, sizes: list[int], gap: int = 3) -> array[int]:
 
 
 @pytest.mark.parametrize("receive", WAYS)
-def test_any_pieces_are_filled_and_summed(receive, pair, rng: random.Random) -> None:  # type: ignore[no-untyped-def]
+def test_any_pieces_are_filled_and_summed(receive: Receive, pair: Pair, rng: random.Random) -> None:
     here, there = pair
     for _ in range(15):
         sizes = rng.choices(SIZES, k=rng.randint(1, 150))
@@ -73,7 +76,7 @@ def test_any_pieces_are_filled_and_summed(receive, pair, rng: random.Random) -> 
 
 
 @pytest.mark.parametrize("receive", WAYS)
-def test_a_connection_that_ends_is_told_after_its_bytes(receive, pair) -> None:  # type: ignore[no-untyped-def]
+def test_a_connection_that_ends_is_told_after_its_bytes(receive: Receive, pair: Pair) -> None:
     here, there = pair
     memory = np.zeros(100, np.uint8)
     rows = rows_of(memory, [10, 20])

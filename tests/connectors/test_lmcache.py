@@ -326,7 +326,7 @@ def test_the_basic_check_of_an_engine(host: EngineHost, mount: KvfuseMount, tmp_
     path = tmp_path / "lmcache.yaml"
     config = engine_config(str(mount.point), "basic")
     config |= {"remote_url": f"kvfuse://{mount.point}?namespace=basic", "max_local_cpu_size": 0.0625}
-    config["extra_config"] |= {"shm_name": None, f"{PLUGIN}.deadline": DEADLINE_S}  # type: ignore[operator]
+    config["extra_config"] |= {"shm_name": None, f"{PLUGIN}.deadline": DEADLINE_S}
     path.write_text(json.dumps(config))  # which is YAML, too
     with host.engine() as engine:
         said = engine.check_remote(str(path))

@@ -375,7 +375,7 @@ def fake_cuda(count: int = 1, **options: bool) -> Iterator[FakeDriver]:
     """`from cuda.bindings import driver` imports the stand-in meanwhile."""
     driver = FakeDriver(count, **options)
     package, bindings = ModuleType("cuda"), ModuleType("cuda.bindings")
-    package.bindings, bindings.driver = bindings, driver  # type: ignore[attr-defined]
+    vars(package)["bindings"], vars(bindings)["driver"] = bindings, driver
     modules = {"cuda": package, "cuda.bindings": bindings, "cuda.bindings.driver": driver}
     before = {name: sys.modules.get(name) for name in modules}
     sys.modules.update(modules)

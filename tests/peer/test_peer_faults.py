@@ -19,18 +19,6 @@ SLOWER_MAX = 1.5
 """times as long as reads of segments alone, where another host cannot be read from"""
 
 
-@pytest.fixture(scope="module")
-def shared_pair(etcd: EtcdServers) -> Iterator[Pair]:
-    with pairs(etcd) as pair:
-        yield pair
-
-
-@pytest.fixture
-def pair(shared_pair: Pair) -> Iterator[Pair]:
-    with shared_pair.well():
-        yield shared_pair
-
-
 def test_readers_of_a_host_that_is_well_need_no_segments(pair: Pair) -> None:
     before = stats(pair.reader)["peers"]["asked"]
     with load(pair):

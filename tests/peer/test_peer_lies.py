@@ -3,28 +3,15 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 from mounting import wait_until
 from peer_lab import Lie, as_answer, states, stats
-from peer_load import BLOCK_SIZE, Pair, load, pairs
+from peer_load import BLOCK_SIZE, Pair, load
 
-from kvfuse.cluster.etcd import EtcdServers
 from kvfuse.peer.wire import Head, Rows
 from kvfuse.volume.views.neighbours import Answer
-
-
-@pytest.fixture(scope="module")
-def shared_pair(etcd: EtcdServers) -> Iterator[Pair]:
-    with pairs(etcd) as pair:
-        yield pair
-
-
-@pytest.fixture
-def pair(shared_pair: Pair) -> Iterator[Pair]:
-    with shared_pair.well():
-        yield shared_pair
 
 
 def another_life(rng: random.Random) -> Lie:

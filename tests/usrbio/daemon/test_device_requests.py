@@ -43,7 +43,9 @@ def memory(size: int = SIZE) -> Iterator[int]:
         os.close(descriptor)
 
 
-@pytest.mark.skipif(missing() == "", reason="about hosts without RDMA")
+@pytest.mark.skipif(
+    missing() == "", reason="about hosts without RDMA; those that have it are tried in the virtual machine"
+)
 def test_a_host_without_rdma_says_so_in_a_line_and_the_next_way_is_taken() -> None:
     with temporary_mount(["capacity=64MiB"]) as mount:
         with RawClient(mount.point) as client, memory() as descriptor:
