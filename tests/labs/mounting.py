@@ -58,12 +58,13 @@ def stop_process(pid: int) -> None:
 
 @contextmanager
 def stopped(pid: int) -> Iterator[None]:
-    """The process does nothing meanwhile."""
+    """The process does nothing meanwhile. It may be killed while it is stopped."""
     try:
         stop_process(pid)
         yield
     finally:
-        os.kill(pid, signal.SIGCONT)
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
 
 
 def _mount_rows() -> list[str]:
