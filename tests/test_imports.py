@@ -16,7 +16,7 @@ from kvfuse.volume.api import BlockApi, FileApi, InodeApi, RingApi
 
 PACKAGE = Path(kvfuse.__file__).parent
 
-BASE = {"errors", "checksum", "sizes", "keys", "blockindex"}
+BASE = {"errors", "checksum", "sizes", "keys", "blockindex", "keeper"}
 DOOR = BASE | {"rowwriter", "rowcopier", "rowreceiver", "options", "errnos", "mounttable", "credentials", "volume"}
 
 ROOMS: dict[str, set[str]] = {
@@ -24,6 +24,7 @@ ROOMS: dict[str, set[str]] = {
     "errnos": {"errors"},
     "sizes": set(),
     "keys": set(),
+    "keeper": set(),
     "blockindex": {"errors", "_native"},
     "rowwriter": {"_native"},
     "fusewire": {"_fusewire"},

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager, suppress
 import trio
 
 from kvfuse import errors
+from kvfuse.keeper import NO_KEEPER, Keeper
 from kvfuse.options.config import Options
 from kvfuse.volume.check.scrub import Scrubber
 from kvfuse.volume.content.chunks import forget_lost
@@ -34,10 +35,19 @@ REJOIN_SECONDS = 0.5
 log = logging.getLogger(__name__)
 
 
-async def make_parts(options: Options, held: Held, former: Core | None = None, disk: DiskTier | None = None) -> Parts:
-    """The parts of a volume, from its records. ``former``: of the membership before, which has the ``disk`` tier."""
+async def make_parts(
+    options: Options,
+    held: Held,
+    former: Core | None = None,
+    disk: DiskTier | None = None,
+    keeper: Keeper = NO_KEEPER,
+) -> Parts:
+    """The parts of a volume, from its records. ``former``: of the membership before, which has the ``disk`` tier.
+
+    ``keeper``: has what a daemon before this one left.
+    """
     records = held.records if held.member is None else SharedRecords(held.records)
-    core = await load_core(options, held._replace(records=records))
+    core = await load_core(options, held._replace(records=records), keeper)
     core.disk = disk if former is None else former.disk
     if former is not None:
         core.succeed(former)
@@ -172,23 +182,24 @@ async def _reap_orphan(parts: Parts, record: schema.InodeRecord) -> None:
 
 
 @asynccontextmanager
-async def open_volume(options: Options, mountpoint: str = "") -> AsyncIterator[Volume]:
+async def open_volume(options: Options, mountpoint: str = "", keeper: Keeper = NO_KEEPER) -> AsyncIterator[Volume]:
     """The volume that ``options`` name; flushed and closed at the end. One in a folder is held alone.
 
     VolumeError, VolumeBusy where it cannot be opened. ``mountpoint``: for others to know who holds it.
+    ``keeper``: what is to outlive this process, and what one before it left.
     """
     async with (
-        hold(options, mountpoint, read_only=options.mount.read_only, alone=False) as held,
-        run_volume(options, held) as volume,
+        hold(options, mountpoint, read_only=options.mount.read_only, alone=False, keeper=keeper) as held,
+        run_volume(options, held, keeper) as volume,
     ):
         yield volume
 
 
 @asynccontextmanager
-async def run_volume(options: Options, held: Held) -> AsyncIterator[Volume]:
+async def run_volume(options: Options, held: Held, keeper: Keeper = NO_KEEPER) -> AsyncIterator[Volume]:
     """A volume over engines that are open and stay the caller's; flushed at the end."""
     async with opened_tier(options.cache, held.superblock.volume_id) as disk:
-        parts = await make_parts(options, held, disk=disk)
+        parts = await make_parts(options, held, disk=disk, keeper=keeper)
         async with trio.open_nursery() as nursery:
             running = None
             try:

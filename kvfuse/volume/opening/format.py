@@ -27,6 +27,7 @@ from pathlib import Path
 from uuid import uuid4
 
 from kvfuse.errors import VolumeBusy, VolumeError
+from kvfuse.keeper import NO_KEEPER, Keeper
 from kvfuse.options.config import Options
 from kvfuse.remote.records.api import ABSENT, RecordLimits, RecordStore
 from kvfuse.remote.segments.api import SegmentStore, Transfer
@@ -43,6 +44,8 @@ from kvfuse.volume.store.member import Member, membership
 
 SUPERBLOCK_FILE = "superblock"
 LOCK_FILE = "lock"
+KEPT_LOCK = "lock"
+"""with the open file that has the lock; see `keeper`"""
 KNOWN_FILES = frozenset({SUPERBLOCK_FILE, LOCK_FILE, "records", "segments", "log"})
 """Names that may stand in a volume's folder: a folder with others is not ours to format."""
 RECORD_FILES = r"(data|lock)\.mdb"
@@ -97,12 +100,18 @@ def _parse_superblock(image: bytes, title: str) -> Superblock:
 
 
 @contextmanager
-def locked(path: Path, mountpoint: str = "", wait_seconds: float = 0.0) -> Iterator[None]:
+def locked(path: Path, mountpoint: str = "", wait_seconds: float = 0.0, keeper: Keeper = NO_KEEPER) -> Iterator[None]:
     """Hold the volume in folder ``path`` alone. VolumeBusy says who else does.
+
+    With a ``keeper`` the lock outlives this process: the daemon after it has it, also while threads of this one are
+    not gone yet.
 
     A daemon whose mount was just taken away is still flushing: that one is waited for, up to ``wait_seconds``.
     """
-    descriptor = os.open(path / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    left = keeper.take(KEPT_LOCK)
+    descriptor = (
+        left.descriptors[0] if left else os.open(path / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    )
     try:
         deadline = time.monotonic() + wait_seconds
         while True:
@@ -116,8 +125,10 @@ def locked(path: Path, mountpoint: str = "", wait_seconds: float = 0.0) -> Itera
         holder = {"pid": os.getpid(), "host": socket.gethostname(), "mountpoint": mountpoint, "since": int(time.time())}
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, json.dumps(holder).encode(), 0)
+        keeper.keep(KEPT_LOCK, descriptors=[descriptor])
         yield
         os.ftruncate(descriptor, 0)
+        keeper.drop(KEPT_LOCK)
     finally:
         os.close(descriptor)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvfuse.errors import EngineError, VolumeError
+from kvfuse.keeper import NO_KEEPER, Keeper
 from kvfuse.mounttable import top_mount
 from kvfuse.options.config import Options
 from kvfuse.remote.records.api import RecordStore
@@ -36,27 +37,33 @@ class Held(NamedTuple):
 
 @asynccontextmanager
 async def hold(
-    options: Options, mountpoint: str = "", *, read_only: bool = False, alone: bool = True
+    options: Options,
+    mountpoint: str = "",
+    *,
+    read_only: bool = False,
+    alone: bool = True,
+    keeper: Keeper = NO_KEEPER,
 ) -> AsyncIterator[Held]:
     """The volume that ``options`` name; given back at the end. VolumeError, VolumeBusy where it cannot be opened.
 
     ``mountpoint``: for others to know who holds it. Not ``alone``: together with others, where records are shared.
+    ``keeper``: has the lock, or the lease, of a daemon before this one.
     Errors of the body come out as they are.
     """
     if options.is_shared:
-        holding = _hold_shared(options, mountpoint, read_only, alone=alone)
+        holding = _hold_shared(options, mountpoint, read_only, keeper, alone=alone)
     else:
-        holding = _hold_folder(options, mountpoint, read_only)
+        holding = _hold_folder(options, mountpoint, read_only, keeper)
     async with holding as held:
         yield held
 
 
 @asynccontextmanager
-async def _hold_folder(options: Options, mountpoint: str, read_only: bool) -> AsyncIterator[Held]:
+async def _hold_folder(options: Options, mountpoint: str, read_only: bool, keeper: Keeper) -> AsyncIterator[Held]:
     path = options.volume_path
     superblock = format.read_superblock(path)
     async with AsyncExitStack() as stack:
-        stack.enter_context(format.locked(path, mountpoint, LOCK_WAIT if _is_closing(path) else 0.0))
+        stack.enter_context(format.locked(path, mountpoint, LOCK_WAIT if _is_closing(path) else 0.0, keeper))
         folder = options.records_path
         if not folder.is_dir() or not any(folder.iterdir()):
             raise VolumeError(f"{folder} is empty, the records are lost: 'kvfuse fsck --rebuild' recovers blocks")
@@ -73,7 +80,9 @@ async def _hold_folder(options: Options, mountpoint: str, read_only: bool) -> As
 
 
 @asynccontextmanager
-async def _hold_shared(options: Options, mountpoint: str, read_only: bool, *, alone: bool) -> AsyncIterator[Held]:
+async def _hold_shared(
+    options: Options, mountpoint: str, read_only: bool, keeper: Keeper, *, alone: bool
+) -> AsyncIterator[Held]:
     """Every commit and every write of the body is refused once this client's lease has ended."""
     async with engines.open_records(options) as plain_records:
         # Without one there is nothing to hold.

@@ -12,6 +12,7 @@ from typing import Any
 import trio
 
 from kvfuse import errors
+from kvfuse.keeper import NO_KEEPER, Keeper
 from kvfuse.options.config import Options
 from kvfuse.remote.records.api import RecordStore
 from kvfuse.remote.segments.api import SegmentStore
@@ -43,8 +44,8 @@ REUSE_SECONDS_MIN = 1.0
 """for which a freed slot of a shared volume rests; twice the longer of the engines' deadlines, where that is more"""
 
 
-async def load_core(options: Options, held: Held) -> Core:
-    """The state of a volume from its records."""
+async def load_core(options: Options, held: Held, keeper: Keeper = NO_KEEPER) -> Core:
+    """The state of a volume from its records. ``keeper``: has the tier of a daemon before this one."""
     keys = [schema.COUNTER_INODE, schema.COUNTER_GENERATION, schema.COUNTER_FILES, schema.inode_key(ROOT_INODE)]
     try:
         *found, budget = await held.records.get([*keys, schema.EXACT_SIZES, schema.METADATA_SIZE])
@@ -55,7 +56,7 @@ async def load_core(options: Options, held: Held) -> Core:
             )
         capacity = held.superblock.geometry.capacity
         limit = schema.decode_u64(budget.value) if budget is not None else default_size(capacity)
-        core = await _load_values(options, held, values, limit)
+        core = await _load_values(options, held, values, limit, keeper)
     except errors.InvalidArgument as error:
         raise errors.ConfigError(f"the root's namespace, stored settings with this mount's options: {error}") from None
     except DamagedRecords as error:
@@ -82,7 +83,7 @@ def _shared(core: Core, member: Member) -> Core:
     )
 
 
-async def _load_values(options: Options, held: Held, values: list[bytes], metadata_limit: int) -> Core:
+async def _load_values(options: Options, held: Held, values: list[bytes], metadata_limit: int, keeper: Keeper) -> Core:
     """``values``: of the counters, the root directory, the exact sizes."""
     superblock, records, segments, member, _ = held
     geometry, is_alone = superblock.geometry, member is None

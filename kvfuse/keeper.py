@@ -1,0 +1,112 @@
+"""What outlives a daemon: named things - some bytes, some descriptors - that another process keeps for it.
+
+The *holder* (`fs/holder.py`) keeps the kernel's connection of a mount while daemons come and go. Whatever else the next
+daemon is to find it gives there, too: descriptors of shared memory, sockets, locks, numbers. Large or changing content
+belongs into shared memory, whose descriptor is kept once; a thing itself is replaced as a whole, and small.
+
+A daemon that was killed has told what it told: what `Keeper.keep` returned from is kept, in the order of the calls.
+Everything is for the event loop's thread, and waits for nobody.
+
+Names are paths, and say whose a thing is: ``fuse/...`` the mount's, ``tier/...`` the shared-memory tier's,
+``member`` that of the client of a shared volume, ``ring/...`` those of clients of rings.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+CONTENT_SIZE_MAX = 64 << 10
+"""bytes of one thing"""
+DESCRIPTORS_MAX = 16
+"""of one thing"""
+
+
+class Kept(NamedTuple):
+    """A thing that a daemon before this one left."""
+
+    content: bytes
+    descriptors: tuple[int, ...]
+    """the caller's own, to be closed by it"""
+
+
+class Keeper(Protocol):
+    """Keeps things for the next daemon. The same names again replace what was kept under them."""
+
+    outlives: bool
+    """there is somebody who keeps things"""
+
+    def names(self, prefix: str) -> list[str]:
+        """Of things that the daemon before this one left, and that were neither dropped nor replaced; oldest first."""
+        ...
+
+    def take(self, name: str) -> Kept | None:
+        """What the daemon before this one left: once, with new descriptors. It goes on to be kept until it is dropped
+        or replaced. None: there is nothing."""
+        ...
+
+    def keep(self, name: str, content: bytes = b"", descriptors: Sequence[int] = ()) -> None:
+        """Keep this for the next daemon. The descriptors are duplicated, and stay the caller's.
+
+        ValueError for more than ``CONTENT_SIZE_MAX`` bytes or ``DESCRIPTORS_MAX`` descriptors.
+        """
+        ...
+
+    def drop(self, name: str) -> None:
+        """Nobody is to find this. Unknown names are ignored."""
+        ...
+
+
+class NoKeeper:
+    """`Keeper` of a daemon that nothing outlives."""
+
+    outlives = False
+
+    def names(self, prefix: str) -> list[str]:
+        return []
+
+    def take(self, name: str) -> Kept | None:
+        return None
+
+    def keep(self, name: str, content: bytes = b"", descriptors: Sequence[int] = ()) -> None:
+        pass
+
+    def drop(self, name: str) -> None:
+        pass
+
+
+NO_KEEPER = NoKeeper()
+
+
+class MemoryKeeper:
+    """`Keeper` within one process, for a volume that is closed and opened again there: tests, and tools."""
+
+    outlives = True
+
+    def __init__(self) -> None:
+        self._kept: dict[str, Kept] = {}
+
+    def names(self, prefix: str) -> list[str]:
+        return [name for name in self._kept if name.startswith(prefix)]
+
+    def take(self, name: str) -> Kept | None:
+        kept = self._kept.get(name)
+        return None if kept is None else Kept(kept.content, tuple(map(os.dup, kept.descriptors)))
+
+    def keep(self, name: str, content: bytes = b"", descriptors: Sequence[int] = ()) -> None:
+        check(content, descriptors)
+        copies = tuple(map(os.dup, descriptors))
+        self.drop(name)
+        self._kept[name] = Kept(content, copies)
+
+    def drop(self, name: str) -> None:
+        kept = self._kept.pop(name, None)
+        for descriptor in kept.descriptors if kept else ():
+            os.close(descriptor)
+
+
+def check(content: bytes, descriptors: Sequence[int]) -> None:
+    """ValueError for a thing that is too large."""
+    if len(content) > CONTENT_SIZE_MAX or len(descriptors) > DESCRIPTORS_MAX:
+        raise ValueError(f"a kept thing of {len(content)} bytes and {len(descriptors)} descriptors is too large")
