@@ -25,6 +25,7 @@ the one thread that answers the kernel; that lock also guards the state here. */
 #define MARK_NO_FLUSH (1ull << 63)
 #define MARK_DIRECT (1ull << 62)
 #define PLAIN_COUNT (1u << 16)
+#define SENT_AGAIN (1ull << 63) /* of a request's number, since Linux 6.9 */
 #define NO_FLUSH (1u << 5)
 #define PARALLEL_DIRECT_WRITES (1u << 6)
 #define INIT_EXT (1u << 30)
@@ -42,6 +43,8 @@ static struct {
     uint64_t plain[PLAIN_COUNT];   /* inodes that were made here and never got an attribute, each at its own place */
     unsigned long long capability_count;
 } wire;
+
+static uint64_t unique; /* of the request that is being handled */
 
 static uint64_t *place_of(uint64_t ino)
 {
@@ -144,6 +147,7 @@ static int process_init(struct fuse_session *se, const struct fuse_buf *buf, con
 __attribute__((visibility("default"))) void fuse_session_process_buf(struct fuse_session *se, const struct fuse_buf *buf)
 {
     const struct fuse_in_header *in = header_of(buf, buf->size);
+    unique = in ? in->unique : 0;
     if (in && in->opcode == FUSE_INIT && buf->size >= sizeof(*in) + sizeof(struct fuse_init_in)
         && process_init(se, buf, (const void *)(in + 1)))
         return;
@@ -245,7 +249,13 @@ static PyObject *counts(PyObject *self, PyObject *none)
     return Py_BuildValue("{s:K,s:K}", "flags", (unsigned long long)wire.answered, "capability", wire.capability_count);
 }
 
+static PyObject *request(PyObject *self, PyObject *none)
+{
+    return Py_BuildValue("KO", (unsigned long long)(unique & ~SENT_AGAIN), unique & SENT_AGAIN ? Py_True : Py_False);
+}
+
 static PyMethodDef methods[] = {
+    {"request", (PyCFunction)request, METH_NOARGS, "See fusewire.py."},
     {"configure", (PyCFunction)(void (*)(void))configure, METH_VARARGS | METH_KEYWORDS, "See fusewire.py."},
     {"forget", forget, METH_O, "See fusewire.py."},
     {"counts", counts, METH_NOARGS, "See fusewire.py."},

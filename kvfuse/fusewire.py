@@ -24,6 +24,7 @@ from types import ModuleType
 NO_FLUSH = 1 << 63
 DIRECT = 1 << 62
 """marks of handles"""
+NO_REQUEST = 0, False
 BACKGROUND = 64
 """requests that nobody waits for - read-ahead, asynchronous I/O - at a time; the kernel's own bound is 12"""
 
@@ -79,6 +80,14 @@ def forget(ino: int) -> None:
     """Another host changed the file: it may have attributes. With Python's lock held, as always: for any thread."""
     if _wire is not None:
         _wire.forget(ino)
+
+
+def request() -> tuple[int, bool]:
+    """(number of the request that is being handled, it was sent again), until its handler waits for something.
+
+    (0, False) where that is not known.
+    """
+    return _wire.request() if _wire is not None else NO_REQUEST
 
 
 def counts() -> dict[str, int]:

@@ -69,7 +69,7 @@ INNER: dict[str, list[set[str]]] = {
             {"names"},
             {"hosts"},
         ],
-        *[{"opening"}, {"check"}, {"parts"}, {"operations"}, {"volume"}, {"running"}],
+        *[{"opening"}, {"check"}, {"parts"}, {"operations", "left_open"}, {"volume"}, {"running"}],
     ],
     "usrbio": [{"protocol"}, {"client", "daemon"}, {"hf3fs"}],
     "remote": [{"libc", "faults"}, {"mapguard"}, {"records", "segments"}],

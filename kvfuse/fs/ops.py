@@ -27,8 +27,10 @@ from pyfuse3 import EntryAttributes, FileInfo, FUSEError, ReaddirToken, RequestC
 from kvfuse import errors, fusewire
 from kvfuse.credentials import Capability, Credentials
 from kvfuse.errnos import errno_of
+from kvfuse.fs.handles import OpenFiles
+from kvfuse.fs.handover import KeptHandover
 from kvfuse.fs.kernel import LISTING_SECONDS, Kept
-from kvfuse.fs.virtual import FOLDER_INODE, FOLDER_NAME, Reader, VirtualFolder, is_virtual
+from kvfuse.fs.virtual import FOLDER_INODE, FOLDER_NAME, Reader, VirtualFolder, is_virtual, is_virtual_handle
 from kvfuse.volume.api import NAME_MAX, ROOT_INODE, Attributes, Caller, Changes, Handle, VolumeApi
 
 log = logging.getLogger(__name__)
@@ -47,6 +49,10 @@ def _guard(ino: int) -> None:
     """NotPermitted for changing a virtual inode."""
     if is_virtual(ino):
         raise errors.NotPermitted(f"inode {ino} is a virtual file")
+
+
+def _no_request() -> tuple[int, bool]:
+    return fusewire.NO_REQUEST
 
 
 P = ParamSpec("P")
@@ -81,6 +87,7 @@ class KvfuseOperations(pyfuse3.Operations):
     Timeouts in seconds.
     ``names``, ``absences``: where the kernel was told of a name, or that it is absent, and to keep that.
     A file's handle is the volume's; a directory's is its inode number, so open directories hold nothing.
+    ``handover``: what a daemon before this one left, and one after it will find. None: nothing outlives this one.
     """
 
     def __init__(
@@ -91,11 +98,14 @@ class KvfuseOperations(pyfuse3.Operations):
         entry_timeout: float,
         attr_timeout: float,
         negative_timeout: float,
+        handover: KeptHandover | None = None,
     ) -> None:
         super().__init__()
         self._volume = volume
         self._virtual = virtual
-        self._handles: dict[int, Handle] = {}
+        self._open = OpenFiles(volume, handover.handles if handover is not None else None)
+        self.number_of_request = fusewire.request if handover is not None else _no_request
+        """see `fusewire.request`"""
         self._entry = EntryAttributes()
         self.names = Kept(entry_timeout, LISTING_SECONDS)
         self._attr_timeout = attr_timeout
@@ -112,10 +122,14 @@ class KvfuseOperations(pyfuse3.Operations):
         """Process ``pid``, as requests show it, may make the control socket. From any thread."""
         self._virtual.binder = pid
 
+    def have_socket(self) -> None:
+        """The control socket was bound in a daemon before this one: its name is there."""
+        self._virtual.have_socket()
+
     def stats(self) -> dict[str, int | dict[str, int]]:
         """The door's own counters and gauges."""
         return {
-            "open_handle_count": len(self._handles),
+            "open_handle_count": len(self._open),
             "unexpected_error_count": self.unexpected_error_count,
             "requests": dict(self.requests),
             "wire": fusewire.counts(),
@@ -144,12 +158,11 @@ class KvfuseOperations(pyfuse3.Operations):
         """The kernel may remember names in a directory."""
         return is_virtual(directory) or self._volume.tree.may_keep(directory)
 
-    def _reply_open(self, handle: Handle) -> FileInfo:
+    def _reply_open(self, fh: int, handle: Handle) -> FileInfo:
         """O_DIRECT needs no ``direct_io``: the kernel bypasses its cache for that descriptor alone, keeps it coherent
         with the others, and still lets the file be mapped. With `fusewire`, direct writes go on side by side, too."""
-        self._handles[handle.id] = handle
         info = self._file_info
-        info.fh = handle.id | fusewire.marks(
+        info.fh = fh | fusewire.marks(
             direct=handle.direct, close_is_awaited=self._volume.files.is_close_awaited(handle)
         )
         info.keep_cache = handle.cache_valid
@@ -190,6 +203,7 @@ class KvfuseOperations(pyfuse3.Operations):
         self, parent_inode: int, name: bytes, mode: int, flags: int, ctx: RequestContext
     ) -> tuple[FileInfo, EntryAttributes]:
         self._virtual.guard_name(parent_inode, name)
+        unique, _ = self.number_of_request()
         caller = Caller(ctx.uid, ctx.gid, ctx.pid)
         try:
             handle, attributes = await self._volume.tree.create(parent_inode, name, mode, caller, flags)
@@ -199,7 +213,8 @@ class KvfuseOperations(pyfuse3.Operations):
             # Another door made the name after the kernel saw that it was absent. Stale lets the kernel look
             # the name up again and open what is there, permissions checked.
             raise errors.Stale(f"{os.fsdecode(name)} was created meanwhile") from None
-        return self._reply_open(handle), self._reply(attributes, parent_inode)
+        fh = self._open.add(handle, attributes.ino, flags, caller, unique)
+        return self._reply_open(fh, handle), self._reply(attributes, parent_inode)
 
     @answered
     async def mknod(self, parent_inode: int, name: bytes, mode: int, rdev: int, ctx: RequestContext) -> EntryAttributes:
@@ -305,38 +320,48 @@ class KvfuseOperations(pyfuse3.Operations):
             handle = self._virtual.open(inode, flags, Reader.of(ctx.uid, ctx.pid))
             marks = fusewire.marks(direct=False, close_is_awaited=False)
             return FileInfo(fh=handle | marks, direct_io=True, keep_cache=False)
-        return self._reply_open(await self._volume.files.open(inode, flags, Caller(ctx.uid, ctx.gid, ctx.pid)))
+        unique, is_resent = self.number_of_request()
+        caller = Caller(ctx.uid, ctx.gid, ctx.pid)
+        try:
+            handle = await self._volume.files.open(inode, flags, caller)
+        finally:
+            if is_resent:
+                await self._open.drop(unique)
+        return self._reply_open(self._open.add(handle, inode, flags, caller, unique), handle)
 
     @answered
     async def read(self, fh: int, off: int, size: int) -> bytes:
-        handle = self._handles.get(fh)
+        handle = self._open.get(fh)
         if handle is None:
-            return self._virtual.read(fh, off, size)
+            if is_virtual_handle(fh):
+                return self._virtual.read(fh, off, size)
+            handle = await self._open.find(fh)
         return cast(bytes, await self._volume.files.read(handle, off, size))  # pyfuse3 takes any buffer
 
     @answered
     async def write(self, fh: int, off: int, buf: bytes) -> int:
-        return await self._volume.files.write(self._handles[fh], off, buf, by_kernel=True)
+        handle = self._open.get(fh) or await self._open.find(fh)
+        self._open.tell_lost(fh)
+        return await self._volume.files.write(handle, off, buf, by_kernel=True)
 
     @answered
     async def flush(self, fh: int) -> None:
-        handle = self._handles.get(fh)
-        if handle is not None:
-            await self._volume.files.flush(handle)
+        if not is_virtual_handle(fh):
+            await self._volume.files.flush(self._open.get(fh) or await self._open.find(fh))
+            self._open.tell_lost(fh)
 
     @answered
     async def fsync(self, fh: int, datasync: bool) -> None:
-        handle = self._handles.get(fh)
-        if handle is not None:
-            await self._volume.files.fsync(handle, data_only=datasync)
+        if not is_virtual_handle(fh):
+            await self._volume.files.fsync(self._open.get(fh) or await self._open.find(fh), data_only=datasync)
+            self._open.tell_lost(fh)
 
     @answered
     async def release(self, fh: int) -> None:
-        handle = self._handles.pop(fh, None)
-        if handle is None:
+        if is_virtual_handle(fh):
             self._virtual.release(fh)
         else:
-            await self._volume.files.release(handle)
+            await self._open.release(fh)
 
     # -- directories ---------------------------------------------------------------------------------
 

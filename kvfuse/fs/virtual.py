@@ -25,8 +25,13 @@ FOLDER_NAME = VIRTUAL_NAME
 SOCKET_NAME = b"control.sock"
 FOLDER_INODE = ROOT_INODE + 1
 FIRST_FILE_INODE = FOLDER_INODE + 1
-FIRST_HANDLE = 1 << 61
-"""Handles of virtual files count up from here: a volume's handles never get that far."""
+HANDLE = 1 << 61
+"""mark of handles of virtual files: a volume's handles never get that far"""
+_SEES_ALL = 1 << 58
+_INODE_SHIFT, _INODE_MASK = 48, FIRST_INODE - 1
+_UID_SHIFT, _UID_MASK = 16, (1 << 32) - 1
+_COUNT_MASK = (1 << 16) - 1
+"""fields of such a handle: what the next daemon needs to go on with it"""
 
 
 class Reader(NamedTuple):
@@ -61,6 +66,11 @@ class VirtualAttributes:
     blocks: int = 0
 
 
+def is_virtual_handle(handle: int) -> bool:
+    """Whether a handle is that of a virtual file; everything else is the volume's."""
+    return handle & HANDLE != 0
+
+
 def is_virtual(ino: int) -> bool:
     """Whether ``ino`` is the folder's or a virtual file's; everything else is the volume's."""
     return ROOT_INODE < ino < FIRST_INODE
@@ -76,7 +86,7 @@ class VirtualFolder:
         self._inodes = {name: ino for ino, name in enumerate(texts, FIRST_FILE_INODE)}
         self._texts = {self._inodes[name]: text for name, text in texts.items()}
         self._contents: dict[int, bytes] = {}
-        self._next_handle = itertools.count(FIRST_HANDLE)
+        self._count = itertools.count()
         now = time.time_ns()
         folder = VirtualAttributes(FOLDER_INODE, stat.S_IFDIR | 0o755, 2, now, now, now)
         self._attributes = {FOLDER_INODE: folder}
@@ -114,6 +124,10 @@ class VirtualFolder:
         if name != SOCKET_NAME or not stat.S_ISSOCK(mode) or pid != self.binder:
             raise NotPermitted(f"{os.fsdecode(FOLDER_NAME)} is the daemon's own")
         self.binder = None
+        return self.have_socket()
+
+    def have_socket(self) -> VirtualAttributes:
+        """The control socket is there from now on: it is made, or was by a daemon before this one, which bound it."""
         now = time.time_ns()
         ino = FIRST_FILE_INODE + len(self._texts)
         self._inodes[SOCKET_NAME] = ino
@@ -126,16 +140,23 @@ class VirtualFolder:
         text = self._texts.get(ino)
         if text is None:
             raise NotADirectory(f"inode {ino} is not a virtual file")
-        handle = next(self._next_handle)
-        self._contents[handle] = text(reader)
-        return handle
+        handle = HANDLE | ino << _INODE_SHIFT | reader.uid << _UID_SHIFT | (_SEES_ALL if reader.sees_all else 0)
+        while (numbered := handle | next(self._count) & _COUNT_MASK) in self._contents:
+            pass
+        self._contents[numbered] = text(reader)
+        return numbered
 
     def read(self, handle: int, offset: int, size: int) -> bytes:
-        """Part of the content as it was at the open. BadHandle."""
-        try:
-            return self._contents[handle][offset : offset + size]
-        except KeyError:
-            raise BadHandle(f"handle {handle} is not open") from None
+        """Part of the content as it was at the open; by a handle of a daemon before this one, as it is now.
+
+        BadHandle.
+        """
+        if handle not in self._contents:
+            text = self._texts.get(handle >> _INODE_SHIFT & _INODE_MASK)
+            if text is None or not is_virtual_handle(handle):
+                raise BadHandle(f"handle {handle} is not open")
+            self._contents[handle] = text(Reader(handle >> _UID_SHIFT & _UID_MASK, handle & _SEES_ALL != 0))
+        return self._contents[handle][offset : offset + size]
 
     def release(self, handle: int) -> None:
         """Forget the content. Unknown handles have none."""

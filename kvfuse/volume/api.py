@@ -131,6 +131,10 @@ class Handle(Protocol):
     def size(self) -> int:
         """Of the file, now."""
 
+    @property
+    def place(self) -> tuple[int, bytes]:
+        """(directory, name) of the file, or what they were last."""
+
 
 H = TypeVar("H", bound=Handle)
 
@@ -305,6 +309,19 @@ class InodeApi(Protocol):
         """Extents, size classes, slabs, sealed granules of one file, JSON-able."""
 
 
+class LeftOpenApi(Protocol):
+    """Files that are open by handles of a daemon before this one, as `views.handover` tells."""
+
+    async def load(self, ino: int) -> None:
+        """Have an inode in memory. Stale, where nothing is left of it."""
+
+    def take_over(self, ino: int, flags: int, caller: Caller) -> Handle:
+        """Make one of the handles again, with no await since `load` returned."""
+
+    def give_up(self, ino: int, *, writable: bool) -> None:
+        """One of the handles will never be made."""
+
+
 class VolumeApi(Protocol):
     """A volume, for the FUSE door. Ask for each part anew after an await: another membership brings others."""
 
@@ -314,6 +331,8 @@ class VolumeApi(Protocol):
     def inodes(self) -> InodeApi: ...
     @property
     def files(self) -> FileApi[Any]: ...
+    @property
+    def left_open(self) -> LeftOpenApi: ...
     def space(self) -> Space: ...
 
 

@@ -22,6 +22,7 @@ from kvfuse.volume.parts import Parts
 from kvfuse.volume.store import schema
 from kvfuse.volume.store.joined_reads import SharedRecords
 from kvfuse.volume.store.sealed import ScanPages
+from kvfuse.volume.views.handover import Handover
 from kvfuse.volume.volume import Volume
 
 FINISH_ATTEMPTS = 3
@@ -41,13 +42,14 @@ async def make_parts(
     former: Core | None = None,
     disk: DiskTier | None = None,
     keeper: Keeper = NO_KEEPER,
+    handover: Handover | None = None,
 ) -> Parts:
     """The parts of a volume, from its records. ``former``: of the membership before, which has the ``disk`` tier.
 
-    ``keeper``: has what a daemon before this one left.
+    ``keeper``, ``handover``: have what a daemon before this one left.
     """
     records = held.records if held.member is None else SharedRecords(held.records)
-    core = await load_core(options, held._replace(records=records), keeper)
+    core = await load_core(options, held._replace(records=records), keeper, handover)
     core.disk = disk if former is None else former.disk
     if former is not None:
         core.succeed(former)
@@ -74,6 +76,8 @@ class Running:
         elif self._held.member is None and not parts.core.read_only:
             await parts.journal.commit()  # numbers are announced before the first is given
             await _reap_orphans(parts)
+        if parts.core.nodes.handover.still_open:
+            self._nursery.start_soon(self._volume.left_open.load_all)
         if (disk := parts.core.disk) is not None:
             self._volume.sections["disk"] = disk.statistics
             self._nursery.start_soon(disk.run, parts.core.reads.speeds.disk)
@@ -115,7 +119,7 @@ class Running:
             try:
                 assert self._held.again is not None
                 self._held = await self._held.again()
-                parts = await make_parts(self._options, self._held, core)
+                parts = await make_parts(self._options, self._held, core, handover=core.nodes.handover)
                 core = parts.core  # which has what it took over, also when it does not come to run
                 await self._run_again(parts)
             except (errors.EngineError, errors.VolumeError) as error:
@@ -163,7 +167,8 @@ async def _reap_orphans(parts: Parts) -> None:
     async for rows, _ in ScanPages(parts.core.records, b"o", 100):
         for row in rows:
             try:
-                await _reap_orphan(parts, schema.decode_inode(row.value))
+                if (record := schema.decode_inode(row.value)).ino not in parts.core.nodes.handover.still_open:
+                    await _reap_orphan(parts, record)
             except errors.Corrupt as error:
                 log.error("a removed file is not freed: %s", error)
         await parts.journal.commit()
@@ -182,24 +187,28 @@ async def _reap_orphan(parts: Parts, record: schema.InodeRecord) -> None:
 
 
 @asynccontextmanager
-async def open_volume(options: Options, mountpoint: str = "", keeper: Keeper = NO_KEEPER) -> AsyncIterator[Volume]:
+async def open_volume(
+    options: Options, mountpoint: str = "", keeper: Keeper = NO_KEEPER, handover: Handover | None = None
+) -> AsyncIterator[Volume]:
     """The volume that ``options`` name; flushed and closed at the end. One in a folder is held alone.
 
     VolumeError, VolumeBusy where it cannot be opened. ``mountpoint``: for others to know who holds it.
-    ``keeper``: what is to outlive this process, and what one before it left.
+    ``keeper``: what is to outlive this process, and what one before it left. ``handover``: of its open files.
     """
     async with (
         hold(options, mountpoint, read_only=options.mount.read_only, alone=False, keeper=keeper) as held,
-        run_volume(options, held, keeper) as volume,
+        run_volume(options, held, keeper, handover) as volume,
     ):
         yield volume
 
 
 @asynccontextmanager
-async def run_volume(options: Options, held: Held, keeper: Keeper = NO_KEEPER) -> AsyncIterator[Volume]:
+async def run_volume(
+    options: Options, held: Held, keeper: Keeper = NO_KEEPER, handover: Handover | None = None
+) -> AsyncIterator[Volume]:
     """A volume over engines that are open and stay the caller's; flushed at the end."""
     async with opened_tier(options.cache, held.superblock.volume_id) as disk:
-        parts = await make_parts(options, held, disk=disk, keeper=keeper)
+        parts = await make_parts(options, held, disk=disk, keeper=keeper, handover=handover)
         async with trio.open_nursery() as nursery:
             running = None
             try:

@@ -12,6 +12,7 @@ import trio
 
 from kvfuse.volume.api import ROOT_INODE, KernelCache, NearApi, Space
 from kvfuse.volume.hosts.neighbourhood import Neighbourhood
+from kvfuse.volume.left_open import LeftOpen
 from kvfuse.volume.namespaces.registry import Namespace
 from kvfuse.volume.namespaces.settings import ROOT
 from kvfuse.volume.namespaces.uses import Use
@@ -50,6 +51,10 @@ class Volume:
     def tell(self, kernel: KernelCache) -> None:
         """Who is told of what other hosts change."""
         self.parts.core.kernel.connect(kernel)
+
+    @property
+    def left_open(self) -> LeftOpen:
+        return LeftOpen(self.parts)
 
     @property
     def near(self) -> NearApi:

@@ -223,6 +223,8 @@ class Settling:
             node.committing = False
             node.stored = True
             node.stored_epoch = epoch
+            if node.unsaved and not node.changed and node.nlink:
+                self.core.nodes.note_saved(node)
         for note in self._terms.before_settle:
             note(batch)
         if draft.vanished:

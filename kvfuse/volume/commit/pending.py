@@ -281,6 +281,8 @@ class Pending:
     def forget(self, node: Node) -> None:
         """Drop all pending changes of the inode."""
         self.reconsider(node)
+        if not node.handles:
+            self.core.nodes.note_saved(node)
         self.dirty.pop(node, None)
         self.core.metadata.release(node.reserved)
         node.reserved = 0

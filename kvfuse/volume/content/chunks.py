@@ -145,6 +145,7 @@ class Chunks:
         """Free what no record names of an inode without names and handles; an orphan record names the rest."""
         core = self.core
         core.unnamed.pop(node.ino, None)
+        core.nodes.note_saved(node)
         node.reaped = True
         self.drop_all(node)
         node.dead = []

@@ -108,6 +108,8 @@ class Staging:
 
     def note_change(self, node: Node) -> None:
         node.mtime = node.ctime = clock.now()
+        if not node.unsaved and self.core.nodes.handover.outlives:
+            self.core.nodes.note_unsaved(node)
         self.pending.touch(node, forced=node.staged_count > STAGED_CHUNKS_MAX)
 
 

@@ -230,6 +230,12 @@ class Coherence:
         if handle.readable and not handle.cache_valid and chunk is not None and not chunk.staged and chunk.extents:
             self.fetcher.opened(node, chunk.extents[0])
 
+    def taken_over(self, handle: FileHandle) -> None:
+        """A file is open by a handle of the daemon before this one: nobody heard what became of it meanwhile."""
+        if handle.node.size:
+            self._unsure_ends.add(handle.node)
+        self._content_differs(handle.node)
+
     def append_offset(self, node: Node, offset: int) -> int:
         """Where bytes go that the kernel wants at ``offset`` by a descriptor for appends: it may not know yet how far
         others got. Where they had no hand in it the kernel means what it says: bytes of a mapping come by any

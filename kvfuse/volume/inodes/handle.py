@@ -35,3 +35,7 @@ class FileHandle:
     @property
     def size(self) -> int:
         return self.node.size
+
+    @property
+    def place(self) -> tuple[int, bytes]:
+        return self.node.parent, self.node.name

@@ -23,6 +23,7 @@ from kvfuse.errors import EngineError, NoSpace
 from kvfuse.volume.inodes.chunk import COMMITTED, Chunk, Extent, blocks_of
 from kvfuse.volume.store import schema
 from kvfuse.volume.views.content_map import ContentMap
+from kvfuse.volume.views.handover import Handover
 
 if TYPE_CHECKING:
     from kvfuse.volume.views.tier import SharedTier
@@ -99,6 +100,7 @@ class Node:
         "times_changed",
         "times_version",
         "uid",
+        "unsaved",
         "unstored_attributes",
         "version",
         "writers",
@@ -156,6 +158,8 @@ class Node:
         self.writers = 0
         """handles open for writing"""
         self.staged_count = 0
+        self.unsaved = False
+        """the next daemon is to know that it has content which is not stored"""
         self.far_blocks = 0
         """512-byte units in chunks with records of their own, loaded or not"""
         self.dirty_chunks: AbstractSet[int] = frozenset()
@@ -384,9 +388,10 @@ class Nodes:
     An inode never has two nodes: an evicted node that an operation still holds is found again.
     """
 
-    def __init__(self, count_max: int, tier: SharedTier) -> None:
+    def __init__(self, count_max: int, tier: SharedTier, handover: Handover | None = None) -> None:
         self.count_max = count_max
         self.tier = tier
+        self.handover = handover or Handover()
         self._nodes: OrderedDict[int, Node] = OrderedDict()
         """ordered, because removal at its front takes constant time, unlike a dict's"""
         self._evicted: WeakValueDictionary[int, Node] = WeakValueDictionary()
@@ -411,10 +416,18 @@ class Nodes:
     def add(self, node: Node) -> Node:
         node.tier = self.tier
         node.forgotten = self._all_forgotten
+        if self.handover.still_open and node.ino not in self._nodes:
+            self._count_open(node)
         self._nodes[node.ino] = node
         if len(self._nodes) > self.count_max:
             self._evict(EVICTION_LOOKS)
         return node
+
+    def _count_open(self, node: Node) -> None:
+        """The inode comes into memory: handles of a daemon before this one have it open, which nobody asked for yet."""
+        before = self.handover.still_open.get(node.ino)
+        if before is not None and not node.handles:  # or else it was evicted before, and counts them
+            node.handles, node.writers = before.handles, before.writers
 
     def drop(self, node: Node) -> None:
         """Remove the node, so that the inode is read again. No effect if it has another node, or none."""
@@ -422,12 +435,24 @@ class Nodes:
             self._nodes.pop(node.ino, None)
             self._evicted.pop(node.ino, None)
 
+    def note_unsaved(self, node: Node) -> None:
+        """The node has content, or a size, that is not stored: say so to the next daemon, before it is answered for."""
+        node.unsaved = True
+        self.handover.unsaved(node.ino)
+
+    def note_saved(self, node: Node) -> None:
+        """It is stored, or nobody misses it."""
+        if node.unsaved:
+            node.unsaved = False
+            self.handover.saved(node.ino)
+
     def forget_all(self) -> None:
         """End the membership of all nodes, also of those that operations in flight still add."""
         self._all_forgotten = True
         for node in [*self._nodes.values(), *self._evicted.values()]:
             node.forgotten = True
             node.end_map()
+            self.note_saved(node)  # whoever has it open hears it of this daemon
 
     def _evict(self, looks: int) -> None:
         """Consider up to ``looks`` of the oldest nodes: evict those that may be, move the others to the end."""

@@ -10,6 +10,8 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator
 
+from kvfuse.volume.views.handover import Handover
+
 _PAGE_BITS = 10
 _PAGE_SIZE = 1 << _PAGE_BITS
 _SLOT_MASK = _PAGE_SIZE - 1
@@ -60,8 +62,12 @@ class _Page:
 class Places:
     """The place and the kernel's lookup count of each inode that it knows. The core owns it."""
 
-    def __init__(self) -> None:
+    def __init__(self, handover: Handover | None = None) -> None:
         self._pages: dict[int, _Page] = {}
+        self._handover = handover or Handover()
+        for ino, before in self._handover.still_open.items():
+            if before.places:
+                self.add(ino, *before.places[0])
 
     def get(self, ino: int) -> tuple[int, bytes] | None:
         """(directory, a name of the inode); None if the kernel does not know the inode."""
@@ -76,6 +82,8 @@ class Places:
         page = self._pages.get(ino >> _PAGE_BITS)
         if page is not None and page.counts[ino & _SLOT_MASK]:
             page.set(ino & _SLOT_MASK, parent, name)
+            if self._handover.outlives:
+                self._handover.moved(ino, parent, name)
 
     def add(self, ino: int, parent: int, name: bytes) -> None:
         """Raise the kernel's lookup count of the inode, and set its place."""

@@ -328,7 +328,7 @@ class Evictor:
         if not isinstance(record, schema.InodeRecord) or record.flags & _TAKES_UNLINK or not S_ISREG(record.mode):
             return False
         node, dentries = core.nodes.get(record.ino), core.dentries
-        if node is not None and node.busy:
+        if (node is not None and node.busy) or record.ino in core.nodes.handover.still_open:
             return False
         if dentries.get(directory, name).change is not None or (directory, name) in dentries.vanishing.places:
             return False

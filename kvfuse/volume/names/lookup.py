@@ -23,6 +23,7 @@ from kvfuse.volume.content.refresh import Refresher
 from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.inodes.dentries import ABSENT, NameChange
 from kvfuse.volume.inodes.node import Node
+from kvfuse.volume.names.open_before import find_open_before
 from kvfuse.volume.names.pages import Learning
 from kvfuse.volume.store import schema
 
@@ -77,6 +78,10 @@ class Lookup(ABC):
         while node is None:
             epoch = self.journal.pending.epoch
             place = self.core.places.get(ino) or (0, b"")
+            if ino in self.core.nodes.handover.still_open:
+                node = await find_open_before(ino, self.core, self.journal.pending, self.refresher, self.take)
+                if node is not None:
+                    break
             keys = [schema.inode_key(ino), schema.times_key(ino)]
             if place[1]:
                 keys.append(schema.entry_key(*place))

@@ -145,6 +145,7 @@ class OwnNameless(Nameless):
             self.journal.pending.left(node)
 
     def reap(self, node: Node, heir: Node | None = None) -> None:
+        self.core.nodes.note_saved(node)
         if self.removal.is_large(node):
             self.removal.begin(node)
             return

@@ -146,7 +146,8 @@ class Removed:
         for ino, row in zip(inos, rows, strict=True):
             self._removed.looked_at(ino)
             known = self.core.nodes.get(ino)
-            if ino in held or (known is not None and known.handles):
+            is_open = known is not None and known.handles > 0
+            if ino in held or is_open or ino in self.core.nodes.handover.still_open:
                 self._open.append((trio.current_time(), ino))
             elif row is not None:
                 await self._free_orphan(schema.decode_orphan(row.value), row.version)

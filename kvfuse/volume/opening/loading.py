@@ -24,6 +24,7 @@ from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.inodes.grace import Grace
 from kvfuse.volume.inodes.metadata_budget import Metadata, affordable_limit, default_size, size_in, store_size
 from kvfuse.volume.inodes.node import Nodes
+from kvfuse.volume.inodes.places import Places
 from kvfuse.volume.namespaces.registry import Namespaces
 from kvfuse.volume.namespaces.settings import Settings, decode_settings
 from kvfuse.volume.namespaces.uses import NO_USE
@@ -33,6 +34,7 @@ from kvfuse.volume.store import schema
 from kvfuse.volume.store.member import Member
 from kvfuse.volume.store.numbers import NumberRange, SharedNumberRange
 from kvfuse.volume.store.sealed import DamagedRecords, ScanPages, describe, get_sound
+from kvfuse.volume.views.handover import Handover
 from kvfuse.volume.views.placement import checked_placement
 from kvfuse.volume.views.tier import SharedTier
 
@@ -44,8 +46,11 @@ REUSE_SECONDS_MIN = 1.0
 """for which a freed slot of a shared volume rests; twice the longer of the engines' deadlines, where that is more"""
 
 
-async def load_core(options: Options, held: Held, keeper: Keeper = NO_KEEPER) -> Core:
-    """The state of a volume from its records. ``keeper``: has the tier of a daemon before this one."""
+async def load_core(options: Options, held: Held, keeper: Keeper = NO_KEEPER, handover: Handover | None = None) -> Core:
+    """The state of a volume from its records. ``keeper``: has the tier of a daemon before this one.
+
+    ``handover``: has its open files.
+    """
     keys = [schema.COUNTER_INODE, schema.COUNTER_GENERATION, schema.COUNTER_FILES, schema.inode_key(ROOT_INODE)]
     try:
         *found, budget = await held.records.get([*keys, schema.EXACT_SIZES, schema.METADATA_SIZE])
@@ -56,7 +61,7 @@ async def load_core(options: Options, held: Held, keeper: Keeper = NO_KEEPER) ->
             )
         capacity = held.superblock.geometry.capacity
         limit = schema.decode_u64(budget.value) if budget is not None else default_size(capacity)
-        core = await _load_values(options, held, values, limit, keeper)
+        core = await _load_values(options, held, values, limit, keeper, handover or Handover())
     except errors.InvalidArgument as error:
         raise errors.ConfigError(f"the root's namespace, stored settings with this mount's options: {error}") from None
     except DamagedRecords as error:
@@ -83,7 +88,9 @@ def _shared(core: Core, member: Member) -> Core:
     )
 
 
-async def _load_values(options: Options, held: Held, values: list[bytes], metadata_limit: int, keeper: Keeper) -> Core:
+async def _load_values(
+    options: Options, held: Held, values: list[bytes], metadata_limit: int, keeper: Keeper, handover: Handover
+) -> Core:
     """``values``: of the counters, the root directory, the exact sizes."""
     superblock, records, segments, member, _ = held
     geometry, is_alone = superblock.geometry, member is None
@@ -111,7 +118,8 @@ async def _load_values(options: Options, held: Held, values: list[bytes], metada
         records=records,
         segments=segments,
         slabs=slabs,
-        nodes=Nodes(options.cache.nodes, tier),
+        nodes=Nodes(options.cache.nodes, tier, handover),
+        places=Places(handover),
         tier=tier,
         chunk_size=min(schema.decode_inode(values[3]).chunk_size or options.volume.chunk_size, geometry.slab_size),
         strict=options.publish_mode == "strict",

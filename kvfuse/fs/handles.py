@@ -1,0 +1,254 @@
+"""The open files of a mount: the kernel's numbers of them (fh), and what the next daemon has to know of each.
+
+With a keeper each handle has a row in shared memory, from before the kernel hears of it until its release. Its fh is
+the row's place and a serial number. A daemon that finds rows makes their handles again when the kernel first asks for
+one: that may have to read the inode. Without a keeper there are no rows.
+
+A row has room for two names of the file, as a rename that is not stored yet would leave it under the former one.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from typing import NamedTuple
+
+from kvfuse.errors import BadHandle, EngineError, OperationError
+from kvfuse.fs.rows import Rows
+from kvfuse.keeper import Keeper
+from kvfuse.volume.api import NAME_MAX, Caller, Handle, VolumeApi
+
+FORM = 1
+"""format of the rows"""
+ROW = struct.Struct("<QQIIIiIHHQQQ")
+"""inode, request, flags (O_*), uid, gid, pid, marks; of two names: lengths, then folders; serial number"""
+_MARKS = struct.Struct("<I")
+_MARKS_AT = struct.calcsize("<QQIIIi")
+_LENGTH = struct.Struct("<H")
+_LENGTHS_AT = _MARKS_AT + _MARKS.size
+_PARENT = struct.Struct("<Q")
+_PARENTS_AT = _LENGTHS_AT + 2 * _LENGTH.size
+_SERIAL_AT = _PARENTS_AT + 2 * _PARENT.size
+_NAMES_AT = ROW.size
+_NAME_ROOM = NAME_MAX + 1
+ROW_SIZE = _NAMES_AT + 2 * _NAME_ROOM
+assert _NAMES_AT == _SERIAL_AT + 8 == 64
+
+PLACE_BITS = 24
+SERIAL_MAX = (1 << 61 - PLACE_BITS) - 1
+"""an fh has 61 bits; see `virtual` and `fusewire`"""
+NO_PLACE = (1 << PLACE_BITS) - 1
+"""of a handle for which there was no room: it does not outlive this daemon"""
+KEPT_FLAGS = os.O_ACCMODE | os.O_APPEND | os.O_DIRECT | os.O_NOATIME
+LOST = 1
+"""mark: bytes that were written by the handle, or others of the same file, are lost, and it was not told yet"""
+SECOND = 2
+"""mark: the second name is the newer one"""
+
+
+class Row(NamedTuple):
+    """What is known of a handle."""
+
+    ino: int
+    unique: int
+    """number of the request that opened the file, or 0"""
+    flags: int
+    caller: Caller
+    marks: int
+    places: list[tuple[int, bytes]]
+    """where the file may be, the newest first"""
+
+    @property
+    def writable(self) -> bool:
+        return self.flags & os.O_ACCMODE != os.O_RDONLY
+
+
+class HandleTable:
+    """The rows of all handles."""
+
+    def __init__(self, keeper: Keeper) -> None:
+        self._rows = Rows(keeper, "fuse/handles", FORM, ROW_SIZE, NO_PLACE, _SERIAL_AT)
+        self.before: dict[int, Row] = {}
+        """fh -> row, of handles of a daemon before this one that were not made again"""
+        self._by_request: dict[int, int] = {}
+        """number of the request that opened a file -> fh, of these"""
+        self._offsets: dict[int, list[int]] = {}
+        """inode -> offsets of its rows"""
+        self.lost: set[int] = set()
+        """fh of handles that are to hear that bytes were lost"""
+        self._serial = 0
+        for offset in self._rows.used():
+            self._find(offset)
+
+    def _find(self, offset: int) -> None:
+        """Take a row of a daemon before this one."""
+        serial = ROW.unpack_from(self._rows.memory, offset)[-1]
+        row = self._read(offset)
+        if row is None or serial > SERIAL_MAX:
+            self._rows.free(offset)
+            return
+        fh = serial << PLACE_BITS | offset // ROW_SIZE
+        self._serial = max(self._serial, serial)
+        self.before[fh] = row
+        self._by_request[row.unique] = fh
+        self._offsets.setdefault(row.ino, []).append(offset)
+        if row.marks & LOST:
+            self.lost.add(fh)
+
+    def _read(self, offset: int) -> Row | None:
+        """None: it makes no sense."""
+        memory = self._rows.memory
+        ino, unique, flags, uid, gid, pid, marks, *ends = ROW.unpack_from(memory, offset)
+        places = []
+        for number in (1, 0) if marks & SECOND else (0, 1):
+            start, length, parent = offset + _NAMES_AT + number * _NAME_ROOM, ends[number], ends[2 + number]
+            if 0 < length <= NAME_MAX and parent:
+                places.append((parent, memory[start : start + length]))
+        return Row(ino, unique, flags, Caller(uid, gid, pid), marks, places) if ino else None
+
+    def add(self, ino: int, flags: int, caller: Caller, place: tuple[int, bytes], unique: int) -> int:
+        """A file is opened: its fh."""
+        self._serial = serial = self._serial + 1 if self._serial < SERIAL_MAX else 1
+        offset = self._rows.take()
+        if offset is None:
+            return serial << PLACE_BITS | NO_PLACE
+        memory, (parent, name), length = self._rows.memory, place, len(place[1])
+        memory[offset + _NAMES_AT : offset + _NAMES_AT + length] = name
+        uid, gid, pid = caller[:3]
+        ROW.pack_into(
+            memory, offset, ino, unique, flags & KEPT_FLAGS, uid, gid, pid, 0, length, 0, parent, 0, serial
+        )  # fmt: skip
+        rows = self._offsets.get(ino)
+        if rows is None:
+            self._offsets[ino] = [offset]
+        else:
+            rows.append(offset)
+        return serial << PLACE_BITS | offset // ROW_SIZE
+
+    def remove(self, fh: int, ino: int) -> None:
+        """The file was closed."""
+        place = fh & NO_PLACE
+        if place == NO_PLACE:
+            return
+        rows, offset = self._offsets[ino], place * ROW_SIZE
+        if len(rows) > 1:
+            rows.remove(offset)
+        else:
+            del self._offsets[ino]
+        self.before.pop(fh, None)
+        self.lost.discard(fh)
+        self._rows.free(offset)
+
+    def moved(self, ino: int, parent: int, name: bytes) -> None:
+        """A file, which may be open, has another name, and perhaps is still stored under the former one."""
+        for offset in self._offsets.get(ino, ()):
+            row = self._read(offset)
+            if row is None or row.places[:1] == [(parent, name)]:
+                continue
+            memory, number = self._rows.memory, 0 if row.marks & SECOND else 1
+            start = offset + _NAMES_AT + number * _NAME_ROOM
+            _LENGTH.pack_into(memory, offset + _LENGTHS_AT + number * _LENGTH.size, 0)
+            memory[start : start + len(name)] = name
+            _PARENT.pack_into(memory, offset + _PARENTS_AT + number * _PARENT.size, parent)
+            _LENGTH.pack_into(memory, offset + _LENGTHS_AT + number * _LENGTH.size, len(name))
+            self._mark(offset, row.marks ^ SECOND)
+
+    def _mark(self, offset: int, marks: int) -> None:
+        _MARKS.pack_into(self._rows.memory, offset + _MARKS_AT, marks)
+
+    def opened_by(self, unique: int) -> int | None:
+        """What a request, which was sent again, had opened in a daemon before this one, and nobody asked for since."""
+        fh = self._by_request.pop(unique, None)
+        return fh if fh in self.before else None
+
+    def lose(self, fh: int) -> None:
+        """The handle is to hear that bytes were lost: of this daemon, or of one after it."""
+        self._mark((fh & NO_PLACE) * ROW_SIZE, self.before[fh].marks | LOST)
+        self.lost.add(fh)
+
+    def tell_lost(self, fh: int) -> None:
+        """EngineError, once, where bytes were lost."""
+        if fh not in self.lost:
+            return
+        self.lost.discard(fh)
+        offset = (fh & NO_PLACE) * ROW_SIZE
+        row = self._read(offset)
+        if row is not None:
+            self._mark(offset, row.marks & ~LOST)
+        raise EngineError("the daemon was killed before it had stored all that was written to the file")
+
+    def close(self) -> None:
+        self._rows.close()
+
+
+class OpenFiles:
+    """All open files of a volume. ``table``: None where nothing outlives this daemon."""
+
+    def __init__(self, volume: VolumeApi, table: HandleTable | None) -> None:
+        self._volume = volume
+        self._table = table
+        self._handles: dict[int, Handle] = {}
+        self._inodes: dict[int, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._handles) + (len(self._table.before) if self._table is not None else 0)
+
+    def get(self, fh: int) -> Handle | None:
+        """The handle, if it was made by this process."""
+        return self._handles.get(fh)
+
+    def add(self, handle: Handle, ino: int, flags: int, caller: Caller, unique: int) -> int:
+        """A file was opened, by a request with this number: what the kernel is to call it by."""
+        if self._table is None:
+            fh = handle.id
+        else:
+            fh = self._table.add(ino, flags, caller, handle.place, unique)
+            self._inodes[fh] = ino
+        self._handles[fh] = handle
+        return fh
+
+    async def find(self, fh: int) -> Handle:
+        """The handle. BadHandle, where it was never given; Stale, where nothing is left of a file that was open before;
+        EngineError."""
+        while (handle := self._handles.get(fh)) is None:
+            row = self._table.before.get(fh) if self._table is not None else None
+            if row is None or self._table is None:
+                raise BadHandle(f"handle {fh} is not open")
+            await self._volume.left_open.load(row.ino)
+            if self._table.before.pop(fh, None) is not None:  # nobody else was faster
+                self._handles[fh] = self._volume.left_open.take_over(row.ino, row.flags, row.caller)
+                self._inodes[fh] = row.ino
+        return handle
+
+    async def drop(self, unique: int) -> None:
+        """A request that was sent again is answered anew: the kernel never heard of the handle that it had."""
+        fh = self._table.opened_by(unique) if self._table is not None else None
+        if fh is not None:
+            await self.release(fh)
+
+    def tell_lost(self, fh: int) -> None:
+        """EngineError, once, where the daemon before this one was killed before it had stored what the file has."""
+        if self._table is not None and self._table.lost:
+            self._table.tell_lost(fh)
+
+    async def release(self, fh: int) -> bool:
+        """The file was closed. False: this is no handle of a volume's file."""
+        row = self._table.before.get(fh) if self._table is not None else None
+        if row is not None:
+            try:
+                await self.find(fh)
+            except OperationError:  # its inode is not there, or cannot be read: nobody else has this handle
+                self._volume.left_open.give_up(row.ino, writable=row.writable)
+                self._forget(fh, row.ino)
+                return True
+        handle = self._handles.pop(fh, None)
+        if handle is None:
+            return False
+        if self._table is not None:
+            self._forget(fh, self._inodes.pop(fh))
+        await self._volume.files.release(handle)
+        return True
+
+    def _forget(self, fh: int, ino: int) -> None:
+        if self._table is not None:
+            self._table.remove(fh, ino)

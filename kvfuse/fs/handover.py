@@ -1,0 +1,75 @@
+"""What the door of a mount has of the daemon before this one, and leaves to the next: three tables in shared memory.
+
+* the open files (`handles`);
+* inodes with content that is not stored: after a crash whoever has one open for writing hears once that it is lost;
+* what requests were about to do (`answers`): of those whose answer the kernel never got, which it sends again.
+"""
+
+from __future__ import annotations
+
+from kvfuse.fs.handles import HandleTable
+from kvfuse.fs.rows import Rows
+from kvfuse.keeper import Keeper
+from kvfuse.volume.views.handover import Handover
+
+UNSAVED_FORM = 1
+UNSAVED_SIZE = 8
+"""bytes of a row: an inode, perhaps with a mark"""
+TOLD = 1 << 63
+"""mark: its handles know what is lost, and the kernel's cache is still to be told"""
+UNSAVED_MAX = 1 << 24
+
+
+class KeptHandover(Handover):
+    """Of a daemon with a keeper. Make it before the volume is opened, and give it to both."""
+
+    outlives = True
+
+    def __init__(self, keeper: Keeper) -> None:
+        super().__init__()
+        self.handles = HandleTable(keeper)
+        self._unsaved = Rows(keeper, "fuse/unsaved", UNSAVED_FORM, UNSAVED_SIZE, UNSAVED_MAX)
+        memory = self._unsaved.memory
+        found = {at: int.from_bytes(memory[at : at + UNSAVED_SIZE], "little") for at in self._unsaved.used()}
+        self._offsets = {ino & ~TOLD: at for at, ino in found.items()}
+        self.lost = set(self._offsets)
+        """inodes of which the kernel may have content that is lost, and that nobody changed since"""
+        for fh, row in self.handles.before.items():
+            self.was_open(row.ino, row.places, writable=row.writable)
+            if row.writable and found.get(self._offsets.get(row.ino, -1)) == row.ino:
+                self.handles.lose(fh)
+        for ino in self.lost:
+            self._write(ino, TOLD)
+
+    def moved(self, ino: int, parent: int, name: bytes) -> None:
+        self.handles.moved(ino, parent, name)
+
+    def unsaved(self, ino: int) -> None:
+        if ino in self._offsets:
+            self.lost.discard(ino)
+            self._write(ino)
+            return
+        offset = self._unsaved.take()
+        if offset is not None:
+            self._offsets[ino] = offset
+            self._write(ino)
+
+    def _write(self, ino: int, mark: int = 0) -> None:
+        offset = self._offsets[ino]
+        self._unsaved.memory[offset : offset + UNSAVED_SIZE] = (ino | mark).to_bytes(UNSAVED_SIZE, "little")
+
+    def saved(self, ino: int) -> None:
+        offset = self._offsets.pop(ino, None)
+        if offset is not None:
+            self._unsaved.free(offset)
+
+    def kernel_was_told(self) -> None:
+        """Nothing of the content of ``lost`` is left in the kernel's cache."""
+        for ino in self.lost:
+            self.saved(ino)
+        self.lost = set()
+
+    def close(self) -> None:
+        """The keeper goes on to have all."""
+        self.handles.close()
+        self._unsaved.close()

@@ -1,0 +1,69 @@
+"""What of a volume's memory goes from one daemon of a mount to the next: files that are open, and what is not stored.
+
+A daemon that was killed leaves clients with files open. The next one finds them in `Handover.still_open`: their inodes
+count as open from the moment they are in memory, removed ones are not freed, and each is found by the place that it was
+last known at. A door then makes the handles again, one by one, as somebody asks for them.
+
+For the daemon after this one a volume says where its files go, and which have content that a crash would lose.
+`Handover` itself keeps none of that: nothing outlives the daemon. Event loop only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+Place = tuple[int, bytes]
+"""(directory, name)"""
+
+
+class OpenBefore:
+    """A file that was open when the daemon before this one ended."""
+
+    __slots__ = ("handles", "places", "writers")
+
+    def __init__(self) -> None:
+        self.handles = 0
+        """of the former daemon, that nobody has asked for yet"""
+        self.writers = 0
+        """of them, those for writing"""
+        self.places: list[Place] = []
+        """where it may be, the likeliest first; none has one with a record of its own"""
+
+
+class Handover:
+    """Of a daemon that nothing outlives; `fs.handover` has that of one with a keeper."""
+
+    outlives = False
+    """there is somebody to tell"""
+
+    def __init__(self) -> None:
+        self.still_open: dict[int, OpenBefore] = {}
+        """inode -> what is known of it"""
+
+    # -- from the daemon before ----------------------------------------------------------------------
+
+    def was_open(self, ino: int, places: Iterable[Place], *, writable: bool) -> None:
+        """A handle of the daemon before this one. Before the volume is opened."""
+        before = self.still_open.setdefault(ino, OpenBefore())
+        before.handles += 1
+        before.writers += writable
+        before.places += [place for place in places if place not in before.places]
+
+    def took(self, ino: int, *, writable: bool) -> None:
+        """One of these handles was made again, or will never be."""
+        before = self.still_open[ino]
+        before.handles -= 1
+        before.writers -= writable
+        if not before.handles:
+            del self.still_open[ino]
+
+    # -- for the daemon after ------------------------------------------------------------------------
+
+    def moved(self, ino: int, parent: int, name: bytes) -> None:
+        """A file, which may be open, is under this name now. Often it was before, too."""
+
+    def unsaved(self, ino: int) -> None:
+        """From now on the file has content, or a size, that a crash would lose."""
+
+    def saved(self, ino: int) -> None:
+        """The file is stored as it is, or there is nobody any more who could miss something."""

@@ -1,0 +1,329 @@
+"""Files that are open when a daemon is killed go on in the next one."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from types import SimpleNamespace
+from typing import Any
+
+import pyfuse3
+import pytest
+import trio
+from handover_lab import ROOT, WHO, Daemon, Mount
+
+from kvfuse.fs.handles import ROW_SIZE, HandleTable
+from kvfuse.fs.rows import COUNT_MIN
+from kvfuse.keeper import MemoryKeeper
+from kvfuse.volume.api import Caller
+
+
+async def stored(daemon: Daemon) -> None:
+    await daemon.volume.sync()
+
+
+async def fails(number: int, daemon: Daemon, kind: str, *args: Any) -> None:
+    with pytest.raises(pyfuse3.FUSEError) as caught:
+        await daemon.ask(kind, *args)
+    assert errno.errorcode[caught.value.errno] == errno.errorcode[number]
+    assert daemon.operations.unexpected_error_count == 0
+
+
+def size_fields(size: int) -> tuple[Any, Any]:
+    fields = SimpleNamespace(
+        update_mode=False, update_uid=False, update_gid=False, update_size=True,
+        update_atime=False, update_mtime=False, update_ctime=False,
+    )  # fmt: skip
+    return SimpleNamespace(st_size=size), fields
+
+
+async def test_open_files_are_read_and_written_on() -> None:
+    mount = Mount()
+    async with mount.daemon() as daemon:
+        fh, ino = await daemon.create(b"file")
+        reader = await daemon.open(ino, os.O_RDONLY)
+        await daemon.ask("write", fh, 0, b"before")
+        await stored(daemon)
+        mount.kill()
+    async with mount.daemon() as daemon:
+        assert await daemon.ask("read", reader, 0, 100) == b"before"
+        assert await daemon.ask("write", fh, 6, b" and after") == 10
+        assert await daemon.ask("read", reader, 0, 100) == b"before and after"
+        node = daemon.volume.parts.core.nodes.get(ino)
+        assert node is not None
+        assert (node.handles, node.writers) == (2, 1)
+        await daemon.ask("release", fh)
+        await daemon.ask("release", reader)
+        assert (node.handles, node.writers) == (0, 0)
+        assert len(daemon.operations._open) == 0
+    await mount.check()
+    async with mount.daemon() as daemon:
+        await fails(errno.EBADF, daemon, "read", reader, 0, 1)
+
+
+async def test_files_count_as_open_before_anybody_asks_for_a_handle() -> None:
+    mount = Mount()
+    async with mount.daemon() as daemon:
+        fh, ino = await daemon.create(b"file")
+        await daemon.ask("write", fh, 0, b"bytes")
+        await stored(daemon)
+        mount.kill()
+    async with mount.daemon() as daemon:
+        await daemon.ask("unlink", ROOT, b"file", WHO)
+        await stored(daemon)
+        assert await daemon.ask("read", fh, 0, 100) == b"bytes"
+        assert b"o" in {key[:1] for key in mount.disk.records}
+        await daemon.ask("release", fh)
+        await daemon.ask("forget", [(ino, 1)])
+        await stored(daemon)
+        assert b"o" not in {key[:1] for key in mount.disk.records}
+    await mount.check()
+
+
+async def test_a_file_that_was_deleted_while_open_goes_with_its_last_handle() -> None:
+    mount = Mount()
+    async with mount.daemon() as daemon:
+        fh, ino = await daemon.create(b"file")
+        await daemon.ask("write", fh, 0, b"bytes")
+        await stored(daemon)
+        await daemon.ask("unlink", ROOT, b"file", WHO)
+        await stored(daemon)
+        mount.kill()
+    async with mount.daemon() as daemon:
+        assert await daemon.ask("read", fh, 0, 100) == b"bytes"
+        mount.kill()  # once more
+    async with mount.daemon() as daemon:
+        assert (await daemon.ask("getattr", ino, WHO)).st_nlink == 0
+        assert await daemon.ask("read", fh, 0, 100) == b"bytes"
+        assert await daemon.ask("write", fh, 5, b" more") == 5
+        assert await daemon.ask("read", fh, 0, 100) == b"bytes more"
+        await daemon.ask("release", fh)
+        await daemon.ask("forget", [(ino, 1)])
+        await stored(daemon)
+        assert b"o" not in {key[:1] for key in mount.disk.records}
+        await fails(errno.ESTALE, daemon, "getattr", ino, WHO)
+    await mount.check()
+
+
+async def test_a_deleted_file_is_freed_when_its_handle_is_released_unused() -> None:
+    mount = Mount()
+    async with mount.daemon() as daemon:
+        fh, _ = await daemon.create(b"file")
+        await daemon.ask("write", fh, 0, bytes(100_000))
+        await stored(daemon)
+        await daemon.ask("unlink", ROOT, b"file", WHO)
+        await stored(daemon)
+        mount.kill()
+    async with mount.daemon() as daemon:
+        await daemon.ask("release", fh)
+        await stored(daemon)
+    assert b"o" not in {key[:1] for key in mount.disk.records}
+    await mount.check()
+
+
+async def test_a_file_that_was_never_stored_is_stale() -> None:
+    mount = Mount()
+    async with mount.daemon() as daemon:
+        fh, ino = await daemon.create(b"file")
+        mount.kill()
+    async with mount.daemon() as daemon:
+        for kind, *args in (("read", fh, 0, 1), ("write", fh, 0, b"x"), ("flush", fh), ("getattr", ino, WHO)):
+            await fails(errno.ESTALE, daemon, str(kind), *args)
+        await daemon.ask("release", fh)
+        assert len(daemon.operations._open) == 0
+        assert not daemon.handover.still_open
+    await mount.check()
+
+
+@pytest.mark.parametrize("is_stored", [True, False])
+async def test_a_file_that_was_renamed_while_open_is_found(is_stored: bool) -> None:
+    """By its new name, or by the former one, if that is how it is still stored."""
+    mount = Mount()
+    async with mount.daemon() as daemon:
+        fh, ino = await daemon.create(b"file")
+        await daemon.ask("write", fh, 0, b"bytes")
+        await stored(daemon)
+        folder = (await daemon.ask("mkdir", ROOT, b"folder", 0o755, WHO)).st_ino
+        await stored(daemon)
+        await daemon.ask("rename", ROOT, b"file", folder, b"n" * 255, 0, WHO)
+        if is_stored:
+            await stored(daemon)
+        mount.kill()
+    async with mount.daemon() as daemon:
+        assert await daemon.ask("read", fh, 0, 100) == b"bytes"
+        assert (await daemon.ask("getattr", ino, WHO)).st_ino == ino
+        assert (await daemon.lookup(b"n" * 255, folder) == ino) is is_stored
+        await daemon.ask("release", fh)
+    await mount.check()
+
+
+async def test_bytes_that_were_not_stored_are_missed_once_by_each_writer() -> None:
+    mount = Mount()
+    async with mount.daemon() as daemon:
+        first, ino = await daemon.create(b"file")
+        await daemon.ask("write", first, 0, b"stored")
+        await stored(daemon)
+        second, reader = await daemon.open(ino), await daemon.open(ino, os.O_RDONLY)
+        other, _ = await daemon.create(b"other")
+        await daemon.ask("write", other, 0, b"stored, too")
+        await stored(daemon)
+        await daemon.ask("write", first, 6, b" and lost")
+        mount.kill()
+    async with mount.daemon() as daemon:
+        assert daemon.handover.lost == {ino}
+        assert await daemon.ask("read", reader, 0, 100) == b"stored"
+        await daemon.ask("flush", reader)
+        await fails(errno.EIO, daemon, "write", first, 15, b"x")
+        mount.kill()
+    async with mount.daemon() as daemon:
+        await fails(errno.EIO, daemon, "fsync", second, False)
+        assert await daemon.ask("write", first, 6, b" anew") == 5
+        await daemon.ask("fsync", first, False)
+        await daemon.ask("fsync", second, False)
+        await daemon.ask("write", other, 0, b"S")
+        assert await daemon.ask("read", reader, 0, 100) == b"stored anew"
+        for fh in (first, second, reader, other):
+            await daemon.ask("flush", fh)
+            await daemon.ask("release", fh)
+    await mount.check()
+
+
+async def test_a_size_that_was_not_stored_is_missed() -> None:
+    mount = Mount()
+    async with mount.daemon() as daemon:
+        fh, ino = await daemon.create(b"file")
+        await daemon.ask("write", fh, 0, b"stored")
+        await stored(daemon)
+        await daemon.ask("setattr", ino, *size_fields(2), fh, WHO)
+        mount.kill()
+    async with mount.daemon() as daemon:
+        await fails(errno.EIO, daemon, "flush", fh)
+        await daemon.ask("flush", fh)
+        assert await daemon.ask("read", fh, 0, 100) == b"stored"
+        await daemon.ask("release", fh)
+    await mount.check()
+
+
+async def test_bytes_of_a_deleted_file_are_missed_too() -> None:
+    mount = Mount()
+    async with mount.daemon() as daemon:
+        fh, _ = await daemon.create(b"file")
+        await daemon.ask("write", fh, 0, b"stored")
+        await stored(daemon)
+        await daemon.ask("unlink", ROOT, b"file", WHO)
+        await daemon.ask("write", fh, 6, b" and lost")
+        await stored(daemon)
+        mount.kill()
+    async with mount.daemon() as daemon:
+        await fails(errno.EIO, daemon, "write", fh, 15, b"x")
+        assert await daemon.ask("read", fh, 0, 100) == b"stored"
+        await daemon.ask("release", fh)
+    await mount.check()
+
+
+async def test_nothing_is_missed_after_a_clean_end() -> None:
+    mount = Mount()
+    async with mount.daemon() as daemon:
+        fh, _ = await daemon.create(b"file")
+        await daemon.ask("write", fh, 0, b"bytes")
+        gone, _ = await daemon.create(b"gone")
+        await daemon.ask("write", gone, 0, b"bytes")
+        await daemon.ask("unlink", ROOT, b"gone", WHO)
+        await daemon.ask("release", gone)
+        await daemon.ask("forget", [(daemon.volume.parts.core.inodes.next() - 1, 1)])
+    async with mount.daemon() as daemon:
+        assert not daemon.handover.lost
+        assert await daemon.ask("write", fh, 5, b"!") == 1
+        assert await daemon.ask("read", fh, 0, 100) == b"bytes!"
+        await daemon.ask("release", fh)
+    await mount.check()
+
+
+async def test_an_open_that_is_sent_again_leaves_no_handle_behind() -> None:
+    mount = Mount()
+    async with mount.daemon() as daemon:
+        fh, ino = await daemon.create(b"file")
+        await stored(daemon)
+        await daemon.open(ino)
+        number = mount.unique  # the kernel never hears of it
+        mount.kill()
+    async with mount.daemon() as daemon:
+        again = await daemon.open(ino, again=number)
+        assert again != fh
+        assert len(daemon.operations._open) == 2
+        node = daemon.volume.parts.core.nodes.get(ino)
+        assert node is not None
+        assert (node.handles, node.writers) == (2, 2)
+        for one in (fh, again):
+            await daemon.ask("release", one)
+        assert (node.handles, node.writers) == (0, 0)
+    await mount.check()
+
+
+async def test_virtual_files_go_on() -> None:
+    mount = Mount()
+    async with mount.daemon() as daemon:
+        folder = await daemon.lookup(b".kvfuse")
+        ino = await daemon.lookup(b"stats", folder)
+        fh = await daemon.open(ino, os.O_RDONLY)
+        mount.kill()
+    async with mount.daemon() as daemon:
+        assert await daemon.ask("read", fh, 0, 100) == b"stats for 1000\n"
+        assert await daemon.ask("read", fh, 6, 3) == b"for"
+        assert await daemon.open(ino, os.O_RDONLY) != fh
+        await daemon.ask("flush", fh)
+        await daemon.ask("release", fh)
+        assert not await daemon.lookup(b"control.sock", folder)
+        daemon.operations.have_socket()
+        socket = await daemon.lookup(b"control.sock", folder)
+        assert stat.S_ISSOCK((await daemon.ask("getattr", socket, WHO)).st_mode)
+
+
+async def test_what_the_kernel_forgets_may_be_unknown() -> None:
+    mount = Mount()
+    async with mount.daemon() as daemon:
+        fh, ino = await daemon.create(b"file")
+        await stored(daemon)
+        mount.kill()
+    async with mount.daemon() as daemon:
+        assert await daemon.lookup(b"file") == ino
+        await daemon.ask("forget", [(ino, 3), (ino + 7, 5)])
+        assert not daemon.volume.parts.core.places.known(ino)
+        assert (await daemon.ask("getattr", ino, WHO)).st_ino == ino  # it is open
+        await daemon.ask("release", fh)
+
+
+async def test_many_open_files_are_taken_over_in_no_time_each() -> None:
+    """The table grows, and its handles are made when they are asked for."""
+    mount, count = Mount(), 2 * COUNT_MIN + 5
+    async with mount.daemon() as daemon:
+        _, ino = await daemon.create(b"file")
+        await stored(daemon)
+        handles = [await daemon.open(ino, os.O_RDONLY) for _ in range(count)]
+        assert len(set(handles)) == count
+        mount.kill()
+    async with mount.daemon() as daemon:
+        assert len(daemon.operations._open) == count + 1
+        await daemon.ask("read", handles[count // 2], 0, 1)
+        with trio.fail_after(60):
+            for fh in handles:
+                await daemon.ask("release", fh)
+        assert len(daemon.operations._open) == 1
+
+
+@pytest.mark.parametrize("damage", [bytes(ROW_SIZE), b"\xff" * ROW_SIZE, b"\x01" + bytes(ROW_SIZE - 1)])
+def test_rows_that_make_no_sense_are_free(damage: bytes) -> None:
+    keeper = MemoryKeeper()
+    table = HandleTable(keeper)
+    fh = table.add(2000, os.O_RDWR, Caller(1, 2, 3), (1, b"name"), 100)
+    other = table.add(2001, os.O_RDWR | os.O_APPEND, Caller(4, 5, 6), (1, b"other"), 102)
+    offset = (fh & 0xFFFFFF) * ROW_SIZE
+    table._rows.memory[offset : offset + ROW_SIZE] = damage
+    table.close()
+    table = HandleTable(keeper)
+    assert list(table.before) == [other]
+    row = table.before[other]
+    assert (row.ino, row.caller, row.places) == (2001, Caller(4, 5, 6), [(1, b"other")])
+    assert row.flags == os.O_RDWR | os.O_APPEND
+    table.close()

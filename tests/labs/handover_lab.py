@@ -1,0 +1,121 @@
+"""Daemons of one mount, one after the other, in one process: without a kernel, over a volume in memory.
+
+A killed daemon leaves what its engines had and what its keeper has, as they are at that moment: `Mount.kill` goes on
+with copies of both, so the former daemon may end in peace afterwards.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+from volume_lab import Chaos, Disk, MemoryRecords, MemorySegments, check, count_inodes, lab_options
+
+from kvfuse.fs.handover import KeptHandover
+from kvfuse.fs.ops import KvfuseOperations
+from kvfuse.fs.virtual import VirtualFolder
+from kvfuse.fusewire import DIRECT, NO_FLUSH
+from kvfuse.keeper import MemoryKeeper
+from kvfuse.options.options import Options
+from kvfuse.volume.opening.holding import Held
+from kvfuse.volume.running import run_volume
+from kvfuse.volume.volume import Volume
+
+ROOT = 1
+WHO: Any = SimpleNamespace(uid=1000, gid=1000, pid=1, umask=0o022)
+RW_CREAT = os.O_RDWR | os.O_CREAT | os.O_EXCL
+
+
+def copied(keeper: MemoryKeeper) -> MemoryKeeper:
+    """As it is now, whatever the daemon that has it still does to shared memory."""
+    twin = MemoryKeeper()
+    for name in keeper.names(""):
+        kept = keeper.take(name)
+        assert kept is not None
+        copies = []
+        for descriptor in kept.descriptors:
+            copies.append(os.memfd_create("copy"))
+            os.write(copies[-1], os.pread(descriptor, os.fstat(descriptor).st_size, 0))
+        twin.keep(name, kept.content, copies)
+        for descriptor in (*kept.descriptors, *copies):
+            os.close(descriptor)
+    return twin
+
+
+@dataclass
+class Daemon:
+    """One of them. Requests are numbered as the kernel numbers them, over all daemons of a mount."""
+
+    mount: Mount
+    volume: Volume
+    operations: KvfuseOperations
+    handover: KeptHandover
+
+    async def ask(self, kind: str, *args: Any, again: int | None = None) -> Any:
+        """Answer a request, or (its number) one that a former daemon began to answer. FUSEError."""
+        if again is None:
+            self.mount.unique += 2
+        number = self.mount.unique if again is None else again
+        is_resent = again is not None
+        self.operations.number_of_request = lambda: (number, is_resent)
+        return await getattr(self.operations, kind)(*args)
+
+    async def create(self, name: bytes, flags: int = RW_CREAT, parent: int = ROOT, **again: int) -> tuple[int, int]:
+        """(fh, inode)"""
+        info, entry = await self.ask("create", parent, name, 0o644, flags, WHO, **again)
+        return fh_of(info), entry.st_ino
+
+    async def open(self, ino: int, flags: int = os.O_RDWR, **again: int) -> int:
+        return fh_of(await self.ask("open", ino, flags, WHO, **again))
+
+    async def lookup(self, name: bytes, parent: int = ROOT) -> int:
+        """The inode; 0 for none."""
+        return int((await self.ask("lookup", parent, name, WHO)).st_ino)
+
+
+def fh_of(info: Any) -> int:
+    """As the kernel gets it."""
+    return int(info.fh) & ~(NO_FLUSH | DIRECT)
+
+
+@dataclass
+class Mount:
+    """What outlives the daemons."""
+
+    options: Options = field(default_factory=lab_options)
+    keeper: MemoryKeeper = field(default_factory=MemoryKeeper)
+    unique: int = 100
+    disk: Disk = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.disk = Disk.format(self.options)
+
+    def kill(self) -> None:
+        """The daemon is dead from here on, whatever it still does."""
+        self.disk, self.keeper = self.disk.copy(), copied(self.keeper)
+
+    @asynccontextmanager
+    async def daemon(self, chaos: Chaos | None = None) -> AsyncIterator[Daemon]:
+        chaos = chaos or Chaos(random.Random(0))
+        disk, handover = self.disk, KeptHandover(self.keeper)
+        count_inodes(disk)
+        held = Held(disk.superblock, MemoryRecords(disk, chaos), MemorySegments(disk, chaos))
+        try:
+            async with run_volume(self.options, held, self.keeper, handover) as volume:
+                folder = VirtualFolder({b"stats": lambda reader: b"stats for %d\n" % reader.uid})
+                operations = KvfuseOperations(
+                    volume, folder, entry_timeout=1, attr_timeout=1, negative_timeout=1, handover=handover
+                )
+                yield Daemon(self, volume, operations, handover)
+        finally:
+            handover.close()
+
+    async def check(self) -> None:
+        """fsck finds nothing wrong with what there is now, with nobody who has it."""
+        report = await check(self.disk.copy())
+        assert report.clean, report
