@@ -10,7 +10,7 @@ Whoever uses a thing only raises ``uses`` of it, in any thread: one that is lost
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Generic, Protocol, TypeVar
 
 PROBATION_SHARE = 0.1
@@ -65,14 +65,24 @@ class HotOrder(Generic[T]):
         yield from self._new
         yield from self._proven
 
-    def add(self, key: int, thing: T) -> None:
-        """The key is not there."""
+    def add(self, key: int, thing: T) -> bool:
+        """The key is not there. True: it is not on probation."""
         thing.uses = 0
         if key in self._recent.keys:
             del self._recent.keys[key]
             self._proven[key] = thing
-        else:
-            self._new[key] = thing
+            return True
+        self._new[key] = thing
+        return False
+
+    def add_former(self, new: Mapping[int, T], proven: Mapping[int, T]) -> None:
+        """Things of an order before this one, on probation and not, each in their order. The keys are not there."""
+        self._new.update(new)
+        self._proven.update(proven)
+
+    def replace(self, key: int, thing: T) -> None:
+        """The key is there; from now on it means this."""
+        (self._new if key in self._new else self._proven)[key] = thing
 
     def remove(self, key: int) -> None:
         """The key is there."""

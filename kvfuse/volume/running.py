@@ -22,7 +22,9 @@ from kvfuse.volume.parts import Parts
 from kvfuse.volume.store import schema
 from kvfuse.volume.store.joined_reads import SharedRecords
 from kvfuse.volume.store.sealed import ScanPages
+from kvfuse.volume.views.alive import RENEW_SECONDS
 from kvfuse.volume.views.handover import Handover
+from kvfuse.volume.views.tier import SharedTier
 from kvfuse.volume.volume import Volume
 
 FINISH_ATTEMPTS = 3
@@ -65,6 +67,7 @@ class Running:
         self._nursery = nursery
         self._held = held
         self._keeping = trio.CancelScope()
+        self._living = trio.CancelScope()
         self._scrubber = Scrubber(lambda: volume.parts, options)
 
     async def start(self) -> None:
@@ -78,6 +81,8 @@ class Running:
             await _reap_orphans(parts)
         if parts.core.nodes.handover.still_open:
             self._nursery.start_soon(self._volume.left_open.load_all)
+        if parts.core.tier.residents.alive is not None:
+            self._nursery.start_soon(self._live)
         if (disk := parts.core.disk) is not None:
             self._volume.sections["disk"] = disk.statistics
             self._nursery.start_soon(disk.run, parts.core.reads.speeds.disk)
@@ -88,6 +93,7 @@ class Running:
     async def finish(self) -> None:
         """Everything that was changed reaches the engines, also when some of it fails at first; then nothing runs."""
         self._keeping.cancel()
+        self._living.cancel()
         self._scrubber.stop()
         parts = self._volume.parts
         try:
@@ -97,8 +103,16 @@ class Running:
                 await parts.leave()
         finally:
             self._volume.parts.life.stop()
+            _end_indexes(parts.core.tier)
             if parts.core.disk is not None:
                 parts.core.disk.stop()
+
+    async def _live(self) -> None:
+        """Say to clients that this daemon lives; until `finish`."""
+        with self._living:
+            while True:
+                self._volume.parts.core.tier.residents.live_on()
+                await trio.sleep(RENEW_SECONDS)
 
     # -- a lease that was lost -----------------------------------------------------------------------
 
@@ -138,6 +152,13 @@ class Running:
             parts.life.stop()
             raise
         self._volume.take_on(parts)
+
+
+def _end_indexes(tier: SharedTier) -> None:
+    """Clients are to ask the next daemon, which so needs not wait until they do."""
+    tier.residents.end()
+    if tier.residents.alive is not None:
+        tier.residents.alive.end()
 
 
 async def _store_all(parts: Parts) -> None:

@@ -26,6 +26,7 @@ import numpy.typing as npt
 import trio
 
 from kvfuse.errors import EngineError, EngineTimeout
+from kvfuse.keeper import NO_KEEPER, Keeper
 from kvfuse.options.options import CacheOptions, MountOptions, Options, PublishOptions, VolumeOptions
 from kvfuse.remote.mapguard import GuardedMap
 from kvfuse.remote.records.api import (
@@ -452,14 +453,21 @@ def lab_options(
 
 @asynccontextmanager
 async def opened(
-    disk: Disk, options: Options, chaos: Chaos | None = None, limits: RecordLimits | None = None
+    disk: Disk,
+    options: Options,
+    chaos: Chaos | None = None,
+    limits: RecordLimits | None = None,
+    keeper: Keeper = NO_KEEPER,
 ) -> AsyncIterator[Volume]:
-    """The volume on ``disk``; flushed at the end. ``limits``: of commits, if not the disk's."""
+    """The volume on ``disk``; flushed at the end. ``limits``: of commits, if not the disk's.
+
+    ``keeper``: what is to outlive the daemon, and what one before it left.
+    """
     chaos = chaos or Chaos(random.Random(0))
     records = MemoryRecords(disk, chaos, limits)
     if not disk.shared:
         count_inodes(disk)
-    async with run_volume(options, Held(disk.superblock, records, MemorySegments(disk, chaos))) as volume:
+    async with run_volume(options, Held(disk.superblock, records, MemorySegments(disk, chaos)), keeper) as volume:
         yield volume
 
 

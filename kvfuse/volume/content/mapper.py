@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from kvfuse.errors import Stale
 from kvfuse.volume.content.access_times import AccessTimes
 from kvfuse.volume.content.chunks import Chunks
+from kvfuse.volume.content.left_copies import LeftCopies
 from kvfuse.volume.content.reader import Extents
 from kvfuse.volume.inodes.chunk import DISCARDED, Chunk
 from kvfuse.volume.inodes.core import Core
@@ -23,6 +24,9 @@ class Mapper:
     access: AccessTimes
     extents: Extents
 
+    def __post_init__(self) -> None:
+        self.left = LeftCopies(self.core, self.chunks)
+
     def map_of(self, node: Node) -> ContentMap:
         """The inode's map. Stale for one that was removed."""
         if node.map is None:
@@ -37,6 +41,8 @@ class Mapper:
         Others stay unknown: those with staged bytes, or in pieces, or in segments that cannot be mapped. Rows may be
         gone again when this returns, where the file changes meanwhile. Waits for the records of far chunks.
         """
+        if node.ino in self.core.tier.left:
+            await self.left.admit(node)
         for index in range(first, min(last, (node.size - 1) // node.chunk_size) + 1):
             shown = self.map_of(node)
             shown_row = shown.rows.get(index)

@@ -9,13 +9,15 @@ from typing import Protocol
 import numpy as np
 import trio
 
-from kvfuse.checksum import CHECKSUM_SIZE, GRANULE_SIZE
+from kvfuse.checksum import CHECKSUM_SIZE, GRANULE_SIZE, granule_checksums
 from kvfuse.volume.disk.copies import Stretch
 from kvfuse.volume.inodes.chunk import Extent
 from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.inodes.node import Node
 from kvfuse.volume.views.neighbours import HEDGE_MIN, NO_BASE, Answer, Neighbours, Wanted
 
+LEFT_BYTES_MAX = 4 << 20
+"""that are looked at here in one go"""
 HEDGE_FACTOR = 4.0
 """Reads from other hosts that take so many times as long as they usually do, or as the engine would, are late."""
 
@@ -50,15 +52,26 @@ class Nearby:
 
     def resident(self, wanted: Wanted) -> tuple[Answer, memoryview | None]:
         """From the shared-memory tier. The bytes stay as they are while the view is held."""
-        block = self.core.tier.kept.get(wanted.ino)
-        if block is None or wanted.base == NO_BASE:
+        if wanted.base == NO_BASE:
             return Answer.ABSENT, None
         start, end = wanted.base + wanted.low, wanted.base + wanted.high
+        block = self.core.tier.kept.get(wanted.ino)
+        if block is None:
+            view = self._left(wanted, start, end) if wanted.ino in self.core.tier.left else None
+            return (Answer.HERE if view is not None else Answer.ABSENT), view
         node = self.core.nodes.peek(wanted.ino)
         if end > block.size or (node is not None and (block.size != node.size or _has_another(node, wanted))):
             return Answer.MOVED, None
         block.note_use()
         return Answer.HERE, block.buffer[start:end].data
+
+    def _left(self, wanted: Wanted, start: int, end: int) -> memoryview | None:
+        """Bytes of a block that the daemon before this one left, if they are those that are wanted."""
+        block = self.core.tier.look_at_left(wanted.ino) if end - start <= LEFT_BYTES_MAX else None
+        if block is None or end > block.size:
+            return None
+        view = block.buffer[start:end].data
+        return view if granule_checksums(view) == wanted.checksums else None
 
     def is_with_others(self, stretch: Stretch) -> bool:
         """Another host can be asked, which most likely has it."""

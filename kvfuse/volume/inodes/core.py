@@ -337,7 +337,7 @@ class Core:
         dentry = self.dentries.get(directory, name)
         node = dentry.change.node if dentry.change is not None else None
         ino = dentry.ino if node is None else node.ino
-        if ino in self.tier.kept:
+        if ino in self.tier:
             return "dram"
         found = self.nodes.peek(ino) if self.disk is not None else None
         return "disk" if found is not None and self.is_on_disk(found) else ""

@@ -253,7 +253,7 @@ class Node:
 
     def changing(self, index: int) -> None:
         """Before a chunk's bytes or slots change: hide them from other threads."""
-        if self.tier is not None and self.ino in self.tier.kept:
+        if self.tier is not None:
             self.tier.drop(self.ino)
         if self.map is not None:
             self.map.hide(index)
@@ -268,7 +268,7 @@ class Node:
     def set_size(self, size: int) -> None:
         if size == self.size:
             return
-        if self.tier is not None and self.ino in self.tier.kept:
+        if self.tier is not None:
             self.tier.drop(self.ino)
         if self.map is not None:
             self.map.resize(size)

@@ -20,11 +20,13 @@ from kvfuse import errors
 from kvfuse.slab.allocator import Slot
 from kvfuse.volume.api import NAME_MAX, ROOT_INODE, VIRTUAL_NAME, Binding, Caller
 from kvfuse.volume.commit.journal import Journal
+from kvfuse.volume.content.left_copies import read_class
 from kvfuse.volume.content.mapper import Mapper
 from kvfuse.volume.content.reader import Reader
 from kvfuse.volume.inodes.chunk import Chunk, Staged
 from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.inodes.node import Node
+from kvfuse.volume.inodes.regime import regime_of
 from kvfuse.volume.names.changes import Names
 from kvfuse.volume.names.listing import Listing
 from kvfuse.volume.names.lookup import Lookup
@@ -32,7 +34,7 @@ from kvfuse.volume.names.outlook import Outlook
 from kvfuse.volume.names.own_search import OwnSearch
 from kvfuse.volume.names.pages import LEARN_ROWS
 from kvfuse.volume.names.plans import Plan
-from kvfuse.volume.names.promotion import Promotion, read_class
+from kvfuse.volume.names.promotion import Promotion
 from kvfuse.volume.names.ready_puts import BlockCounters, ReadyPuts
 from kvfuse.volume.namespaces.cache import Cache
 from kvfuse.volume.namespaces.settings import ROOT
@@ -40,6 +42,7 @@ from kvfuse.volume.slots.flusher import Flusher
 from kvfuse.volume.slots.space import RoomWait, Space
 from kvfuse.volume.store import schema
 from kvfuse.volume.store.sealed import get_sound
+from kvfuse.volume.views.arena_pool import NO_REGIME
 from kvfuse.volume.views.content_map import SIZE_UNKNOWN
 from kvfuse.volume.views.news import Watch
 from kvfuse.volume.views.tier import TierBlock
@@ -81,9 +84,9 @@ class Blocks:
 
         def in_loop() -> None:
             with suppress(trio.RunFinishedError):
-                token.run_sync_soon(self._forget_evicted, idempotent=True)
+                token.run_sync_soon(self._hear_of_tier, idempotent=True)
 
-        self.core.tier.on_eviction = in_loop
+        self.core.tier.on_news = in_loop
 
     # -- bindings ------------------------------------------------------------------------------------
 
@@ -103,13 +106,18 @@ class Blocks:
             return binding  # somebody else was faster: whom it was given to may be about to use it
         return dentries.bind(directory, name, node, self.mapper.map_of(node))
 
-    def _forget_evicted(self) -> None:
-        """Drop blocks that the tier evicts."""
+    def _hear_of_tier(self) -> None:
+        """Drop blocks that the tier evicts, and have its arenas kept for the next daemon."""
         evicted = self.core.tier.evicted
         while evicted:
             node = self.core.nodes.get(evicted.popleft())
             if node is not None and node.map is not None:
                 node.map.hide_copies()
+        self.core.tier.tell_keeper(self._regime)
+
+    def _regime(self, directory: int) -> bytes:
+        node = self.core.nodes.get(directory)
+        return regime_of(node, self.core.namespaces) if node is not None else NO_REGIME
 
     # -- caches --------------------------------------------------------------------------------------
 

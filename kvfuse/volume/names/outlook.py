@@ -74,6 +74,6 @@ class Outlook:
 
     def _tier(self, node: Node) -> Tier:
         chunk = node.chunks.get(0)
-        if node.ino in self.core.tier.kept or (chunk is not None and chunk.staged is not None):
+        if node.ino in self.core.tier or (chunk is not None and chunk.staged is not None):
             return Tier.DRAM
         return Tier.DISK if self.core.is_on_disk(node) else Tier.REMOTE

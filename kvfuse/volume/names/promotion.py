@@ -10,13 +10,14 @@ from dataclasses import dataclass, field
 import trio
 
 from kvfuse.volume.api import Binding
+from kvfuse.volume.content.left_copies import LeftCopies, read_class
 from kvfuse.volume.content.nearby import Nearby, wanted_of
 from kvfuse.volume.content.reader import Reader
 from kvfuse.volume.disk.copies import Stretch
 from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.inodes.node import Node
 from kvfuse.volume.views.neighbours import Neighbours, Wanted
-from kvfuse.volume.views.tier import ReadClass, TierBlock
+from kvfuse.volume.views.tier import TierBlock
 
 TOGETHER_BYTES = 32 << 20
 TOGETHER_ROWS = 128
@@ -51,6 +52,7 @@ class Promotion:
     bind: Callable[[int, bytes], Awaitable[Binding | None]]
 
     def __post_init__(self) -> None:
+        self._left = LeftCopies(self.core, self.reader.chunks)
         self._coming: dict[int, trio.Event] = {}
         """inodes that are being read -> set when that has ended"""
 
@@ -58,7 +60,7 @@ class Promotion:
 
     async def from_neighbours(self, binding: Binding) -> bool:
         neighbours, node = self.core.reads.neighbours, self.core.nodes.get(binding.ino)
-        if neighbours is None or node is None or node.ino in self.core.tier.kept:
+        if neighbours is None or node is None or node.ino in self.core.tier:
             return False
         return _wanted(neighbours, node) is not None and await self.bring(node, binding)
 
@@ -74,7 +76,7 @@ class Promotion:
             node = self.core.nodes.get(binding.ino) if binding is not None else None
             if binding is None or node is None or not may_read(binding):
                 continue
-            found[place] = node.ino in self.core.tier.kept
+            found[place] = await self._is_here(node)
             if found[place] or neighbours is None or (one := self._prepared(neighbours, place, node, binding)) is None:
                 continue
             coming.append(one)
@@ -116,12 +118,14 @@ class Promotion:
 
     async def if_wanted(self, binding: Binding) -> bool:
         node = self.core.nodes.get(binding.ino)
-        if node is None or not self.core.tier.is_wanted(node.ino):
+        if node is None or not (node.ino in self.core.tier or self.core.tier.is_wanted(node.ino)):
             return False
-        return node.ino in self.core.tier.kept or await self.bring(node, binding)
+        return await self.bring(node, binding)
 
     async def bring(self, node: Node, binding: Binding) -> bool:
         """Read a file into the tier, once for all who ask meanwhile; whether that has it then."""
+        if await self._is_here(node):
+            return True
         if (coming := self._coming.get(node.ino)) is not None:
             await coming.wait()
             return node.ino in self.core.tier.kept
@@ -135,6 +139,11 @@ class Promotion:
             return self._keep(node, binding, version, block)
         finally:
             self._coming.pop(node.ino).set()
+
+    async def _is_here(self, node: Node) -> bool:
+        return node.ino in self.core.tier.kept or (
+            node.ino in self.core.tier.left and await self._left.admit(node) is not None
+        )
 
     def _room(self, node: Node) -> TierBlock | None:
         """For all of the file. None: there is none, or it does not belong into the tier."""
@@ -176,8 +185,3 @@ def _wanted(neighbours: Neighbours, node: Node) -> list[Wanted] | None:
 def _is_quiet(node: Node) -> bool:
     """No caller is changing the file's bytes over several awaits."""
     return not node.writers and node.lock is None
-
-
-def read_class(node: Node) -> ReadClass:
-    """The read class of a file, for its copy in the tier."""
-    return ReadClass(node.parent, node.uid, node.gid, node.mode & 0o444)

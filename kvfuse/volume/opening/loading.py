@@ -25,6 +25,7 @@ from kvfuse.volume.inodes.grace import Grace
 from kvfuse.volume.inodes.metadata_budget import Metadata, affordable_limit, default_size, size_in, store_size
 from kvfuse.volume.inodes.node import Nodes
 from kvfuse.volume.inodes.places import Places
+from kvfuse.volume.inodes.regime import regime_of
 from kvfuse.volume.namespaces.registry import Namespaces
 from kvfuse.volume.namespaces.settings import Settings, decode_settings
 from kvfuse.volume.namespaces.uses import NO_USE
@@ -34,9 +35,12 @@ from kvfuse.volume.store import schema
 from kvfuse.volume.store.member import Member
 from kvfuse.volume.store.numbers import NumberRange, SharedNumberRange
 from kvfuse.volume.store.sealed import DamagedRecords, ScanPages, describe, get_sound
+from kvfuse.volume.views.alive import Alive, seconds_to_wait
+from kvfuse.volume.views.arena_pool import NO_REGIME
 from kvfuse.volume.views.handover import Handover
+from kvfuse.volume.views.left_arenas import LeftArena, find_left
 from kvfuse.volume.views.placement import checked_placement
-from kvfuse.volume.views.tier import SharedTier
+from kvfuse.volume.views.tier import ReadClass, SharedTier
 
 log = logging.getLogger(__name__)
 
@@ -106,8 +110,14 @@ async def _load_values(
     if is_alone:
         slabs.restore(states)
     cache = options.cache
-    tier = SharedTier(cache.tier_size, checked_placement(hugepages=cache.tier_hugepages, node=cache.tier_node))
+    placement = checked_placement(hugepages=cache.tier_hugepages, node=cache.tier_node)
     namespaces = await _read_namespaces(records, options.namespace.given)
+    tier = SharedTier(cache.tier_size, placement, keeper)
+    if keeper.outlives:
+        await _adopt(tier, find_left(keeper, placement), records, namespaces, is_alone=is_alone)
+        await trio.sleep(seconds_to_wait(keeper))
+        tier.residents.alive = Alive(keeper)
+        tier.residents.live_on()
     if is_alone:
         await _read_uses(records, namespaces)
     used = {geometry.locate_head(state.slab)[0] for state in states}
@@ -130,6 +140,26 @@ async def _load_values(
         file_count=records.usage.items if records.usage is not None else schema.decode_counts(values[2]).inodes,
         namespaces=namespaces,
     )
+
+
+async def _adopt(
+    tier: SharedTier, found: list[LeftArena], records: RecordStore, namespaces: Namespaces, *, is_alone: bool
+) -> None:
+    """Take over what the daemon before this one left in shared memory, if those who may use the directories are the
+    same. Where no other host could change that, what is not known is the same."""
+    directories = list({left.facts.read_class.directory for left in found})
+    rows = await get_sound(records, [schema.inode_key(directory) for directory in directories])
+    regimes = {
+        directory: regime_of(schema.decode_inode(row.value), namespaces)
+        for directory, row in zip(directories, rows, strict=True)
+        if row is not None
+    }
+
+    def may_adopt(readers: ReadClass, regime: bytes) -> bool:
+        is_known = regime != NO_REGIME
+        return readers.directory in regimes and (regime == regimes[readers.directory] if is_known else is_alone)
+
+    tier.adopt(found, may_adopt)
 
 
 async def _read_namespaces(records: RecordStore, overrides: Mapping[str, Any]) -> Namespaces:

@@ -16,11 +16,12 @@ import numpy as np
 import numpy.typing as npt
 
 from kvfuse.policy.hot import USES_MAX, HotOrder, Recent
+from kvfuse.volume.views.arena_rows import ArenaRows
 from kvfuse.volume.views.content_map import Source
 from kvfuse.volume.views.placement import ANYWHERE, Placement
 
+_SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 _SEAL_FUTURE_WRITE = 0x0010
-_SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _SEAL_FUTURE_WRITE
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -37,26 +38,56 @@ class ReadClass(NamedTuple):
 
 
 class Memory:
-    """One memfd, mapped writable here and by nobody else."""
+    """One memfd, mapped writable here and by nobody else.
 
-    __slots__ = ("address", "bytes", "descriptor", "resident")
+    Before somebody else may map it, it is sealed: from then on no process can map it writable any more, nor write to
+    it. So the daemon after this one maps a sealed one to read it alone.
+    """
+
+    __slots__ = ("address", "bytes", "descriptor", "is_sealed", "is_writable", "resident")
 
     def __init__(self, size: int, placement: Placement = ANYWHERE) -> None:
-        self.descriptor = os.memfd_create("kvfuse-tier", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        descriptor = os.memfd_create("kvfuse-tier", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
-            os.ftruncate(self.descriptor, size)
-            memory = mmap.mmap(self.descriptor, size)
-            self.bytes: Bytes = np.frombuffer(memory, np.uint8)
-            placement.apply(memory, self.bytes.ctypes.data)
-            fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, _SEALS)
-            os.fchmod(self.descriptor, 0o400)
+            os.ftruncate(descriptor, size)
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SIZE_SEALS)
+            os.fchmod(descriptor, 0o400)
+            self._map(descriptor, size, placement)
         except BaseException:
-            os.close(self.descriptor)
+            os.close(descriptor)
             raise
+
+    @classmethod
+    def left(cls, descriptor: int, placement: Placement) -> Memory:
+        """Of a daemon before this one. The descriptor is the memory's from then on. OSError, ValueError."""
+        memory = cls.__new__(cls)
+        memory._map(descriptor, os.fstat(descriptor).st_size, placement)
+        memory.resident = os.fstat(descriptor).st_blocks * 512
+        return memory
+
+    def _map(self, descriptor: int, size: int, placement: Placement) -> None:
+        self.descriptor = descriptor
+        self.is_sealed = self.is_writable = False
+        seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
+        if seals & _SIZE_SEALS != _SIZE_SEALS:
+            raise ValueError("the size of a piece of shared memory may change")
+        self.is_sealed = bool(seals & _SEAL_FUTURE_WRITE)
+        self.is_writable = not self.is_sealed
+        memory = mmap.mmap(descriptor, size, prot=mmap.PROT_READ | (mmap.PROT_WRITE if self.is_writable else 0))
+        self.bytes: Bytes = np.frombuffer(memory, np.uint8)
         self.address: int = self.bytes.ctypes.data
-        weakref.finalize(self.bytes, os.close, self.descriptor)  # every view of the bytes keeps it open
+        if self.is_writable:
+            placement.apply(memory, self.address)
+        weakref.finalize(self.bytes, os.close, descriptor)  # every view of the bytes keeps it open
         self.resident = 0
         """bytes from the start that were touched, and so take memory"""
+
+    def open_for_others(self) -> int:
+        """A new descriptor, by which nobody can write."""
+        if not self.is_sealed:
+            fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SEAL | _SEAL_FUTURE_WRITE)
+            self.is_sealed = True
+        return os.open(f"/proc/self/fd/{self.descriptor}", os.O_RDONLY | os.O_CLOEXEC)
 
 
 class Arena:
@@ -69,6 +100,7 @@ class Arena:
         "memory",
         "number",
         "returned",
+        "rows",
         "shared",
         "source",
         "touched",
@@ -76,11 +108,20 @@ class Arena:
         "uses",
     )
 
-    def __init__(self, number: int, kind: Kind, memory: Memory, returned: deque[tuple[Arena, int]]) -> None:
+    def __init__(
+        self,
+        number: int,
+        kind: Kind,
+        memory: Memory,
+        returned: deque[tuple[Arena, int]],
+        rows: ArenaRows | None = None,
+    ) -> None:
+        """``rows``: what the daemon after this one finds in it, if it finds anything."""
         self.number = number
         self.kind = kind
         self.memory = memory
         self.returned = returned
+        self.rows = rows
         self.source = Source(memory.descriptor, _read_only(memory.bytes), number)
         self.touched = 0
         """slots from the start that were in use at some time"""
@@ -90,13 +131,27 @@ class Arena:
         """when a block in it was last kept, or it was spared"""
         self.uses = 0
         """of its blocks, since it was spared; up to `USES_MAX`"""
-        self.shared = False
+        self.shared = memory.is_sealed
         """a descriptor was given: somebody may have it mapped"""
+
+    @property
+    def is_frozen(self) -> bool:
+        """What is in it stays as it is: it was sealed for the clients of a daemon before this one."""
+        return not self.memory.is_writable
+
+    @property
+    def is_idle(self) -> bool:
+        """Nobody but the tier holds a block in it."""
+        return self.leased_count == self.kept_count
+
+    @property
+    def slot_count(self) -> int:
+        return len(self.memory.bytes) // self.kind.slot_size
 
     @property
     def has_unused(self) -> bool:
         """There are slots that were never in use."""
-        return (self.touched + 1) * self.kind.slot_size <= len(self.memory.bytes)
+        return self.memory.is_writable and (self.touched + 1) * self.kind.slot_size <= len(self.memory.bytes)
 
 
 class Kind:
@@ -109,7 +164,7 @@ class Kind:
         self.read_class = read_class
         self.arenas: list[Arena] = []
         self.free: list[tuple[Arena, int]] = []
-        self.kept = HotOrder[TierBlock](recent)
+        self.kept = HotOrder[TierBlock | LeftBlock](recent)
         """blocks by inode"""
         self.retired = False
 
@@ -123,7 +178,8 @@ class _Lease:
         self.arena = arena
         self.slot = slot
         address = arena.memory.address + slot * arena.kind.slot_size
-        self.__array_interface__ = {"data": (address, False), "shape": (size,), "typestr": "|u1", "version": 3}
+        data = address, not arena.memory.is_writable
+        self.__array_interface__ = {"data": data, "shape": (size,), "typestr": "|u1", "version": 3}
 
     @property
     def root(self) -> Bytes:
@@ -156,7 +212,13 @@ class TierBlock:
         """Somebody reads it. For any thread."""
         if self.uses < USES_MAX:
             self.uses += 1
+            if self.home.rows is not None:
+                self.home.rows.note_uses(self.slot, self.uses)
         self.home.uses = USES_MAX
+
+    @property
+    def slot(self) -> int:
+        return self.offset // self.home.kind.slot_size
 
     @property
     def arena(self) -> int:
@@ -175,6 +237,23 @@ class TierBlock:
     @property
     def read_class(self) -> ReadClass:
         return self.home.kind.read_class
+
+
+class LeftBlock:
+    """What a daemon before this one says is the copy of a file: to be looked at before it is used (`SharedTier.left`).
+
+    It has a lease of its slot, as a `TierBlock` has; once there is one, in ``block``, that has it.
+    """
+
+    __slots__ = ("block", "home", "kept_at", "size", "slot", "uses")
+
+    def __init__(self, home: Arena, slot: int, size: int, uses: int, kept_at: int) -> None:
+        self.home = home
+        self.slot = slot
+        self.size = size
+        self.uses = uses
+        self.kept_at = kept_at
+        self.block: TierBlock | None = None
 
 
 def _read_only(data: Bytes) -> Bytes:

@@ -7,274 +7,29 @@ what people may do ends indexes. All of that is before the change. Any thread ma
 
 from __future__ import annotations
 
-import fcntl
-import mmap
-import os
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-import numpy as np
-import numpy.typing as npt
-
-from kvfuse.blockindex import (
-    ASKED_MAX,
-    ASKED_OFFSET,
-    ASKED_SIZE,
-    BUCKET,
-    BUCKETS_MAX,
-    ENDED,
-    FIELDS,
-    FILTER_BITS_MIN,
-    HEADER,
-    HEADER_SIZE,
-    LIVE,
-    MAGIC,
-    MULTIPLIERS_OFFSET,
-    NEIGHBOURS,
-    STATE,
-    SUMS,
-    TOUCHES_MAX,
-    TOUCHES_SIZE,
-    VALID_UNTIL,
-    VERSION,
-    WORDS_MAX,
-    Fingerprints,
-    Numbers,
-    Table,
-    fence,
-    fingerprints_of,
-    places,
-)
-from kvfuse.checksum import extent_checksum
-from kvfuse.keys import HASHED, file_names, key_of
+from kvfuse.blockindex import BUCKET, BUCKETS_MAX, FILTER_BITS_MIN, fence
+from kvfuse.keys import file_names
+from kvfuse.volume.views.alive import ALIVE_SECONDS, Alive
 from kvfuse.volume.views.arenas import ReadClass, TierBlock
-from kvfuse.volume.views.name_filter import NameFilter
+from kvfuse.volume.views.block_index import FULL, BlockIndex, Shown
+from kvfuse.volume.views.touches import Touches
+
+__all__ = ["BlockIndex", "Residents", "Shown", "Touches"]
 
 BUCKETS_MIN = 512
-FULL = 0.75
-"""of the slots: then a table of twice as many takes the place of this one"""
 INDEXES_MAX = 256
 """each takes a descriptor"""
 SAMPLE_SECONDS = 0.05
 """between looks at what clients read by themselves"""
-SAMPLE_SLOTS, PAGE_SLOTS = 8192, 1024
-"""looked at in one go, slots and keys alike: of all clients, of one page; what clients write beyond is not seen"""
+SAMPLE_SLOTS = 8192
+"""looked at in one go, slots and keys alike, of all clients"""
 USES_MAX = 1 << 12
 """samples that wait for somebody to take them"""
-TIER_DRAM = 1
-"""as in answers of EXISTS with COSTS"""
-_SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | 0x0010  # F_SEAL_FUTURE_WRITE
-
-
-Shown = tuple[bytes, int, TierBlock]
-"""name, inode, block"""
-
-
-class _Memory:
-    """One memfd with a table, which others can only read."""
-
-    def __init__(self, buckets: int, filter_bits: int, directory: int) -> None:
-        fingerprints, slots, bitmap, size = places(buckets, filter_bits)
-        self.descriptor = os.memfd_create("kvfuse-index", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        try:
-            os.ftruncate(self.descriptor, size)
-            memory = np.frombuffer(mmap.mmap(self.descriptor, size), np.uint8)
-            fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, _SEALS)
-            os.fchmod(self.descriptor, 0o400)
-        except BaseException:
-            os.close(self.descriptor)
-            raise
-        weakref.finalize(self, os.close, self.descriptor)
-        where = fingerprints, slots, size, directory, bitmap, filter_bits
-        HEADER.pack_into(memory.data, 0, MAGIC, VERSION, buckets, *where)
-        random = os.urandom(SUMS * WORDS_MAX * 8)
-        memory[MULTIPLIERS_OFFSET : MULTIPLIERS_OFFSET + len(random)] = np.frombuffer(random, np.uint8)
-        memory[:HEADER_SIZE].view(np.uint64)[STATE] = LIVE
-        self.table = Table(memory)
-        self.fields = self.table.slots.view(np.uint8).data
-
-
-class BlockIndex:
-    """The table of one read class. `Residents` has it, and calls it under its lock."""
-
-    def __init__(self, readers: ReadClass, buckets: int, filter_bits: int, valid_until: int) -> None:
-        self.readers = readers
-        self.user_count = 0
-        """connections that have it"""
-        self.names: dict[int, bytes] = {}
-        """slot -> file name"""
-        self._slots: dict[bytes, int] = {}
-        self._inos: dict[int, int] = {}
-        """slot -> inode"""
-        self._memory = _Memory(buckets, filter_bits, readers.directory)
-        self._table = self._memory.table
-        self.filter = NameFilter(self._table)
-        self.extend_to(valid_until)
-
-    @property
-    def size(self) -> int:
-        return len(self._table.memory)
-
-    @property
-    def buckets(self) -> int:
-        return int(self._table.buckets)
-
-    def __len__(self) -> int:
-        return len(self._slots)
-
-    def descriptor(self) -> int:
-        """A new one, which can only be read."""
-        return os.open(f"/proc/self/fd/{self._memory.descriptor}", os.O_RDONLY | os.O_CLOEXEC)
-
-    def extend_to(self, valid_until: int) -> None:
-        self._table.words[VALID_UNTIL] = valid_until
-
-    def tell_of_neighbours(self, are_there: bool) -> None:
-        self._table.words[NEIGHBOURS] = are_there
-
-    def end(self) -> None:
-        self._table.words[STATE] = ENDED
-        self.filter.give_up()
-        self._slots.clear()
-        self._inos.clear()
-        self.names.clear()
-
-    def ino_of(self, name: bytes) -> int:
-        """0: it is not in the table."""
-        slot = self._slots.get(name)
-        return 0 if slot is None else self._inos[slot]
-
-    def show_first(self, rows: Sequence[Shown]) -> bool:
-        """Show blocks in an empty table, many at once. False: some found no place."""
-        keys = [key_of(name) if not name.startswith(HASHED) else None for name, _, _ in rows]
-        rows = [row for row, key in zip(rows, keys, strict=True) if key is not None]
-        wanted = fingerprints_of(self._table.multipliers, [key for key in keys if key is not None])
-        slots, free = np.full(len(rows), -1, np.int64), np.zeros(self.buckets, np.int64)
-        for half in (0, 1):  # each in its first bucket where that has room, else in the second
-            left = np.flatnonzero(slots < 0)
-            buckets = (wanted[left, half] & np.uint64(self.buckets - 1)).astype(np.int64)
-            order = np.argsort(buckets, kind="stable")
-            ordered = buckets[order]
-            starts = np.searchsorted(ordered, ordered)  # of the run of its bucket
-            places_in = free[ordered] + np.arange(len(ordered)) - starts
-            fits = places_in < BUCKET
-            slots[left[order[fits]]] = ordered[fits] * BUCKET + places_in[fits]
-            np.add.at(free, ordered[fits], 1)
-        shown = np.flatnonzero(slots >= 0)
-        self._fill(slots[shown], wanted[shown], [rows[row] for row in shown.tolist()])
-        return len(shown) == len(rows)
-
-    def _fill(self, slots: Numbers, wanted: Fingerprints, rows: Sequence[Shown]) -> None:
-        table = self._table.slots
-        blocks = [block for _, _, block in rows]
-        table["arena"][slots] = [block.arena for block in blocks]
-        table["tier"][slots] = TIER_DRAM
-        table["offset"][slots] = [block.offset for block in blocks]
-        table["length"][slots] = [block.size for block in blocks]
-        table["generation"][slots] = [ino for _, ino, _ in rows]
-        self._table.fingerprints[slots] = wanted
-        fence()
-        table["version"][slots] = 1
-        numbers = slots.tolist()
-        names, inos = [name for name, _, _ in rows], [ino for _, ino, _ in rows]
-        self.names, self._inos = dict(zip(numbers, names, strict=True)), dict(zip(numbers, inos, strict=True))
-        self._slots = dict(zip(names, numbers, strict=True))
-
-    def ino_at(self, slot: int) -> int:
-        return self._inos[slot]
-
-    def shown(self) -> list[tuple[bytes, int]]:
-        """(name, inode) of all blocks."""
-        return [(name, self._inos[slot]) for name, slot in self._slots.items()]
-
-    def show(self, name: bytes, ino: int, block: TierBlock) -> bool:
-        """The block can be found, if its name has a key. False: there is no place for it."""
-        key = key_of(name) if not name.startswith(HASHED) else None
-        if key is None:
-            return True
-        self.hide(name)
-        table = self._table
-        wanted = fingerprints_of(table.multipliers, [key])
-        slot = self._place(wanted[0])
-        if slot < 0 or len(self._slots) >= FULL * BUCKET * self.buckets:
-            return False
-        checksum = (extent_checksum(block.checksums, block.size), 1) if block.checksums else (0, 0)
-        start, version = 64 * slot + 8, table.versions[8 * slot]
-        FIELDS.pack_into(self._memory.fields, start, block.arena, TIER_DRAM, block.offset, block.size, *checksum, ino)
-        table.fingerprints[slot] = wanted[0]
-        fence()
-        table.versions[8 * slot] = version + 1
-        self._slots[name], self._inos[slot], self.names[slot] = slot, ino, name
-        return True
-
-    def _place(self, wanted: np.ndarray[tuple[int], np.dtype[np.uint64]]) -> int:
-        """A free slot of the emptier of two buckets; -1: both are full."""
-        mask, best = self.buckets - 1, (0, -1)
-        for half in (0, 1):
-            first = (int(wanted[half]) & mask) * BUCKET
-            free = [slot for slot in range(first, first + BUCKET) if slot not in self._inos]
-            best = max(best, (len(free), free[0] if free else -1))
-        return best[1]
-
-    def hide(self, name: bytes) -> None:
-        """The name does not mean that block any more, or its bytes are about to change."""
-        slot = self._slots.pop(name, None)
-        if slot is None:
-            return
-        table = self._table
-        table.versions[8 * slot] = table.versions[8 * slot] + 1
-        fence()
-        table.fingerprints[slot] = 0
-        del self._inos[slot], self.names[slot]
-
-
-class Touches:
-    """A page that one client writes: the slots of an index whose blocks it read. A hint: it may write anything."""
-
-    def __init__(self, index: BlockIndex) -> None:
-        self.index = index
-        self.descriptor = os.memfd_create("kvfuse-touches", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        try:
-            os.ftruncate(self.descriptor, TOUCHES_SIZE)
-            fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-            memory = np.frombuffer(mmap.mmap(self.descriptor, TOUCHES_SIZE), np.uint8)
-        except BaseException:
-            os.close(self.descriptor)
-            raise
-        weakref.finalize(self, os.close, self.descriptor)
-        self._counts = memory[:16].view(np.uint64).data
-        self._slots: npt.NDArray[np.uint32] = memory[HEADER_SIZE:ASKED_OFFSET].view(np.uint32)
-        self._asked = memory[ASKED_OFFSET:].reshape(ASKED_MAX, ASKED_SIZE)
-        self._seen = [0, 0]
-
-    def take(self) -> list[int]:
-        """Slots that were written since the last call, each once; of many the last ones."""
-        return list(dict.fromkeys(self._slots[self._new(0, TOUCHES_MAX)].tolist()))
-
-    @property
-    def has_asked(self) -> bool:
-        """`take_asked` has something."""
-        return bool(self._counts[1] != self._seen[1])
-
-    def take_asked(self) -> list[list[bytes]]:
-        """The keys of each question since the last call; of many the last ones."""
-        questions: list[list[bytes]] = [[]]
-        for row in self._asked[self._new(1, ASKED_MAX)]:  # a copy: the page is the client's
-            if length := int(row[0]):
-                questions[-1].append(row[1 : 1 + length].tobytes())
-            else:
-                questions.append([])
-        return [keys for keys in questions if keys]
-
-    def _new(self, which: int, places_max: int) -> Numbers:
-        """Places that were written since the last call, in order."""
-        count = int(self._counts[which])
-        new, self._seen[which] = min((count - self._seen[which]) % (1 << 64), PAGE_SLOTS), count
-        first = (count - new) % places_max  # the count is the client's: any number
-        return (first + np.arange(new)) % places_max
 
 
 class Residents:
@@ -294,6 +49,10 @@ class Residents:
         self._shown: dict[int, tuple[BlockIndex, bytes]] = {}
         """inode -> where its block is shown"""
         self._valid_until = 0
+        self._lease_until = 0
+        """of a shared volume: when the lease ends"""
+        self.alive: Alive | None = None
+        """where the daemon after this one finds how long indexes hold"""
         self._have_neighbours = False
         self._filter_bits: dict[int, int] = {}
         """directory -> what its next index needs, where that is not the least"""
@@ -437,8 +196,20 @@ class Residents:
     def hold(self, seconds: float) -> None:
         """Of a shared volume: what indexes say holds for so long from now on, and no longer."""
         with self._lock:
-            self._valid_until = max(1, time.monotonic_ns() + int(seconds * 1e9)) if seconds > 0 else 1
-            for index in self._all():
+            self._lease_until = max(1, time.monotonic_ns() + int(seconds * 1e9)) if seconds > 0 else 1
+        self.live_on()
+
+    def live_on(self) -> None:
+        """Where a daemon may come after this one: indexes hold for `ALIVE_SECONDS` from now on, and no longer."""
+        with self._lock:
+            self._valid_until = self._lease_until
+            if self.alive is not None:
+                until = time.monotonic_ns() + int(ALIVE_SECONDS * 1e9)
+                self._valid_until = min(until, self._lease_until or until)
+            indexes = self._all()
+            if self.alive is not None and indexes:
+                self.alive.note(self._valid_until)
+            for index in indexes:
                 index.extend_to(self._valid_until)
 
     def tell_of_neighbours(self, are_there: bool) -> None:
@@ -469,6 +240,8 @@ class Residents:
         while BUCKET * buckets * FULL / 2 < len(rows) and buckets < BUCKETS_MAX:
             buckets *= 2
         bits = self._filter_bits.get(readers.directory, FILTER_BITS_MIN)
+        if self.alive is not None:
+            self.alive.note(self._valid_until)
         index = BlockIndex(readers, buckets, bits, self._valid_until)
         while not index.show_first(rows) and buckets < BUCKETS_MAX:
             buckets *= 2

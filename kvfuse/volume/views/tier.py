@@ -2,12 +2,16 @@
 
 The memory is cut into *arenas*, one memfd each. An arena has slots of one size, and blocks of one *read class*: a
 client maps an arena as a whole, which it may because whoever may read one block in it may read all of them. The
-daemon maps an arena writable and then seals it: nobody else can, whoever he is. Numbers of arenas are never used
-again, and an arena that a client may have mapped never serves another read class.
+daemon maps an arena writable and seals it before a client may map it: nobody else can, whoever he is. Numbers of arenas
+are never used again, and an arena that a client may have mapped never serves another read class.
 
 A block is free when nobody holds it, or a view of its bytes, any more: the cache here (`keep`), a staged write, a
 row of a content map, a client's pin. Its slot then comes back by way of a queue, as that may happen in any thread
 at any time. Everything here may be called from any thread, and waits for nothing but a short lock.
+
+Arenas outlive the daemon where a keeper has them: `adopt`. Blocks of the daemon before this one are in ``left`` until
+they were compared with the records of their files. Slots of an arena that clients had mapped are not used again then:
+it was sealed, so that nobody but that daemon could write there. It goes as a whole.
 
 Which blocks go is decided as in S3-FIFO (`policy/hot`), for each size and read class: what is stored or loaded and then
 read at most once takes the places of its like alone. Readers note their uses in the block, without the lock.
@@ -16,26 +20,24 @@ read at most once takes the places of its like alone. Readers note their uses in
 from __future__ import annotations
 
 import itertools
-import os
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from time import perf_counter
 from typing import NamedTuple
 
 from kvfuse.errors import NotFound
+from kvfuse.keeper import NO_KEEPER, Keeper
 from kvfuse.policy.hot import Recent
-from kvfuse.volume.views.arenas import Arena, Kind, Memory, ReadClass, TierBlock
+from kvfuse.volume.views.arena_pool import ARENAS_MAX, SLOT_ALIGNMENT, ArenaPool, Describe
+from kvfuse.volume.views.arenas import Arena, Kind, LeftBlock, ReadClass, TierBlock
+from kvfuse.volume.views.left_arenas import Adoption, LeftArena, MayAdopt, drop_left
 from kvfuse.volume.views.placement import ANYWHERE, Placement
 from kvfuse.volume.views.resident import Residents, Shown
 
-__all__ = ["ReadClass", "SharedTier", "TierBlock", "TierStatistics"]
+__all__ = ["ARENAS_MAX", "ReadClass", "SharedTier", "TierBlock", "TierStatistics"]
 
-ARENA_SIZE = 64 << 20
-"""Bytes of an arena, about; more where one slot is larger. Memory is used as it is touched."""
-ARENAS_MAX = 256
-"""Each takes a descriptor."""
-SLOT_ALIGNMENT = 4096
 EVICTIONS_MAX = 16
 """Blocks that make room in one call: those that somebody still holds free nothing yet."""
 
@@ -53,6 +55,9 @@ class TierStatistics(NamedTuple):
     hits: int
     misses: int
     evictions: int
+    adopted: int
+    """blocks that the daemon before this one left, when this one began"""
+    adoption_seconds: float
 
 
 @dataclass(slots=True)
@@ -60,29 +65,32 @@ class _Counters:
     hits: int = 0
     misses: int = 0
     evictions: int = 0
+    adopted: int = 0
+    adoption_seconds: float = 0.0
 
 
 class SharedTier:
-    """Arenas and their blocks; the volume owns it. ``capacity``: bytes of memory; 0: there is no tier."""
+    """Arenas and their blocks; the volume owns it. ``capacity``: bytes of memory; 0: there is no tier.
 
-    def __init__(self, capacity: int, placement: Placement = ANYWHERE) -> None:
+    ``keeper``: keeps the arenas for the daemon after this one.
+    """
+
+    def __init__(self, capacity: int, placement: Placement = ANYWHERE, keeper: Keeper = NO_KEEPER) -> None:
         self.capacity = capacity
-        self._placement = placement
         self.evicted: deque[int] = deque()
         """inodes whose blocks had to go, for who may hold them elsewhere"""
-        self.on_eviction: Callable[[], None] = lambda: None
-        """called, in any thread, after something was put into ``evicted``"""
+        self.on_news: Callable[[], None] = lambda: None
+        """called, in any thread, after something was put into ``evicted``, or there is something to tell the keeper"""
         self._lock = threading.Lock()
-        self._kinds: dict[tuple[int, ReadClass], Kind] = {}
         self.kept: dict[int, TierBlock] = {}
         """inode -> its block; for looks without the lock"""
+        self.left: dict[int, LeftBlock] = {}
+        """inode -> what the daemon before this one left as its block, and nobody has compared with its record yet"""
         self._recent = Recent()
         """inodes that were read, or evicted, lately, and have no block"""
-        self._arenas: dict[int, Arena] = {}
-        self._returned: deque[tuple[Arena, int]] = deque()
+        self._pool = ArenaPool(capacity, placement, self._recent, keeper)
         self._clock = itertools.count(1)
-        """also numbers the arenas"""
-        self._used_bytes = self._kept_bytes = 0
+        self._kept_bytes = 0
         self._counters = _Counters()
 
         def note_use(ino: int) -> None:
@@ -98,18 +106,15 @@ class SharedTier:
         slot_size = -(-size // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
         if slot_size > self.capacity:
             return None
-        evictions = self._counters.evictions
+        pool, evictions = self._pool, self._counters.evictions
         with self._lock:
-            self._collect()
-            kind = self._kinds.get((slot_size, read_class))
-            if kind is None:
-                kind = self._kinds[slot_size, read_class] = Kind(slot_size, read_class, self._recent)
-            found = self._take(kind) or self._make_room(kind)
+            pool.collect()
+            kind = pool.kind(slot_size, read_class)
+            found = pool.take(kind) or self._make_room(kind)
             block = TierBlock(*found, size) if found else None
-            if not kind.arenas:
-                self._kinds.pop((slot_size, read_class), None)
-        if self._counters.evictions != evictions:
-            self.on_eviction()
+            pool.drop_if_empty(kind)
+        if self._counters.evictions != evictions or pool.news:
+            self.on_news()
         return block
 
     def keep(self, ino: int, block: TierBlock, name: bytes = b"") -> None:
@@ -119,17 +124,19 @@ class SharedTier:
         """
         arena = block.home
         with self._lock:
-            if ino in self.kept:
+            if ino in self.kept or ino in self.left:
                 self._forget(ino)
             if arena.kind.retired:
                 return
             self.kept[ino] = block
             block.name = name
             self.residents.show(name, ino, block)
-            arena.kind.kept.add(ino, block)
+            is_proven = arena.kind.kept.add(ino, block)
             self._kept_bytes += block.size
             arena.kept_count += 1
             block.kept_at = arena.used_at = next(self._clock)
+            if arena.rows is not None:
+                arena.rows.show(block.slot, block.kept_at, ino, block.size, is_proven=is_proven)
 
     def find(self, ino: int) -> TierBlock | None:
         """The block of a file. Whoever then reads it notes the use."""
@@ -148,12 +155,16 @@ class SharedTier:
         with self._lock:
             if ino in self._recent:
                 return True
-            self._recent.add(ino, len(self.kept))
+            self._recent.add(ino, len(self.kept) + len(self.left))
             return False
+
+    def __contains__(self, ino: int) -> bool:
+        """There is a block of the file, which may have to be looked at before it is used. For any thread."""
+        return ino in self.kept or ino in self.left
 
     def drop(self, ino: int) -> None:
         """The file has other bytes now, or other readers, or is no more. Clients that hold the block keep it."""
-        if ino in self.kept:
+        if ino in self.kept or ino in self.left:
             with self._lock:
                 self._forget(ino)
 
@@ -167,138 +178,189 @@ class SharedTier:
     def clear(self) -> None:
         """Any file may have changed."""
         with self._lock:
-            for ino in list(self.kept):
+            for ino in [*self.kept, *self.left]:
                 self._forget(ino)
 
     def retire(self, directory: int | None) -> None:
-        """Nothing is added to the arenas of a directory (None: of all) any more: others may use it than until now."""
+        """Nothing is added to the arenas of a directory (None: of all) any more: others may use it than until now.
+
+        Nor does the next daemon find them. So it is for the event loop alone, where somebody keeps arenas.
+        """
+        pool = self._pool
         self.residents.end(directory)
         with self._lock:
-            for key, kind in list(self._kinds.items()):
+            for key, kind in list(pool.kinds.items()):
                 if directory in (None, kind.read_class.directory):
                     kind.retired = True
-                    del self._kinds[key]
+                    del pool.kinds[key]
                     for ino in list(kind.kept):
                         self._forget(ino)
-            self._collect()
-            for arena in list(self._arenas.values()):
-                if arena.kind.retired and not arena.leased_count:
-                    self._give_back(arena)
+            pool.collect()
+            retired = [arena for arena in pool.arenas.values() if arena.kind.retired]
+            for arena in retired:
+                if not arena.leased_count:
+                    pool.give_back(arena)
+        pool.forget(retired)
 
     def blocks_of(self, readers: ReadClass) -> list[Shown]:
         """(name, inode, block) of the blocks of a read class; a name may mean something else by now."""
         with self._lock:
-            kinds = [kind for (_, own), kind in self._kinds.items() if own == readers]
-            return [(self.kept[ino].name, ino, self.kept[ino]) for kind in kinds for ino in kind.kept]
+            kinds = [kind for (_, own), kind in self._pool.kinds.items() if own == readers]
+            inos = [ino for kind in kinds for ino in kind.kept if ino in self.kept]
+            return [(self.kept[ino].name, ino, self.kept[ino]) for ino in inos]
 
     def read_classes(self) -> dict[int, ReadClass]:
         """Arena -> whose blocks it has."""
         with self._lock:
-            return {number: arena.kind.read_class for number, arena in self._arenas.items()}
+            return {number: arena.kind.read_class for number, arena in self._pool.arenas.items()}
 
     def arena_descriptor(self, arena: int) -> int:
         """A new descriptor of an arena, which can only be read, for a client of its read class. NotFound."""
         with self._lock:
-            found = self._arenas.get(arena)
+            found = self._pool.arenas.get(arena)
             if found is None:
                 raise NotFound(f"arena {arena} is no more")
             found.shared = True
-            return os.open(f"/proc/self/fd/{found.memory.descriptor}", os.O_RDONLY | os.O_CLOEXEC)
+            return found.memory.open_for_others()
 
     def statistics(self) -> TierStatistics:
+        pool, counters = self._pool, self._counters
         with self._lock:
             return TierStatistics(
                 self.capacity,
-                self._used_bytes,
+                pool.used_bytes,
                 self._kept_bytes,
-                len(self.kept),
-                len(self._arenas),
-                self._counters.hits,
-                self._counters.misses,
-                self._counters.evictions,
+                len(self.kept) + len(self.left),
+                len(pool.arenas),
+                counters.hits,
+                counters.misses,
+                counters.evictions,
+                counters.adopted,
+                counters.adoption_seconds,
             )
+
+    # -- from one daemon to the next -----------------------------------------------------------------
+
+    def adopt(self, found: Sequence[LeftArena], may_adopt: MayAdopt) -> None:
+        """Take over what `find_left` found, as far as it may be and has room: once, before anything else, in the event
+        loop. The blocks are in ``left`` then."""
+        began = perf_counter()
+        adoption = Adoption(self._pool)
+        others = [
+            left for left in found if not may_adopt(left.facts.read_class, left.facts.regime) or not adoption.add(left)
+        ]
+        self.left = adoption.end()
+        drop_left(self._pool.keeper, others)
+        self._kept_bytes = sum([block.size for block in self.left.values()])
+        self._clock = itertools.count(1 + max((left.used_at for left in found), default=0))
+        self._counters.adopted = len(self.left)
+        self._counters.adoption_seconds = perf_counter() - began
+
+    def look_at_left(self, ino: int) -> TierBlock | None:
+        """What is left as the block of a file, for a look at it. Nobody else may see it before `admit`."""
+        with self._lock:
+            left = self.left.get(ino)
+            if left is None:
+                return None
+            if left.block is None:
+                left.block = TierBlock(left.home, left.slot, left.size)
+                left.block.kept_at, left.block.uses = left.kept_at, left.uses
+            return left.block
+
+    def admit(self, ino: int, block: TierBlock, name: bytes = b"") -> bool:
+        """``block``, which was left, has all bytes of the file, and its readers. False: it was dropped meanwhile.
+
+        ``name``: as in `keep`.
+        """
+        with self._lock:
+            left = self.left.get(ino)
+            if left is None or left.block is not block:
+                return False
+            del self.left[ino]
+            self._counters.hits += 1
+            self.kept[ino] = block
+            block.name, block.uses = name, left.uses
+            block.home.kind.kept.replace(ino, block)
+            self.residents.show(name, ino, block)
+            return True
+
+    def tell_keeper(self, describe: Describe) -> None:
+        """Have new arenas kept for the next daemon, and others no more. Event loop only."""
+        if self._pool.news:
+            self._pool.tell_keeper(describe)
+
+    def adopt_pin(self, arena: int, offset: int, size: int) -> TierBlock | None:
+        """What a client of the daemon before this one goes on to hold: any bytes of one slot, also of a block that was
+        dropped. None: there is no such arena any more. The client has its bytes in any case: nobody writes there."""
+        with self._lock:
+            home = self._pool.arenas.get(arena)
+            if home is None or not home.is_frozen or size <= 0 or offset < 0:
+                return None
+            slot, start = divmod(offset, home.kind.slot_size)
+            if start + size > home.kind.slot_size or slot >= home.slot_count:
+                return None
+            home.leased_count += 1
+            return TierBlock(home, slot, start + size)
+
+    def pins_are_known(self) -> None:
+        """`adopt_pin` was called for all that clients hold: give back the arenas that nobody needs."""
+        pool = self._pool
+        with self._lock:
+            pool.knows_pins = True
+            pool.collect()
+            for arena in list(pool.arenas.values()):
+                if arena.is_frozen and not arena.leased_count:
+                    pool.give_back(arena)
+        if pool.news:
+            self.on_news()
 
     # -- under the lock ------------------------------------------------------------------------------
 
-    def _collect(self) -> None:
-        """Let slots be used again that nobody holds any more."""
-        while self._returned:
-            arena, slot = self._returned.popleft()
-            arena.leased_count -= 1
-            if not arena.kind.retired:
-                arena.kind.free.append((arena, slot))
-            elif not arena.leased_count:
-                self._give_back(arena)
+    def _place(self, ino: int | None) -> tuple[Arena | None, int | None]:
+        """Where the block of an inode is, and since when. It is not held: it may go."""
+        if ino is None:
+            return None, None
+        block = self.kept.get(ino) or self.left[ino]
+        return block.home, block.kept_at
 
     def _forget(self, ino: int) -> None:
-        block = self.kept.pop(ino, None)
-        if block is not None:
+        block = self.kept.pop(ino, None) or self.left.pop(ino, None)
+        if block is None:
+            return
+        if isinstance(block, TierBlock):
             self.residents.hide(ino)
-            block.home.kind.kept.remove(ino)
-            block.home.kept_count -= 1
-            self._kept_bytes -= block.size
-
-    def _take(self, kind: Kind) -> tuple[Arena, int] | None:
-        """A free slot, one that was never used, or the first one of a new arena: if there is memory for it."""
-        if kind.free:
-            arena, slot = kind.free.pop()
-        else:
-            unused = next((arena for arena in kind.arenas if arena.has_unused), None)
-            new = unused or self._add_arena(kind)
-            if new is None or not self._touch(new):
-                return None
-            arena, slot = new, new.touched - 1
-        arena.leased_count += 1
-        return arena, slot
-
-    def _touch(self, arena: Arena) -> bool:
-        """Take one slot more of an arena into use. False where that is too much memory."""
-        end = (arena.touched + 1) * arena.kind.slot_size
-        added = max(0, self._resident_to(end, len(arena.memory.bytes)) - arena.memory.resident)
-        if self._used_bytes + added > self.capacity:
-            return False
-        self._used_bytes += added
-        arena.memory.resident += added
-        arena.touched += 1
-        return True
-
-    def _resident_to(self, end: int, size: int) -> int:
-        """Bytes of memory of ``size`` that are taken when those before ``end`` were touched."""
-        page_size = self._placement.page_size
-        return min(-(-end // page_size) * page_size, size)
-
-    def _add_arena(self, kind: Kind, memory: Memory | None = None) -> Arena | None:
-        if memory is None:
-            size = max(1, ARENA_SIZE // kind.slot_size) * kind.slot_size
-            first = self._resident_to(kind.slot_size, size)
-            if len(self._arenas) >= ARENAS_MAX or self._used_bytes + first > self.capacity:
-                return None
-            memory = Memory(size, self._placement)
-        arena = Arena(next(self._clock), kind, memory, self._returned)
-        kind.arenas.append(arena)
-        self._arenas[arena.number] = arena
-        return arena
+        elif block.block is None:  # else that has the lease of the slot
+            self._pool.returned.append((block.home, block.slot))
+        home = block.home
+        if home.rows is not None:
+            home.rows.hide(block.slot)
+        home.kind.kept.remove(ino)
+        home.kept_count -= 1
+        self._kept_bytes -= block.size
 
     def _make_room(self, kind: Kind) -> tuple[Arena, int] | None:
-        """Evict what is used least: blocks of this kind, or a whole arena of another one."""
+        """Evict what is used least: blocks of this kind, or a whole arena of another one, or one that is frozen."""
         self.residents.sample()
-        evictions_left = EVICTIONS_MAX
+        pool, evictions_left = self._pool, EVICTIONS_MAX
         while evictions_left:
             ino = kind.kept.next_to_go()
-            other = self._idle_arena(kind, self.kept[ino].kept_at if ino is not None else None)
+            home, kept_at = self._place(ino)
+            other = self._idle_arena(kind, kept_at)
+            if other is None and home is not None and home.is_frozen and home.is_idle:
+                other = home
             if other is not None:
                 evictions_left -= other.leased_count > 0
-                self._evict([ino for ino in other.kind.kept if self.kept[ino].home is other])
-                self._collect()
-                if not other.leased_count:
-                    self._reassign(other, kind)
+                self._evict([ino for ino in other.kind.kept if self._place(ino)[0] is other])
+                pool.collect()
+                if not other.leased_count and other.number in pool.arenas:
+                    pool.reassign(other, kind)
             elif ino is not None:
                 evictions_left -= 1
                 self._evict([ino])
-                self._collect()
+                pool.collect()
             else:
                 return None
-            if found := self._take(kind):
+            if found := pool.take(kind):
                 return found
         return None
 
@@ -308,52 +370,16 @@ class SharedTier:
         One whose blocks were read is spared a few times, so that blocks that are stored and never read go before it.
         """
         for _ in range(ARENAS_MAX):
-            found = self._oldest_arena(kind, before)
+            found = self._pool.oldest(kind, before)
             if found is None or before is None or not found.uses or not found.leased_count:
                 return found
             found.uses -= 1
             found.used_at = next(self._clock)
         return None
 
-    def _oldest_arena(self, kind: Kind, before: int | None) -> Arena | None:
-        """The same, without regard to reads."""
-        found, found_time = None, before
-        for arena in self._arenas.values():
-            if arena.kind is kind or arena.leased_count != arena.kept_count:
-                continue
-            time = arena.used_at if arena.leased_count else 0
-            if found_time is None or time < found_time:
-                found, found_time = arena, time
-        return found
-
     def _evict(self, inos: list[int]) -> None:
         for ino in inos:
             self._forget(ino)
-            self._recent.add(ino, len(self.kept))
+            self._recent.add(ino, len(self.kept) + len(self.left))
         self.evicted.extend(inos)
         self._counters.evictions += len(inos)
-
-    def _reassign(self, arena: Arena, kind: Kind) -> None:
-        """Let another kind have an arena that is wholly free - unless somebody may have it mapped, or it is too small.
-
-        Its number is not used again, and other readers than before find nothing of what was in it. A kind that has
-        slots that were never used needs memory for them, not more of them.
-        """
-        self._give_back(arena)
-        memory = arena.memory
-        if arena.shared or len(memory.bytes) < kind.slot_size or any(own.has_unused for own in kind.arenas):
-            return
-        if arena.kind.read_class != kind.read_class:
-            memory.bytes[: memory.resident] = 0
-        self._used_bytes += memory.resident
-        self._add_arena(kind, memory)
-
-    def _give_back(self, arena: Arena) -> None:
-        """An arena that nobody uses is no more; its memory goes when nobody maps it."""
-        kind = arena.kind
-        kind.free = [entry for entry in kind.free if entry[0] is not arena]
-        kind.arenas.remove(arena)
-        if not kind.arenas and not kind.retired:
-            self._kinds.pop((kind.slot_size, kind.read_class), None)
-        del self._arenas[arena.number]
-        self._used_bytes -= arena.memory.resident

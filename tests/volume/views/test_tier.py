@@ -160,7 +160,7 @@ def test_blocks_that_somebody_holds_stay_and_do_not_cost_the_whole_cache() -> No
         held.append(allocate(tier, 4 * KIB))
         tier.keep(ino, held[-1])
     calls: list[int] = []
-    tier.on_eviction = lambda: calls.append(len(tier.evicted))
+    tier.on_news = lambda: calls.append(len(tier.evicted))
     assert tier.allocate(4 * KIB, HERE) is None
     assert calls == [EVICTIONS_MAX]
     assert tier.find(EVICTIONS_MAX) is not None

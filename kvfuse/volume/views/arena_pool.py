@@ -1,0 +1,244 @@
+"""The memory of the shared-memory tier: its arenas, which of their slots are free, and who keeps them.
+
+`SharedTier` has the pool, and calls it under its lock; what is for the event loop alone says so.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+from kvfuse.keeper import Keeper
+from kvfuse.policy.hot import Recent
+from kvfuse.volume.views.arena_rows import ArenaRows
+from kvfuse.volume.views.arenas import Arena, Kind, Memory, ReadClass
+from kvfuse.volume.views.placement import Placement
+
+ARENA_SIZE = 64 << 20
+"""Bytes of an arena, about; more where one slot is larger, or the tier is. Memory is used as it is touched."""
+ARENAS_MAX = 256
+"""Each takes a descriptor, and one more where somebody keeps it."""
+SLOT_ALIGNMENT = 4096
+NUMBERS_AT_ONCE = 1024
+"""of arenas, which nobody after this daemon gives again"""
+NUMBERS_NAME = "tier/numbers"
+ARENA_PREFIX = "tier/arena/"
+REGIME_SIZE = 16
+NO_REGIME = bytes(REGIME_SIZE)
+_FORM = 1
+_FACTS = struct.Struct(f"<IIQQQQII{REGIME_SIZE}s")
+"""form, bits of the mode, number, slot size, size, directory, uid, gid, regime"""
+
+Describe = Callable[[int], bytes]
+"""directory -> its *regime*: who may use it, in `REGIME_SIZE` bytes; `NO_REGIME`: that is not known"""
+
+
+class ArenaFacts(NamedTuple):
+    """What is kept of an arena, beside its memory and rows."""
+
+    number: int
+    slot_size: int
+    size: int
+    read_class: ReadClass
+    regime: bytes
+
+    def pack(self) -> bytes:
+        directory, uid, gid, mode = self.read_class
+        return _FACTS.pack(_FORM, mode, *self[:3], directory, uid, gid, self.regime)
+
+    @classmethod
+    def unpack(cls, content: bytes) -> ArenaFacts:
+        """ValueError where these are no facts of this version."""
+        if len(content) != _FACTS.size:
+            raise ValueError("no facts of an arena")
+        form, mode, number, slot_size, size, directory, uid, gid, regime = _FACTS.unpack(content)
+        is_sound = form == _FORM and slot_size and not slot_size % SLOT_ALIGNMENT and size >= slot_size
+        if not is_sound:
+            raise ValueError(f"no facts of an arena of form {_FORM}")
+        return cls(number, slot_size, size, ReadClass(directory, uid, gid, mode), regime)
+
+
+class ArenaPool:
+    """Arenas of up to ``capacity`` bytes together. Event loop only, when it is made."""
+
+    def __init__(self, capacity: int, placement: Placement, recent: Recent, keeper: Keeper) -> None:
+        self.capacity = capacity
+        self.arenas: dict[int, Arena] = {}
+        self.kinds: dict[tuple[int, ReadClass], Kind] = {}
+        self.returned: deque[tuple[Arena, int]] = deque()
+        """slots that nobody holds any more; filled in any thread"""
+        self.used_bytes = 0
+        self.news: deque[int] = deque()
+        """numbers of arenas of which the keeper is to hear; appended in any thread"""
+        self.knows_pins = not keeper.outlives
+        """what clients hold of the arenas of a daemon before this one is known"""
+        self._placement = placement
+        self._recent = recent
+        self.keeper = keeper
+        self._arena_size = max(ARENA_SIZE, -(-capacity // (ARENAS_MAX // 2)))
+        self._last_number = self._numbers_end = 0
+        if keeper.outlives:
+            former = keeper.take(NUMBERS_NAME)
+            self._last_number = int.from_bytes(former.content[:8], "little") if former is not None else 0
+            self._reserve_numbers()
+
+    # -- slots ---------------------------------------------------------------------------------------
+
+    def kind(self, slot_size: int, read_class: ReadClass) -> Kind:
+        key = slot_size, read_class
+        kind = self.kinds.get(key)
+        if kind is None:
+            kind = self.kinds[key] = Kind(slot_size, read_class, self._recent)
+        return kind
+
+    def drop_if_empty(self, kind: Kind) -> None:
+        if not kind.arenas and not kind.retired:
+            self.kinds.pop((kind.slot_size, kind.read_class), None)
+
+    def collect(self) -> None:
+        """Let slots be used again that nobody holds any more."""
+        while self.returned:
+            arena, slot = self.returned.popleft()
+            arena.leased_count -= 1
+            if not arena.kind.retired and not arena.is_frozen:
+                arena.kind.free.append((arena, slot))
+            elif not arena.leased_count and (arena.kind.retired or self.knows_pins):
+                self.give_back(arena)
+
+    def take(self, kind: Kind) -> tuple[Arena, int] | None:
+        """A free slot, one that was never used, or the first one of a new arena: if there is memory for it."""
+        if kind.free:
+            arena, slot = kind.free.pop()
+        else:
+            unused = next((arena for arena in kind.arenas if arena.has_unused), None)
+            new = unused or self._add(kind)
+            if new is None or not self._touch(new):
+                return None
+            arena, slot = new, new.touched - 1
+        arena.leased_count += 1
+        return arena, slot
+
+    def _touch(self, arena: Arena) -> bool:
+        """Take one slot more of an arena into use. False where that is too much memory."""
+        end = (arena.touched + 1) * arena.kind.slot_size
+        added = max(0, self._resident_to(end, len(arena.memory.bytes)) - arena.memory.resident)
+        if self.used_bytes + added > self.capacity:
+            return False
+        self.used_bytes += added
+        arena.memory.resident += added
+        arena.touched += 1
+        if arena.rows is not None:
+            arena.rows.touched = arena.touched
+        return True
+
+    def _resident_to(self, end: int, size: int) -> int:
+        """Bytes of memory of ``size`` that are taken when those before ``end`` were touched."""
+        page_size = self._placement.page_size
+        return min(-(-end // page_size) * page_size, size)
+
+    # -- arenas --------------------------------------------------------------------------------------
+
+    def _add(self, kind: Kind, memory: Memory | None = None) -> Arena | None:
+        if self.keeper.outlives and self._last_number + 1 >= self._numbers_end:
+            return None  # the event loop gets more soon
+        if memory is None:
+            size = max(1, self._arena_size // kind.slot_size) * kind.slot_size
+            first = self._resident_to(kind.slot_size, size)
+            if len(self.arenas) >= ARENAS_MAX or self.used_bytes + first > self.capacity:
+                return None
+            memory = Memory(size, self._placement)
+        rows = ArenaRows(len(memory.bytes) // kind.slot_size) if self.keeper.outlives else None
+        self._last_number += 1
+        arena = Arena(self._last_number, kind, memory, self.returned, rows)
+        self._enter(arena)
+        self._tell_soon(arena.number)
+        return arena
+
+    def _enter(self, arena: Arena) -> None:
+        arena.kind.arenas.append(arena)
+        self.arenas[arena.number] = arena
+
+    def reassign(self, arena: Arena, kind: Kind) -> None:
+        """Let another kind have an arena that is wholly free - unless somebody may have it mapped, or it is too small.
+
+        Its number is not used again, and other readers than before find nothing of what was in it. A kind that has
+        slots that were never used needs memory for them, not more of them.
+        """
+        self.give_back(arena)
+        memory = arena.memory
+        if arena.shared or len(memory.bytes) < kind.slot_size or any(own.has_unused for own in kind.arenas):
+            return
+        if arena.kind.read_class != kind.read_class:
+            memory.bytes[: memory.resident] = 0
+        if self._add(kind, memory) is not None:
+            self.used_bytes += memory.resident
+
+    def oldest(self, kind: Kind, before: int | None) -> Arena | None:
+        """The arena of another kind that nobody but the tier holds, and that was not used since ``before``; None: there
+        was no such moment. One of the same kind, too, that is frozen and has no blocks."""
+        found, found_time = None, before
+        for arena in self.arenas.values():
+            if not arena.is_idle or (arena.kind is kind and (arena.kept_count or not arena.is_frozen)):
+                continue
+            time = arena.used_at if arena.leased_count else 0
+            if found_time is None or time < found_time:
+                found, found_time = arena, time
+        return found
+
+    def give_back(self, arena: Arena) -> None:
+        """An arena that nobody uses is no more; its memory goes when nobody maps it."""
+        kind = arena.kind
+        kind.free = [entry for entry in kind.free if entry[0] is not arena]
+        kind.arenas.remove(arena)
+        self.drop_if_empty(kind)
+        del self.arenas[arena.number]
+        self.used_bytes -= arena.memory.resident
+        self._tell_soon(arena.number)
+
+    # -- for the daemon after this one ---------------------------------------------------------------
+
+    def _tell_soon(self, number: int) -> None:
+        if self.keeper.outlives:
+            self.news.append(number)
+
+    def _reserve_numbers(self) -> None:
+        self._numbers_end = self._last_number + NUMBERS_AT_ONCE
+        self.keeper.keep(NUMBERS_NAME, self._numbers_end.to_bytes(8, "little"))
+
+    def tell_keeper(self, describe: Describe) -> None:
+        """Have the new arenas kept, and others no more. Event loop only."""
+        while self.news:
+            number = self.news.popleft()
+            arena = self.arenas.get(number)
+            if arena is not None and not arena.kind.retired:
+                self._keep(arena, describe)
+            else:
+                self.keeper.drop(f"{ARENA_PREFIX}{number}")
+        if self._last_number + NUMBERS_AT_ONCE // 2 > self._numbers_end:
+            self._reserve_numbers()
+
+    def _keep(self, arena: Arena, describe: Describe) -> None:
+        assert arena.rows is not None
+        kind = arena.kind
+        facts = ArenaFacts(
+            arena.number, kind.slot_size, len(arena.memory.bytes), kind.read_class, describe(kind.read_class.directory)
+        )
+        descriptors = arena.memory.descriptor, arena.rows.descriptor
+        self.keeper.keep(f"{ARENA_PREFIX}{arena.number}", facts.pack(), descriptors)
+
+    def forget(self, arenas: Iterable[Arena]) -> None:
+        """The next daemon is not to find these. Event loop only, where somebody keeps them."""
+        for arena in arenas:
+            self.keeper.drop(f"{ARENA_PREFIX}{arena.number}")
+
+    def add_left(self, number: int, kind: Kind, memory: Memory, rows: ArenaRows) -> Arena | None:
+        """An arena of the daemon before this one; None: there is no room for it."""
+        if len(self.arenas) >= ARENAS_MAX or self.used_bytes + memory.resident > self.capacity:
+            return None
+        arena = Arena(number, kind, memory, self.returned, rows)
+        arena.touched = min(rows.touched, arena.slot_count)
+        self.used_bytes += memory.resident
+        self._enter(arena)
+        return arena

@@ -1,0 +1,104 @@
+"""What is in the slots of an arena, for the daemon after this one: a row for each, in shared memory.
+
+An arena of the shared-memory tier outlives its daemon where somebody keeps its memory (`kvfuse/keeper.py`). Then this
+table is kept with it. A row says which file the bytes of a slot are a copy of, and is valid while its word ``kept_at``
+is not 0. Only the daemon maps the table, under the lock of the tier, but for ``uses``, which are a hint.
+
+**A daemon may be killed between any two instructions**, and the rows it leaves must not be wrong. What it has stored in
+shared memory by then is there, in the order of the program, and nothing that came later; a word is stored as a whole.
+
+- ``kept_at`` is stored last, when the block's bytes are in the slot and the other fields are written. So the fields of
+  a valid row are of one block, whose bytes are all there.
+- It is cleared before the lease of the slot can end: before the tier lets go of the block. So a slot that is written to
+  has no valid row, whoever wrote to it before.
+- The block of a file whose bytes or readers change is dropped before they do, as without a keeper.
+
+A row does not say that the file has these bytes: the daemon may be killed before it stores them in the volume, and
+other hosts may change the file before the next daemon runs. That compares the bytes with what the record of the file
+says of them, and the readers of the file with those of the arena, before it uses a block (`content/left_copies`).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import weakref
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+ROW = np.dtype(
+    [
+        ("kept_at", "<u8"),  # a time of the tier's clock; 0: the row is not valid
+        ("ino", "<u8"),
+        ("size", "<u8"),  # bytes of the file
+        ("uses", "<u4"),  # as `policy/hot` counts them
+        ("is_proven", "<u4"),  # it was not on probation when it was kept
+        ("reserved", "<u8", 4),
+    ]
+)
+HEADER = np.dtype([("magic", "<u8"), ("touched", "<u8"), ("reserved", "<u8", 6)])
+"""``touched``: slots from the start that were in use at some time"""
+MAGIC = int.from_bytes(b"KVFROWS1", "little")
+_WORDS = ROW.itemsize // 8
+_USES = 2 * 3
+"""word of 4 bytes in a row"""
+
+assert ROW.itemsize == HEADER.itemsize == 64
+
+
+class ArenaRows:
+    """The table of an arena of so many slots. ``descriptor``: of a daemon before this one, and the table's from then
+    on; ValueError where it is none of so many slots."""
+
+    __slots__ = ("__weakref__", "_numbers", "_words", "descriptor", "table")
+
+    def __init__(self, slot_count: int, descriptor: int | None = None) -> None:
+        size = HEADER.itemsize + slot_count * ROW.itemsize
+        made = descriptor is None
+        if descriptor is None:
+            descriptor = os.memfd_create("kvfuse-rows", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            if made:
+                os.ftruncate(descriptor, size)
+                fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+            elif os.fstat(descriptor).st_size != size:
+                raise ValueError(f"no rows of {slot_count} slots")
+            memory = np.frombuffer(mmap.mmap(descriptor, size), np.uint8)
+            self._words = memory.view(np.uint64).data
+            self._numbers = memory.view(np.uint32).data
+            self.table: npt.NDArray[Any] = memory[HEADER.itemsize :].view(ROW)
+            if made:
+                self._words[0] = MAGIC
+            elif self._words[0] != MAGIC:
+                raise ValueError("no rows of this version")
+        except BaseException:
+            if made:
+                os.close(descriptor)
+            raise
+        self.descriptor = descriptor
+        weakref.finalize(self, os.close, descriptor)
+
+    @property
+    def touched(self) -> int:
+        return int(self._words[1])
+
+    @touched.setter
+    def touched(self, count: int) -> None:
+        self._words[1] = count
+
+    def show(self, slot: int, kept_at: int, ino: int, size: int, *, is_proven: bool) -> None:
+        """The block in a slot is the copy of a file."""
+        words, first = self._words, (slot + 1) * _WORDS
+        words[first + 1], words[first + 2], words[first + 3] = ino, size, is_proven << 32
+        words[first] = kept_at
+
+    def hide(self, slot: int) -> None:
+        """It is not any more, or its bytes are about to change."""
+        self._words[(slot + 1) * _WORDS] = 0
+
+    def note_uses(self, slot: int, uses: int) -> None:
+        """For any thread."""
+        self._numbers[(slot + 1) * 2 * _WORDS + _USES] = uses

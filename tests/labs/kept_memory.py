@@ -1,0 +1,45 @@
+"""What a daemon that is killed now would leave: descriptors and bytes that were kept, and shared memory as it is."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+
+from kvfuse.keeper import MemoryKeeper
+
+
+def after_kill(keeper: MemoryKeeper) -> MemoryKeeper:
+    """As a daemon after this one would find it, whatever this one goes on to do."""
+    copy = MemoryKeeper()
+    for name in keeper.names(""):
+        kept = keeper.take(name)
+        assert kept is not None
+        copies = [_copy_of(descriptor) for descriptor in kept.descriptors]
+        copy.keep(name, kept.content, copies)
+        for descriptor in (*kept.descriptors, *copies):
+            os.close(descriptor)
+    return copy
+
+
+def let_go(*keepers: MemoryKeeper) -> None:
+    """Close all that they keep."""
+    for keeper in keepers:
+        for name in keeper.names(""):
+            keeper.drop(name)
+
+
+def _copy_of(descriptor: int) -> int:
+    """A piece of shared memory with the same bytes and seals."""
+    size, seals = os.fstat(descriptor).st_size, fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
+    copy = os.memfd_create("copy", os.MFD_ALLOW_SEALING | os.MFD_CLOEXEC)
+    os.ftruncate(copy, size)
+    position = 0
+    while position < size:  # holes stay holes: they take no memory
+        try:
+            start = os.lseek(descriptor, position, os.SEEK_DATA)
+        except OSError:
+            break
+        position = os.lseek(descriptor, start, os.SEEK_HOLE)
+        os.pwrite(copy, os.pread(descriptor, position - start, start), start)
+    fcntl.fcntl(copy, fcntl.F_ADD_SEALS, seals & ~fcntl.F_SEAL_SEAL)
+    return copy

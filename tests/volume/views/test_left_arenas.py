@@ -1,0 +1,299 @@
+"""Arenas of the shared-memory tier that the next daemon finds: what is in them, where there is room, and who may."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+
+import pytest
+from kept_memory import after_kill, let_go
+
+from kvfuse.keeper import MemoryKeeper
+from kvfuse.volume.views.arena_pool import ARENA_PREFIX
+from kvfuse.volume.views.left_arenas import find_left
+from kvfuse.volume.views.placement import ANYWHERE
+from kvfuse.volume.views.tier import ReadClass, SharedTier, TierBlock
+
+KIB = 1 << 10
+MIB = 1 << 20
+HERE = ReadClass(1, 0, 0, 0o444)
+THERE = ReadClass(2, 0, 0, 0o444)
+REGIME = b"who may use it.."
+
+
+@pytest.fixture
+def keeper() -> Iterator[MemoryKeeper]:
+    keeper = MemoryKeeper()
+    yield keeper
+    let_go(keeper)
+
+
+def tier_of(keeper: MemoryKeeper, capacity: int = MIB, regime: bytes = REGIME) -> SharedTier:
+    """As the next daemon makes it."""
+    tier = SharedTier(capacity, ANYWHERE, keeper)
+    tier.adopt(find_left(keeper, ANYWHERE), lambda _, found: found == regime)
+    return tier
+
+
+def allocate(tier: SharedTier, size: int, read_class: ReadClass = HERE) -> TierBlock:
+    block = tier.allocate(size, read_class)
+    assert block is not None
+    tier.tell_keeper(lambda _: REGIME)
+    return block
+
+
+def keep(tier: SharedTier, ino: int, size: int = 64 * KIB, read_class: ReadClass = HERE) -> None:
+    block = allocate(tier, size, read_class)
+    block.buffer[:] = ino % 251
+    tier.keep(ino, block)
+
+
+def admit(tier: SharedTier, ino: int) -> TierBlock | None:
+    """The block of a file, found right; None: there is none."""
+    block = tier.look_at_left(ino)
+    if block is not None:
+        assert set(block.buffer.tolist()) == {ino % 251}
+        assert tier.admit(ino, block)
+    return tier.find(ino)
+
+
+def share(tier: SharedTier, number: int) -> None:
+    os.close(tier.arena_descriptor(number))
+
+
+@pytest.mark.parametrize("is_shared", [False, True], ids=["not shared", "shared"])
+def test_blocks_are_found_by_the_next_daemon_and_the_one_after_it(keeper: MemoryKeeper, is_shared: bool) -> None:
+    tier = tier_of(keeper)
+    for ino in (1, 2, 3):
+        keep(tier, ino)
+    keep(tier, 4, 5000, THERE)
+    keep(tier, 2, 100)
+    tier.drop(3)
+    allocate(tier, 64 * KIB).buffer[:] = 9
+    if is_shared:
+        for number in tier.read_classes():
+            share(tier, number)
+    for _ in range(2):
+        keeper, former = after_kill(keeper), keeper
+        let_go(former)
+        tier = tier_of(keeper)
+        assert set(tier.left) == {1, 2, 4}
+        assert tier.statistics().adopted == tier.statistics().blocks == 3
+        assert tier.statistics().kept_bytes == 64 * KIB + 5000 + 100
+        assert tier.find(1) is None, "nobody has looked at it"
+        assert 1 in tier
+        for ino, read_class in ((1, HERE), (2, HERE), (4, THERE)):
+            block = admit(tier, ino)
+            assert block is not None
+            assert block.read_class == read_class
+        assert not tier.left
+    let_go(keeper)
+
+
+def test_slots_of_an_arena_that_nobody_has_mapped_are_used_again(keeper: MemoryKeeper) -> None:
+    tier = tier_of(keeper)
+    for ino in range(16):
+        keep(tier, ino + 1)
+    tier.drop(5)
+    used = tier.statistics().used_bytes
+    tier = tier_of(keeper)
+    assert tier.statistics().used_bytes == used == MIB
+    keep(tier, 100)
+    assert tier.statistics().evictions == 0
+    keep(tier, 101)
+    assert tier.statistics().evictions == 1
+    assert tier.statistics().used_bytes == MIB
+    assert (1 in tier, 2 in tier) == (False, True), "the first one went"
+
+
+def test_slots_of_an_arena_that_clients_have_mapped_are_not(keeper: MemoryKeeper) -> None:
+    tier = tier_of(keeper)
+    for ino in range(8):
+        keep(tier, ino + 1)
+    share(tier, next(iter(tier.read_classes())))
+    tier.drop(5)
+    tier = tier_of(keeper)
+    (frozen,) = tier.read_classes()
+    for ino in range(100, 108):
+        keep(tier, ino)
+        assert tier.kept[ino].arena > frozen
+    assert tier.statistics().evictions == 0
+    block = admit(tier, 1)
+    assert block is not None
+    assert not block.buffer.flags.writeable
+    del block
+    keep(tier, 200)
+    assert frozen not in tier.read_classes(), "it went as a whole"
+    assert tier.statistics().used_bytes <= MIB
+
+
+def test_numbers_of_arenas_are_never_used_again(keeper: MemoryKeeper) -> None:
+    numbers: list[int] = []
+    for _ in range(3):
+        tier = tier_of(keeper)
+        for read_class in (HERE, THERE):
+            numbers.append(allocate(tier, 4 * KIB, read_class).arena)
+            tier.retire(read_class.directory)
+        numbers.append(tier.allocate(4 * KIB, HERE).arena)  # type: ignore[union-attr] # and nobody hears of it
+    assert len(set(numbers)) == 9
+    assert sorted(numbers) == numbers
+
+
+def test_more_arenas_than_numbers_that_were_announced(keeper: MemoryKeeper) -> None:
+    tier = tier_of(keeper)
+    for directory in range(3000):
+        allocate(tier, 4 * KIB, ReadClass(directory, 0, 0, 0o444))
+    assert tier_of(keeper).allocate(4 * KIB, HERE).arena > 3000  # type: ignore[union-attr]
+
+
+def test_a_smaller_tier_adopts_what_was_used_last(keeper: MemoryKeeper) -> None:
+    tier = tier_of(keeper, 2 * MIB)
+    for directory in range(4):
+        for ino in range(8):
+            keep(tier, 1 + 10 * directory + ino, 64 * KIB, ReadClass(directory, 0, 0, 0o444))
+    tier = tier_of(keeper, MIB)
+    assert {ino // 10 for ino in tier.left} == {2, 3}
+    assert tier.statistics().used_bytes == MIB
+    assert len(keeper.names(ARENA_PREFIX)) == 2
+    assert not tier_of(keeper, 0).left
+    assert keeper.names(ARENA_PREFIX) == []
+
+
+def test_other_people_than_before_get_other_arenas(keeper: MemoryKeeper) -> None:
+    keep(tier_of(keeper), 1)
+    assert not tier_of(keeper, regime=b"others may use it").left
+    assert keeper.names(ARENA_PREFIX) == []
+
+
+def test_a_retired_directory_leaves_nothing(keeper: MemoryKeeper) -> None:
+    tier = tier_of(keeper)
+    keep(tier, 1)
+    keep(tier, 2, read_class=THERE)
+    held = tier.find(1)
+    assert held is not None
+    tier.retire(HERE.directory)
+    assert set(tier_of(after_kill(keeper)).left) == {2}
+    tier.tell_keeper(lambda _: REGIME)
+    assert len(keeper.names(ARENA_PREFIX)) == 1
+
+
+def test_an_arena_that_other_readers_got_is_not_found_by_its_former_ones(keeper: MemoryKeeper) -> None:
+    tier = tier_of(keeper, 64 * KIB)
+    keep(tier, 1)
+    assert tier.allocate(4 * KIB, THERE) is not None  # and nobody hears of it
+    tier = tier_of(after_kill(keeper), 64 * KIB)
+    assert not tier.read_classes()
+
+
+def test_what_is_used_stays_longer_also_after_a_daemon(keeper: MemoryKeeper) -> None:
+    tier = tier_of(keeper, MIB)
+    for ino in range(1, 17):
+        keep(tier, ino)
+    for _ in range(2):
+        tier.kept[1].note_use()
+    tier = tier_of(keeper, MIB)
+    for ino in range(100, 104):
+        keep(tier, ino)
+    assert [ino in tier for ino in (1, 2, 3, 4, 5, 6)] == [True, False, False, False, False, True]
+
+
+def test_pins_of_clients_hold_their_arena(keeper: MemoryKeeper) -> None:
+    tier = tier_of(keeper)
+    keep(tier, 1)
+    keep(tier, 2)
+    number, offset = tier.kept[2].arena, tier.kept[2].offset
+    share(tier, number)
+    tier.drop(1)
+    tier.drop(2)
+    tier = tier_of(keeper)
+    assert list(tier.read_classes()) == [number], "clients may hold something there"
+    pin = tier.adopt_pin(number, offset, 64 * KIB)
+    assert pin is not None
+    assert set(pin.buffer.tolist()) == {2}
+    for wrong in ((number + 1, 0, 10), (number, offset, 64 * KIB + 1), (number, -1, 10), (number, 1 << 40, 1)):
+        assert tier.adopt_pin(*wrong) is None
+    tier.pins_are_known()
+    assert list(tier.read_classes()) == [number]
+    del pin
+    allocate(tier, 4 * KIB, THERE)
+    assert number not in tier.read_classes()
+    assert tier.statistics().used_bytes == 4 * KIB
+
+
+def test_an_arena_without_pins_goes_when_all_clients_were_heard(keeper: MemoryKeeper) -> None:
+    tier = tier_of(keeper)
+    keep(tier, 1)
+    share(tier, tier.kept[1].arena)
+    tier.drop(1)
+    tier = tier_of(keeper)
+    assert tier.read_classes()
+    tier.pins_are_known()
+    assert not tier.read_classes()
+    assert tier.statistics().used_bytes == 0
+    tier.tell_keeper(lambda _: REGIME)
+    assert keeper.names(ARENA_PREFIX) == []
+
+
+@pytest.mark.parametrize("damage", ["content", "size", "rows", "one descriptor", "no memory"])
+def test_what_is_none_of_this_version_is_dropped(keeper: MemoryKeeper, damage: str) -> None:
+    keep(tier_of(keeper), 1)
+    (name,) = keeper.names(ARENA_PREFIX)
+    kept = keeper.take(name)
+    assert kept is not None
+    memory, rows = kept.descriptors
+    other = os.memfd_create("other", os.MFD_ALLOW_SEALING)
+    os.ftruncate(other, os.fstat(rows if damage == "rows" else memory).st_size)
+    content, descriptors = {
+        "content": (b"other", (memory, rows)),
+        "size": (kept.content, (rows, rows)),
+        "rows": (kept.content, (memory, other)),
+        "one descriptor": (kept.content, (memory,)),
+        "no memory": (kept.content, (other, rows)),
+    }[damage]
+    keeper.keep(name, content, descriptors)
+    for descriptor in (memory, rows, other):
+        os.close(descriptor)
+    tier = tier_of(keeper)
+    assert not tier.left
+    assert keeper.names(ARENA_PREFIX) == []
+    keep(tier, 2)
+
+
+def test_nobody_finds_other_bytes_whenever_the_daemon_is_killed(keeper: MemoryKeeper, rng: random.Random) -> None:
+    """Against a plain model: after each step what is left are the blocks that were kept, with their bytes; or fewer."""
+    for _ in range(4):
+        tier = tier_of(keeper, rng.choice([MIB, 512 * KIB]))
+        held: list[TierBlock] = []
+        for step in range(150):
+            ino = rng.randrange(1, 60)
+            choice = rng.random()
+            if choice < 0.5:
+                if (block := tier.allocate(rng.randrange(1, 100 * KIB), rng.choice([HERE, THERE]))) is not None:
+                    tier.tell_keeper(lambda _: REGIME)
+                    block.buffer[:] = ino
+                    tier.keep(ino, block)
+            elif choice < 0.6:
+                tier.drop(ino)
+            elif choice < 0.7:
+                admit(tier, ino)
+            elif choice < 0.8 and ino in tier.kept:
+                held = [*held[-3:], tier.kept[ino]]
+            elif choice < 0.82 and (numbers := list(tier.read_classes())):
+                share(tier, rng.choice(numbers))
+            elif choice < 0.84:
+                tier.retire(rng.choice([1, 2]))
+            if step % 10 == 0:
+                check_left(tier, keeper)
+        check_left(tier, keeper)
+        held.clear()
+
+
+def check_left(tier: SharedTier, keeper: MemoryKeeper) -> None:
+    copy = after_kill(keeper)
+    found = tier_of(copy, 2 * MIB)
+    wanted = {ino: (block.home.number, block.slot, block.size) for ino, block in (tier.left | tier.kept).items()}
+    assert {ino: (left.home.number, left.slot, left.size) for ino, left in found.left.items()} == wanted
+    for ino in wanted:
+        assert admit(found, ino) is not None
+    let_go(copy)
