@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import struct
+from collections.abc import Collection
 from typing import NamedTuple
 
 from kvfuse.errors import BadHandle, EngineError, OperationError
@@ -182,11 +183,15 @@ class HandleTable:
 
 
 class OpenFiles:
-    """All open files of a volume. ``table``: None where nothing outlives this daemon."""
+    """All open files of a volume. ``table``: None where nothing outlives this daemon.
 
-    def __init__(self, volume: VolumeApi, table: HandleTable | None) -> None:
+    ``cut``: inodes that may have lost their end with the daemon before this one.
+    """
+
+    def __init__(self, volume: VolumeApi, table: HandleTable | None, cut: Collection[int] = frozenset()) -> None:
         self._volume = volume
         self._table = table
+        self._cut = frozenset(cut)
         self._handles: dict[int, Handle] = {}
         self._inodes: dict[int, int] = {}
 
@@ -225,6 +230,10 @@ class OpenFiles:
         fh = self._table.opened_by(unique) if self._table is not None else None
         if fh is not None:
             await self.release(fh)
+
+    def append_offset(self, fh: int, handle: Handle, offset: int) -> int:
+        """Where bytes go that the kernel wants at ``offset``, by a handle for appends: it may know a lost end."""
+        return min(offset, handle.size) if self._cut and self._inodes.get(fh) in self._cut else offset
 
     def tell_lost(self, fh: int) -> None:
         """EngineError, once, where the daemon before this one was killed before it had stored what the file has."""

@@ -2,12 +2,13 @@
 
 * the open files (`handles`);
 * inodes with content that is not stored: after a crash whoever has one open for writing hears once that it is lost;
-* what requests were about to do (`answers`): of those whose answer the kernel never got, which it sends again.
+* what requests were about to do (`once`): those whose answer the kernel never got it sends again.
 """
 
 from __future__ import annotations
 
 from kvfuse.fs.handles import HandleTable
+from kvfuse.fs.once import Decisions
 from kvfuse.fs.rows import Rows
 from kvfuse.keeper import Keeper
 from kvfuse.volume.views.handover import Handover
@@ -28,6 +29,7 @@ class KeptHandover(Handover):
     def __init__(self, keeper: Keeper) -> None:
         super().__init__()
         self.handles = HandleTable(keeper)
+        self.decisions = Decisions(keeper)
         self._unsaved = Rows(keeper, "fuse/unsaved", UNSAVED_FORM, UNSAVED_SIZE, UNSAVED_MAX)
         memory = self._unsaved.memory
         found = {at: int.from_bytes(memory[at : at + UNSAVED_SIZE], "little") for at in self._unsaved.used()}
@@ -72,4 +74,5 @@ class KeptHandover(Handover):
     def close(self) -> None:
         """The keeper goes on to have all."""
         self.handles.close()
+        self.decisions.close()
         self._unsaved.close()

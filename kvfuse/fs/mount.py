@@ -25,6 +25,7 @@ from kvfuse.errors import MountError
 from kvfuse.fs.control import when_cancelled
 from kvfuse.fs.doors import Door, Doors, Service, running
 from kvfuse.fs.guarding import Guarding
+from kvfuse.fs.handover import KeptHandover
 from kvfuse.fs.kernel import FuseKernelCache
 from kvfuse.fs.ops import KvfuseOperations
 from kvfuse.fs.takeover import checked, is_dead_mount, libc, takeover, unmount
@@ -126,8 +127,11 @@ def kernel_options(options: MountOptions, source: Path) -> set[str]:
     return words
 
 
-def make_operations(volume: Volume, options: Options) -> KvfuseOperations:
-    """The door to ``volume``, with the virtual files that tell about this daemon."""
+def make_operations(volume: Volume, options: Options, handover: KeptHandover | None = None) -> KvfuseOperations:
+    """The door to ``volume``, with the virtual files that tell about this daemon.
+
+    ``handover``: the one that the volume was opened with. None: nothing outlives this daemon.
+    """
 
     def stats(reader: Reader) -> bytes:
         all_stats = {"pid": os.getpid(), "space": volume.space()._asdict(), **volume.stats(), "fs": operations.stats()}
@@ -151,6 +155,7 @@ def make_operations(volume: Volume, options: Options) -> KvfuseOperations:
         entry_timeout=options.mount.entry_timeout,
         attr_timeout=min(options.mount.attr_timeout, SHARED_ATTR_SECONDS if options.is_shared else math.inf),
         negative_timeout=options.mount.negative_timeout,
+        handover=handover,
     )
     return operations
 

@@ -30,6 +30,7 @@ from kvfuse.errnos import errno_of
 from kvfuse.fs.handles import OpenFiles
 from kvfuse.fs.handover import KeptHandover
 from kvfuse.fs.kernel import LISTING_SECONDS, Kept
+from kvfuse.fs.once import Once
 from kvfuse.fs.virtual import FOLDER_INODE, FOLDER_NAME, Reader, VirtualFolder, is_virtual, is_virtual_handle
 from kvfuse.volume.api import NAME_MAX, ROOT_INODE, Attributes, Caller, Changes, Handle, VolumeApi
 
@@ -103,9 +104,14 @@ class KvfuseOperations(pyfuse3.Operations):
         super().__init__()
         self._volume = volume
         self._virtual = virtual
-        self._open = OpenFiles(volume, handover.handles if handover is not None else None)
+        if handover is not None:
+            self._open = OpenFiles(volume, handover.handles, handover.lost)
+        else:
+            self._open = OpenFiles(volume, None)
         self.number_of_request = fusewire.request if handover is not None else _no_request
         """see `fusewire.request`"""
+        decisions = handover.decisions if handover is not None else None
+        self._once = Once(volume, decisions, lambda: self.number_of_request())
         self._entry = EntryAttributes()
         self.names = Kept(entry_timeout, LISTING_SECONDS)
         self._attr_timeout = attr_timeout
@@ -203,16 +209,19 @@ class KvfuseOperations(pyfuse3.Operations):
         self, parent_inode: int, name: bytes, mode: int, flags: int, ctx: RequestContext
     ) -> tuple[FileInfo, EntryAttributes]:
         self._virtual.guard_name(parent_inode, name)
-        unique, _ = self.number_of_request()
+        unique, is_resent = self.number_of_request()
         caller = Caller(ctx.uid, ctx.gid, ctx.pid)
         try:
-            handle, attributes = await self._volume.tree.create(parent_inode, name, mode, caller, flags)
+            handle, attributes = await self._once.create(parent_inode, name, mode, caller, flags)
         except errors.Exists:
             if flags & os.O_EXCL:
                 raise
             # Another door made the name after the kernel saw that it was absent. Stale lets the kernel look
             # the name up again and open what is there, permissions checked.
             raise errors.Stale(f"{os.fsdecode(name)} was created meanwhile") from None
+        finally:
+            if is_resent:
+                await self._open.drop(unique)
         fh = self._open.add(handle, attributes.ino, flags, caller, unique)
         return self._reply_open(fh, handle), self._reply(attributes, parent_inode)
 
@@ -222,19 +231,19 @@ class KvfuseOperations(pyfuse3.Operations):
             return self._reply(self._virtual.make_socket(name, mode, ctx.pid), parent_inode)
         self._virtual.guard_name(parent_inode, name)
         caller = Caller(ctx.uid, ctx.gid, ctx.pid)
-        return self._reply(await self._volume.tree.make_node(parent_inode, name, mode, rdev, caller), parent_inode)
+        return self._reply(await self._once.make_node(parent_inode, name, mode, rdev, caller), parent_inode)
 
     @answered
     async def mkdir(self, parent_inode: int, name: bytes, mode: int, ctx: RequestContext) -> EntryAttributes:
         self._virtual.guard_name(parent_inode, name)
         caller = Caller(ctx.uid, ctx.gid, ctx.pid)
-        return self._reply(await self._volume.tree.make_directory(parent_inode, name, mode, caller), parent_inode)
+        return self._reply(await self._once.make_directory(parent_inode, name, mode, caller), parent_inode)
 
     @answered
     async def symlink(self, parent_inode: int, name: bytes, target: bytes, ctx: RequestContext) -> EntryAttributes:
         self._virtual.guard_name(parent_inode, name)
         caller = Caller(ctx.uid, ctx.gid, ctx.pid)
-        return self._reply(await self._volume.tree.make_symlink(parent_inode, name, target, caller), parent_inode)
+        return self._reply(await self._once.make_symlink(parent_inode, name, target, caller), parent_inode)
 
     @answered
     async def readlink(self, inode: int, ctx: RequestContext) -> bytes:
@@ -244,17 +253,17 @@ class KvfuseOperations(pyfuse3.Operations):
     async def link(self, inode: int, new_parent_inode: int, new_name: bytes, ctx: RequestContext) -> EntryAttributes:
         self._virtual.guard_name(new_parent_inode, new_name)
         _guard(inode)
-        return self._reply(await self._volume.tree.link(inode, new_parent_inode, new_name), new_parent_inode)
+        return self._reply(await self._once.link(inode, new_parent_inode, new_name), new_parent_inode)
 
     @answered
     async def unlink(self, parent_inode: int, name: bytes, ctx: RequestContext) -> None:
         self._virtual.guard_name(parent_inode, name)
-        await self._volume.tree.unlink(parent_inode, name)
+        await self._once.unlink(parent_inode, name)
 
     @answered
     async def rmdir(self, parent_inode: int, name: bytes, ctx: RequestContext) -> None:
         self._virtual.guard_name(parent_inode, name)
-        await self._volume.tree.remove_directory(parent_inode, name)
+        await self._once.remove_directory(parent_inode, name)
 
     @answered
     async def rename(
@@ -268,7 +277,7 @@ class KvfuseOperations(pyfuse3.Operations):
     ) -> None:
         self._virtual.guard_name(parent_inode_old, name_old)
         self._virtual.guard_name(parent_inode_new, name_new)
-        await self._volume.tree.rename(parent_inode_old, name_old, parent_inode_new, name_new, flags)
+        await self._once.rename(parent_inode_old, name_old, parent_inode_new, name_new, flags)
 
     # -- attributes ----------------------------------------------------------------------------------
 
@@ -340,8 +349,13 @@ class KvfuseOperations(pyfuse3.Operations):
 
     @answered
     async def write(self, fh: int, off: int, buf: bytes) -> int:
+        is_resent = self.number_of_request()[1]
         handle = self._open.get(fh) or await self._open.find(fh)
         self._open.tell_lost(fh)
+        if handle.appends:
+            off = self._open.append_offset(fh, handle, off)
+            if is_resent and await self._once.is_written(handle, off, buf):
+                return len(buf)
         return await self._volume.files.write(handle, off, buf, by_kernel=True)
 
     @answered
@@ -442,7 +456,7 @@ class KvfuseOperations(pyfuse3.Operations):
     @answered
     async def removexattr(self, inode: int, name: bytes, ctx: RequestContext) -> None:
         _guard(inode)
-        await self._volume.inodes.remove_xattr(inode, name, Caller(ctx.uid, ctx.gid, ctx.pid))
+        await self._once.remove_xattr(inode, name, Caller(ctx.uid, ctx.gid, ctx.pid))
 
     # -- the whole -----------------------------------------------------------------------------------
 

@@ -126,6 +126,8 @@ class Handle(Protocol):
     """what the kernel cached of the content at an earlier open is still true"""
     direct: bool
     """opened with O_DIRECT"""
+    appends: bool
+    """opened with O_APPEND"""
 
     @property
     def size(self) -> int:

@@ -17,7 +17,7 @@ from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.inodes.node import Node
 from kvfuse.volume.names.lookup import Found, Lookup
 from kvfuse.volume.names.nameless import Nameless
-from kvfuse.volume.names.plans import End, Fits, Place, Plan, Planning, never
+from kvfuse.volume.names.plans import End, Fits, Place, Plan, Planning, never, tell_decision
 from kvfuse.volume.slots.space import Space
 from kvfuse.volume.views import clock
 
@@ -168,6 +168,8 @@ class ApplyFirst:
         """Execute the plan in memory, and mark its changes for the journal. EngineError: the membership is over."""
         if not plan.means:
             return
+        if self.core.nodes.handover.outlives:
+            tell_decision(plan)
         pending, unlinked, meant = self.journal.pending, plan.unlinked, None
         if plan.made is not None:
             self._add(plan.made)

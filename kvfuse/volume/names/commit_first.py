@@ -37,7 +37,7 @@ from kvfuse.volume.names.cleared_files import ClearedFiles
 from kvfuse.volume.names.lookup import Found
 from kvfuse.volume.names.name_change import Draft
 from kvfuse.volume.names.path_beliefs import Moved, outlive_beliefs
-from kvfuse.volume.names.plans import End, Fits, Place, Plan, Planning, never, plan_unlink_cleared
+from kvfuse.volume.names.plans import End, Fits, Place, Plan, Planning, never, plan_unlink_cleared, tell_decision
 from kvfuse.volume.names.shared_lookup import SharedLookup, check_name, expected_names_max
 from kvfuse.volume.slots.space import Space
 from kvfuse.volume.store import schema
@@ -125,6 +125,8 @@ class CommitFirst:
                 if attempt:
                     raise
                 continue
+            if self.core.nodes.handover.outlives and plan.means:
+                tell_decision(plan)
             if draft.is_empty or (not draft.is_stale and await self._commit(plan, draft)):
                 return plan
             await trio.sleep(random.random() * PAUSE_SECONDS * min(1 + attempt, 16))

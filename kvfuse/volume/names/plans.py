@@ -15,6 +15,7 @@ from kvfuse.volume.api import LINK_MAX, RENAME_EXCHANGE, RENAME_NOREPLACE, SYMLI
 from kvfuse.volume.inodes import metadata_budget
 from kvfuse.volume.inodes.node import Node
 from kvfuse.volume.names.lookup import Found
+from kvfuse.volume.views.handover import DECIDED
 
 
 class Place(msgspec.Struct, frozen=True, eq=False):
@@ -79,6 +80,14 @@ Fits = Callable[..., bool]
 
 def never(*ends: End) -> bool:
     return False
+
+
+def tell_decision(plan: Plan) -> None:
+    """The plan is about to be executed."""
+    decided = DECIDED.get()
+    if decided is not None:
+        other = plan.ends[-1].found.node
+        decided(plan.node.ino, other.ino if other is not None else 0)
 
 
 def plan_create(end: End, new: NewInode, make: Make) -> Plan:

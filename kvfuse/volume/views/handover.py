@@ -10,7 +10,8 @@ For the daemon after this one a volume says where its files go, and which have c
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextvars import ContextVar
 
 Place = tuple[int, bytes]
 """(directory, name)"""
@@ -67,3 +68,8 @@ class Handover:
 
     def saved(self, ino: int) -> None:
         """The file is stored as it is, or there is nobody any more who could miss something."""
+
+
+DECIDED: ContextVar[Callable[[int, int], None] | None] = ContextVar("decided", default=None)
+"""Called by whoever changes names, with the inode that a change is about and the one that it removes (0: none), right
+before it may happen: so a task learns it of its own change, and what is told twice holds as it was told last."""
