@@ -21,6 +21,7 @@ from kvfuse.usrbio.daemon.client_memory import Iov, seal_memory
 from kvfuse.usrbio.daemon.connection import Connection
 from kvfuse.usrbio.daemon.doorman import Doorman
 from kvfuse.usrbio.daemon.interpreter import Interpreter
+from kvfuse.usrbio.daemon.journal import Journal
 from kvfuse.usrbio.daemon.limits import Limits
 from kvfuse.usrbio.daemon.peer import Peer
 from kvfuse.usrbio.daemon.registry import Namespace
@@ -95,7 +96,9 @@ def _ring(connection: Connection) -> Iterator[RingClient]:
         bells = [os.eventfd(0, os.EFD_NONBLOCK) for _ in range(2)]
         for bell in bells:
             undo.callback(os.close, bell)
-        thread = RingThread(connection.registered, memory, *bells, -1)
+        journal, journal_descriptor = Journal.create(64)
+        undo.callback(os.close, journal_descriptor)
+        thread = RingThread(connection.registered, memory, *bells, -1, journal)
         undo.callback(thread.close)
         undo.callback(thread.stop)
         yield RingClient(RingMemory.attach(descriptor), thread)

@@ -21,6 +21,7 @@ from kvfuse.usrbio.daemon.charges import Charge, Charges
 from kvfuse.usrbio.daemon.client_memory import Iov, seal_memory
 from kvfuse.usrbio.daemon.doorman import Doorman
 from kvfuse.usrbio.daemon.interpreter import Interpreter, User
+from kvfuse.usrbio.daemon.journal import Journal
 from kvfuse.usrbio.daemon.peer import Peer
 from kvfuse.usrbio.daemon.pins import Pinned, Pins
 from kvfuse.usrbio.daemon.put_batches import PutBatch
@@ -155,8 +156,9 @@ def worker_lab(rng: random.Random, *, sealed: bool) -> Iterator[Lab]:
     registered.iovs[IOV] = Iov(memory_descriptor, IOV_SIZE, free_of_charge())
     memory, ring_descriptor = RingMemory.create(Layout.of(64, 4096))
     bells = [os.eventfd(0, os.EFD_NONBLOCK) for _ in range(2)]
+    journal, journal_descriptor = Journal.create(64)
     yield Lab(
-        RingThread(registered, memory, bells[0], bells[1], -1), RingMemory.attach(ring_descriptor), registered, content
+        RingThread(registered, memory, *bells, -1, journal), RingMemory.attach(ring_descriptor), registered, content
     )
-    for number in (descriptor, ring_descriptor, *bells):
+    for number in (descriptor, ring_descriptor, journal_descriptor, *bells):
         os.close(number)

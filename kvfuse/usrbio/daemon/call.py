@@ -22,16 +22,17 @@ from kvfuse.usrbio.daemon.device_iovs import DeviceIov
 from kvfuse.usrbio.daemon.device_memory import Piece
 from kvfuse.usrbio.daemon.interpreter import Interpreter, Seat
 from kvfuse.usrbio.daemon.jobs import Jobs
+from kvfuse.usrbio.daemon.journal import Journal, Places
 from kvfuse.usrbio.daemon.registry import Namespace, OpenFile
 from kvfuse.usrbio.protocol.queues import Bell, Entries, RingMemory
-from kvfuse.usrbio.protocol.wire import CQE, CQE_STRUCT, Word
+from kvfuse.usrbio.protocol.wire import CQE_STRUCT, SQE, Word
 
 PIECE = 4 << 20
 """Bytes that are read at once into memory of the daemon."""
 
 
 class Entry(NamedTuple):
-    """One SQE; see `wire.SQE`."""
+    """One SQE; see `wire.SQE`. ``user_data``: its place, see `journal`; the client's own number where it has none."""
 
     op: int
     priority: int
@@ -145,9 +146,14 @@ class Ring(Protocol):
 
 
 class Completions:
-    """The completion queue of one ring, whose thread owns it. Any thread. ``unpin``: releases a pin."""
+    """The completion queue of one ring, whose thread owns it, and its `Journal`. Any thread.
 
-    def __init__(self, memory: RingMemory, bell: int, unpin: Callable[[int], None]) -> None:
+    Entries are known by the numbers of their places in the journal (``entry.user_data``). ``unpin``: releases a pin.
+    """
+
+    def __init__(self, memory: RingMemory, bell: int, unpin: Callable[[int], None], journal: Journal) -> None:
+        self._journal = journal
+        self._taken = memory.sq
         self._queue = memory.cq
         self._aux = memory.aux
         self._bell = Bell(memory.words, Word.CLIENT_SLEEPS, bell)
@@ -156,59 +162,149 @@ class Completions:
         self._under_way = 0
         """entries taken and not completed"""
         self.stopped = False
+        self.paused = False
+        """nothing is taken"""
 
     def stop(self) -> None:
         """Post nothing any more."""
         with self._lock:
             self.stopped = True
 
-    def close(self) -> None:
-        """After `stop`: release the ring's memory, and pins of completions that the client did not take."""
+    def close(self, *, hands_over: bool = False) -> None:
+        """After `stop`: release the ring's memory, and pins of completions that the client did not take.
+
+        ``hands_over``: those are the next daemon's.
+        """
         with self._lock:  # later callers find the ring stopped, and touch nothing
             queue = self._queue
-            unread = min(max(queue.position - queue.taken, 0), len(queue))
-            self._drop_pins([queue.place(queue.position - number - 1) for number in range(unread)])
-            del self._queue, self._aux, self._bell
+            if not hands_over:
+                unread = min(max(queue.position - queue.taken, 0), len(queue))
+                self._drop_pins(range(queue.position - unread, queue.position))
+            del self._queue, self._taken, self._aux, self._bell, self._journal
 
-    def _drop_pins(self, rows: Iterable[np.void]) -> None:
+    def _drop_pins(self, positions: Iterable[int]) -> None:
         """Release the pins of completions that the client will not take."""
-        for row in rows:
-            if row["pin"]:
-                self._unpin(int(row["pin"]))
+        for position in positions:
+            if pin := int(self._queue.place(position)["pin"]):
+                self._unpin(pin)
+
+    def go_on(self) -> tuple[Entries, npt.NDArray[np.float64]]:
+        """Go on where the daemon before this one ended: (entries under way, the oldest first, when each was taken).
+
+        Completions that it posted in its last moment are seen by the client from here on, which is woken.
+        """
+        with self._lock:
+            journal, (taken, given) = self._journal, self._journal.positions()
+            self._taken.position, self._queue.position = taken, given
+            left = journal.left()
+            for pin in left.pins:
+                self._unpin(pin)
+            self._drop_pins(left.uncommitted)
+            journal.go_on(left.rows)
+            self._under_way = len(left.rows)
+            self._taken.take(0)
+            self._queue.publish(0)
+            self._bell.ring_always()
+            return left.rows, left.times
 
     # -- entries -------------------------------------------------------------------------------------
 
     def claims(self) -> tuple[int, int]:
         """(unread completions, entries in flight) at one moment: places of the queue that are not free."""
         with self._lock:  # a completion that another thread posts moves from one to the other
-            return self._queue.position - self._queue.taken, self._under_way
+            under_way = len(self._queue) if self.paused else self._under_way
+            return self._queue.position - self._queue.taken, under_way
 
-    def expect(self, count: int) -> None:
-        """Count entries that were taken; -1: one of them has no completion."""
+    def take(self, packed: bytearray, taken_at: float) -> None:
+        """Take the next entries of the submission queue, of which ``packed`` are copies, and give them places."""
         with self._lock:
+            sq, count = self._taken, len(packed) // SQE.itemsize
+            self._journal.enter(packed, taken_at, sq.position)
+            self._journal.commit(sq.position + count, self._queue.position)
+            sq.take(count)
             self._under_way += count
 
-    def post(self, user_data: npt.ArrayLike, results: npt.ArrayLike) -> None:
-        """Post many completions: their numbers, and their results."""
-        results = np.asarray(results, np.int64)
-        words = np.zeros((len(results), 4), np.uint64)
-        words[:, 0] = user_data
-        words[:, 1] = results.view(np.uint64)
-        self.publish(words.tobytes(), len(words))
-
-    def publish(self, packed: bytes, count: int) -> None:
-        """Post packed completions."""
+    def take_lone(self, user_data: int, answer: Answer | None) -> None:
+        """Take the next entry, which got no place, and complete it; None: it has no completion."""
         with self._lock:
-            if not self.stopped:
-                self._publish(packed, count)
+            sq, queue = self._taken, self._queue
+            if self.stopped:  # the entry stays in the queue
+                if answer is not None and answer.pin:
+                    self._unpin(answer.pin)
+                return
+            if answer is None:
+                self._journal.commit(sq.position + 1, queue.position)
             else:
-                self._drop_pins(np.frombuffer(packed, CQE))
+                queue.write_packed(CQE_STRUCT.pack(user_data, *answer))
+                self._journal.commit(sq.position + 1, queue.position + 1)
+            sq.take(1)
+            if answer is not None:
+                queue.publish(1)
+                self._bell.ring()
 
-    def _publish(self, packed: bytes, count: int) -> None:
+    def release(self, place: int) -> None:
+        """An entry that has no completion is done."""
+        with self._lock:
+            self._journal.forget(place)
+            self._under_way -= 1
+
+    def note_pin(self, place: int | None, pin: int) -> None:
+        """An entry was given this pin, which goes back if the daemon is killed before the completion is posted.
+
+        None: the entry has no place.
+        """
+        with self._lock:
+            if self.stopped:
+                return
+            if place is None:
+                self._journal.pin_lone(self._taken.position, pin)
+            else:
+                self._journal.pin(place, pin)
+
+    def find(self, user_data: int, before: int) -> int:
+        """See `Journal.find`."""
+        with self._lock:
+            return self._journal.find(user_data, before)
+
+    def post(self, places: npt.ArrayLike, results: npt.ArrayLike) -> None:
+        """Post many completions: of which entries, and their results."""
+        results, places = np.asarray(results, np.int64), np.asarray(places, np.uint64).view(np.int64)
+        words = np.zeros((len(results), 4), np.uint64)
+        words[:, 1] = results.view(np.uint64)
+        with self._lock:
+            if not self.stopped and len(places):
+                words[:, 0] = self._journal.user_data_of(places)
+                self._publish(words.tobytes(), places, len(places))
+
+    def publish(self, answers: Sequence[tuple[int, Answer]]) -> None:
+        """Post completions of entries, by their places."""
+        with self._lock:
+            if self.stopped:
+                for _, answer in answers:
+                    if answer.pin:
+                        self._unpin(answer.pin)
+            elif len(answers) == 1:
+                self._publish_one(*answers[0])
+            else:
+                packed = b"".join([self._journal.packed(place, answer) for place, answer in answers])
+                self._publish(packed, [place for place, _ in answers], len(answers))
+
+    def _publish(self, packed: bytes, places: Places | list[int], count: int) -> None:
         """Under the lock: give completions to the client, and wake it if it sleeps."""
-        self._queue.write_packed(packed)
-        self._queue.publish(count)
+        queue = self._queue
+        queue.write_packed(packed)
+        self._journal.finish(places, self._taken.position, queue.position + count)
+        queue.publish(count)
         self._under_way -= count
+        self._bell.ring()
+
+    def _publish_one(self, place: int, answer: Answer) -> None:
+        """`_publish` of one."""
+        queue = self._queue
+        queue.write_packed(self._journal.packed(place, answer))
+        self._journal.finish_one(place, self._taken.position, queue.position + 1)
+        queue.publish(1)
+        self._under_way -= 1
         self._bell.ring()
 
     # -- calls of the event loop ---------------------------------------------------------------------
@@ -219,7 +315,7 @@ class Completions:
             if call.ended or self.stopped:
                 return False
             call.ended = True
-            self._publish(CQE_STRUCT.pack(call.entry.user_data, result, offset, arena, pin), 1)
+            self._publish_one(call.entry.user_data, Answer(result, offset, arena, pin))
             return True
 
     def complete_many(self, rows: list[tuple[Call, int]]) -> None:
@@ -230,8 +326,9 @@ class Completions:
                 return
             for call, _ in rows:
                 call.ended = True
-            packed = b"".join([CQE_STRUCT.pack(call.entry.user_data, result, 0, 0, 0) for call, result in rows])
-            self._publish(packed, len(rows))
+            places = [call.entry.user_data for call, _ in rows]
+            packed = [self._journal.packed(place, Answer(row[1])) for place, row in zip(places, rows, strict=True)]
+            self._publish(b"".join(packed), places, len(rows))
 
     def give_up(self, call: Call, number: int, then: Callable[[], object] = lambda: None) -> None:
         """Complete an unfinished call with an errno, once the ring's thread does not work on it; then call ``then``."""
@@ -251,7 +348,7 @@ class Completions:
                 return
             self._aux[start : start + len(results)] = results
             call.ended = True
-            self._publish(CQE_STRUCT.pack(call.entry.user_data, int(np.count_nonzero(results)), 0, 0, 0), 1)
+            self._publish_one(call.entry.user_data, Answer(int(np.count_nonzero(results))))
 
     def attempt(self, call: Call, attempt: Callable[[Call], Answer | None]) -> bool:
         """Have ``attempt`` complete the call, and keep others from that meanwhile. An OSError becomes its result.

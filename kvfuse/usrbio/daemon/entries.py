@@ -11,6 +11,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
@@ -39,7 +40,6 @@ from kvfuse.usrbio.daemon.registry import Namespace
 from kvfuse.usrbio.daemon.weights import weight_of
 from kvfuse.usrbio.protocol.queues import Entries
 from kvfuse.usrbio.protocol.wire import (
-    CQE_STRUCT,
     FILE_OPS,
     KEYS_MAX,
     LENGTH_MAX,
@@ -114,6 +114,8 @@ class EntryServer:
         """entries served since somebody set it to 0"""
         self.bad_count = 0
         """malformed ones among them"""
+        self._is_lone = False
+        """the entry that is being served has no place"""
 
     def close(self) -> None:
         """Let go of memory: the garbage collector takes the rest, as the ring's thread and this know each other."""
@@ -138,7 +140,7 @@ class EntryServer:
         elif len(rows) > 1 and may_overlap(rows):
             rows = self._without_overlaps(rows)
         calls: list[Call] = []
-        done: list[bytes] = []
+        done: list[tuple[int, Answer]] = []
         waiting: list[int] = []
         short: set[int] = set()
         """operations for which there is no room now"""
@@ -155,7 +157,7 @@ class EntryServer:
                 self.count -= 1
                 continue
             if answer is not None:
-                done.append(CQE_STRUCT.pack(entry.user_data, *answer))
+                done.append((entry.user_data, answer))
             kept_size += entry.length
             is_wanted = self._turns.is_wanted(self._ring.seat)
             is_put = entry.op == Op.PUT
@@ -171,29 +173,38 @@ class EntryServer:
             _note_uses(self._asked)
         return rows[waiting] if waiting else rows[:0]
 
-    def serve_one(self, entry: Entry, taken_at: float) -> bool:
-        """As `serve`, of an entry that came alone. False: it has to wait for memory."""
-        if entry.op == Op.WRITE:
-            return not len(self.serve(np.frombuffer(SQE_STRUCT.pack(*entry), SQE), taken_at))
+    def serve_one(self, packed: bytearray, taken_at: float) -> bool:
+        """As `serve`, of an entry that is alone in the queue: it is taken here. False: it has to wait for memory."""
+        entry = Entry._make(SQE_STRUCT.unpack(packed))
         calls: list[Call] = []
+        answer, is_short, self._is_lone = None, False, True
         try:
-            answer = self._answer(entry, taken_at, calls)
+            if entry.op != Op.WRITE:
+                answer = self._answer(entry, taken_at, calls)
         except Short:
-            return False
-        self.count += 1
-        if answer is not None:
-            self._completions.publish(CQE_STRUCT.pack(entry.user_data, *answer), 1)
-        if calls:
+            is_short = True
+        finally:
+            self._is_lone = False
+        if is_short or calls or entry.op == Op.WRITE:
+            self._completions.take(packed, taken_at)
+            if entry.op == Op.WRITE:
+                return not len(self.serve(np.frombuffer(packed, SQE), taken_at))
+            if is_short:
+                return False
+            calls[0].entry = Entry._make(SQE_STRUCT.unpack(packed))
             self._registered.start(calls)
+        else:
+            self._completions.take_lone(entry.user_data, answer)
+        self.count += 1
         if self._served:
             _measure(self._served, time.monotonic() - taken_at)
         if self._asked:
             _note_uses(self._asked)
         return True
 
-    def _pass_on(self, done: list[bytes], calls: list[Call]) -> None:
+    def _pass_on(self, done: list[tuple[int, Answer]], calls: list[Call]) -> None:
         if done:
-            self._completions.publish(b"".join(done), len(done))
+            self._completions.publish(done)
         if calls:
             self._registered.start(calls)
 
@@ -221,8 +232,9 @@ class EntryServer:
         """The answer to an entry, or None: it is in ``calls``, or has no completion. Refused, OSError, Short."""
         op = entry.op
         if op == Op.RELEASE:
-            self._completions.expect(-1)
             self._registered.pins.give(entry.offset)
+            if not self._is_lone:
+                self._completions.release(entry.user_data)
             return None
         if op not in OPS or entry.reserved or entry.priority > Priority.LOW:
             raise Refused(errno.EINVAL)
@@ -393,7 +405,7 @@ class EntryServer:
         answer = self._get(entry, namespace, name, iov) if not namespace.measures.limiters else None
         if answer is None:
             call = Call(self._ring, entry, deadline, namespace=namespace, names=(name,), iov=iov)
-            call.again = lambda _: self._get(entry, namespace, name, iov)
+            call.again = lambda call: self._get(call.entry, namespace, name, iov)
             self._reserve(call, min(entry.length, PIECE))
             calls.append(call)
         else:
@@ -425,7 +437,8 @@ class EntryServer:
         row = content.rows.get(0)
         pin = 0
         if entry.flags & _VIEW and size and row is not None and row.block is not None and namespace.may_list:
-            pin = self._registered.pins.take(row.block)
+            place = None if self._is_lone else entry.user_data
+            pin = self._registered.pins.take(row.block, partial(self._completions.note_pin, place))
         if pin:
             assert row is not None
             assert row.source is not None

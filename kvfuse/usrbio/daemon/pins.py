@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 
 from kvfuse.volume.views.arenas import Arena
 from kvfuse.volume.views.tier import ARENAS_MAX, TierBlock
@@ -74,14 +74,18 @@ class Pins:
     def __len__(self) -> int:
         return len(self._blocks)
 
-    def take(self, block: TierBlock) -> int:
-        """Hold a block; returns its pin. 0: not held, the connection has ``count_max``, or the user has its share."""
+    def take(self, block: TierBlock, note: Callable[[int], object] = lambda pin: None) -> int:
+        """Hold a block; returns its pin. 0: not held, the connection has ``count_max``, or the user has its share.
+
+        ``note``: told the pin before the block is held by it.
+        """
         with self._lock:
             if len(self._blocks) >= self._count_max or not self._pinned.take(self._user, block.home):
                 return 0
             number = self._last % NUMBER_MAX + 1
             while number in self._blocks:  # a client may give more back than there are numbers
                 number = number % NUMBER_MAX + 1
+            note(number)
             self._last = number
             self._blocks[number] = block
             self.arenas.add(block.arena)

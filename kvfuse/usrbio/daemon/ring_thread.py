@@ -16,15 +16,16 @@ from contextlib import ExitStack
 
 import numpy as np
 
-from kvfuse.usrbio.daemon.call import Completions, Entry
+from kvfuse.usrbio.daemon.call import Completions
 from kvfuse.usrbio.daemon.entries import EntryServer
 from kvfuse.usrbio.daemon.interpreter import Seat
 from kvfuse.usrbio.daemon.jobs import Jobs
+from kvfuse.usrbio.daemon.journal import Journal
 from kvfuse.usrbio.daemon.lines import TURN_ENTRIES
 from kvfuse.usrbio.daemon.penalty import BOUND, Penalty
 from kvfuse.usrbio.daemon.registered import Registered
 from kvfuse.usrbio.protocol.queues import Bell, Entries, RingMemory
-from kvfuse.usrbio.protocol.wire import SQE, SQE_STRUCT, Layout, Op, Word
+from kvfuse.usrbio.protocol.wire import SQE, Layout, Op, Word
 
 log = logging.getLogger(__name__)
 
@@ -43,17 +44,19 @@ class RingThread:
     ``op_mask``: bit n allows operation n.
     """
 
-    def __init__(self, registered: Registered, memory: RingMemory, sq_bell: int, cq_bell: int, op_mask: int) -> None:
+    def __init__(
+        self, registered: Registered, memory: RingMemory, sq_bell: int, cq_bell: int, op_mask: int, journal: Journal
+    ) -> None:
         self._registered = registered
         self._memory = memory
         self._own_bell = Bell(memory.words, Word.DAEMON_SLEEPS, sq_bell)
-        self.completions = Completions(memory, cq_bell, registered.pins.give)
+        self.completions = Completions(memory, cq_bell, registered.pins.give, journal)
         self.jobs = Jobs(registered.in_loop)
         self.turns = registered.doorman.interpreter
         self.seat = Seat(registered.user)
         self.server = EntryServer(self, registered, memory.aux, op_mask)
-        self._single: tuple[Entry, float] | None = None
-        """an entry that was alone in the queue, and when it was taken: it is served before any other"""
+        self._single: tuple[bytearray, float] | None = None
+        """an entry that was alone in the queue, and when it was seen: it is served before any other, and taken then"""
         self._penalty = Penalty()
         self._poll = select.epoll()
         for descriptor in (sq_bell, self.jobs.wake):  # neither is ever read, which the client could make wait
@@ -70,15 +73,26 @@ class RingThread:
         self.completions.stop()
         self.jobs.stop()
 
-    def close(self) -> None:
-        """Free the ring's memory, its descriptors, and pins that the client never received. The thread has ended."""
+    def close(self, *, hands_over: bool = False) -> None:
+        """Free the ring's memory, its descriptors, and pins that the client never received. The thread has ended.
+
+        ``hands_over``: those pins are the next daemon's.
+        """
         self._registered.share.forget(self.jobs.nudge)
         self.server.close()
-        self.completions.close()
+        self.completions.close(hands_over=hands_over)
         del self._memory, self._own_bell
         self._registered.doorman.remove(self._poll.fileno())
         self._poll.close()
         self.jobs.close()
+
+    def go_on(self) -> None:
+        """Before the thread starts: serve again what was under way when the daemon before this one ended."""
+        rows, times = self.completions.go_on()
+        for cancel in np.flatnonzero(rows["op"] == Op.CANCEL).tolist():
+            self._aim(rows, cancel)
+        for taken_at in np.unique(times):  # each has the deadline that it had
+            self.server.lines.add(rows[times == taken_at], float(taken_at))
 
     def _run(self) -> None:
         try:
@@ -168,30 +182,35 @@ class RingThread:
         if count <= 0:
             return False
         packed = sq.read_packed(count)
-        sq.take(count)
-        self.completions.expect(count)
         now, lines = time.monotonic(), self.server.lines
         if count == 1 and packed[0] != Op.CANCEL and lines.is_empty:
-            self._single = Entry._make(SQE_STRUCT.unpack(packed)), now
+            self._single = packed, now
             return False
+        self.completions.take(packed, now)
         rows = sq.unpacked(packed)
         start = 0
         for cancel in _cancels(packed):  # at once: it concerns what came before, alone
             lines.add(rows[start:cancel], now)
+            self._aim(rows, cancel)
             lines.add(self.server.serve(rows[cancel : cancel + 1], now), now)
             start = cancel + 1
             self.turns.pause(self.seat)
         lines.add(rows[start:] if start else rows, now)
         return count < given
 
+    def _aim(self, rows: Entries, cancel: int) -> None:
+        """Let a CANCEL name its target's place."""
+        entry = rows[cancel]
+        entry["offset"] = self.completions.find(int(entry["offset"]), int(entry["user_data"]))
+
     def _serve(self) -> bool:
         """Serve some of what waits. False when nothing does, or there is no memory for any."""
         lines = self.server.lines
         if self._single is not None:
-            (entry, taken_at), self._single = self._single, None
-            if self.server.serve_one(entry, taken_at):
+            (packed, taken_at), self._single = self._single, None
+            if self.server.serve_one(packed, taken_at):
                 return True
-            lines.add(np.frombuffer(SQE_STRUCT.pack(*entry), SQE), taken_at)
+            lines.add(self._memory.sq.unpacked(packed), taken_at)
         has_served = lines.serve(self._penalty.entries_max(TURN_ENTRIES))
         self._is_short = not (has_served or lines.is_empty)
         return has_served
@@ -275,6 +294,8 @@ class OwnedRing:
         with ExitStack() as undo:
             memory, descriptor = RingMemory.create(layout)
             shown.append(descriptor)
+            journal, journal_descriptor = Journal.create(layout.entries)
+            os.close(journal_descriptor)
             bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
             undo.callback(os.close, bell)
             shown.append(os.dup(bell))
@@ -282,7 +303,7 @@ class OwnedRing:
             undo.callback(ours.close)
             shown.append(theirs.detach())
             ours.shutdown(socket.SHUT_RD)  # else what the client sends would lie there until the daemon closes it
-            self.loop = RingThread(registered, memory, bell, ours.fileno(), op_mask)
+            self.loop = RingThread(registered, memory, bell, ours.fileno(), op_mask, journal)
             undo.callback(self.loop.close)
             try:
                 self.loop.thread.start()

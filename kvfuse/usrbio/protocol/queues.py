@@ -23,6 +23,7 @@ import os
 import platform
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
@@ -174,6 +175,11 @@ class Bell:
                 os.write(self.descriptor, RING)
             except (BlockingIOError, BrokenPipeError):
                 pass  # it is full of rings already, or closed
+
+    def ring_always(self) -> None:
+        """As `ring`, where somebody may have published without ringing: whether the other side sleeps or not."""
+        with suppress(BlockingIOError, BrokenPipeError):
+            os.write(self.descriptor, RING)
 
     def going_to_sleep(self, until: int = 1) -> None:
         """For the side that sleeps: after this it checks once more for work, and only then waits for the bell.

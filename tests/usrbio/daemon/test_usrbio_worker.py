@@ -79,7 +79,7 @@ def test_what_changed_during_the_copy_is_asked_again(lab: Lab, monkeypatch: pyte
         shown.rows[0] = MapRow(shown.rows[1].source, 4096, CHUNK)
         lab.registered.calls.clear()
         assert lab.run(entries(count)) == []
-        assert [call.entry.user_data for call in lab.registered.calls] == list(range(count))
+        assert [call.entry.iov_offset // 4096 for call in lab.registered.calls] == list(range(count))
         for call in lab.registered.calls:
             lab.worker.completions.complete(call, 0)
         assert len(lab.results()) == count
