@@ -80,6 +80,13 @@ class HotOrder(Generic[T]):
         self._new.update(new)
         self._proven.update(proven)
 
+    def __contains__(self, key: int) -> bool:
+        return key in self._new or key in self._proven
+
+    def is_proven(self, key: int) -> bool:
+        """It is not on probation."""
+        return key in self._proven
+
     def replace(self, key: int, thing: T) -> None:
         """The key is there; from now on it means this."""
         (self._new if key in self._new else self._proven)[key] = thing

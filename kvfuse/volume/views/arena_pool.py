@@ -70,6 +70,8 @@ class ArenaPool:
         self.returned: deque[tuple[Arena, int]] = deque()
         """slots that nobody holds any more; filled in any thread"""
         self.used_bytes = 0
+        self.allowance = 0
+        """bytes beyond the capacity, while others are about to be given back"""
         self.news: deque[int] = deque()
         """numbers of arenas of which the keeper is to hear; appended in any thread"""
         self.knows_pins = not keeper.outlives
@@ -124,7 +126,7 @@ class ArenaPool:
         """Take one slot more of an arena into use. False where that is too much memory."""
         end = (arena.touched + 1) * arena.kind.slot_size
         added = max(0, self._resident_to(end, len(arena.memory.bytes)) - arena.memory.resident)
-        if self.used_bytes + added > self.capacity:
+        if self.used_bytes + added > self.capacity + self.allowance:
             return False
         self.used_bytes += added
         arena.memory.resident += added
@@ -146,7 +148,7 @@ class ArenaPool:
         if memory is None:
             size = max(1, self._arena_size // kind.slot_size) * kind.slot_size
             first = self._resident_to(kind.slot_size, size)
-            if len(self.arenas) >= ARENAS_MAX or self.used_bytes + first > self.capacity:
+            if len(self.arenas) >= ARENAS_MAX or self.used_bytes + first > self.capacity + self.allowance:
                 return None
             memory = Memory(size, self._placement)
         rows = ArenaRows(len(memory.bytes) // kind.slot_size) if self.keeper.outlives else None

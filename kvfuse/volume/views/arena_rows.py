@@ -89,10 +89,10 @@ class ArenaRows:
     def touched(self, count: int) -> None:
         self._words[1] = count
 
-    def show(self, slot: int, kept_at: int, ino: int, size: int, *, is_proven: bool) -> None:
+    def show(self, slot: int, kept_at: int, ino: int, size: int, *, is_proven: bool, uses: int = 0) -> None:
         """The block in a slot is the copy of a file."""
         words, first = self._words, (slot + 1) * _WORDS
-        words[first + 1], words[first + 2], words[first + 3] = ino, size, is_proven << 32
+        words[first + 1], words[first + 2], words[first + 3] = ino, size, is_proven << 32 | uses
         words[first] = kept_at
 
     def hide(self, slot: int) -> None:

@@ -6,6 +6,7 @@ All work for each block is done with arrays, but for one small object, so that 1
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 from collections.abc import Callable, Iterable
@@ -118,6 +119,15 @@ class Adoption:
         """All blocks, by inode, in the order in which they were kept; the arenas' books have them."""
         if not self._arenas:
             return {}
+        collects = gc.isenabled()
+        gc.disable()  # or it looks at all of them again and again while they are made, and takes longer than the rest
+        try:
+            return self._blocks()
+        finally:
+            if collects:
+                gc.enable()
+
+    def _blocks(self) -> dict[int, LeftBlock]:
         columns = {name: np.concatenate([own[name] for own in self._columns]) for name in self._columns[0]}
         order = np.argsort(columns["kept_at"], kind="stable")[::-1]
         _, newest = np.unique(columns["ino"][order], return_index=True)  # of several blocks of a file the last one

@@ -11,7 +11,7 @@ at any time. Everything here may be called from any thread, and waits for nothin
 
 Arenas outlive the daemon where a keeper has them: `adopt`. Blocks of the daemon before this one are in ``left`` until
 they were compared with the records of their files. Slots of an arena that clients had mapped are not used again then:
-it was sealed, so that nobody but that daemon could write there. It goes as a whole.
+it was sealed, so that nobody but that daemon could write there. It goes as a whole (`tier_books`).
 
 Which blocks go is decided as in S3-FIFO (`policy/hot`), for each size and read class: what is stored or loaded and then
 read at most once takes the places of its like alone. Readers note their uses in the block, without the lock.
@@ -21,9 +21,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from time import perf_counter
 from typing import NamedTuple
 
@@ -31,15 +29,13 @@ from kvfuse.errors import NotFound
 from kvfuse.keeper import NO_KEEPER, Keeper
 from kvfuse.policy.hot import Recent
 from kvfuse.volume.views.arena_pool import ARENAS_MAX, SLOT_ALIGNMENT, ArenaPool, Describe
-from kvfuse.volume.views.arenas import Arena, Kind, LeftBlock, ReadClass, TierBlock
+from kvfuse.volume.views.arenas import ReadClass, TierBlock
 from kvfuse.volume.views.left_arenas import Adoption, LeftArena, MayAdopt, drop_left
 from kvfuse.volume.views.placement import ANYWHERE, Placement
-from kvfuse.volume.views.resident import Residents, Shown
+from kvfuse.volume.views.resident import Shown
+from kvfuse.volume.views.tier_books import TierBooks
 
 __all__ = ["ARENAS_MAX", "ReadClass", "SharedTier", "TierBlock", "TierStatistics"]
-
-EVICTIONS_MAX = 16
-"""Blocks that make room in one call: those that somebody still holds free nothing yet."""
 
 
 class TierStatistics(NamedTuple):
@@ -55,18 +51,11 @@ class TierStatistics(NamedTuple):
     hits: int
     misses: int
     evictions: int
+    moves: int
+    """of blocks that the daemon before this one left, to make room"""
     adopted: int
     """blocks that the daemon before this one left, when this one began"""
     adoption_seconds: float
-
-
-@dataclass(slots=True)
-class _Counters:
-    hits: int = 0
-    misses: int = 0
-    evictions: int = 0
-    adopted: int = 0
-    adoption_seconds: float = 0.0
 
 
 class SharedTier:
@@ -77,27 +66,19 @@ class SharedTier:
 
     def __init__(self, capacity: int, placement: Placement = ANYWHERE, keeper: Keeper = NO_KEEPER) -> None:
         self.capacity = capacity
-        self.evicted: deque[int] = deque()
-        """inodes whose blocks had to go, for who may hold them elsewhere"""
+        recent = Recent()
+        self._pool = ArenaPool(capacity, placement, recent, keeper)
+        self._books = books = TierBooks(self._pool, recent)
+        self._lock = threading.Lock()
+        self.evicted = books.evicted
+        """inodes whose blocks had to go, or are elsewhere, for who may hold them"""
         self.on_news: Callable[[], None] = lambda: None
         """called, in any thread, after something was put into ``evicted``, or there is something to tell the keeper"""
-        self._lock = threading.Lock()
-        self.kept: dict[int, TierBlock] = {}
+        self.kept = books.kept
         """inode -> its block; for looks without the lock"""
-        self.left: dict[int, LeftBlock] = {}
+        self.left = books.left
         """inode -> what the daemon before this one left as its block, and nobody has compared with its record yet"""
-        self._recent = Recent()
-        """inodes that were read, or evicted, lately, and have no block"""
-        self._pool = ArenaPool(capacity, placement, self._recent, keeper)
-        self._clock = itertools.count(1)
-        self._kept_bytes = 0
-        self._counters = _Counters()
-
-        def note_use(ino: int) -> None:
-            if (block := self.kept.get(ino)) is not None:
-                block.note_use()
-
-        self.residents = Residents(note_use)
+        self.residents = books.residents
 
     # -- blocks --------------------------------------------------------------------------------------
 
@@ -106,14 +87,14 @@ class SharedTier:
         slot_size = -(-size // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
         if slot_size > self.capacity:
             return None
-        pool, evictions = self._pool, self._counters.evictions
+        pool, changes = self._pool, self._books.counters.changes
         with self._lock:
             pool.collect()
             kind = pool.kind(slot_size, read_class)
-            found = pool.take(kind) or self._make_room(kind)
+            found = pool.take(kind) or self._books.make_room(kind)
             block = TierBlock(*found, size) if found else None
             pool.drop_if_empty(kind)
-        if self._counters.evictions != evictions or pool.news:
+        if self._books.counters.changes != changes or pool.news:
             self.on_news()
         return block
 
@@ -122,30 +103,17 @@ class SharedTier:
 
         ``name``: the only one of the file, in the directory of the block's read class; "": clients do not find it.
         """
-        arena = block.home
         with self._lock:
-            if ino in self.kept or ino in self.left:
-                self._forget(ino)
-            if arena.kind.retired:
-                return
-            self.kept[ino] = block
-            block.name = name
-            self.residents.show(name, ino, block)
-            is_proven = arena.kind.kept.add(ino, block)
-            self._kept_bytes += block.size
-            arena.kept_count += 1
-            block.kept_at = arena.used_at = next(self._clock)
-            if arena.rows is not None:
-                arena.rows.show(block.slot, block.kept_at, ino, block.size, is_proven=is_proven)
+            self._books.enter(ino, block, name)
 
     def find(self, ino: int) -> TierBlock | None:
         """The block of a file. Whoever then reads it notes the use."""
         with self._lock:
             block = self.kept.get(ino)
             if block is None:
-                self._counters.misses += 1
+                self._books.counters.misses += 1
                 return None
-            self._counters.hits += 1
+            self._books.counters.hits += 1
             return block
 
     def is_wanted(self, ino: int) -> bool:
@@ -153,9 +121,9 @@ class SharedTier:
         if not self.capacity:
             return False
         with self._lock:
-            if ino in self._recent:
+            if ino in self._books.recent:
                 return True
-            self._recent.add(ino, len(self.kept) + len(self.left))
+            self._books.recent.add(ino, len(self._books))
             return False
 
     def __contains__(self, ino: int) -> bool:
@@ -166,7 +134,7 @@ class SharedTier:
         """The file has other bytes now, or other readers, or is no more. Clients that hold the block keep it."""
         if ino in self.kept or ino in self.left:
             with self._lock:
-                self._forget(ino)
+                self._books.forget(ino)
 
     def renamed(self, ino: int) -> None:
         """The file has another name in its directory: clients do not find it by that, nor by the former one."""
@@ -179,7 +147,7 @@ class SharedTier:
         """Any file may have changed."""
         with self._lock:
             for ino in [*self.kept, *self.left]:
-                self._forget(ino)
+                self._books.forget(ino)
 
     def retire(self, directory: int | None) -> None:
         """Nothing is added to the arenas of a directory (None: of all) any more: others may use it than until now.
@@ -194,7 +162,7 @@ class SharedTier:
                     kind.retired = True
                     del pool.kinds[key]
                     for ino in list(kind.kept):
-                        self._forget(ino)
+                        self._books.forget(ino)
             pool.collect()
             retired = [arena for arena in pool.arenas.values() if arena.kind.retired]
             for arena in retired:
@@ -224,17 +192,18 @@ class SharedTier:
             return found.memory.open_for_others()
 
     def statistics(self) -> TierStatistics:
-        pool, counters = self._pool, self._counters
+        pool, counters = self._pool, self._books.counters
         with self._lock:
             return TierStatistics(
                 self.capacity,
                 pool.used_bytes,
-                self._kept_bytes,
-                len(self.kept) + len(self.left),
+                self._books.kept_bytes,
+                len(self._books),
                 len(pool.arenas),
                 counters.hits,
                 counters.misses,
                 counters.evictions,
+                counters.moves,
                 counters.adopted,
                 counters.adoption_seconds,
             )
@@ -249,12 +218,12 @@ class SharedTier:
         others = [
             left for left in found if not may_adopt(left.facts.read_class, left.facts.regime) or not adoption.add(left)
         ]
-        self.left = adoption.end()
+        self.left.update(adoption.end())
         drop_left(self._pool.keeper, others)
-        self._kept_bytes = sum([block.size for block in self.left.values()])
-        self._clock = itertools.count(1 + max((left.used_at for left in found), default=0))
-        self._counters.adopted = len(self.left)
-        self._counters.adoption_seconds = perf_counter() - began
+        self._books.kept_bytes = sum([block.size for block in self.left.values()])
+        self._books.clock = itertools.count(1 + max((left.used_at for left in found), default=0))
+        self._books.counters.adopted = len(self.left)
+        self._books.counters.adoption_seconds = perf_counter() - began
 
     def look_at_left(self, ino: int) -> TierBlock | None:
         """What is left as the block of a file, for a look at it. Nobody else may see it before `admit`."""
@@ -273,16 +242,7 @@ class SharedTier:
         ``name``: as in `keep`.
         """
         with self._lock:
-            left = self.left.get(ino)
-            if left is None or left.block is not block:
-                return False
-            del self.left[ino]
-            self._counters.hits += 1
-            self.kept[ino] = block
-            block.name, block.uses = name, left.uses
-            block.home.kind.kept.replace(ino, block)
-            self.residents.show(name, ino, block)
-            return True
+            return self._books.admit(ino, block, name)
 
     def tell_keeper(self, describe: Describe) -> None:
         """Have new arenas kept for the next daemon, and others no more. Event loop only."""
@@ -313,73 +273,3 @@ class SharedTier:
                     pool.give_back(arena)
         if pool.news:
             self.on_news()
-
-    # -- under the lock ------------------------------------------------------------------------------
-
-    def _place(self, ino: int | None) -> tuple[Arena | None, int | None]:
-        """Where the block of an inode is, and since when. It is not held: it may go."""
-        if ino is None:
-            return None, None
-        block = self.kept.get(ino) or self.left[ino]
-        return block.home, block.kept_at
-
-    def _forget(self, ino: int) -> None:
-        block = self.kept.pop(ino, None) or self.left.pop(ino, None)
-        if block is None:
-            return
-        if isinstance(block, TierBlock):
-            self.residents.hide(ino)
-        elif block.block is None:  # else that has the lease of the slot
-            self._pool.returned.append((block.home, block.slot))
-        home = block.home
-        if home.rows is not None:
-            home.rows.hide(block.slot)
-        home.kind.kept.remove(ino)
-        home.kept_count -= 1
-        self._kept_bytes -= block.size
-
-    def _make_room(self, kind: Kind) -> tuple[Arena, int] | None:
-        """Evict what is used least: blocks of this kind, or a whole arena of another one, or one that is frozen."""
-        self.residents.sample()
-        pool, evictions_left = self._pool, EVICTIONS_MAX
-        while evictions_left:
-            ino = kind.kept.next_to_go()
-            home, kept_at = self._place(ino)
-            other = self._idle_arena(kind, kept_at)
-            if other is None and home is not None and home.is_frozen and home.is_idle:
-                other = home
-            if other is not None:
-                evictions_left -= other.leased_count > 0
-                self._evict([ino for ino in other.kind.kept if self._place(ino)[0] is other])
-                pool.collect()
-                if not other.leased_count and other.number in pool.arenas:
-                    pool.reassign(other, kind)
-            elif ino is not None:
-                evictions_left -= 1
-                self._evict([ino])
-                pool.collect()
-            else:
-                return None
-            if found := pool.take(kind):
-                return found
-        return None
-
-    def _idle_arena(self, kind: Kind, before: int | None) -> Arena | None:
-        """The arena of another kind that nobody but the cache holds, and that was not used since ``before``.
-
-        One whose blocks were read is spared a few times, so that blocks that are stored and never read go before it.
-        """
-        for _ in range(ARENAS_MAX):
-            found = self._pool.oldest(kind, before)
-            if found is None or before is None or not found.uses or not found.leased_count:
-                return found
-            found.uses -= 1
-            found.used_at = next(self._clock)
-        return None
-
-    def _evict(self, inos: list[int]) -> None:
-        for ino in inos:
-            self._forget(ino)
-            self._recent.add(ino, len(self.kept) + len(self.left))
-        self.evicted.extend(inos)
-        self._counters.evictions += len(inos)

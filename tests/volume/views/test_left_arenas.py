@@ -122,10 +122,19 @@ def test_slots_of_an_arena_that_clients_have_mapped_are_not(keeper: MemoryKeeper
     block = admit(tier, 1)
     assert block is not None
     assert not block.buffer.flags.writeable
+    block.note_use()
     del block
     keep(tier, 200)
-    assert frozen not in tier.read_classes(), "it went as a whole"
+    assert tier.statistics().evictions == 4, "the half of it that was used least"
+    assert tier.statistics().used_bytes <= 2 * MIB
+    keep(tier, 201)
+    assert frozen not in tier.read_classes(), "the other half is elsewhere"
     assert tier.statistics().used_bytes <= MIB
+    assert {ino for ino in range(1, 9) if ino in tier} == {1, 7, 8}
+    for ino in (1, 7, 8):
+        found = admit(tier, ino)
+        assert found is not None
+        assert found.arena > frozen
 
 
 def test_numbers_of_arenas_are_never_used_again(keeper: MemoryKeeper) -> None:
@@ -196,6 +205,46 @@ def test_what_is_used_stays_longer_also_after_a_daemon(keeper: MemoryKeeper) -> 
     for ino in range(100, 104):
         keep(tier, ino)
     assert [ino in tier for ino in (1, 2, 3, 4, 5, 6)] == [True, False, False, False, False, True]
+
+
+def zipf(rng: random.Random, count: int) -> list[int]:
+    """Requests for 2000 blocks, of which few are asked for often."""
+    weights = [1 / rank for rank in range(1, 2001)]
+    return rng.choices(range(1, 2001), weights, k=count)
+
+
+def hit_ratio(tier: SharedTier, requests: list[int]) -> float:
+    hits = 0
+    for ino in requests:
+        block = admit(tier, ino)
+        if block is not None:
+            block.note_use()
+            hits += 1
+        elif tier.is_wanted(ino):
+            keep(tier, ino, 4 * KIB)
+        block = None
+    return hits / len(requests)
+
+
+@pytest.mark.parametrize("is_shared", [False, True], ids=["not shared", "shared"])
+def test_the_hit_ratio_is_the_same_before_and_after(
+    keeper: MemoryKeeper, rng: random.Random, monkeypatch: pytest.MonkeyPatch, is_shared: bool
+) -> None:
+    monkeypatch.setattr("kvfuse.volume.views.arena_pool.ARENA_SIZE", 64 * KIB)
+    capacity = 400 * 4 * KIB
+    tier = tier_of(keeper, capacity)
+    hit_ratio(tier, zipf(rng, 20000))
+    for number in tier.read_classes() if is_shared else ():
+        share(tier, number)
+    copy = after_kill(keeper)
+    requests = zipf(rng, 20000)
+    before = hit_ratio(tier, requests)
+    tier = tier_of(copy, capacity)
+    after = [hit_ratio(tier, requests[start : start + 5000]) for start in range(0, 20000, 5000)]
+    print(before, after, tier.statistics())
+    let_go(copy)
+    assert sum(after) / 4 >= before - 0.01
+    assert tier.statistics().used_bytes <= capacity + 64 * KIB
 
 
 def test_pins_of_clients_hold_their_arena(keeper: MemoryKeeper) -> None:

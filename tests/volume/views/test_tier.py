@@ -18,7 +18,8 @@ import pytest
 
 from kvfuse.errors import ConfigError, NotFound
 from kvfuse.volume.views.placement import Placement, checked_placement, hugepages_are_given, online_nodes
-from kvfuse.volume.views.tier import EVICTIONS_MAX, ReadClass, SharedTier, TierBlock
+from kvfuse.volume.views.tier import ReadClass, SharedTier, TierBlock
+from kvfuse.volume.views.tier_books import EVICTIONS_MAX
 
 KIB = 1 << 10
 MIB = 1 << 20
