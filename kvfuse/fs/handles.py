@@ -69,6 +69,7 @@ class HandleTable:
 
     def __init__(self, keeper: Keeper) -> None:
         self._rows = Rows(keeper, "fuse/handles", FORM, ROW_SIZE, NO_PLACE, _SERIAL_AT)
+        self.was_kept = self._rows.was_kept
         self.before: dict[int, Row] = {}
         """fh -> row, of handles of a daemon before this one that were not made again"""
         self._by_request: dict[int, int] = {}

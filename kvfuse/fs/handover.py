@@ -29,6 +29,9 @@ class KeptHandover(Handover):
     def __init__(self, keeper: Keeper) -> None:
         super().__init__()
         self.handles = HandleTable(keeper)
+        self.is_first = not self.handles.was_kept
+        """there was no daemon before this one"""
+        self.known_below = 0 if self.is_first else 1 << 64
         self.decisions = Decisions(keeper)
         self._unsaved = Rows(keeper, "fuse/unsaved", UNSAVED_FORM, UNSAVED_SIZE, UNSAVED_MAX)
         memory = self._unsaved.memory

@@ -12,13 +12,18 @@ the strict ones of shared volumes, it is told of none. `guard` ends the waits of
 from __future__ import annotations
 
 import errno
+import logging
 import time
 from collections.abc import Callable
 
 import pyfuse3
+import trio
 
 from kvfuse import fusewire
 from kvfuse.errors import EngineError
+from kvfuse.fs.handover import KeptHandover
+
+log = logging.getLogger(__name__)
 
 DIRECTORIES_MAX = 4096
 ANSWER_SECONDS = 1.0
@@ -54,6 +59,10 @@ class Kept:
         self._ends[directory] = end
         return self._timeout
 
+    def note_all(self) -> None:
+        """A daemon before this one told the kernel of any names."""
+        self._end_of_all = time.monotonic() + self._seconds
+
     def may_be_cached(self, directory: int) -> bool:
         return time.monotonic() < max(self._ends.get(directory, 0.0), self._end_of_all)
 
@@ -84,6 +93,16 @@ class FuseKernelCache:
     def drop_any_name(self, parent: int, name: bytes) -> None:
         if self._names.may_be_cached(parent) or self._absences.may_be_cached(parent):
             _notify(pyfuse3.invalidate_entry, parent, name)
+
+
+async def drop_lost(kernel: FuseKernelCache, handover: KeptHandover) -> None:
+    """Have the kernel drop content that was lost with the daemon before this one. Once the mount answers."""
+    for ino in sorted(handover.lost):
+        try:
+            await trio.to_thread.run_sync(kernel.drop_content, ino, abandon_on_cancel=True)
+        except EngineError as error:
+            log.warning("inode %d: %s", ino, error)
+    handover.kernel_was_told()
 
 
 def _notify(notification: Callable[..., None], *arguments: object) -> None:

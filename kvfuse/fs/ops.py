@@ -119,6 +119,9 @@ class KvfuseOperations(pyfuse3.Operations):
         self._absent = EntryAttributes()  # inode 0: the kernel remembers that the name does not exist
         self._absent.entry_timeout = negative_timeout
         self.absences = Kept(negative_timeout)
+        if handover is not None and not handover.is_first:
+            self.names.note_all()
+            self.absences.note_all()
         self._file_info = FileInfo()
         self.unexpected_error_count = 0
         self.requests: Counter[str] = Counter()

@@ -38,6 +38,8 @@ class Rows:
         self._count_max = count_max
         head = HEAD.pack(form, row_size)
         descriptor = _found(keeper, name, head)
+        self.was_kept = descriptor is not None
+        """a daemon before this one left it"""
         if descriptor is None:
             descriptor = os.memfd_create(f"kvfuse-{name.replace('/', '-')}", os.MFD_CLOEXEC)
             os.posix_fallocate(descriptor, 0, COUNT_MIN * row_size)

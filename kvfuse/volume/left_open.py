@@ -24,7 +24,7 @@ class LeftOpen:
 
     async def load(self, ino: int) -> None:
         node = await self._lookups.node(ino)
-        if not node.nlink and self._coherence is not None:
+        if not node.nlink and node.handles and self._coherence is not None:
             self._coherence.hold(node)
 
     def take_over(self, ino: int, flags: int, caller: Caller) -> FileHandle:
@@ -58,3 +58,5 @@ class LeftOpen:
                 except errors.OperationError as error:
                     log.info("inode %d is open, and cannot be read: %s", ino, error)
             await trio.lowlevel.checkpoint()
+        if self._coherence is not None:
+            await self._coherence.find_own_removed()

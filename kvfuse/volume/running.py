@@ -79,7 +79,9 @@ class Running:
         elif self._held.member is None and not parts.core.read_only:
             await parts.journal.commit()  # numbers are announced before the first is given
             await _reap_orphans(parts)
-        if parts.core.nodes.handover.still_open:
+        if self._held.member is None:
+            parts.core.nodes.handover.gives_from(parts.core.inodes.upcoming)
+        if parts.core.nodes.handover.outlives:
             self._nursery.start_soon(self._volume.left_open.load_all)
         if parts.core.tier.residents.alive is not None:
             self._nursery.start_soon(self._live)

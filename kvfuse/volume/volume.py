@@ -66,7 +66,8 @@ class Volume:
 
     def kernel_knows(self, ino: int) -> bool:
         """The kernel may have cached something of the inode. From any thread."""
-        return ino == ROOT_INODE or self.parts.core.places.known(ino)
+        core = self.parts.core
+        return ino == ROOT_INODE or core.places.known(ino) or ino < core.nodes.handover.known_below
 
     def space(self) -> Space:
         slabs, core = self.parts.core.slabs, self.parts.core

@@ -14,13 +14,25 @@ import trio
 from handover_lab import ROOT, WHO, Daemon, Mount
 
 from kvfuse.fs.handles import ROW_SIZE, HandleTable
+from kvfuse.fs.kernel import drop_lost
 from kvfuse.fs.rows import COUNT_MIN
 from kvfuse.keeper import MemoryKeeper
 from kvfuse.volume.api import Caller
 
+SHARED = pytest.mark.parametrize("shared", [False, True])
+
 
 async def stored(daemon: Daemon) -> None:
     await daemon.volume.sync()
+
+
+async def freed(mount: Mount) -> None:
+    """Return when there are no removed files. Those of shared volumes go a grace later."""
+    for _ in range(600):
+        if b"o" not in {key[:1] for key in mount.disk.records}:
+            return
+        await trio.sleep(1)
+    raise AssertionError("a removed file is still there")
 
 
 async def fails(number: int, daemon: Daemon, kind: str, *args: Any) -> None:
@@ -38,8 +50,9 @@ def size_fields(size: int) -> tuple[Any, Any]:
     return SimpleNamespace(st_size=size), fields
 
 
-async def test_open_files_are_read_and_written_on() -> None:
-    mount = Mount()
+@SHARED
+async def test_open_files_are_read_and_written_on(shared: bool, autojump_clock: trio.abc.Clock) -> None:
+    mount = Mount(shared=shared)
     async with mount.daemon() as daemon:
         fh, ino = await daemon.create(b"file")
         reader = await daemon.open(ino, os.O_RDONLY)
@@ -62,8 +75,11 @@ async def test_open_files_are_read_and_written_on() -> None:
         await fails(errno.EBADF, daemon, "read", reader, 0, 1)
 
 
-async def test_files_count_as_open_before_anybody_asks_for_a_handle() -> None:
-    mount = Mount()
+@SHARED
+async def test_files_count_as_open_before_anybody_asks_for_a_handle(
+    shared: bool, autojump_clock: trio.abc.Clock
+) -> None:
+    mount = Mount(shared=shared)
     async with mount.daemon() as daemon:
         fh, ino = await daemon.create(b"file")
         await daemon.ask("write", fh, 0, b"bytes")
@@ -77,12 +93,15 @@ async def test_files_count_as_open_before_anybody_asks_for_a_handle() -> None:
         await daemon.ask("release", fh)
         await daemon.ask("forget", [(ino, 1)])
         await stored(daemon)
-        assert b"o" not in {key[:1] for key in mount.disk.records}
+        await freed(mount)
     await mount.check()
 
 
-async def test_a_file_that_was_deleted_while_open_goes_with_its_last_handle() -> None:
-    mount = Mount()
+@SHARED
+async def test_a_file_that_was_deleted_while_open_goes_with_its_last_handle(
+    shared: bool, autojump_clock: trio.abc.Clock
+) -> None:
+    mount = Mount(shared=shared)
     async with mount.daemon() as daemon:
         fh, ino = await daemon.create(b"file")
         await daemon.ask("write", fh, 0, b"bytes")
@@ -101,15 +120,18 @@ async def test_a_file_that_was_deleted_while_open_goes_with_its_last_handle() ->
         await daemon.ask("release", fh)
         await daemon.ask("forget", [(ino, 1)])
         await stored(daemon)
-        assert b"o" not in {key[:1] for key in mount.disk.records}
+        await freed(mount)
         await fails(errno.ESTALE, daemon, "getattr", ino, WHO)
     await mount.check()
 
 
-async def test_a_deleted_file_is_freed_when_its_handle_is_released_unused() -> None:
-    mount = Mount()
+@SHARED
+async def test_a_deleted_file_is_freed_when_its_handle_is_released_unused(
+    shared: bool, autojump_clock: trio.abc.Clock
+) -> None:
+    mount = Mount(shared=shared)
     async with mount.daemon() as daemon:
-        fh, _ = await daemon.create(b"file")
+        fh, ino = await daemon.create(b"file")
         await daemon.ask("write", fh, 0, bytes(100_000))
         await stored(daemon)
         await daemon.ask("unlink", ROOT, b"file", WHO)
@@ -117,13 +139,15 @@ async def test_a_deleted_file_is_freed_when_its_handle_is_released_unused() -> N
         mount.kill()
     async with mount.daemon() as daemon:
         await daemon.ask("release", fh)
+        await daemon.ask("forget", [(ino, 1)])
         await stored(daemon)
-    assert b"o" not in {key[:1] for key in mount.disk.records}
+        await freed(mount)
     await mount.check()
 
 
-async def test_a_file_that_was_never_stored_is_stale() -> None:
-    mount = Mount()
+@SHARED
+async def test_a_file_that_was_never_stored_is_stale(shared: bool, autojump_clock: trio.abc.Clock) -> None:
+    mount = Mount(shared=shared)
     async with mount.daemon() as daemon:
         fh, ino = await daemon.create(b"file")
         mount.kill()
@@ -137,9 +161,12 @@ async def test_a_file_that_was_never_stored_is_stale() -> None:
 
 
 @pytest.mark.parametrize("is_stored", [True, False])
-async def test_a_file_that_was_renamed_while_open_is_found(is_stored: bool) -> None:
+@SHARED
+async def test_a_file_that_was_renamed_while_open_is_found(
+    shared: bool, is_stored: bool, autojump_clock: trio.abc.Clock
+) -> None:
     """By its new name, or by the former one, if that is how it is still stored."""
-    mount = Mount()
+    mount = Mount(shared=shared)
     async with mount.daemon() as daemon:
         fh, ino = await daemon.create(b"file")
         await daemon.ask("write", fh, 0, b"bytes")
@@ -153,13 +180,16 @@ async def test_a_file_that_was_renamed_while_open_is_found(is_stored: bool) -> N
     async with mount.daemon() as daemon:
         assert await daemon.ask("read", fh, 0, 100) == b"bytes"
         assert (await daemon.ask("getattr", ino, WHO)).st_ino == ino
-        assert (await daemon.lookup(b"n" * 255, folder) == ino) is is_stored
+        assert (await daemon.lookup(b"n" * 255, folder) == ino) is (is_stored or shared)
         await daemon.ask("release", fh)
     await mount.check()
 
 
-async def test_bytes_that_were_not_stored_are_missed_once_by_each_writer() -> None:
-    mount = Mount()
+@SHARED
+async def test_bytes_that_were_not_stored_are_missed_once_by_each_writer(
+    shared: bool, autojump_clock: trio.abc.Clock
+) -> None:
+    mount = Mount(shared=shared)
     async with mount.daemon() as daemon:
         first, ino = await daemon.create(b"file")
         await daemon.ask("write", first, 0, b"stored")
@@ -189,8 +219,9 @@ async def test_bytes_that_were_not_stored_are_missed_once_by_each_writer() -> No
     await mount.check()
 
 
-async def test_a_size_that_was_not_stored_is_missed() -> None:
-    mount = Mount()
+@SHARED
+async def test_a_size_that_was_not_stored_is_missed(shared: bool, autojump_clock: trio.abc.Clock) -> None:
+    mount = Mount(shared=shared)
     async with mount.daemon() as daemon:
         fh, ino = await daemon.create(b"file")
         await daemon.ask("write", fh, 0, b"stored")
@@ -240,8 +271,9 @@ async def test_nothing_is_missed_after_a_clean_end() -> None:
     await mount.check()
 
 
-async def test_an_open_that_is_sent_again_leaves_no_handle_behind() -> None:
-    mount = Mount()
+@SHARED
+async def test_an_open_that_is_sent_again_leaves_no_handle_behind(shared: bool, autojump_clock: trio.abc.Clock) -> None:
+    mount = Mount(shared=shared)
     async with mount.daemon() as daemon:
         fh, ino = await daemon.create(b"file")
         await stored(daemon)
@@ -327,3 +359,69 @@ def test_rows_that_make_no_sense_are_free(damage: bytes) -> None:
     assert (row.ino, row.caller, row.places) == (2001, Caller(4, 5, 6), [(1, b"other")])
     assert row.flags == os.O_RDWR | os.O_APPEND
     table.close()
+
+
+@SHARED
+async def test_requests_for_inodes_that_are_gone_are_answered(shared: bool, autojump_clock: trio.abc.Clock) -> None:
+    mount = Mount(shared=shared)
+    async with mount.daemon() as daemon:
+        _, ino = await daemon.create(b"file")
+        folder = (await daemon.ask("mkdir", ROOT, b"folder", 0o755, WHO)).st_ino
+        if not shared:
+            mount.kill()
+        else:
+            await daemon.ask("rmdir", ROOT, b"folder", WHO)
+            await stored(daemon)
+            mount.kill()
+    async with mount.daemon() as daemon:
+        requests = [
+            ("getattr", ino + 50, WHO), ("setattr", ino + 50, *size_fields(1), None, WHO),
+            ("access", folder, os.R_OK, WHO), ("open", ino + 50, os.O_RDWR, WHO), ("readlink", ino + 50, WHO),
+            ("create", folder, b"x", 0o644, os.O_RDWR, WHO), ("mkdir", folder, b"x", 0o755, WHO),
+            ("symlink", folder, b"x", b"y", WHO), ("link", ino + 50, ROOT, b"x", WHO), ("unlink", folder, b"x", WHO),
+            ("rmdir", folder, b"x", WHO), ("rename", folder, b"x", ROOT, b"y", 0, WHO), ("opendir", folder, WHO),
+            ("fsyncdir", folder, False), ("getxattr", ino + 50, b"user.x", WHO), ("listxattr", ino + 50, WHO),
+            ("setxattr", ino + 50, b"user.x", b"1", WHO), ("removexattr", ino + 50, b"user.x", WHO),
+            ("readdir", folder, 3, None),
+        ]  # fmt: skip
+        for kind, *args in requests:
+            print(kind)
+            with pytest.raises(pyfuse3.FUSEError) as caught:
+                await daemon.ask(str(kind), *args)
+            assert caught.value.errno in (errno.ESTALE, errno.ENOENT), (kind, caught.value)
+        assert daemon.operations.unexpected_error_count == 0
+
+
+async def test_the_kernel_may_know_what_this_daemon_never_told_it() -> None:
+    mount = Mount()
+    async with mount.daemon() as daemon:
+        _, ino = await daemon.create(b"file")
+        await stored(daemon)
+        assert not daemon.volume.kernel_knows(ino + 1)
+        mount.kill()
+    async with mount.daemon() as daemon:
+        assert daemon.volume.kernel_knows(ino)
+        assert daemon.operations.names.may_be_cached(ROOT)
+        assert daemon.operations.absences.may_be_cached(12345)
+        _, made = await daemon.create(b"other")
+        assert daemon.volume.kernel_knows(made)
+        assert not daemon.volume.kernel_knows(made + 1)
+
+
+async def test_the_kernel_drops_what_is_lost() -> None:
+    mount = Mount()
+    async with mount.daemon() as daemon:
+        fh, ino = await daemon.create(b"file")
+        await stored(daemon)
+        await daemon.ask("write", fh, 0, b"lost")
+        mount.kill()
+    dropped: list[int] = []
+    kernel: Any = SimpleNamespace(drop_content=dropped.append)
+    async with mount.daemon() as daemon:
+        await drop_lost(kernel, daemon.handover)
+        assert dropped == [ino]
+        mount.kill()
+    async with mount.daemon() as daemon:
+        assert not daemon.handover.lost
+        with pytest.raises(pyfuse3.FUSEError):
+            await daemon.ask("flush", fh)  # of the first crash

@@ -110,10 +110,11 @@ async def ask_again(daemon: Daemon, case: Case, inos: dict[bytes, int], sent: li
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("strict", [False, True])
-async def test_it_is_done_once(name: str, strict: bool, autojump_clock: trio.abc.Clock) -> None:
-    for seed in range(12):
+@pytest.mark.parametrize("shared", [False, True])
+async def test_it_is_done_once(name: str, strict: bool, shared: bool, autojump_clock: trio.abc.Clock) -> None:
+    for seed in range(6 if shared else 12):
         print("seed", seed)
-        await once(name, random.Random(seed), Mount(lab_options(strict=strict)))
+        await once(name, random.Random(seed), Mount(lab_options(strict=strict), shared=shared))
 
 
 async def once(name: str, chance: random.Random, mount: Mount) -> None:
@@ -145,12 +146,13 @@ async def once(name: str, chance: random.Random, mount: Mount) -> None:
 
 
 @pytest.mark.parametrize("strict", [False, True])
-async def test_a_lock_file_is_made_by_one(strict: bool, autojump_clock: trio.abc.Clock) -> None:
+@pytest.mark.parametrize("shared", [False, True])
+async def test_a_lock_file_is_made_by_one(strict: bool, shared: bool, autojump_clock: trio.abc.Clock) -> None:
     """Two want to make it when the daemon is killed; both are sent again, in any order."""
-    for seed in range(40):
+    for seed in range(10 if shared else 40):
         print("seed", seed)
         chance = random.Random(seed)
-        mount = Mount(lab_options(strict=strict))
+        mount = Mount(lab_options(strict=strict), shared=shared)
         made: list[int] = []
 
         async def want(daemon: Daemon, made: list[int], **again: int) -> None:

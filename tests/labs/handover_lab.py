@@ -6,14 +6,17 @@ with copies of both, so the former daemon may end in peace afterwards.
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+from pyfuse3 import FUSEError
+from shared_lab import joined
 from volume_lab import Chaos, Disk, MemoryRecords, MemorySegments, check, count_inodes, lab_options
 
 from kvfuse.fs.handover import KeptHandover
@@ -24,6 +27,7 @@ from kvfuse.keeper import MemoryKeeper
 from kvfuse.options.options import Options
 from kvfuse.volume.opening.holding import Held
 from kvfuse.volume.running import run_volume
+from kvfuse.volume.store import schema
 from kvfuse.volume.volume import Volume
 
 ROOT = 1
@@ -75,7 +79,11 @@ class Daemon:
 
     async def lookup(self, name: bytes, parent: int = ROOT) -> int:
         """The inode; 0 for none."""
-        return int((await self.ask("lookup", parent, name, WHO)).st_ino)
+        try:
+            return int((await self.ask("lookup", parent, name, WHO)).st_ino)
+        except FUSEError as error:  # where the kernel is not to remember that there is none
+            assert error.errno == errno.ENOENT
+            return 0
 
 
 def fh_of(info: Any) -> int:
@@ -89,24 +97,30 @@ class Mount:
 
     options: Options = field(default_factory=lab_options)
     keeper: MemoryKeeper = field(default_factory=MemoryKeeper)
+    shared: bool = False
+    """other hosts may have the volume, too: each daemon is another client of it"""
     unique: int = 100
+    client: int = 0
     disk: Disk = field(init=False)
 
     def __post_init__(self) -> None:
-        self.disk = Disk.format(self.options)
+        self.disk = Disk.format(self.options, shared=self.shared)
 
     def kill(self) -> None:
         """The daemon is dead from here on, whatever it still does."""
         self.disk, self.keeper = self.disk.copy(), copied(self.keeper)
+        for key in list(self.disk.records):  # what goes with the lease of a client
+            if key == schema.member_key(self.client) or (
+                key[:1] == b"h" and schema.split_open_key(key)[1] == self.client
+            ):
+                del self.disk.records[key]
 
     @asynccontextmanager
     async def daemon(self, chaos: Chaos | None = None) -> AsyncIterator[Daemon]:
         chaos = chaos or Chaos(random.Random(0))
-        disk, handover = self.disk, KeptHandover(self.keeper)
-        count_inodes(disk)
-        held = Held(disk.superblock, MemoryRecords(disk, chaos), MemorySegments(disk, chaos))
+        handover = KeptHandover(self.keeper)
         try:
-            async with run_volume(self.options, held, self.keeper, handover) as volume:
+            async with self._volume(self.disk, chaos, handover) as volume:
                 folder = VirtualFolder({b"stats": lambda reader: b"stats for %d\n" % reader.uid})
                 operations = KvfuseOperations(
                     volume, folder, entry_timeout=1, attr_timeout=1, negative_timeout=1, handover=handover
@@ -114,6 +128,14 @@ class Mount:
                 yield Daemon(self, volume, operations, handover)
         finally:
             handover.close()
+
+    def _volume(self, disk: Disk, chaos: Chaos, handover: KeptHandover) -> AbstractAsyncContextManager[Volume]:
+        if self.shared:
+            self.client += 1
+            return joined(disk, self.options, self.client, chaos, handover)
+        count_inodes(disk)
+        held = Held(disk.superblock, MemoryRecords(disk, chaos), MemorySegments(disk, chaos))
+        return run_volume(self.options, held, self.keeper, handover)
 
     async def check(self) -> None:
         """fsck finds nothing wrong with what there is now, with nobody who has it."""

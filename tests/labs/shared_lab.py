@@ -23,6 +23,7 @@ from kvfuse.volume.running import run_volume
 from kvfuse.volume.store import schema
 from kvfuse.volume.store.member import FencedRecords, FencedSegments, Member
 from kvfuse.volume.store.schema import MemberRecord
+from kvfuse.volume.views.handover import Handover
 from kvfuse.volume.volume import Volume
 
 LEASE = 10.0
@@ -31,7 +32,9 @@ R = TypeVar("R")
 
 
 @asynccontextmanager
-async def joined(disk: Disk, options: Options, client: int, chaos: Chaos) -> AsyncIterator[Volume]:
+async def joined(
+    disk: Disk, options: Options, client: int, chaos: Chaos, handover: Handover | None = None
+) -> AsyncIterator[Volume]:
     """The volume as one more client has it; each time it lost its lease it becomes ``client`` + 1000."""
     records, segments = MemoryRecords(disk, chaos), MemorySegments(disk, chaos)
     members: list[Member] = []
@@ -53,7 +56,7 @@ async def joined(disk: Disk, options: Options, client: int, chaos: Chaos) -> Asy
             return Held(disk.superblock, *fenced, member, join)
 
         try:
-            async with run_volume(options, await join()) as volume:
+            async with run_volume(options, await join(), handover=handover) as volume:
                 yield volume
         finally:
             with trio.CancelScope(shield=True):

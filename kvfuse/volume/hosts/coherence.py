@@ -37,6 +37,7 @@ from kvfuse.volume.names.namespace_news import NamespaceNews
 from kvfuse.volume.names.shared_lookup import SharedLookup
 from kvfuse.volume.store import schema
 from kvfuse.volume.store.member import Member
+from kvfuse.volume.store.sealed import ScanPages
 
 RETRY_SECONDS = 0.5
 """Longest pause before a watch that ended is begun anew."""
@@ -287,6 +288,16 @@ class Coherence:
             self.counters.held += 1
             self._held[node.ino] = node
             self._set_hold(node.ino, True)
+
+    async def find_own_removed(self) -> None:
+        """Have freed what a daemon before this one, by the same membership, removed, and did not come to free."""
+        try:
+            async for rows, _ in ScanPages(self.records, b"o"):
+                for row in rows:
+                    if schema.decode_orphan(row.value).remover == self.core.client:
+                        self.journal.refusals.to_free.add(schema.key_inode(row.key))
+        except EngineError as error:
+            log.warning("files that were removed before this start are not freed: %s", error)
 
     def closed(self, node: Node) -> bool:
         """The last handle of a file was closed. True: another host removed it, and nothing of it is left here."""

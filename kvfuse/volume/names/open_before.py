@@ -29,7 +29,7 @@ async def find_open_before(
             if entry is not None and isinstance(record, schema.InodeRecord) and record.ino == ino:
                 core.places.set(ino, *place)
                 return take(record, entry.version, place, own=False)
-        if orphan is None:
+        if orphan is None or ino not in core.nodes.handover.still_open:  # it was closed meanwhile, and is gone
             return None
         record = schema.decode_inode(orphan.value)
         node = refresher.chunks.restore_chunks(Node.from_record(record), record)

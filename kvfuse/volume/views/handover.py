@@ -40,8 +40,14 @@ class Handover:
     def __init__(self) -> None:
         self.still_open: dict[int, OpenBefore] = {}
         """inode -> what is known of it"""
+        self.known_below = 0
+        """the kernel may know inodes below this number of a daemon before this one"""
 
     # -- from the daemon before ----------------------------------------------------------------------
+
+    def gives_from(self, number: int) -> None:
+        """This daemon, which nobody shares the volume with, gives new inodes numbers from here on."""
+        self.known_below = min(self.known_below, number)
 
     def was_open(self, ino: int, places: Iterable[Place], *, writable: bool) -> None:
         """A handle of the daemon before this one. Before the volume is opened."""
