@@ -15,6 +15,7 @@ the one thread that answers the kernel; that lock also guards the state here. */
 #include <linux/fuse.h>
 #include <math.h>
 #include <stdint.h>
+#include <stdlib.h>
 #include <string.h>
 #include <sys/socket.h>
 #include <unistd.h>
@@ -45,6 +46,15 @@ static struct {
 } wire;
 
 static uint64_t unique; /* of the request that is being handled */
+
+/* INIT as the kernel sent it once: to the first daemon of a mount. Those after it get it from here. */
+static struct {
+    char bytes[sizeof(struct fuse_in_header) + sizeof(struct fuse_init_in)];
+    size_t size;
+    int fd;          /* of the connection; -1: no INIT came */
+    int is_replayed; /* the kernel has its answer */
+    int is_due;      /* libfuse is to read it next */
+} init = {.fd = -1};
 
 static uint64_t *place_of(uint64_t ino)
 {
@@ -83,6 +93,13 @@ static int answers_itself(struct fuse_session *se, const struct fuse_buf *buf, s
 
 __attribute__((visibility("default"))) int fuse_session_receive_buf(struct fuse_session *se, struct fuse_buf *buf)
 {
+    if (init.is_due && (buf->mem = malloc(init.size))) {
+        memcpy(buf->mem, init.bytes, init.size);
+        buf->size = init.size;
+        buf->flags = 0;
+        init.is_due = 0;
+        return (int)init.size;
+    }
     int size = receive_buf(se, buf);
     if (size == -EAGAIN || (size > 0 && answers_itself(se, buf, size)))
         return -EINTR; /* pyfuse3 waits for the next one */
@@ -118,6 +135,15 @@ static void change_answer(const struct fuse_init_in *asked, char *answer, size_t
     wire.answered = flags;
 }
 
+static int keep_init(const struct fuse_in_header *in, size_t size)
+{
+    if (!init.is_replayed) {
+        init.size = size < sizeof(init.bytes) ? size : sizeof(init.bytes);
+        memcpy(init.bytes, in, init.size);
+    }
+    return 1;
+}
+
 /* libfuse answers INIT with the flags that it knows, and writes to its descriptor: a socket of ours meanwhile. */
 static int process_init(struct fuse_session *se, const struct fuse_buf *buf, const struct fuse_init_in *asked)
 {
@@ -136,9 +162,10 @@ static int process_init(struct fuse_session *se, const struct fuse_buf *buf, con
     close(kernel);
     close(ends[0]);
     close(ends[1]);
+    init.fd = fd;
     if (size > 0) {
         change_answer(asked, answer, size);
-        if (write(fd, answer, size) < 0)
+        if (!init.is_replayed && write(fd, answer, size) < 0)
             PySys_WriteStderr("kvfuse: the kernel refuses INIT's answer: %s\n", strerror(errno));
     }
     return 1;
@@ -149,7 +176,7 @@ __attribute__((visibility("default"))) void fuse_session_process_buf(struct fuse
     const struct fuse_in_header *in = header_of(buf, buf->size);
     unique = in ? in->unique : 0;
     if (in && in->opcode == FUSE_INIT && buf->size >= sizeof(*in) + sizeof(struct fuse_init_in)
-        && process_init(se, buf, (const void *)(in + 1)))
+        && keep_init(in, buf->size) && process_init(se, buf, (const void *)(in + 1)))
         return;
     if (in && (in->opcode == FUSE_SETXATTR || in->opcode == FUSE_FORGET))
         forget_plain(in->nodeid);
@@ -235,6 +262,30 @@ static PyObject *configure(PyObject *self, PyObject *args, PyObject *kwargs)
     Py_RETURN_NONE;
 }
 
+static PyObject *connection(PyObject *self, PyObject *none)
+{
+    if (init.fd < 0)
+        Py_RETURN_NONE;
+    return Py_BuildValue("(y#i)", init.bytes, (Py_ssize_t)init.size, init.fd);
+}
+
+static PyObject *replay(PyObject *self, PyObject *args)
+{
+    const char *bytes;
+    Py_ssize_t size;
+    if (!PyArg_ParseTuple(args, "y#", &bytes, &size))
+        return NULL;
+    if (size < (Py_ssize_t)sizeof(struct fuse_in_header) || size > (Py_ssize_t)sizeof(init.bytes)
+        || ((const struct fuse_in_header *)bytes)->opcode != FUSE_INIT) {
+        PyErr_SetString(PyExc_ValueError, "that is no INIT");
+        return NULL;
+    }
+    memcpy(init.bytes, bytes, size);
+    init.size = size;
+    init.is_replayed = init.is_due = 1;
+    Py_RETURN_NONE;
+}
+
 static PyObject *forget(PyObject *self, PyObject *ino)
 {
     uint64_t number = PyLong_AsUnsignedLongLong(ino);
@@ -257,6 +308,8 @@ static PyObject *request(PyObject *self, PyObject *none)
 static PyMethodDef methods[] = {
     {"request", (PyCFunction)request, METH_NOARGS, "See fusewire.py."},
     {"configure", (PyCFunction)(void (*)(void))configure, METH_VARARGS | METH_KEYWORDS, "See fusewire.py."},
+    {"connection", connection, METH_NOARGS, "See fusewire.py."},
+    {"replay", replay, METH_VARARGS, "See fusewire.py."},
     {"forget", forget, METH_O, "See fusewire.py."},
     {"counts", counts, METH_NOARGS, "See fusewire.py."},
     {NULL, NULL, 0, NULL},

@@ -7,6 +7,8 @@ With it the daemon
   told), mappings of files that are open with O_DIRECT;
 * says of each open file whether its closes are to be announced (`NO_FLUSH`), and lets its direct writes go on side by
   side (`DIRECT`): `marks` go with the handle as far as ``_fusewire``;
+* lets a daemon take over a connection that another one began (`replay`): libfuse gets the kernel's INIT, which came
+  once, from here, and its answer goes nowhere;
 * answers in C what the kernel asks before each write: whether the file has ``security.capability``. A file that was
   made here and never got an attribute has none. On shared volumes that holds in relaxed folders, until this host hears
   that another one changed the file (`forget`).
@@ -18,7 +20,9 @@ from __future__ import annotations
 
 import os
 import re
+import struct
 import sys
+from contextlib import suppress
 from types import ModuleType
 
 NO_FLUSH = 1 << 63
@@ -32,6 +36,8 @@ AUTO_INVAL_DATA = 1 << 12
 """flags of INIT: the kernel drops its pages of a file whose mtime it finds changed, be it by its own writes"""
 DIRECT_IO_ALLOW_MMAP = 1 << 36
 
+NOTIFY_RESEND = struct.pack("<IiQ", 16, 7, 0)
+"""a message of the daemon's own accord, to the kernel: send again what nobody answered; since Linux 6.9"""
 DIRECT_KERNEL = 6, 18
 """the first one on which it was seen that a page read beside a direct write does not stay in the cache"""
 
@@ -74,6 +80,22 @@ def configure(*, is_shared: bool) -> None:
         _wire.configure(
             wanted=DIRECT_IO_ALLOW_MMAP, unwanted=AUTO_INVAL_DATA, background=BACKGROUND, knows_plain=not is_shared
         )
+
+
+def connection() -> tuple[bytes, int] | None:
+    """(INIT as the kernel sent it, descriptor) of the mount's connection. None: INIT did not come, or is not known."""
+    return _wire.connection() if _wire is not None else None
+
+
+def replay(init: bytes, descriptor: int) -> None:
+    """After pyfuse3.init over a connection that another daemon began: go on where that one stopped.
+
+    The kernel sends requests again that nobody answered, unless it is too old for that. ValueError.
+    """
+    assert _wire is not None
+    _wire.replay(init)
+    with suppress(OSError):
+        os.write(descriptor, NOTIFY_RESEND)
 
 
 def forget(ino: int) -> None:

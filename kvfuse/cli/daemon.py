@@ -15,7 +15,7 @@ import resource
 import signal
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -26,11 +26,13 @@ from kvfuse.cli import Failure, describe
 from kvfuse.cli.mounts import ANSWER_SECONDS, ask_health
 from kvfuse.cli.volumes import ensure_volume
 from kvfuse.errors import EngineTimeout, KvfuseError
+from kvfuse.keeper import NO_KEEPER, Keeper
 from kvfuse.options.config import Effective
-from kvfuse.options.options import LogOptions
+from kvfuse.options.options import LogOptions, Options
 
 if TYPE_CHECKING:
     from kvfuse.fs.doors import Door, Service
+    from kvfuse.fs.holding import Holding
 
 log = logging.getLogger(__name__)
 
@@ -42,11 +44,17 @@ COLLECTIONS = 1000, 4, 5000
 time the newer ones, too. The event loop stands still meanwhile: 50 to 90 ms for 200,000 of them."""
 
 
-def run(effective: Effective, point: Path, announce: Callable[[], None], log_file: Path | None = None) -> None:
+def run(
+    effective: Effective,
+    point: Path,
+    announce: Callable[[], None],
+    log_file: Path | None = None,
+    keeper: Keeper = NO_KEEPER,
+) -> None:
     """Serve in this process until unmounted, or told to stop by SIGTERM, SIGINT or SIGHUP. Makes the volume if absent.
 
     ``announce`` is called once it is mounted. Everything is flushed and unmounted on return. It logs to ``log_file``,
-    or to stderr, unless mount.conf says where.
+    or to stderr, unless mount.conf says where. ``keeper``: of what outlives this process.
     """
     import trio
 
@@ -58,14 +66,14 @@ def run(effective: Effective, point: Path, announce: Callable[[], None], log_fil
         click.echo(made, err=True)
     start_logging(effective.options.log, log_file)
     try:
-        trio.run(_serve, effective, point, announce)
+        trio.run(_serve, effective, point, announce, keeper)
     except Exception as error:
         if not isinstance(error, KvfuseError):  # a mistake of ours: whoever reads the log wants to know where
             log.exception("the daemon failed")
         raise
 
 
-async def _serve(effective: Effective, point: Path, announce: Callable[[], None]) -> None:
+async def _serve(effective: Effective, point: Path, announce: Callable[[], None], keeper: Keeper) -> None:
     import trio
 
     from kvfuse.fs.mount import serve
@@ -96,7 +104,15 @@ async def _serve(effective: Effective, point: Path, announce: Callable[[], None]
     async with trio.open_nursery() as nursery:
         await nursery.start(_cancel_on_signal, nursery.cancel_scope)
         try:
-            await serve(options, point, on_ready=ready, source=effective.source, doors=doors, services=services)
+            await serve(
+                options,
+                point,
+                on_ready=ready,
+                source=effective.source,
+                doors=doors,
+                services=services,
+                keeper=keeper,
+            )
         except KvfuseError as error:  # carried past the nursery, which would wrap it in a group
             failure = error
         nursery.cancel_scope.cancel()
@@ -140,17 +156,95 @@ def start_logging(options: LogOptions, default_file: Path | None) -> None:
     logging.getLogger("httpcore").setLevel(logging.WARNING)  # else a line for every request to the record store
 
 
+# -- with a holder ----------------------------------------------------------------------------------
+
+
+def hold(effective: Effective, point: Path, words: Sequence[str], report: int | None = None) -> NoReturn:
+    """This process becomes the holder of the mount, and starts the daemon: see `fs.holder`.
+
+    ``words``: of the command by which each daemon is started; ``report``: the pipe of a parent that waits.
+    """
+    from kvfuse.fs import holding
+
+    config = {
+        "command": [sys.executable, "-m", "kvfuse.cli", *words],
+        "folder": os.getcwd(),
+        "point": os.fspath(point),
+        "standby": effective.options.mount.standby,
+        "log": None if report is None else os.fspath(effective.options.log_file),
+        "report": report,
+    }
+    command = holding.command(config)
+    os.execv(command[0], command)
+
+
+def run_held(effective: Effective, point: Path, holding: Holding, *, in_background: bool) -> None:
+    """Be a daemon of a holder: when it is this one's turn, serve the mount that is there, or make it."""
+    options = effective.options
+    preload(options)
+    is_first = holding.wait()
+    log_file = options.log_file if in_background else None
+    if in_background:
+        os.chdir("/")
+        _redirect(Path(os.devnull), os.O_RDONLY, 0)
+
+    def announce() -> None:
+        if in_background:
+            _redirect(options.log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 1, 2)
+        elif is_first:
+            click.echo(f"mounted on {point}", err=True)
+        holding.ready()
+
+    try:
+        run(effective, point, announce, log_file, holding)
+    except Exception as error:
+        if not in_background:
+            raise
+        if os.environ.get("KVFUSE_DEBUG"):
+            traceback.print_exception(error)
+        message, exit_status = describe(error)
+        if log.hasHandlers():
+            log.error("%s", message)
+        if is_first:
+            holding.end({"message": message, "exit_status": exit_status})
+        sys.exit(exit_status)
+    holding.end()
+
+
+def preload(options: Options) -> None:
+    """Import what serving takes: the most of what a start costs."""
+    import trio  # noqa: F401
+
+    import kvfuse.fs.mount
+    import kvfuse.peer.device_memory
+    import kvfuse.usrbio.daemon.listener
+    import kvfuse.volume.opening.engines
+
+    if options.is_shared:
+        import kvfuse.peer.service
+        import kvfuse.remote.records.etcd.store
+    else:
+        import kvfuse.remote.records.lmdb.store  # noqa: F401
+
+
 # -- in the background ------------------------------------------------------------------------------
 
 
-def start(effective: Effective, point: Path) -> None:
-    """Start a daemon and return once its mount answers. Its failure is raised here, with its exit status."""
+def start(effective: Effective, point: Path, words: Sequence[str] | None) -> None:
+    """Start a daemon and return once its mount answers. Its failure is raised here, with its exit status.
+
+    ``words``: of a command that mounts the same again, for a holder; None: there is to be none.
+    """
     reader, writer = os.pipe()
     sys.stdout.flush()
     sys.stderr.flush()
     pid = os.fork()
     if pid == 0:
         os.close(reader)
+        if words is not None:
+            os.setsid()
+            os.set_inheritable(writer, True)
+            hold(effective, point, words, writer)
         _child(effective, point, writer)
     os.close(writer)
     try:

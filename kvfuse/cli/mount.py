@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import click
 
 from kvfuse.cli import daemon
 from kvfuse.cli.checks import check_machine, check_mountpoint
+from kvfuse.fs.holder import VARIABLE
+from kvfuse.fs.holding import Holding
 from kvfuse.options import config
 
 
@@ -43,9 +46,25 @@ def mount(source: Path, mountpoint: Path, file: Path | None, words: tuple[str, .
     """
     effective = config.load(source, file=file, words=words)
     _ = effective.options.title  # ConfigError where nothing names the volume
+    if VARIABLE in os.environ and (holding := Holding.of_this_process()) is not None:
+        daemon.run_held(effective, mountpoint, holding, in_background=not foreground)
+        return
     check_machine(effective.options.mount)
     point = check_mountpoint(mountpoint)
-    if foreground:
+    again = _again(source, point, file, words, foreground=foreground) if effective.options.mount.outlive else None
+    if foreground and again is not None:
+        daemon.hold(effective, point, again)
+    elif foreground:
         daemon.run(effective, point, announce=lambda: click.echo(f"mounted on {point}", err=True))
     else:
-        daemon.start(effective, point)
+        daemon.start(effective, point, again)
+
+
+def _again(source: Path, point: Path, file: Path | None, words: tuple[str, ...], *, foreground: bool) -> list[str]:
+    """The words of this command, for whichever folder it is begun in."""
+    said = ["mount", str(source.absolute()), str(point)]
+    if file is not None:
+        said += ["-c", str(file.absolute())]
+    for word in words:
+        said += ["-o", word]
+    return [*said, "--foreground"] if foreground else said

@@ -26,29 +26,42 @@ import trio
 from kvfuse.errors import MountError
 from kvfuse.fs import binder
 from kvfuse.fs.virtual import FOLDER_NAME, SOCKET_NAME
+from kvfuse.keeper import Keeper
 
 SO_PASSRIGHTS = 83
 """off, so that an accepted socket begins with it off, too: the kernel refuses messages with descriptors"""
 BIND_SECONDS = 60.0
 """Starting Python takes that long on no machine that is of use, but ten seconds on one that is far too busy."""
+KEPT = "fuse/control"
+"""with the listener; see `keeper`"""
 BACKLOG = 32
 """clients that may wait to be accepted"""
 
 
 @asynccontextmanager
-async def control_socket(mountpoint: Path, admit: Callable[[int], None]) -> AsyncIterator[socket.socket]:
+async def control_socket(
+    mountpoint: Path, admit: Callable[[int], None], keeper: Keeper
+) -> AsyncIterator[socket.socket]:
     """The listener, SOCK_SEQPACKET and non-blocking, from when the mount answers. MountError where it cannot be had.
 
-    ``admit`` is told the process (as FUSE requests show it) that binds, before its mknod comes.
+    ``admit`` is told the process (as FUSE requests show it) that binds, before its mknod comes. ``keeper``: has the
+    listener of a daemon before this one, in whose backlog clients wait since.
     """
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+    left = keeper.take(KEPT)
+    if left is not None:
+        listener = socket.socket(fileno=left.descriptors[0])
+    else:
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
     try:
-        await trio.to_thread.run_sync(bind_control_socket, listener, mountpoint, admit)
-        with suppress(OSError):  # Linux before 6.16
-            listener.setsockopt(socket.SOL_SOCKET, SO_PASSRIGHTS, 0)
-        listener.listen(BACKLOG)
+        if left is None:
+            await trio.to_thread.run_sync(bind_control_socket, listener, mountpoint, admit)
+            with suppress(OSError):  # Linux before 6.16
+                listener.setsockopt(socket.SOL_SOCKET, SO_PASSRIGHTS, 0)
+            listener.listen(BACKLOG)
+            keeper.keep(KEPT, descriptors=[listener.fileno()])
         yield listener
     finally:
+        keeper.drop(KEPT)
         with trio.CancelScope(shield=True):
             await trio.to_thread.run_sync(listener.close)
 

@@ -14,6 +14,7 @@ import trio
 
 from kvfuse.errors import MountError, innermost
 from kvfuse.fs.control import control_socket, wait_until_unmounted
+from kvfuse.keeper import NO_KEEPER, Keeper
 from kvfuse.volume.api import KernelCache
 from kvfuse.volume.volume import Volume
 
@@ -68,6 +69,7 @@ class Doors:
     kernel: KernelCache
     mountpoint: Path
     admit: Callable[[int], None]
+    keeper: Keeper = NO_KEEPER
 
     def __post_init__(self) -> None:
         self._scope = trio.CancelScope()
@@ -83,7 +85,7 @@ class Doors:
         async with self._running:
             try:
                 with self._scope:
-                    async with control_socket(self.mountpoint, self.admit) as listener:
+                    async with control_socket(self.mountpoint, self.admit, self.keeper) as listener:
                         await self._serve(listener, device)
             except* (MountError, OSError) as group:
                 log.warning("there are no rings: %s", innermost(group))

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Self
 
 from kvfuse.fs import guard
+from kvfuse.keeper import NO_KEEPER, Keeper
 
 CONNECTIONS = Path("/sys/fs/fuse/connections")
 """where fusectl is usually mounted: a folder for each connection, by the minor number of the mount's st_dev"""
@@ -21,14 +22,21 @@ FSCONFIG_CMD_CREATE = 6
 CLOSE_ON_EXEC = 1
 """of fsopen and fsmount"""
 
+KEPT = "fuse/switch"
+"""with the switch; see `keeper` and `holder`"""
+
 log = logging.getLogger(__name__)
 
 
 class Guarding:
-    """The guard of one mount, from `start` to the end of the ``with``, which is to come after that of the mount."""
+    """The guard of one mount, from `start` to the end of the ``with``, which is to come after that of the mount.
 
-    def __init__(self, mountpoint: Path) -> None:
+    Where the mount has a holder, the guard is the holder's: it gets the switch by the ``keeper``.
+    """
+
+    def __init__(self, mountpoint: Path, keeper: Keeper = NO_KEEPER) -> None:
         self._mountpoint = mountpoint
+        self._keeper = keeper
         self._switch: int | None = None
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -40,7 +48,12 @@ class Guarding:
         """
         command = [sys.executable, "-I", "-S", guard.__file__, str(os.getpid()), os.fspath(self._mountpoint)]
         try:
-            self._switch = open_switch(device)
+            left = self._keeper.take(KEPT)
+            self._switch = open_switch(device) if left is None else left.descriptors[0]
+            if self._keeper.outlives:
+                if left is None:
+                    self._keeper.keep(KEPT, descriptors=[self._switch])
+                return
             # A session of its own: what is sent to the daemon's process group is not for the guard. Its errors go
             # nowhere, as somebody may wait for the end of the daemon's output.
             nowhere = subprocess.DEVNULL

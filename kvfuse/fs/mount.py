@@ -11,8 +11,8 @@ import math
 import os
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
@@ -21,7 +21,7 @@ import trio
 
 import kvfuse
 from kvfuse import fusewire
-from kvfuse.errors import MountError
+from kvfuse.errors import EngineError, MountError
 from kvfuse.fs.control import when_cancelled
 from kvfuse.fs.doors import Door, Doors, Service, running
 from kvfuse.fs.guarding import Guarding
@@ -32,8 +32,10 @@ from kvfuse.fs.takeover import checked, is_dead_mount, libc, takeover, unmount
 from kvfuse.fs.turns import take_turns
 from kvfuse.fs.virtual import Reader, VirtualFolder
 from kvfuse.fs.wakefulness import Wakefulness
+from kvfuse.keeper import NO_KEEPER, Keeper, Kept
 from kvfuse.mounttable import top_mount
 from kvfuse.options.options import MountOptions, Options
+from kvfuse.volume.api import KernelCache
 from kvfuse.volume.running import open_volume
 from kvfuse.volume.volume import Volume
 
@@ -53,6 +55,8 @@ ALLOWING = frozenset({"allow_other", "allow_root"})
 """flags for the kernel"""
 SHARED_ATTR_SECONDS = 1.0
 """for which the kernel may show attributes that another host changed, where it could not be told"""
+KEPT = "fuse/connection"
+"""with INIT, and the descriptor; see `keeper`"""
 END_SECONDS = 20.0
 """for each step of the way out, so that a daemon that is told to end does"""
 
@@ -65,31 +69,36 @@ async def serve(
     source: Path | None = None,
     doors: Sequence[Door] = (),
     services: Sequence[Service] = (),
+    keeper: Keeper = NO_KEEPER,
 ) -> None:
     """Mount the volume and answer requests until it is unmounted or this is cancelled; then flush and close it.
 
     ``on_ready`` is called once the mount answers and ``doors`` are ready; they are closed before it is unmounted, or
     when it was. ``services`` run from before it is mounted. ``source`` is what mount tables show, by default the
-    volume's folder. A cancellation unmounts: cleanly if nobody uses the mount, else lazily after a sync. MountError
-    where the machine does not allow the mount or a service, VolumeError and ConfigError where the volume cannot be
-    opened.
+    volume's folder. ``keeper``: of what outlives this process; a mount of which it has the connection is served, and
+    stays as it is where that fails. A cancellation unmounts: cleanly if nobody uses the mount, else lazily after
+    a sync. MountError where the machine does not allow the mount or a service, VolumeError and ConfigError where the
+    volume cannot be opened.
     """
     try:
         async with trio.open_nursery() as nursery:
             stop = trio.Event()
             nursery.start_soon(when_cancelled, stop.set)
             with trio.CancelScope() as scope:
-                async with open_volume(options, os.path.abspath(mountpoint)) as volume:
+                handover = KeptHandover(keeper) if keeper.outlives else None
+                async with open_volume(options, os.path.abspath(mountpoint), keeper, handover) as volume:
                     # From here on a cancellation only sets ``stop``: the volume's own tasks must go on until
                     # the kernel has written everything back, or they could not flush it.
                     scope.shield = True
                     words = kernel_options(options.mount, source or Path(options.title))
-                    operations = make_operations(volume, options)
+                    operations = make_operations(volume, options, handover)
                     fusewire.configure(is_shared=options.is_shared)
                     kernel = FuseKernelCache(volume.kernel_knows, operations.names, operations.absences)
                     volume.tell(kernel)
-                    opened = Doors(doors, volume, kernel, mountpoint, operations.admit_binder)
-                    session = _Session(mountpoint, options.mount, opened, Guarding(mountpoint))
+                    opened = Doors(doors, volume, kernel, mountpoint, operations.admit_binder, keeper)
+                    session = _Session(
+                        mountpoint, options.mount, opened, Guarding(mountpoint, keeper), keeper, handover
+                    )
                     async with running(services, volume):
                         with _mounted(session, operations, words):
                             await _answer(session, stop, on_ready)
@@ -172,21 +181,32 @@ class _Session:
     options: MountOptions
     doors: Doors
     guarding: Guarding
+    keeper: Keeper = NO_KEEPER
+    handover: KeptHandover | None = None
     is_ending: bool = False
     """by a word of ours, not because somebody unmounted it"""
     detached: bool = False
     """the mount is not in the mount table any more"""
+    is_adopted: bool = False
+    """a daemon before this one mounted it"""
+    is_left: bool = False
+    """to the next daemon"""
+    detaching: trio.Lock = field(default_factory=trio.Lock)
 
     @property
     def is_read_only_late(self) -> bool:
         """A socket can only be bound where the kernel lets names be made; until then the volume refuses changes."""
-        return self.options.read_only and bool(self.doors) and os.geteuid() == 0
+        return self.options.read_only and bool(self.doors) and os.geteuid() == 0 and not self.is_adopted
 
 
 @contextmanager
 def _mounted(session: _Session, operations: KvfuseOperations, words: set[str]) -> Iterator[None]:
-    """Mount, and leave no mount behind however the body ends."""
+    """Mount, or go on with a mount that is there; and leave none behind, unless it is left to the next daemon."""
     point = session.mountpoint
+    if (left := session.keeper.take(KEPT)) is not None:
+        with _adopted(session, operations, words, left):
+            yield
+        return
     plain_point = os.path.realpath(point)  # once it is mounted, that is a question to ourselves
     if session.is_read_only_late:
         words = words - {"ro"}
@@ -204,9 +224,28 @@ def _mounted(session: _Session, operations: KvfuseOperations, words: set[str]) -
                 log.warning("%s has no guard: it is not in the mount table", point)
             yield
         finally:
-            pyfuse3.close(unmount=not session.detached)
-            if place != point and not session.detached:  # libfuse knows another place
+            pyfuse3.close(unmount=not (session.detached or session.is_left))
+            if place != point and not (session.detached or session.is_left):  # libfuse knows another place
                 unmount(Path(plain_point))
+
+
+@contextmanager
+def _adopted(session: _Session, operations: KvfuseOperations, words: set[str], left: Kept) -> Iterator[None]:
+    """Go on with a mount that another daemon made; see `fusewire.replay`."""
+    (descriptor,) = left.descriptors
+    session.is_adopted = True
+    # libfuse owns the descriptor from here on, and unmounts nothing.
+    pyfuse3.init(operations, f"/dev/fd/{descriptor}", words)
+    operations.have_socket()
+    fusewire.replay(left.content, descriptor)
+    with session.guarding:
+        try:
+            session.guarding.start(0)
+            yield
+        finally:
+            pyfuse3.close(unmount=False)
+            if not (session.detached or session.is_left):
+                unmount(session.mountpoint)
 
 
 async def _answer(session: _Session, stop: trio.Event, on_ready: Callable[[], None]) -> None:
@@ -217,8 +256,12 @@ async def _answer(session: _Session, stop: trio.Event, on_ready: Callable[[], No
         try:
             await _main_loop(session.options.keep_awake)
             session.detached |= not session.is_ending  # or else the loop would go on
+        except BaseException:
+            session.is_left = session.keeper.outlives and not session.is_ending
+            raise
         finally:
-            await _let_go(session)
+            if not session.is_left:
+                await _let_go(session)
         nursery.cancel_scope.cancel()
 
 
@@ -239,7 +282,13 @@ async def _main_loop(keep_awake: bool) -> None:
 
 async def _announce(session: _Session, on_ready: Callable[[], None], nursery: trio.Nursery) -> None:
     """Wait until the mount answers, raise its read-ahead, open the doors, say that it is ready."""
+    await trio.to_thread.run_sync(os.statvfs, session.mountpoint)  # the kernel has no answer of its own to that
     status = await trio.to_thread.run_sync(os.stat, session.mountpoint)
+    if (begun := fusewire.connection()) is not None and not session.is_adopted:
+        session.keeper.keep(KEPT, begun[0], [begun[1]])
+    if session.handover is not None and session.handover.lost:
+        await trio.to_thread.run_sync(_drop_lost, session.doors.kernel, set(session.handover.lost))
+        session.handover.kernel_was_told()
     if session.options.read_ahead:
         _set_read_ahead(status.st_dev, session.options.read_ahead)
     if session.doors:
@@ -248,6 +297,13 @@ async def _announce(session: _Session, on_ready: Callable[[], None], nursery: tr
     if session.is_read_only_late:
         await trio.to_thread.run_sync(_make_read_only, session.mountpoint, status.st_dev)
     on_ready()
+
+
+def _drop_lost(kernel: KernelCache, lost: set[int]) -> None:
+    """Have the kernel forget pages of files that were not stored when the daemon before this one was killed."""
+    for ino in lost:
+        with suppress(EngineError):
+            kernel.drop_content(ino)
 
 
 def _make_read_only(mountpoint: Path, device: int) -> None:
@@ -302,6 +358,11 @@ async def _detach(session: _Session) -> bool:
     False where somebody uses the mount: then it is detached all the same, after a sync, but lives on until
     the main loop ends.
     """
+    async with session.detaching:  # the main loop may end before the first one hears of it
+        return session.detached or await _detach_once(session)
+
+
+async def _detach_once(session: _Session) -> bool:
     command = ["umount", "-i"] if os.geteuid() == 0 else ["fusermount3", "-u"]
     lazily = "-l" if os.geteuid() == 0 else "-z"
     path = os.fspath(session.mountpoint)

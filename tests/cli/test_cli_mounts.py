@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from cli_lab import CAPACITY, ROOT, Place, assert_fails, is_running, kvfuse, wait_for_end
+from cli_lab import CAPACITY, NO_HOLDER, ROOT, Place, assert_fails, is_running, kvfuse, wait_for_end
 from mounting import KVFUSE, PATIENCE_S, stopped, wait_until
 
 from kvfuse import mounttable
@@ -134,14 +134,14 @@ def test_a_mount_that_is_somewhere_else_too(place: Place, tmp_path: Path, where:
 
 
 def test_a_daemon_that_died(place: Place) -> None:
-    pid = place.mount()
+    pid = place.mount(*NO_HOLDER)
     os.kill(pid, signal.SIGKILL)
     wait_for_end(pid)
     done = kvfuse("status", place.point)
     assert done.returncode == 1
     assert f"dead: its daemon is gone; type: kvfuse umount {place.point}" in done.stdout
 
-    done = kvfuse("mount", place.volume, place.point)
+    done = kvfuse("mount", place.volume, place.point, *NO_HOLDER)
     assert done.returncode == 0
     took = f"kvfuse: the daemon that had mounted {place.point} has died; the new mount takes its place\n"
     assert done.stderr == took
@@ -175,7 +175,7 @@ def propagated(place: Place, request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.mark.root
 @pytest.mark.usefixtures("propagated")
 def test_a_dead_mount_stays_until_the_new_one_is_in_its_place(place: Place) -> None:
-    pid = place.mount()
+    pid = place.mount(*NO_HOLDER)
     os.kill(pid, signal.SIGKILL)
     wait_for_end(pid)
     with a_program_that_writes(place.point):
@@ -264,6 +264,7 @@ def test_an_unmount_while_a_request_is_read_is_one_like_any_other(place: Place) 
 @pytest.mark.parametrize("words", [["--foreground"], []], ids=["foreground", "background"])
 def test_a_mistake_of_ours_is_in_the_log(place: Place, words: list[str]) -> None:
     command = [sys.executable, "-c", BROKEN, "mount", str(place.volume), str(place.point), *words, "-o", CAPACITY]
+    command += NO_HOLDER  # whose daemons are other programs
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, cwd=ROOT, check=False)
     assert done.returncode == 1
     assert "kvfuse: internal error: RuntimeError: a mistake of ours" in done.stderr
@@ -279,4 +280,4 @@ def test_the_daemon_lets_go_of_everything_it_was_started_with(place: Place) -> N
     assert links[0] == "/dev/null"
     assert links[1] == links[2] == str(place.volume / "log")
     assert os.readlink(f"/proc/{pid}/cwd") == "/"
-    assert os.getsid(pid) == pid
+    assert os.getsid(pid) == int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]), "its holder's"

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_lab import CAPACITY, Place, assert_fails, kvfuse, wait_for_end
+from cli_lab import CAPACITY, NO_HOLDER, Place, assert_fails, kvfuse, wait_for_end
 from mounting import PATIENCE_S, wait_until
 
 from kvfuse.cli import namespace
@@ -123,7 +123,7 @@ def test_a_namespace_from_create_to_delete(place: Place) -> None:
 
 @pytest.mark.parametrize("killed", [False, True], ids=["unmounted", "killed"])
 def test_settings_survive_the_daemon(place: Place, killed: bool) -> None:
-    pid = place.mount()
+    pid = place.mount(*NO_HOLDER)
     llama = place.point / "models" / "llama"
     llama.parent.mkdir()
     run("create", llama, "--ttl", "60")

@@ -19,6 +19,8 @@ from kvfuse import mounttable
 from kvfuse.cli import mounts
 
 CAPACITY = "capacity=64MiB"
+NO_HOLDER = ["-o", "outlive=false"]
+"""for a mount whose daemon, once killed, is to be dead"""
 
 
 def kvfuse(*arguments: str | Path, cwd: Path | None = None, **variables: str) -> subprocess.CompletedProcess[str]:

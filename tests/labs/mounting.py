@@ -27,6 +27,8 @@ from kvfuse.options import config
 from kvfuse.volume.check.fsck import fsck
 
 KVFUSE = [sys.executable, "-m", "kvfuse.cli"]
+NO_HOLDER = ("outlive=false",)
+"""of mounts whose daemon, once killed, is to be dead; words of a test that come after it win"""
 FOREGROUND = (*KVFUSE, "mount", "--foreground")
 PATIENCE_S = 300.0 if "KVFUSE_RDMA_VM" in os.environ else 60.0
 """how long an outside process may take for anything; the machine of scripts/rdma-vm is slow"""
@@ -101,7 +103,7 @@ class KvfuseMount:
 
     def mount(self) -> None:
         """Start a daemon in the foreground of a process of its own, and wait until the mount answers."""
-        words = [argument for word in self.words for argument in ("-o", word)]
+        words = [argument for word in (*NO_HOLDER, *self.words) for argument in ("-o", word)]
         command = [*self.command, str(self.source), str(self.point), *words]
         announced = self._announcements()
         with self.log.open("ab") as log:
