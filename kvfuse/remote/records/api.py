@@ -20,8 +20,10 @@ This file is the whole contract; every engine passes the one conformance suite i
 * Calls may run concurrently. Commits are applied in the order in which they were called.
 * Records put under a *lease* are deleted when it ends: when it is given back, or was not renewed in time. The
   store alone judges the time. A record that was put anew since, under another lease or none, stays.
+* A lease of a shared store belongs to whoever knows its *identity*: another process that goes on with it
+  (``resume_lease``) renews it, puts under it, and gives it back, as the one that asked for it.
 * An embedded store's lease lives as long as it is not given back, whatever its time: nobody else looks at it.
-  The records of a process that died without giving it back stay; its successor finds them.
+  The records of a process that died without giving it back stay; its successor finds them. It has no identity.
 """
 
 from __future__ import annotations
@@ -135,6 +137,8 @@ class Lease(ABC):
 
     ttl: float
     """seconds; a store may give more than was asked for"""
+    identity: bytes = b""
+    """for ``resume_lease``; empty: only this process can have it"""
 
     @abstractmethod
     async def keepalive(self) -> bool:
@@ -207,6 +211,10 @@ class RecordStore(ABC):
     @abstractmethod
     async def lease(self, ttl: float) -> Lease:
         """A new lease of ``ttl`` seconds."""
+
+    async def resume_lease(self, identity: bytes) -> Lease | None:
+        """The lease of this identity, renewed now, with its records as they are. None: it has ended, or never was."""
+        return None
 
     @abstractmethod
     async def aclose(self) -> None:

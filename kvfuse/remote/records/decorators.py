@@ -53,6 +53,9 @@ class RecordDecorator(RecordStore):
     async def lease(self, ttl: float) -> Lease:
         return await self.inner.lease(ttl)
 
+    async def resume_lease(self, identity: bytes) -> Lease | None:
+        return await self.inner.resume_lease(identity)
+
     async def aclose(self) -> None:
         await self.inner.aclose()
 

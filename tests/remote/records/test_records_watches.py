@@ -114,6 +114,32 @@ async def test_a_lease_of_another_store_is_no_lease(opener: Reopen) -> None:
             await second.commit({b"a": b"1"}, lease=lease)
 
 
+async def test_a_lease_goes_on_with_whoever_knows_its_identity(opener: Reopen) -> None:
+    async with opened(opener) as first:
+        lease = await first.lease(30)
+        await first.commit({b"a": b"1", b"b": b"1"}, lease=lease)
+    async with opened(opener) as second:
+        again = await second.resume_lease(lease.identity)
+        if not lease.identity:
+            assert again is None, "only its own process has it"
+            return
+        assert again is not None
+        assert (again.ttl, again.identity) == (30, lease.identity)
+        assert await again.keepalive()
+        await second.commit({b"b": b"2"})
+        await second.commit({b"c": b"1"}, lease=again)
+        assert await content(second) == {b"a": b"1", b"b": b"2", b"c": b"1"}
+        await again.revoke()
+        assert await content(second) == {b"b": b"2"}
+        assert await second.resume_lease(lease.identity) is None
+        assert await second.commit({b"a": b"1"}, lease=again) == 0
+
+
+@pytest.mark.parametrize("identity", [b"", b"\0" * 8, b"\x7f" + b"\xff" * 7, b"no lease at all"])
+async def test_an_identity_that_names_no_lease_resumes_none(store: RecordStore, identity: bytes) -> None:
+    assert await store.resume_lease(identity) is None
+
+
 async def test_close_finishes_what_is_in_flight(opener: Reopen) -> None:
     store = await opener()
     results: list[int] = []

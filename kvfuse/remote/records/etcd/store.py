@@ -24,6 +24,7 @@ that died leaves nothing for long.
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
@@ -46,6 +47,7 @@ REQUEST_OVERHEAD = 4096
 SCAN_PAGE = 5000
 """rows asked for at once"""
 SNAPSHOT_TRIES = 3
+LEASE_ID = struct.Struct(">q")
 MARKER_SECONDS = 3600
 """how long what a dead store leaves may stay"""
 
@@ -238,7 +240,7 @@ class EtcdRecords(RecordStore):
         """As the contract says; always durable. The deadline includes waiting for earlier commits."""
         expect = expect or {}
         self.limits.check_commit(puts, deletes, expect)
-        commit = self._commit(puts, deletes, expect, self._lease_id(lease))
+        commit = self._commit(puts, deletes, expect, _lease_id(self, lease))
         self.counters.commits += 1
         self.counters.commit_operations += len(puts) + len(deletes) + len(expect)
         deadline = self._deadline()
@@ -325,19 +327,27 @@ class EtcdRecords(RecordStore):
         granted = await self._grant(math.ceil(ttl), self._deadline())
         return EtcdLease(self, granted.ID, float(granted.TTL))
 
+    async def resume_lease(self, identity: bytes) -> Lease | None:
+        """As the contract says; the identity is the cluster's number of the lease."""
+        if len(identity) != LEASE_ID.size:
+            return None
+        (lease_id,) = LEASE_ID.unpack(identity)
+        seconds = await self.keep_alive(lease_id)
+        return EtcdLease(self, lease_id, float(seconds)) if seconds else None
+
     async def _grant(self, ttl: int, deadline: float) -> wire.LeaseAnswer:
         """One whose answer was lost ends by itself, with nothing under it."""
         self._client.check_open()
         return await self._client.call("lease/grant", wire.LeaseGrant(ttl), wire.LEASE, deadline)
 
-    async def keep_alive(self, lease_id: int, deadline: float | None = None) -> bool:
-        """Renew a lease; False when it is gone."""
+    async def keep_alive(self, lease_id: int, deadline: float | None = None) -> int:
+        """Renew a lease: the seconds for which it lasts from now on; 0 when it is gone."""
         self._client.check_open()
         message = wire.LeaseCall(lease_id)
         answer = await self._client.call("lease/keepalive", message, wire.KEEPALIVE, deadline or self._deadline())
         if answer.result is None:
             raise EngineError(f"etcd did not renew lease {lease_id:x}: {answer.error.message if answer.error else ''}")
-        return answer.result.TTL > 0
+        return max(answer.result.TTL, 0)
 
     async def revoke(self, lease_id: int) -> None:
         """End a lease, if it has not ended."""
@@ -372,13 +382,6 @@ class EtcdRecords(RecordStore):
     def _deadline(self) -> float:
         return trio.current_time() + self._options.deadline
 
-    def _lease_id(self, lease: Lease | None) -> int:
-        if lease is None:
-            return 0
-        if isinstance(lease, EtcdLease) and lease.store is self:
-            return lease.id
-        raise ValueError("the lease is not one of this store")
-
 
 class EtcdLease(Lease):
     """A lease that the cluster counts; this host's clock has no part in it."""
@@ -387,14 +390,23 @@ class EtcdLease(Lease):
         self.store = store
         self.id = lease_id
         self.ttl = ttl
+        self.identity = LEASE_ID.pack(lease_id)
 
     async def keepalive(self) -> bool:
         """As the contract says. EngineTimeout: it may have been renewed."""
-        return await self.store.keep_alive(self.id)
+        return await self.store.keep_alive(self.id) > 0
 
     async def revoke(self) -> None:
         """As the contract says. EngineTimeout: it may have ended; it will, when its time is over."""
         await self.store.revoke(self.id)
+
+
+def _lease_id(store: EtcdRecords, lease: Lease | None) -> int:
+    if lease is None:
+        return 0
+    if isinstance(lease, EtcdLease) and lease.store is store:
+        return lease.id
+    raise ValueError("the lease is not one of this store")
 
 
 def _limits(place: EtcdPlace) -> RecordLimits:
