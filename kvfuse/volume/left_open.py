@@ -58,5 +58,3 @@ class LeftOpen:
                 except errors.OperationError as error:
                     log.info("inode %d is open, and cannot be read: %s", ino, error)
             await trio.lowlevel.checkpoint()
-        if self._coherence is not None:
-            await self._coherence.find_own_removed()

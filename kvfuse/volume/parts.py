@@ -232,12 +232,21 @@ class Parts:
         self.coherence.granting.stop()
         for evictor in self.space.evictors:
             await evictor.stop()  # what it removes changes counts that are handed over now
-        await self.leases.close()
+        has_given_all = await self.leases.close()
         await self.life.end()
+        if not has_given_all:
+            self.coherence.member.let_run_out()
+            return
         try:
             await self.core.records.commit({}, [schema.sequence_key(self.core.client)])
         except EngineError as error:
             log.info("others take away this client's sequence record: %s", error)
+
+    async def hand_over(self) -> None:
+        """Everything is stored: leave all as it is to the daemon that goes on as this client, and end."""
+        await self.life.end()
+        if self.leases is not None and self.coherence is not None:
+            self.coherence.member.hand_over(self.leases.held.unsettled())
 
     async def abandon(self) -> None:
         """End everything: what is not in the store by now never will be. Returns when nothing is under way."""

@@ -99,10 +99,8 @@ class Running:
         self._scrubber.stop()
         parts = self._volume.parts
         try:
-            if not parts.core.read_only and not parts.life.is_over:
-                await _store_all(parts)
-                await _free_removed(parts)
-                await parts.leave()
+            if not parts.life.is_over:
+                await self._finish(parts)
         finally:
             self._volume.parts.life.stop()
             _end_indexes(parts.core.tier)
@@ -115,6 +113,15 @@ class Running:
             while True:
                 self._volume.parts.core.tier.residents.live_on()
                 await trio.sleep(RENEW_SECONDS)
+
+    async def _finish(self, parts: Parts) -> None:
+        if not parts.core.read_only:
+            await _store_all(parts)
+        if self._held.member is not None and self._held.member.stays:
+            await parts.hand_over()
+        elif not parts.core.read_only:
+            await _free_removed(parts)
+            await parts.leave()
 
     # -- a lease that was lost -----------------------------------------------------------------------
 

@@ -132,7 +132,7 @@ class Mount:
     def _volume(self, disk: Disk, chaos: Chaos, handover: KeptHandover) -> AbstractAsyncContextManager[Volume]:
         if self.shared:
             self.client += 1
-            return joined(disk, self.options, self.client, chaos, handover)
+            return joined(disk, self.options, self.client, chaos, handover=handover)
         count_inodes(disk)
         held = Held(disk.superblock, MemoryRecords(disk, chaos), MemorySegments(disk, chaos))
         return run_volume(self.options, held, self.keeper, handover)

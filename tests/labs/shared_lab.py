@@ -13,15 +13,16 @@ import trio
 from volume_lab import CALLER, MIB, Chaos, Disk, MemoryRecords, MemorySegments, check, lab_options
 
 from kvfuse import errors
+from kvfuse.keeper import NO_KEEPER, Keeper
 from kvfuse.options.config import Options
 from kvfuse.remote.records.api import ABSENT
 from kvfuse.volume.api import ROOT_INODE
 from kvfuse.volume.inodes.handle import FileHandle
 from kvfuse.volume.inodes.node import Node
-from kvfuse.volume.opening.holding import Held
+from kvfuse.volume.opening.holding import Held, has_cut_off
 from kvfuse.volume.running import run_volume
 from kvfuse.volume.store import schema
-from kvfuse.volume.store.member import FencedRecords, FencedSegments, Member
+from kvfuse.volume.store.member import FencedRecords, FencedSegments, Member, Standing
 from kvfuse.volume.store.schema import MemberRecord
 from kvfuse.volume.views.handover import Handover
 from kvfuse.volume.volume import Volume
@@ -33,35 +34,64 @@ R = TypeVar("R")
 
 @asynccontextmanager
 async def joined(
-    disk: Disk, options: Options, client: int, chaos: Chaos, handover: Handover | None = None
+    disk: Disk,
+    options: Options,
+    client: int,
+    chaos: Chaos,
+    keeper: Keeper = NO_KEEPER,
+    *,
+    handover: Handover | None = None,
 ) -> AsyncIterator[Volume]:
-    """The volume as one more client has it; each time it lost its lease it becomes ``client`` + 1000."""
+    """The volume as one more client has it; each time it joins anew it becomes ``client`` + 1000.
+
+    ``keeper``: what a daemon before it left. If it is killed (`Chaos.killed`), its tasks end with the body.
+    """
     records, segments = MemoryRecords(disk, chaos), MemorySegments(disk, chaos)
     members: list[Member] = []
     async with trio.open_nursery() as nursery:
 
         async def join() -> Held:
-            number = client + 1000 * len(members)
+            member = None
             if members:
                 await members[-1].leave()  # as `memberships` does
                 await segments.renew()
-            asked = trio.current_time()
-            lease = await records.lease(LEASE)
-            key = schema.member_key(number)
-            said = schema.encode_member(MemberRecord("lab", number, ""))
-            member = Member(number, lease, await records.commit({key: said}, (), {key: ABSENT}, lease=lease), asked)
+            elif (before := Standing.take(keeper)) is not None:
+                member = await Member.resume(records, "", before, keeper)
+            if member is None:
+                member = await join_anew()
             members.append(member)
             nursery.start_soon(member.keep)
+            if member.before is not None and not await has_cut_off(member, records, segments):
+                return await join()
             fenced = FencedRecords(records, member), FencedSegments(segments, member)
             return Held(disk.superblock, *fenced, member, join)
 
+        async def join_anew() -> Member:
+            number = client + 1000 * (disk.joins[client] if keeper.outlives else len(members))
+            disk.joins[client] += 1
+            asked = trio.current_time()
+            lease = await records.lease(LEASE)
+            Standing(number, lease.identity).keep(keeper)
+            key = schema.member_key(number)
+            said = schema.encode_member(MemberRecord("lab", number, ""))
+            version = await records.commit({key: said}, (), {key: ABSENT}, lease=lease)
+            return Member(number, lease, version, asked, keeper)
+
         try:
-            async with run_volume(options, await join(), handover=handover) as volume:
-                yield volume
+            async with run_volume(options, await join(), keeper, handover) as volume:
+                try:
+                    yield volume
+                finally:
+                    if chaos.killed:
+                        with trio.CancelScope(shield=True):
+                            await volume.parts.life.end()
         finally:
             with trio.CancelScope(shield=True):
                 for member in members[-1:]:  # there is none where joining was cancelled
-                    await member.leave()
+                    if chaos.killed:
+                        member._renewing.cancel()
+                    else:
+                        await member.leave()
 
 
 @asynccontextmanager

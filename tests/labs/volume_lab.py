@@ -15,6 +15,7 @@ import random
 import sys
 import traceback
 import weakref
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -78,8 +79,12 @@ class Disk:
     """segments' clients have identities, and may be cut off"""
     fenced: set[bytes] = field(default_factory=set)
     durable: bool = False
-    quarantine: float = 0.0
     """every write and every commit is, when its call returns"""
+    quarantine: float = 0.0
+    leases: dict[bytes, LeaseState] = field(default_factory=dict)
+    """by identity"""
+    joins: Counter[int] = field(default_factory=Counter)
+    """host -> how often it joined as a new client"""
     audit: Callable[[Mapping[bytes, bytes], Collection[bytes]], None] | None = None
     """looks at the records after each commit, with what it put and deleted"""
 
@@ -145,6 +150,8 @@ class Chaos:
     """the client hears of no changes until this is set; its calls go on"""
     stalled_commits: trio.Event | None = None
     """no commit of the client begins until this is set"""
+    stalled_writes: trio.Event | None = None
+    """no segment write of the client ends until this is set"""
     late: Delay | None = None
     """an answer that comes late; its call alone is held up"""
     cut: trio.Event | None = None
@@ -155,14 +162,26 @@ class Chaos:
     """what the engines were asked that matters for durability, in order"""
     first_write: trio.Event = field(default_factory=trio.Event)
     """a segment write began"""
+    killed: bool = False
+    """the client's process is dead: nothing that it does comes to anything"""
+    late_writes: trio.Event | None = None
+    """segment writes under way when it was killed happen when this is set"""
+    late_commits: trio.Event | None = None
+    """likewise commits"""
 
     def end(self) -> None:
         """Whatever was held up goes on."""
-        for event in (self.stalled, self.deaf, self.stalled_commits, self.cut, self.late and self.late.arrives):
+        late = self.late and self.late.arrives
+        for event in (self.stalled, self.deaf, self.stalled_commits, self.stalled_writes, self.cut, late):
             if event is not None:
                 event.set()
 
     async def hold_up(self) -> None:
+        await self._hold_up()
+        if self.killed:
+            await trio.sleep_forever()
+
+    async def _hold_up(self) -> None:
         if self.random.random() < self.delay:
             await trio.sleep(self.random.random() * 0.01)
         await self.wait_if_stalled()
@@ -216,16 +235,18 @@ class MemoryWatch(Watch):
         return change
 
 
-class MemoryLease(Lease):
-    """A lease that the disk ends when it was not renewed in time by trio's clock."""
+class LeaseState:
+    """A lease as the disk has it."""
 
-    def __init__(self, ttl: float, store: MemoryRecords) -> None:
+    def __init__(self, ttl: float, disk: Disk) -> None:
         self.ttl = ttl
-        self.store = store
+        self.disk = disk
+        self.identity = b"lease %d" % len(disk.leases)
         self.ended = False
         self.attached: dict[bytes, int] = {}
         """key -> the version it was put with"""
         self._life = trio.CancelScope(deadline=trio.current_time() + ttl)
+        disk.leases[self.identity] = self
         trio.lowlevel.spawn_system_task(self._end_in_time)
 
     async def _end_in_time(self) -> None:
@@ -233,27 +254,40 @@ class MemoryLease(Lease):
             await trio.sleep_forever()
         self.end()
 
+    def renew(self) -> bool:
+        if not self.ended:
+            self._life.deadline = trio.current_time() + self.ttl
+        return not self.ended
+
     def end(self) -> None:
         """The lease is over, as everybody sees at once."""
-        records = self.store.disk.records
+        records = self.disk.records
         if not self.ended:
             self.ended = True
             self._life.cancel()
             held = [key for key, version in self.attached.items() if key in records and records[key].version == version]
             if held:
-                self.store.disk.apply({}, held)
+                self.disk.apply({}, held)
+
+
+class MemoryLease(Lease):
+    """A lease that the disk ends when it was not renewed in time by trio's clock."""
+
+    def __init__(self, store: MemoryRecords, state: LeaseState) -> None:
+        self.ttl = state.ttl
+        self.store = store
+        self.state = state
+        self.identity = state.identity
 
     async def keepalive(self) -> bool:
         await self.store.chaos.hold_up()
-        if not self.ended:
-            self._life.deadline = trio.current_time() + self.ttl
-        renewed = not self.ended
+        renewed = self.state.renew()
         await self.store.chaos.hold_up()
         return renewed
 
     async def revoke(self) -> None:
         await self.store.chaos.hold_up()
-        self.end()
+        self.state.end()
 
 
 class MemoryRecords(RecordStore):
@@ -289,21 +323,53 @@ class MemoryRecords(RecordStore):
         durable: bool = False,
         lease: Lease | None = None,
     ) -> int:
-        self.counters.commits += 1
         self.limits.check_commit(puts, deletes, expect or {})
+        before = self.chaos.commits
+        try:
+            return await self._commit(puts, deletes, expect or {}, durable, lease)
+        except BaseException:
+            late = self.chaos.late_commits
+            if late is not None and self.chaos.killed and self.chaos.commits == before:
+                trio.lowlevel.spawn_system_task(self._commit_late, dict(puts), list(deletes), expect or {}, lease, late)
+            raise
+
+    async def _commit_late(
+        self,
+        puts: Mapping[bytes, bytes],
+        deletes: Collection[bytes],
+        expect: Mapping[bytes, int],
+        lease: Lease | None,
+        when: trio.Event,
+    ) -> None:
+        """What was sent by then arrives."""
+        await when.wait()
+        self.chaos.events.append("late commit")
+        if self._may(expect, lease):
+            self.chaos.events.append("late commit done")
+            self.disk.apply(puts, deletes)
+
+    async def _commit(
+        self,
+        puts: Mapping[bytes, bytes],
+        deletes: Collection[bytes],
+        expect: Mapping[bytes, int],
+        durable: bool,
+        lease: Lease | None,
+    ) -> int:
+        self.counters.commits += 1
         async with self._order:
             if self.chaos.stalled_commits is not None:
                 await self.chaos.stalled_commits.wait()
             await self.chaos.hold_up()
             if self.chaos.fails(self.chaos.commit_error / 2):
                 raise EngineError("injected before the commit")
-            if not self._may(expect or {}, lease):
+            if not self._may(expect, lease):
                 await self.chaos.hold_up()
                 return 0
             self.disk.apply(puts, deletes)
             version = self.disk.version
             if isinstance(lease, MemoryLease):
-                lease.attached.update(dict.fromkeys(puts, version))
+                lease.state.attached.update(dict.fromkeys(puts, version))
             self.chaos.commits += 1
             self.chaos.durable_commits += durable
             self.chaos.events.append("durable commit" if durable else "commit")
@@ -314,7 +380,7 @@ class MemoryRecords(RecordStore):
 
     def _may(self, expect: Mapping[bytes, int], lease: Lease | None) -> bool:
         """Nothing expected has moved, and the lease lasts."""
-        if isinstance(lease, MemoryLease) and lease.ended:
+        if isinstance(lease, MemoryLease) and lease.state.ended:
             return False
         rows = {key: self.disk.records.get(key) for key in expect}
         return all((row.version if row else ABSENT) == expect[key] for key, row in rows.items())
@@ -326,7 +392,14 @@ class MemoryRecords(RecordStore):
 
     async def lease(self, ttl: float) -> Lease:
         await self.chaos.hold_up()
-        return MemoryLease(ttl, self)
+        return MemoryLease(self, LeaseState(ttl, self.disk))
+
+    async def resume_lease(self, identity: bytes) -> Lease | None:
+        state = self.disk.leases.get(identity)
+        if state is None:
+            return None
+        lease = MemoryLease(self, state)
+        return lease if await lease.keepalive() else None
 
     async def aclose(self) -> None:
         pass
@@ -393,6 +466,25 @@ class MemorySegments(SegmentStore):
         self._frames = [frame for frame, _ in traceback.walk_stack(sys._getframe())]
 
     async def write(self, batch: Sequence[Transfer]) -> None:
+        if self.chaos.late_writes is None:
+            await self._write(batch)
+            return
+        copies = [(segment, offset, bytes(buffer)) for segment, offset, buffer in batch]
+        try:
+            await self._write(batch)
+        except BaseException:
+            if self.chaos.killed:
+                trio.lowlevel.spawn_system_task(self._write_late, copies, self.chaos.late_writes)
+            raise
+
+    async def _write_late(self, copies: Sequence[tuple[int, int, bytes]], when: trio.Event) -> None:
+        """What was sent by then arrives, unless the client was cut off since."""
+        await when.wait()
+        for segment, offset, data in copies if self._identity not in self.disk.fenced else ():
+            self._range(segment, offset, len(data))[:] = data
+            self.chaos.events.append("late write")
+
+    async def _write(self, batch: Sequence[Transfer]) -> None:
         self.counters.writes += len(batch)
         self.chaos.events.append("write")
         self.chaos.first_write.set()
@@ -407,6 +499,8 @@ class MemorySegments(SegmentStore):
                 self._check_fence()
                 target[part] = memoryview(buffer)[part]
                 await self.chaos.hold_up()
+                if self.chaos.stalled_writes is not None:
+                    await self.chaos.stalled_writes.wait()
         self.chaos.events.append("written")
         if fails:
             raise EngineError("injected: a part of the batch was written")

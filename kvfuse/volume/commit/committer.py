@@ -16,7 +16,7 @@ import trio
 
 from kvfuse.errors import EngineError, KvfuseError
 from kvfuse.remote.records.api import ABSENT, RecordLimits, RecordStore, Versioned
-from kvfuse.volume.namespaces.uses import OwnUses
+from kvfuse.volume.namespaces.uses import NOTHING, OwnUses
 from kvfuse.volume.store import schema
 from kvfuse.volume.store.schema import Counts
 from kvfuse.volume.store.sealed import get_marked
@@ -187,6 +187,8 @@ class Sequence:
     counts_key: bytes | None = None
     """of the record with this client's counts of inodes and bytes; None: there is none"""
     version: int = ABSENT
+    counts: Counts = NOTHING
+    """what that record says now"""
 
 
 @dataclass
@@ -224,9 +226,10 @@ class Committer:
         same records since. ``coming``: see `Gathering`.
         """
         self.records = records
-        self.size = 0
+        counts = sequence.counts if sequence is not None else NOTHING
+        self.size = counts.size or 0
         """stored weight of names, inodes and attributes of this client, in bytes; below 0 if it removed more"""
-        self._files = 0
+        self._files = counts.inodes
         """stored inodes that this client made, less those that it removed"""
         self._sequence = sequence
         self._uses = uses

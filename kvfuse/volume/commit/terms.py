@@ -91,7 +91,8 @@ class SharedTerms:
         self.pending = pending
         self.core = core = pending.core
         client = core.client
-        sequence = Sequence(schema.sequence_key(client), core.segments.identity(), schema.files_key(client))
+        keys, left = (schema.sequence_key(client), schema.files_key(client)), core.left
+        sequence = Sequence(keys[0], core.segments.identity(), keys[1], left.sequence_version, left.counts)
         conflicts = Conflicts(pending, refusals)
         before_build = conflicts.untangle, conflicts.keep_borders, conflicts.drop_cleared
         before = before_build, (self.begin,), (self.settle,)

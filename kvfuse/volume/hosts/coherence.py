@@ -37,7 +37,7 @@ from kvfuse.volume.names.namespace_news import NamespaceNews
 from kvfuse.volume.names.shared_lookup import SharedLookup
 from kvfuse.volume.store import schema
 from kvfuse.volume.store.member import Member
-from kvfuse.volume.store.sealed import ScanPages
+from kvfuse.volume.store.sealed import all_keys
 
 RETRY_SECONDS = 0.5
 """Longest pause before a watch that ended is begun anew."""
@@ -289,16 +289,6 @@ class Coherence:
             self._held[node.ino] = node
             self._set_hold(node.ino, True)
 
-    async def find_own_removed(self) -> None:
-        """Have freed what a daemon before this one, by the same membership, removed, and did not come to free."""
-        try:
-            async for rows, _ in ScanPages(self.records, b"o"):
-                for row in rows:
-                    if schema.decode_orphan(row.value).remover == self.core.client:
-                        self.journal.refusals.to_free.add(schema.key_inode(row.key))
-        except EngineError as error:
-            log.warning("files that were removed before this start are not freed: %s", error)
-
     def closed(self, node: Node) -> bool:
         """The last handle of a file was closed. True: another host removed it, and nothing of it is left here."""
         self.fetcher.closed(node)
@@ -312,8 +302,26 @@ class Coherence:
         self._changed_holds[ino] = is_held
         self._work.set()
 
+    async def _take_up_holds(self) -> None:
+        """What the daemon before this one held, as the same client, and is open no more, is to go."""
+        for key in await all_keys(self.core.records, b"h"):
+            ino, client = schema.split_open_key(key)
+            if client == self.member.client and ino not in self._held and not self._is_open(ino):
+                self._set_hold(ino, False)
+
+    def _is_open(self, ino: int) -> bool:
+        node = self.core.nodes.get(ino)
+        return (node is not None and node.handles > 0) or ino in self.core.nodes.handover.still_open
+
     async def _keep_holds(self) -> None:
         """Write what `hold` and `closed` said, for ever."""
+        while self.core.left.is_resumed:
+            try:
+                await self._take_up_holds()
+                break
+            except EngineError as error:
+                log.info("removed files that were open before are looked for later: %s", error)
+                await trio.sleep(RETRY_SECONDS)
         while True:
             await self._work.wait()
             self._work = trio.Event()

@@ -6,6 +6,8 @@
   gone. So one client alone ever frees it.
 * *Sequence records* go last, when the client holds no slab any more.
 
+A client that goes on after its daemon ended (`store.member`) finds its own orphan records, which are not to be claimed.
+
 A client looks at its start, and whenever another one departs, until nothing is left of those whose heir it is.
 """
 
@@ -53,6 +55,8 @@ class Inheritance:
         self.is_behind = True
         """there may be something of clients that are gone"""
         self._turn = trio.Lock()
+        self._knows_own = not self.core.left.is_resumed
+        """the orphan records that the daemon before this one left are known"""
         self._fenced: dict[int, bool] = {}
         self._not_fenced: dict[int, float] = {}
         """clients that could not be cut off -> when that is tried again"""
@@ -104,7 +108,14 @@ class Inheritance:
         return [row async for rows, _ in ScanPages(self.core.records, kind, SCAN_ROWS) for row in rows]
 
     async def _claim_orphans(self) -> int:
-        rows = [row for row in await self._rows(b"o") if self._is_ours(schema.decode_orphan(row.value).remover)]
+        rows = []
+        for row in await self._rows(b"o"):
+            remover = schema.decode_orphan(row.value).remover
+            if self._is_ours(remover):
+                rows.append(row)
+            elif remover == self.core.client and not self._knows_own and row.version < self.core.left.version:
+                self.free_later(schema.key_inode(row.key))
+        self._knows_own = True
         for start in range(0, len(rows), CLAIMS_MAX):
             await _side_by_side([partial(self._claim, row) for row in rows[start : start + CLAIMS_MAX]])
         return len(rows)

@@ -5,6 +5,14 @@
 * The fence - every commit of a client expects its own m record - is the record store's decorator (`FencedRecords`).
   It covers all slabs: one is taken from a client only where that client's m record is gone, and so is all that it
   could still commit.
+* A client that goes on after its daemon was killed (`store.member`) has its slabs: their l records name it. But which
+  of the free slots in them that daemon was writing to, nobody knows, and which it freed so lately that others may be
+  reading them. So the slabs rest like adopted ones, for the longer of the grace of freed slots and the engine's
+  quarantine, and are then granted as their records say: every free slot in them is one that nothing is on its way to.
+  Meanwhile slots in them are freed as those of other holders are, and bytes go to slabs that were nobody's.
+  The engine was told before to cut off that daemon, where it can. A client that ends before its slabs have rested
+  keeps them, so that others take them only when its lease has run out. One that was handed over (`unsettled`) says
+  which slabs have to rest: those with slots that are neither free nor named by a record.
 """
 
 from __future__ import annotations
@@ -66,6 +74,26 @@ class HeldSlabs:
     def ripe_at(self) -> float:
         """When the next slab may be granted, in trio's time; infinite if none is waiting."""
         return min(self._coming.values(), default=math.inf)
+
+    @property
+    def resting(self) -> set[int]:
+        """Slabs that may not be granted yet."""
+        now = trio.current_time()
+        return {slab for slab, time in self._coming.items() if time > now}
+
+    def take_up(self) -> None:
+        """Have the slabs that records say are this client's already; grant them when they have rested."""
+        left, now = self.core.left, trio.current_time()
+        for slab in self.view.held_by(self.core.client):
+            has_to_rest = left.resting is None or slab in left.resting
+            self.slabs[slab] = self.view.seen(slab)
+            self._coming[slab] = now + (left.rest_seconds if has_to_rest else 0.0)
+
+    def unsettled(self) -> list[int]:
+        """Slabs with slots of which the allocator alone knows what may still happen in them, and those that rest."""
+        slabs = self.core.slabs
+        held = [slab for slab in self.slabs if slabs.holds(slab) and not slabs.may_withdraw(slab)]
+        return sorted({*held, *self.resting})
 
     def _pieces(self, slabs: Sequence[int]) -> Iterator[list[int]]:
         for start in range(0, len(slabs), self._bulk):

@@ -165,6 +165,9 @@ class SlabLeases:
         To cut them off takes seconds, and this one may be among those who were away together.
         """
         async with self._turn:
+            if self.core.left.is_resumed:
+                self.held.take_up()
+                await self.held.ripen()
             await self.supply.take_ahead()
             await self.held.ripen()
         if not self.core.slabs.free_slab_count:
@@ -203,16 +206,21 @@ class SlabLeases:
             await self.held.give_back_unused()
         return len(given)
 
-    async def close(self) -> None:
-        """Give everything back, after the last commit and the last write: others need no grace then."""
+    async def close(self) -> bool:
+        """Give everything back, after the last commit and the last write: others need no grace then.
+
+        False: but for slabs of a client that went on, which have not rested yet.
+        """
         async with self._turn:
+            resting = self.held.resting if self.core.left.is_resumed else set[int]()
             try:
-                await self.held.give_back(sorted(self.held.slabs))
+                await self.held.give_back(sorted(self.held.slabs.keys() - resting))
                 await self.inheritance.take_over_counts(self.core.client)
                 spaces = self.core.namespaces.accounts.records.spaces()
                 await self.inheritance.take_over_uses(self.core.client, spaces)
             except EngineError as error:
                 log.warning("slabs were not given back, others take them when the lease has ended: %s", error)
+        return not resting
 
     # -- having enough -------------------------------------------------------------------------------
 

@@ -31,6 +31,7 @@ from kvfuse.volume.inodes.sharing import Alone, Shared
 from kvfuse.volume.namespaces.cache import Cache
 from kvfuse.volume.namespaces.registry import Namespaces
 from kvfuse.volume.namespaces.uses import Use
+from kvfuse.volume.store.left import NOTHING, Left
 from kvfuse.volume.store.numbers import NumberRange
 from kvfuse.volume.store.schema import InodeRecord
 from kvfuse.volume.views.demand import Demand
@@ -163,6 +164,8 @@ class Core:
     namespaces: Namespaces
     client: int = 0
     """number of this client in a shared volume"""
+    left: Left = NOTHING
+    """what the daemon before this one left, if that was the same client"""
     grace: Grace = field(default_factory=lambda: Grace(0.0))
     """of freed slots of a shared volume"""
     is_alone: Callable[[], bool] = field(default=lambda: False)

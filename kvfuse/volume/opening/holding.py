@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -16,11 +17,13 @@ from kvfuse.remote.segments.api import SegmentStore
 from kvfuse.slab.layout import Superblock
 from kvfuse.volume.inodes.metadata_budget import meter_of
 from kvfuse.volume.opening import engines, format
-from kvfuse.volume.store import sealed
+from kvfuse.volume.store import schema, sealed
 from kvfuse.volume.store.member import FencedRecords, FencedSegments, Member, memberships
 
 LOCK_WAIT = 30.0
 """Seconds to wait for a daemon that flushes after its mount was taken away."""
+
+log = logging.getLogger(__name__)
 
 
 class Held(NamedTuple):
@@ -88,9 +91,13 @@ async def _hold_shared(
         # Without one there is nothing to hold.
         superblock = await format.read_shared_superblock(plain_records, options.title)
         records = sealed.as_formatted(plain_records, superblock)
-        async with memberships(records, options.client.lease, options.title, mountpoint, alone=alone) as join:
+        async with memberships(
+            records, options.client.lease, options.title, mountpoint, alone=alone, keeper=keeper
+        ) as join:
             member = await join()
             async with engines.open_segments(options, read_only=read_only, volume_id=superblock.volume_id) as segments:
+                if member.before is not None and not await has_cut_off(member, records, segments):
+                    member = await join()
 
                 async def held(member: Member) -> Held:
                     superblock = await format.read_shared_superblock(records, options.title)
@@ -102,6 +109,26 @@ async def _hold_shared(
                     return await held(await join())
 
                 yield await held(member)
+
+
+async def has_cut_off(member: Member, records: RecordStore, segments: SegmentStore) -> bool:
+    """The segment engine lets the daemon before this one, which was the same client, write no more, if it can do that.
+
+    Before this one's first commit: until then the client's sequence record has the identity of that daemon, and
+    whoever follows finds it there. False: it is not known whether that was done.
+    """
+    if member.before is None or member.before.resting == ():
+        return True
+    try:
+        keys = schema.sequence_key(member.client), schema.files_key(member.client)
+        sequence, _ = await records.get(keys)  # both are needed undamaged
+        if sequence is not None:
+            await segments.fence(sequence.value)
+    except EngineError as error:
+        log.warning("the daemon before this one could not be cut off, this one joins as another client: %s", error)
+        member.let_run_out()
+        return False
+    return True
 
 
 def _is_closing(path: Path) -> bool:

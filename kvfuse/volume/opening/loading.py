@@ -32,6 +32,7 @@ from kvfuse.volume.namespaces.uses import NO_USE
 from kvfuse.volume.opening.format import read_header
 from kvfuse.volume.opening.holding import Held
 from kvfuse.volume.store import schema
+from kvfuse.volume.store.left import NOTHING, read_left, read_own_uses
 from kvfuse.volume.store.member import Member
 from kvfuse.volume.store.numbers import NumberRange, SharedNumberRange
 from kvfuse.volume.store.sealed import DamagedRecords, ScanPages, describe, get_sound
@@ -74,21 +75,29 @@ async def load_core(options: Options, held: Held, keeper: Keeper = NO_KEEPER, ha
         raise errors.VolumeError(
             f"{options.title}: the record store is damaged ({error}): 'kvfuse fsck --repair' mends what can be"
         ) from error
-    return core if held.member is None else _shared(core, held.member)
+    return core if held.member is None else await _shared(core, held.member)
 
 
-def _shared(core: Core, member: Member) -> Core:
+async def _shared(core: Core, member: Member) -> Core:
     """As one of several clients has the volume: slabs and numbers are this one's only when they are leased."""
     core.namespaces.accounts.keeps_unknown = True
     for account in core.namespaces.accounts.all.values():
         account.bound = NO_USE  # until its grants were read
+    grace = max(REUSE_SECONDS_MIN, 2 * core.records.limits.deadline, 2 * core.segments.limits.deadline)
+    left = NOTHING
+    if member.before is not None:
+        rest = max(grace, core.segments.limits.quarantine)
+        left = await read_left(core.records, member.client, member.version, rest, member.before.resting)
+        for number, counts in (await read_own_uses(core.records, member.client)).items():
+            core.namespaces.accounts.load(number, counts)
     return dataclasses.replace(
         core,
         inodes=SharedNumberRange(schema.COUNTER_INODE),
         generations=SharedNumberRange(schema.COUNTER_GENERATION),
-        file_count=0,
+        file_count=left.counts.inodes,
         client=member.client,
-        grace=Grace(max(REUSE_SECONDS_MIN, 2 * core.records.limits.deadline, 2 * core.segments.limits.deadline)),
+        left=left,
+        grace=Grace(grace),
     )
 
 

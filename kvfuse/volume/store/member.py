@@ -5,6 +5,19 @@ more careful view: the lease's time counted from *before* the last successful re
 later than the lease does, and whoever acts only while it holds is never overtaken.
 
 Commands that check a volume or make it anew have it alone (``schema.MOUNTED``); mounts share it.
+
+**A client that outlives its process.** What it takes to go on as this client is kept for the next daemon (`Standing`),
+from before the client joins. That daemon renews the lease, and puts the member record anew (`Member.resume`); others
+see the same client all along. The daemon before it has ended; but what it sent may still be on its way:
+
+* *Commits* expect the member record as it was. A new version is put before anything else is read: from then on the
+  store refuses them, and what is read is all that there ever will be of them. So nothing but the client's
+  number and its lease has to be kept: nobody else puts this record, and it never comes again under the same number.
+* *Writes* go to slots that no record names yet, or to none: a shared volume never writes in place. So slots that are
+  free when the client goes on are given to nobody before such a write is over or cut off (`hosts.held_slabs`).
+
+Killed anywhere in between, the next daemon does the same again. Where the lease has ended, or the writes cannot be cut
+off though they could be (`opening.holding`), it is another client, as ever: others adopt what was this one's.
 """
 
 from __future__ import annotations
@@ -18,15 +31,17 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Self
 
+import msgspec
 import trio
 
 from kvfuse.errors import EngineError, EngineTimeout, VolumeBusy
+from kvfuse.keeper import NO_KEEPER, Keeper
 from kvfuse.mounttable import top_mount
 from kvfuse.remote.records.api import ABSENT, Lease, RecordStore
 from kvfuse.remote.records.decorators import RecordDecorator
 from kvfuse.remote.segments.api import SegmentStore, Transfer
 from kvfuse.remote.segments.decorators import SegmentDecorator
-from kvfuse.volume.store import schema
+from kvfuse.volume.store import peer_records, schema
 from kvfuse.volume.store.schema import MemberRecord
 
 RENEWALS = 6
@@ -35,20 +50,62 @@ RETRY_SECONDS = 0.5
 """after a renewal that got no answer"""
 LOOK_SECONDS = 0.2
 """between two looks at a record that is about to go"""
+RESUME_SECONDS = 10.0
+"""for which the next daemon tries to go on as the same client, where the store does not answer"""
+RESTING_MAX = 4096
+KEPT = "member"
+"""name of a `Standing`, see `keeper`"""
 
 
 log = logging.getLogger(__name__)
 
 
-class Member:
-    """A client of a shared volume. Made by ``join``; used from the event loop's thread alone."""
+class Standing(msgspec.Struct, array_like=True, frozen=True):
+    """What the next daemon has to know to go on as this client. Of one that did not join yet it finds no record."""
 
-    def __init__(self, client: int, lease: Lease, version: int, joined: float) -> None:
+    client: int
+    lease: bytes
+    """identity"""
+    resting: tuple[int, ...] | None = None
+    """slabs of its own in which free slots may still be written, or read by others; None: all. So it is until the
+    daemon has ended well"""
+
+    def keep(self, keeper: Keeper) -> None:
+        if self.lease:
+            keeper.keep(KEPT, msgspec.msgpack.encode(self))
+
+    @classmethod
+    def take(cls, keeper: Keeper) -> Self | None:
+        """What the daemon before this one left. None: nothing that makes sense."""
+        kept = keeper.take(KEPT)
+        for descriptor in kept.descriptors if kept is not None else ():
+            os.close(descriptor)
+        try:
+            return msgspec.msgpack.decode(kept.content, type=cls) if kept is not None else None
+        except msgspec.DecodeError as error:
+            log.error("what was kept of the client before this one makes no sense: %s", error)
+            return None
+
+
+class Member:
+    """A client of a shared volume. Made by ``join`` or ``resume``; used from the event loop's thread alone."""
+
+    def __init__(
+        self, client: int, lease: Lease, version: int, joined: float, keeper: Keeper = NO_KEEPER,
+        before: Standing | None = None,
+    ) -> None:  # fmt: skip
         self.client = client
         """random u64"""
         self.lease = lease
         self.version = version
         """of the member record: a commit that expects it is refused once the lease has ended"""
+        self.before = before
+        """a daemon before this one was this client, and left it so"""
+        self.stays = False
+        """the end of this process is not the client's: its lease is not given back"""
+        self._rests = False
+        """see `let_run_out`"""
+        self._keeper = keeper
         self.lost = trio.Event()
         """the store says that the lease is gone"""
         self._alive_until = joined + lease.ttl
@@ -62,14 +119,21 @@ class Member:
 
     @classmethod
     async def join(
-        cls, records: RecordStore, lease_seconds: float, mountpoint: str, title: str, *, alone: bool = True
+        cls,
+        records: RecordStore,
+        lease_seconds: float,
+        mountpoint: str,
+        title: str,
+        *,
+        alone: bool = True,
+        keeper: Keeper = NO_KEEPER,
     ) -> Self:
         """Become a client of the volume, or its only one (``alone``). VolumeBusy says who is in the way.
 
         A daemon of this host that has died, or whose mount is gone, is waited for: its record goes by itself. Who is
         alone says so first and then looks for others, who look for that when they join: one of two sees the other.
         """
-        said = MemberRecord(socket.gethostname(), os.getpid(), mountpoint)
+        said = _own_record(mountpoint)
         client = 1 + secrets.randbelow((1 << 64) - 1)  # not NOBODY
         key = schema.member_key(client)
         puts = dict.fromkeys((key, schema.MOUNTED) if alone else (key,), schema.encode_member(said))
@@ -78,11 +142,34 @@ class Member:
                 await _wait_for_others(records, title, 2 * lease_seconds)
             asked = trio.current_time()
             lease = await records.lease(lease_seconds)
+            Standing(client, lease.identity).keep(keeper)
             version = await records.commit(puts, (), dict.fromkeys((key, schema.MOUNTED), ABSENT), lease=lease)
             if version and not (alone and await _others(records, client)):
-                return cls(client, lease, version, asked)
+                return cls(client, lease, version, asked, keeper)
+            keeper.drop(KEPT)
             await lease.revoke()
             await _wait_for_holder(records, title, 2 * lease_seconds)
+
+    @classmethod
+    async def resume(cls, records: RecordStore, mountpoint: str, before: Standing, keeper: Keeper) -> Self | None:
+        """Go on as the client that the daemon before this one was. None: it is gone. EngineError: nobody knows.
+
+        Others do not hear where it answers, or what it reported, until it says so anew.
+        """
+        key = schema.member_key(before.client)
+        old = [peer_records.key_of(before.client), schema.report_key(before.client)]
+        asked = trio.current_time()
+        lease = await records.resume_lease(before.lease)
+        while lease is not None:
+            (found,) = await records.get([key])
+            if found is None:  # it had not joined, and is not to join late
+                await lease.revoke()
+                break
+            puts, expect = {key: schema.encode_member(_own_record(mountpoint))}, {key: found.version}
+            if version := await records.commit(puts, old, expect, lease=lease):
+                Standing(before.client, lease.identity).keep(keeper)
+                return cls(before.client, lease, version, asked, keeper, before)
+        return None
 
     @property
     def alive(self) -> bool:
@@ -161,12 +248,30 @@ class Member:
                     log.warning("the lease was not renewed: %s", error)
                     delay = min(RETRY_SECONDS, self.lease.ttl / RENEWALS)
 
+    def stay(self) -> None:
+        """The next daemon goes on as this client: the end of this one leaves the lease as it is."""
+        self.stays = not self.lost.is_set()
+
+    def hand_over(self, resting: Sequence[int]) -> None:
+        """After `stay`, and after the last write and commit. ``resting``: as of `Standing`."""
+        if self.stays and len(resting) <= RESTING_MAX:
+            Standing(self.client, self.lease.identity, tuple(resting)).keep(self._keeper)
+
+    def let_run_out(self) -> None:
+        """Slabs are left in which a write of the daemon before this one may still happen: nobody gets them soon."""
+        self._rests = True
+
     async def leave(self) -> None:
-        """Stop renewing and give the lease back, so that nobody waits for it to run out."""
+        """Stop renewing and give the lease back, so that nobody waits for it to run out. Not if the client stays."""
         self._renewing.cancel()
+        if self.stays:
+            return
+        self._keeper.drop(KEPT)
         if self.lost.is_set():
             return
         self.lose()
+        if self._rests:
+            return
         try:
             await self.lease.revoke()
         except EngineError as error:
@@ -184,11 +289,18 @@ async def membership(
 
 @asynccontextmanager
 async def memberships(
-    records: RecordStore, lease_seconds: float, title: str, mountpoint: str = "", *, alone: bool = True
+    records: RecordStore,
+    lease_seconds: float,
+    title: str,
+    mountpoint: str = "",
+    *,
+    alone: bool = True,
+    keeper: Keeper = NO_KEEPER,
 ) -> AsyncIterator[Callable[[], Awaitable[Member]]]:
     """Makes this process a client, and another client when the lease was lost or the work could not begin.
 
     The one before leaves then, the last one at the end: nobody renews the lease of a client that does nothing.
+    The first one may be that of a daemon before this one, which the ``keeper`` tells of.
     """
     last: Member | None = None
     try:
@@ -198,7 +310,11 @@ async def memberships(
                 nonlocal last
                 if last is not None:
                     await last.leave()
-                last = await Member.join(records, lease_seconds, mountpoint, title, alone=alone)
+                    last = None
+                elif (before := Standing.take(keeper)) is not None:
+                    last = await _resumed(records, mountpoint, before, keeper)
+                if last is None:
+                    last = await Member.join(records, lease_seconds, mountpoint, title, alone=alone, keeper=keeper)
                 nursery.start_soon(last.keep)
                 return last
 
@@ -212,6 +328,26 @@ async def memberships(
         if len(group.exceptions) > 1:
             raise
         raise group.exceptions[0] from group.exceptions[0].__cause__
+
+
+async def _resumed(records: RecordStore, mountpoint: str, before: Standing, keeper: Keeper) -> Member | None:
+    """The client of the daemon before this one. None: it is gone, or the store said nothing of it."""
+    deadline = trio.current_time() + RESUME_SECONDS
+    while True:
+        try:
+            member = await Member.resume(records, mountpoint, before, keeper)
+        except EngineError as error:
+            log.warning("nobody knows yet whether this is the client that it was: %s", error)
+            if trio.current_time() > deadline:
+                return None
+            await trio.sleep(RETRY_SECONDS)
+        else:
+            log.info("client %x goes on" if member else "client %x is gone: joining anew", before.client)
+            return member
+
+
+def _own_record(mountpoint: str) -> MemberRecord:
+    return MemberRecord(socket.gethostname(), os.getpid(), mountpoint)
 
 
 async def _others(records: RecordStore, client: int = schema.NOBODY) -> list[MemberRecord]:
