@@ -108,10 +108,11 @@ class Running:
                 parts.core.disk.stop()
 
     async def _live(self) -> None:
-        """Say to clients that this daemon lives; until `finish`."""
+        """Say to clients that this daemon lives, and to its keeper what there is of its memory; until `finish`."""
         with self._living:
             while True:
                 self._volume.parts.core.tier.residents.live_on()
+                self._volume.parts.blocks.hear_of_tier()
                 await trio.sleep(RENEW_SECONDS)
 
     async def _finish(self, parts: Parts) -> None:

@@ -84,7 +84,7 @@ class Blocks:
 
         def in_loop() -> None:
             with suppress(trio.RunFinishedError):
-                token.run_sync_soon(self._hear_of_tier, idempotent=True)
+                token.run_sync_soon(self.hear_of_tier, idempotent=True)
 
         self.core.tier.on_news = in_loop
 
@@ -106,7 +106,7 @@ class Blocks:
             return binding  # somebody else was faster: whom it was given to may be about to use it
         return dentries.bind(directory, name, node, self.mapper.map_of(node))
 
-    def _hear_of_tier(self) -> None:
+    def hear_of_tier(self) -> None:
         """Drop blocks that the tier evicts, and have its arenas kept for the next daemon."""
         evicted = self.core.tier.evicted
         while evicted:

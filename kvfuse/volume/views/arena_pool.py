@@ -74,6 +74,8 @@ class ArenaPool:
         """bytes beyond the capacity, while others are about to be given back"""
         self.news: deque[int] = deque()
         """numbers of arenas of which the keeper is to hear; appended in any thread"""
+        self._undescribed: set[int] = set()
+        """those that are kept, though the regime of their directory is not known yet"""
         self.knows_pins = not keeper.outlives
         """what clients hold of the arenas of a daemon before this one is known"""
         self._placement = placement
@@ -211,8 +213,12 @@ class ArenaPool:
 
     def tell_keeper(self, describe: Describe) -> None:
         """Have the new arenas kept, and others no more. Event loop only."""
+        if not self.news and not self._undescribed:
+            return
+        numbers, self._undescribed = dict.fromkeys(self._undescribed), set()
         while self.news:
-            number = self.news.popleft()
+            numbers[self.news.popleft()] = None
+        for number in numbers:
             arena = self.arenas.get(number)
             if arena is not None and not arena.kind.retired:
                 self._keep(arena, describe)
@@ -223,10 +229,10 @@ class ArenaPool:
 
     def _keep(self, arena: Arena, describe: Describe) -> None:
         assert arena.rows is not None
-        kind = arena.kind
-        facts = ArenaFacts(
-            arena.number, kind.slot_size, len(arena.memory.bytes), kind.read_class, describe(kind.read_class.directory)
-        )
+        kind, regime = arena.kind, describe(arena.kind.read_class.directory)
+        if regime == NO_REGIME:
+            self._undescribed.add(arena.number)
+        facts = ArenaFacts(arena.number, kind.slot_size, len(arena.memory.bytes), kind.read_class, regime)
         descriptors = arena.memory.descriptor, arena.rows.descriptor
         self.keeper.keep(f"{ARENA_PREFIX}{arena.number}", facts.pack(), descriptors)
 

@@ -246,8 +246,7 @@ class SharedTier:
 
     def tell_keeper(self, describe: Describe) -> None:
         """Have new arenas kept for the next daemon, and others no more. Event loop only."""
-        if self._pool.news:
-            self._pool.tell_keeper(describe)
+        self._pool.tell_keeper(describe)
 
     def adopt_pin(self, arena: int, offset: int, size: int) -> TierBlock | None:
         """What a client of the daemon before this one goes on to hold: any bytes of one slot, also of a block that was

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 import pytest
 from block_calls import CHUNK, READERS, bound, get_bound, overwrite, put, put_shared
 from kept_memory import after_kill, let_go
-from volume_lab import CALLER, MIB, Disk, check, lab_options, opened
+from shared_lab import joined
+from volume_lab import CALLER, MIB, Chaos, Disk, check, lab_options, opened
 
 from kvfuse.keeper import MemoryKeeper
 from kvfuse.options.config import Options
@@ -37,7 +38,7 @@ async def killed(
     async with opened(disk, options, keeper=keeper) as volume:
         for name, data in blocks.items():
             await put_shared(volume, name, data)
-        volume.blocks._hear_of_tier()
+        volume.blocks.hear_of_tier()
         if is_stored:
             await volume.sync()
         return disk.copy(), after_kill(keeper)
@@ -184,6 +185,35 @@ async def test_a_directory_that_others_may_use_now_has_other_arenas(
     let_go(kept)
 
 
+@pytest.mark.parametrize("change", [*CHANGES, "nothing", "chmod of the directory"])
+async def test_what_another_host_changed_while_nobody_ran_here(
+    options: Options, keeper: MemoryKeeper, change: str
+) -> None:
+    disk = Disk.format(options, shared=True)
+    async with joined(disk, options, 1, Chaos(random.Random(0)), keeper) as volume:
+        for name in (b"block", b"other"):
+            await put_shared(volume, name, b"a" * CHUNK)
+        volume.blocks.hear_of_tier()
+        await volume.sync()
+        kept = after_kill(keeper)
+    async with joined(disk, options, 2, Chaos(random.Random(0))) as volume:
+        ino = (await bound(volume, b"block")).ino
+        if change == "chmod of the directory":
+            await volume.inodes.set_attributes(ROOT_INODE, Changes(mode=0o700), CALLER)
+        elif change != "nothing":
+            await changed(volume, change)
+        await volume.sync()
+    async with joined(disk, options, 3, Chaos(random.Random(0)), kept) as volume:
+        assert left(volume) == (0 if change == "chmod of the directory" else 2)
+        binding = await volume.blocks.bind(ROOT_INODE, b"block")
+        if binding is not None and binding.ino == ino:
+            assert (await shown(volume, b"block") is not None) == (change == "nothing")
+            assert await get_bound(volume, b"block") == content_after(change)
+        assert (await shown(volume, b"other") is not None) == (change != "chmod of the directory")
+    let_go(kept)
+    assert (await check(disk)).clean
+
+
 async def test_clients_find_a_block_by_themselves_once_it_was_looked_at(
     disk: Disk, options: Options, keeper: MemoryKeeper
 ) -> None:
@@ -230,7 +260,7 @@ async def test_files_and_blocks_after_kills_against_a_model(
                 elif choice < 0.85:
                     await volume.sync()
                     states = {name: [last[-1]] for name, last in states.items()}
-                volume.blocks._hear_of_tier()
+                volume.blocks.hear_of_tier()
             crashed, kept = disk.copy(), after_kill(keeper)
         let_go(keeper)
         disk, keeper = crashed, kept
