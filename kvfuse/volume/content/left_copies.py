@@ -1,9 +1,10 @@
 """Blocks of the shared-memory tier that a daemon before this one left: looked at when their files are asked for.
 
 Such a block is used if the file's record, as it is now, says that these are its bytes: each of its extents is sealed,
-and its checksums are those of the bytes in the block. So it does not matter what the daemon before this one was doing
-when it was killed, nor what other hosts did to the file since. And it is used if the file has the readers that the
-arena has, whom the arena may be shown to. Else the block is dropped.
+and its checksums are those of the bytes in the block; where it is compressed, its slot is the one that the block's row
+names (`views/arena_rows`), and the row's checksum is that of the bytes. So it does not matter what the daemon before
+this one was doing when it was killed, nor what other hosts did to the file since. And the file has to have the readers
+that the arena has. Else the block is dropped.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ from typing import NamedTuple
 
 import trio
 
-from kvfuse.checksum import granule_checksums
+from kvfuse.checksum import crc32c, granule_checksums
 from kvfuse.volume.content.chunks import Chunks
 from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.inodes.node import Node
+from kvfuse.volume.views.arena_rows import packed_token
 from kvfuse.volume.views.tier import ReadClass, TierBlock
 
 log = logging.getLogger(__name__)
@@ -30,11 +32,13 @@ LOOKS_HERE_MAX = 1 << 20
 class _Piece(NamedTuple):
     """What a record says of a part of a file: an extent."""
 
+    chunk: int
     start: int
     length: int
     addr: int
     generation: int
     checksums: bytes
+    """of the bytes; empty: they are compressed, and it has none"""
 
 
 @dataclass
@@ -61,7 +65,7 @@ class LeftCopies:
         pieces = _pieces(node, block)
         if pieces is not None and await _has(block, pieces):
             if _pieces(node, block) == pieces:  # nothing has waited since
-                if len(pieces) == 1:
+                if len(pieces) == 1 and pieces[0].checksums:
                     block.checksums = pieces[0].checksums
                 return block if tier.admit(node.ino, block, self._name(node)) else tier.kept.get(node.ino)
         elif pieces is not None:
@@ -89,10 +93,11 @@ def _pieces(node: Node, block: TierBlock) -> list[_Piece] | None:
         if chunk is None or chunk.staged is not None or end != index * node.chunk_size:
             return None  # the rest of the chunk before are zeros
         for extent in chunk.extents:
-            if extent.packing or not extent.checksums:
+            if not extent.checksums:
                 return None
-            pieces.append(_Piece(end, extent.length, extent.addr, extent.generation, extent.checksums))
-            end += extent.length
+            checksums = b"" if extent.packing else extent.checksums
+            pieces.append(_Piece(index, end, extent.span, extent.addr, extent.generation, checksums))
+            end += extent.span
     return pieces if end == node.size else None
 
 
@@ -103,8 +108,13 @@ async def _has(block: TierBlock, pieces: Sequence[_Piece]) -> bool:
 
 
 def _has_now(block: TierBlock, pieces: Sequence[_Piece]) -> bool:
-    data = block.buffer.data
-    return all(granule_checksums(data[one.start : one.start + one.length]) == one.checksums for one in pieces)
+    data, token = block.buffer.data, 0
+    for one in pieces:
+        if not one.checksums:
+            token ^= packed_token(one.chunk, one.addr, one.generation)
+        elif granule_checksums(data[one.start : one.start + one.length]) != one.checksums:
+            return False
+    return not token or block.packed() == (token, crc32c(data))
 
 
 def read_class(node: Node) -> ReadClass:

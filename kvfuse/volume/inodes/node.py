@@ -291,6 +291,8 @@ class Node:
             self.chunk_changed(index)
             self.far_blocks += blocks_of(extents) - blocks_of(chunk.extents)
         chunk.extents = extents
+        if extents and extents[0].packing and self.tier is not None:
+            self.tier.note_packed(self.ino, index, extents[0].addr, extents[0].generation)
 
     def resize(self, index: int, extent: Extent, length: int) -> None:
         """Change the length of an extent, in its slot."""

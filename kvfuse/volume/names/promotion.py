@@ -158,6 +158,9 @@ class Promotion:
         if not (binding.valid and binding.map.version == version and _is_quiet(node)):
             return False
         self.core.tier.keep(node.ino, block, binding.name)
+        for index, chunk in node.chunks.items():
+            if chunk.staged is None and chunk.extents and chunk.extents[0].packing:
+                self.core.tier.note_packed(node.ino, index, chunk.extents[0].addr, chunk.extents[0].generation)
         if node.map is not None:
             for index in list(node.map.rows):
                 node.map.hide(index)

@@ -15,7 +15,9 @@ shared memory by then is there, in the order of the program, and nothing that ca
 
 A row does not say that the file has these bytes: the daemon may be killed before it stores them in the volume, and
 other hosts may change the file before the next daemon runs. That compares the bytes with what the record of the file
-says of them, and the readers of the file with those of the arena, before it uses a block (`content/left_copies`).
+says of them, and the readers of the file with those of the arena, before it uses a block (`content/left_copies`). Where
+a file is stored compressed, the record has no checksums of its bytes: then the row says in which slots they are, once
+they are there. The generation of a slot is never used again, so a record with the same slots means the same bytes.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+import struct
 import weakref
+from hashlib import blake2b
 from typing import Any
 
 import numpy as np
@@ -36,7 +40,9 @@ ROW = np.dtype(
         ("size", "<u8"),  # bytes of the file
         ("uses", "<u4"),  # as `policy/hot` counts them
         ("is_proven", "<u4"),  # it was not on probation when it was kept
-        ("reserved", "<u8", 4),
+        ("packed", "<u8"),  # of a file that is stored compressed: its slots, as `packed_token` has them
+        ("checksum", "<u8"),  # and CRC32C of its bytes, which its record does not have
+        ("reserved", "<u8", 2),
     ]
 )
 HEADER = np.dtype([("magic", "<u8"), ("touched", "<u8"), ("reserved", "<u8", 6)])
@@ -45,8 +51,14 @@ MAGIC = int.from_bytes(b"KVFROWS1", "little")
 _WORDS = ROW.itemsize // 8
 _USES = 2 * 3
 """word of 4 bytes in a row"""
+_CHUNK = struct.Struct("<QQQ")
 
 assert ROW.itemsize == HEADER.itemsize == 64
+
+
+def packed_token(index: int, addr: int, generation: int) -> int:
+    """Of a chunk in a slot; that of a file is the exclusive or of its chunks'."""
+    return int.from_bytes(blake2b(_CHUNK.pack(index, addr, generation), digest_size=8).digest(), "little")
 
 
 class ArenaRows:
@@ -89,11 +101,28 @@ class ArenaRows:
     def touched(self, count: int) -> None:
         self._words[1] = count
 
-    def show(self, slot: int, kept_at: int, ino: int, size: int, *, is_proven: bool, uses: int = 0) -> None:
+    def show(self, slot: int, kept_at: int, ino: int, size: int, *, is_proven: bool) -> None:
         """The block in a slot is the copy of a file."""
         words, first = self._words, (slot + 1) * _WORDS
-        words[first + 1], words[first + 2], words[first + 3] = ino, size, is_proven << 32 | uses
+        words[first + 1], words[first + 2], words[first + 3], words[first + 4] = ino, size, is_proven << 32, 0
         words[first] = kept_at
+
+    def show_as(self, slot: int, other: ArenaRows, other_slot: int) -> None:
+        """The same as a row of another arena: the block was copied."""
+        words, first, of_other = self._words, (slot + 1) * _WORDS, (other_slot + 1) * _WORDS
+        for place in reversed(range(_WORDS)):
+            words[first + place] = other._words[of_other + place]
+
+    def add_packed(self, slot: int, token: int, checksum: int) -> None:
+        """One chunk more of the file is in a slot. Until all are, ``packed`` is that of no record."""
+        words, first = self._words, (slot + 1) * _WORDS
+        words[first + 5] = checksum
+        words[first + 4] ^= token
+
+    def packed(self, slot: int) -> tuple[int, int]:
+        """(``packed``, ``checksum``)"""
+        first = (slot + 1) * _WORDS
+        return self._words[first + 4], self._words[first + 5]
 
     def hide(self, slot: int) -> None:
         """It is not any more, or its bytes are about to change."""

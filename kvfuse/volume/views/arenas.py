@@ -216,6 +216,10 @@ class TierBlock:
                 self.home.rows.note_uses(self.slot, self.uses)
         self.home.uses = USES_MAX
 
+    def packed(self) -> tuple[int, int]:
+        """As `ArenaRows.packed`, of a block that was left."""
+        return self.home.rows.packed(self.slot) if self.home.rows is not None else (0, 0)
+
     @property
     def slot(self) -> int:
         return self.offset // self.home.kind.slot_size

@@ -29,6 +29,7 @@ from kvfuse.errors import NotFound
 from kvfuse.keeper import NO_KEEPER, Keeper
 from kvfuse.policy.hot import Recent
 from kvfuse.volume.views.arena_pool import ARENAS_MAX, SLOT_ALIGNMENT, ArenaPool, Describe
+from kvfuse.volume.views.arena_rows import packed_token
 from kvfuse.volume.views.arenas import ReadClass, TierBlock
 from kvfuse.volume.views.left_arenas import Adoption, LeftArena, MayAdopt, drop_left
 from kvfuse.volume.views.placement import ANYWHERE, Placement
@@ -243,6 +244,12 @@ class SharedTier:
         """
         with self._lock:
             return self._books.admit(ino, block, name)
+
+    def note_packed(self, ino: int, index: int, addr: int, generation: int) -> None:
+        """A chunk of a file that has a block was stored compressed, in this slot."""
+        if ino in self.kept and self._pool.keeper.outlives:
+            with self._lock:
+                self._books.note_packed(ino, packed_token(index, addr, generation))
 
     def tell_keeper(self, describe: Describe) -> None:
         """Have new arenas kept for the next daemon, and others no more. Event loop only."""

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kvfuse.checksum import extent_checksum, granule_checksums
 from kvfuse.policy.hot import Recent
 from kvfuse.volume.views.arena_pool import ARENAS_MAX, ArenaPool
 from kvfuse.volume.views.arenas import Arena, Kind, LeftBlock, TierBlock
@@ -114,6 +115,12 @@ class TierBooks:
         home.kind.kept.remove(ino)
         home.kept_count -= 1
         self.kept_bytes -= block.size
+
+    def note_packed(self, ino: int, token: int) -> None:
+        block = self.kept.get(ino)
+        if block is not None and block.home.rows is not None:
+            granules = block.checksums or granule_checksums(block.buffer.data)
+            block.home.rows.add_packed(block.slot, token, extent_checksum(granules, block.size))
 
     # -- room ----------------------------------------------------------------------------------------
 
@@ -223,8 +230,7 @@ class TierBooks:
         block.kept_at, block.uses, home = former.kept_at, former.uses, block.home
         assert home.rows is not None
         assert arena.rows is not None
-        is_proven = arena.kind.kept.is_proven(ino)
-        home.rows.show(block.slot, block.kept_at, ino, block.size, is_proven=is_proven, uses=block.uses)
+        home.rows.show_as(block.slot, arena.rows, former.slot)
         arena.rows.hide(former.slot)
         arena.kept_count -= 1
         home.kept_count += 1

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 from block_calls import CHUNK, READERS, bound, get_bound, overwrite, put, put_shared
 from kept_memory import after_kill, let_go
+from packing_lab import compressible, pack_everything
 from shared_lab import joined
 from volume_lab import CALLER, MIB, Chaos, Disk, check, lab_options, opened
 
@@ -90,18 +91,61 @@ async def test_the_next_daemon_serves_blocks_without_its_engines(
 async def test_torn_bytes_are_found(disk: Disk, options: Options, keeper: MemoryKeeper, rng: random.Random) -> None:
     blocks = {b"torn": rng.randbytes(2 * CHUNK), b"whole": rng.randbytes(2 * CHUNK)}
     crashed, kept = await killed(disk, options, keeper, blocks)
-    (name,) = kept.names(ARENA_PREFIX)
-    found = kept.take(name)
-    assert found is not None
-    os.pwrite(found.descriptors[0], b"torn", rng.randrange(2 * CHUNK - 4))
-    for descriptor in found.descriptors:
-        os.close(descriptor)
+    tear(kept, rng.randrange(2 * CHUNK - 4))
     async with opened(crashed, options, keeper=kept) as volume:
         assert left(volume) == 2
         assert await shown(volume, b"torn") is None
         assert await get_bound(volume, b"torn") == blocks[b"torn"]
         assert await shown(volume, b"whole") == blocks[b"whole"]
     let_go(kept)
+
+
+@pytest.mark.parametrize("change", ["nothing", "torn", "other bytes", "one chunk"])
+@pytest.mark.parametrize("how", ["put", "prefetched"])
+async def test_blocks_that_are_stored_compressed(
+    disk: Disk,
+    options: Options,
+    keeper: MemoryKeeper,
+    rng: random.Random,
+    monkeypatch: pytest.MonkeyPatch,
+    change: str,
+    how: str,
+) -> None:
+    pack_everything(monkeypatch)
+    data, other = compressible(rng, 3 * CHUNK + 500), compressible(rng, 3 * CHUNK + 500)
+    async with opened(disk, options, keeper=keeper) as volume:
+        if how == "put":
+            await put_shared(volume, b"block", data)
+        else:
+            await put(volume, b"block", data)
+        await volume.sync()
+        assert await volume.blocks.prefetch(ROOT_INODE, [b"block"]) == [True]
+        node = await volume.inodes.attributes((await bound(volume, b"block")).ino)
+        assert [bool(node.chunks[index].extents[0].packing) for index in range(4)] == [True, True, True, False]
+        volume.blocks.hear_of_tier()
+        crashed, kept = disk.copy(), after_kill(keeper)
+    if change == "torn":
+        tear(kept, rng.randrange(3 * CHUNK))
+    elif change in ("other bytes", "one chunk"):
+        data = other if change == "other bytes" else data[:CHUNK] + other[CHUNK : 2 * CHUNK] + data[2 * CHUNK :]
+        async with opened(crashed, options) as volume:
+            await overwrite(volume, (await bound(volume, b"block")).ino, 0, data)
+    async with opened(crashed, options, keeper=kept) as volume:
+        reads = volume.parts.core.segments.counters.reads
+        assert await shown(volume, b"block") == (data if change == "nothing" else None)
+        assert volume.parts.core.segments.counters.reads == reads
+        assert await get_bound(volume, b"block") == data
+    let_go(kept)
+
+
+def tear(keeper: MemoryKeeper, offset: int) -> None:
+    """Change bytes in the only arena."""
+    (name,) = keeper.names(ARENA_PREFIX)
+    found = keeper.take(name)
+    assert found is not None
+    os.pwrite(found.descriptors[0], b"torn", offset)
+    for descriptor in found.descriptors:
+        os.close(descriptor)
 
 
 async def test_blocks_that_were_not_stored_are_not_there(disk: Disk, options: Options, keeper: MemoryKeeper) -> None:
