@@ -106,7 +106,7 @@ class ArenaPool:
         while self.returned:
             arena, slot = self.returned.popleft()
             arena.leased_count -= 1
-            if not arena.kind.retired and not arena.is_frozen:
+            if arena.memory.is_writable and not arena.kind.retired:
                 arena.kind.free.append((arena, slot))
             elif not arena.leased_count and (arena.kind.retired or self.knows_pins):
                 self.give_back(arena)
@@ -134,7 +134,7 @@ class ArenaPool:
         arena.memory.resident += added
         arena.touched += 1
         if arena.rows is not None:
-            arena.rows.touched = arena.touched
+            arena.rows.touch(arena.touched)
         return True
 
     def _resident_to(self, end: int, size: int) -> int:
@@ -184,7 +184,9 @@ class ArenaPool:
         was no such moment. One of the same kind, too, that is frozen and has no blocks."""
         found, found_time = None, before
         for arena in self.arenas.values():
-            if not arena.is_idle or (arena.kind is kind and (arena.kept_count or not arena.is_frozen)):
+            if arena.leased_count != arena.kept_count:
+                continue
+            if arena.kind is kind and (arena.kept_count or arena.memory.is_writable):
                 continue
             time = arena.used_at if arena.leased_count else 0
             if found_time is None or time < found_time:

@@ -97,14 +97,16 @@ class ArenaRows:
     def touched(self) -> int:
         return int(self._words[1])
 
-    @touched.setter
-    def touched(self, count: int) -> None:
+    def touch(self, count: int) -> None:
         self._words[1] = count
 
-    def show(self, slot: int, kept_at: int, ino: int, size: int, *, is_proven: bool) -> None:
+    def show(self, slot: int, kept_at: int, ino: int, size: int, is_proven: int) -> None:
         """The block in a slot is the copy of a file."""
-        words, first = self._words, (slot + 1) * _WORDS
-        words[first + 1], words[first + 2], words[first + 3], words[first + 4] = ino, size, is_proven << 32, 0
+        words, first = self._words, 8 * slot + 8
+        words[first + 1] = ino
+        words[first + 2] = size
+        words[first + 3] = is_proven << 32  # and no uses
+        words[first + 4] = 0
         words[first] = kept_at
 
     def show_as(self, slot: int, other: ArenaRows, other_slot: int) -> None:
@@ -126,8 +128,8 @@ class ArenaRows:
 
     def hide(self, slot: int) -> None:
         """It is not any more, or its bytes are about to change."""
-        self._words[(slot + 1) * _WORDS] = 0
+        self._words[8 * slot + 8] = 0
 
     def note_uses(self, slot: int, uses: int) -> None:
         """For any thread."""
-        self._numbers[(slot + 1) * 2 * _WORDS + _USES] = uses
+        self._numbers[16 * slot + 16 + _USES] = uses

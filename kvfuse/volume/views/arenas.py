@@ -193,11 +193,12 @@ class _Lease:
 class TierBlock:
     """``size`` bytes of an arena. Written by whoever allocated it, before anybody else sees it; then never again."""
 
-    __slots__ = ("buffer", "checksums", "home", "kept_at", "name", "offset", "size", "uses")
+    __slots__ = ("buffer", "checksums", "home", "kept_at", "name", "offset", "size", "slot", "uses")
 
     def __init__(self, arena: Arena, slot: int, size: int) -> None:
         self.buffer: Bytes = np.asarray(_Lease(arena, slot, size))
         self.size = size
+        self.slot = slot
         self.offset = slot * arena.kind.slot_size
         """of the first byte in the arena"""
         self.kept_at = 0
@@ -219,10 +220,6 @@ class TierBlock:
     def packed(self) -> tuple[int, int]:
         """As `ArenaRows.packed`, of a block that was left."""
         return self.home.rows.packed(self.slot) if self.home.rows is not None else (0, 0)
-
-    @property
-    def slot(self) -> int:
-        return self.offset // self.home.kind.slot_size
 
     @property
     def arena(self) -> int:

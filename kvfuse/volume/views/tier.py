@@ -88,14 +88,14 @@ class SharedTier:
         slot_size = -(-size // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
         if slot_size > self.capacity:
             return None
-        pool, changes = self._pool, self._books.counters.changes
+        pool, changes = self._pool, self._books.changes
         with self._lock:
             pool.collect()
             kind = pool.kind(slot_size, read_class)
             found = pool.take(kind) or self._books.make_room(kind)
             block = TierBlock(*found, size) if found else None
             pool.drop_if_empty(kind)
-        if self._books.counters.changes != changes or pool.news:
+        if self._books.changes != changes or pool.news:
             self.on_news()
         return block
 

@@ -37,11 +37,6 @@ class Counters:
     adopted: int = 0
     adoption_seconds: float = 0.0
 
-    @property
-    def changes(self) -> int:
-        """It is another one after something was put into ``evicted``."""
-        return self.evictions + self.moves
-
 
 class TierBooks:
     """Of one tier."""
@@ -53,6 +48,8 @@ class TierBooks:
         self.recent = recent
         """inodes that were read, or evicted, lately, and have no block"""
         self.evicted: deque[int] = deque()
+        self.changes = 0
+        """how often something was put into ``evicted``"""
         self.kept_bytes = 0
         self.clock = itertools.count(1)
         self.counters = Counters()
@@ -86,7 +83,7 @@ class TierBooks:
         arena.kept_count += 1
         block.kept_at = arena.used_at = next(self.clock)
         if arena.rows is not None:
-            arena.rows.show(block.slot, block.kept_at, ino, block.size, is_proven=is_proven)
+            arena.rows.show(block.slot, block.kept_at, ino, block.size, is_proven)
 
     def admit(self, ino: int, block: TierBlock, name: bytes) -> bool:
         """What was left is the block of a file. False: it was dropped meanwhile."""
@@ -102,19 +99,21 @@ class TierBooks:
         return True
 
     def forget(self, ino: int) -> None:
-        block = self.kept.pop(ino, None) or self.left.pop(ino, None)
-        if block is None:
-            return
-        if isinstance(block, TierBlock):
+        block = self.kept.pop(ino, None)
+        if block is not None:
             self.residents.hide(ino)
-        elif block.block is None:  # else that has the lease of the slot
-            self.pool.returned.append((block.home, block.slot))
-        home = block.home
+            self._leave(ino, block.home, block.slot, block.size)
+        elif (left := self.left.pop(ino, None)) is not None:
+            self._leave(ino, left.home, left.slot, left.size)
+            if left.block is None:  # else that has the lease of the slot
+                self.pool.returned.append((left.home, left.slot))
+
+    def _leave(self, ino: int, home: Arena, slot: int, size: int) -> None:
         if home.rows is not None:
-            home.rows.hide(block.slot)
+            home.rows.hide(slot)
         home.kind.kept.remove(ino)
         home.kept_count -= 1
-        self.kept_bytes -= block.size
+        self.kept_bytes -= size
 
     def note_packed(self, ino: int, token: int) -> None:
         block = self.kept.get(ino)
@@ -129,12 +128,10 @@ class TierBooks:
         self.residents.sample()
         pool, evictions_left = self.pool, EVICTIONS_MAX
         while evictions_left:
-            if found := self._melt(kind):
+            if self._melting is not None and (found := self._melt(kind)):
                 return found
             ino = kind.kept.next_to_go()
-            block = self._of(ino) if ino is not None else None
-            home, kept_at = (block.home, block.kept_at) if block is not None else (None, None)
-            del block  # it may go
+            home, kept_at = self._place(ino) if ino is not None else (None, None)
             other = self._idle_arena(kind, kept_at)
             if other is not None:
                 evictions_left -= other.leased_count > 0
@@ -155,6 +152,11 @@ class TierBooks:
             if found := pool.take(kind):
                 return found
         return None
+
+    def _place(self, ino: int) -> tuple[Arena, int]:
+        """Where the block of an inode is, and since when: nobody holds it by that."""
+        block = self.kept.get(ino) or self.left[ino]
+        return block.home, block.kept_at
 
     def _of(self, ino: int) -> TierBlock | LeftBlock:
         return self.kept.get(ino) or self.left[ino]
@@ -178,6 +180,7 @@ class TierBooks:
             self.recent.add(ino, len(self))
         self.evicted.extend(inos)
         self.counters.evictions += len(inos)
+        self.changes += 1
 
     # -- frozen arenas -------------------------------------------------------------------------------
 
@@ -248,4 +251,5 @@ class TierBooks:
             self.kept[ino] = block
             arena.kind.kept.replace(ino, block)
             self.residents.show(block.name, ino, block)
+            self.changes += 1
             self.evicted.append(ino)  # whoever shows the former place is to look again
