@@ -17,7 +17,7 @@ import weakref
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
-from errno import EINVAL, ENOENT, EOPNOTSUPP
+from errno import EINTR, EINVAL, ENOENT, EOPNOTSUPP
 from functools import partial
 from itertools import count
 from mmap import PROT_READ, mmap
@@ -132,12 +132,14 @@ class Session:
         """(reply, descriptors that came with it). OSError as the daemon answered, TimeoutError, Disconnected."""
         if self._closing:
             raise Disconnected("the connection is closed")
-        message = Message(request, next(self._numbers), values=values, text=text)
+        reply = Message(request, 0, -EINTR)
         with self._lock:
             try:
-                self._socket.settimeout(self._deadline)
-                socket.send_fds(self._socket, [message.pack()], list(descriptors))
-                reply, received = self._reply_to(message.number)
+                while reply.status == -EINTR:  # the daemon before the present one had taken it
+                    message = Message(request, next(self._numbers), values=values, text=text)
+                    self._socket.settimeout(self._deadline)
+                    socket.send_fds(self._socket, [message.pack()], list(descriptors))
+                    reply, received = self._reply_to(message.number)
             except TimeoutError:
                 raise TimeoutError(f"the daemon did not answer within {self._deadline:g} s") from None
             except (OSError, ValueError) as error:

@@ -37,6 +37,8 @@ class Admission:
         """The client has this token. InvalidArgument: it is none, or one too many."""
         if not is_token(token):
             raise errors.InvalidArgument("this is no token of a namespace")
+        if token in self._tokens:
+            return
         if len(self._tokens) >= TOKENS_MAX:
             raise errors.InvalidArgument(f"a connection shows at most {TOKENS_MAX} tokens")
         self._tokens.append(token)

@@ -162,8 +162,14 @@ class Completions:
         self._under_way = 0
         """entries taken and not completed"""
         self.stopped = False
-        self.paused = False
+        self._paused = False
         """nothing is taken"""
+
+    def pause(self) -> bool:
+        """Have no room for more entries. True: some are under way."""
+        with self._lock:
+            self._paused = True
+            return self._under_way > 0
 
     def stop(self) -> None:
         """Post nothing any more."""
@@ -212,7 +218,7 @@ class Completions:
     def claims(self) -> tuple[int, int]:
         """(unread completions, entries in flight) at one moment: places of the queue that are not free."""
         with self._lock:  # a completion that another thread posts moves from one to the other
-            under_way = len(self._queue) if self.paused else self._under_way
+            under_way = len(self._queue) if self._paused else self._under_way
             return self._queue.position - self._queue.taken, under_way
 
     def take(self, packed: bytearray, taken_at: float) -> None:

@@ -255,6 +255,15 @@ class Iov:
             os.close(self.descriptor)
 
 
+def map_memory(descriptor: int, size: int, charge: Charge) -> Iov:
+    """In a thread: whoever is the last to close memory gives it back to the machine, 0.2 s for each GiB."""
+    try:
+        return Iov(descriptor, size, charge)
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
 def _may_refuse_pages() -> bool:
     """The kernel counts what it has promised, and may refuse to fill a hole: through a mapping that is SIGBUS."""
     with open("/proc/sys/vm/overcommit_memory") as file:

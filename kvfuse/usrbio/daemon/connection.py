@@ -19,13 +19,13 @@ import trio
 
 from kvfuse import errors
 from kvfuse.errnos import errno_of
-from kvfuse.usrbio.daemon import device_iovs, registry
+from kvfuse.usrbio.daemon import adoption, device_iovs, kept, registry
 from kvfuse.usrbio.daemon.accounts import Account
 from kvfuse.usrbio.daemon.audience import Audience
 from kvfuse.usrbio.daemon.call_memory import Share
-from kvfuse.usrbio.daemon.charges import Charge
-from kvfuse.usrbio.daemon.client_memory import Iov
+from kvfuse.usrbio.daemon.client_memory import Iov, map_memory
 from kvfuse.usrbio.daemon.following import Follower
+from kvfuse.usrbio.daemon.keeping import Left
 from kvfuse.usrbio.daemon.limits import Limits
 from kvfuse.usrbio.daemon.loop_calls import Calls
 from kvfuse.usrbio.daemon.passing import SO_PASSRIGHTS, Usher, close_all
@@ -72,7 +72,9 @@ class Connection:
         usher: Usher,
         nursery: trio.Nursery,
         share: Share,
+        left: Left | None = None,
     ) -> None:
+        """``left``: the connection, by the daemon before this one."""
         self.peer = peer
         self._charge = limits.charges.of(peer)
         self._audience = audience
@@ -84,25 +86,26 @@ class Connection:
             limits.volume, limits.kernel, peer, nursery, share, limits.desk.calls_of, limits.device_staging
         )
         self._admission = self._calls.admission
-        self._greeted = False
-        self._has_asked = False
+        self._greeted = self._has_asked = left is not None
         """for something that it got"""
         self._scope = trio.CancelScope()
-        self.registered = Registered(limits, peer, account, share, self._calls, self._scope.cancel)
+        self.registered = Registered(limits, peer, account, share, self._calls, self._scope.cancel, left)
         self._remembered = Remembered()
         self._follower: Follower | None = None
         """what the connection is for from now on"""
 
     # -- the control socket --------------------------------------------------------------------------
 
-    async def run(self) -> None:
+    async def run(self, left: Left | None = None) -> None:
         """Answer requests until the client disconnects, or breaks something. Then reap all it had.
 
-        The first message is there, and it is its turn.
+        The first message is there, and it is its turn; but for a connection that was ``left``.
         """
         try:
             with self._scope:
-                while await self._answer_one():
+                if left is not None:
+                    await self._adopt(left)
+                while self._follower is not None or await self._answer_one():
                     if self._penalty.is_broken:
                         log.info("disconnecting a client: %d more of its messages were refused than answered", BOUND)
                         break
@@ -116,6 +119,19 @@ class Connection:
             with trio.CancelScope(shield=True):
                 await self._reap()
 
+    async def _adopt(self, left: Left) -> None:
+        """Go on with a connection of the daemon before this one."""
+        things, volume = self.registered, self._limits.volume
+        memories = adoption.Memories(self._charge, self._limits.device_memories, self._usher)
+        reply = await adoption.adopt(left, things, volume, self._calls, memories, self._remembered)
+        if reply is not None:
+            await self._reply(reply, [])
+            things.keeping.answered()
+        if left.content.follows:
+            self._follower = Follower(
+                volume, self._admission, self._stream, left.content.follows, self._audience.pause, goes_on=True
+            )
+
     async def _answer_one(self) -> bool:
         """False when the client is gone, or sends what is no message."""
         data = await self._usher.look()
@@ -127,6 +143,7 @@ class Connection:
             reply, shown = await self._answer(message)
             self._judge(message, is_bad=reply.status < 0)
             await self._reply(reply, shown)
+            self.registered.keeping.answered()
             await self._usher.take()
         except ValueError as error:
             log.info("disconnecting a client: %s", error)
@@ -154,6 +171,8 @@ class Connection:
                 raise errors.InvalidArgument(
                     f"{kind.name} came {'with' if has_descriptors else 'without'} a descriptor"
                 )
+            if has_descriptors:
+                self.registered.keeping.taking(message.request, message.number)
             if kind in COSTS:
                 await self._audience.pause(COSTS[kind])
             arguments = (message.values, message.text) if kind in WITH_TEXT else (message.values,)
@@ -176,6 +195,7 @@ class Connection:
         self._greeted = True
         with suppress(OSError):  # Linux before 6.16 cannot refuse them
             self._stream.setsockopt(socket.SOL_SOCKET, SO_PASSRIGHTS, 1)
+        self.registered.keeping.greet(self._stream, self.peer)
         abilities = Ability(0) if self._limits.device_memories.lacks else Ability.DMABUF
         return (VERSION, os.getpid(), ENTRIES_MAX, abilities), []
 
@@ -200,6 +220,8 @@ class Connection:
         return (files.add(file), ino, opened.size), []
 
     async def _drop_file(self, values: tuple[int, ...]) -> Answer:
+        if self.registered.files.is_gone(values[0]):
+            return (), []
         file = self.registered.files.remove(values[0])
         with trio.CancelScope(shield=True):  # `_reap` does not know of it any more
             await self._calls.files.release(file)
@@ -212,7 +234,7 @@ class Connection:
         with iovs.taking(values[0]):
             descriptor = await self._usher.memory()
             with trio.CancelScope(shield=True):  # else the descriptor would be nobody's
-                iov = await self._usher.run(_map_memory, descriptor, values[0], self._charge)
+                iov = await self._usher.run(map_memory, descriptor, values[0], self._charge)
         return (iovs.add(iov), iov.writable), []
 
     async def _add_dmabuf(self, values: tuple[int, ...]) -> Answer:
@@ -220,6 +242,8 @@ class Connection:
         return (await device_iovs.add(memories, iovs, self._usher, values[0], values[1]),), []
 
     async def _drop_iov(self, values: tuple[int, ...]) -> Answer:
+        if self.registered.iovs.is_gone(values[0]) and values[0] not in self.registered.devices:
+            return (), []
         if values[0] in self.registered.devices:
             iov = self.registered.devices.remove(values[0])
             with trio.CancelScope(shield=True):  # `_reap` does not know of it any more
@@ -230,7 +254,7 @@ class Connection:
         last = [self.registered.iovs.remove(values[0])]
         for ring in list(self.registered.rings.values()):
             await self._calls.settled(ring.loop, last[0])
-        await self._drop_memory(last)
+        await _drop_memory(self._usher, last)
         return (), []
 
     async def _add_ring(self, values: tuple[int, ...]) -> Answer:
@@ -238,14 +262,18 @@ class Connection:
         shown: list[int] = []
         with self.registered.rings.taking(layout.size):
             try:
-                ring = OwnedRing(self.registered, layout, values[2] or -1, shown)
+                ring = OwnedRing.create(self.registered, layout, values[2] or -1, shown)
             except BaseException:
                 close_all(shown)
                 raise
         self._limits.volume.reading_threads.add(ring.loop.jobs)
-        return (self.registered.rings.add(ring), layout.size), shown
+        handle = self.registered.rings.add(ring)
+        os.close(shown.pop())
+        return (handle, layout.size), shown
 
     async def _drop_ring(self, values: tuple[int, ...]) -> Answer:
+        if self.registered.rings.is_gone(values[0]):
+            return (), []
         ring = self.registered.rings.remove(values[0])
         with trio.CancelScope(shield=True):  # `_reap` does not know of it any more
             await self._end(ring)
@@ -284,7 +312,8 @@ class Connection:
         return namespace
 
     async def _close_namespace(self, values: tuple[int, ...]) -> Answer:
-        self.registered.namespaces.remove(values[0])
+        if not self.registered.namespaces.is_gone(values[0]):
+            self.registered.namespaces.remove(values[0])
         return (), []
 
     async def _follow(self, values: tuple[int, ...]) -> Answer:
@@ -292,16 +321,19 @@ class Connection:
         follower = Follower(self._limits.volume, self._admission, self._stream, namespace.ino, self._audience.pause)
         await follower.check()
         self.registered.namespaces.account.take("user_followers")
+        self.registered.keeping.learn(follows=namespace.ino)
         self._follower = follower
         return (), []
 
     async def _show_token(self, values: tuple[int, ...], token: str) -> Answer:
         self._admission.show(token)
+        self.registered.keeping.learn(token=token)
         return (), []
 
     async def _describe(self, values: tuple[int, ...], descriptor: str) -> Answer:
         namespace = self._namespace(values[0])
         await self._admission.describe(namespace, descriptor)
+        self.registered.keeping.change("namespace", values[0], kept.namespace(namespace)[0])
         return (), []
 
     async def _map_index(self, values: tuple[int, ...]) -> Answer:
@@ -317,6 +349,9 @@ class Connection:
 
     async def _reap(self) -> None:
         things = self.registered
+        if self._limits.hands_over:
+            await adoption.leave(things, self._calls, self._usher)
+            return
         self._calls.indexes.close()
         for ring in things.rings.values():
             ring.loop.stop()
@@ -334,25 +369,18 @@ class Connection:
         things.namespaces.clear()
         iovs = list(things.iovs.values())
         things.iovs.clear()
-        await self._drop_memory(iovs)
+        await _drop_memory(self._usher, iovs)
         things.pins.clear()
-
-    async def _drop_memory(self, iovs: list[Iov]) -> None:
-        """In a thread: memory that nobody else has is given back to the machine here, 0.2 s for each GiB."""
-
-        def drop() -> None:
-            for iov in iovs:
-                iov.close()
-            iovs.clear()
-
-        if iovs:
-            await self._usher.run(drop)
+        things.keeping.close()
 
 
-def _map_memory(descriptor: int, size: int, charge: Charge) -> Iov:
-    """In a thread: whoever is the last to close memory gives it back to the machine, 0.2 s for each GiB."""
-    try:
-        return Iov(descriptor, size, charge)
-    except BaseException:
-        os.close(descriptor)
-        raise
+async def _drop_memory(usher: Usher, iovs: list[Iov]) -> None:
+    """In a thread: memory that nobody else has is given back to the machine here, 0.2 s for each GiB."""
+
+    def drop() -> None:
+        for iov in iovs:
+            iov.close()
+        iovs.clear()
+
+    if iovs:
+        await usher.run(drop)

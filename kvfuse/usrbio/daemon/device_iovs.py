@@ -19,10 +19,13 @@ MEMORIES_MAX = 1024
 
 @dataclass(eq=False)
 class DeviceIov:
-    """Registered memory of a device, of ``size`` bytes."""
+    """Registered memory of a device, of ``size`` bytes from ``offset`` on."""
 
     memory: DeviceMemory
     size: int
+    offset: int = 0
+    descriptor: int = -1
+    """of the dma-buf, while it is being registered"""
     idle: trio.Event = field(default_factory=trio.Event)
     """nothing of it is being filled"""
 
@@ -40,11 +43,11 @@ async def add(memories: DeviceMemories, table: Table[DeviceIov], usher: Usher, o
         descriptor = await usher.memory(memories.check)
         with trio.CancelScope(shield=True):  # else what is registered would be nobody's
             try:
-                memory = await memories.add(descriptor, offset, size)
+                iov = DeviceIov(await memories.add(descriptor, offset, size), size, offset, descriptor)
+                handle = table.add(iov)
             finally:
                 await usher.run(os.close, descriptor)
-            iov = table.add(DeviceIov(memory, size))
-    return iov
+    return handle
 
 
 async def let_go(*iovs: DeviceIov) -> None:

@@ -33,6 +33,8 @@ class Follower:
     ino: int
     pause: Callable[[float], Awaitable[None]]
     """waits for the turn of the client's user for work of so many calls"""
+    goes_on: bool = False
+    """the client was told of blocks by the daemon before this one: it begins anew"""
 
     async def check(self) -> None:
         """PermissionDenied unless the peer may list the directory; InvalidArgument where it is in no cache; Stale."""
@@ -63,6 +65,8 @@ class Follower:
         scope.cancel()
 
     async def _tell_all(self, watch: Watch) -> None:
+        if self.goes_on:
+            await self._send(NewsKind.CLEARED, [])
         after, is_last = 0, False
         while not is_last:
             names, after = await self.volume.blocks.listing(self.ino, after, NEWS_NAMES_MAX)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvfuse.keeper import NO_KEEPER, Keeper
 from kvfuse.options.options import UsrbioOptions
 from kvfuse.usrbio.daemon.accounts import Accounts
 from kvfuse.usrbio.daemon.call_memory import Pool, UnderWay
@@ -22,9 +23,14 @@ class Limits:
 
     def __init__(
         self, volume: RingApi, kernel: KernelCache, device: int, doorman: Doorman, options: UsrbioOptions,
-        device_memories: DeviceMemories | None = None,
+        device_memories: DeviceMemories | None = None, keeper: Keeper = NO_KEEPER,
     ) -> None:  # fmt: skip
-        """``device``: st_dev of the mount's files. ``device_memories``: None: clients can register none."""
+        """``device``: st_dev of the mount's files. ``device_memories``: None: clients can register none.
+
+        ``keeper``: has what outlives the daemon."""
+        self.keeper = keeper
+        self.hands_over = False
+        """the next daemon is to have the clients: what ends here is left to it"""
         self.volume = volume
         self.kernel = kernel
         self.device = device

@@ -17,6 +17,7 @@ from contextlib import closing
 import trio
 
 from kvfuse import errors
+from kvfuse.keeper import NO_KEEPER, Keeper
 from kvfuse.options.options import UsrbioOptions
 from kvfuse.usrbio.daemon.accounts import Account
 from kvfuse.usrbio.daemon.audience import CONNECT_COST, Audience, Audiences
@@ -25,6 +26,7 @@ from kvfuse.usrbio.daemon.connection import Connection
 from kvfuse.usrbio.daemon.device_memory import DeviceMemories
 from kvfuse.usrbio.daemon.doorman import Doorman
 from kvfuse.usrbio.daemon.interpreter import Interpreter, watched_loop
+from kvfuse.usrbio.daemon.keeping import Keeping, Left, find_left
 from kvfuse.usrbio.daemon.limits import MEMORY_SIZE, Limits
 from kvfuse.usrbio.daemon.passing import Usher, Ushers, open_ushers, turn_away
 from kvfuse.usrbio.daemon.peer import Peer, credentials
@@ -39,6 +41,9 @@ UNPROVEN_THREADS = 4
 WARNING_SECONDS = 1.0
 """between two warnings of clients that were turned away"""
 SCARCE = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.ECONNABORTED)
+HAND_OVER_SECONDS = 2.0
+"""that entries under way have to end, before the next daemon does them again"""
+HAND_OVER_LOOK_SECONDS = 0.005
 SCARCE_SECONDS = 0.1
 """after which it is tried again to accept a client"""
 
@@ -51,19 +56,29 @@ async def serve_rings(
     *,
     options: UsrbioOptions | None = None,
     device_memories: DeviceMemories | None = None,
+    keeper: Keeper = NO_KEEPER,
+    handing_over: trio.Event | None = None,
     task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
 ) -> None:
     """Serve clients that connect to ``listener``, until cancelled. ``device``: st_dev of the mount's files.
 
-    ``options``: the limits of users; None: the default ones. ``device_memories``: see `Limits`.
+    ``options``: the limits of users; None: the default ones. ``device_memories``: see `Limits`. ``keeper``: has what
+    outlives this daemon, and the clients of one before it, which go on. Once ``handing_over`` is set, nothing more is
+    taken from rings; what is under way ends, or is left to the next daemon after ``HAND_OVER_SECONDS``, with all
+    clients; then it returns.
     """
     turns = Interpreter()
     with listener.dup() as accepting, Doorman(turns) as doorman, watched_loop(turns):
         accepting.setblocking(False)
-        limits = Limits(volume, kernel, device, doorman, options or UsrbioOptions(), device_memories)
+        limits = Limits(volume, kernel, device, doorman, options or UsrbioOptions(), device_memories, keeper)
+        left = find_left(keeper, volume.tier)
         async with open_ushers() as ushers, limits.device_memories.serving(), trio.open_nursery() as nursery:
             clients = Clients(limits, ushers, nursery)
             nursery.start_soon(limits.desk.run)
+            if handing_over is not None:
+                nursery.start_soon(clients.hand_over, handing_over)
+            for one in left:
+                clients.go_on(one)
             volume.sections["rings"] = clients.statistics
             volume.sections["ring_users"] = limits.accounts.statistics
             volume.user_sections["rings"] = clients.statistics_of
@@ -110,6 +125,24 @@ class Clients:
                 return
         self._nursery.start_soon(self._serve, trio.socket.from_stdlib_socket(client))
 
+    def go_on(self, left: Left) -> None:
+        """Serve a client of the daemon before this one."""
+        stream = socket.socket(fileno=left.socket)
+        stream.setblocking(False)
+        self._nursery.start_soon(self._serve, trio.socket.from_stdlib_socket(stream), left)
+
+    async def hand_over(self, wanted: trio.Event) -> None:
+        """Once that is set, leave all clients to the next daemon."""
+        await wanted.wait()
+        with trio.move_on_after(HAND_OVER_SECONDS):
+            while True:
+                rings = [ring for one in self._connections for ring in one.registered.rings.values()]
+                if True not in [ring.loop.pause() for ring in rings]:
+                    break
+                await trio.sleep(HAND_OVER_LOOK_SECONDS)
+        self.limits.hands_over = True
+        self._nursery.cancel_scope.cancel()
+
     def _warn(self, reason: object) -> None:
         if time.monotonic() - self._warned_at >= WARNING_SECONDS:
             self._warned_at = time.monotonic()
@@ -122,21 +155,25 @@ class Clients:
         finally:
             self._unproven -= 1
 
-    async def _serve(self, stream: trio.socket.SocketType) -> None:
+    async def _serve(self, stream: trio.socket.SocketType, left: Left | None = None) -> None:
         """One client, until it is gone and its socket is closed. It counts for its user until then."""
         with stream:
             try:
-                peer = await self._find_peer(stream)
+                peer = await self._find_peer(stream) if left is None else left.content.peer()
                 user = (peer.uid, peer.is_unlimited)
                 usher = self._ushers.of(user, stream)
                 with closing(self.limits.accounts.open(peer)) as account:
                     try:
                         account.take("user_connections")
                         async with self._audiences.of(user) as audience:
-                            await audience.turn(stream, CONNECT_COST)
-                            await self._serve_peer(stream, peer, account, audience, usher)
+                            if left is None:
+                                await audience.turn(stream, CONNECT_COST)
+                            await self._serve_peer(stream, peer, account, audience, usher, left)
                     finally:
-                        await usher.empty()
+                        if not self.limits.hands_over:
+                            if left is not None:
+                                Keeping(self.limits.keeper, left).close()
+                            await usher.empty()
             except* (errors.QuotaExceeded, errors.InvalidArgument) as group:
                 self._warn(group.exceptions[0])
             except* OSError as group:
@@ -145,16 +182,17 @@ class Clients:
                 log.error("serving a client failed", exc_info=group)
 
     async def _serve_peer(
-        self, stream: trio.socket.SocketType, peer: Peer, account: Account, audience: Audience, usher: Usher
-    ) -> None:
+        self, stream: trio.socket.SocketType, peer: Peer, account: Account, audience: Audience, usher: Usher,
+        left: Left | None,
+    ) -> None:  # fmt: skip
         with closing(
             Share(self.limits.pool, account.key, self.limits.under_way)
         ) as share:  # when no task of the client's is left
             async with trio.open_nursery() as nursery:
-                connection = Connection(self.limits, stream, peer, account, audience, usher, nursery, share)
+                connection = Connection(self.limits, stream, peer, account, audience, usher, nursery, share, left)
                 self._connections.add(connection)
                 try:
-                    await connection.run()
+                    await connection.run(left)
                 finally:
                     self._connections.discard(connection)
                 nursery.cancel_scope.cancel()

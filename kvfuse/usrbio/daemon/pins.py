@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
+from types import MappingProxyType
 
+from kvfuse.usrbio.daemon.keeping import Keeping
 from kvfuse.volume.views.arenas import Arena
 from kvfuse.volume.views.tier import ARENAS_MAX, TierBlock
 
@@ -27,11 +29,15 @@ class Pinned:
         self._held: dict[Hashable, Counter[Arena]] = {}
         self._lock = threading.Lock()
 
-    def take(self, user: Hashable, arena: Arena) -> bool:
-        """Count a block that the user is to hold. False where it may not: it holds as much of the tier as it may."""
+    def take(self, user: Hashable, arena: Arena, *, is_held: bool = False) -> bool:
+        """Count a block that the user is to hold. False where it may not: it holds as much of the tier as it may.
+
+        ``is_held``: it holds it already.
+        """
         with self._lock:
             held = self._held.get(user)
-            if user is not None and (held is None or arena not in held) and not self._has_room(user, arena):
+            is_new = held is None or arena not in held
+            if user is not None and is_new and not is_held and not self._has_room(user, arena):
                 return False
             if held is None:
                 held = self._held[user] = Counter()
@@ -61,15 +67,24 @@ class Pinned:
 class Pins:
     """Up to ``count_max`` blocks that one connection of a user holds, by pin. Any thread may call it."""
 
-    def __init__(self, count_max: int, pinned: Pinned, user: Hashable = None) -> None:
+    def __init__(
+        self, count_max: int, pinned: Pinned, user: Hashable = None, keeping: Keeping | None = None,
+        left: Mapping[int, TierBlock] = MappingProxyType({}),
+    ) -> None:  # fmt: skip
+        """``keeping``: tells the next daemon. ``left``: what the connection held in the daemon before this one."""
         self._count_max = count_max
         self._pinned = pinned
         self._user = user
         self._blocks: dict[int, TierBlock] = {}
-        self._last = 0
+        self._keeping = keeping
+        self._last = 0 if keeping is None or keeping.page is None else keeping.page.last_pin
         self._lock = threading.Lock()
         self.arenas: set[int] = set()
         """in which the client was ever given a block"""
+        for pin, block in left.items():
+            self._pinned.take(user, block.home, is_held=True)
+            self._blocks[pin] = block
+            self.arenas.add(block.arena)
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -88,6 +103,8 @@ class Pins:
             note(number)
             self._last = number
             self._blocks[number] = block
+            if self._keeping is not None and self._keeping.page is not None:
+                self._keeping.page.hold(number, block)
             self.arenas.add(block.arena)
             return number
 
@@ -96,6 +113,8 @@ class Pins:
         with self._lock:
             block = self._blocks.pop(pin, None)
             if block is not None:
+                if self._keeping is not None and self._keeping.page is not None:
+                    self._keeping.page.let_go(pin)
                 self._pinned.give(self._user, block.home)
 
     def clear(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
@@ -10,17 +9,19 @@ from typing import Any
 
 import trio
 
+from kvfuse.usrbio.daemon import kept
 from kvfuse.usrbio.daemon.accounts import Account
 from kvfuse.usrbio.daemon.call import Call
 from kvfuse.usrbio.daemon.call_memory import Share
-from kvfuse.usrbio.daemon.client_memory import Iov
-from kvfuse.usrbio.daemon.device_iovs import MEMORIES_MAX, DeviceIov
+from kvfuse.usrbio.daemon.device_iovs import MEMORIES_MAX
+from kvfuse.usrbio.daemon.doorman import Doorman
+from kvfuse.usrbio.daemon.keeping import Keeping, Left
 from kvfuse.usrbio.daemon.limits import Limits
 from kvfuse.usrbio.daemon.loop_calls import Calls
 from kvfuse.usrbio.daemon.peer import Peer
 from kvfuse.usrbio.daemon.pins import Pins
 from kvfuse.usrbio.daemon.put_batches import PutBatch
-from kvfuse.usrbio.daemon.registry import Namespace, OpenFile, Table
+from kvfuse.usrbio.daemon.registry import Namespace, Table
 from kvfuse.usrbio.daemon.write_batches import Batch
 from kvfuse.volume.views.tier import ReadClass, TierBlock
 
@@ -41,17 +42,20 @@ class Registered:
     """
 
     def __init__(
-        self, limits: Limits, peer: Peer, account: Account, share: Share, calls: Calls, fail: Callable[[], None]
-    ) -> None:
-        handles = itertools.count(1)
-        self.files = Table[OpenFile]("file", THINGS_MAX, handles, account, "user_files")
-        self.iovs = Table[Iov]("iov", THINGS_MAX, handles, account, "user_iovs", "user_iov_size")
-        self.devices = Table[DeviceIov]("iov", MEMORIES_MAX, handles, account, "user_iovs", "user_iov_size")
-        self.namespaces = Table[Namespace]("namespace", THINGS_MAX, handles, account, "user_files")
-        self.rings = Table[Any]("ring", RINGS_MAX, handles, account, "user_rings", "user_ring_size")
-        self.pins = Pins(THINGS_MAX, limits.pinned, account.key)
+        self, limits: Limits, peer: Peer, account: Account, share: Share, calls: Calls, fail: Callable[[], None],
+        left: Left | None = None,
+    ) -> None:  # fmt: skip
+        """``left``: the connection, by the daemon before this one."""
+        keeping = self.keeping = Keeping(limits.keeper, left)
+        self.files = Table("file", THINGS_MAX, keeping, account, "user_files", keep=kept.file)
+        self.iovs = Table("iov", THINGS_MAX, keeping, account, "user_iovs", "user_iov_size", kept.iov)
+        self.devices = Table("device", MEMORIES_MAX, keeping, account, "user_iovs", "user_iov_size", kept.device)
+        self.namespaces = Table("namespace", THINGS_MAX, keeping, account, "user_files", keep=kept.namespace)
+        self.rings: Table[Any] = Table(
+            "ring", RINGS_MAX, keeping, account, "user_rings", "user_ring_size", lambda ring: ring.kept()
+        )
+        self.pins = Pins(THINGS_MAX, limits.pinned, account.key, keeping, left.pins if left else {})
         self.share = share
-        self.doorman = limits.doorman
         self._user_key: Hashable = (peer.uid, peer.is_unlimited)
         self.user = limits.doorman.interpreter.user(self._user_key)
         self._peer = peer
@@ -59,6 +63,10 @@ class Registered:
         self._calls = calls
         self._fail = fail
         self._token = trio.lowlevel.current_trio_token()
+
+    @property
+    def doorman(self) -> Doorman:
+        return self._limits.doorman
 
     def start(self, calls: list[Call]) -> None:
         """In the event loop: do these calls of a ring."""

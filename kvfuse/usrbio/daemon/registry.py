@@ -11,13 +11,14 @@ import errno
 import fcntl
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
 from kvfuse import errors
 from kvfuse.usrbio.daemon.accounts import Account, Limit
+from kvfuse.usrbio.daemon.keeping import Keeping
 from kvfuse.usrbio.protocol.wire import Access
 from kvfuse.volume.api import Binding
 from kvfuse.volume.views.content_map import ContentMap
@@ -115,15 +116,17 @@ T = TypeVar("T")
 class Table(dict[int, T]):
     """Registered things of one kind, by handles that no other thing of the connection has. Ring threads only look.
 
-    ``limit``, ``size_limit``: the limits of the user's account for their number and their sizes.
+    ``limit``, ``size_limit``: the limits of the user's account for their number and their sizes. ``keep``: how the next
+    daemon is to know a thing: content, and descriptors, which stay the thing's.
     """
 
     kind: str
     count_max: int
-    handles: Iterator[int]
+    handles: Keeping
     account: Account
     limit: Limit
     size_limit: Limit | None = None
+    keep: Callable[[T], tuple[object, list[int]]] | None = None
 
     @contextmanager
     def taking(self, size: int = 0) -> Iterator[None]:
@@ -139,13 +142,20 @@ class Table(dict[int, T]):
     def add(self, thing: T) -> int:
         """Register a thing that `taking` has charged; returns its handle."""
         handle = next(self.handles)
+        if self.keep is not None:
+            self.handles.add(self.kind, handle, *self.keep(thing))
         self[handle] = thing
         return handle
+
+    def is_gone(self, handle: int) -> bool:
+        """The daemon before this one dropped it, for a request that is asked again, as it was not answered."""
+        return handle not in self and self.handles.was_dropped(handle)
 
     def remove(self, handle: int) -> T:
         """Unregister a thing, and refund the user. BadHandle."""
         if handle not in self:
             raise errors.BadHandle(f"{self.kind} {handle} is not registered")
+        self.handles.drop(self.kind, handle)
         thing: Any = self.pop(handle)
         self.account.give(self.limit)
         if self.size_limit:

@@ -21,6 +21,7 @@ from kvfuse.usrbio.daemon.entries import EntryServer
 from kvfuse.usrbio.daemon.interpreter import Seat
 from kvfuse.usrbio.daemon.jobs import Jobs
 from kvfuse.usrbio.daemon.journal import Journal
+from kvfuse.usrbio.daemon.kept import KeptRing
 from kvfuse.usrbio.daemon.lines import TURN_ENTRIES
 from kvfuse.usrbio.daemon.penalty import BOUND, Penalty
 from kvfuse.usrbio.daemon.registered import Registered
@@ -72,6 +73,10 @@ class RingThread:
         """Have the thread end after what it does now. Nothing is posted any more."""
         self.completions.stop()
         self.jobs.stop()
+
+    def pause(self) -> bool:
+        """Take nothing any more. True: entries that were taken are under way."""
+        return self.completions.pause()
 
     def close(self, *, hands_over: bool = False) -> None:
         """Free the ring's memory, its descriptors, and pins that the client never received. The thread has ended.
@@ -287,15 +292,32 @@ class Broken(Exception):
 
 
 class OwnedRing:
-    """A ring of a connection, and its thread. ``shown``: the client's descriptors, to be closed once they are sent."""
+    """A ring of a connection, and its thread. ``descriptors``: memory, journal, the daemon's bell, the client's.
 
-    def __init__(self, registered: Registered, layout: Layout, op_mask: int, shown: list[int]) -> None:
+    It takes the last two over; the others stay the caller's, who keeps them for the next daemon.
+    """
+
+    def __init__(self, registered: Registered, layout: Layout, op_mask: int, descriptors: list[int]) -> None:
         self.size = layout.size
+        self.layout = layout
+        self.op_mask = op_mask
+        self._shown = descriptors
+        memory_descriptor, journal_descriptor, bell, client_bell = descriptors
         with ExitStack() as undo:
-            memory, descriptor = RingMemory.create(layout)
+            undo.callback(os.close, bell)
+            undo.callback(os.close, client_bell)
+            memory = RingMemory(memory_descriptor, layout)
+            journal = Journal(journal_descriptor, layout.entries)
+            self.loop = RingThread(registered, memory, bell, client_bell, op_mask, journal)
+            self._end = undo.pop_all()
+
+    @classmethod
+    def create(cls, registered: Registered, layout: Layout, op_mask: int, shown: list[int]) -> OwnedRing:
+        """A new one, whose thread runs. ``shown``: the client's descriptors, and the journal's; to be closed once they
+        were sent, and kept."""
+        with ExitStack() as undo:
+            _, descriptor = RingMemory.create(layout)
             shown.append(descriptor)
-            journal, journal_descriptor = Journal.create(layout.entries)
-            os.close(journal_descriptor)
             bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
             undo.callback(os.close, bell)
             shown.append(os.dup(bell))
@@ -303,14 +325,27 @@ class OwnedRing:
             undo.callback(ours.close)
             shown.append(theirs.detach())
             ours.shutdown(socket.SHUT_RD)  # else what the client sends would lie there until the daemon closes it
-            self.loop = RingThread(registered, memory, bell, ours.fileno(), op_mask, journal)
-            undo.callback(self.loop.close)
-            try:
-                self.loop.thread.start()
-            except RuntimeError as error:
-                raise OSError(errno.EAGAIN, str(error)) from error
-            self._descriptors = undo.pop_all()
+            _, journal_descriptor = Journal.create(layout.entries)
+            shown.append(journal_descriptor)
+            undo.pop_all()
+        ring = cls(registered, layout, op_mask, [descriptor, journal_descriptor, bell, ours.detach()])
+        ring.start()
+        return ring
 
-    def close(self) -> None:
-        """Close the ring and its descriptors. Its thread has ended."""
-        self._descriptors.close()
+    def kept(self) -> tuple[object, list[int]]:
+        """What the next daemon needs, while the descriptors are open."""
+        layout = self.layout
+        return KeptRing(layout.entries, layout.size - layout.aux_offset, self.op_mask), self._shown
+
+    def start(self) -> None:
+        """OSError, and it is closed, where the machine cannot start a thread."""
+        try:
+            self.loop.thread.start()
+        except RuntimeError as error:
+            self.close()
+            raise OSError(errno.EAGAIN, str(error)) from error
+
+    def close(self, *, hands_over: bool = False) -> None:
+        """Close the ring and its descriptors. Its thread has ended. ``hands_over``: see `RingThread.close`."""
+        self.loop.close(hands_over=hands_over)
+        self._end.close()

@@ -1,0 +1,198 @@
+"""A connection that a daemon before this one left goes on here, with the same handles; and how one is left.
+
+Things that are gone - a file, a folder - are not registered any more: entries that name them are answered with EBADF or
+EFAULT. A ring that cannot go on ends the connection, as nobody would answer its entries.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import socket
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass
+
+import msgspec
+import trio
+
+from kvfuse import errors
+from kvfuse.keeper import Kept
+from kvfuse.usrbio.daemon.charges import Charge
+from kvfuse.usrbio.daemon.client_memory import map_memory
+from kvfuse.usrbio.daemon.device_iovs import DeviceIov, let_go
+from kvfuse.usrbio.daemon.device_memory import DeviceMemories
+from kvfuse.usrbio.daemon.keeping import Left
+from kvfuse.usrbio.daemon.kept import KeptFile, KeptIov, KeptNamespace, KeptRing
+from kvfuse.usrbio.daemon.loop_calls import Calls
+from kvfuse.usrbio.daemon.passing import Usher
+from kvfuse.usrbio.daemon.pins import Pins
+from kvfuse.usrbio.daemon.registered import Registered
+from kvfuse.usrbio.daemon.registry import Namespace, OpenFile, Remembered
+from kvfuse.usrbio.daemon.ring_thread import OwnedRing
+from kvfuse.usrbio.protocol.wire import MESSAGE_SIZE_MAX, Layout, Message, Request
+from kvfuse.volume.api import RingApi
+
+log = logging.getLogger(__name__)
+
+_left_pins: list[Pins] = []
+"""what clients hold that were left to the next daemon: nothing may take its place until this process has ended"""
+
+
+@dataclass
+class Memories:
+    """What it takes to register memory. ``charge``: of the client's user."""
+
+    charge: Charge
+    devices: DeviceMemories
+    usher: Usher
+
+
+@dataclass
+class _Adoption:
+    """Of one connection: a method for each kind of thing."""
+
+    things: Registered
+    volume: RingApi
+    calls: Calls
+    memories: Memories
+    remembered: Remembered
+
+    async def file(self, handle: int, kept: Kept) -> None:
+        row, files = msgspec.json.decode(kept.content, type=KeptFile), self.things.files
+        flags = os.O_RDWR if row.readable and row.writable else os.O_WRONLY if row.writable else os.O_RDONLY
+        with files.taking():
+            opened = await self.volume.files.open(row.ino, flags, self.calls.peer.caller())
+            try:
+                shown = self.volume.files.content_map(opened)
+            except errors.Stale:
+                with trio.CancelScope(shield=True):
+                    await self.volume.files.release(opened)
+                raise
+        measures = self.volume.inodes.measures(row.ino)
+        files[handle] = OpenFile(opened, row.ino, row.readable, row.writable, shown, measures)
+
+    async def iov(self, handle: int, kept: Kept) -> None:
+        row, iovs = msgspec.json.decode(kept.content, type=KeptIov), self.things.iovs
+        with iovs.taking(row.size), trio.CancelScope(shield=True):
+            descriptor = os.dup(kept.descriptors[0])
+            iovs[handle] = await self.memories.usher.run(map_memory, descriptor, row.size, self.memories.charge)
+
+    async def device(self, handle: int, kept: Kept) -> None:
+        row, devices = msgspec.json.decode(kept.content, type=KeptIov), self.things.devices
+        with devices.taking(row.size), trio.CancelScope(shield=True):
+            memory = await self.memories.devices.add(kept.descriptors[0], row.offset, row.size)
+            devices[handle] = DeviceIov(memory, row.size, row.offset)
+
+    async def namespace(self, handle: int, kept: Kept) -> None:
+        row, namespaces = msgspec.json.decode(kept.content, type=KeptNamespace), self.things.namespaces
+        has_token = False
+        with namespaces.taking():
+            with suppress(errors.Stale):  # it may not use it any more: it finds nothing there, as before
+                has_token = await self.calls.admission.check(row.ino)
+            directory = await self.volume.inodes.attributes(row.ino)
+        namespaces[handle] = Namespace(
+            row.ino,
+            row.mode,
+            row.gid,
+            row.read_only,
+            may_put=has_token or self.calls.peer.may(directory, 3),
+            waits=self.volume.blocks.waits(row.ino),
+            measures=self.volume.inodes.measures(row.ino),
+            descriptor=row.descriptor,
+            remembered=self.remembered,
+        )
+
+    async def ring(self, handle: int, kept: Kept) -> None:
+        row, rings = msgspec.json.decode(kept.content, type=KeptRing), self.things.rings
+        layout = Layout.of(row.entries, row.aux_size)
+        memory, journal, bell, client_bell = kept.descriptors
+        with rings.taking(layout.size):
+            ring = OwnedRing(self.things, layout, row.op_mask, [memory, journal, os.dup(bell), os.dup(client_bell)])
+            ring.loop.go_on()
+            ring.start()
+        self.volume.reading_threads.add(ring.loop.jobs)
+        rings[handle] = ring
+
+
+async def adopt(
+    left: Left, things: Registered, volume: RingApi, calls: Calls, memories: Memories, remembered: Remembered
+) -> Message | None:
+    """Register again what was registered.
+
+    What is to be replied to the request that nobody has answered, if there is one. KvfuseError, OSError: a ring cannot
+    go on.
+    """
+    keeping = things.keeping
+    for token in left.content.tokens:
+        calls.admission.show(token)
+    adoption = _Adoption(things, volume, calls, memories, remembered)
+    request, number, added = keeping.unanswered()
+    is_waiting = request != 0 and _is_next(left.socket, number)
+    rows = keeping.left_names()
+    for rings in (False, True):
+        for name, kind, handle in rows:
+            if (kind == "ring") is not rings:
+                continue
+            if handle == added and (is_waiting or not request):  # nobody has heard of it, and it is asked for again
+                keeping.drop(kind, handle)
+                continue
+            kept = keeping.take(name)
+            if kept is None:
+                continue
+            add: Callable[[int, Kept], Awaitable[None]] = getattr(adoption, kind)
+            try:
+                await add(handle, kept)
+            except (errors.KvfuseError, OSError, ValueError, msgspec.MsgspecError) as error:
+                log.info("a client loses %s %d: %s", kind, handle, error)
+                if rings:
+                    raise
+                keeping.drop(kind, handle)
+            finally:
+                for descriptor in kept.descriptors:
+                    os.close(descriptor)
+    if not request or is_waiting:
+        return None
+    return _reply_to(request, number, added, things)
+
+
+def _is_next(descriptor: int, number: int) -> bool:
+    """The next message in a socket has this number."""
+    with socket.socket(fileno=os.dup(descriptor)) as stream, suppress(BlockingIOError, ValueError):
+        data, _, _, _ = stream.recvmsg(MESSAGE_SIZE_MAX + 1, 0, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        return Message.unpack(data).number == number
+    return False
+
+
+def _reply_to(request: int, number: int, handle: int, things: Registered) -> Message:
+    """The reply to a request that the daemon before this one has taken, and carried out if the handle is there."""
+    values: tuple[int, ...] | None = None
+    if request == Request.ADD_FILE and (file := things.files.get(handle)) is not None:
+        values = handle, file.ino, file.handle.size
+    elif request == Request.ADD_IOV and (iov := things.iovs.get(handle)) is not None:
+        values = handle, int(iov.writable)
+    elif request == Request.ADD_DMABUF and handle in things.devices:
+        values = (handle,)
+    elif request == Request.OPEN_NAMESPACE and (namespace := things.namespaces.get(handle)) is not None:
+        values = handle, namespace.ino
+    if values is None:
+        return Message(request, number, -errno.EINTR, text="the daemon changed meanwhile: ask again")
+    return Message(request, number, 0, values)
+
+
+async def leave(things: Registered, calls: Calls, usher: Usher) -> None:
+    """Leave a connection to the next daemon: its rings stop where they are, and nothing is given back."""
+    _left_pins.append(things.pins)
+    calls.indexes.close()
+    for ring in things.rings.values():
+        ring.loop.stop()
+    await let_go(*things.devices.values())
+    for ring in things.rings.values():
+        await usher.run(ring.loop.thread.join)
+        calls.volume.reading_threads.discard(ring.loop.jobs)
+        calls.end(ring.loop)
+        await calls.devices.settled()
+        ring.close(hands_over=True)
+    things.rings.clear()
+    calls.close()

@@ -1,0 +1,281 @@
+"""What outlives the daemon of one connection: its socket, and what is registered through it, under ``ring/NAME/...``.
+
+A client notices nothing of a daemon that was killed: its socket stays connected, as the holder has it, too, and so have
+the memory, the bells and the journals of its rings. `adoption.py` makes a connection of it again.
+
+Each thing is kept before the client hears of it, and dropped before the client hears of that. A *page* of the
+connection, shared memory that the client does not see, has what changes often: the last handle, the pins, and the
+request that is being answered. A request is taken out of the socket after its reply; so the next daemon
+finds it there and answers it. Only one that carries a descriptor is taken before: the page says of it whether it was
+done. If it was, the next daemon replies; if not, it answers EINTR, and the client asks again.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from kvfuse.keeper import Keeper, Kept
+from kvfuse.usrbio.daemon.peer import Peer, Powers
+from kvfuse.usrbio.protocol.wire import PAGE
+from kvfuse.volume.views.tier import SharedTier, TierBlock
+
+log = logging.getLogger(__name__)
+
+PREFIX = "ring/"
+_SOCKET = "socket"
+PINS_MAX = 65536
+_PIN_WORDS = 4
+"""pin, arena, offset, size; a pin of 0: the row is free"""
+PAGE_SIZE = PAGE + PINS_MAX * _PIN_WORDS * 8
+_LAST_HANDLE, _LAST_PIN, _REQUEST, _ADDED, _DROPPED = range(5)
+"""words of the page"""
+
+
+class KeptConnection(msgspec.Struct):
+    """Whose a connection is, and what it was told beside what it registered."""
+
+    pid: int
+    uid: int
+    gid: int
+    groups: list[int]
+    capabilities: int
+    is_ours: bool
+    uids: list[tuple[int, int]]
+    gids: list[tuple[int, int]]
+    tokens: list[str] = msgspec.field(default_factory=list)
+    follows: int = 0
+    """directory; the connection is for news of its blocks"""
+
+    @classmethod
+    def of(cls, peer: Peer) -> KeptConnection:
+        powers = peer.powers
+        uids, gids = ([(ids.start, ids.stop) for ids in mapped] for mapped in (powers.uids, powers.gids))
+        groups = sorted(peer.groups)
+        return cls(peer.pid, peer.uid, peer.gid, groups, powers.capabilities, powers.is_ours, uids, gids)
+
+    def peer(self) -> Peer:
+        uids, gids = (tuple(range(*ids) for ids in mapped) for mapped in (self.uids, self.gids))
+        powers = Powers(self.capabilities, self.is_ours, uids, gids)
+        return Peer(self.pid, self.uid, self.gid, frozenset(self.groups), powers)
+
+
+class Left(NamedTuple):
+    """A connection that a daemon before this one left."""
+
+    name: str
+    content: KeptConnection
+    socket: int
+    page: Page
+    pins: dict[int, TierBlock]
+    """blocks that the client holds"""
+
+
+class Page:
+    """The page of one connection. ``descriptor`` stays the caller's."""
+
+    def __init__(self, descriptor: int) -> None:
+        mapping = mmap.mmap(descriptor, PAGE_SIZE)
+        self.words = memoryview(mapping)[:PAGE].cast("Q")
+        self._rows = memoryview(mapping)[PAGE:].cast("Q")
+        self._places: dict[int, int] = {}
+        """pin -> first word of its row"""
+        self._free: list[int] = []
+        self._end = 0
+        """rows from this word on were never used"""
+
+    @property
+    def last_pin(self) -> int:
+        return self.words[_LAST_PIN]
+
+    def hold(self, pin: int, block: TierBlock) -> None:
+        """The client has this pin. Under the lock of `Pins`, as the next one."""
+        if self._free:
+            place = self._free.pop()
+        else:
+            place, self._end = self._end, self._end + _PIN_WORDS
+        rows = self._rows
+        rows[place + 1], rows[place + 2], rows[place + 3] = block.arena, block.offset, block.size
+        self.words[_LAST_PIN] = pin
+        rows[place] = pin
+        self._places[pin] = place
+
+    def let_go(self, pin: int) -> None:
+        place = self._places.pop(pin)
+        self._rows[place] = 0
+        self._free.append(place)
+
+    def adopt_pins(self, tier: SharedTier) -> dict[int, TierBlock]:
+        """Blocks that the client of the daemon before this one holds, by pin."""
+        table = np.frombuffer(self._rows, np.uint64).reshape(-1, _PIN_WORDS)
+        found: dict[int, TierBlock] = {}
+        used = np.flatnonzero(table[:, 0])
+        self._end = int(used[-1] + 1) * _PIN_WORDS if len(used) else 0
+        self._free = (np.flatnonzero(table[: self._end // _PIN_WORDS, 0] == 0) * _PIN_WORDS).tolist()
+        for row in used.tolist():
+            pin, *where = table[row].tolist()
+            self._places[pin] = row * _PIN_WORDS
+            block = tier.adopt_pin(*where)
+            if block is None:  # nobody writes there; the client's mapping keeps its bytes
+                self.let_go(pin)
+            else:
+                found[pin] = block
+        return found
+
+
+class Keeping:
+    """Of one connection. For the event loop, but for what its page says of pins.
+
+    Nothing is kept before `greet`, nor where nobody keeps things.
+    """
+
+    def __init__(self, keeper: Keeper, left: Left | None = None) -> None:
+        self._keeper = keeper
+        self.page: Page | None = None
+        self._name, self._content = "", KeptConnection(0, 0, 0, [], 0, False, [], [])
+        self._handle = 0
+        self._socket: Any = None
+        self._page_descriptor = -1
+        self._names: dict[str, None] = {}
+        if left is not None:
+            self._name, self._content, self.page = left.name, left.content, left.page
+            self._handle = left.page.words[_LAST_HANDLE]
+            self._names = dict.fromkeys(keeper.names(f"{PREFIX}{left.name}/"))
+
+    def __iter__(self) -> Keeping:
+        return self
+
+    def __next__(self) -> int:
+        """A handle that no other thing of the connection ever had."""
+        self._handle += 1
+        if self.page is not None:
+            self.page.words[_LAST_HANDLE] = self._handle
+        return self._handle
+
+    # -- the connection ------------------------------------------------------------------------------
+
+    def greet(self, stream: Any, peer: Peer) -> None:
+        """From here on the connection outlives the daemon. ``stream``: its socket. OSError."""
+        if not self._keeper.outlives or self.page is not None:
+            return
+        descriptor = os.memfd_create("kvfuse-connection", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(descriptor, PAGE_SIZE)
+            page = Page(descriptor)
+            self._name, self._content = os.urandom(8).hex(), KeptConnection.of(peer)
+            page.words[_LAST_HANDLE] = self._handle
+            self._keep(_SOCKET, self._content, [stream.fileno(), descriptor])
+            self.page = page
+        finally:
+            os.close(descriptor)
+
+    def learn(self, *, token: str = "", follows: int = 0) -> None:
+        """The client has shown a token, or follows a directory."""
+        if self.page is None:
+            return
+        if token and token not in self._content.tokens:
+            self._content.tokens.append(token)
+        self._content.follows = follows or self._content.follows
+        kept = self._keeper.take(f"{PREFIX}{self._name}/{_SOCKET}")
+        if kept is not None:
+            try:
+                self._keep(_SOCKET, self._content, list(kept.descriptors))
+            finally:
+                for descriptor in kept.descriptors:
+                    os.close(descriptor)
+
+    def close(self) -> None:
+        """The connection has ended: nothing of it is kept any more."""
+        names = [name for name in self._names if not name.endswith(_SOCKET)]
+        for name in [*names, *self._names]:
+            self._keeper.drop(name)
+        self._names.clear()
+
+    # -- things --------------------------------------------------------------------------------------
+
+    def add(self, kind: str, handle: int, content: object, descriptors: list[int]) -> None:
+        """Something was registered. The descriptors stay the caller's."""
+        if self.page is not None:
+            self.page.words[_ADDED] = handle
+            self._keep(f"{kind}/{handle}", content, descriptors)
+
+    def change(self, kind: str, handle: int, content: object) -> None:
+        """Something without descriptors is different now."""
+        if self.page is not None:
+            self._keep(f"{kind}/{handle}", content, [])
+
+    def drop(self, kind: str, handle: int) -> None:
+        if self.page is not None:
+            self.page.words[_DROPPED] = handle
+            name = f"{PREFIX}{self._name}/{kind}/{handle}"
+            self._keeper.drop(name)
+            self._names.pop(name, None)
+
+    def was_dropped(self, handle: int) -> bool:
+        """The daemon before this one began to drop it, and did not answer."""
+        return self.page is not None and handle != 0 and self.page.words[_DROPPED] == handle
+
+    def take(self, name: str) -> Kept | None:
+        """What the daemon before this one kept under one of `left_names`."""
+        return self._keeper.take(name)
+
+    def left_names(self) -> list[tuple[str, str, int]]:
+        """(name, kind, handle) of all that was registered, in that order."""
+        rows = [(name, *name.split("/")[2:]) for name in self._names if not name.endswith(_SOCKET)]
+        return sorted([(row[0], row[1], int(row[2])) for row in rows], key=lambda row: row[2])
+
+    def _keep(self, name: str, content: object, descriptors: list[int]) -> None:
+        name = f"{PREFIX}{self._name}/{name}"
+        self._keeper.keep(name, msgspec.json.encode(content), descriptors)
+        self._names[name] = None
+
+    # -- requests ------------------------------------------------------------------------------------
+
+    def taking(self, request: int, number: int) -> None:
+        """A request is about to be taken out of the socket, before it is answered."""
+        if self.page is not None:
+            words = self.page.words
+            words[_ADDED] = 0
+            words[_REQUEST] = request << 32 | number
+
+    def answered(self) -> None:
+        """The reply was sent."""
+        if self.page is not None:
+            words = self.page.words
+            words[_REQUEST] = words[_ADDED] = words[_DROPPED] = 0
+
+    def unanswered(self) -> tuple[int, int, int]:
+        """(request, number, handle) of the one that the daemon before this one took and did not answer; 0: none.
+
+        ``handle``: of what it registered, perhaps also for a request that is still in the socket.
+        """
+        if self.page is None:
+            return 0, 0, 0
+        taken, added = self.page.words[_REQUEST], self.page.words[_ADDED]
+        return taken >> 32, taken & 0xFFFFFFFF, added
+
+
+def find_left(keeper: Keeper, tier: SharedTier) -> list[Left]:
+    """The connections that a daemon before this one left. What they hold of the tier is held when this returns."""
+    found = []
+    for name in keeper.names(PREFIX):
+        if not name.endswith(f"/{_SOCKET}") or (kept := keeper.take(name)) is None:
+            continue
+        stream, page_descriptor = kept.descriptors
+        try:
+            content, page = msgspec.json.decode(kept.content, type=KeptConnection), Page(page_descriptor)
+        except (OSError, ValueError, msgspec.MsgspecError) as error:
+            log.warning("a client of the daemon before this one is lost: %s", error)
+            os.close(stream)
+            keeper.drop(name)
+        else:
+            found.append(Left(name.split("/")[1], content, stream, page, page.adopt_pins(tier)))
+        finally:
+            os.close(page_descriptor)
+    tier.pins_are_known()
+    return found

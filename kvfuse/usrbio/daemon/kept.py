@@ -1,0 +1,58 @@
+"""What is kept of each thing that a connection registers, for the next daemon: content, and descriptors."""
+
+from __future__ import annotations
+
+import msgspec
+
+from kvfuse.usrbio.daemon.client_memory import Iov
+from kvfuse.usrbio.daemon.device_iovs import DeviceIov
+from kvfuse.usrbio.daemon.registry import Namespace, OpenFile
+
+Kept = tuple[object, list[int]]
+
+
+class KeptFile(msgspec.Struct):
+    ino: int
+    readable: bool
+    writable: bool
+
+
+class KeptIov(msgspec.Struct):
+    """With the descriptor of the memory."""
+
+    size: int
+    offset: int = 0
+    """of memory of a device"""
+
+
+class KeptNamespace(msgspec.Struct):
+    ino: int
+    mode: int
+    gid: int
+    read_only: bool
+    descriptor: str
+
+
+class KeptRing(msgspec.Struct):
+    """With descriptors of its memory, its journal, the daemon's bell and the client's."""
+
+    entries: int
+    aux_size: int
+    op_mask: int
+    """-1: all operations"""
+
+
+def file(thing: OpenFile) -> Kept:
+    return KeptFile(thing.ino, thing.readable, thing.writable), []
+
+
+def iov(thing: Iov) -> Kept:
+    return KeptIov(thing.size), [thing.descriptor]
+
+
+def device(thing: DeviceIov) -> Kept:
+    return KeptIov(thing.size, thing.offset), [thing.descriptor]
+
+
+def namespace(thing: Namespace) -> Kept:
+    return KeptNamespace(thing.ino, thing.mode, thing.gid, thing.read_only, thing.descriptor), []
