@@ -119,8 +119,9 @@ def _volume(stats: Stats, space: Stats) -> Iterator[Metric]:
     yield _gauge("kvfuse_staged_bytes", "Bytes in memory that wait for their slots.", (), [((), staged)])
     rows = [(("capacity",), tier["capacity"]), (("used",), tier["used_bytes"]), (("kept",), tier["kept_bytes"])]
     yield _gauge("kvfuse_tier_bytes", "The shared-memory tier.", ("kind",), rows)
-    rows = [(("hit",), tier["hits"]), (("miss",), tier["misses"]), (("eviction",), tier["evictions"])]
-    yield _counter("kvfuse_tier_events", "Look-ups in the shared-memory tier, and its evictions.", ("event",), rows)
+    names = {"hit": "hits", "miss": "misses", "eviction": "evictions", "adopted": "adopted", "move": "moves"}
+    text = "Look-ups in the shared-memory tier, its evictions, and what a daemon before this one left there."
+    yield _counter("kvfuse_tier_events", text, ("event",), [((event,), tier[name]) for event, name in names.items()])
     yield from _reports(stats.get("reports") or Counter())
     yield from _disk_tier(stats.get("disk") or Counter())
     peers = stats.get("peers") or {"asked": Counter(), "served": Counter(), "hosts": ()}

@@ -44,7 +44,7 @@ class Span(NamedTuple):
 
 
 def span_of(view: memoryview) -> Span | None:
-    """Where a view lies; None where it is of memory that may be gone soon."""
+    """Where a view lies; None where it is of memory that may be gone soon, or that this process can only read."""
     if not isinstance(view.obj, np.ndarray):
         return None
     memory: Bytes = view.obj
@@ -53,7 +53,7 @@ def span_of(view: memoryview) -> Span | None:
     owner = memory.base.obj if isinstance(memory.base, memoryview) else memory.base
     # Blocks of the tier are arrays of their own: their owner says which arena they lie in.
     root: Bytes | None = getattr(owner, "root", memory if isinstance(owner, mmap.mmap) else None)
-    if root is None or not len(view):
+    if root is None or not root.flags.writeable or not len(view):
         return None
     return Span(root, _address(np.frombuffer(view, np.uint8)) - _address(root), len(view))
 

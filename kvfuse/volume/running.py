@@ -103,7 +103,7 @@ class Running:
                 await self._finish(parts)
         finally:
             self._volume.parts.life.stop()
-            _end_indexes(parts.core.tier)
+            end_indexes(parts.core.tier)
             if parts.core.disk is not None:
                 parts.core.disk.stop()
 
@@ -164,7 +164,7 @@ class Running:
         self._volume.take_on(parts)
 
 
-def _end_indexes(tier: SharedTier) -> None:
+def end_indexes(tier: SharedTier) -> None:
     """Clients are to ask the next daemon, which so needs not wait until they do."""
     tier.residents.end()
     if tier.residents.alive is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from itertools import pairwise
-from mmap import mmap
+from mmap import PROT_READ, mmap
 
 import numpy as np
 import pytest
@@ -159,6 +159,8 @@ def test_where_views_lie() -> None:
     assert (span.memory is mapped, span.start, span.size) == (True, 5010, 10)
     for gone_soon in (np.zeros(100, np.uint8).data, memoryview(bytearray(100)), memoryview(b"abc"), mapped[:0].data):
         assert span_of(gone_soon) is None
+    read_only = np.frombuffer(mmap(-1, 1 << 20, prot=PROT_READ), np.uint8)
+    assert span_of(read_only[5000:9000].data) is None, "a device cannot have what this process cannot write"
 
 
 def test_blocks_of_the_tier_lie_in_their_arena() -> None:

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import random
+import time
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 from kept_memory import after_kill, let_go
 
+from kvfuse.blockindex import VALID_UNTIL, Table
 from kvfuse.keeper import MemoryKeeper
+from kvfuse.volume.running import end_indexes
+from kvfuse.volume.views.alive import ALIVE_SECONDS, Alive, seconds_to_wait
 from kvfuse.volume.views.arena_pool import ARENA_PREFIX
 from kvfuse.volume.views.left_arenas import find_left
-from kvfuse.volume.views.placement import ANYWHERE
+from kvfuse.volume.views.placement import ANYWHERE, Placement
 from kvfuse.volume.views.tier import ReadClass, SharedTier, TierBlock
+from kvfuse.volume.views.touches import Touches
 
 KIB = 1 << 10
 MIB = 1 << 20
@@ -346,3 +353,67 @@ def check_left(tier: SharedTier, keeper: MemoryKeeper) -> None:
     for ino in wanted:
         assert admit(found, ino) is not None
     let_go(copy)
+
+
+# -- what clients were shown --------------------------------------------------------------------------
+
+
+def opened_index(tier: SharedTier, keeper: MemoryKeeper) -> Touches:
+    """As a client has one."""
+    tier.residents.alive = Alive(keeper)
+    tier.residents.live_on()
+    assert seconds_to_wait(keeper) == 0, "no client has an index"
+    touches = tier.residents.open(HERE, [])
+    assert touches is not None
+    return touches
+
+
+def table_of(touches: Touches) -> Table:
+    """As a client maps it."""
+    descriptor = touches.index.descriptor()
+    table = Table(np.frombuffer(mmap.mmap(descriptor, touches.index.size, prot=mmap.PROT_READ), np.uint8))
+    os.close(descriptor)
+    return table
+
+
+def test_an_index_of_a_dead_daemon_holds_until_the_next_one_changes_something(keeper: MemoryKeeper) -> None:
+    table = table_of(opened_index(tier_of(keeper), keeper))
+    assert table.holds()
+    until = table.words[VALID_UNTIL] / 1e9
+    left = seconds_to_wait(after := after_kill(keeper))
+    assert 0 < left <= ALIVE_SECONDS
+    assert abs(time.monotonic() + left - until) < 0.2
+    while table.holds():  # it ends by itself
+        assert time.monotonic() <= until + 5
+    assert time.monotonic() >= until
+    assert seconds_to_wait(after) == 0
+    let_go(after)
+
+
+def test_an_index_holds_while_the_daemon_lives(keeper: MemoryKeeper) -> None:
+    tier = tier_of(keeper)
+    table = table_of(opened_index(tier, keeper))
+    before = table.words[VALID_UNTIL]
+    tier.residents.live_on()
+    assert table.words[VALID_UNTIL] > before
+    tier.residents.hold(0.1)
+    assert table.words[VALID_UNTIL] / 1e9 <= time.monotonic() + 0.1, "a lease that ends sooner"
+
+
+def test_indexes_that_ended_keep_nobody_waiting(keeper: MemoryKeeper) -> None:
+    tier = tier_of(keeper)
+    table = table_of(opened_index(tier, keeper))
+    end_indexes(tier)
+    assert table.has_ended
+    assert seconds_to_wait(keeper) == 0
+
+
+@pytest.mark.parametrize("placement", [Placement(hugepages=True), Placement(node=0)])
+def test_memory_of_another_placement_is_adopted(keeper: MemoryKeeper, placement: Placement) -> None:
+    keep(tier_of(keeper, 8 * MIB), 1)
+    tier = SharedTier(8 * MIB, placement, keeper)
+    tier.adopt(find_left(keeper, placement), lambda *_: True)
+    assert admit(tier, 1) is not None
+    keep(tier, 2)
+    assert admit(tier, 2) is not None
+    assert tier.statistics().used_bytes <= 8 * MIB
