@@ -38,11 +38,13 @@ DIRECT_IO_ALLOW_MMAP = 1 << 36
 
 NOTIFY_RESEND = struct.pack("<IiQ", 16, 7, 0)
 """a message of the daemon's own accord, to the kernel: send again what nobody answered; since Linux 6.9"""
+NOTIFY_INC_EPOCH = struct.pack("<IiQ", 16, 8, 0)
+"""likewise: ask again what each name means before it is used; since Linux 6.16"""
 DIRECT_KERNEL = 6, 18
 """the first one on which it was seen that a page read beside a direct write does not stay in the cache"""
 
 
-def _kernel() -> tuple[int, ...]:
+def kernel() -> tuple[int, ...]:
     return tuple(int(number) for number in re.findall(r"\d+", os.uname().release)[:2])
 
 
@@ -63,7 +65,7 @@ def _load() -> ModuleType | None:
 
 _wire = _load()
 is_there = _wire is not None
-_writes_side_by_side = _kernel() >= DIRECT_KERNEL
+_writes_side_by_side = kernel() >= DIRECT_KERNEL
 
 
 def marks(*, direct: bool, close_is_awaited: bool) -> int:
@@ -90,12 +92,14 @@ def connection() -> tuple[bytes, int] | None:
 def replay(init: bytes, descriptor: int) -> None:
     """After pyfuse3.init over a connection that another daemon began: go on where that one stopped.
 
-    The kernel sends requests again that nobody answered, unless it is too old for that. ValueError.
+    The kernel sends requests again that nobody answered, and asks for all names that it knows, which may not have been
+    stored; unless it is too old for that. ValueError.
     """
     assert _wire is not None
     _wire.replay(init)
-    with suppress(OSError):
-        os.write(descriptor, NOTIFY_RESEND)
+    for notice in (NOTIFY_INC_EPOCH, NOTIFY_RESEND):
+        with suppress(OSError):
+            os.write(descriptor, notice)
 
 
 def forget(ino: int) -> None:

@@ -12,18 +12,13 @@ the strict ones of shared volumes, it is told of none. `guard` ends the waits of
 from __future__ import annotations
 
 import errno
-import logging
 import time
 from collections.abc import Callable
 
 import pyfuse3
-import trio
 
 from kvfuse import fusewire
 from kvfuse.errors import EngineError
-from kvfuse.fs.handover import KeptHandover
-
-log = logging.getLogger(__name__)
 
 DIRECTORIES_MAX = 4096
 ANSWER_SECONDS = 1.0
@@ -93,16 +88,6 @@ class FuseKernelCache:
     def drop_any_name(self, parent: int, name: bytes) -> None:
         if self._names.may_be_cached(parent) or self._absences.may_be_cached(parent):
             _notify(pyfuse3.invalidate_entry, parent, name)
-
-
-async def drop_lost(kernel: FuseKernelCache, handover: KeptHandover) -> None:
-    """Have the kernel drop content that was lost with the daemon before this one. Once the mount answers."""
-    for ino in sorted(handover.lost):
-        try:
-            await trio.to_thread.run_sync(kernel.drop_content, ino, abandon_on_cancel=True)
-        except EngineError as error:
-            log.warning("inode %d: %s", ino, error)
-    handover.kernel_was_told()
 
 
 def _notify(notification: Callable[..., None], *arguments: object) -> None:

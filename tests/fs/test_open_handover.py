@@ -14,7 +14,6 @@ import trio
 from handover_lab import ROOT, WHO, Daemon, Mount
 
 from kvfuse.fs.handles import ROW_SIZE, HandleTable
-from kvfuse.fs.kernel import drop_lost
 from kvfuse.fs.rows import COUNT_MIN
 from kvfuse.keeper import MemoryKeeper
 from kvfuse.volume.api import Caller
@@ -408,20 +407,21 @@ async def test_the_kernel_may_know_what_this_daemon_never_told_it() -> None:
         assert not daemon.volume.kernel_knows(made + 1)
 
 
-async def test_the_kernel_drops_what_is_lost() -> None:
+async def test_what_is_lost_is_known_until_the_kernel_was_told() -> None:
     mount = Mount()
     async with mount.daemon() as daemon:
         fh, ino = await daemon.create(b"file")
         await stored(daemon)
         await daemon.ask("write", fh, 0, b"lost")
         mount.kill()
-    dropped: list[int] = []
-    kernel: Any = SimpleNamespace(drop_content=dropped.append)
+    for _ in range(2):
+        async with mount.daemon() as daemon:
+            assert daemon.handover.lost == {ino}
+            mount.kill()
     async with mount.daemon() as daemon:
-        await drop_lost(kernel, daemon.handover)
-        assert dropped == [ino]
+        daemon.handover.kernel_was_told()
         mount.kill()
     async with mount.daemon() as daemon:
         assert not daemon.handover.lost
-        with pytest.raises(pyfuse3.FUSEError):
-            await daemon.ask("flush", fh)  # of the first crash
+        await fails(errno.EIO, daemon, "flush", fh)  # for the first crash
+        await daemon.ask("flush", fh)
