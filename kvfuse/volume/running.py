@@ -35,6 +35,9 @@ FREE_SECONDS = 5.0
 REJOIN_SECONDS = 0.5
 """Pause before the next attempt to join a volume again."""
 
+PINS_SECONDS = 60.0
+"""after which no client of the daemon before this one is waited for, where nobody said that all are known"""
+
 log = logging.getLogger(__name__)
 
 
@@ -109,8 +112,12 @@ class Running:
 
     async def _live(self) -> None:
         """Say to clients that this daemon lives, and to its keeper what there is of its memory; until `finish`."""
+        tier = self._volume.parts.core.tier
         with self._living:
+            clients_come_until = trio.current_time() + PINS_SECONDS
             while True:
+                if trio.current_time() > clients_come_until:
+                    tier.pins_are_known()
                 self._volume.parts.core.tier.residents.live_on()
                 self._volume.parts.blocks.hear_of_tier()
                 await trio.sleep(RENEW_SECONDS)

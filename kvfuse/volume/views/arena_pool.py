@@ -69,6 +69,8 @@ class ArenaPool:
         self.kinds: dict[tuple[int, ReadClass], Kind] = {}
         self.returned: deque[tuple[Arena, int]] = deque()
         """slots that nobody holds any more; filled in any thread"""
+        self.withheld: set[tuple[Arena, int]] = set()
+        """free slots that a client of the daemon before this one may hold, while that is not known"""
         self.used_bytes = 0
         self.allowance = 0
         """bytes beyond the capacity, while others are about to be given back"""
@@ -81,7 +83,6 @@ class ArenaPool:
         self._placement = placement
         self._recent = recent
         self.keeper = keeper
-        self._arena_size = max(ARENA_SIZE, -(-capacity // (ARENAS_MAX // 2)))
         self._last_number = self._numbers_end = 0
         if keeper.outlives:
             former = keeper.take(NUMBERS_NAME)
@@ -107,7 +108,10 @@ class ArenaPool:
             arena, slot = self.returned.popleft()
             arena.leased_count -= 1
             if arena.memory.is_writable and not arena.kind.retired:
-                arena.kind.free.append((arena, slot))
+                if arena.is_former and not self.knows_pins:
+                    self.withheld.add((arena, slot))
+                else:
+                    arena.kind.free.append((arena, slot))
             elif not arena.leased_count and (arena.kind.retired or self.knows_pins):
                 self.give_back(arena)
 
@@ -148,7 +152,8 @@ class ArenaPool:
         if self.keeper.outlives and self._last_number + 1 >= self._numbers_end:
             return None  # the event loop gets more soon
         if memory is None:
-            size = max(1, self._arena_size // kind.slot_size) * kind.slot_size
+            about = max(ARENA_SIZE, -(-self.capacity // (ARENAS_MAX // 2)))
+            size = max(1, about // kind.slot_size) * kind.slot_size
             first = self._resident_to(kind.slot_size, size)
             if len(self.arenas) >= ARENAS_MAX or self.used_bytes + first > self.capacity + self.allowance:
                 return None
@@ -192,6 +197,17 @@ class ArenaPool:
             if found_time is None or time < found_time:
                 found, found_time = arena, time
         return found
+
+    def pins_are_known(self) -> None:
+        self.knows_pins = True
+        self.collect()
+        for arena, slot in self.withheld:
+            if arena.number in self.arenas and not arena.kind.retired:
+                arena.kind.free.append((arena, slot))
+        self.withheld.clear()
+        for arena in list(self.arenas.values()):
+            if arena.is_frozen and not arena.leased_count:
+                self.give_back(arena)
 
     def give_back(self, arena: Arena) -> None:
         """An arena that nobody uses is no more; its memory goes when nobody maps it."""
@@ -248,6 +264,7 @@ class ArenaPool:
         if len(self.arenas) >= ARENAS_MAX or self.used_bytes + memory.resident > self.capacity:
             return None
         arena = Arena(number, kind, memory, self.returned, rows)
+        arena.is_former = True
         arena.touched = min(rows.touched, arena.slot_count)
         self.used_bytes += memory.resident
         self._enter(arena)

@@ -94,6 +94,7 @@ class Arena:
     """Memory cut into slots of one kind."""
 
     __slots__ = (
+        "is_former",
         "kept_count",
         "kind",
         "leased_count",
@@ -131,6 +132,8 @@ class Arena:
         """when a block in it was last kept, or it was spared"""
         self.uses = 0
         """of its blocks, since it was spared; up to `USES_MAX`"""
+        self.is_former = False
+        """the daemon before this one made it"""
         self.shared = memory.is_sealed
         """a descriptor was given: somebody may have it mapped"""
 
@@ -255,6 +258,12 @@ class LeftBlock:
         self.uses = uses
         self.kept_at = kept_at
         self.block: TierBlock | None = None
+
+    def made(self) -> TierBlock:
+        if self.block is None:
+            self.block = TierBlock(self.home, self.slot, self.size)
+            self.block.kept_at, self.block.uses = self.kept_at, self.uses
+        return self.block
 
 
 def _read_only(data: Bytes) -> Bytes:

@@ -104,7 +104,7 @@ class Adoption:
         if not arena.is_frozen:
             is_free = np.ones(arena.touched, np.bool_)
             is_free[left.slots] = False
-            kind.free += [(arena, slot) for slot in np.flatnonzero(is_free).tolist()]
+            self._pool.withheld |= {(arena, slot) for slot in np.flatnonzero(is_free).tolist()}
         self._columns.append(
             {
                 **{field: rows[field] for field in ("kept_at", "ino", "size", "uses", "is_proven")},

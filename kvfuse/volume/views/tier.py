@@ -230,12 +230,7 @@ class SharedTier:
         """What is left as the block of a file, for a look at it. Nobody else may see it before `admit`."""
         with self._lock:
             left = self.left.get(ino)
-            if left is None:
-                return None
-            if left.block is None:
-                left.block = TierBlock(left.home, left.slot, left.size)
-                left.block.kept_at, left.block.uses = left.kept_at, left.uses
-            return left.block
+            return left.made() if left is not None else None
 
     def admit(self, ino: int, block: TierBlock, name: bytes = b"") -> bool:
         """``block``, which was left, has all bytes of the file, and its readers. False: it was dropped meanwhile.
@@ -257,25 +252,22 @@ class SharedTier:
 
     def adopt_pin(self, arena: int, offset: int, size: int) -> TierBlock | None:
         """What a client of the daemon before this one goes on to hold: any bytes of one slot, also of a block that was
-        dropped. None: there is no such arena any more. The client has its bytes in any case: nobody writes there."""
+        dropped. None: there is no such arena any more, and nobody writes there.
+
+        Until `pins_are_known`, which holds for all clients, no slot that was in use is used again.
+        """
         with self._lock:
-            home = self._pool.arenas.get(arena)
-            if home is None or not home.is_frozen or size <= 0 or offset < 0:
-                return None
-            slot, start = divmod(offset, home.kind.slot_size)
-            if start + size > home.kind.slot_size or slot >= home.slot_count:
-                return None
-            home.leased_count += 1
-            return TierBlock(home, slot, start + size)
+            return self._books.pin(arena, offset, size)
 
     def pins_are_known(self) -> None:
-        """`adopt_pin` was called for all that clients hold: give back the arenas that nobody needs."""
+        """`adopt_pin` was called for all that clients hold: use other slots, give back arenas that nobody needs.
+
+        It may be called again, without effect.
+        """
         pool = self._pool
-        with self._lock:
-            pool.knows_pins = True
-            pool.collect()
-            for arena in list(pool.arenas.values()):
-                if arena.is_frozen and not arena.leased_count:
-                    pool.give_back(arena)
-        if pool.news:
-            self.on_news()
+        if not pool.knows_pins:
+            with self._lock:
+                self._books.pins.clear()
+                pool.pins_are_known()
+            if pool.news:
+                self.on_news()

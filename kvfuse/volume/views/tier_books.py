@@ -53,6 +53,8 @@ class TierBooks:
         self.kept_bytes = 0
         self.clock = itertools.count(1)
         self.counters = Counters()
+        self.pins: dict[tuple[Arena, int], TierBlock] = {}
+        """of slots without blocks, while not all are known"""
         self._melting: Arena | None = None
         self._survivors: list[int] = []
         """inodes whose blocks are to leave it, those that were used most last"""
@@ -181,6 +183,28 @@ class TierBooks:
         self.evicted.extend(inos)
         self.counters.evictions += len(inos)
         self.changes += 1
+
+    # -- what clients hold -----------------------------------------------------------------------------
+
+    def pin(self, number: int, offset: int, size: int) -> TierBlock | None:
+        """Hold a slot of the daemon before this one. None: there is none, or it may have other bytes by now."""
+        arena = self.pool.arenas.get(number)
+        if arena is None or not arena.is_former or arena.rows is None or offset < 0 or size <= 0:
+            return None
+        slot, start = divmod(offset, arena.kind.slot_size)
+        if start + size > arena.kind.slot_size or slot >= arena.touched:
+            return None
+        ino = int(arena.rows.table["ino"][slot])
+        block = self.kept.get(ino) or self.left.get(ino)
+        if block is not None and block.home is arena and block.slot == slot and start + size <= block.size:
+            return block.made() if isinstance(block, LeftBlock) else block
+        self.pool.collect()
+        place = arena, slot
+        if place not in self.pins and (arena.is_frozen or place in self.pool.withheld):
+            self.pool.withheld.discard(place)
+            arena.leased_count += 1
+            self.pins[place] = TierBlock(arena, slot, arena.kind.slot_size)
+        return self.pins.get(place)
 
     # -- frozen arenas -------------------------------------------------------------------------------
 

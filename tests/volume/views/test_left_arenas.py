@@ -36,10 +36,14 @@ def keeper() -> Iterator[MemoryKeeper]:
     let_go(keeper)
 
 
-def tier_of(keeper: MemoryKeeper, capacity: int = MIB, regime: bytes = REGIME) -> SharedTier:
-    """As the next daemon makes it."""
+def tier_of(
+    keeper: MemoryKeeper, capacity: int = MIB, regime: bytes = REGIME, *, has_clients: bool = False
+) -> SharedTier:
+    """As the next daemon makes it. ``has_clients``: they may hold something."""
     tier = SharedTier(capacity, ANYWHERE, keeper)
     tier.adopt(find_left(keeper, ANYWHERE), lambda _, found: found == regime)
+    if not has_clients:
+        tier.pins_are_known()
     return tier
 
 
@@ -262,7 +266,7 @@ def test_pins_of_clients_hold_their_arena(keeper: MemoryKeeper) -> None:
     share(tier, number)
     tier.drop(1)
     tier.drop(2)
-    tier = tier_of(keeper)
+    tier = tier_of(keeper, has_clients=True)
     assert list(tier.read_classes()) == [number], "clients may hold something there"
     pin = tier.adopt_pin(number, offset, 64 * KIB)
     assert pin is not None
@@ -277,12 +281,38 @@ def test_pins_of_clients_hold_their_arena(keeper: MemoryKeeper) -> None:
     assert tier.statistics().used_bytes == 4 * KIB
 
 
+def test_a_slot_that_a_client_is_about_to_map_has_its_bytes(keeper: MemoryKeeper) -> None:
+    """It was told where its view is, and the daemon was killed before it asked for the arena."""
+    tier = tier_of(keeper, 256 * KIB)
+    for ino in (1, 2, 3, 4):
+        keep(tier, ino)
+    places = {ino: (block.arena, block.offset, 64 * KIB) for ino, block in tier.kept.items()}
+    tier.drop(1)
+    tier.drop(2)
+    tier = tier_of(keeper, 256 * KIB, has_clients=True)
+    assert tier.allocate(64 * KIB, HERE) is None, "nobody knows which of them a client holds"
+    pins = {ino: [tier.adopt_pin(*places[ino]) for _ in range(2)] for ino in (1, 3)}
+    assert pins[1][0] is pins[1][1] is not None
+    assert pins[3][0] is pins[3][1] is not None
+    assert tier.adopt_pin(places[1][0], 4 << 20, 10) is None, "it was never used"
+    tier.pins_are_known()
+    assert tier.adopt_pin(*places[2]) is None, "it may be used now"
+    others = [tier.allocate(64 * KIB, HERE) for _ in range(3)]
+    for ino, both in pins.items():
+        assert both[0] is not None
+        assert set(both[0].buffer.tolist()) == {ino}
+        assert both[0].offset not in [other.offset for other in others if other is not None]
+        both.clear()
+    others.clear()
+    assert None not in [tier.allocate(64 * KIB, HERE) for _ in range(4)]
+
+
 def test_an_arena_without_pins_goes_when_all_clients_were_heard(keeper: MemoryKeeper) -> None:
     tier = tier_of(keeper)
     keep(tier, 1)
     share(tier, tier.kept[1].arena)
     tier.drop(1)
-    tier = tier_of(keeper)
+    tier = tier_of(keeper, has_clients=True)
     assert tier.read_classes()
     tier.pins_are_known()
     assert not tier.read_classes()
