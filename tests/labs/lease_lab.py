@@ -17,6 +17,7 @@ import trio
 from volume_lab import MIB, Chaos, Disk, MemoryRecords, MemorySegments
 
 from kvfuse.errors import EngineError, EngineTimeout, NoSpace
+from kvfuse.keeper import NO_KEEPER
 from kvfuse.remote.records.api import ABSENT
 from kvfuse.slab.allocator import Allocator, Slot
 from kvfuse.volume.commit.committer import Changes, Committer, Sequence
@@ -28,7 +29,8 @@ from kvfuse.volume.inodes.metadata_budget import Metadata
 from kvfuse.volume.inodes.node import Nodes
 from kvfuse.volume.namespaces.registry import Namespaces
 from kvfuse.volume.store import schema
-from kvfuse.volume.store.member import FencedRecords, Member
+from kvfuse.volume.store.left import Left
+from kvfuse.volume.store.member import FencedRecords, Member, Standing
 from kvfuse.volume.store.numbers import SharedNumberRange
 from kvfuse.volume.store.schema import MemberRecord
 from kvfuse.volume.store.transaction import Transaction
@@ -49,6 +51,10 @@ class Piece(NamedTuple):
     addr: int
     slot_size: int
     generation: int
+
+
+def sequence_key(client: int) -> bytes:
+    return b"\0tally%d" % client
 
 
 def piece_key(client: int, number: int) -> bytes:
@@ -220,7 +226,7 @@ class World:
 
 
 class Client:
-    """One life of a client: from its joining to its end."""
+    """One life of a client: from its joining, or going on, to its end."""
 
     def __init__(self, world: World, number: int) -> None:
         self.world = world
@@ -229,6 +235,8 @@ class Client:
         self.chaos = Chaos(self.rng, delay=0.2, deadline=DEADLINE)
         self.serial = count(1)
         self.leases: SlabLeases
+        self.held: set[int] = set()
+        """slabs, when it died"""
         self.well_since = 0.0
         """neither frozen nor cut off"""
 
@@ -244,7 +252,24 @@ class Client:
         puts = {schema.member_key(self.number): schema.encode_member(MemberRecord("here", self.number, "/mnt"))}
         version = await records.commit(puts, expect=dict.fromkeys(puts, ABSENT), lease=lease)
         assert version
-        self.member = Member(self.number, lease, version, asked)
+        self._begin(records, Member(self.number, lease, version, asked), Left())
+
+    async def resume(self, former: Client) -> bool:
+        """Go on as a client whose process has died. False: its lease has ended."""
+        records = MemoryRecords(self.world.disk, self.chaos)
+        before = Standing(former.number, former.member.lease.identity)
+        member = await Member.resume(records, "/mnt", before, NO_KEEPER)
+        if member is None:
+            return False
+        self.number, self.serial = former.number, former.serial
+        self.world.clients.remove(former)
+        (sequence,) = await records.get([sequence_key(self.number)])
+        left = Left(True, REUSE, None, member.version, sequence.version if sequence is not None else ABSENT)
+        self._begin(records, member, left)
+        return True
+
+    def _begin(self, records: MemoryRecords, member: Member, left: Left) -> None:
+        self.member = member
         self.records = FencedRecords(records, self.member)
         disk, tier = self.world.disk, SharedTier(MIB)
         self.core = Core(
@@ -264,15 +289,18 @@ class Client:
             file_count=0,
             namespaces=Namespaces({}, trio.current_time),
             client=self.number,
+            left=left,
             grace=Grace(REUSE),
         )
-        self.journal = Pieces(self.core, Committer(self.records, Sequence(b"\0tally%d" % self.number)))
+        sequence = Sequence(sequence_key(self.number), version=left.sequence_version)
+        self.journal = Pieces(self.core, Committer(self.records, sequence))
         self.leases = SlabLeases(self.core, self.journal)
 
     @asynccontextmanager
-    async def joined(self) -> AsyncIterator[None]:
-        """Alive in the body; what it was doing at its end stops where it is."""
-        await self.join()
+    async def joined(self, former: Client | None = None) -> AsyncIterator[None]:
+        """Alive in the body; what it was doing at its end stops where it is. ``former``: whom it goes on as."""
+        if former is None or not await self.resume(former):
+            await self.join()
         self.world.clients.append(self)
         self.well_since = trio.current_time()
         async with trio.open_nursery() as nursery:
