@@ -84,7 +84,7 @@ async def _serve(effective: Effective, point: Path, announce: Callable[[], None]
     if options.usrbio.enabled:
         from kvfuse.peer.device_memory import RdmaMemories
 
-        doors.append(partial(serve_rings, options=options.usrbio, device_memories=RdmaMemories()))
+        doors.append(partial(serve_rings, options=options.usrbio, device_memories=RdmaMemories(), keeper=keeper))
     services: list[Service] = []
     if options.is_shared and (options.peer.listen is not None or options.peer.reads):
         from kvfuse.peer.service import serve_peers
