@@ -54,6 +54,7 @@ static struct {
     int fd;          /* of the connection; -1: no INIT came */
     int is_replayed; /* the kernel has its answer */
     int is_due;      /* libfuse is to read it next */
+    void *lent;      /* what it was read into: libfuse would take that for as large as its own buffers */
 } init = {.fd = -1};
 
 static uint64_t *place_of(uint64_t ino)
@@ -93,12 +94,17 @@ static int answers_itself(struct fuse_session *se, const struct fuse_buf *buf, s
 
 __attribute__((visibility("default"))) int fuse_session_receive_buf(struct fuse_session *se, struct fuse_buf *buf)
 {
-    if (init.is_due && (buf->mem = malloc(init.size))) {
-        memcpy(buf->mem, init.bytes, init.size);
+    if (init.is_due && (init.lent = malloc(init.size))) {
+        free(buf->mem);
+        buf->mem = memcpy(init.lent, init.bytes, init.size);
         buf->size = init.size;
         buf->flags = 0;
         init.is_due = 0;
         return (int)init.size;
+    }
+    if (init.lent && buf->mem == init.lent) {
+        free(init.lent);
+        buf->mem = init.lent = NULL;
     }
     int size = receive_buf(se, buf);
     if (size == -EAGAIN || (size > 0 && answers_itself(se, buf, size)))

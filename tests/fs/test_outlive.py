@@ -104,6 +104,21 @@ def test_again_and_again_and_nothing_grows(mount: KvfuseMount) -> None:
     assert len(children_of(holder)) == processes
 
 
+def test_large_requests_come_after_a_kill(mount: KvfuseMount) -> None:
+    """The next daemon reads what the kernel said at first into memory that is as small as that."""
+    data = bytes(range(256)) * 4096
+    with (mount.point / "file").open("wb", buffering=0) as file:
+        settle(mount)
+        for _ in range(2):
+            kill_daemon(mount)
+            daemon = daemon_of(mount)
+            for number in range(64):
+                assert os.pwrite(file.fileno(), data, number << 20) == len(data)
+            os.fsync(file.fileno())
+            assert daemon_of(mount) == daemon
+    assert (mount.point / "file").read_bytes() == data * 64
+
+
 def test_an_unmount_ends_all_after_a_kill(mount: KvfuseMount) -> None:
     holder = mount.pid
     kill_daemon(mount)
