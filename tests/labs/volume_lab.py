@@ -142,6 +142,8 @@ class Chaos:
     """of segments"""
     write_error: float = 0.0
     sync_error: float = 0.0
+    fence_error: float = 0.0
+    """of segments"""
     deadline: float = 5.0
     """seconds after which a call of a client that is cut off fails"""
     stalled: trio.Event | None = None
@@ -422,6 +424,8 @@ class MemorySegments(SegmentStore):
 
     async def fence(self, identity: bytes) -> bool:
         await self.chaos.hold_up()
+        if self.chaos.fails(self.chaos.fence_error):
+            raise EngineError("injected: a client is not cut off")
         if self.disk.fences:
             self.disk.fenced.add(identity)
         return self.disk.fences

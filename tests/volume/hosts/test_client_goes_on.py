@@ -275,6 +275,31 @@ async def test_a_volume_is_left_before_its_slabs_have_rested(
     await check_disk(shared)
 
 
+async def test_a_daemon_that_cannot_be_cut_off_makes_another_client(
+    rng: random.Random, autojump_clock: trio.testing.MockClock, shared: Disk
+) -> None:
+    """The slabs are taken over when the lease has run out, by whoever cuts off that daemon."""
+    shared.fences = True
+    keeper = MemoryKeeper()
+    dead = await kill_in_writes(shared, rng, keeper)
+    assert dead.late_writes is not None
+    async with joined(shared, OPTIONS, 2, Chaos(rng)) as other:
+        witness = Witness(other)
+        killed = trio.current_time()
+        async with joined(shared, OPTIONS, 1, Chaos(rng, fence_error=1.0), keeper) as volume:
+            assert client_of(volume) == 1001
+            await fill(volume, range(3, 6))
+            await until(lambda: bool(witness.departed))
+            assert trio.current_time() > killed + LEASE / 2
+            await until(lambda: not witness.view.held_by(1))
+            assert shared.fenced
+            dead.late_writes.set()
+            await trio.sleep(1)
+            assert "late write" not in dead.events
+            await check_files(range(6), volume, other)
+    await check_disk(shared)
+
+
 # -- what else is its own --------------------------------------------------------------------------------
 
 

@@ -19,6 +19,7 @@ from shared_lab import joined, quiet, until, volumes
 from volume_lab import CALLER, MIB, Chaos, Disk, lab_options
 
 from kvfuse import errors
+from kvfuse.keeper import MemoryKeeper
 from kvfuse.volume.api import ROOT_INODE
 from kvfuse.volume.namespaces.uses import NO_USE, Use
 from kvfuse.volume.store import schema
@@ -140,4 +141,45 @@ async def test_use_is_never_above_a_quota(
         await quiet(one, other)
         await until(lambda: schema.use_key(space, client) not in disk.records)
         disk.audit = lambda *_: None  # a client that leaves has in memory what its records do not say any more
+    assert recorded_uses(disk) == count_uses(disk)
+
+
+@pytest.mark.parametrize("kind", ["files", "cache"])
+async def test_use_is_never_above_a_quota_while_a_client_goes_on(
+    rng: random.Random, autojump_clock: Clock, kind: str
+) -> None:
+    """Its daemons are killed, or handed over: the next one has what records say of its use."""
+    options = lab_options(strict=rng.random() < 0.5, capacity=16 * MIB)
+    disk, keeper = Disk.format(options, shared=True), MemoryKeeper()
+    async with volumes(disk, options, 2, rng) as (one, other):
+        space = await make_namespace(
+            one, ROOT_INODE, b"space", kind=kind, admission="all", capacity=8 * BLOCK, blocks=9
+        )
+        inner = await make_namespace(one, space, b"inner", kind=kind, admission="all", blocks=4)
+        quotas = Quotas(disk, [one, other], space, 8 * BLOCK, 9, inner)
+        disk.audit = quotas.look
+        async with trio.open_nursery() as nursery:
+            for host in (one, other):
+                nursery.start_soon(work, quotas, host, random.Random(rng.random()))
+            for _ in range(5):
+                chaos = Chaos(random.Random(rng.random()), delay=0.5)
+                async with joined(disk, options, 7, chaos, keeper) as third, trio.open_nursery() as own:
+                    assert third.parts.core.client == 7
+                    quotas.hosts[2:] = [third]
+                    own.start_soon(work, quotas, third, random.Random(rng.random()))
+                    await trio.sleep(rng.random() * 4)
+                    await quotas.change(one, rng.choice([6, 8, 12, 20]) * BLOCK, rng.choice([5, 9, 30]))
+                    await trio.sleep(rng.random() * 4)
+                    chaos.killed = rng.random() < 0.7
+                    if chaos.killed:
+                        quotas.hosts.remove(third)  # from now on its records count
+                    own.cancel_scope.cancel()
+                    third.hand_over()
+                await trio.sleep(rng.random() * 4)
+        print(dict(quotas.events))
+        assert quotas.events["put"], "some found room"
+        await until(lambda: schema.member_key(7) not in disk.records)
+        await quiet(one, other)
+        await until(lambda: schema.use_key(space, 7) not in disk.records)
+        disk.audit = lambda *_: None
     assert recorded_uses(disk) == count_uses(disk)
