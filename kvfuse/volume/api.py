@@ -25,6 +25,7 @@ from kvfuse.volume.views.gates import Gate, Gates
 from kvfuse.volume.views.measures import Measures
 from kvfuse.volume.views.news import Watch
 from kvfuse.volume.views.resident import Touches
+from kvfuse.volume.views.ring_files import KeptFile
 from kvfuse.volume.views.tier import ReadClass, SharedTier, TierBlock
 from kvfuse.volume.views.uses import Uses
 
@@ -314,6 +315,11 @@ class InodeApi(Protocol):
 class LeftOpenApi(Protocol):
     """Files that are open by handles of a daemon before this one, as `views.handover` tells."""
 
+    ring_files: dict[str, KeptFile]
+    """those that clients of rings have, by the names they are kept under; taken out by who takes them over"""
+    movers: set[Callable[[int, int, bytes], None]]
+    """told (inode, directory, name) when a file that may be open has another name"""
+
     async def load(self, ino: int) -> None:
         """Have an inode in memory. Stale, where nothing is left of it."""
 
@@ -353,6 +359,8 @@ class RingApi(VolumeApi, Protocol):
     gates: Gates
     """of the present membership; any thread may look"""
 
+    @property
+    def left_open(self) -> LeftOpenApi: ...
     @property
     def blocks(self) -> BlockApi: ...
     @property

@@ -20,7 +20,8 @@ class LeftOpen:
 
     def __init__(self, parts: Parts) -> None:
         self._core, self._lookups, self._coherence = parts.core, parts.lookups, parts.coherence
-        self._handover = parts.core.nodes.handover
+        handover = self._handover = parts.core.nodes.handover
+        self.ring_files, self.movers = handover.ring_files, handover.movers
 
     async def load(self, ino: int) -> None:
         node = await self._lookups.node(ino)

@@ -24,6 +24,7 @@ from kvfuse.volume.store.joined_reads import SharedRecords
 from kvfuse.volume.store.sealed import ScanPages
 from kvfuse.volume.views.alive import RENEW_SECONDS
 from kvfuse.volume.views.handover import Handover
+from kvfuse.volume.views.ring_files import find_ring_files
 from kvfuse.volume.views.tier import SharedTier
 from kvfuse.volume.volume import Volume
 
@@ -53,6 +54,8 @@ async def make_parts(
 
     ``keeper``, ``handover``: have what a daemon before this one left.
     """
+    if handover is not None and former is None:
+        find_ring_files(keeper, handover)
     records = held.records if held.member is None else SharedRecords(held.records)
     core = await load_core(options, held._replace(records=records), keeper, handover)
     core.disk = disk if former is None else former.disk

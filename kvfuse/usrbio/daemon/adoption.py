@@ -10,9 +10,11 @@ import errno
 import logging
 import os
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import msgspec
 import trio
@@ -24,7 +26,7 @@ from kvfuse.usrbio.daemon.client_memory import map_memory
 from kvfuse.usrbio.daemon.device_iovs import DeviceIov, let_go
 from kvfuse.usrbio.daemon.device_memory import DeviceMemories
 from kvfuse.usrbio.daemon.keeping import Left
-from kvfuse.usrbio.daemon.kept import KeptFile, KeptIov, KeptNamespace, KeptRing
+from kvfuse.usrbio.daemon.kept import KeptIov, KeptNamespace, KeptRing
 from kvfuse.usrbio.daemon.loop_calls import Calls
 from kvfuse.usrbio.daemon.passing import Usher
 from kvfuse.usrbio.daemon.pins import Pins
@@ -33,6 +35,7 @@ from kvfuse.usrbio.daemon.registry import Namespace, OpenFile, Remembered
 from kvfuse.usrbio.daemon.ring_thread import OwnedRing
 from kvfuse.usrbio.protocol.wire import MESSAGE_SIZE_MAX, Layout, Message, Request
 from kvfuse.volume.api import RingApi
+from kvfuse.volume.views.ring_files import KeptFile
 
 log = logging.getLogger(__name__)
 
@@ -59,19 +62,37 @@ class _Adoption:
     memories: Memories
     remembered: Remembered
 
+    async def left_file(self, handle: int, row: KeptFile) -> None:
+        """A file that the volume has counted as open since it was opened itself."""
+        left_open, opened = self.volume.left_open, None
+        try:
+            with self.things.files.taking():
+                await left_open.load(row.ino)
+                opened = left_open.take_over(row.ino, _flags(row), self.calls.peer.caller())
+                await self._add_file(handle, row, opened)
+        finally:
+            if opened is None:
+                left_open.give_up(row.ino, writable=row.writable)
+
     async def file(self, handle: int, kept: Kept) -> None:
-        row, files = msgspec.json.decode(kept.content, type=KeptFile), self.things.files
-        flags = os.O_RDWR if row.readable and row.writable else os.O_WRONLY if row.writable else os.O_RDONLY
-        with files.taking():
-            opened = await self.volume.files.open(row.ino, flags, self.calls.peer.caller())
-            try:
-                shown = self.volume.files.content_map(opened)
-            except errors.Stale:
-                with trio.CancelScope(shield=True):
-                    await self.volume.files.release(opened)
-                raise
+        """The same, where the volume is the one that the former door had."""
+        row = msgspec.json.decode(kept.content, type=KeptFile)
+        with self.things.files.taking():
+            opened = await self.volume.files.open(row.ino, _flags(row), self.calls.peer.caller())
+            await self._add_file(handle, row, opened)
+
+    async def _add_file(self, handle: int, row: KeptFile, opened: Any) -> None:
+        try:
+            shown = self.volume.files.content_map(opened)
+        except errors.Stale:
+            with trio.CancelScope(shield=True):
+                await self.volume.files.release(opened)
+            raise
         measures = self.volume.inodes.measures(row.ino)
-        files[handle] = OpenFile(opened, row.ino, row.readable, row.writable, shown, measures)
+        file = OpenFile(opened, row.ino, row.readable, row.writable, shown, measures, is_cut=row.is_cut)
+        self.things.keeping.go_on(handle, row)
+        file.when_told = partial(self.things.keeping.told, handle)
+        self.things.files[handle] = file
 
     async def iov(self, handle: int, kept: Kept) -> None:
         row, iovs = msgspec.json.decode(kept.content, type=KeptIov), self.things.iovs
@@ -125,7 +146,7 @@ async def adopt(
     go on.
     """
     keeping = things.keeping
-    for token in left.content.tokens:
+    for token in left.said.tokens:
         calls.admission.show(token)
     adoption = _Adoption(things, volume, calls, memories, remembered)
     request, number, added = keeping.unanswered()
@@ -138,14 +159,13 @@ async def adopt(
             if handle == added and (is_waiting or not request):  # nobody has heard of it, and it is asked for again
                 keeping.drop(kind, handle)
                 continue
-            kept = keeping.take(name)
-            if kept is None:
-                continue
+            row = volume.left_open.ring_files.pop(name, None)
+            kept = keeping.take(name) or Kept(b"", ())
             add: Callable[[int, Kept], Awaitable[None]] = getattr(adoption, kind)
             try:
-                await add(handle, kept)
+                await (add(handle, kept) if row is None else adoption.left_file(handle, row))
             except (errors.KvfuseError, OSError, ValueError, msgspec.MsgspecError) as error:
-                log.info("a client loses %s %d: %s", kind, handle, error)
+                log.warning("a client loses %s %d: %s", kind, handle, error)
                 if rings:
                     raise
                 keeping.drop(kind, handle)
@@ -155,6 +175,18 @@ async def adopt(
     if not request or is_waiting:
         return None
     return _reply_to(request, number, added, things)
+
+
+def give_up_files(volume: RingApi, names: Iterable[str]) -> None:
+    """Registered files that nobody goes on with are not open any more. ``names``: under which they were kept."""
+    for name in names:
+        file = volume.left_open.ring_files.pop(name, None)
+        if file is not None:
+            volume.left_open.give_up(file.ino, writable=file.writable)
+
+
+def _flags(row: KeptFile) -> int:
+    return os.O_RDWR if row.readable and row.writable else os.O_WRONLY if row.writable else os.O_RDONLY
 
 
 def _is_next(descriptor: int, number: int) -> bool:
@@ -184,6 +216,7 @@ def _reply_to(request: int, number: int, handle: int, things: Registered) -> Mes
 async def leave(things: Registered, calls: Calls, usher: Usher) -> None:
     """Leave a connection to the next daemon: its rings stop where they are, and nothing is given back."""
     _left_pins.append(things.pins)
+    things.keeping.leave()
     calls.indexes.close()
     for ring in things.rings.values():
         ring.loop.stop()

@@ -127,9 +127,9 @@ class Connection:
         if reply is not None:
             await self._reply(reply, [])
             things.keeping.answered()
-        if left.content.follows:
+        if left.said.follows:
             self._follower = Follower(
-                volume, self._admission, self._stream, left.content.follows, self._audience.pause, goes_on=True
+                volume, self._admission, self._stream, left.said.follows, self._audience.pause, goes_on=True
             )
 
     async def _answer_one(self) -> bool:

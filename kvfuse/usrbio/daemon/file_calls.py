@@ -89,6 +89,10 @@ class FileCalls:
 
     async def fsync(self, call: Call) -> None:
         async with self.using(call.file) as file:
+            is_cut, file.is_cut = file.is_cut, False
+            if is_cut:
+                file.when_told()
+                raise errors.EngineError("the daemon was killed before it had stored all that was written to the file")
             await self.volume.files.fsync(file.handle)
         call.ring.completions.complete(call, 0)
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 import mmap
 import os
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import msgspec
@@ -23,12 +24,12 @@ import numpy as np
 from kvfuse.keeper import Keeper, Kept
 from kvfuse.usrbio.daemon.peer import Peer, Powers
 from kvfuse.usrbio.protocol.wire import PAGE
+from kvfuse.volume.views.ring_files import PREFIX, KeptFile
 from kvfuse.volume.views.tier import SharedTier, TierBlock
 
 log = logging.getLogger(__name__)
 
-PREFIX = "ring/"
-_SOCKET = "socket"
+_SOCKET, _SAID = "socket", "said"
 PINS_MAX = 65536
 _PIN_WORDS = 4
 """pin, arena, offset, size; a pin of 0: the row is free"""
@@ -38,7 +39,7 @@ _LAST_HANDLE, _LAST_PIN, _REQUEST, _ADDED, _DROPPED = range(5)
 
 
 class KeptConnection(msgspec.Struct):
-    """Whose a connection is, and what it was told beside what it registered."""
+    """Whose a connection is."""
 
     pid: int
     uid: int
@@ -48,9 +49,6 @@ class KeptConnection(msgspec.Struct):
     is_ours: bool
     uids: list[tuple[int, int]]
     gids: list[tuple[int, int]]
-    tokens: list[str] = msgspec.field(default_factory=list)
-    follows: int = 0
-    """directory; the connection is for news of its blocks"""
 
     @classmethod
     def of(cls, peer: Peer) -> KeptConnection:
@@ -65,15 +63,47 @@ class KeptConnection(msgspec.Struct):
         return Peer(self.pid, self.uid, self.gid, frozenset(self.groups), powers)
 
 
+class KeptWords(msgspec.Struct):
+    """What a client has said beside what it registered."""
+
+    tokens: list[str] = msgspec.field(default_factory=list)
+    follows: int = 0
+    """directory; the connection is for news of its blocks"""
+
+
 class Left(NamedTuple):
     """A connection that a daemon before this one left."""
 
     name: str
-    content: KeptConnection
+    peer: Peer
+    said: KeptWords
     socket: int
     page: Page
+    files: list[str]
+    """names of registered files that the volume counts as open"""
     pins: dict[int, TierBlock]
     """blocks that the client holds"""
+
+
+class KeptFiles:
+    """Where the registered files of all connections are. Event loop only."""
+
+    def __init__(self) -> None:
+        self._rows: dict[int, list[tuple[Keeping, int]]] = {}
+        """inode -> whose they are, and their handles"""
+
+    def add(self, ino: int, keeping: Keeping, handle: int) -> None:
+        self._rows.setdefault(ino, []).append((keeping, handle))
+
+    def remove(self, ino: int, keeping: Keeping, handle: int) -> None:
+        self._rows[ino].remove((keeping, handle))
+        if not self._rows[ino]:
+            del self._rows[ino]
+
+    def moved(self, ino: int, parent: int, name: bytes) -> None:
+        """A file has another name, and perhaps is still stored under the former one."""
+        for keeping, handle in self._rows.get(ino, ()):
+            keeping.move(handle, (parent, name))
 
 
 class Page:
@@ -134,18 +164,19 @@ class Keeping:
     Nothing is kept before `greet`, nor where nobody keeps things.
     """
 
-    def __init__(self, keeper: Keeper, left: Left | None = None) -> None:
+    def __init__(self, keeper: Keeper, left: Left | None = None, all_files: KeptFiles | None = None) -> None:
         self._keeper = keeper
+        self._all_files = all_files or KeptFiles()
+        self._files: dict[int, KeptFile] = {}
         self.page: Page | None = None
-        self._name, self._content = "", KeptConnection(0, 0, 0, [], 0, False, [], [])
+        self._name, self._said = "", KeptWords()
         self._handle = 0
-        self._socket: Any = None
-        self._page_descriptor = -1
         self._names: dict[str, None] = {}
         if left is not None:
-            self._name, self._content, self.page = left.name, left.content, left.page
+            self._name, self._said, self.page = left.name, left.said, left.page
             self._handle = left.page.words[_LAST_HANDLE]
-            self._names = dict.fromkeys(keeper.names(f"{PREFIX}{left.name}/"))
+            prefix = f"{PREFIX}{left.name}/"
+            self._names = dict.fromkeys([prefix + _SOCKET, prefix + _SAID, *keeper.names(prefix), *left.files])
 
     def __iter__(self) -> Keeping:
         return self
@@ -167,9 +198,9 @@ class Keeping:
         try:
             os.ftruncate(descriptor, PAGE_SIZE)
             page = Page(descriptor)
-            self._name, self._content = os.urandom(8).hex(), KeptConnection.of(peer)
+            self._name = os.urandom(8).hex()
             page.words[_LAST_HANDLE] = self._handle
-            self._keep(_SOCKET, self._content, [stream.fileno(), descriptor])
+            self._keep(_SOCKET, KeptConnection.of(peer), [stream.fileno(), descriptor])
             self.page = page
         finally:
             os.close(descriptor)
@@ -178,16 +209,10 @@ class Keeping:
         """The client has shown a token, or follows a directory."""
         if self.page is None:
             return
-        if token and token not in self._content.tokens:
-            self._content.tokens.append(token)
-        self._content.follows = follows or self._content.follows
-        kept = self._keeper.take(f"{PREFIX}{self._name}/{_SOCKET}")
-        if kept is not None:
-            try:
-                self._keep(_SOCKET, self._content, list(kept.descriptors))
-            finally:
-                for descriptor in kept.descriptors:
-                    os.close(descriptor)
+        if token and token not in self._said.tokens:
+            self._said.tokens.append(token)
+        self._said.follows = follows or self._said.follows
+        self._keep(_SAID, self._said, [])
 
     def close(self) -> None:
         """The connection has ended: nothing of it is kept any more."""
@@ -195,6 +220,13 @@ class Keeping:
         for name in [*names, *self._names]:
             self._keeper.drop(name)
         self._names.clear()
+        self.leave()
+
+    def leave(self) -> None:
+        """All stays as it is, for the next daemon."""
+        for handle, row in self._files.items():
+            self._all_files.remove(row.ino, self, handle)
+        self._files.clear()
 
     # -- things --------------------------------------------------------------------------------------
 
@@ -202,7 +234,28 @@ class Keeping:
         """Something was registered. The descriptors stay the caller's."""
         if self.page is not None:
             self.page.words[_ADDED] = handle
+            if isinstance(content, KeptFile):
+                self.go_on(handle, content)
             self._keep(f"{kind}/{handle}", content, descriptors)
+
+    def go_on(self, handle: int, row: KeptFile) -> None:
+        """A file is registered, and kept, here or by the daemon before this one."""
+        self._files[handle] = row
+        self._all_files.add(row.ino, self, handle)
+
+    def move(self, handle: int, place: tuple[int, bytes]) -> None:
+        """A registered file has this name now."""
+        row = self._files[handle]
+        if row.places[:1] != [place]:
+            row.places = [place, *row.places][:2]
+            self._keep(f"file/{handle}", row, [])
+
+    def told(self, handle: int) -> None:
+        """The client knows that bytes of a file may be lost."""
+        row = self._files.get(handle)
+        if row is not None:
+            row.is_cut = False
+            self._keep(f"file/{handle}", row, [])
 
     def change(self, kind: str, handle: int, content: object) -> None:
         """Something without descriptors is different now."""
@@ -215,6 +268,8 @@ class Keeping:
             name = f"{PREFIX}{self._name}/{kind}/{handle}"
             self._keeper.drop(name)
             self._names.pop(name, None)
+            if kind == "file" and (row := self._files.pop(handle, None)) is not None:
+                self._all_files.remove(row.ino, self, handle)
 
     def was_dropped(self, handle: int) -> bool:
         """The daemon before this one began to drop it, and did not answer."""
@@ -226,7 +281,7 @@ class Keeping:
 
     def left_names(self) -> list[tuple[str, str, int]]:
         """(name, kind, handle) of all that was registered, in that order."""
-        rows = [(name, *name.split("/")[2:]) for name in self._names if not name.endswith(_SOCKET)]
+        rows = [(name, *name.split("/")[2:]) for name in self._names if not name.endswith((_SOCKET, _SAID))]
         return sorted([(row[0], row[1], int(row[2])) for row in rows], key=lambda row: row[2])
 
     def _keep(self, name: str, content: object, descriptors: list[int]) -> None:
@@ -260,21 +315,27 @@ class Keeping:
         return taken >> 32, taken & 0xFFFFFFFF, added
 
 
-def find_left(keeper: Keeper, tier: SharedTier) -> list[Left]:
-    """The connections that a daemon before this one left. What they hold of the tier is held when this returns."""
+def find_left(keeper: Keeper, tier: SharedTier, files: Iterable[str]) -> list[Left]:
+    """The connections that a daemon before this one left. What they hold of the tier is held when this returns.
+
+    ``files``: names of registered files that the volume counts as open.
+    """
     found = []
     for name in keeper.names(PREFIX):
         if not name.endswith(f"/{_SOCKET}") or (kept := keeper.take(name)) is None:
             continue
         stream, page_descriptor = kept.descriptors
         try:
-            content, page = msgspec.json.decode(kept.content, type=KeptConnection), Page(page_descriptor)
+            peer, page = msgspec.json.decode(kept.content, type=KeptConnection).peer(), Page(page_descriptor)
+            words = keeper.take(name.replace(_SOCKET, _SAID))
+            said = KeptWords() if words is None else msgspec.json.decode(words.content, type=KeptWords)
         except (OSError, ValueError, msgspec.MsgspecError) as error:
             log.warning("a client of the daemon before this one is lost: %s", error)
             os.close(stream)
             keeper.drop(name)
         else:
-            found.append(Left(name.split("/")[1], content, stream, page, page.adopt_pins(tier)))
+            own = [file for file in files if file.startswith(name.removesuffix(_SOCKET))]
+            found.append(Left(name.split("/")[1], peer, said, stream, page, own, page.adopt_pins(tier)))
         finally:
             os.close(page_descriptor)
     tier.pins_are_known()

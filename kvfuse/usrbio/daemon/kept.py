@@ -7,14 +7,9 @@ import msgspec
 from kvfuse.usrbio.daemon.client_memory import Iov
 from kvfuse.usrbio.daemon.device_iovs import DeviceIov
 from kvfuse.usrbio.daemon.registry import Namespace, OpenFile
+from kvfuse.volume.views.ring_files import KeptFile
 
 Kept = tuple[object, list[int]]
-
-
-class KeptFile(msgspec.Struct):
-    ino: int
-    readable: bool
-    writable: bool
 
 
 class KeptIov(msgspec.Struct):
@@ -43,7 +38,8 @@ class KeptRing(msgspec.Struct):
 
 
 def file(thing: OpenFile) -> Kept:
-    return KeptFile(thing.ino, thing.readable, thing.writable), []
+    place = thing.handle.place
+    return KeptFile(thing.ino, thing.readable, thing.writable, [place] if place[1] else []), []
 
 
 def iov(thing: Iov) -> Kept:

@@ -10,6 +10,7 @@ from kvfuse.usrbio.daemon.charges import Charges
 from kvfuse.usrbio.daemon.desk import Desk
 from kvfuse.usrbio.daemon.device_memory import DeviceMemories, NoDeviceMemories, Staging
 from kvfuse.usrbio.daemon.doorman import Doorman
+from kvfuse.usrbio.daemon.keeping import KeptFiles
 from kvfuse.usrbio.daemon.pins import Pinned
 from kvfuse.usrbio.protocol.wire import LENGTH_MAX
 from kvfuse.volume.api import KernelCache, RingApi
@@ -29,6 +30,7 @@ class Limits:
 
         ``keeper``: has what outlives the daemon."""
         self.keeper = keeper
+        self.kept_files = KeptFiles()
         self.hands_over = False
         """the next daemon is to have the clients: what ends here is left to it"""
         self.volume = volume

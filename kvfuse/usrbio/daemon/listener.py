@@ -12,13 +12,14 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Collection
-from contextlib import closing
+from contextlib import ExitStack, closing
 
 import trio
 
 from kvfuse import errors
 from kvfuse.keeper import NO_KEEPER, Keeper
 from kvfuse.options.options import UsrbioOptions
+from kvfuse.usrbio.daemon import adoption
 from kvfuse.usrbio.daemon.accounts import Account
 from kvfuse.usrbio.daemon.audience import CONNECT_COST, Audience, Audiences
 from kvfuse.usrbio.daemon.call_memory import Share
@@ -68,10 +69,14 @@ async def serve_rings(
     clients; then it returns.
     """
     turns = Interpreter()
-    with listener.dup() as accepting, Doorman(turns) as doorman, watched_loop(turns):
+    with listener.dup() as accepting, Doorman(turns) as doorman, watched_loop(turns), ExitStack() as undo:
         accepting.setblocking(False)
         limits = Limits(volume, kernel, device, doorman, options or UsrbioOptions(), device_memories, keeper)
-        left = find_left(keeper, volume.tier)
+        files, movers = volume.left_open.ring_files, volume.left_open.movers
+        left = find_left(keeper, volume.tier, files)
+        adoption.give_up_files(volume, set(files).difference(*[one.files for one in left]))
+        movers.add(limits.kept_files.moved)
+        undo.callback(movers.discard, limits.kept_files.moved)
         async with open_ushers() as ushers, limits.device_memories.serving(), trio.open_nursery() as nursery:
             clients = Clients(limits, ushers, nursery)
             nursery.start_soon(limits.desk.run)
@@ -159,7 +164,7 @@ class Clients:
         """One client, until it is gone and its socket is closed. It counts for its user until then."""
         with stream:
             try:
-                peer = await self._find_peer(stream) if left is None else left.content.peer()
+                peer = await self._find_peer(stream) if left is None else left.peer
                 user = (peer.uid, peer.is_unlimited)
                 usher = self._ushers.of(user, stream)
                 with closing(self.limits.accounts.open(peer)) as account:
@@ -172,6 +177,7 @@ class Clients:
                     finally:
                         if not self.limits.hands_over:
                             if left is not None:
+                                adoption.give_up_files(self.limits.volume, left.files)
                                 Keeping(self.limits.keeper, left).close()
                             await usher.empty()
             except* (errors.QuotaExceeded, errors.InvalidArgument) as group:

@@ -46,7 +46,7 @@ class Registered:
         left: Left | None = None,
     ) -> None:  # fmt: skip
         """``left``: the connection, by the daemon before this one."""
-        keeping = self.keeping = Keeping(limits.keeper, left)
+        keeping = self.keeping = Keeping(limits.keeper, left, limits.kept_files)
         self.files = Table("file", THINGS_MAX, keeping, account, "user_files", keep=kept.file)
         self.iovs = Table("iov", THINGS_MAX, keeping, account, "user_iovs", "user_iov_size", kept.iov)
         self.devices = Table("device", MEMORIES_MAX, keeping, account, "user_iovs", "user_iov_size", kept.device)

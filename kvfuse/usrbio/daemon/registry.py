@@ -49,6 +49,10 @@ class OpenFile:
     use_count: int = 0
     """operations on the event loop that need the handle"""
     dropped: bool = False
+    is_cut: bool = False
+    """the daemon before this one had not stored all that was written to it, and no FSYNC said so yet"""
+    when_told: Callable[[], None] = lambda: None
+    """called when one does"""
 
 
 @dataclass(eq=False)

@@ -83,7 +83,7 @@ class Places:
         if page is not None and page.counts[ino & _SLOT_MASK]:
             page.set(ino & _SLOT_MASK, parent, name)
             if self._handover.outlives:
-                self._handover.moved(ino, parent, name)
+                self._handover.renamed(ino, parent, name)
 
     def add(self, ino: int, parent: int, name: bytes) -> None:
         """Raise the kernel's lookup count of the inode, and set its place."""

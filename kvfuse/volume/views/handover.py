@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextvars import ContextVar
+from typing import Any
 
 Place = tuple[int, bytes]
 """(directory, name)"""
@@ -40,6 +41,12 @@ class Handover:
     def __init__(self) -> None:
         self.still_open: dict[int, OpenBefore] = {}
         """inode -> what is known of it"""
+        self.lost: set[int] = set()
+        """inodes with content that was not stored when that daemon ended"""
+        self.ring_files: dict[str, Any] = {}
+        """`ring_files.KeptFile` by their names, which nobody has taken over yet"""
+        self.movers: set[Callable[[int, int, bytes], None]] = set()
+        """told of each `renamed`"""
         self.known_below = 0
         """the kernel may know inodes below this number of a daemon before this one"""
 
@@ -65,6 +72,12 @@ class Handover:
             del self.still_open[ino]
 
     # -- for the daemon after ------------------------------------------------------------------------
+
+    def renamed(self, ino: int, parent: int, name: bytes) -> None:
+        """A file that the kernel knows is under this name now."""
+        self.moved(ino, parent, name)
+        for told in self.movers:
+            told(ino, parent, name)
 
     def moved(self, ino: int, parent: int, name: bytes) -> None:
         """A file, which may be open, is under this name now. Often it was before, too."""

@@ -15,6 +15,7 @@ import pytest
 from mounting import KvfuseMount, temporary_mount, wait_until
 from ring_calls import PATIENCE_S, SIZE, done
 from ring_lab import stats
+from ring_load import BLOCK, Load, blocks, load_of_rings
 from rings_daemon import RINGS_DAEMON, RingsDaemon
 
 from kvfuse.usrbio.client import BlockStore, Client, connect
@@ -22,7 +23,6 @@ from kvfuse.usrbio.client.following import Follower
 from kvfuse.usrbio.protocol.wire import NewsKind, Op
 
 WAYS = [signal.SIGUSR1, signal.SIGUSR2]
-BLOCK = 8192
 
 
 @pytest.fixture(scope="module")
@@ -78,101 +78,18 @@ def test_all_that_is_registered_stays(
         namespace.close()
 
 
-class Load:
-    """Does ``work`` again and again, in a thread, while it is entered."""
-
-    def __init__(self, work: Callable[[], None]) -> None:
-        self.count = 0
-        self._work = work
-        self._failures: list[BaseException] = []
-        self._end = False
-        self._thread = threading.Thread(target=self._run)
-
-    def _run(self) -> None:
-        try:
-            while not self._end:
-                self._work()
-                self.count += 1
-        except BaseException as failure:
-            self._failures.append(failure)
-
-    def goes_on(self, times: int = 2) -> None:
-        """Return when the work was done some times more. Raises what it raised."""
-        before = self.count
-        wait_until(lambda: self.count >= before + times or bool(self._failures), "the load going on")
-        for failure in self._failures:
-            raise failure
-
-    def __enter__(self) -> Load:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._end = True
-        self._thread.join(PATIENCE_S)
-        for failure in self._failures:
-            raise failure
-
-
 @pytest.mark.parametrize("way", WAYS)
 def test_rings_under_load_miss_nothing(
     mount: KvfuseMount, daemon: RingsDaemon, path: Path, data: bytes, rng: random.Random, way: signal.Signals
 ) -> None:
-    """Several rings of one client, and a store: many entries, and lone ones; all bytes right, and each once."""
     path.write_bytes(data)
-    with connect(mount.point) as client, client.iov(SIZE) as iov, BlockStore(client, "loaded") as store:
-        file, rings = client.file(path, "r"), [client.ring(64), client.ring(64)]
-        seed = rng.random()
-
-        def read(ring_number: int) -> Callable[[], None]:
-            ring, own = rings[ring_number], random.Random(seed + ring_number)
-            base = ring_number * SIZE // 2
-
-            def work() -> None:
-                count = own.choice([1, 1, 5, 64])
-                offsets = np.array([own.randrange(SIZE - 4096) for _ in range(count)])
-                iov_offsets = base + 4096 * np.arange(count)
-                ring.prep_reads(iov, iov_offsets, file, offsets, 4096, user_data=np.arange(count))
-                ring.submit()
-                seen: list[int] = []
-                while len(seen) < count:
-                    rows = ring.wait(1, PATIENCE_S)
-                    assert len(rows), f"nothing came, {count - len(seen)} of {count} are missing"
-                    assert (rows["result"] == 4096).all(), rows
-                    seen += rows["user_data"].tolist()
-                assert sorted(seen) == list(range(count))
-                for offset, iov_offset in zip(offsets.tolist(), iov_offsets.tolist(), strict=True):
-                    assert bytes(iov.buffer[iov_offset : iov_offset + 4096]) == data[offset : offset + 4096]
-                assert not len(ring.peek())
-
-            return work
-
-        number = [0]
-
-        def blocks() -> None:
-            keys = [b"%d-%d" % (number[0], row) for row in range(40)]
-            number[0] += 1
-            values = [np.full(BLOCK, (number[0] + row) % 251, np.uint8) for row in range(40)]
-            store.put_many(keys, values)
-            store.put(b"alone-%d" % number[0], values[0])
-            assert store.exists(keys).all()
-            targets = [np.zeros(BLOCK, np.uint8) for _ in keys]
-            assert list(store.get_many_into(keys, targets)) == [BLOCK] * 40
-            assert all((one == other).all() for one, other in zip(targets, values, strict=True))
-            view = store.get(keys[3])
-            assert view is not None
-            with view:
-                assert (np.frombuffer(view, np.uint8) == values[3]).all()
-
-        with Load(read(0)) as first, Load(read(1)) as second, Load(blocks) as third:
+    with connect(mount.point) as client, BlockStore(client, "loaded") as store:
+        with load_of_rings(client, path, data, rng) as readers, Load(blocks(store)) as third:
             for _ in range(12):
                 daemon.change(way)
-                for one in (first, second, third):
+                for one in (*readers, third):
                     one.goes_on()
         assert not client.session.has_ended
-        assert number[0] > 12
-        for ring in rings:
-            ring.close()
 
 
 def test_writes_and_puts_under_way_are_done_once_more(mount: KvfuseMount, daemon: RingsDaemon, path: Path) -> None:
@@ -296,6 +213,5 @@ def test_clients_that_end_meanwhile_leave_nothing(mount: KvfuseMount, daemon: Ri
     os.waitpid(pid, 0)
     daemon.change(signal.SIGUSR1)
     daemon.change(signal.SIGUSR1)
-    from mounting import wait_until
 
     wait_until(lambda: stats(mount)["rings"]["connections"] == 0, "the end of the client")

@@ -1,0 +1,176 @@
+"""Clients of rings whose daemon is killed, with the holder that starts the next one: real mounts, real processes."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import signal
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from mounting import KvfuseMount, temporary_mount, wait_until
+from ring_calls import PATIENCE_S, SIZE, done
+from ring_lab import stats
+from ring_load import BLOCK, Load, blocks, load_of_rings
+
+from kvfuse.usrbio.client import BlockStore, connect
+
+KILLS = 4
+
+
+@pytest.fixture
+def mount() -> Iterator[KvfuseMount]:
+    with temporary_mount(("outlive=true",)) as mounted:
+        yield mounted
+
+
+@pytest.fixture
+def data(rng: random.Random) -> bytes:
+    return rng.randbytes(SIZE)
+
+
+def kill(mount: KvfuseMount) -> None:
+    """Kill the daemon, and return when the next one answers."""
+    former = stats(mount)["pid"]
+    os.kill(former, signal.SIGKILL)
+    wait_until(lambda: bool(stats(mount)["pid"] != former), "the next daemon")
+
+
+def registered(mount: KvfuseMount, kind: str) -> int:
+    """-1 while the door of the rings is closed."""
+    return int(stats(mount).get("rings", {}).get(kind, -1))
+
+
+def settle(mount: KvfuseMount) -> None:
+    """What was done is stored."""
+    folder = os.open(mount.point, os.O_RDONLY)
+    os.fsync(folder)
+    os.close(folder)
+
+
+def stored(mount: KvfuseMount, name: str, data: bytes) -> None:
+    with open(mount.point / name, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def test_rings_under_load_notice_nothing(mount: KvfuseMount, data: bytes, rng: random.Random) -> None:
+    stored(mount, "loaded", data)
+    path = mount.point / "loaded"
+    with connect(mount.point) as client, BlockStore(client, "blocks") as store:
+        with load_of_rings(client, path, data, rng) as readers, Load(blocks(store, is_lossy=True)) as third:
+            for _ in range(KILLS):
+                kill(mount)
+                for one in (*readers, third):
+                    one.goes_on()
+        assert not client.session.has_ended
+
+
+def test_what_is_under_way_is_done(mount: KvfuseMount) -> None:
+    stored(mount, "written", b"")
+    with connect(mount.point) as client, client.iov(SIZE) as iov, client.ring(128) as ring:
+        file, namespace = client.file(mount.point / "written", "rw"), client.namespace("under-way")
+        iov.array[:] = np.arange(SIZE) % 251
+        offsets = np.arange(30) * 4096
+        for turn in range(KILLS):
+            keys = [b"%d-%d" % (turn, row) for row in range(30)]
+            ring.prep_writes(iov, offsets, file, offsets, 4096, user_data=1)
+            ring.prep_puts([iov] * 30, offsets, namespace, keys, 4096, user_data=2)
+            ring.prep_fsync(file, user_data=3)
+            ring.submit()
+            kill(mount)
+            rows = ring.wait(61, PATIENCE_S)
+            assert len(rows) == 61
+            moved = rows["result"][rows["user_data"] != 3]
+            assert (moved == 4096).all(), moved.tolist()
+            synced = rows["result"][rows["user_data"] == 3].tolist()
+            for _ in range(2):
+                ring.prep_fsync(file)
+                synced.append(done(ring)[0])
+            assert sorted(synced[:2]) in ([0, 0], [-errno.EIO, 0]), (
+                "writes that had completed may be lost: it says so, once"
+            )
+            assert synced[2] == 0
+        ring.prep_writes(iov, offsets, file, offsets, 4096, user_data=1)
+        assert done(ring, 30) == {1: 4096}
+        assert (mount.point / "written").read_bytes() == bytes(iov.buffer[: 30 * 4096])
+
+
+def test_a_lost_write_is_told_once(mount: KvfuseMount) -> None:
+    stored(mount, "cut", b"x" * 4096)
+    with connect(mount.point) as client, client.iov(4096) as iov, client.ring(8) as ring:
+        file, other = client.file(mount.point / "cut", "rw"), client.file(mount.point / "cut", "rw")
+        ring.prep_write(iov, 0, file, 4096, 4096)
+        assert done(ring) == {0: 4096}
+        kill(mount)
+        for one in (file, other):
+            results = []
+            for _ in range(2):
+                ring.prep_fsync(one)
+                results.append(done(ring)[0])
+            assert results in ([0, 0], [-errno.EIO, 0])
+        if (mount.point / "cut").stat().st_size == 4096:
+            assert results == [-errno.EIO, 0]
+
+
+def test_an_unlinked_file_stays_readable(mount: KvfuseMount, data: bytes) -> None:
+    stored(mount, "unlinked", data)
+    with connect(mount.point) as client, client.iov(4096) as iov, client.ring(8) as ring:
+        file = client.file(mount.point / "unlinked")
+        (mount.point / "unlinked").unlink()
+        settle(mount)
+        for _ in range(2):
+            kill(mount)
+            ring.prep_read(iov, 0, file, 1000, 4096)
+            assert done(ring) == {0: 4096}
+            assert bytes(iov.buffer) == data[1000:5096]
+        file.close()
+
+
+def test_a_renamed_file_stays(mount: KvfuseMount, data: bytes) -> None:
+    stored(mount, "before", data)
+    with connect(mount.point) as client, client.iov(4096) as iov, client.ring(8) as ring:
+        file = client.file(mount.point / "before")
+        (mount.point / "before").rename(mount.point / "after")
+        settle(mount)
+        kill(mount)
+        ring.prep_read(iov, 0, file, 1000, 4096)
+        assert done(ring) == {0: 4096}
+        assert bytes(iov.buffer) == data[1000:5096]
+
+
+def test_a_view_keeps_its_bytes(mount: KvfuseMount) -> None:
+    with BlockStore(mount.point, "viewed") as store:
+        store.put(b"key", np.full(BLOCK, 1, np.uint8))
+        ring = store.client.ring(8)
+        ring.prep_get(None, 0, store.namespace, b"key", 0, view=True)
+        ring.submit()
+        (row,) = ring.wait(1, PATIENCE_S)
+        assert row["arena"]
+        view = ring.view(row)
+        assert registered(mount, "pins") == 1
+        for turn in range(3):
+            kill(mount)
+            wait_until(lambda: registered(mount, "pins") == 1, "the pin")
+            for number in range(50):
+                store.put(b"%d-%d" % (turn, number), np.full(BLOCK, 2, np.uint8))
+            assert bytes(view) == b"\1" * BLOCK
+        view.release()
+        del view
+        ring.prep_get(None, 0, store.namespace, b"absent", 0)
+        done(ring)
+        wait_until(lambda: registered(mount, "pins") == 0, "the end of the pin")
+        ring.close()
+
+
+def test_clients_that_end_while_there_is_no_daemon_leave_nothing(mount: KvfuseMount) -> None:
+    client = connect(mount.point)
+    iov, ring = client.iov(SIZE), client.ring(8)
+    os.kill(stats(mount)["pid"], signal.SIGKILL)
+    client.close()
+    wait_until(lambda: registered(mount, "connections") == 0, "the end of the client")
+    assert registered(mount, "rings") == 0
+    del iov, ring
