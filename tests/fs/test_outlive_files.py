@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
+import json
 import mmap
 import os
 import random
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
-from mounting import KvfuseMount, temporary_mount
+from mounting import FOREGROUND, KvfuseMount, temporary_mount
 from test_outlive import OUTLIVE, daemon_of, kill_daemon, settle
 
 from kvfuse import fusewire
 
+T = TypeVar("T")
 CALM = ("publish.window=600", "publish.mode=relaxed")
 """nothing is stored before somebody asks for it"""
 
@@ -222,3 +227,66 @@ def test_everything_is_done_once(seed: int) -> None:
         Killing(mount, chance, 6).during([*works, walks(still, 300)])
         assert len(set(taken)) == len(taken)
         assert set(os.listdir(lock_files)) == set(taken)
+
+
+def rename_exchange(one: Path, other: Path) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.renameat2(-100, os.fsencode(one), -100, os.fsencode(other), 2):
+        raise OSError(ctypes.get_errno(), "renameat2")
+
+
+def test_a_daemon_that_dies_before_it_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each kind of request is done, and then the daemon dies: the next one gets it again, and does not do it again."""
+    monkeypatch.setenv("KVFUSE_TESTS_DEADLY", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1] / "labs" / "deadly"))
+    command = (*FOREGROUND, "-o", "publish.mode=strict")  # which is no command of a daemon that is forked
+    with temporary_mount(OUTLIVE, command) as mount:
+        point = mount.point
+        for name in ("a", "b", "c", "d", "log"):
+            (point / name).write_bytes(name.encode())
+        (point / "folder").mkdir()
+        (point / "empty").mkdir()
+        os.setxattr(point / "a", "user.x", b"1")
+        log = os.open(point / "log", os.O_WRONLY | os.O_APPEND)
+
+        def dies(kind: str, do: Callable[[], T]) -> T:
+            former = daemon_of(mount)
+            (tmp_path / kind).touch()
+            result = do()
+            assert not (tmp_path / kind).exists(), f"there was no {kind}"
+            assert daemon_of(mount) != former
+            return result
+
+        made = dies("create", lambda: os.open(point / "new", os.O_CREAT | os.O_EXCL | os.O_RDWR))
+        assert os.write(made, b"new") == 3
+        os.fsync(made)
+        dies("mkdir", lambda: (point / "made").mkdir())
+        dies("symlink", lambda: (point / "link").symlink_to("a"))
+        dies("mknod", lambda: os.mkfifo(point / "fifo"))
+        dies("link", lambda: os.link(point / "a", point / "second"))
+        dies("unlink", lambda: (point / "b").unlink())
+        dies("rmdir", lambda: (point / "empty").rmdir())
+        dies("rename", lambda: os.rename(point / "c", point / "d"))
+        dies("rename", lambda: rename_exchange(point / "a", point / "folder"))
+        dies("setxattr", lambda: os.setxattr(point / "second", "user.y", b"2"))
+        dies("removexattr", lambda: os.removexattr(point / "second", "user.x"))
+        opened = dies("open", lambda: os.open(point / "d", os.O_RDONLY))
+        dies("setattr", lambda: os.fchmod(opened, 0o600))
+        os.fsync(opened)
+        assert os.pread(opened, 10, 0) == b"c"
+        assert os.fstat(made).st_size == 3
+        os.close(opened)
+        dies("release", lambda: (os.close(made), os.statvfs(point)))
+        with suppress(OSError):  # bytes that nobody stored are lost; the write that was sent again hears it, or not
+            dies("write", lambda: os.write(log, b" and more"))
+        os.write(log, b" and more")
+        os.close(log)
+        assert (point / "log").read_bytes() == b"log and more"
+        assert sorted(os.listdir(point)) == ["a", "d", "fifo", "folder", "link", "log", "made", "new", "second"]
+        assert (point / "a").is_dir()
+        assert (point / "folder").read_bytes() == b"a"
+        assert (point / "folder").stat().st_nlink == 2
+        assert os.listxattr(point / "folder") == ["user.y"]
+        assert (point / "d").stat().st_mode & 0o777 == 0o600
+        stats = json.loads((point / ".kvfuse" / "stats").read_text())
+        assert stats["fs"]["open_handle_count"] == 0
