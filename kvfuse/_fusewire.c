@@ -45,7 +45,8 @@ static struct {
     unsigned long long capability_count;
 } wire;
 
-static uint64_t unique; /* of the request that is being handled */
+static uint64_t unique;      /* of the request that is being handled */
+static int is_from_the_cache; /* it writes back pages, by whichever handle */
 
 /* INIT as the kernel sent it once: to the first daemon of a mount. Those after it get it from here. */
 static struct {
@@ -189,6 +190,8 @@ __attribute__((visibility("default"))) void fuse_session_process_buf(struct fuse
 {
     const struct fuse_in_header *in = header_of(buf, buf->size);
     unique = in ? in->unique : 0;
+    is_from_the_cache = in && in->opcode == FUSE_WRITE && buf->size >= sizeof(*in) + sizeof(struct fuse_write_in)
+        && ((const struct fuse_write_in *)(in + 1))->write_flags & FUSE_WRITE_CACHE;
     if (in && in->opcode == FUSE_INIT && buf->size >= sizeof(*in) + sizeof(struct fuse_init_in)
         && keep_init(in, buf->size) && process_init(se, buf, (const void *)(in + 1))) {
         if (init.is_replayed)
@@ -322,7 +325,13 @@ static PyObject *request(PyObject *self, PyObject *none)
     return Py_BuildValue("KO", (unsigned long long)(unique & ~SENT_AGAIN), unique & SENT_AGAIN ? Py_True : Py_False);
 }
 
+static PyObject *writes_back(PyObject *self, PyObject *none)
+{
+    return PyBool_FromLong(is_from_the_cache);
+}
+
 static PyMethodDef methods[] = {
+    {"writes_back", (PyCFunction)writes_back, METH_NOARGS, "See fusewire.py."},
     {"request", (PyCFunction)request, METH_NOARGS, "See fusewire.py."},
     {"configure", (PyCFunction)(void (*)(void))configure, METH_VARARGS | METH_KEYWORDS, "See fusewire.py."},
     {"connection", connection, METH_NOARGS, "See fusewire.py."},

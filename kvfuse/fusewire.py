@@ -116,6 +116,11 @@ def request() -> tuple[int, bool]:
     return _wire.request() if _wire is not None else NO_REQUEST
 
 
+def writes_back() -> bool:
+    """The request that is being handled writes pages of a mapping back: by any handle for writing. As for `request`."""
+    return _wire is not None and bool(_wire.writes_back())
+
+
 def counts() -> dict[str, int]:
     """``flags`` of INIT's answer; ``capability``: requests that were answered in C."""
     return dict(_wire.counts()) if _wire is not None else {}

@@ -193,6 +193,8 @@ class OpenFiles:
         self._volume = volume
         self._table = table
         self._cut = frozenset(cut)
+        self.has_losses = bool(cut) or (table is not None and bool(table.lost))
+        """something was lost with the daemon before this one"""
         self._handles: dict[int, Handle] = {}
         self._inodes: dict[int, int] = {}
 

@@ -38,7 +38,9 @@ class KeptHandover(Handover):
         found = {at: int.from_bytes(memory[at : at + UNSAVED_SIZE], "little") for at in self._unsaved.used()}
         self._offsets = {ino & ~TOLD: at for at, ino in found.items()}
         self.lost = set(self._offsets)
-        """inodes of which the kernel may have content that is lost, and that nobody changed since"""
+        """inodes of which the kernel may have content that is lost"""
+        self._changed = set[int]()
+        """those of them that were changed since"""
         for fh, row in self.handles.before.items():
             self.was_open(row.ino, row.places, writable=row.writable)
             if row.writable and found.get(self._offsets.get(row.ino, -1)) == row.ino:
@@ -50,8 +52,9 @@ class KeptHandover(Handover):
         self.handles.moved(ino, parent, name)
 
     def unsaved(self, ino: int) -> None:
+        if ino in self.lost:
+            self._changed.add(ino)
         if ino in self._offsets:
-            self.lost.discard(ino)
             self._write(ino)
             return
         offset = self._unsaved.take()
@@ -70,9 +73,9 @@ class KeptHandover(Handover):
 
     def kernel_was_told(self) -> None:
         """Nothing of the content of ``lost`` is left in the kernel's cache."""
-        for ino in self.lost:
+        for ino in self.lost - self._changed:
             self.saved(ino)
-        self.lost = set()
+        self.lost, self._changed = set(), set()
 
     def close(self) -> None:
         """The keeper goes on to have all."""

@@ -353,9 +353,12 @@ class KvfuseOperations(pyfuse3.Operations):
     @answered
     async def write(self, fh: int, off: int, buf: bytes) -> int:
         is_resent = self.number_of_request()[1]
+        # What a mapping has is not lost, and belongs where it says; whoever wrote it hears of losses by fsync.
+        is_mapped = self._open.has_losses and fusewire.writes_back()
         handle = self._open.get(fh) or await self._open.find(fh)
-        self._open.tell_lost(fh)
-        if handle.appends:
+        if not is_mapped:
+            self._open.tell_lost(fh)
+        if handle.appends and not is_mapped:
             off = self._open.append_offset(fh, handle, off)
             if is_resent and await self._once.is_written(handle, off, buf):
                 return len(buf)

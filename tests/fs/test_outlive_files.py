@@ -88,6 +88,26 @@ def test_lost_bytes_are_heard_of_once() -> None:
             os.close(descriptor)
 
 
+def test_what_a_mapping_has_is_not_lost() -> None:
+    """Its pages are the kernel's, which writes them back by a handle that is to hear of what was lost."""
+    with temporary_mount((*OUTLIVE, *CALM)) as mount:
+        file = mount.point / "file"
+        file.write_bytes(bytes(8192))
+        settle(mount)
+        descriptor = os.open(file, os.O_RDWR)
+        mapping = mmap.mmap(descriptor, 8192)
+        os.pwrite(descriptor, b"lost", 0)
+        mapping[4096:4100] = b"kept"
+        kill_daemon(mount)
+        with pytest.raises(OSError) as caught:
+            mapping.flush()
+        assert caught.value.errno == errno.EIO
+        mapping.flush()
+        assert file.read_bytes() == bytes(4096) + b"kept".ljust(4096, b"\0")
+        mapping.close()
+        os.close(descriptor)
+
+
 @pytest.mark.skipif(fusewire.kernel() < (6, 16), reason="the kernel cannot be told to ask for all names")
 def test_names_that_were_not_stored_are_gone() -> None:
     with temporary_mount((*OUTLIVE, *CALM)) as mount:
