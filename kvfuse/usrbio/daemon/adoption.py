@@ -221,6 +221,7 @@ async def leave(things: Registered, calls: Calls, usher: Usher) -> None:
     for ring in things.rings.values():
         ring.loop.stop()
     await let_go(*things.devices.values())
+    await usher.settled()
     for ring in things.rings.values():
         await usher.run(ring.loop.thread.join)
         calls.volume.reading_threads.discard(ring.loop.jobs)

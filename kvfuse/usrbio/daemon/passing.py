@@ -43,6 +43,8 @@ log = logging.getLogger(__name__)
 
 SECONDS = 10.0
 """how long a request waits for an usher, and then for what the kernel says of a descriptor"""
+SETTLE_SECONDS = 1.0
+"""how long a daemon that hands over waits for threads that take messages"""
 USER_THREADS_MAX = 4
 """of one user; some perhaps for ever, for a file system that never answers"""
 THREADS_MAX = 64
@@ -265,6 +267,8 @@ class Usher:
         """the message that was looked at has some"""
         self._is_taken = False
         """that message"""
+        self._last: _Call[Any] | None = None
+        """the last call that takes a message"""
 
     async def look(self) -> bytes:
         """Peek at the next message, which stays in the socket; empty where the client is gone."""
@@ -336,6 +340,12 @@ class Usher:
         if call.memory is not None:
             await self.run(os.close, call.memory)
 
+    async def settled(self) -> None:
+        """Return when no thread is about to take a message: the next daemon is to find what is in the socket."""
+        if self._last is not None:
+            with trio.move_on_after(SETTLE_SECONDS):
+                await self._last.ended.wait()
+
     async def run(self, job: Callable[..., T], *arguments: object) -> T:
         """Run a long job in a thread with the table of the process: ``USER_THREADS_MAX`` of a user at a time."""
         return await trio.to_thread.run_sync(job, *arguments, limiter=self._user.threads)
@@ -366,6 +376,7 @@ class Usher:
                 errno.ETIMEDOUT, f"{USER_THREADS_MAX} descriptors of this user are waited for already"
             ) from None
         self._is_taken = True
+        self._last = call
         try:
             await self._ushers.do(self._user, self._stream, call)
         except NotTaken:
