@@ -57,6 +57,8 @@ SHARED_ATTR_SECONDS = 1.0
 """for which the kernel may show attributes that another host changed, where it could not be told"""
 KEPT = "fuse/connection"
 """with INIT, and the descriptor; see `keeper`"""
+KEPT_DEVICE = "fuse/device"
+"""with its st_dev: the mount may be taken away before the next daemon asks for it"""
 END_SECONDS = 20.0
 """for each step of the way out, so that a daemon that is told to end does"""
 
@@ -283,19 +285,23 @@ async def _main_loop(keep_awake: bool) -> None:
 async def _announce(session: _Session, on_ready: Callable[[], None], nursery: trio.Nursery) -> None:
     """Wait until the mount answers, raise its read-ahead, open the doors, say that it is ready."""
     await trio.to_thread.run_sync(os.statvfs, session.mountpoint)  # the kernel has no answer of its own to that
-    status = await trio.to_thread.run_sync(os.stat, session.mountpoint)
+    if (left := session.keeper.take(KEPT_DEVICE)) is not None:
+        device = int(left.content)
+    else:
+        device = (await trio.to_thread.run_sync(os.stat, session.mountpoint)).st_dev
+        session.keeper.keep(KEPT_DEVICE, b"%d" % device)
     if (begun := fusewire.connection()) is not None and not session.is_adopted:
         session.keeper.keep(KEPT, begun[0], [begun[1]])
     if session.handover is not None and session.handover.lost:
         await trio.to_thread.run_sync(_drop_lost, session.doors.kernel, set(session.handover.lost))
         session.handover.kernel_was_told()
     if session.options.read_ahead:
-        _set_read_ahead(status.st_dev, session.options.read_ahead)
+        _set_read_ahead(device, session.options.read_ahead)
     if session.doors:
-        nursery.start_soon(session.doors.run, status.st_dev)
+        nursery.start_soon(session.doors.run, device)
         await session.doors.opened.wait()
     if session.is_read_only_late:
-        await trio.to_thread.run_sync(_make_read_only, session.mountpoint, status.st_dev)
+        await trio.to_thread.run_sync(_make_read_only, session.mountpoint, device)
     on_ready()
 
 

@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 from mounting import PATIENCE_S, KvfuseMount, temporary_mount, wait_until
 
+from kvfuse.fs.takeover import libc
+
 OUTLIVE = ("outlive=true",)
 
 
@@ -125,6 +127,14 @@ def test_an_unmount_ends_all_after_a_kill(mount: KvfuseMount) -> None:
     children = children_of(holder)
     mount.unmount()
     assert not any(Path(f"/proc/{pid}").exists() for pid in children)
+
+
+def test_an_unmount_while_there_is_no_daemon_ends_all(mount: KvfuseMount) -> None:
+    """The next one finds another file system where the mount was."""
+    kill_daemon(mount)
+    os.kill(daemon_of(mount), signal.SIGKILL)
+    wait_until(lambda: libc.umount2(os.fsencode(mount.point), 0) == 0, "the end of the mount's users")
+    mount.wait(0)
 
 
 def test_sigterm_to_the_holder_unmounts(mount: KvfuseMount) -> None:
