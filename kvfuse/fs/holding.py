@@ -33,6 +33,8 @@ class Holding:
         self._socket = socket.socket(fileno=descriptor)
         os.set_inheritable(descriptor, False)
         self._left: dict[str, Kept] = {}
+        self._names: dict[str, None] = {}
+        """of what was left, taken or not"""
         self._waiting: deque[tuple[bytes, tuple[int, ...]]] = deque()
         self._lock = threading.Lock()
 
@@ -60,11 +62,12 @@ class Holding:
                 return holder.CONNECTION not in self._left
             name, _, content = data[1:].partition(b"\0")
             self._left[name.decode()] = Kept(content, tuple(descriptors))
+            self._names[name.decode()] = None
 
     # -- Keeper ----------------------------------------------------------------------------------------
 
     def names(self, prefix: str) -> list[str]:
-        return [name for name in self._left if name.startswith(prefix)]
+        return [name for name in self._names if name.startswith(prefix)]
 
     def take(self, name: str) -> Kept | None:
         return self._left.pop(name, None)
@@ -79,6 +82,7 @@ class Holding:
         self._send(holder.DROP, name)
 
     def _forget(self, name: str) -> None:
+        self._names.pop(name, None)
         left = self._left.pop(name, None)
         for descriptor in left.descriptors if left else ():
             os.close(descriptor)

@@ -94,7 +94,8 @@ class Probe:
     def __init__(self, point: Path) -> None:
         self._point = point
         self._longest = 0.0
-        self._begun = time.monotonic()
+        self._answered = 0.0
+        """when the last call that has ended began"""
         self._lock = threading.Lock()
         self._is_over = False
         self.errors: list[OSError] = []
@@ -105,7 +106,7 @@ class Probe:
         number = 0
         while not self._is_over:
             number += 1
-            self._begun = time.monotonic()
+            begun = time.monotonic()
             try:
                 os.statvfs(self._point)
                 os.path.lexists(self._point / f"absent-{number}")  # of which the kernel cannot know
@@ -113,13 +114,14 @@ class Probe:
                 self.errors.append(error)
                 return
             with self._lock:
-                self._longest = max(self._longest, time.monotonic() - self._begun)
+                self._longest = max(self._longest, time.monotonic() - begun)
+                self._answered = begun
             time.sleep(0.002)
 
     def longest(self) -> float:
-        """Seconds of the longest call since this was asked before. The one that is under way ends first."""
+        """Seconds of the longest call since this was asked before. A call that begins now ends first."""
         asked = time.monotonic()
-        wait_until(lambda: self._begun > asked or bool(self.errors), "an answer of the mount")
+        wait_until(lambda: self._answered > asked or bool(self.errors), "an answer of the mount")
         if self.errors:
             raise self.errors[0]
         with self._lock:
@@ -188,6 +190,7 @@ class Killer:
         if pid is not None:
             os.kill(pid, signal.SIGKILL)
             self.kills += 1
+            wait_until(lambda: serving_of(mount.pid) != pid, "the end of a daemon")
 
     def wait(self, timeout: float) -> None:
         """For ``rounds`` kills."""
