@@ -16,6 +16,7 @@ from kvfuse.volume.commit.terms import Terms
 from kvfuse.volume.inodes.chunk import Extent
 from kvfuse.volume.inodes.dentries import NameChange
 from kvfuse.volume.inodes.node import Node
+from kvfuse.volume.inodes.orphans import orphan_records
 from kvfuse.volume.store import schema
 
 
@@ -94,7 +95,7 @@ class Planner:
         draft.namespaces.add(node.namespace)
         draft.extra.update(node.extra)
         if node.extra.get(schema.orphan_key(node.ino)) is not None:  # slots may have got staged bytes since
-            draft.extra[schema.orphan_key(node.ino)] = schema.encode_inode(node.orphan_record())
+            draft.extra.update(orphan_records(node))
         self._draft_dead(draft, node.dead)
 
     def _draft_dead(self, draft: Draft, extents: list[Extent]) -> None:

@@ -16,11 +16,10 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
-import msgspec
 import trio
 
 from kvfuse.errors import EngineError, NoSpace
-from kvfuse.volume.inodes.chunk import COMMITTED, Chunk, Extent, blocks_of
+from kvfuse.volume.inodes.chunk import Chunk, Extent, blocks_of
 from kvfuse.volume.store import schema
 from kvfuse.volume.views.content_map import ContentMap
 from kvfuse.volume.views.handover import Handover
@@ -348,15 +347,6 @@ class Node:
             self.far_blocks,
             self.namespace,
         )
-
-    def orphan_record(self) -> schema.InodeRecord:
-        """The orphan record of this unlinked but open inode: it names only slots that are in a commit."""
-        record = self.record()
-        committed = {
-            extent.addr for chunk in self.chunks.values() for extent in chunk.extents if extent.state == COMMITTED
-        }
-        chunks = tuple([tuple([extent for extent in chunk if extent.addr in committed]) for chunk in record.chunks])
-        return msgspec.structs.replace(record, chunks=chunks)
 
     def stored_length(self) -> int:
         """Bytes in slots or staged; 0 if not all chunks are in memory."""

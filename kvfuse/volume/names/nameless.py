@@ -11,6 +11,7 @@ from kvfuse.volume.commit.journal import Journal
 from kvfuse.volume.content.chunks import Chunks
 from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.inodes.node import Node
+from kvfuse.volume.inodes.orphans import orphan_records
 from kvfuse.volume.names.folders import end_namespace, number_of
 from kvfuse.volume.names.large_removal import Removal
 from kvfuse.volume.names.open_elsewhere import Removed
@@ -101,7 +102,7 @@ class OwnNameless(Nameless):
         large = self.removal.is_large(node) and (node.stored or node.committing)
         kept = large or (node.is_file and (node.handles or self.core.places.known(node.ino)))
         if kept and (node.stored or node.committing):
-            records[schema.orphan_key(node.ino)] = schema.encode_inode(node.orphan_record())
+            records.update(orphan_records(node))
         elif not (node.stored or node.committing):
             self.journal.pending.loose.withdraw_attributes(node)  # nothing else tells of the inode
         node.heir = heir
