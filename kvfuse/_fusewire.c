@@ -151,14 +151,6 @@ static int keep_init(const struct fuse_in_header *in, size_t size)
     return 1;
 }
 
-/* The buffer of a replayed INIT has room for that alone: the next request gets one of libfuse's own. */
-static void end_replay(struct fuse_buf *buf)
-{
-    free(buf->mem);
-    buf->mem = NULL;
-    buf->size = 0;
-}
-
 /* libfuse answers INIT with the flags that it knows, and writes to its descriptor: a socket of ours meanwhile. */
 static int process_init(struct fuse_session *se, const struct fuse_buf *buf, const struct fuse_init_in *asked)
 {
@@ -193,11 +185,8 @@ __attribute__((visibility("default"))) void fuse_session_process_buf(struct fuse
     is_from_the_cache = in && in->opcode == FUSE_WRITE && buf->size >= sizeof(*in) + sizeof(struct fuse_write_in)
         && ((const struct fuse_write_in *)(in + 1))->write_flags & FUSE_WRITE_CACHE;
     if (in && in->opcode == FUSE_INIT && buf->size >= sizeof(*in) + sizeof(struct fuse_init_in)
-        && keep_init(in, buf->size) && process_init(se, buf, (const void *)(in + 1))) {
-        if (init.is_replayed)
-            end_replay((struct fuse_buf *)buf);
+        && keep_init(in, buf->size) && process_init(se, buf, (const void *)(in + 1)))
         return;
-    }
     if (in && (in->opcode == FUSE_SETXATTR || in->opcode == FUSE_FORGET))
         forget_plain(in->nodeid);
     else if (in && in->opcode == FUSE_BATCH_FORGET)

@@ -57,6 +57,10 @@ class Keeper(Protocol):
         """Nobody is to find this. Unknown names are ignored."""
         ...
 
+    def seal(self) -> None:
+        """The next daemon goes on with all that is kept: from now on nothing is dropped any more, whatever ends."""
+        ...
+
 
 class NoKeeper:
     """`Keeper` of a daemon that nothing outlives."""
@@ -75,6 +79,9 @@ class NoKeeper:
     def drop(self, name: str) -> None:
         pass
 
+    def seal(self) -> None:
+        pass
+
 
 NO_KEEPER = NoKeeper()
 
@@ -86,6 +93,7 @@ class MemoryKeeper:
 
     def __init__(self) -> None:
         self._kept: dict[str, Kept] = {}
+        self._is_sealed = False
 
     def names(self, prefix: str) -> list[str]:
         return [name for name in self._kept if name.startswith(prefix)]
@@ -97,10 +105,21 @@ class MemoryKeeper:
     def keep(self, name: str, content: bytes = b"", descriptors: Sequence[int] = ()) -> None:
         check(content, descriptors)
         copies = tuple(map(os.dup, descriptors))
-        self.drop(name)
+        self._close(name)
         self._kept[name] = Kept(content, copies)
 
     def drop(self, name: str) -> None:
+        if not self._is_sealed:
+            self._close(name)
+
+    def seal(self) -> None:
+        self._is_sealed = True
+
+    def unseal(self) -> None:
+        """The next daemon begins."""
+        self._is_sealed = False
+
+    def _close(self, name: str) -> None:
         kept = self._kept.pop(name, None)
         for descriptor in kept.descriptors if kept else ():
             os.close(descriptor)

@@ -32,6 +32,7 @@ EXIT_STATUS: tuple[tuple[type[KvfuseError], int], ...] = (
 COMMANDS: dict[str, tuple[str, str]] = {
     "mount": ("kvfuse.cli.mount:mount", "Mount a volume; make it first if it is not there."),
     "umount": ("kvfuse.cli.umount:umount", "Unmount, and wait until everything is written."),
+    "upgrade": ("kvfuse.cli.upgrade:upgrade", "Let another version serve a mount that is in use."),
     "status": ("kvfuse.cli.status:status", "What is mounted here, and is it well?"),
     "stats": ("kvfuse.cli.stats:stats", "Counters of a mount, once or live."),
     "top": ("kvfuse.cli.top:top", "A live page: namespaces, hit ratios, use, slabs."),

@@ -25,19 +25,23 @@ import click
 from kvfuse.cli import Failure, describe
 from kvfuse.cli.mounts import ANSWER_SECONDS, ask_health
 from kvfuse.cli.volumes import ensure_volume
-from kvfuse.errors import EngineTimeout, KvfuseError
-from kvfuse.keeper import NO_KEEPER, Keeper
+from kvfuse.errors import ConfigError, EngineTimeout, KvfuseError
+from kvfuse.keeper import CONTENT_SIZE_MAX, NO_KEEPER, Keeper
 from kvfuse.options.config import Effective
 from kvfuse.options.options import LogOptions, Options
 
 if TYPE_CHECKING:
     from kvfuse.fs.doors import Door, Service
     from kvfuse.fs.holding import Holding
+    from kvfuse.fs.leaving import Leaving
 
 log = logging.getLogger(__name__)
 
 SWITCH_SECONDS = 0.00005
 """The event loop waits at most so long for a thread that computes: Python's 5 ms would be seen in every request."""
+
+KEPT = "config"
+"""what mount.conf said for the daemon that serves; see `keeper`"""
 
 COLLECTIONS = 1000, 4, 5000
 """See `gc.set_threshold`: whenever there are 1000 objects more, those are searched for cyclic garbage, each fifth
@@ -50,11 +54,13 @@ def run(
     announce: Callable[[], None],
     log_file: Path | None = None,
     keeper: Keeper = NO_KEEPER,
+    leaving: Leaving | None = None,
 ) -> None:
     """Serve in this process until unmounted, or told to stop by SIGTERM, SIGINT or SIGHUP. Makes the volume if absent.
 
     ``announce`` is called once it is mounted. Everything is flushed and unmounted on return. It logs to ``log_file``,
     or to stderr, unless mount.conf says where. ``keeper``: of what outlives this process.
+    ``leaving``: asks for all to be left to another daemon; then this returns with everything written, and mounted.
     """
     import trio
 
@@ -66,14 +72,16 @@ def run(
         click.echo(made, err=True)
     start_logging(effective.options.log, log_file)
     try:
-        trio.run(_serve, effective, point, announce, keeper)
+        trio.run(_serve, effective, point, announce, keeper, leaving)
     except Exception as error:
         if not isinstance(error, KvfuseError):  # a mistake of ours: whoever reads the log wants to know where
             log.exception("the daemon failed")
         raise
 
 
-async def _serve(effective: Effective, point: Path, announce: Callable[[], None], keeper: Keeper) -> None:
+async def _serve(
+    effective: Effective, point: Path, announce: Callable[[], None], keeper: Keeper, leaving: Leaving | None
+) -> None:
     import trio
 
     from kvfuse.fs.mount import serve
@@ -84,7 +92,9 @@ async def _serve(effective: Effective, point: Path, announce: Callable[[], None]
     if options.usrbio.enabled:
         from kvfuse.peer.device_memory import RdmaMemories
 
-        doors.append(partial(serve_rings, options=options.usrbio, device_memories=RdmaMemories(), keeper=keeper))
+        handing_over = leaving.begun if leaving is not None else None
+        rings = partial(serve_rings, options=options.usrbio, device_memories=RdmaMemories(), keeper=keeper)
+        doors.append(partial(rings, handing_over=handing_over))
     services: list[Service] = []
     if options.is_shared and (options.peer.listen is not None or options.peer.reads):
         from kvfuse.peer.service import serve_peers
@@ -112,13 +122,15 @@ async def _serve(effective: Effective, point: Path, announce: Callable[[], None]
                 doors=doors,
                 services=services,
                 keeper=keeper,
+                leaving=leaving,
             )
         except KvfuseError as error:  # carried past the nursery, which would wrap it in a group
             failure = error
         nursery.cancel_scope.cancel()
     if failure:
         raise failure
-    log.info("%s is unmounted, everything is written", point)
+    how = "left to the next daemon" if leaving is not None and leaving.is_done else "unmounted"
+    log.info("%s is %s, everything is written", point, how)
 
 
 def calm_collector() -> None:
@@ -178,11 +190,31 @@ def hold(effective: Effective, point: Path, words: Sequence[str], report: int | 
     os.execv(command[0], command)
 
 
-def run_held(effective: Effective, point: Path, holding: Holding, *, in_background: bool) -> None:
-    """Be a daemon of a holder: when it is this one's turn, serve the mount that is there, or make it."""
+def run_held(load: Callable[..., Effective], point: Path, holding: Holding, *, in_background: bool) -> None:
+    """Be a daemon of a holder: when it is this one's turn, serve the mount that is there, or make it.
+
+    ``load``: reads mount.conf. That counts in the first daemon and in upgrades; in another one, what it said before.
+    """
+    effective, problem = None, None
+    try:
+        effective = load()
+        _ = effective.options.title
+    except ConfigError as error:
+        problem = error
+    preload(effective.options if effective is not None else None)
+    is_first = holding.wait(str(problem) if problem is not None else "")
+    if not holding.is_afresh and (kept := holding.take(KEPT)) is not None:
+        effective = load(text=kept.content.decode())
+    elif effective is None or problem is not None:
+        raise problem or AssertionError
+    _be_daemon(effective, point, holding, is_first=is_first, in_background=in_background)
+
+
+def _be_daemon(effective: Effective, point: Path, holding: Holding, *, is_first: bool, in_background: bool) -> None:
+    from kvfuse.fs.leaving import Leaving
+
     options = effective.options
-    preload(options)
-    is_first = holding.wait()
+    leaving = Leaving(holding)
     log_file = options.log_file if in_background else None
     if in_background:
         os.chdir("/")
@@ -193,10 +225,13 @@ def run_held(effective: Effective, point: Path, holding: Holding, *, in_backgrou
             _redirect(options.log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 1, 2)
         elif is_first:
             click.echo(f"mounted on {point}", err=True)
+        text = (effective.text or "").encode()
+        if 0 < len(text) <= CONTENT_SIZE_MAX:
+            holding.keep(KEPT, text)
         holding.ready()
 
     try:
-        run(effective, point, announce, log_file, holding)
+        run(effective, point, announce, log_file, holding, leaving)
     except Exception as error:
         if not in_background:
             raise
@@ -208,10 +243,13 @@ def run_held(effective: Effective, point: Path, holding: Holding, *, in_backgrou
         if is_first:
             holding.end({"message": message, "exit_status": exit_status})
         sys.exit(exit_status)
+    if leaving.is_done:
+        holding.left()
+        os._exit(0)  # nothing of this process is to take time now
     holding.end()
 
 
-def preload(options: Options) -> None:
+def preload(options: Options | None) -> None:
     """Import what serving takes: the most of what a start costs."""
     import trio  # noqa: F401
 
@@ -220,10 +258,10 @@ def preload(options: Options) -> None:
     import kvfuse.usrbio.daemon.listener
     import kvfuse.volume.opening.engines
 
-    if options.is_shared:
+    if options is None or options.is_shared:
         import kvfuse.peer.service
         import kvfuse.remote.records.etcd.store
-    else:
+    if options is None or not options.is_shared:
         import kvfuse.remote.records.lmdb.store  # noqa: F401
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 import click
 
 from kvfuse.cli import daemon
 from kvfuse.cli.checks import check_machine, check_mountpoint
-from kvfuse.fs.holder import VARIABLE
+from kvfuse.fs.holder_child import VARIABLE
 from kvfuse.fs.holding import Holding
 from kvfuse.options import config
 
@@ -44,14 +46,17 @@ def mount(source: Path, mountpoint: Path, file: Path | None, words: tuple[str, .
       kvfuse mount /srv/kv /mnt/kv -o allow_other,capacity=200GiB
       kvfuse mount /etc/kvfuse/mount.conf /mnt/kv --foreground
     """
-    effective = config.load(source, file=file, words=words)
-    _ = effective.options.title  # ConfigError where nothing names the volume
+    load = partial(config.load, source, file=file, words=words)
     if VARIABLE in os.environ and (holding := Holding.of_this_process()) is not None:
-        daemon.run_held(effective, mountpoint, holding, in_background=not foreground)
+        daemon.run_held(load, mountpoint, holding, in_background=not foreground)
         return
+    effective = load()
+    _ = effective.options.title  # ConfigError where nothing names the volume
     check_machine(effective.options.mount)
     point = check_mountpoint(mountpoint)
-    again = _again(source, point, file, words, foreground=foreground) if effective.options.mount.outlive else None
+    again = None
+    if effective.options.mount.outlive and find_spec("kvfuse._fusewire") is not None:  # `doctor` tells of that
+        again = _again(source, point, file, words, foreground=foreground)
     if foreground and again is not None:
         daemon.hold(effective, point, again)
     elif foreground:

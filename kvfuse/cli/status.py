@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 from typing import Any
 
 import click
 
-from kvfuse.cli import Failure
+from kvfuse.cli import Failure, holders
 from kvfuse.cli.console import print_json, print_table
 from kvfuse.cli.mounts import ask_health, kvfuse_mounts, read_virtual
 from kvfuse.cli.peers import COLUMNS, Peer, peers_of, totals_of
@@ -28,6 +29,7 @@ def look_at(row: Mounted) -> dict[str, Any]:
         "metadata": None,
         "peers": None,
         "answer_ms": None,
+        "holder": holders.look_at(row),
         "problem": None,
     }
     try:
@@ -80,6 +82,18 @@ def _peer_row(peer: Peer) -> list[Any]:
     return [peer.name, peer.state, peer.transport, *sizes, expected]
 
 
+def _print_daemons(facts: dict[str, Any]) -> None:
+    """What the holder of a mount tells of daemons before this one."""
+    said = facts["holder"]
+    if not said or not said.get("last_change"):
+        return
+    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(said["last_change"]))
+    counts = f"{said['deaths']} daemons died, {said['upgrades']} upgrades"
+    click.echo(
+        f"{facts['mountpoint']}: {counts}; the last one at {when}, for which calls waited {said['last_stall']} s"
+    )
+
+
 def _matches(row: Mounted, target: Path) -> bool:
     absolute = os.path.abspath(target)
     return str(row.point) == absolute or row.source == absolute
@@ -108,6 +122,7 @@ def status(target: Path | None, as_json: bool) -> None:
         print_table(columns, map(_row, found))
         for facts in found:
             _print_peers(facts)
+            _print_daemons(facts)
     if target is not None and not found:
         raise Failure(f"{target} is not mounted by kvfuse")
     if not found and not as_json:

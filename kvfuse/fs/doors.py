@@ -70,6 +70,8 @@ class Doors:
     mountpoint: Path
     admit: Callable[[int], None]
     keeper: Keeper = NO_KEEPER
+    leaving: trio.Event | None = None
+    """once it is set, doors may end by themselves: they leave what they have to the next daemon"""
 
     def __post_init__(self) -> None:
         self._scope = trio.CancelScope()
@@ -98,6 +100,14 @@ class Doors:
         async with self._running:
             pass
 
+    async def leave(self, seconds: float) -> None:
+        """As `close`, after ``leaving`` was set: doors have some seconds to leave what they have."""
+        with trio.move_on_after(seconds):
+            async with self._running:
+                pass
+        self.keeper.seal()
+        await self.close()
+
     async def _serve(self, listener: socket.socket, device: int) -> None:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._close_when_unmounted, device)
@@ -107,6 +117,8 @@ class Doors:
                     doors.start_soon(self._serve_one, door, listener, device, ready)
                     await ready.wait()
                 self.opened.set()
+            if self.leaving is not None and self.leaving.is_set():
+                self.keeper.seal()  # clients go on to find the listener
             nursery.cancel_scope.cancel()  # without a door that accepts, a connect would wait for ever
 
     async def _close_when_unmounted(self, device: int) -> None:

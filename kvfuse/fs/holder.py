@@ -6,16 +6,22 @@ of it.
 
     daemon                                     holder
     started, with one end of a socket pair ->
-    HELLO (all is imported)                 ->
+    HELLO {version, problem}                ->  all is imported; ``problem``: with mount.conf
                                             <- KEPT name, content, descriptors (for each thing, oldest first)
-                                            <- START
+                                            <- START {afresh: what was read of mount.conf counts, not what is kept}
     KEEP name, content, descriptors         ->  what was kept under that name is replaced
     DROP name                               ->
     READY (the mount answers)               ->
-    UPGRADE (how to start the next one)     ->
+                                            <- LEAVE {seconds}
+    LEFT (all is stored, requests wait)     ->  or STAYS why: it goes on as if nothing had been
     END (the mount is gone, all is stored)  ->  and its exit status
 
 A message is one datagram: a letter, a name, a zero byte, content. What a daemon sent before it was killed is read.
+Messages may only be added to, and unknown ones are ignored: after an upgrade the holder is of an older version.
+
+*Upgrades.* The next daemon stands by, of another version, and one more of the present version for the way back. Then
+the serving one is asked to leave; when it has, the next one gets all that is kept. If that dies, or is not ready in
+time, the other one takes its place. A daemon begins to serve when the one before it is dead, never earlier.
 
 The daemon is ended by the kernel when the holder dies, and the guard (`guard`), which the holder has, ends the
 connection: whoever waits gets an error. A daemon counts as dead when its first thread has ended: others of its threads
@@ -28,7 +34,6 @@ Only the standard library is used, and little of it. Nothing here knows what a t
 from __future__ import annotations
 
 import _thread
-import array
 import json
 import os
 import select
@@ -36,15 +41,18 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-MESSAGE_SIZE_MAX = 1 << 17
-DESCRIPTORS_MAX = 64
-HELLO, KEPT, START, KEEP, DROP, READY, UPGRADE, END = b"HKSPDRUE"
+if TYPE_CHECKING or __name__ != "__main__":
+    from kvfuse.fs.holder_child import DROP, END, HELLO, KEEP, KEPT, LEAVE, LEFT, READY, START, STAYS, Child, is_dead
+    from kvfuse.fs.holder_desk import BEGINNING, GOING_BACK, LEAVING, STANDING_BY, Desk, Upgrade
+else:
+    sys.path.append(os.path.dirname(__file__))
+    from holder_child import DROP, END, HELLO, KEEP, KEPT, LEAVE, LEFT, READY, START, STAYS, Child, is_dead
+    from holder_desk import BEGINNING, GOING_BACK, LEAVING, STANDING_BY, Desk, Upgrade
+
 SWITCH = "fuse/switch"
 CONNECTION = "fuse/connection"
-VARIABLE = "KVFUSE_HOLDER"
-"""of the daemon's environment: the descriptor of its end"""
 LOOK_SECONDS = 0.2
 """between looks at a daemon: of a first thread that ended alone nothing tells"""
 DEATH_SECONDS, END_SECONDS = 0.02, 10.0
@@ -55,75 +63,9 @@ FAILURES_MAX = 8
 """daemons in a row that fail by themselves: then the mount is given up"""
 PROVEN_SECONDS = 10.0
 """a daemon that served so long did not fail for what it found"""
+LEAVE_SECONDS, LEFT_SECONDS = 5.0, 10.0
+"""that a daemon may take to store everything, while calls wait, and to end after that; then it is killed"""
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-
-
-class Child:
-    """A daemon, or one that stands by to be the next."""
-
-    def __init__(self, command: list[str], folder: str) -> None:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        for end in (ours, theirs):
-            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 * MESSAGE_SIZE_MAX)
-        self.socket = ours
-        self.begun = time.monotonic()
-        self.has_said_hello = self.is_ready = self.has_ended = self.is_silent = False
-        self.upgrade: bytes | None = None
-        self.pid = os.fork()
-        if self.pid == 0:
-            try:
-                signal.pthread_sigmask(signal.SIG_SETMASK, ())
-                os.set_inheritable(theirs.fileno(), True)
-                os.environ[VARIABLE] = str(theirs.fileno())
-                os.chdir(folder if os.path.isdir(folder) else "/")
-                os.execv(command[0], command)
-            except BaseException as error:
-                os.write(2, f"kvfuse: {command[0]}: {error}\n".encode())
-            finally:
-                os._exit(127)
-        theirs.close()
-        self.pidfd = os.pidfd_open(self.pid)
-
-    def send(self, kind: int, name: str = "", content: bytes = b"", descriptors: Sequence[int] = ()) -> None:
-        """OSError where it is gone."""
-        socket.send_fds(self.socket, [bytes([kind]), name.encode(), b"\0", content], list(descriptors))
-
-    def receive(self) -> tuple[int, str, bytes, list[int]] | None:
-        """Its next message; None: it says nothing any more."""
-        try:
-            data, descriptors = receive(self.socket)
-        except ConnectionResetError:
-            return None
-        if not data:
-            return None
-        name, _, content = data[1:].partition(b"\0")
-        return data[0], name.decode(), content, descriptors
-
-    def close(self) -> None:
-        self.socket.close()
-        os.close(self.pidfd)
-
-
-def receive(end: socket.socket) -> tuple[bytes, list[int]]:
-    """The next datagram and its descriptors, which no child gets (`socket.recv_fds` of Python 3.11 takes no flags)."""
-    descriptors = array.array("i")
-    size = socket.CMSG_SPACE(DESCRIPTORS_MAX * descriptors.itemsize)
-    data, ancillary, _, _ = end.recvmsg(MESSAGE_SIZE_MAX, size, socket.MSG_CMSG_CLOEXEC)
-    for level, kind, content in ancillary:
-        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-            descriptors.frombytes(content[: len(content) // descriptors.itemsize * descriptors.itemsize])
-    return data, descriptors.tolist()
-
-
-def is_dead(pid: int) -> bool:
-    """The first thread of a process of ours has ended, or a core file is written of it."""
-    try:
-        with open(f"/proc/{pid}/status", "rb") as file:
-            lines = file.read().splitlines()
-    except OSError:
-        return True
-    fields = dict(line.split(b":\t", 1) for line in lines if b":\t" in line)
-    return fields.get(b"State", b"")[:1] in (b"Z", b"X") or fields.get(b"CoreDumping") == b"1"
 
 
 class Holder:
@@ -143,6 +85,12 @@ class Holder:
         self.status = 1
         self.dying: list[int] = []
         """processes whose last thread has not ended"""
+        self.desk = Desk()
+        self.upgrade: Upgrade | None = None
+        self.facts: dict[str, float | None] = {"deaths": 0, "upgrades": 0, "last_stall": None, "last_change": None}
+        """for `kvfuse status`; how long calls waited for the last daemon, in seconds, and when, of the epoch"""
+        self.stalled_at = 0.0
+        """since when nobody answers; 0: somebody does"""
 
     # -- what it says ----------------------------------------------------------------------------------
 
@@ -200,9 +148,13 @@ class Holder:
 
     # -- daemons ---------------------------------------------------------------------------------------
 
-    def start(self) -> None:
-        """Let the next daemon serve: the one that stands by, or a new one."""
-        child, self.standby = self.standby or Child(self.command, str(self.config["folder"])), None
+    def new(self, command: list[str], *, heard: bool = False) -> Child:
+        return Child(command, str(self.config["folder"]), heard=heard)
+
+    def start(self, child: Child | None = None) -> None:
+        """Let the next daemon serve: this one, else the one that stands by, else a new one."""
+        if child is None:
+            child, self.standby = self.standby or self.new(self.command), None
         self.serving = child
         if child.has_said_hello:
             self.hand_over(child)
@@ -212,7 +164,8 @@ class Holder:
         try:
             for name, (content, descriptors) in list(self.kept.items()):
                 child.send(KEPT, name, content, descriptors)
-            child.send(START)
+            is_afresh = self.upgrade is not None and child is self.upgrade.next
+            child.send(START, "", json.dumps({"afresh": is_afresh}).encode())
             child.begun = time.monotonic()
         except OSError:
             pass  # it is dead, which is seen elsewhere
@@ -224,7 +177,7 @@ class Holder:
             return False
         kind, name, content, descriptors = message
         if kind == HELLO:
-            child.has_said_hello = True
+            child.said_hello(content)
             if child is self.serving:
                 self.hand_over(child)
         elif kind == KEEP and child is self.serving:
@@ -232,14 +185,14 @@ class Holder:
             return True
         elif kind == DROP and child is self.serving:
             self.drop(name)
-        elif kind == READY:
-            child.is_ready = self.was_ready = True
-            self.report(b"{}\n")
-            self.speak_to_log()
-            if self.config.get("standby") and self.standby is None and child is self.serving:
-                self.standby = Child(self.command, str(self.config["folder"]))
-        elif kind == UPGRADE:
-            child.upgrade = content
+        elif kind == READY and child is self.serving:
+            self.is_served(child)
+        elif kind == LEFT and child is self.serving:
+            child.has_left = True
+            os.kill(child.pid, signal.SIGKILL)  # there is nothing left for it to do
+        elif kind == STAYS and self.upgrade is not None and child is self.serving:
+            self.stalled_at = 0.0
+            self.refuse(f"the daemon cannot make way: {content.decode()}")
         elif kind == END:
             child.has_ended = True
             self.report(content or b"{}\n")
@@ -262,11 +215,17 @@ class Holder:
         code = os.waitstatus_to_exitcode(status) if pid else -signal.SIGKILL
         if not pid:
             self.dying.append(child.pid)
+        words = child.last_words()
         child.close()
-        if child is self.standby:
-            self.standby = None
+        how = f"exit status {code}" if code >= 0 else signal.Signals(-code).name
+        if child is not self.serving:
+            self.ended_beside(child, words or how)
             return
         self.serving = None
+        if child.is_ready and not self.stalled_at:
+            self.stalled_at = time.monotonic()
+        if self.goes_on_with_upgrade(child, how):
+            return
         if child.has_ended or not self.was_ready or self.told_to_end is not None:
             if self.was_ready and not child.has_ended:
                 self.unmount()
@@ -278,7 +237,7 @@ class Holder:
             self.failures = 0
         else:
             self.failures += 1
-        how = f"exit status {code}" if code >= 0 else signal.Signals(-code).name
+        self.count("deaths")
         if self.failures > FAILURES_MAX:
             self.say(f"{self.failures} daemons in a row have failed, the last with {how}: the mount is given up")
             self.give_up()
@@ -291,6 +250,140 @@ class Holder:
         if pause:
             time.sleep(pause)
         self.start()
+
+    def count(self, what: str) -> None:
+        self.facts[what] = (self.facts[what] or 0) + 1
+
+    def is_served(self, child: Child) -> None:
+        """A daemon is ready."""
+        child.is_ready = True
+        self.report(b"{}\n")
+        self.speak_to_log()
+        self.desk.open(str(self.config["point"]))
+        if not self.was_ready and self.desk.problem:
+            self.say(f"'kvfuse upgrade' and 'kvfuse status' cannot ask the holder: {self.desk.problem}")
+        if self.was_ready:
+            self.facts["last_stall"] = round(time.monotonic() - self.stalled_at, 3)
+            self.facts["last_change"] = int(time.time())
+        self.was_ready, self.stalled_at = True, 0.0
+        self.is_upgraded(child)
+        if self.config.get("standby") and self.standby is None:
+            self.standby = self.new(self.command)
+        status = f"STATUS=process {child.pid}, version {child.version}, serves {self.config['point']}"
+        self.desk.tell_systemd("READY=1", f"MAINPID={os.getpid()}", status)
+        if self.told_to_end is not None:
+            os.kill(child.pid, signal.SIGTERM)
+
+    # -- upgrades --------------------------------------------------------------------------------------
+
+    def asked(self) -> None:
+        """Somebody asks something."""
+        client = self.desk.accept()
+        if client is None:
+            return
+        child, what = self.serving, client.request.get("do")
+        if what == "status" and child is not None:
+            phase = self.upgrade.phase if self.upgrade is not None else None
+            said = {"pid": child.pid, "version": child.version, "serves": child.is_ready, "upgrade": phase}
+            client.answer(holder=os.getpid(), **said, **self.facts)
+        elif what != "upgrade":
+            client.answer(error=f"the holder does not know what {what!r} is")
+        elif self.upgrade is not None or child is None or not child.is_ready or self.told_to_end is not None:
+            client.answer(error="the mount is on its way from one daemon to the next, or to its end: try again")
+        else:
+            python, seconds = str(client.request["python"]), float(str(client.request["seconds"]))
+            command = [python, *self.command[1:]]
+            back, self.standby = self.standby or self.new(self.command, heard=True), None
+            self.upgrade = Upgrade(client, self.new(command, heard=True), back, command, seconds)
+
+    def refuse(self, why: str) -> None:
+        """No upgrade: the daemon that serves goes on, or one of its version follows it."""
+        upgrade, self.upgrade = self.upgrade, None
+        assert upgrade is not None
+        self.say(f"there was no upgrade: {why}")
+        upgrade.answer(error=why)
+        for child in (upgrade.next, upgrade.back):
+            if child is None or child is self.serving:
+                continue
+            if child is upgrade.back and self.config.get("standby") and self.standby is None:
+                self.standby = child
+                continue
+            os.kill(child.pid, signal.SIGKILL)
+            self.dying.append(child.pid)
+            child.close()
+
+    def advance(self) -> None:
+        """The next step of an upgrade, if it is time for it."""
+        upgrade, serving = self.upgrade, self.serving
+        if upgrade is None or serving is None:
+            return
+        child, back = upgrade.next, upgrade.back
+        if upgrade.phase == STANDING_BY and child is not None:
+            if child.problem:
+                self.refuse(child.problem)
+            elif child.has_said_hello and (back is None or back.has_said_hello):
+                upgrade.enter(LEAVING, LEAVE_SECONDS + LEFT_SECONDS)
+                self.stalled_at = upgrade.began = time.monotonic()
+                serving.send(LEAVE, "", json.dumps({"seconds": LEAVE_SECONDS}).encode())
+            elif upgrade.is_late:
+                words = child.last_words()
+                self.refuse("the new daemon did not get ready in time" + (f": {words}" if words else ""))
+        elif upgrade.is_late:
+            upgrade.failure = f"it was not ready in {upgrade.seconds:g} s" if serving is child else ""
+            upgrade.deadline = float("inf")
+            self.say(f"the daemon {serving.pid} is killed: it takes too long, {upgrade.phase}")
+            os.kill(serving.pid, signal.SIGKILL)
+
+    def ended_beside(self, child: Child, how: str) -> None:
+        """A daemon is dead that did not serve."""
+        upgrade = self.upgrade
+        if child is self.standby:
+            self.standby = None
+        elif upgrade is not None and child is upgrade.back:
+            self.say(f"the upgrade has no way back: no other daemon of the present version begins: {how}")
+            upgrade.back = None
+        elif upgrade is not None and child is upgrade.next:
+            upgrade.next, upgrade.failure = None, how
+            if upgrade.phase == STANDING_BY:
+                self.refuse(f"the new daemon does not begin: {how}")
+
+    def goes_on_with_upgrade(self, child: Child, how: str) -> bool:
+        """The daemon that served is dead. False: it is not, or no more, for the upgrade to start the next one."""
+        upgrade = self.upgrade
+        if upgrade is None:
+            return False
+        upgrade.next = None if child is upgrade.next else upgrade.next
+        upgrade.back = None if child is upgrade.back else upgrade.back
+        if upgrade.phase in (STANDING_BY, GOING_BACK) or child.has_ended:
+            if self.standby is None and not child.has_ended:
+                self.standby, upgrade.back = upgrade.back, None
+            self.refuse(f"the daemon has ended meanwhile ({how})")
+            return False
+        if upgrade.phase == LEAVING and upgrade.next is not None:
+            upgrade.enter(BEGINNING, upgrade.seconds)
+            self.start(upgrade.next)
+            return True
+        upgrade.failure = upgrade.failure or how
+        if upgrade.back is None:
+            self.refuse(f"the new daemon failed: {upgrade.failure}; another one of the former version takes over")
+            return False
+        self.say(f"the new daemon failed: {upgrade.failure}; the former version takes over")
+        upgrade.enter(GOING_BACK, float("inf"))
+        self.start(upgrade.back)
+        return True
+
+    def is_upgraded(self, child: Child) -> None:
+        """A daemon is ready: with that an upgrade ends, one way or the other."""
+        upgrade = self.upgrade
+        if upgrade is None or upgrade.phase not in (BEGINNING, GOING_BACK):
+            return
+        if child is upgrade.next:
+            before = upgrade.back.version if upgrade.back is not None else None
+            self.command, self.failures, self.upgrade = upgrade.command, 0, None
+            self.count("upgrades")
+            upgrade.answer(before=before, version=child.version, pid=child.pid)
+        else:
+            self.refuse(f"the new daemon failed: {upgrade.failure}; the former version goes on")
 
     def give_up(self) -> None:
         """End the connection: whoever waits gets an error."""
@@ -313,6 +406,8 @@ class Holder:
         self.status = status
         self.serving = None
         self.config["standby"] = False
+        self.desk.tell_systemd("STOPPING=1")
+        self.desk.close()
         if self.standby is not None:
             os.kill(self.standby.pid, signal.SIGKILL)
             os.waitpid(self.standby.pid, 0)
@@ -346,9 +441,11 @@ class Holder:
         self.start()
         while self.serving is not None:
             self.dying = [pid for pid in self.dying if os.waitpid(pid, os.WNOHANG)[0] == 0]
-            children = [child for child in (self.serving, self.standby) if child is not None]
+            children = self.children()
             poll = select.poll()
             poll.register(wake, select.POLLIN)
+            if self.desk.fileno() >= 0:
+                poll.register(self.desk, select.POLLIN)
             for child in children:
                 if not child.is_silent:
                     poll.register(child.socket, select.POLLIN)
@@ -359,7 +456,7 @@ class Holder:
                     if caught in STOP_SIGNALS:
                         self.signalled(caught)
             for child in children:
-                if child is not self.serving and child is not self.standby:
+                if child not in self.children():
                     continue  # it ended with another one
                 if child.socket.fileno() in ready:
                     if self.read(child):
@@ -367,7 +464,15 @@ class Holder:
                     child.is_silent = True
                 if child.pidfd in ready or is_dead(child.pid):
                     self.ended(child)
+            if self.desk.fileno() in ready:
+                self.asked()
+            self.advance()
         return self.status
+
+    def children(self) -> list[Child]:
+        upgrade = self.upgrade
+        found = [self.serving, self.standby, *((upgrade.next, upgrade.back) if upgrade is not None else ())]
+        return list(dict.fromkeys(child for child in found if child is not None))
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import kvfuse
-from kvfuse.fs import guard, holder
+from kvfuse.fs import guard, holder, holder_child
 from kvfuse.keeper import Kept, check
 
 PR_SET_PDEATHSIG = 1
@@ -37,11 +37,14 @@ class Holding:
         """of what was left, taken or not"""
         self._waiting: deque[tuple[bytes, tuple[int, ...]]] = deque()
         self._lock = threading.Lock()
+        self._is_sealed = False
+        self.is_afresh = False
+        """what this process read of mount.conf counts, not what the daemon before it had"""
 
     @classmethod
     def of_this_process(cls) -> Holding | None:
         """None: no holder started this process. It ends with its holder from here on."""
-        descriptor = os.environ.pop(holder.VARIABLE, None)
+        descriptor = os.environ.pop(holder_child.VARIABLE, None)
         if descriptor is None:
             return None
         parent = os.getppid()
@@ -50,19 +53,36 @@ class Holding:
             sys.exit("the holder has died")
         return cls(int(descriptor))
 
-    def wait(self) -> bool:
-        """Say that everything is imported, and wait for one's turn. False: a daemon before this one left its mount."""
-        self._socket.send(bytes([holder.HELLO]) + kvfuse.__version__.encode() + b"\0")
+    def wait(self, problem: str = "") -> bool:
+        """Say that everything is imported, and wait for one's turn. False: a daemon before this one left its mount.
+
+        ``problem``: with mount.conf; no upgrade begins with that.
+        """
+        self._send(holder_child.HELLO, "", _json({"version": kvfuse.__version__, "problem": problem}))
         while True:
-            data, descriptors = holder.receive(self._socket)
-            if not data:
-                sys.exit("the holder has died")
-            if data[0] == holder.START:
+            kind, name, content, descriptors = self._receive()
+            if kind == holder_child.START:
                 self._socket.setblocking(False)
+                self.is_afresh = bool(json.loads(content or b"{}").get("afresh"))
+                self._speak_up()
                 return holder.CONNECTION not in self._left
-            name, _, content = data[1:].partition(b"\0")
-            self._left[name.decode()] = Kept(content, tuple(descriptors))
-            self._names[name.decode()] = None
+            self._left[name] = Kept(content, tuple(descriptors))
+            self._names[name] = None
+
+    def _receive(self) -> tuple[int, str, bytes, list[int]]:
+        data, descriptors = holder_child.receive(self._socket)
+        if not data:
+            sys.exit("the holder has died")
+        name, _, content = data[1:].partition(b"\0")
+        return data[0], name.decode(), content, descriptors
+
+    def _speak_up(self) -> None:
+        """What this process says is not for an upgrade's answer any more."""
+        errors = os.environ.pop(holder_child.ERRORS_VARIABLE, None)
+        if errors is not None:
+            sys.stderr.flush()
+            os.dup2(int(errors), 2)
+            os.close(int(errors))
 
     # -- Keeper ----------------------------------------------------------------------------------------
 
@@ -75,11 +95,15 @@ class Holding:
     def keep(self, name: str, content: bytes = b"", descriptors: Sequence[int] = ()) -> None:
         check(content, descriptors)
         self._forget(name)
-        self._send(holder.KEEP, name, content, descriptors)
+        self._send(holder_child.KEEP, name, content, descriptors)
 
     def drop(self, name: str) -> None:
-        self._forget(name)
-        self._send(holder.DROP, name)
+        if not self._is_sealed:
+            self._forget(name)
+            self._send(holder_child.DROP, name)
+
+    def seal(self) -> None:
+        self._is_sealed = True
 
     def _forget(self, name: str) -> None:
         self._names.pop(name, None)
@@ -91,11 +115,32 @@ class Holding:
 
     def ready(self) -> None:
         """The mount answers."""
-        self._send(holder.READY)
+        self._send(holder_child.READY)
 
     def end(self, report: object = None) -> None:
         """There is nothing for a next daemon to do; ``report``: why the start failed."""
-        self._send(holder.END, "", b"" if report is None else json.dumps(report).encode() + b"\n")
+        self._send(holder_child.END, "", b"" if report is None else _json(report) + b"\n")
+
+    async def asked(self) -> float:
+        """Wait until this daemon is to make way for another one; for `leaving`."""
+        import trio
+
+        while True:
+            await trio.lowlevel.wait_readable(self._socket)
+            kind, _, content, descriptors = self._receive()
+            for descriptor in descriptors:
+                os.close(descriptor)
+            if kind == holder_child.LEAVE:
+                return float(json.loads(content)["seconds"])
+
+    def stays(self, why: str) -> None:
+        """This daemon goes on."""
+        self._send(holder_child.STAYS, "", why.encode())
+
+    def left(self) -> None:
+        """All is stored and left to the next daemon. This process is killed now."""
+        self._socket.setblocking(True)
+        self._send(holder_child.LEFT)
 
     def _send(self, kind: int, name: str = "", content: bytes = b"", descriptors: Sequence[int] = ()) -> None:
         message = bytes([kind]) + name.encode() + b"\0" + content
@@ -115,6 +160,10 @@ class Holding:
         except OSError:  # the holder has died, and this process is about to
             pass
         return True
+
+
+def _json(content: object) -> bytes:
+    return json.dumps(content).encode()
 
 
 def command(config: dict[str, Any]) -> list[str]:

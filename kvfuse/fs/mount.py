@@ -27,6 +27,7 @@ from kvfuse.fs.doors import Door, Doors, Service, running
 from kvfuse.fs.guarding import Guarding
 from kvfuse.fs.handover import KeptHandover
 from kvfuse.fs.kernel import FuseKernelCache
+from kvfuse.fs.leaving import Leaving
 from kvfuse.fs.ops import KvfuseOperations
 from kvfuse.fs.takeover import checked, is_dead_mount, libc, takeover, unmount
 from kvfuse.fs.turns import take_turns
@@ -61,6 +62,8 @@ KEPT_DEVICE = "fuse/device"
 """with its st_dev: the mount may be taken away before the next daemon asks for it"""
 END_SECONDS = 20.0
 """for each step of the way out, so that a daemon that is told to end does"""
+DOORS_SECONDS = 5.0
+"""that doors have to leave what they have to the next daemon"""
 
 
 async def serve(
@@ -72,15 +75,17 @@ async def serve(
     doors: Sequence[Door] = (),
     services: Sequence[Service] = (),
     keeper: Keeper = NO_KEEPER,
+    leaving: Leaving | None = None,
 ) -> None:
     """Mount the volume and answer requests until it is unmounted or this is cancelled; then flush and close it.
 
     ``on_ready`` is called once the mount answers and ``doors`` are ready; they are closed before it is unmounted, or
     when it was. ``services`` run from before it is mounted. ``source`` is what mount tables show, by default the
     volume's folder. ``keeper``: of what outlives this process; a mount of which it has the connection is served, and
-    stays as it is where that fails. A cancellation unmounts: cleanly if nobody uses the mount, else lazily after
-    a sync. MountError where the machine does not allow the mount or a service, VolumeError and ConfigError where the
-    volume cannot be opened.
+    stays as it is where that fails. ``leaving``: asks for all to be left to the next daemon; then this returns as if it
+    were unmounted. A cancellation unmounts: cleanly if nobody uses the mount, else lazily after a sync. MountError
+    where the machine does not allow the mount or a service, VolumeError and ConfigError where the volume cannot be
+    opened.
     """
     try:
         async with trio.open_nursery() as nursery:
@@ -97,13 +102,14 @@ async def serve(
                     fusewire.configure(is_shared=options.is_shared)
                     kernel = FuseKernelCache(volume.kernel_knows, operations.names, operations.absences)
                     volume.tell(kernel)
-                    opened = Doors(doors, volume, kernel, mountpoint, operations.admit_binder, keeper)
-                    session = _Session(
-                        mountpoint, options.mount, opened, Guarding(mountpoint, keeper), keeper, handover
-                    )
+                    leaving = leaving or Leaving()
+                    opened = Doors(doors, volume, kernel, mountpoint, operations.admit_binder, keeper, leaving.begun)
+                    guarding = Guarding(mountpoint, keeper)
+                    session = _Session(mountpoint, options.mount, opened, guarding, keeper, handover, leaving)
                     async with running(services, volume):
                         with _mounted(session, operations, words):
-                            await _answer(session, stop, on_ready)
+                            await _answer(session, operations, volume, stop, on_ready)
+                leaving.is_done = handover is not None and handover.is_left
             nursery.cancel_scope.cancel()
     except BaseExceptionGroup as group:
         raise _alone(group) from None
@@ -185,6 +191,7 @@ class _Session:
     guarding: Guarding
     keeper: Keeper = NO_KEEPER
     handover: KeptHandover | None = None
+    leaving: Leaving = field(default_factory=Leaving)
     is_ending: bool = False
     """by a word of ours, not because somebody unmounted it"""
     detached: bool = False
@@ -250,16 +257,23 @@ def _adopted(session: _Session, operations: KvfuseOperations, words: set[str], l
                 unmount(session.mountpoint)
 
 
-async def _answer(session: _Session, stop: trio.Event, on_ready: Callable[[], None]) -> None:
-    """Answer the kernel until the mount is gone, which ``stop`` brings about."""
+async def _answer(
+    session: _Session,
+    operations: KvfuseOperations,
+    volume: Volume,
+    stop: trio.Event,
+    on_ready: Callable[[], None],
+) -> None:
+    """Answer the kernel until the mount is gone, which ``stop`` brings about, or left to the next daemon."""
     async with trio.open_nursery() as nursery:
         nursery.start_soon(_announce, session, on_ready, nursery)
+        nursery.start_soon(_leave_when_asked, session, operations, volume)
         nursery.start_soon(_end_when_told, stop, session, nursery.cancel_scope)
         try:
-            await _main_loop(session.options.keep_awake)
-            session.detached |= not session.is_ending  # or else the loop would go on
+            await _main_loop(session)
+            session.detached |= not (session.is_ending or session.is_left)  # or else the loop would go on
         except BaseException:
-            session.is_left = session.keeper.outlives and not session.is_ending
+            session.is_left |= session.keeper.outlives and not session.is_ending
             raise
         finally:
             if not session.is_left:
@@ -267,10 +281,10 @@ async def _answer(session: _Session, stop: trio.Event, on_ready: Callable[[], No
         nursery.cancel_scope.cancel()
 
 
-async def _main_loop(keep_awake: bool) -> None:
+async def _main_loop(session: _Session) -> None:
     """Return when the mount is gone."""
-    wakefulness = Wakefulness(wanted=keep_awake)
-    take_turns(wakefulness)
+    wakefulness = Wakefulness(wanted=session.options.keep_awake)
+    take_turns(wakefulness, session.leaving.gate)
     try:
         await pyfuse3.main(min_tasks=IDLE_TASKS, max_tasks=TASKS_MAX)
     except* OSError as group:
@@ -337,10 +351,24 @@ def _set_read_ahead(device: int, size: int) -> None:
         log.info("read-ahead stays as it is: %s", error)
 
 
+async def _leave_when_asked(session: _Session, operations: KvfuseOperations, volume: Volume) -> None:
+    """End the main loop once all can be left to the next daemon; see `leaving`."""
+    if not await session.leaving.wait(operations, volume):
+        return
+    session.is_left = True
+    volume.hand_over()
+    await session.doors.leave(DOORS_SECONDS)
+    pyfuse3.terminate()
+    session.leaving.gate.end()
+
+
 async def _end_when_told(stop: trio.Event, session: _Session, scope: trio.CancelScope) -> None:
     """Wait for ``stop``, then see to it that the main loop ends: each step is for what the one before left."""
     await stop.wait()
+    if session.is_left:
+        return
     session.is_ending = True
+    session.leaving.give_up()
     with trio.move_on_after(END_SECONDS):
         await session.doors.close()
         if await _detach(session):

@@ -69,6 +69,7 @@ def answered(handler: Handler[P, R]) -> Handler[P, R]:
     @functools.wraps(handler)
     async def answer(self: KvfuseOperations, /, *args: P.args, **kwargs: P.kwargs) -> R:
         self.requests[kind] += 1
+        self.under_way_count += 1
         try:
             return await handler(self, *args, **kwargs)
         except Exception as error:
@@ -78,6 +79,8 @@ def answered(handler: Handler[P, R]) -> Handler[P, R]:
                 log.exception("%s%s failed", kind, reprlib.repr(args))  # not a megabyte of what was written
                 number = errno.EIO
             raise FUSEError(number) from None
+        finally:
+            self.under_way_count -= 1
 
     return answer
 
@@ -124,6 +127,8 @@ class KvfuseOperations(pyfuse3.Operations):
             self.absences.note_all()
         self._file_info = FileInfo()
         self.unexpected_error_count = 0
+        self.under_way_count = 0
+        """requests that were read and not answered"""
         self.requests: Counter[str] = Counter()
         """how many of each kind the kernel sent; a batch of forgets is one"""
 

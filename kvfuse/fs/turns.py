@@ -70,14 +70,50 @@ class TurnLock:
         return trio.lowlevel.Abort.SUCCEEDED
 
 
+class Gate:
+    """Between the kernel's requests and the workers: open, or shut for a while, or for good. Of one event loop."""
+
+    def __init__(self) -> None:
+        self.is_shut = False
+        self._is_over = False
+        self._changed = trio.Event()
+
+    def shut(self) -> None:
+        """No request is read any more; those that were are answered. The others wait in the kernel."""
+        self.is_shut = True
+
+    def open(self) -> None:
+        """Go on."""
+        if not self._is_over:
+            self.is_shut = False
+            self._change()
+
+    def end(self) -> None:
+        """Whoever waits, or comes, is told that there is nothing to wait for."""
+        self.is_shut = self._is_over = True
+        self._change()
+
+    def _change(self) -> None:
+        self._changed.set()
+        self._changed = trio.Event()
+
+    async def wait(self) -> None:
+        """Until it is open. trio.ClosedResourceError: it never will be."""
+        while self.is_shut:
+            if self._is_over:
+                raise trio.ClosedResourceError("requests are for the next daemon")
+            await self._changed.wait()
+
+
 class Requests:
     """Waits for the kernel's requests: a short while awake where they come quickly, else asleep.
 
-    It reports to ``wakefulness`` how long it waits.
+    It reports to ``wakefulness`` how long it waits. Nobody gets through while ``gate`` is shut.
     """
 
-    def __init__(self, wakefulness: Wakefulness) -> None:
+    def __init__(self, wakefulness: Wakefulness, gate: Gate | None = None) -> None:
         self._wakefulness = wakefulness
+        self._gate = gate or Gate()
         self._poll = select.poll()
         self._descriptor = -1
         self._turn_began = 0.0
@@ -98,6 +134,8 @@ class Requests:
             self._poll.register(descriptor, select.POLLIN)
             self._descriptor = descriptor
         while True:
+            if self._gate.is_shut:
+                await self._gate.wait()
             began = time.perf_counter()
             if self._poll.poll(0) or self._comes_soon(began):
                 self._wakefulness.waited(0.0)
@@ -109,7 +147,7 @@ class Requests:
                 await self._sleep(descriptor)
                 self._turn_began = time.perf_counter()
                 self._learn(self._turn_began - began)
-            if self._poll.poll(0):  # it has not gone meanwhile
+            if self._poll.poll(0) and not self._gate.is_shut:  # it has not gone meanwhile
                 return
 
     async def _sleep(self, descriptor: int) -> None:
@@ -169,11 +207,11 @@ def read_again(loop: SessionLoop) -> SessionLoop:
     return wrapped
 
 
-def take_turns(wakefulness: Wakefulness) -> None:
+def take_turns(wakefulness: Wakefulness, gate: Gate | None = None) -> None:
     """Have pyfuse3's workers take turns as said above. To be called before each `pyfuse3.main`."""
     names = vars(pyfuse3)
     if names["trio"] is trio:
         names["_session_loop"] = read_again(names["_session_loop"])
     # New ones for each mount: its descriptor may have the number of the last one's.
-    lowlevel = SimpleNamespace(**{**vars(trio.lowlevel), "wait_readable": Requests(wakefulness).wait})
+    lowlevel = SimpleNamespace(**{**vars(trio.lowlevel), "wait_readable": Requests(wakefulness, gate).wait})
     names["trio"] = SimpleNamespace(**{**vars(trio), "Lock": TurnLock, "lowlevel": lowlevel})

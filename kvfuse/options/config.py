@@ -37,6 +37,8 @@ class Effective:
     origins: dict[str, str]
     source: Path | None = None
     """what the user named: the volume's folder or the mount.conf"""
+    text: str | None = None
+    """of the mount.conf"""
 
     def rows(self) -> Iterator[tuple[str, Any, str]]:
         """(key, value, origin) in the order of mount.conf."""
@@ -246,20 +248,24 @@ def _key_lines(text: str) -> dict[str, int]:
     return lines
 
 
-def _read_file(file: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(key -> value, key -> "FILE:line") of a mount.conf."""
+def _text_of(file: Path) -> str:
     try:
-        text = file.read_text("utf-8")
-        tree = tomllib.loads(text)
+        return file.read_text("utf-8")
     except OSError as error:
         raise ConfigError(f"{file} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError:
+        raise ConfigError(f"{file} is not a text file: a mount.conf is TOML in UTF-8") from None
+
+
+def _read_file(file: Path, text: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(key -> value, key -> "FILE:line") of a mount.conf."""
+    try:
+        tree = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         message, _, place = str(error).partition(" (at ")
         line = re.match(r"line (\d+)", place)
         where = f"{file.name} line {line[1]}" if line else file.name
         raise ConfigError(f"{where}: not TOML: {message}") from None
-    except UnicodeDecodeError:
-        raise ConfigError(f"{file} is not a text file: a mount.conf is TOML in UTF-8") from None
     lines = _key_lines(text)
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
@@ -336,13 +342,18 @@ def _read_word(word: str) -> tuple[str, Any]:
 # -- the whole --------------------------------------------------------------------------------------
 
 
-def load(source: Path | None = None, *, file: Path | None = None, words: Sequence[str] = ()) -> Effective:
+def load(
+    source: Path | None = None, *, file: Path | None = None, words: Sequence[str] = (), text: str | None = None
+) -> Effective:
     """The effective options of ``kvfuse mount [-c file] source ... [-o words]``.
 
     ``source`` is a volume's folder (absent or not), or a mount.conf. ConfigError where something is wrong.
+    ``text``: what the mount.conf said when it was read before, and may not say any more.
     """
     source = source.absolute() if source else None
-    if source and source.is_file():
+    if text is not None and file is None:
+        file = source
+    elif source and source.is_file():
         if file is not None:
             raise ConfigError(f"{source} is a file and -c gives {file}: only one of them can be the mount.conf")
         file = source
@@ -350,14 +361,17 @@ def load(source: Path | None = None, *, file: Path | None = None, words: Sequenc
         raise ConfigError(f"{source} does not exist")
     values: dict[str, Any] = {}
     origins = dict.fromkeys(KEYS, "default")
-    for more_values, more_origins in (_read_file(file) if file else ({}, {}), _read_words(words)):
+    if file and text is None:
+        text = _text_of(file)
+    from_file = _read_file(file, text) if file and text is not None else ({}, {})
+    for more_values, more_origins in (from_file, _read_words(words)):
         values |= more_values
         origins |= more_origins
     if source and source != file:
         values["volume.path"], origins["volume.path"] = source, "command line"
     options = _build(values)
     _check_combination(options, origins)
-    return Effective(options, origins, source or file)
+    return Effective(options, origins, source or file, text)
 
 
 def _build(values: dict[str, Any]) -> Options:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 
 import trio
@@ -126,11 +126,13 @@ class Running:
                 await trio.sleep(RENEW_SECONDS)
 
     async def _finish(self, parts: Parts) -> None:
-        if not parts.core.read_only:
-            await _store_all(parts)
-        if self._held.member is not None and self._held.member.stays:
+        is_writable = not parts.core.read_only
+        if parts.core.nodes.handover.is_left and (self._held.member is None or self._held.member.stays):
+            if is_writable:
+                await _try_again(self._volume.sync)  # with files that only open handles have
             await parts.hand_over()
-        elif not parts.core.read_only:
+        elif is_writable:
+            await _store_all(parts)
             await _free_removed(parts)
             await parts.leave()
 
@@ -184,15 +186,19 @@ def end_indexes(tier: SharedTier) -> None:
 async def _store_all(parts: Parts) -> None:
     parts.names.nameless.reap_unnamed()
     parts.mapper.access.store_all()
+    await _try_again(parts.journal.sync)
+
+
+async def _try_again(store: Callable[[], Awaitable[None]]) -> None:
     for _ in range(FINISH_ATTEMPTS - 1):
         try:
-            await parts.journal.sync()
+            await store()
         except errors.EngineError as error:
             log.warning("closing: %s; trying again", error)
             await trio.sleep(FINISH_PAUSE)
         else:
             return
-    await parts.journal.sync()
+    await store()
 
 
 async def _free_removed(parts: Parts) -> None:

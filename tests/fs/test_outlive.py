@@ -190,13 +190,3 @@ def test_a_mount_is_given_up_where_no_daemon_can_serve_it(mount: KvfuseMount) ->
     subprocess.run(["umount", "-l", mount.point], check=True)
     (away / "records").rename(records)
     mount.mount()
-
-
-def test_large_writes_after_a_kill(mount: KvfuseMount) -> None:
-    """What the kernel sends fills the whole buffer of whoever reads it."""
-    kill_daemon(mount)
-    former, data = daemon_of(mount), os.urandom(8 << 20)
-    for number in range(20):
-        (mount.point / f"file-{number}").write_bytes(data)
-    assert all((mount.point / f"file-{number}").read_bytes() == data for number in range(20))
-    assert daemon_of(mount) == former

@@ -47,6 +47,8 @@ class Handover:
         """`ring_files.KeptFile` by their names, which nobody has taken over yet"""
         self.movers: set[Callable[[int, int, bytes], None]] = set()
         """told of each `renamed`"""
+        self.is_left = False
+        """the end of this daemon is not that of its clients: it stores everything, and leaves it as it is"""
         self.known_below = 0
         """the kernel may know inodes below this number of a daemon before this one"""
 

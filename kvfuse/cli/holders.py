@@ -1,0 +1,67 @@
+"""Asks the holder of a mount: the process that keeps it while daemons come and go (`fs.holder`)."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from kvfuse.errors import MountError
+from kvfuse.fs import holder_desk
+from kvfuse.mounttable import Mounted
+
+STATUS_SECONDS = 2.0
+ABSENT = "it has no process that keeps it: it was mounted with outlive=false, or by an older version, or a former user"
+
+
+def _paths(row: Mounted) -> list[str]:
+    """Where the socket may be; root reaches those of all users."""
+    found = holder_desk.folders(os.geteuid())
+    if os.geteuid() == 0:
+        found += [os.fspath(folder) for folder in Path("/run/user").glob("*/kvfuse")]
+    else:
+        found += holder_desk.folders(0)
+    return [holder_desk.path_in(folder, row.device) for folder in found]
+
+
+def ask(row: Mounted, patience: float, **request: object) -> dict[str, Any]:
+    """What the holder of a mount answers. MountError: there is none, or it does not answer in time, or says "error"."""
+    problem = ABSENT
+    for path in _paths(row):
+        stream = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with stream, suppress(FileNotFoundError, ConnectionRefusedError):
+            stream.settimeout(patience)
+            try:
+                stream.connect(path)
+                stream.send(json.dumps(request).encode())
+                answer = json.loads(stream.recv(holder_desk.ANSWER_SIZE_MAX) or b"{}")
+            except PermissionError:
+                problem = "only root, and who mounted it, may ask for that"
+                continue
+            except TimeoutError:
+                raise MountError(f"{row.point}: its holder does not answer within {patience:g} s") from None
+            except (BrokenPipeError, ConnectionResetError, ValueError):
+                answer = {}
+            if not answer:
+                raise MountError(f"{row.point}: its holder has ended meanwhile")
+            if "error" in answer:
+                raise MountError(f"{row.point}: {printable(answer['error'])}")
+            return dict(answer)
+    raise MountError(f"{row.point}: {problem}")
+
+
+def look_at(row: Mounted) -> dict[str, Any] | None:
+    """What the holder says of its daemons; None: there is none to ask."""
+    try:
+        return ask(row, STATUS_SECONDS, do="status")
+    except (MountError, OSError):
+        return None
+
+
+def printable(text: object) -> str:
+    """What another process said, without what a terminal takes for commands."""
+    return re.sub(r"[^\n\t -~\u00a1-\uffff]", "?", str(text))

@@ -1,0 +1,170 @@
+"""Where the holder of a mount is asked things, and what it tells systemd. Standard library only, as all of `holder`.
+
+A socket at a path that only root and the holder's user reach: /run/kvfuse/holder-MAJOR-MINOR.sock, for others than root
+below $XDG_RUNTIME_DIR or /run/user/UID; the numbers are the mount's. It answers whatever the daemon does. One datagram
+of JSON asks, ``{"do": "status"}`` or ``{"do": "upgrade", "python": PATH, "seconds": N}``, and one more is the answer.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import struct
+import time
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvfuse.fs.holder_child import Child
+
+STANDING_BY, LEAVING, BEGINNING, GOING_BACK = "standing by", "leaving", "beginning", "going back"
+"""phases of an upgrade"""
+REQUEST_SECONDS = 1.0
+"""for which a client that connected may be silent: it is root, or whoever could kill the holder"""
+ANSWER_SIZE_MAX = 1 << 16
+
+
+def folders(uid: int) -> list[str]:
+    """Where a holder of this user may have its socket; the best place first."""
+    if uid == 0:
+        return ["/run/kvfuse"]
+    own = os.environ.get("XDG_RUNTIME_DIR") if uid == os.geteuid() else None
+    return [f"{folder}/kvfuse" for folder in (own, f"/run/user/{uid}") if folder]
+
+
+def path_in(folder: str, device: str) -> str:
+    """``device``: MAJOR:MINOR of the mount."""
+    return f"{folder}/holder-{device.replace(':', '-')}.sock"
+
+
+def device_of(point: str) -> str | None:
+    """MAJOR:MINOR of the mount that is on top at this path, which no link is part of. The mount is not touched."""
+    found = None
+    with open("/proc/self/mountinfo", "rb") as table:
+        for row in table:
+            fields = row.split(b" ", 5)
+            place = re.sub(rb"\\([0-7]{3})", lambda match: bytes([int(match[1], 8)]), fields[4])
+            if os.fsdecode(place) == point:
+                found = fields[2].decode()
+    return found
+
+
+class Client:
+    """Somebody who asked, and waits for one answer."""
+
+    def __init__(self, stream: socket.socket, request: dict[str, object]) -> None:
+        self._stream = stream
+        self.request = request
+
+    def answer(self, **content: object) -> None:
+        with suppress(OSError):
+            self._stream.send(json.dumps(content).encode()[:ANSWER_SIZE_MAX])
+        self._stream.close()
+
+
+class Upgrade:
+    """One that is under way. ``next`` is to serve, ``back`` where it cannot. None: that one is dead."""
+
+    def __init__(self, client: Client, next: Child, back: Child, command: list[str], seconds: float) -> None:
+        self.client, self.command, self.seconds = client, command, seconds
+        self.next: Child | None = next
+        self.back: Child | None = back
+        self.began = 0.0
+        """when the serving daemon was asked to leave"""
+        self.failure = ""
+        """why ``next`` does not serve"""
+        self.enter(STANDING_BY, seconds)
+
+    def enter(self, phase: str, seconds: float) -> None:
+        self.phase, self.deadline = phase, time.monotonic() + seconds
+
+    @property
+    def is_late(self) -> bool:
+        return time.monotonic() > self.deadline
+
+    def answer(self, **content: object) -> None:
+        waited = round(time.monotonic() - self.began, 3) if self.began else 0.0
+        self.client.answer(**content, waited=waited)
+
+
+class Desk:
+    """The socket of one holder, from `open` to `close`."""
+
+    def __init__(self) -> None:
+        self._notify = os.environ.pop("NOTIFY_SOCKET", None)  # not for daemons: systemd is to hear of one process
+        self._listener: socket.socket | None = None
+        self._path = ""
+        self.problem = ""
+        """why nobody can ask anything"""
+
+    def open(self, point: str) -> None:
+        """Once the mount is there."""
+        if self._listener is not None:
+            return
+        self.problem = "no folder for it: XDG_RUNTIME_DIR is not set"
+        for folder in folders(os.geteuid()):
+            try:
+                self._listen(folder, device_of(point) or "")
+            except (OSError, ValueError) as error:
+                self.problem = f"{folder}: {error}"
+            else:
+                self.problem = ""
+                return
+
+    def _listen(self, folder: str, device: str) -> None:
+        if not device:
+            raise ValueError("the mount is not in the mount table")
+        os.makedirs(folder, 0o755, exist_ok=True)
+        path = path_in(folder, device)
+        with suppress(FileNotFoundError):
+            os.unlink(path)  # of a holder that was killed: numbers come again
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+        former = os.umask(0o177)
+        try:
+            listener.bind(path)
+            listener.listen(8)
+        except BaseException:
+            listener.close()
+            raise
+        finally:
+            os.umask(former)
+        self._listener, self._path = listener, path
+
+    def fileno(self) -> int:
+        """-1: it is closed."""
+        return self._listener.fileno() if self._listener is not None else -1
+
+    def accept(self) -> Client | None:
+        """Whoever asked; None: nobody who may."""
+        assert self._listener is not None
+        try:
+            stream, _ = self._listener.accept()
+        except OSError:
+            return None
+        try:
+            stream.settimeout(REQUEST_SECONDS)
+            _, uid, _ = struct.unpack("3i", stream.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+            request = json.loads(stream.recv(ANSWER_SIZE_MAX)) if uid in (0, os.geteuid()) else None
+            if isinstance(request, dict):
+                return Client(stream, request)
+        except (OSError, ValueError):
+            pass
+        stream.close()
+        return None
+
+    def close(self) -> None:
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
+            with suppress(OSError):
+                os.unlink(self._path)
+
+    def tell_systemd(self, *words: str) -> None:
+        """sd_notify(3)."""
+        if not self._notify:
+            return
+        name = "\0" + self._notify[1:] if self._notify.startswith("@") else self._notify
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as speaker, suppress(OSError):
+            speaker.sendto("\n".join(words).encode(), name)
