@@ -108,6 +108,8 @@ async def _serve(
     def ready() -> None:
         calm_collector()
         log.info("%s is mounted on %s", options.title, point)
+        if options.mount.outlive and not keeper.outlives:
+            log.info("the mount ends with this process: 'kvfuse doctor' tells why")
         announce()
 
     failure: KvfuseError | None = None

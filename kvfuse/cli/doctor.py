@@ -28,11 +28,14 @@ from kvfuse.cli.console import print_json, print_table
 from kvfuse.cli.findings import MISSING, OK, WARN, Finding
 from kvfuse.cli.version import installed_version
 from kvfuse.errors import KvfuseError
+from kvfuse.fs import holder_desk
 from kvfuse.options import config
 from kvfuse.options.config import Options
 from kvfuse.options.options import BlockOptions, CacheOptions
 from kvfuse.sizes import GIB, format_size
 
+KERNEL_RESENDS = (6, 9)
+"""the first that sends calls again which a daemon took and did not answer"""
 KERNEL_MIN = (5, 4)
 """what pyfuse3 and preadv2 need"""
 CONNECT_SECONDS = 2.0
@@ -125,6 +128,21 @@ def check_native() -> Iterator[Finding]:
         yield Finding("native parts", WARN, f"were not built: {' and '.join(missing)} are slower", remedy)
     else:
         yield Finding("native parts", OK, "are there")
+
+
+def check_outliving() -> Iterator[Finding]:
+    """What it takes for a mount to go on when its daemon is killed or replaced."""
+    numbers = tuple(_numbers(platform.release().split("-")[0])[:2])
+    if find_spec("kvfuse._fusewire") is None:
+        yield Finding("outliving", WARN, "mounts end with their daemon", "see native parts")
+    elif numbers < KERNEL_RESENDS:
+        detail = "calls under way in a daemon that is killed are not sent to the next one; upgrades are not concerned"
+        yield Finding("outliving", WARN, detail, "Linux 6.9 or later")
+    elif not any(Path(folder).parent.is_dir() for folder in holder_desk.folders(os.geteuid())):
+        detail = "mounts go on, but 'kvfuse upgrade' has no place to reach them"
+        yield Finding("outliving", WARN, detail, "set XDG_RUNTIME_DIR to a folder of this user's own")
+    else:
+        yield Finding("outliving", OK, "mounts go on when their daemon is killed or replaced")
 
 
 def check_read_ahead() -> Iterator[Finding]:
@@ -292,6 +310,7 @@ CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
     check_python,
     check_checksums,
     check_native,
+    check_outliving,
     check_read_ahead,
     check_limits,
     check_rdma,

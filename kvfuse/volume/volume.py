@@ -51,7 +51,7 @@ class Volume:
     def hand_over(self) -> None:
         """The next daemon goes on with the volume: the end of this one stores everything, and leaves all that is this
         client's as it is. To be called before that end."""
-        self.parts.core.nodes.handover.is_left = True
+        self.parts.core.nodes.handover.leave()
         if self.parts.coherence is not None:
             self.parts.coherence.member.stay()
 

@@ -200,7 +200,7 @@ def test_one_that_fails_is_not_noticed(mount: KvfuseMount, tmp_path: Path, how: 
     lines, message = FAILING[how]
     with other_python(tmp_path, lines) as python, Users(mount.point):
         former = daemon_of(mount)
-        said = refused(mount, "--python", python, "--timeout", "15" if how in ("import", "start") else "5")
+        said = refused(mount, "--python", python, "--timeout", "10" if how in ("hello", "ready") else "60")
         assert message in said
         assert (daemon_of(mount) == former) == (how in ("import", "hello"))
     assert (mount.point / ".kvfuse" / "version").read_text() == f"{kvfuse.__version__}\n"

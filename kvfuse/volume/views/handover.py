@@ -73,6 +73,10 @@ class Handover:
         if not before.handles:
             del self.still_open[ino]
 
+    def leave(self) -> None:
+        """All is for the next daemon."""
+        self.is_left = True
+
     # -- for the daemon after ------------------------------------------------------------------------
 
     def renamed(self, ino: int, parent: int, name: bytes) -> None:
