@@ -252,7 +252,7 @@ class Node:
 
     def changing(self, index: int) -> None:
         """Before a chunk's bytes or slots change: hide them from other threads."""
-        if self.tier is not None:
+        if self.tier is not None and (self.ino in self.tier.kept or self.ino in self.tier.left):
             self.tier.drop(self.ino)
         if self.map is not None:
             self.map.hide(index)
@@ -267,7 +267,7 @@ class Node:
     def set_size(self, size: int) -> None:
         if size == self.size:
             return
-        if self.tier is not None:
+        if self.tier is not None and (self.ino in self.tier.kept or self.ino in self.tier.left):
             self.tier.drop(self.ino)
         if self.map is not None:
             self.map.resize(size)

@@ -91,10 +91,11 @@ class SharedTier:
         pool, changes = self._pool, self._books.changes
         with self._lock:
             pool.collect()
-            kind = pool.kind(slot_size, read_class)
+            kind = pool.kinds.get((slot_size, read_class)) or pool.kind(slot_size, read_class)
             found = pool.take(kind) or self._books.make_room(kind)
             block = TierBlock(*found, size) if found else None
-            pool.drop_if_empty(kind)
+            if not kind.arenas:
+                pool.drop_if_empty(kind)
         if self._books.changes != changes or pool.news:
             self.on_news()
         return block
