@@ -21,6 +21,7 @@ from posix_calls import fails
 from kvfuse.errors import MountError, NotPermitted
 from kvfuse.fs.control import control_socket, wait_until_unmounted
 from kvfuse.fs.virtual import FOLDER_INODE, SOCKET_NAME, VirtualFolder
+from kvfuse.keeper import NO_KEEPER
 
 WORDS = ("allow_other", "volume.capacity=64MiB", "volume.segment_size=16MiB")
 PERMISSION = 1
@@ -214,7 +215,7 @@ def refuses(point: Path) -> bool:
 
 async def test_where_no_socket_can_be_bound_it_says_why(tmp_path: Path) -> None:
     with pytest.raises(MountError, match="No such file"):
-        async with control_socket(tmp_path, lambda pid: None):
+        async with control_socket(tmp_path, lambda pid: None, NO_KEEPER):
             raise AssertionError("it was bound")
 
 
