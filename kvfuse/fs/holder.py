@@ -61,6 +61,8 @@ PAUSES = (0.0, 0.0, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 """seconds before a start, by how many daemons in a row have failed"""
 FAILURES_MAX = 8
 """daemons in a row that fail by themselves: then the mount is given up"""
+KILL_WEIGHT = 0.1
+"""of one that was killed before it was ready, by somebody who kills at random"""
 PROVEN_SECONDS = 10.0
 """a daemon that served so long did not fail for what it found"""
 LEAVE_SECONDS, LEFT_SECONDS = 5.0, 10.0
@@ -79,7 +81,7 @@ class Holder:
         self.serving: Child | None = None
         self.standby: Child | None = None
         self.was_ready = False
-        self.failures = 0
+        self.failures = 0.0
         self.guard = 0
         self.told_to_end: int | None = None
         self.status = 1
@@ -236,14 +238,14 @@ class Holder:
         if child.is_ready and (was_killed or lived > PROVEN_SECONDS):
             self.failures = 0
         else:
-            self.failures += 1
+            self.failures += KILL_WEIGHT if was_killed else 1
         self.count("deaths")
         if self.failures > FAILURES_MAX:
-            self.say(f"{self.failures} daemons in a row have failed, the last with {how}: the mount is given up")
+            self.say(f"too many daemons in a row have failed, the last with {how}: the mount is given up")
             self.give_up()
             self.finish(1)
             return
-        pause = PAUSES[min(self.failures, len(PAUSES) - 1)]
+        pause = PAUSES[min(int(self.failures), len(PAUSES) - 1)]
         self.say(
             f"the daemon {child.pid} is dead ({how}): another one takes over" + (f" in {pause:g} s" if pause else "")
         )

@@ -5,12 +5,13 @@ from __future__ import annotations
 from trips import Trip, table, trips
 
 MOST = {
-    "store": Trip(224, 166, 34, 154),
+    "store": Trip(222, 166, 34, 154),
     "open, read, close": Trip(32, 28, 10, 21),
-    "ring GET": Trip(43, 41, 10, 22),
-    "ring PUT": Trip(80, 70, 29, 55),
+    "ring GET": Trip(42, 40, 11, 23),
+    "ring PUT": Trip(80, 71, 30, 55),
 }
-"""these only fall; a busy machine may add some calls to a store, and trio chooses which task goes first"""
+"""These fall. Once they rose, by one file each for rings, with what outlives a daemon: the journal of what is under
+way, and rows of arenas. A busy machine may add some calls to a store, and trio chooses which task goes first."""
 
 
 async def test_no_trip_has_become_longer() -> None:

@@ -80,7 +80,7 @@ class Residents:
 
     def show(self, name: bytes, ino: int, block: TierBlock) -> None:
         """The tier keeps the block of a file, which has this name alone."""
-        readers = block.read_class
+        readers = block.home.kind.read_class
         if readers.directory not in self.by_directory:
             return
         with self._lock:
