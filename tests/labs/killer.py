@@ -73,13 +73,19 @@ def footprint(mount: KvfuseMount) -> Footprint:
         if os.readlink(link).startswith("/memfd:"):
             shared += link.stat().st_blocks * 512
     return Footprint(
-        len(os.listdir(f"/proc/{mount.pid}/fd")),
+        _descriptors(mount.pid),
         _resident(mount.pid),
-        len(os.listdir(f"/proc/{daemon}/fd")),
+        _descriptors(daemon),
         _resident(daemon),
         len(children_of(mount.pid)),
         shared,
     )
+
+
+def _descriptors(pid: int) -> int:
+    """Those of the shared-memory tier are a cache's: not counted."""
+    names = [os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir() if link.is_symlink()]
+    return sum(not name.startswith(("/memfd:kvfuse-tier", "/memfd:kvfuse-rows")) for name in names)
 
 
 def _resident(pid: int) -> int:

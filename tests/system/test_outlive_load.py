@@ -1,0 +1,101 @@
+"""Daemons are killed over and over beside a load of files and names: no call fails, no byte is wrong, nothing grows.
+
+A load of programs that know nothing of it: see `mixed_load`. The volume publishes strictly, so what returned is there.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from killer import Footprint, Killer, footprint, percentiles
+from mixed_load import Report
+from mounting import PATIENCE_S, KvfuseMount, temporary_mount, wait_until
+from places import LABS
+from scale import scaled
+
+WORDS = ("outlive=true", "publish=strict", "volume.capacity=1GiB", "volume.segment_size=64MiB")
+ROUNDS = 5
+"""of kills"""
+ROUND_SECONDS = 30.0
+"""that one may take on a machine that does much else"""
+GROWTH_DESCRIPTORS, GROWTH_BYTES = 8, 24 << 20
+"""of a process, which may differ by what is under way"""
+
+
+class Worker:
+    """One kind of load, in a process of its own."""
+
+    def __init__(self, kind: str, seed: int, folders: Sequence[Path]) -> None:
+        command = [sys.executable, str(LABS / "mixed_load.py"), kind, str(seed), *map(str, folders)]
+        self.kind = kind
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+    def report(self) -> Report:
+        """Have it end, and compare all that it knows."""
+        said, _ = self._process.communicate(timeout=4 * PATIENCE_S)
+        assert self._process.returncode == 0, f"the load {self.kind} ended with {self._process.returncode}"
+        return Report(**json.loads(said))
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+@contextmanager
+def loaded(mounts: Sequence[KvfuseMount], kinds: Sequence[str], seed: int) -> Iterator[list[Worker]]:
+    """Workers of these kinds, each in a folder of its own that all of the mounts have."""
+    workers = []
+    try:
+        for number, kind in enumerate(kinds):
+            name = f"{kind}-{number}"
+            (mounts[0].point / name).mkdir()
+            workers.append(Worker(kind, seed + number, [mount.point / name for mount in mounts]))
+        yield workers
+    finally:
+        for worker in workers:
+            worker.kill()
+
+
+def kill_beside(mounts: Sequence[KvfuseMount], kinds: Sequence[str], seed: int) -> None:
+    """The rounds; and what they were like is printed."""
+    with loaded(mounts, kinds, seed) as workers:
+        rounds = scaled(ROUNDS)
+        with Killer(mounts, seed, rounds=1) as killer:
+            killer.wait(ROUND_SECONDS)
+        before = [footprint(mount) for mount in mounts]
+        with Killer(mounts, seed + 1, rounds=rounds) as killer:
+            killer.wait(rounds * ROUND_SECONDS)
+        reports = [worker.report() for worker in workers]
+    print(f"{killer}; {percentiles([report.longest for report in reports])} (longest calls of the load)")
+    for report in reports:
+        print(f"{report.kind}: {report.calls} calls, {report.lost} losses told, longest {report.longest:.2f} s")
+    for mount, former in zip(mounts, before, strict=True):
+        print(f"before: {former}\nafter:  {footprint(mount)}")
+    assert [error for report in reports for error in report.errors] == []
+    assert len(killer.stalls) == rounds, "the machine is too slow for the rounds"
+    assert all(report.calls for report in reports)
+    for mount, former in zip(mounts, before, strict=True):
+        wait_until(lambda mount=mount, former=former: has_not_grown(footprint(mount), former), "what has grown")  # type: ignore[misc]
+
+
+def has_not_grown(now: Footprint, before: Footprint) -> bool:
+    return (
+        now.holder_descriptors <= before.holder_descriptors + GROWTH_DESCRIPTORS
+        and now.daemon_descriptors <= before.daemon_descriptors + GROWTH_DESCRIPTORS
+        and now.holder_resident <= before.holder_resident + (2 << 20)
+        and now.daemon_resident <= before.daemon_resident + GROWTH_BYTES
+        and now.children <= 3
+    )
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("words", [(), ("standby",)], ids=["", "standby"])
+def test_no_call_fails_and_no_byte_is_wrong(words: tuple[str, ...], seed: int) -> None:
+    with temporary_mount((*WORDS, *words)) as mount:
+        kill_beside([mount], ("stores", "pages", "names"), seed)
