@@ -310,7 +310,7 @@ class MountOptions(_Section, frozen=True):
     but root may come in"""
     keep_awake: bool = True
     """keep idle processors awake while requests follow each other, if the daemon may"""
-    outlive: bool = True
+    outlive: bool = False
     """the mount goes on when its daemon is killed, crashes or is upgraded: a small process holds it meanwhile"""
     standby: bool = False
     """a second daemon waits to take over at once: 50 MB of memory for a few tenths of a second"""

@@ -273,11 +273,13 @@ def test_a_mistake_of_ours_is_in_the_log(place: Place, words: list[str]) -> None
     assert "in serve" in logged
 
 
-def test_the_daemon_lets_go_of_everything_it_was_started_with(place: Place) -> None:
+@pytest.mark.parametrize("is_held", [False, True], ids=["alone", "held"])
+def test_the_daemon_lets_go_of_everything_it_was_started_with(place: Place, is_held: bool) -> None:
     """Its terminal, its working directory and its output: else the shell, or a pipe's reader, would wait for it."""
-    pid = place.mount()
+    pid = place.mount(*(["-o", "outlive"] if is_held else NO_HOLDER))
     links = {int(path.name): os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir()}
     assert links[0] == "/dev/null"
     assert links[1] == links[2] == str(place.volume / "log")
     assert os.readlink(f"/proc/{pid}/cwd") == "/"
-    assert os.getsid(pid) == int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]), "its holder's"
+    holder = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    assert os.getsid(pid) == (holder if is_held else pid)
