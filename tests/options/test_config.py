@@ -105,7 +105,7 @@ def test_the_template_shows_every_key_with_its_default(conf: Path) -> None:
     """Commented out lines "key = value" say the default, or, where that is chosen, an example."""
     text = re.sub(r"^# (\w+ = )", r"\1", TEMPLATE.read_text("utf-8"), flags=re.MULTILINE)
     conf.write_text(text)
-    shown, _ = config._read_file(conf)  # no volume has all of them
+    shown, _ = config._read_file(conf, text)  # no volume has all of them
     assert shown.keys() == config.KEYS.keys()
     default = dict.fromkeys(config.UNSET) | {key: value for key, value, _ in load().rows() if key not in config.UNSET}
     assert {key for key, value in shown.items() if value != default[key]} == config.UNSET.keys()

@@ -1,7 +1,8 @@
 """Arenas that the daemon before this one left: found with who keeps them, checked, and taken into the tier.
 
 Nothing here looks at the bytes of a block, or at records: what is taken in is candidates, which `SharedTier.left` has.
-All work for each block is done with arrays, but for one small object, so that 100,000 of them take less than half a second.
+All work for each block is done with arrays, but for one small object, so that 100,000 of them take half a
+second at most.
 """
 
 from __future__ import annotations
