@@ -14,6 +14,7 @@ Names are paths, and say whose a thing is: ``fuse/...`` the mount's, ``tier/...`
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
@@ -87,13 +88,17 @@ NO_KEEPER = NoKeeper()
 
 
 class MemoryKeeper:
-    """`Keeper` within one process, for a volume that is closed and opened again there: tests, and tools."""
+    """`Keeper` within one process, for a volume that is closed and opened again there: tests, and tools.
+
+    What it keeps goes with it.
+    """
 
     outlives = True
 
     def __init__(self) -> None:
         self._kept: dict[str, Kept] = {}
         self._is_sealed = False
+        weakref.finalize(self, _close_all, self._kept)
 
     def names(self, prefix: str) -> list[str]:
         return [name for name in self._kept if name.startswith(prefix)]
@@ -122,6 +127,12 @@ class MemoryKeeper:
     def _close(self, name: str) -> None:
         kept = self._kept.pop(name, None)
         for descriptor in kept.descriptors if kept else ():
+            os.close(descriptor)
+
+
+def _close_all(kept: dict[str, Kept]) -> None:
+    for thing in kept.values():
+        for descriptor in thing.descriptors:
             os.close(descriptor)
 
 

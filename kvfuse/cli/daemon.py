@@ -156,6 +156,8 @@ async def _cancel_on_signal(scope: Any, task_status: Any) -> None:
             log.info("%s: flushing and unmounting", signal.Signals(number).name)
             scope.cancel()
             break
+    for further in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(further, lambda *_: None)  # trio gave them back to Python, which would end the process
 
 
 def start_logging(options: LogOptions, default_file: Path | None) -> None:
@@ -181,7 +183,7 @@ def hold(effective: Effective, point: Path, words: Sequence[str], report: int | 
     from kvfuse.fs import holding
 
     config = {
-        "command": [sys.executable, "-m", "kvfuse.cli", *words],
+        "command": [sys.executable, "-P", "-m", "kvfuse.cli", *words],  # -P: not from where the command was begun
         "folder": os.getcwd(),
         "point": os.fspath(point),
         "standby": effective.options.mount.standby,

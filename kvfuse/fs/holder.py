@@ -309,10 +309,8 @@ class Holder:
                 continue
             if child is upgrade.back and self.config.get("standby") and self.standby is None:
                 self.standby = child
-                continue
-            os.kill(child.pid, signal.SIGKILL)
-            self.dying.append(child.pid)
-            child.close()
+            else:
+                self.dying.append(child.dismissed())
 
     def advance(self) -> None:
         """The next step of an upgrade, if it is time for it."""
@@ -380,7 +378,10 @@ class Holder:
         if upgrade is None or upgrade.phase not in (BEGINNING, GOING_BACK):
             return
         if child is upgrade.next:
-            before = upgrade.back.version if upgrade.back is not None else None
+            before = None
+            if upgrade.back is not None:
+                before = upgrade.back.version
+                self.dying.append(upgrade.back.dismissed())
             self.command, self.failures, self.upgrade = upgrade.command, 0, None
             self.count("upgrades")
             upgrade.answer(before=before, version=child.version, pid=child.pid)

@@ -81,6 +81,12 @@ class Child:
         begin = max(0, os.fstat(self.said).st_size - SAID_SIZE_MAX)
         return os.pread(self.said, SAID_SIZE_MAX, begin).decode("utf-8", "replace").strip()
 
+    def dismissed(self) -> int:
+        """It is not needed: kill it. Its pid, to be waited for."""
+        os.kill(self.pid, signal.SIGKILL)
+        self.close()
+        return self.pid
+
     def close(self) -> None:
         self.socket.close()
         os.close(self.pidfd)

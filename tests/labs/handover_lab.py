@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+from kept_memory import after_kill
 from pyfuse3 import FUSEError
 from shared_lab import joined
 from volume_lab import Chaos, Disk, MemoryRecords, MemorySegments, check, count_inodes, lab_options
@@ -33,22 +34,6 @@ from kvfuse.volume.volume import Volume
 ROOT = 1
 WHO: Any = SimpleNamespace(uid=1000, gid=1000, pid=1, umask=0o022)
 RW_CREAT = os.O_RDWR | os.O_CREAT | os.O_EXCL
-
-
-def copied(keeper: MemoryKeeper) -> MemoryKeeper:
-    """As it is now, whatever the daemon that has it still does to shared memory."""
-    twin = MemoryKeeper()
-    for name in keeper.names(""):
-        kept = keeper.take(name)
-        assert kept is not None
-        copies = []
-        for descriptor in kept.descriptors:
-            copies.append(os.memfd_create("copy"))
-            os.write(copies[-1], os.pread(descriptor, os.fstat(descriptor).st_size, 0))
-        twin.keep(name, kept.content, copies)
-        for descriptor in (*kept.descriptors, *copies):
-            os.close(descriptor)
-    return twin
 
 
 @dataclass
@@ -108,7 +93,7 @@ class Mount:
 
     def kill(self) -> None:
         """The daemon is dead from here on, whatever it still does."""
-        self.disk, self.keeper = self.disk.copy(), copied(self.keeper)
+        self.disk, self.keeper = self.disk.copy(), after_kill(self.keeper)
         for key in list(self.disk.records):  # what goes with the lease of a client
             if key == schema.member_key(self.client) or (
                 key[:1] == b"h" and schema.split_open_key(key)[1] == self.client

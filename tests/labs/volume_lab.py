@@ -51,6 +51,7 @@ from kvfuse.volume.opening.format import first_records
 from kvfuse.volume.opening.holding import Held
 from kvfuse.volume.running import run_volume
 from kvfuse.volume.store import schema
+from kvfuse.volume.views.tier import SharedTier
 from kvfuse.volume.volume import Volume
 
 CALLER = Caller(0, 0)
@@ -566,7 +567,21 @@ async def opened(
     if not disk.shared:
         count_inodes(disk)
     async with run_volume(options, Held(disk.superblock, records, MemorySegments(disk, chaos)), keeper) as volume:
-        yield volume
+        try:
+            yield volume
+        finally:
+            tier = volume.parts.core.tier
+    free(tier)
+
+
+def free(tier: SharedTier) -> None:
+    """Give its memory back. A volume's ends with its process: blocks refer to themselves by arrays, which Python's
+    collector does not look into."""
+    for block in tier.kept.values():
+        del block.buffer
+    for left in tier.left.values():
+        if left.block is not None:
+            del left.block.buffer
 
 
 def count_inodes(disk: Disk) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 from kept_memory import after_kill, let_go
+from volume_lab import free
 
 from kvfuse.blockindex import VALID_UNTIL, Table
 from kvfuse.keeper import MemoryKeeper
@@ -34,6 +35,12 @@ def keeper() -> Iterator[MemoryKeeper]:
     keeper = MemoryKeeper()
     yield keeper
     let_go(keeper)
+    while TIERS:
+        free(TIERS.pop())
+
+
+TIERS: list[SharedTier] = []
+"""of this test"""
 
 
 def tier_of(
@@ -41,6 +48,7 @@ def tier_of(
 ) -> SharedTier:
     """As the next daemon makes it. ``has_clients``: they may hold something."""
     tier = SharedTier(capacity, ANYWHERE, keeper)
+    TIERS.append(tier)
     tier.adopt(find_left(keeper, ANYWHERE), lambda _, found: found == regime)
     if not has_clients:
         tier.pins_are_known()
