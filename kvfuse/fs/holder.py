@@ -41,7 +41,7 @@ import signal
 import socket
 import sys
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING or __name__ != "__main__":
     from kvfuse.fs.holder_child import DROP, END, HELLO, KEEP, KEPT, LEAVE, LEFT, READY, START, STAYS, Child, is_dead
@@ -74,9 +74,9 @@ class Holder:
     """The loop. ``config``: ``command`` of a daemon and the ``folder`` it begins in, ``guard`` (command of the guard),
     ``point``, ``log`` (path or None), ``standby`` (bool), ``report`` (a descriptor for how the start went, or None)."""
 
-    def __init__(self, config: dict[str, object]) -> None:
+    def __init__(self, config: dict[str, Any]) -> None:
         self.config = config
-        self.command: list[str] = list(config["command"])  # type: ignore[call-overload]
+        self.command: list[str] = list(config["command"])
         self.kept: dict[str, tuple[bytes, list[int]]] = {}
         self.serving: Child | None = None
         self.standby: Child | None = None
@@ -137,7 +137,7 @@ class Holder:
                     os.dup2(nowhere, 0)
                     os.dup2(nowhere, 2)
                     os.closerange(3, 1 << 16)
-                    command = [*map(str, self.config["guard"]), str(os.getppid()), str(self.config["point"])]  # type: ignore[call-overload]
+                    command = [*map(str, self.config["guard"]), str(os.getppid()), str(self.config["point"])]
                     os.execv(command[0], command)
                 finally:
                     os._exit(127)
@@ -170,7 +170,7 @@ class Holder:
             child.send(START, "", json.dumps({"afresh": is_afresh}).encode())
             child.begun = time.monotonic()
         except OSError:
-            pass  # it is dead, which is seen elsewhere
+            pass  # it is dead: the loop finds that by its pidfd, and starts another one
 
     def read(self, child: Child) -> bool:
         """One message of a daemon. False: there is none."""
@@ -250,7 +250,7 @@ class Holder:
             f"the daemon {child.pid} is dead ({how}): another one takes over" + (f" in {pause:g} s" if pause else "")
         )
         if pause:
-            time.sleep(pause)
+            time.sleep(pause)  # there is no daemon now whom a signal or a message could be for
         self.start()
 
     def count(self, what: str) -> None:

@@ -107,7 +107,11 @@ def receive(end: socket.socket) -> tuple[bytes, list[int]]:
 
 
 def is_dead(pid: int) -> bool:
-    """The first thread of a process of ours has ended, or a core file is written of it."""
+    """The first thread of a process of ours has ended, or a core file is written of it.
+
+    As `guard` has it, which imports nothing of ours. But what is not in the table is dead here: the holder is the one
+    who takes its children out.
+    """
     try:
         with open(f"/proc/{pid}/status", "rb") as file:
             lines = file.read().splitlines()

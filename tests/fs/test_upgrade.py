@@ -19,10 +19,10 @@ from pathlib import Path
 
 import pytest
 from mounting import KVFUSE, PATIENCE_S, KvfuseMount, temporary_mount, wait_until
+from test_outlive import OUTLIVE, daemon_of
 
 import kvfuse
 
-OUTLIVE = ("outlive=true",)
 ROOT = Path(kvfuse.__file__).parents[1]
 
 
@@ -30,12 +30,6 @@ ROOT = Path(kvfuse.__file__).parents[1]
 def mount() -> Iterator[KvfuseMount]:
     with temporary_mount(OUTLIVE) as mounted:
         yield mounted
-
-
-def daemon_of(mount: KvfuseMount) -> int:
-    pid = json.loads((mount.point / ".kvfuse" / "stats").read_text())["pid"]
-    assert isinstance(pid, int)
-    return pid
 
 
 def run_upgrade(mount: KvfuseMount, *words: str) -> subprocess.CompletedProcess[str]:
@@ -48,7 +42,7 @@ def upgrade(mount: KvfuseMount, *words: str) -> float:
     wait_until(lambda: holder_says(mount)["serves"] is True, "a daemon that answers to be ready")
     done = run_upgrade(mount, *words)
     assert done.returncode == 0, done.stderr + mount.log.read_text()
-    return float(re.search(r"calls waited ([\d.]+) s", done.stdout)[1])  # type: ignore[index]
+    return float(re.search(r"calls waited ([\d.]+) s", done.stdout)[1])
 
 
 def refused(mount: KvfuseMount, *words: str) -> str:

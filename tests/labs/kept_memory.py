@@ -6,6 +6,7 @@ import fcntl
 import os
 
 from kvfuse.keeper import MemoryKeeper
+from kvfuse.volume.views.tier import SharedTier
 
 
 def after_kill(keeper: MemoryKeeper) -> MemoryKeeper:
@@ -26,6 +27,16 @@ def let_go(*keepers: MemoryKeeper) -> None:
     for keeper in keepers:
         for name in keeper.names(""):
             keeper.drop(name)
+
+
+def free(tier: SharedTier) -> None:
+    """Give its memory back. A volume's ends with its process: blocks refer to themselves by arrays, which Python's
+    collector does not look into."""
+    for block in tier.kept.values():
+        del block.buffer
+    for left in tier.left.values():
+        if left.block is not None:
+            del left.block.buffer
 
 
 def _copy_of(descriptor: int) -> int:

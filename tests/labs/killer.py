@@ -122,7 +122,7 @@ class Probe:
             with self._lock:
                 self._longest = max(self._longest, time.monotonic() - begun)
                 self._answered = begun
-            time.sleep(0.002)
+            time.sleep(0.002)  # it is a load of its own: one that never paused would be most of it
 
     def longest(self) -> float:
         """Seconds of the longest call since this was asked before. A call that begins now ends first."""
@@ -185,7 +185,7 @@ class Killer:
             probe.longest()
         self._kill(mount)
         while self._early and self._rng.randrange(self._early) == 0:
-            time.sleep(self._rng.uniform(0.0, 0.7))
+            time.sleep(self._rng.uniform(0.0, 0.7))  # the moment is what is drawn: nothing is waited for
             self._kill(mount)
         stalls = [probe.longest() for probe in self._probes]
         self.stalls.append(stalls.pop(index))

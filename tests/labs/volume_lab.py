@@ -25,6 +25,7 @@ from types import FrameType
 import numpy as np
 import numpy.typing as npt
 import trio
+from kept_memory import free
 
 from kvfuse.errors import EngineError, EngineTimeout
 from kvfuse.keeper import NO_KEEPER, Keeper
@@ -51,7 +52,6 @@ from kvfuse.volume.opening.format import first_records
 from kvfuse.volume.opening.holding import Held
 from kvfuse.volume.running import run_volume
 from kvfuse.volume.store import schema
-from kvfuse.volume.views.tier import SharedTier
 from kvfuse.volume.volume import Volume
 
 CALLER = Caller(0, 0)
@@ -572,16 +572,6 @@ async def opened(
         finally:
             tier = volume.parts.core.tier
     free(tier)
-
-
-def free(tier: SharedTier) -> None:
-    """Give its memory back. A volume's ends with its process: blocks refer to themselves by arrays, which Python's
-    collector does not look into."""
-    for block in tier.kept.values():
-        del block.buffer
-    for left in tier.left.values():
-        if left.block is not None:
-            del left.block.buffer
 
 
 def count_inodes(disk: Disk) -> None:

@@ -81,7 +81,7 @@ def kill_beside(mounts: Sequence[KvfuseMount], kinds: Sequence[str], seed: int) 
     assert len(killer.stalls) == rounds, "the machine is too slow for the rounds"
     assert all(report.calls for report in reports)
     for mount, former in zip(mounts, before, strict=True):
-        wait_until(lambda mount=mount, former=former: has_not_grown(footprint(mount), former), "what has grown")  # type: ignore[misc]
+        wait_until(lambda mount=mount, former=former: has_not_grown(footprint(mount), former), "what has grown")
 
 
 def has_not_grown(now: Footprint, before: Footprint) -> bool:

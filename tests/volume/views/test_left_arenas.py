@@ -10,8 +10,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from kept_memory import after_kill, let_go
-from volume_lab import free
+from kept_memory import after_kill, free, let_go
 
 from kvfuse.blockindex import VALID_UNTIL, Table
 from kvfuse.keeper import MemoryKeeper
@@ -163,7 +162,7 @@ def test_numbers_of_arenas_are_never_used_again(keeper: MemoryKeeper) -> None:
         for read_class in (HERE, THERE):
             numbers.append(allocate(tier, 4 * KIB, read_class).arena)
             tier.retire(read_class.directory)
-        numbers.append(tier.allocate(4 * KIB, HERE).arena)  # type: ignore[union-attr] # and nobody hears of it
+        numbers.append(tier.allocate(4 * KIB, HERE).arena)  # and nobody hears of it
     assert len(set(numbers)) == 9
     assert sorted(numbers) == numbers
 
@@ -172,7 +171,7 @@ def test_more_arenas_than_numbers_that_were_announced(keeper: MemoryKeeper) -> N
     tier = tier_of(keeper)
     for directory in range(3000):
         allocate(tier, 4 * KIB, ReadClass(directory, 0, 0, 0o444))
-    assert tier_of(keeper).allocate(4 * KIB, HERE).arena > 3000  # type: ignore[union-attr]
+    assert tier_of(keeper).allocate(4 * KIB, HERE).arena > 3000
 
 
 def test_a_smaller_tier_adopts_what_was_used_last(keeper: MemoryKeeper) -> None:
