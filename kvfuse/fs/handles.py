@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 from kvfuse.errors import BadHandle, EngineError, OperationError
@@ -45,6 +45,10 @@ LOST = 1
 """mark: bytes that were written by the handle, or others of the same file, are lost, and it was not told yet"""
 SECOND = 2
 """mark: the second name is the newer one"""
+SAID_ONCE, SAID_TWICE = 4, 8
+"""marks: so often a write was answered with an error as bytes are lost. Where that is not the first part that the
+kernel makes of a write, its caller is told of no error, but that less was written; then the next write is to fail.
+What is appended to more than one page comes in two parts"""
 
 
 class Row(NamedTuple):
@@ -76,8 +80,8 @@ class HandleTable:
         """number of the request that opened a file -> fh, of these"""
         self._offsets: dict[int, list[int]] = {}
         """inode -> offsets of its rows"""
-        self.lost: set[int] = set()
-        """fh of handles that are to hear that bytes were lost"""
+        self.lost: dict[int, int] = {}
+        """fh of handles that are to hear that bytes were lost -> how many writes are to say so yet"""
         self._serial = 0
         for offset in self._rows.used():
             self._find(offset)
@@ -95,7 +99,7 @@ class HandleTable:
         self._by_request[row.unique] = fh
         self._offsets.setdefault(row.ino, []).append(offset)
         if row.marks & LOST:
-            self.lost.add(fh)
+            self.lost[fh] = 0 if row.marks & SAID_TWICE else 1 if row.marks & SAID_ONCE else 2
 
     def _read(self, offset: int) -> Row | None:
         """None: it makes no sense."""
@@ -138,7 +142,7 @@ class HandleTable:
         else:
             del self._offsets[ino]
         self.before.pop(fh, None)
-        self.lost.discard(fh)
+        self.lost.pop(fh, None)
         self._rows.free(offset)
 
     def moved(self, ino: int, parent: int, name: bytes) -> None:
@@ -165,18 +169,31 @@ class HandleTable:
 
     def lose(self, fh: int) -> None:
         """The handle is to hear that bytes were lost: of this daemon, or of one after it."""
-        self._mark((fh & NO_PLACE) * ROW_SIZE, self.before[fh].marks | LOST)
-        self.lost.add(fh)
+        self._mark((fh & NO_PLACE) * ROW_SIZE, self.before[fh].marks & ~(SAID_ONCE | SAID_TWICE) | LOST)
+        self.lost[fh] = 2
 
-    def tell_lost(self, fh: int) -> None:
-        """EngineError, once, where bytes were lost."""
-        if fh not in self.lost:
-            return
-        self.lost.discard(fh)
+    def write_lost(self, fh: int) -> None:
+        """A write, by a handle of `lost`. EngineError, until its caller must have heard that bytes were lost."""
+        count = self.lost[fh]
+        if count:
+            self.lost[fh] = count - 1
+            self._say_lost(fh, 0, SAID_ONCE if count == 2 else SAID_TWICE)
+
+    def sync_lost(self, fh: int) -> None:
+        """An fsync, by a handle of `lost`. EngineError: bytes were lost, and whoever has the handle knows it now."""
+        del self.lost[fh]
+        self._say_lost(fh, LOST | SAID_ONCE | SAID_TWICE, 0)
+
+    def close_lost(self, fh: int) -> None:
+        """One of the descriptors of a handle of `lost` is closed. EngineError. The end of a process closes, too, and
+        hears nothing: so another one is told as well."""
+        self._say_lost(fh, 0, 0)
+
+    def _say_lost(self, fh: int, drop: int, add: int) -> None:
         offset = (fh & NO_PLACE) * ROW_SIZE
         row = self._read(offset)
         if row is not None:
-            self._mark(offset, row.marks & ~LOST)
+            self._mark(offset, row.marks & ~drop | add)
         raise EngineError("the daemon was killed before it had stored all that was written to the file")
 
     def close(self) -> None:
@@ -238,10 +255,11 @@ class OpenFiles:
         """Where bytes go that the kernel wants at ``offset``, by a handle for appends: it may know a lost end."""
         return min(offset, handle.size) if self._cut and self._inodes.get(fh) in self._cut else offset
 
-    def tell_lost(self, fh: int) -> None:
-        """EngineError, once, where the daemon before this one was killed before it had stored what the file has."""
-        if self._table is not None and self._table.lost:
-            self._table.tell_lost(fh)
+    def tell_lost(self, fh: int, by: Callable[[HandleTable, int], None]) -> None:
+        """EngineError, where the daemon before this one was killed before it had stored what the file has. ``by``: the
+        method of the table, by what the caller is told."""
+        if self._table is not None and fh in self._table.lost:
+            by(self._table, fh)
 
     async def release(self, fh: int) -> bool:
         """The file was closed. False: this is no handle of a volume's file."""

@@ -1,7 +1,7 @@
 """What the door of a mount has of the daemon before this one, and leaves to the next: three tables in shared memory.
 
 * the open files (`handles`);
-* inodes with content that is not stored: after a crash whoever has one open for writing hears once that it is lost;
+* inodes with content that is not stored: after a crash whoever has one open for writing hears that it is lost;
 * what requests were about to do (`once`): those whose answer the kernel never got it sends again.
 """
 

@@ -27,7 +27,7 @@ from pyfuse3 import EntryAttributes, FileInfo, FUSEError, ReaddirToken, RequestC
 from kvfuse import errors, fusewire
 from kvfuse.credentials import Capability, Credentials
 from kvfuse.errnos import errno_of
-from kvfuse.fs.handles import OpenFiles
+from kvfuse.fs.handles import HandleTable, OpenFiles
 from kvfuse.fs.handover import KeptHandover
 from kvfuse.fs.kernel import LISTING_SECONDS, Kept
 from kvfuse.fs.once import Once
@@ -362,7 +362,7 @@ class KvfuseOperations(pyfuse3.Operations):
         is_mapped = self._open.has_losses and fusewire.writes_back()
         handle = self._open.get(fh) or await self._open.find(fh)
         if not is_mapped:
-            self._open.tell_lost(fh)
+            self._open.tell_lost(fh, HandleTable.write_lost)
         if handle.appends and not is_mapped:
             off = self._open.append_offset(fh, handle, off)
             if is_resent and await self._once.is_written(handle, off, buf):
@@ -373,13 +373,13 @@ class KvfuseOperations(pyfuse3.Operations):
     async def flush(self, fh: int) -> None:
         if not is_virtual_handle(fh):
             await self._volume.files.flush(self._open.get(fh) or await self._open.find(fh))
-            self._open.tell_lost(fh)
+            self._open.tell_lost(fh, HandleTable.close_lost)
 
     @answered
     async def fsync(self, fh: int, datasync: bool) -> None:
         if not is_virtual_handle(fh):
             await self._volume.files.fsync(self._open.get(fh) or await self._open.find(fh), data_only=datasync)
-            self._open.tell_lost(fh)
+            self._open.tell_lost(fh, HandleTable.sync_lost)
 
     @answered
     async def release(self, fh: int) -> None:

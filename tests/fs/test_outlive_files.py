@@ -299,6 +299,8 @@ def test_a_daemon_that_dies_before_it_answers(tmp_path: Path, monkeypatch: pytes
         dies("release", lambda: (os.close(made), os.statvfs(point)))
         with suppress(OSError):  # bytes that nobody stored are lost; the write that was sent again hears it, or not
             dies("write", lambda: os.write(log, b" and more"))
+        with suppress(OSError):
+            os.fsync(log)
         os.write(log, b" and more")
         os.close(log)
         assert (point / "log").read_bytes() == b"log and more"

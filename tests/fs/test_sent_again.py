@@ -252,6 +252,8 @@ async def test_an_append_is_there_once(is_stored: bool) -> None:
         else:
             with pytest.raises(pyfuse3.FUSEError):  # bytes are lost, as far as anybody knows
                 await again
+            with pytest.raises(pyfuse3.FUSEError):
+                await daemon.ask("fsync", fh, False)
             await daemon.ask("write", fh, 12, b" and more")
         assert await daemon.ask("read", fh, 0, 100) == b"content of a and more"
         await daemon.ask("release", fh)

@@ -185,6 +185,8 @@ class Appends:
     def begin(self) -> None:
         self.size = self.floor = 0
         self.file = self.work.call(os.open, self.path, os.O_CREAT | os.O_TRUNC | os.O_RDWR | os.O_APPEND)
+        while self.work.told_of_loss(os.fsync, self.file):  # or what was cut off may be there again
+            self.work.call(os.ftruncate, self.file, 0)
 
     def step(self) -> None:
         work, rng = self.work, self.work.rng

@@ -6,6 +6,7 @@ A load of programs that know nothing of it: see `mixed_load`. The volume publish
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -20,6 +21,8 @@ from places import LABS
 from scale import scaled
 
 WORDS = ("outlive=true", "publish=strict", "volume.capacity=1GiB", "volume.segment_size=64MiB")
+KINDS = os.environ.get("KVFUSE_TEST_KINDS", "stores,appends,pages,names").split(",")
+"""of load, at once: a variable, as one alone is easier to look into"""
 ROUNDS = 5
 """of kills"""
 ROUND_SECONDS = 30.0
@@ -98,4 +101,4 @@ def has_not_grown(now: Footprint, before: Footprint) -> bool:
 @pytest.mark.parametrize("words", [(), ("standby",)], ids=["", "standby"])
 def test_no_call_fails_and_no_byte_is_wrong(words: tuple[str, ...], seed: int) -> None:
     with temporary_mount((*WORDS, *words)) as mount:
-        kill_beside([mount], ("stores", "pages", "names"), seed)
+        kill_beside([mount], KINDS, seed)
