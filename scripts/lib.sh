@@ -7,7 +7,7 @@ ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 # What building pyfuse3 and mounting need.
 BUILD_PACKAGES=(fuse3 libfuse3-dev pkg-config gcc)
 # What the tests measure with and compare to.
-TEST_PACKAGES=(fio stress-ng dbench fsmark postmark attr openssl prometheus)
+TEST_PACKAGES=(fio stress-ng dbench fsmark postmark attr openssl prometheus git rsync)
 # The servers of volumes that hosts share: started by the tests and by 'kvfuse cluster-dev', on loopback.
 CLUSTER_PACKAGES=(etcd-server etcd-client ceph-mon ceph-osd ceph-common librados2)
 # What such a volume is compared with on the same servers.

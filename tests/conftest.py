@@ -64,6 +64,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         type=Path,
         help="run the POSIX tests in this folder of another file system (tmpfs, ext4), to check the tests themselves",
     )
+    parser.addoption(
+        "--killer",
+        action="store_true",
+        help="kill the daemon below the POSIX tests at random moments: their mounts outlive it (tests/posix)",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:

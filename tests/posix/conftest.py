@@ -1,14 +1,24 @@
-"""POSIX tests leave nothing behind in their mount, so all of their modules share one for each pair of engines."""
+"""POSIX tests leave nothing behind in their mount, so all of their modules share one for each pair of engines.
+
+With ``--killer`` these mounts outlive their daemon, which is killed again and again while the tests run.
+"""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from engine_pairs import TEST_WORDS, Engines
+from killer import Killer
 from mounting import KvfuseMount
 
 MOUNTS = pytest.StashKey[dict[tuple[str, ...], KvfuseMount]]()
+OUTLIVE = ("outlive=true", "publish=strict")
+PAUSE = (0.3, 2.0)
+"""seconds between kills"""
 
 
 @pytest.fixture(scope="module")
@@ -18,8 +28,16 @@ def ground(request: pytest.FixtureRequest, engines: Engines, elsewhere: Path | N
         return elsewhere
     mounts = request.config.stash.setdefault(MOUNTS, {})
     if engines.words not in mounts:
-        mounting = engines.mounted(TEST_WORDS)
+        mounting = beside_killer(engines) if request.config.getoption("--killer") else engines.mounted(TEST_WORDS)
         mounts[engines.words] = mounting.__enter__()
         # The session ends what began last first, so the servers of the volume are still there.
         request.session.addfinalizer(lambda: mounting.__exit__(None, None, None))
     return mounts[engines.words]
+
+
+@contextmanager
+def beside_killer(engines: Engines) -> Iterator[KvfuseMount]:
+    with engines.mounted((*TEST_WORDS, *OUTLIVE)) as mount:
+        with Killer([mount], int(os.environ["KVFUSE_TEST_SEED"]), PAUSE) as killer:
+            yield mount
+        print(killer)
