@@ -52,23 +52,26 @@ class Worker:
 
 @contextmanager
 def loaded(mounts: Sequence[KvfuseMount], kinds: Sequence[str], seed: int) -> Iterator[list[Worker]]:
-    """Workers of these kinds, each in a folder of its own that all of the mounts have."""
+    """Workers of these kinds, each in a folder of its own that all of the mounts have; a mount after the other is the
+    first one of a worker, which keeps files open there."""
     workers = []
     try:
         for number, kind in enumerate(kinds):
             name = f"{kind}-{number}"
             (mounts[0].point / name).mkdir()
-            workers.append(Worker(kind, seed + number, [mount.point / name for mount in mounts]))
+            first = number % len(mounts)
+            ordered = [*mounts[first:], *mounts[:first]]
+            workers.append(Worker(kind, seed + number, [mount.point / name for mount in ordered]))
         yield workers
     finally:
         for worker in workers:
             worker.kill()
 
 
-def kill_beside(mounts: Sequence[KvfuseMount], kinds: Sequence[str], seed: int) -> None:
-    """The rounds; and what they were like is printed."""
+def kill_beside(mounts: Sequence[KvfuseMount], kinds: Sequence[str], seed: int, rounds: int = ROUNDS) -> None:
+    """The rounds, more where there is time; and what they were like is printed."""
+    rounds = scaled(rounds)
     with loaded(mounts, kinds, seed) as workers:
-        rounds = scaled(ROUNDS)
         with Killer(mounts, seed, rounds=1) as killer:
             killer.wait(ROUND_SECONDS)
         before = [footprint(mount) for mount in mounts]
