@@ -6,13 +6,16 @@ import math
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING
 
 from kvfuse.bench.cachereplay import CacheReplay
 from kvfuse.bench.hosts import HostsReplay
+from kvfuse.bench.outlive import GOAL_SECONDS, GOAL_SIZE, Fit, Outlived
 from kvfuse.bench.peers.hot import Spread
 from kvfuse.bench.simulate import Tally
 from kvfuse.errors import ConfigError
+from kvfuse.sizes import format_size
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -142,6 +145,41 @@ def plot_spreads(spreads: Sequence[Spread], path: Path) -> None:
     served.set_xticks(range(largest.readers), names[1:])
     served.set_yticks(range(len(names)), names)
     figure.colorbar(picture, ax=served, label="of the blocks")
+    _save(figure, path)
+
+
+def plot_outlived(results: Sequence[Outlived], adoption: Fit, path: Path) -> None:
+    """A PNG of daemons that were killed: the adoption of the tier and the wait of callers over its size, and the share
+    of reads from memory before and after."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(15, 5), layout="constrained")
+    adoptions, waits, ratios = figure.subplots(1, 3)
+    plain = [one for one in results if not one.cell.standby]
+    for block_size in dict.fromkeys(one.cell.block_size for one in plain):
+        rows = sorted((one for one in plain if one.cell.block_size == block_size), key=lambda one: one.arena_bytes)
+        sizes, name = [one.arena_bytes / 1e9 for one in rows], f"blocks of {format_size(block_size)}"
+        (line,) = adoptions.plot(sizes, [median(one.adoption) for one in rows], "o", label=name)
+        far = [sizes[0] * (GOAL_SIZE / 1e9 / sizes[0]) ** (step / 20) for step in range(21)]
+        fitted = [adoption.seconds(round(1e9 * size), block_size) for size in far]
+        adoptions.plot(far, fitted, ":", color=line.get_color())
+        waits.plot(sizes, [median(one.stalls) for one in rows], marker="o", label=f"a kill, {name}")
+        ratios.plot(sizes, [one.ratio_before for one in rows], "--", color=line.get_color())
+        ratios.plot(sizes, [one.ratio_after for one in rows], "o", color=line.get_color(), label=name)
+    standby = sorted((one for one in results if one.cell.standby), key=lambda one: one.arena_bytes)
+    for label, some, times in (
+        ("a kill, with a stand-by", standby, [median(one.stalls) for one in standby]),
+        ("an upgrade", plain, [median(one.upgrades) for one in plain]),
+    ):
+        waits.plot([one.arena_bytes / 1e9 for one in some], times, "x", label=label)
+    adoptions.axhline(GOAL_SECONDS, color="red", linestyle="--", label="the goal")
+    adoptions.set(title="Adoption, and a fit to 100 GB", ylabel="seconds", xscale="log", yscale="log")
+    waits.set(title="Calls wait", ylabel="seconds", xscale="log", ylim=(0, None))
+    ratios.set(title="Reads from memory: after a kill, before (line)", ylabel="share", xscale="log", ylim=(0, 1.05))
+    for axes in (adoptions, waits, ratios):
+        axes.set_xlabel("GB of arenas")
+        axes.grid(alpha=0.3)
+        axes.legend()
     _save(figure, path)
 
 

@@ -19,6 +19,7 @@ from kvfuse.cli import Failure
 from kvfuse.cli.bench_engines import engines
 from kvfuse.cli.bench_gpu import gpu
 from kvfuse.cli.bench_hosts import hosts
+from kvfuse.cli.bench_outlive import outlive
 from kvfuse.cli.bench_peers import peers
 from kvfuse.cli.console import print_table
 from kvfuse.cli.measuring import (
@@ -156,4 +157,5 @@ def _target(figure: Figure) -> str:
 bench.add_command(engines)
 bench.add_command(hosts)
 bench.add_command(gpu)
+bench.add_command(outlive)
 bench.add_command(peers)

@@ -287,7 +287,8 @@ class Holder:
         if what == "status" and child is not None:
             phase = self.upgrade.phase if self.upgrade is not None else None
             said = {"pid": child.pid, "version": child.version, "serves": child.is_ready, "upgrade": phase}
-            client.answer(holder=os.getpid(), **said, **self.facts)
+            stands_by = self.standby is not None and self.standby.has_said_hello
+            client.answer(holder=os.getpid(), **said, standby=stands_by, **self.facts)
         elif what != "upgrade":
             client.answer(error=f"the holder does not know what {what!r} is")
         elif self.upgrade is not None or child is None or not child.is_ready or self.told_to_end is not None:

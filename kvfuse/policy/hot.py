@@ -10,7 +10,7 @@ Whoever uses a thing only raises ``uses`` of it, in any thread: one that is lost
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from typing import Generic, Protocol, TypeVar
 
 PROBATION_SHARE = 0.1
@@ -50,13 +50,69 @@ class Recent:
 T = TypeVar("T", bound=Used)
 
 
+class Queue(Generic[T]):
+    """Things by key, in an order. First come *former* ones, which are made when they are asked for: there may be a
+    million of them, and most are never asked for."""
+
+    __slots__ = ("_former", "_former_keys", "_make", "_things")
+
+    def __init__(self) -> None:
+        self._things: OrderedDict[int, T] = OrderedDict()
+        self._former: set[int] = set()
+        self._former_keys: list[int] = []
+        """in the order in which they go, the last one first; some are not there any more"""
+        self._make: Callable[[int], T]
+
+    def begin_with(self, keys: Sequence[int], make: Callable[[int], T]) -> None:
+        """Nothing is in it, or was. ``make``: a thing by its key, for as long as that is there."""
+        self._former_keys = list(reversed(keys))
+        self._former = set(keys)
+        self._make = make
+
+    def __len__(self) -> int:
+        return len(self._former) + len(self._things)
+
+    def __contains__(self, key: int) -> bool:
+        return key in self._things or key in self._former
+
+    def __iter__(self) -> Iterator[int]:
+        yield from filter(self._former.__contains__, reversed(self._former_keys))
+        yield from self._things
+
+    def first(self) -> tuple[int, T] | None:
+        while self._former_keys:
+            key = self._former_keys[-1]
+            if key in self._former:
+                return key, self._make(key)
+            self._former_keys.pop()
+        return next(iter(self._things.items()), None)
+
+    def append(self, key: int, thing: T) -> None:
+        """The key is not there."""
+        self._things[key] = thing
+
+    def replace(self, key: int, thing: T) -> None:
+        """The key is there, and stays in its place. What is former is replaced by ``make``."""
+        if key in self._things:
+            self._things[key] = thing
+
+    def remove(self, key: int) -> bool:
+        """False: it is not there."""
+        if self._things.pop(key, None) is not None:
+            return True
+        if key not in self._former:
+            return False
+        self._former.discard(key)
+        return True
+
+
 class HotOrder(Generic[T]):
     """Things by key, in the order in which they go. ``recent``: keys that are not on probation when they are added."""
 
     def __init__(self, recent: Recent) -> None:
         self._recent = recent
-        self._new: OrderedDict[int, T] = OrderedDict()
-        self._proven: OrderedDict[int, T] = OrderedDict()
+        self._new = Queue[T]()
+        self._proven = Queue[T]()
 
     def __len__(self) -> int:
         return len(self._new) + len(self._proven)
@@ -70,15 +126,18 @@ class HotOrder(Generic[T]):
         thing.uses = 0
         if key in self._recent.keys:
             del self._recent.keys[key]
-            self._proven[key] = thing
+            self._proven.append(key, thing)
             return True
-        self._new[key] = thing
+        self._new.append(key, thing)
         return False
 
-    def add_former(self, new: Mapping[int, T], proven: Mapping[int, T]) -> None:
-        """Things of an order before this one, on probation and not, each in their order. The keys are not there."""
-        self._new.update(new)
-        self._proven.update(proven)
+    def begin_with(self, new: Sequence[int], proven: Sequence[int], make: Callable[[int], T]) -> None:
+        """The keys of an order before this one, on probation and not, each in their order. Nothing was added yet.
+
+        ``make``: the thing of a key, whatever it means by then.
+        """
+        self._new.begin_with(new, make)
+        self._proven.begin_with(proven, make)
 
     def __contains__(self, key: int) -> bool:
         return key in self._new or key in self._proven
@@ -89,27 +148,30 @@ class HotOrder(Generic[T]):
 
     def replace(self, key: int, thing: T) -> None:
         """The key is there; from now on it means this."""
-        (self._new if key in self._new else self._proven)[key] = thing
+        (self._new if key in self._new else self._proven).replace(key, thing)
 
     def remove(self, key: int) -> None:
         """The key is there."""
-        if self._new.pop(key, None) is None:
-            del self._proven[key]
+        if not self._new.remove(key) and not self._proven.remove(key):
+            raise KeyError(key)
 
     def next_to_go(self) -> int | None:
         """The key of what goes next, which is still there; None: nothing is there."""
         for _ in range(LOOKS_MAX):
-            if self._new and (not self._proven or len(self._new) > PROBATION_SHARE * len(self)):
-                key, thing = next(iter(self._new.items()))
+            if len(self._new) and (not len(self._proven) or len(self._new) > PROBATION_SHARE * len(self)):
+                first = self._new.first()
+                assert first is not None
+                key, thing = first
                 if thing.uses <= 1:
                     return key
-                del self._new[key]
-                self._proven[key] = thing
+                self._new.remove(key)
+                self._proven.append(key, thing)
                 thing.uses = 0
-            elif self._proven:
-                key, thing = next(iter(self._proven.items()))
+            elif (first := self._proven.first()) is not None:
+                key, thing = first
                 if not thing.uses:
                     return key
-                self._proven.move_to_end(key)
+                self._proven.remove(key)
+                self._proven.append(key, thing)
                 thing.uses -= 1
-        return next(iter(self._proven or self._new), None)
+        return next(iter(self._proven), None) if len(self._proven) else next(iter(self._new), None)

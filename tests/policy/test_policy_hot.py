@@ -82,3 +82,51 @@ def test_whatever_happens_all_that_is_there_goes_once() -> None:
         assert len(order) == len(kept)
     assert sorted(gone(order, len(kept))) == sorted(kept)
     assert order.next_to_go() is None
+
+
+def test_an_order_goes_on_as_the_one_before_it(rng: random.Random) -> None:
+    """Beside one that was there all the time. Nothing is made that nobody asks for."""
+    for _ in range(30):
+        recent = Recent(), Recent()
+        orders = HotOrder[Thing](recent[0]), HotOrder[Thing](recent[1])
+        things = dict[int, Thing]()
+        for key in range(rng.randrange(60)):
+            if rng.random() < 0.5:
+                recent[0].add(key, 0)
+            things[key] = Thing()
+            orders[0].add(key, things[key])
+            things[key].uses = rng.randrange(USES_MAX + 1)
+        parts = [[key for key in orders[0] if orders[0].is_proven(key) is proven] for proven in (False, True)]
+        others, made = {key: Thing(thing.uses) for key, thing in things.items()}, set[int]()
+
+        def make(key: int, made: set[int] = made, others: dict[int, Thing] = others) -> Thing:
+            made.add(key)
+            return others[key]
+
+        orders[1].begin_with(*parts, make)
+        assert not made
+        for number in range(100):
+            assert list(orders[0]) == list(orders[1])
+            assert len(orders[0]) == len(orders[1]) == len(things)
+            key = rng.choice(list(things)) if things and rng.random() < 0.7 else 1000 + number
+            kind = rng.choice(["add", "remove", "use", "replace", "go"])
+            assert (key in orders[0]) == (key in orders[1]) == (key in things)
+            if kind == "add" and key not in things:
+                things[key], others[key] = Thing(), Thing()
+                assert orders[0].add(key, things[key]) == orders[1].add(key, others[key])
+            elif kind == "go":
+                assert orders[0].next_to_go() == orders[1].next_to_go()
+            elif key not in things:
+                continue
+            elif kind == "remove":
+                assert orders[0].is_proven(key) == orders[1].is_proven(key)
+                for order, own in zip(orders, (things, others), strict=True):
+                    order.remove(key)
+                    del own[key]
+            elif kind == "replace":
+                things[key], others[key] = Thing(1), Thing(1)
+                orders[0].replace(key, things[key])
+                orders[1].replace(key, others[key])
+            else:
+                uses = rng.randrange(USES_MAX + 1)
+                things[key].uses = others[key].uses = uses

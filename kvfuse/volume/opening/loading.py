@@ -7,6 +7,7 @@ import logging
 import struct
 from collections.abc import Mapping
 from functools import partial
+from time import perf_counter
 from typing import Any
 
 import trio
@@ -123,7 +124,8 @@ async def _load_values(
     namespaces = await _read_namespaces(records, options.namespace.given)
     tier = SharedTier(cache.tier_size, placement, keeper)
     if keeper.outlives:
-        await _adopt(tier, find_left(keeper, placement), records, namespaces, is_alone=is_alone)
+        began = perf_counter()
+        await _adopt(tier, find_left(keeper, placement), records, namespaces, began, is_alone=is_alone)
         await trio.sleep(seconds_to_wait(keeper))
         tier.residents.alive = Alive(keeper)
         tier.residents.live_on()
@@ -152,7 +154,13 @@ async def _load_values(
 
 
 async def _adopt(
-    tier: SharedTier, found: list[LeftArena], records: RecordStore, namespaces: Namespaces, *, is_alone: bool
+    tier: SharedTier,
+    found: list[LeftArena],
+    records: RecordStore,
+    namespaces: Namespaces,
+    began: float,
+    *,
+    is_alone: bool,
 ) -> None:
     """Take over what the daemon before this one left in shared memory, if those who may use the directories are the
     same. Where no other host could change that, what is not known is the same."""
@@ -168,7 +176,7 @@ async def _adopt(
         is_known = regime != NO_REGIME
         return readers.directory in regimes and (regime == regimes[readers.directory] if is_known else is_alone)
 
-    tier.adopt(found, may_adopt)
+    tier.adopt(found, may_adopt, began)
 
 
 async def _read_namespaces(records: RecordStore, overrides: Mapping[str, Any]) -> Namespaces:

@@ -10,6 +10,7 @@ import mmap
 import os
 import weakref
 from collections import deque
+from collections.abc import Iterator, MutableMapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -264,6 +265,58 @@ class LeftBlock:
             self.block = TierBlock(self.home, self.slot, self.size)
             self.block.kept_at, self.block.uses = self.kept_at, self.uses
         return self.block
+
+
+class LeftColumns(NamedTuple):
+    """A column for each thing that is known of a `LeftBlock`; a place for each of them."""
+
+    arenas: list[Arena]
+    arena: npt.NDArray[np.int64]
+    """places in ``arenas``"""
+    slot: npt.NDArray[np.int64]
+    size: npt.NDArray[np.uint64]
+    uses: npt.NDArray[np.uint32]
+    kept_at: npt.NDArray[np.uint64]
+
+    def block(self, place: int) -> LeftBlock:
+        home = self.arenas[self.arena[place]]
+        numbers = (self.slot[place], self.size[place], self.uses[place], self.kept_at[place])
+        return LeftBlock(home, *map(int, numbers))
+
+
+class LeftBlocks(MutableMapping[int, LeftBlock]):
+    """`LeftBlock` by inode: each is made when it is first asked for, as there may be a million of them."""
+
+    def __init__(self) -> None:
+        self._blocks: dict[int, LeftBlock | int] = {}
+        """or its place in the columns"""
+        self._columns: LeftColumns
+
+    def begin_with(self, inos: Sequence[int], columns: LeftColumns) -> None:
+        """Nothing is in it. ``inos``: of the blocks in the columns."""
+        self._blocks = dict(zip(inos, range(len(inos)), strict=True))
+        self._columns = columns
+
+    def __getitem__(self, ino: int) -> LeftBlock:
+        block = self._blocks[ino]
+        if isinstance(block, int):
+            block = self._blocks[ino] = self._columns.block(block)
+        return block
+
+    def __setitem__(self, ino: int, block: LeftBlock) -> None:
+        self._blocks[ino] = block
+
+    def __delitem__(self, ino: int) -> None:
+        del self._blocks[ino]
+
+    def __contains__(self, ino: object) -> bool:
+        return ino in self._blocks
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._blocks)
+
+    def __len__(self) -> int:
+        return len(self._blocks)
 
 
 def _read_only(data: Bytes) -> Bytes:

@@ -212,17 +212,16 @@ class SharedTier:
 
     # -- from one daemon to the next -----------------------------------------------------------------
 
-    def adopt(self, found: Sequence[LeftArena], may_adopt: MayAdopt) -> None:
+    def adopt(self, found: Sequence[LeftArena], may_adopt: MayAdopt, began: float | None = None) -> None:
         """Take over what `find_left` found, as far as it may be and has room: once, before anything else, in the event
-        loop. The blocks are in ``left`` then."""
-        began = perf_counter()
+        loop. The blocks are in ``left`` then. ``began``: by `perf_counter`, when the search did."""
+        began = perf_counter() if began is None else began
         adoption = Adoption(self._pool)
         others = [
             left for left in found if not may_adopt(left.facts.read_class, left.facts.regime) or not adoption.add(left)
         ]
-        self.left.update(adoption.end())
+        self._books.kept_bytes = adoption.end(self.left, self._books.of)
         drop_left(self._pool.keeper, others)
-        self._books.kept_bytes = sum([block.size for block in self.left.values()])
         self._books.clock = itertools.count(1 + max((left.used_at for left in found), default=0))
         self._books.counters.adopted = len(self.left)
         self._books.counters.adoption_seconds = perf_counter() - began

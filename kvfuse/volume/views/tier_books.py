@@ -19,7 +19,7 @@ import numpy as np
 from kvfuse.checksum import extent_checksum, granule_checksums
 from kvfuse.policy.hot import Recent
 from kvfuse.volume.views.arena_pool import ARENAS_MAX, ArenaPool
-from kvfuse.volume.views.arenas import Arena, Kind, LeftBlock, TierBlock
+from kvfuse.volume.views.arenas import Arena, Kind, LeftBlock, LeftBlocks, TierBlock
 from kvfuse.volume.views.resident import Residents
 
 EVICTIONS_MAX = 16
@@ -44,7 +44,7 @@ class TierBooks:
     def __init__(self, pool: ArenaPool, recent: Recent) -> None:
         self.pool = pool
         self.kept: dict[int, TierBlock] = {}
-        self.left: dict[int, LeftBlock] = {}
+        self.left = LeftBlocks()
         self.recent = recent
         """inodes that were read, or evicted, lately, and have no block"""
         self.evicted: deque[int] = deque()
@@ -137,7 +137,7 @@ class TierBooks:
             other = self._idle_arena(kind, kept_at)
             if other is not None:
                 evictions_left -= other.leased_count > 0
-                self._evict([ino for ino in other.kind.kept if self._of(ino).home is other])
+                self._evict([ino for ino in other.kind.kept if self.of(ino).home is other])
                 pool.collect()
                 if not other.leased_count and other.number in pool.arenas:
                     pool.reassign(other, kind)
@@ -160,7 +160,8 @@ class TierBooks:
         block = self.kept.get(ino) or self.left[ino]
         return block.home, block.kept_at
 
-    def _of(self, ino: int) -> TierBlock | LeftBlock:
+    def of(self, ino: int) -> TierBlock | LeftBlock:
+        """What is kept, or left, as the block of an inode."""
         return self.kept.get(ino) or self.left[ino]
 
     def _idle_arena(self, kind: Kind, before: int | None) -> Arena | None:
@@ -210,7 +211,7 @@ class TierBooks:
 
     def _begin_to_melt(self, arena: Arena) -> None:
         inos = [ino for ino in self._inos_in(arena) if ino in arena.kind.kept]
-        inos.sort(key=lambda ino: (arena.kind.kept.is_proven(ino), self._of(ino).uses, self._of(ino).kept_at))
+        inos.sort(key=lambda ino: (arena.kind.kept.is_proven(ino), self.of(ino).uses, self.of(ino).kept_at))
         half = (len(inos) + 1) // 2
         self._melting, self._survivors = arena, inos[half:]
         self._evict(inos[:half])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import mmap
 import os
 import random
@@ -17,6 +18,7 @@ from kvfuse.keeper import MemoryKeeper
 from kvfuse.volume.running import end_indexes
 from kvfuse.volume.views.alive import ALIVE_SECONDS, Alive, seconds_to_wait
 from kvfuse.volume.views.arena_pool import ARENA_PREFIX
+from kvfuse.volume.views.arenas import LeftBlock
 from kvfuse.volume.views.left_arenas import find_left
 from kvfuse.volume.views.placement import ANYWHERE, Placement
 from kvfuse.volume.views.tier import ReadClass, SharedTier, TierBlock
@@ -107,6 +109,26 @@ def test_blocks_are_found_by_the_next_daemon_and_the_one_after_it(keeper: Memory
             assert block.read_class == read_class
         assert not tier.left
     let_go(keeper)
+
+
+def test_what_nobody_asks_for_is_not_made(keeper: MemoryKeeper) -> None:
+    """There may be a million of them, and calls wait."""
+    tier = tier_of(keeper)
+    for ino in range(1, 11):
+        keep(tier, ino)
+    former = after_kill(keeper)
+    adopted = tier_of(former)
+    assert len(adopted.left) == 10
+
+    def made() -> set[int]:
+        return {thing.slot for thing in gc.get_objects() if isinstance(thing, LeftBlock)}
+
+    assert made() == set()
+    assert admit(adopted, 3) is not None
+    adopted.drop(7)
+    assert len(adopted.left) == 8
+    assert made() == set()
+    let_go(former)
 
 
 def test_slots_of_an_arena_that_nobody_has_mapped_are_used_again(keeper: MemoryKeeper) -> None:
@@ -385,7 +407,7 @@ def test_nobody_finds_other_bytes_whenever_the_daemon_is_killed(keeper: MemoryKe
 def check_left(tier: SharedTier, keeper: MemoryKeeper) -> None:
     copy = after_kill(keeper)
     found = tier_of(copy, 2 * MIB)
-    wanted = {ino: (block.home.number, block.slot, block.size) for ino, block in (tier.left | tier.kept).items()}
+    wanted = {ino: (block.home.number, block.slot, block.size) for ino, block in {**tier.left, **tier.kept}.items()}
     assert {ino: (left.home.number, left.slot, left.size) for ino, left in found.left.items()} == wanted
     for ino in wanted:
         assert admit(found, ino) is not None
