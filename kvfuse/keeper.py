@@ -9,10 +9,16 @@ Everything is for the event loop's thread, and waits for nobody.
 
 Names are paths, and say whose a thing is: ``fuse/...`` the mount's, ``tier/...`` the shared-memory tier's,
 ``member`` that of the client of a shared volume, ``ring/...`` those of clients of rings.
+
+The next daemon may be of another version. So each thing whose format may change says which one it has, and one of
+another format is dropped, or replaced; a name has one meaning for ever. What has a name that this version does not know
+is dropped before anything is served (`drop_unknown`): after one more upgrade, a version that knows it would else take
+it for what this one left.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import weakref
 from collections.abc import Sequence
@@ -22,6 +28,13 @@ CONTENT_SIZE_MAX = 64 << 10
 """bytes of one thing"""
 DESCRIPTORS_MAX = 16
 """of one thing"""
+KNOWN = (
+    "config", "fuse/answers", "fuse/connection", "fuse/control", "fuse/device", "fuse/handles", "fuse/switch",
+    "fuse/unsaved", "lock", "member", "ring/", "tier/alive", "tier/arena/", "tier/numbers",
+)  # fmt: skip
+"""all names; with a slash at the end: beginnings of names"""
+
+log = logging.getLogger(__name__)
 
 
 class Kept(NamedTuple):
@@ -134,6 +147,14 @@ def _close_all(kept: dict[str, Kept]) -> None:
     for thing in kept.values():
         for descriptor in thing.descriptors:
             os.close(descriptor)
+
+
+def drop_unknown(keeper: Keeper) -> None:
+    """Nobody is to find what this version does not know."""
+    for name in keeper.names(""):
+        if name not in KNOWN and not name.startswith(tuple(known for known in KNOWN if known.endswith("/"))):
+            log.warning("%s, which another version kept, is dropped", name)
+            keeper.drop(name)
 
 
 def check(content: bytes, descriptors: Sequence[int]) -> None:

@@ -33,7 +33,7 @@ from kvfuse.fs.takeover import checked, is_dead_mount, libc, takeover, unmount
 from kvfuse.fs.turns import take_turns
 from kvfuse.fs.virtual import Reader, VirtualFolder
 from kvfuse.fs.wakefulness import Wakefulness
-from kvfuse.keeper import NO_KEEPER, Keeper, Kept
+from kvfuse.keeper import NO_KEEPER, Keeper, Kept, drop_unknown
 from kvfuse.mounttable import top_mount
 from kvfuse.options.options import MountOptions, Options
 from kvfuse.volume.api import KernelCache
@@ -87,6 +87,7 @@ async def serve(
     where the machine does not allow the mount or a service, VolumeError and ConfigError where the volume cannot be
     opened.
     """
+    drop_unknown(keeper)
     try:
         async with trio.open_nursery() as nursery:
             stop = trio.Event()

@@ -85,6 +85,6 @@ def test_neither_host_notices_kills(
 ) -> None:
     with two_hosts(tmp_path, etcd_alone, engine, request) as mounts:
         before = clients(mounts[0].source)
-        kill_beside(mounts, ("stores", "names", "appends", "pages", "rings"), seed, KILLS)
+        kill_beside(mounts, ("stores", "names", "appends", "pages"), seed, KILLS)
         assert clients(mounts[0].source) == before
         assert noticed(mounts) == []

@@ -8,6 +8,8 @@ connection, shared memory that the client does not see, has what changes often: 
 request that is being answered. A request is taken out of the socket after its reply; so the next daemon
 finds it there and answers it. Only one that carries a descriptor is taken before: the page says of it whether it was
 done. If it was, the next daemon replies; if not, it answers EINTR, and the client asks again.
+
+A daemon of a version with another `FORM`, or another protocol of rings, ends the connection: nothing of it is read.
 """
 
 from __future__ import annotations
@@ -23,12 +25,14 @@ import numpy as np
 
 from kvfuse.keeper import Keeper, Kept
 from kvfuse.usrbio.daemon.peer import Peer, Powers
-from kvfuse.usrbio.protocol.wire import PAGE
+from kvfuse.usrbio.protocol.wire import PAGE, VERSION
 from kvfuse.volume.views.ring_files import PREFIX, KeptFile
 from kvfuse.volume.views.tier import SharedTier, TierBlock
 
 log = logging.getLogger(__name__)
 
+FORM = 1
+"""format of all that is kept of a connection: its page, journals of rings, and what is said of each thing"""
 _SOCKET, _SAID = "socket", "said"
 PINS_MAX = 65536
 _PIN_WORDS = 4
@@ -49,15 +53,21 @@ class KeptConnection(msgspec.Struct):
     is_ours: bool
     uids: list[tuple[int, int]]
     gids: list[tuple[int, int]]
+    form: int = 1
+    protocol: int = 1
 
     @classmethod
     def of(cls, peer: Peer) -> KeptConnection:
         powers = peer.powers
         uids, gids = ([(ids.start, ids.stop) for ids in mapped] for mapped in (powers.uids, powers.gids))
         groups = sorted(peer.groups)
-        return cls(peer.pid, peer.uid, peer.gid, groups, powers.capabilities, powers.is_ours, uids, gids)
+        known = peer.pid, peer.uid, peer.gid, groups, powers.capabilities, powers.is_ours, uids, gids
+        return cls(*known, FORM, VERSION)
 
     def peer(self) -> Peer:
+        """ValueError where what is kept is of another version."""
+        if (self.form, self.protocol) != (FORM, VERSION):
+            raise ValueError(f"form {self.form} and protocol {self.protocol} are of another version")
         uids, gids = (tuple(range(*ids) for ids in mapped) for mapped in (self.uids, self.gids))
         powers = Powers(self.capabilities, self.is_ours, uids, gids)
         return Peer(self.pid, self.uid, self.gid, frozenset(self.groups), powers)
@@ -325,6 +335,7 @@ def find_left(keeper: Keeper, tier: SharedTier, files: Iterable[str]) -> list[Le
         if not name.endswith(f"/{_SOCKET}") or (kept := keeper.take(name)) is None:
             continue
         stream, page_descriptor = kept.descriptors
+        client = name.removesuffix(_SOCKET)
         try:
             peer, page = msgspec.json.decode(kept.content, type=KeptConnection).peer(), Page(page_descriptor)
             words = keeper.take(name.replace(_SOCKET, _SAID))
@@ -332,9 +343,10 @@ def find_left(keeper: Keeper, tier: SharedTier, files: Iterable[str]) -> list[Le
         except (OSError, ValueError, msgspec.MsgspecError) as error:
             log.warning("a client of the daemon before this one is lost: %s", error)
             os.close(stream)
-            keeper.drop(name)
+            for thing in [*keeper.names(client), name]:
+                keeper.drop(thing)
         else:
-            own = [file for file in files if file.startswith(name.removesuffix(_SOCKET))]
+            own = [file for file in files if file.startswith(client)]
             found.append(Left(name.split("/")[1], peer, said, stream, page, own, page.adopt_pins(tier)))
         finally:
             os.close(page_descriptor)

@@ -53,6 +53,8 @@ LOOK_SECONDS = 0.2
 RESUME_SECONDS = 10.0
 """for which the next daemon tries to go on as the same client, where the store does not answer"""
 RESTING_MAX = 4096
+FORM = 1
+"""format of a `Standing`"""
 KEPT = "member"
 """name of a `Standing`, see `keeper`"""
 
@@ -69,6 +71,7 @@ class Standing(msgspec.Struct, array_like=True, frozen=True):
     resting: tuple[int, ...] | None = None
     """slabs of its own in which free slots may still be written, or read by others; None: all. So it is until the
     daemon has ended well"""
+    form: int = FORM
 
     def keep(self, keeper: Keeper) -> None:
         if self.lease:
@@ -81,10 +84,13 @@ class Standing(msgspec.Struct, array_like=True, frozen=True):
         for descriptor in kept.descriptors if kept is not None else ():
             os.close(descriptor)
         try:
-            return msgspec.msgpack.decode(kept.content, type=cls) if kept is not None else None
+            standing = msgspec.msgpack.decode(kept.content, type=cls) if kept is not None else None
+            if standing is not None and standing.form != FORM:
+                raise msgspec.ValidationError(f"it is of the form {standing.form}, not {FORM}")
         except msgspec.DecodeError as error:
             log.error("what was kept of the client before this one makes no sense: %s", error)
             return None
+        return standing
 
 
 class Member:
