@@ -435,11 +435,11 @@ class BlockApi(Protocol):
         NameTooLong, ReadOnly.
         """
 
-    async def delete(self, directory: int, names: Sequence[bytes]) -> list[int]:
+    async def delete(self, directory: int, names: Sequence[bytes], found: Callable[[int], None] = ...) -> list[int]:
         """Remove files: the inode of each that was there and is gone, 0 for what is absent or a directory.
 
         Waits for the store where a name is not known, and in strict folders for the commit. After an error, which is
-        raised, some of them may be gone. ReadOnly, NotFound.
+        raised, some of them may be gone. ReadOnly, NotFound. ``found``: told the place of each before it can be gone.
         """
 
     async def exists(self, directory: int, names: list[bytes]) -> list[bool]:

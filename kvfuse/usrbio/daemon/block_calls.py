@@ -165,11 +165,12 @@ class BlockCalls:
 
     async def delete(self, call: Call) -> None:
         namespace = await self._check(call, 3)
+        completions = call.ring.completions
+        former = completions.begin_answers(call)
         with trio.CancelScope(shield=True):  # given up in the middle, nobody would know what the kernel has to drop
-            inodes = await self.volume.blocks.delete(namespace.ino, call.names)
-
+            inodes = await self.volume.blocks.delete(namespace.ino, call.names, partial(completions.note_found, call))
         gone = [row for row in zip(call.names, inodes, strict=True) if row[1]]
-        found = [ino != 0 for ino in inodes]
+        found = [ino != 0 or was_found != 0 for ino, was_found in zip(inodes, former, strict=True)]
         self.finish(Done(call, 0, directory=namespace.ino, names=gone, found=found))
 
     async def prefetch(self, call: Call) -> None:

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import trio
 
+from kvfuse.errors import EngineError
 from kvfuse.usrbio.daemon.client_memory import Iov
 from kvfuse.usrbio.daemon.device_iovs import DeviceIov
 from kvfuse.usrbio.daemon.device_memory import Piece
@@ -345,6 +346,30 @@ class Completions:
         self.complete(call, -number)
         then()
 
+    def begin_answers(self, call: Call) -> bytes:
+        """Have the client's memory say which keys were found so far, by `note_found`, for a daemon after this one.
+
+        What one before this one had noted, a byte for each key: 0, where it found nothing or did not look.
+        EngineError: the call is for the next daemon.
+        """
+        entry = call.entry
+        start, end = entry.offset, entry.offset + len(call.names)
+        are_keys_there = start < entry.key_offset + entry.key_length and entry.key_offset < end  # they are read again
+        with self._lock:
+            if _is_for_nobody(call) or are_keys_there:
+                return bytes(len(call.names))
+            if self._journal.has_begun(call.entry.user_data):
+                return self._aux[start:end].tobytes()
+            self._aux[start:end] = 0
+            self._journal.begin(call.entry.user_data)
+            return bytes(len(call.names))
+
+    def note_found(self, call: Call, number: int) -> None:
+        """The key of this number was found, and what makes that untrue may happen when this returns. EngineError."""
+        with self._lock:
+            if not _is_for_nobody(call) and self._journal.has_begun(call.entry.user_data):
+                self._aux[call.entry.offset + number] = 1
+
     def answer_keys(self, call: Call, found: Sequence[bool] | bytearray) -> None:
         """Write a result byte for each key into the client's memory, and complete the call, unless it is already."""
         start = call.entry.offset
@@ -391,3 +416,10 @@ class Completions:
                 doom, call.doom = call.doom, None
             if doom is not None:
                 doom()
+
+
+def _is_for_nobody(call: Call) -> bool:
+    """It was answered already. EngineError: its ring has stopped, and the next daemon does the call."""
+    if not call.ended and call.ring.completions.stopped:
+        raise EngineError("the ring has stopped")
+    return call.ended

@@ -11,7 +11,8 @@ A kill may come between any two stores, and both positions change with one: they
 words that is not the present one, and then that half is made the present one (`commit`). What is written before, for
 a completion or for entries that are being taken, counts from that store on. Each place says in one word what it has:
 
-* taken, and the position in the submission queue: under way if that queue's position is beyond it;
+* taken, and the position in the submission queue: under way if that queue's position is beyond it. A mark beside it
+  says that answers of the entry are in the aux area (`begin`): of a DELETE they are there before a block is removed;
 * pinned, and a pin: under way; a GET has the pin of the view that it will be answered with;
 * done, and the position of the last completion that was posted with it: under way until that was committed, then free.
 
@@ -42,7 +43,9 @@ _LONE = 1
 """word: the pin that an entry without a place has, below the low half of its position"""
 _HALVES = (8, 10)
 _TAKEN, _PINNED, _DONE = (number << 62 for number in (1, 2, 3))
-_VALUE = (1 << 62) - 1
+_KIND = 3 << 62
+_BEGUN = 1 << 61
+_VALUE = _BEGUN - 1
 _LOW = (1 << 32) - 1
 _ROW_WORDS = SQE.itemsize // 8
 _USER_DATA = 6
@@ -162,8 +165,16 @@ class Journal:
         ``before``: a place; only what was taken before that one is looked for.
         """
         found = np.flatnonzero((self._user_data == user_data) & (self._are_busy == 1))
-        older = [(self._state_words[place], place) for place in found.tolist()]
-        return min([row for row in older if row[0] < self._state_words[before]], default=(0, NO_PLACE))[1]
+        older = [(self._state_words[place] & ~_BEGUN, place) for place in found.tolist()]
+        return min([row for row in older if row[0] < self._state_words[before] & ~_BEGUN], default=(0, NO_PLACE))[1]
+
+    def begin(self, place: int) -> None:
+        """The aux area has answers of the entry at a place from here on, as far as it got."""
+        self._state_words[place] |= _BEGUN
+
+    def has_begun(self, place: int) -> bool:
+        """This daemon, or one before it, has called `begin`."""
+        return self._state_words[place] & (_KIND | _BEGUN) == _TAKEN | _BEGUN
 
     def pin(self, place: int, pin: int) -> None:
         """The entry at a place has this pin, until it is done."""
@@ -195,7 +206,7 @@ class Journal:
     def left(self) -> Left:
         """What is under way. `go_on` when the pins are given back."""
         taken, given = self.positions()
-        kinds, values = self._states & ~np.uint64(_VALUE), self._states & np.uint64(_VALUE)
+        kinds, values = self._states & np.uint64(_KIND), self._states & np.uint64(_VALUE)
         is_pinned, is_done = kinds == _PINNED, (kinds == _DONE) & (values >= given)
         places = np.flatnonzero((kinds == _TAKEN) & (values < taken) | is_pinned | is_done)
         order = np.where(kinds[places] == _TAKEN, values[places], 0)
@@ -213,7 +224,9 @@ class Journal:
         """Begin with these entries under way, which `left` returned. A kill meanwhile changes nothing of them."""
         places = rows["user_data"].astype(np.intp)
         self._words[_LONE] = 0
-        self._states[places] = np.arange(len(places), dtype=np.uint64) + _TAKEN
+        states = self._states[places]
+        begun = np.where(states & np.uint64(_KIND) == _TAKEN, states & np.uint64(_BEGUN), np.uint64(0))
+        self._states[places] = np.arange(len(places), dtype=np.uint64) + _TAKEN + begun
         self._are_busy[:] = 0
         self._are_busy[places] = 1
         self._states[self._are_busy == 0] = 0

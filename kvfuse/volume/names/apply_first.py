@@ -168,8 +168,7 @@ class ApplyFirst:
         """Execute the plan in memory, and mark its changes for the journal. EngineError: the membership is over."""
         if not plan.means:
             return
-        if self.core.nodes.handover.outlives:
-            tell_decision(plan)
+        tell_decision(plan)
         pending, unlinked, meant = self.journal.pending, plan.unlinked, None
         if plan.made is not None:
             self._add(plan.made)

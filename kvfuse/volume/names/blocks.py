@@ -44,6 +44,7 @@ from kvfuse.volume.store import schema
 from kvfuse.volume.store.sealed import get_sound
 from kvfuse.volume.views.arena_pool import NO_REGIME
 from kvfuse.volume.views.content_map import SIZE_UNKNOWN
+from kvfuse.volume.views.handover import DECIDED
 from kvfuse.volume.views.news import Watch
 from kvfuse.volume.views.tier import TierBlock
 from kvfuse.volume.views.uses import Uses
@@ -313,13 +314,19 @@ class Blocks:
             if staged.length == node.chunk_size and self.flusher.is_half_full:
                 self.flusher.chunk_is_full(node, index)
 
-    async def delete(self, directory: int, names: Sequence[bytes]) -> list[int]:
+    async def delete(
+        self, directory: int, names: Sequence[bytes], found: Callable[[int], None] = lambda number: None
+    ) -> list[int]:
         self._check_writable()
         gone: dict[int, Node] = {}
 
         async def remove(number: int, name: bytes) -> None:
-            with suppress(errors.NotFound, errors.NameTooLong, errors.IsADirectory):
-                _, gone[number] = await self.names.unlink(directory, name)
+            token = DECIDED.set(lambda ino, other: found(number))
+            try:
+                with suppress(errors.NotFound, errors.NameTooLong, errors.IsADirectory):
+                    _, gone[number] = await self.names.unlink(directory, name)
+            finally:
+                DECIDED.reset(token)
 
         await _for_each(names, remove, DELETE_PEERS)
         if gone:

@@ -125,7 +125,7 @@ class CommitFirst:
                 if attempt:
                     raise
                 continue
-            if self.core.nodes.handover.outlives and plan.means:
+            if plan.means:
                 tell_decision(plan)
             if draft.is_empty or (not draft.is_stale and await self._commit(plan, draft)):
                 return plan

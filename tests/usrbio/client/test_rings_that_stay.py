@@ -112,6 +112,27 @@ def test_writes_and_puts_under_way_are_done_once_more(mount: KvfuseMount, daemon
         assert path.read_bytes() == bytes(iov.buffer[: 30 * 4096])
 
 
+def test_a_delete_that_is_done_again_says_what_was_there(mount: KvfuseMount, daemon: RingsDaemon) -> None:
+    (mount.point / "deletes").mkdir()
+    os.setxattr(mount.point / "deletes", "user.kvfuse.publish", b"strict")  # answers wait for the store
+    with connect(mount.point) as client, client.iov(4096) as iov, client.ring(64) as ring:
+        namespace = client.namespace("deletes")
+        for turn in range(12):
+            keys = [b"%d-%d" % (turn, row) for row in range(30)]
+            ring.prep_puts([iov] * 30, np.zeros(30, int), namespace, keys, 100, user_data=1)
+            ring.submit()
+            assert (ring.wait(30, PATIENCE_S)["result"] == 100).all()
+            rows = [ring.prep_delete(namespace, [key, b"absent"], user_data=2) for key in keys[:10]]
+            rows.append(ring.prep_delete(namespace, [*keys[10:], b"absent"], user_data=3))
+            ring.submit()
+            daemon.change(signal.SIGUSR1)
+            answers = ring.wait(11, PATIENCE_S)
+            assert sorted(answers["result"].tolist()) == [1] * 10 + [20], answers
+            assert all(row.tolist() == [True] * (len(row) - 1) + [False] for row in rows)
+            ring.prep_exists(namespace, keys, user_data=4)
+            assert done(ring) == {4: 0}
+
+
 def test_a_sleeper_is_woken(mount: KvfuseMount, daemon: RingsDaemon, path: Path, data: bytes) -> None:
     path.write_bytes(data)
     with connect(mount.point) as client, client.iov(SIZE) as iov, client.ring(64) as ring:

@@ -206,3 +206,22 @@ def test_the_oldest_entry_of_a_number_is_found(descriptors: list[int]) -> None:
     assert journal_.find(7, places[5]) == places[2]
     assert journal_.find(7, places[2]) == NO_PLACE, "what comes later is not what a cancel means"
     assert journal_.find(5, places[5]) == NO_PLACE
+
+
+def test_answers_that_were_begun_are_known_to_the_next_daemon(descriptors: list[int], rng: random.Random) -> None:
+    client = Client(descriptors[0], rng)
+    client.submit(4)
+    for turn in range(3):
+        daemon = Daemon(descriptors, set(), rng)
+        daemon.go_on()
+        journal_ = daemon.completions._journal
+        if not turn:
+            daemon.completions.take(daemon.memory.sq.read_packed(4), 1.0)
+            journal_.begin(1)
+            journal_.begin(3)
+            journal_.pin(3, 77)
+        assert [journal_.has_begun(place) for place in range(4)] == [False, True, False, False]
+        rows = journal_.left().rows
+        assert sorted(rows["user_data"].tolist()) == [0, 1, 2, 3]
+    daemon.completions.publish([(1, Answer(1))])
+    assert not journal_.has_begun(1)
